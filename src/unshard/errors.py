@@ -1,0 +1,131 @@
+"""Every error that unshard raises on purpose, as one tree.
+
+    UnshardError                     exit code
+    ├── UsageError                   2   the request itself makes no sense
+    ├── CheckpointError              3   something is wrong with the checkpoint
+    │   ├── UnknownFormatError           nothing here that unshard can read
+    │   ├── IncompleteError              files or ranks are missing, empty or truncated
+    │   ├── CorruptError                 a file contradicts its own format, or its neighbours
+    │   ├── UnsafeError                  a pickle refers to code that runs commands
+    │   └── NotMergeableError            readable, but no full tensor follows from it
+    ├── ConversionError              4   names or dtypes of the output cannot be resolved
+    └── OutputError                  5   the output exists, has no space or is not writable
+
+An error names its subject (file, tensor, rank), what was expected, what was found, and what to do
+next. A stage gathers all its problems and raises once (see `raise_all`).
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+__all__ = [
+    "CheckpointError",
+    "ConversionError",
+    "CorruptError",
+    "IncompleteError",
+    "NotMergeableError",
+    "OutputError",
+    "UnknownFormatError",
+    "UnsafeError",
+    "UnshardError",
+    "UsageError",
+    "raise_all",
+]
+
+_SHOWN_PROBLEMS = 20
+
+
+class UnshardError(Exception):
+    """Base of all errors raised on purpose.
+
+    Args:
+        subject: what is wrong: a sentence that names file, tensor and rank where they are known.
+        expected: what should have been there.
+        found: what is there.
+        hint: what to do next.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(
+        self, subject: str, *, expected: str = "", found: str = "", hint: str = ""
+    ) -> None:
+        self.subject = subject
+        self.expected = expected
+        self.found = found
+        self.hint = hint
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        lines = [self.subject]
+        if self.expected:
+            lines.append(f"  expected: {self.expected}")
+        if self.found:
+            lines.append(f"  found:    {self.found}")
+        if self.hint:
+            lines.append(f"  hint:     {self.hint}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Travel between processes whole: `Exception` alone would lose the named parts."""
+        state = {name: getattr(self, name) for name in ("expected", "found", "hint")}
+        return (type(self), (self.subject,), state)
+
+
+class UsageError(UnshardError):
+    """The request makes no sense: an option, or a combination of options."""
+
+    exit_code = 2
+
+
+class CheckpointError(UnshardError):
+    """Something is wrong with the checkpoint."""
+
+    exit_code = 3
+
+
+class UnknownFormatError(CheckpointError):
+    """Nothing at the given place is a checkpoint that unshard reads."""
+
+
+class IncompleteError(CheckpointError):
+    """Files or ranks are missing, empty or truncated."""
+
+
+class CorruptError(CheckpointError):
+    """A file contradicts its own format, or what other ranks say."""
+
+
+class UnsafeError(CheckpointError):
+    """A pickle refers to code that runs commands or opens files."""
+
+
+class NotMergeableError(CheckpointError):
+    """The checkpoint is readable, but its full tensors do not follow from it."""
+
+
+class ConversionError(UnshardError):
+    """Names or dtypes of the output cannot be resolved."""
+
+    exit_code = 4
+
+
+class OutputError(UnshardError):
+    """The output exists already, has no space or cannot be written."""
+
+    exit_code = 5
+
+
+def raise_all(kind: type[UnshardError], summary: str, problems: Sequence[UnshardError]) -> None:
+    """Raise one error that lists all `problems`; return if there are none.
+
+    A single problem is raised as it is. Of very many, the first are shown and the rest counted.
+    """
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise problems[0]
+    shown = "\n".join(f"- {problem}" for problem in problems[:_SHOWN_PROBLEMS])
+    rest = len(problems) - _SHOWN_PROBLEMS
+    more = f"\n- and {rest} more" if rest > 0 else ""
+    raise kind(f"{summary} ({len(problems)} problems):\n{shown}{more}")

@@ -1,0 +1,45 @@
+"""What happens while unshard works, as events for terminal, JSON, server and callbacks alike.
+
+This module knows the events, not how they are shown.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Advanced", "Event", "Listener", "Stage", "Warned", "ignore"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage begins; `total_bytes` is what it will write, 0 where that is not known."""
+
+    name: str
+    total_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """`written_bytes` more bytes of the current stage's total have been written."""
+
+    written_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Something the user should know; it does not stop the work."""
+
+    message: str
+
+
+Event = Stage | Advanced | Warned
+
+
+class Listener(Protocol):
+    """Called with every event, from one thread at a time; must not raise."""
+
+    def __call__(self, event: Event, /) -> None:
+        """Take an event."""
+
+
+def ignore(_event: Event, /) -> None:
+    """Take an event and do nothing."""

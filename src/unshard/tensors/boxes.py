@@ -1,0 +1,138 @@
+"""Boxes: rectangular regions of a tensor, and whether a set of them covers it exactly.
+
+Units are elements; a box is half-open in every dimension. Many boxes are held as two integer
+arrays of shape (count, dimensions): `offsets` and `sizes`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Box", "Ints", "distinct", "find_gap", "is_row_major", "row_major_strides"]
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular region: `offsets` and `sizes` in elements per dimension. 0-d is one element."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Box":
+        """Return the box that is all of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """One past the last element of every dimension."""
+        return tuple(lo + size for lo, size in zip(self.offsets, self.sizes, strict=True))
+
+    def __str__(self) -> str:
+        ranges = zip(self.offsets, self.ends, strict=True)
+        return "[" + ", ".join(f"{lo}:{hi}" for lo, hi in ranges) + "]"
+
+
+def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a contiguous tensor of these sizes."""
+    strides = [1] * len(sizes)
+    for dim in range(len(sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(sizes[dim + 1], 1)
+    return tuple(strides)
+
+
+def is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tell whether elements with these strides lie contiguously, in row-major order.
+
+    Strides of dimensions of size 1 do not matter, and a tensor without elements has no order.
+    """
+    if 0 in sizes:
+        return True
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def distinct(offsets: Ints, sizes: Ints) -> Ints:
+    """Return the indices of the first of every set of equal boxes, in order; empty boxes left out.
+
+    Equal boxes are replicas of one another: the first is as good as any.
+    """
+    filled = np.flatnonzero((sizes > 0).all(axis=1))
+    if len(filled) < 2:
+        return filled
+    rows = np.concatenate([offsets[filled], sizes[filled]], axis=1)
+    if rows.shape[1] == 0:
+        return filled[:1]
+    order = np.lexsort(rows.T[::-1])
+    ordered = rows[order]
+    fresh = np.concatenate([[True], (ordered[1:] != ordered[:-1]).any(axis=1)])
+    return np.sort(filled[order[fresh]])
+
+
+def find_gap(offsets: Ints, sizes: Ints, shape: Sequence[int]) -> tuple[str, Box] | None:
+    """Return None if the boxes cover the shape exactly once, else ("hole" | "overlap", where).
+
+    The boxes must be distinct and without empty ones (see `distinct`). Cost: n log n where one
+    dimension is cut; a sweep over the cuts of the first dimension where several are.
+    """
+    if 0 in shape:
+        return None
+    if len(offsets) == 0:
+        return "hole", Box.whole(shape)
+    full = np.asarray(shape, dtype=np.int64)
+    cut = np.flatnonzero(((offsets != 0) | (sizes != full)).any(axis=0))
+    gap = _sweep(offsets[:, cut], (offsets + sizes)[:, cut], full[cut])
+    if gap is None:
+        return None
+    kind, ranges = gap
+    found = dict(zip(cut.tolist(), ranges, strict=True))
+    lo_hi = [found.get(dim, (0, size)) for dim, size in enumerate(shape)]
+    return kind, Box(tuple(lo for lo, _ in lo_hi), tuple(hi - lo for lo, hi in lo_hi))
+
+
+_Gap = tuple[str, list[tuple[int, int]]]
+
+
+def _sweep(lo: Ints, hi: Ints, shape: Ints) -> _Gap | None:
+    """Find the first place not covered exactly once; `lo`, `hi` and `shape` have equal columns."""
+    if len(shape) == 0:
+        return None if len(lo) == 1 else ("overlap", [])
+    if len(shape) == 1:
+        return _sweep_line(lo[:, 0], hi[:, 0], int(shape[0]))
+    cuts = np.unique(np.concatenate([lo[:, 0], hi[:, 0], [0, shape[0]]])).tolist()
+    for start, end in pairwise(cuts):
+        active = (lo[:, 0] <= start) & (hi[:, 0] >= end)
+        if not active.any():
+            return "hole", [(start, end), *((0, int(size)) for size in shape[1:])]
+        gap = _sweep(lo[active, 1:], hi[active, 1:], shape[1:])
+        if gap is not None:
+            return gap[0], [(start, end), *gap[1]]
+    return None
+
+
+def _sweep_line(lo: Ints, hi: Ints, size: int) -> _Gap | None:
+    order = np.argsort(lo, kind="stable")
+    starts = np.append(lo[order], size)
+    ends = np.insert(hi[order], 0, 0)
+    wrong = np.flatnonzero(starts != ends)
+    if len(wrong) == 0:
+        return None
+    start, end = int(starts[wrong[0]]), int(ends[wrong[0]])
+    return ("hole", [(end, start)]) if end < start else ("overlap", [(start, end)])

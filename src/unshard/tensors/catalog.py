@@ -1,0 +1,196 @@
+"""The catalog: what a checkpoint holds, as tensors made of chunks at known places in files.
+
+A chunk is one stored box of a tensor. A large model on many ranks has millions of them, so a tensor
+keeps its chunks as columns (one array row per chunk, about 60 bytes); `Chunk` is a view of a row.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unshard.tensors.boxes import Box, Ints
+from unshard.tensors.dtypes import DType
+from unshard.tensors.placements import Sharding
+
+__all__ = [
+    "ByteRange",
+    "Catalog",
+    "Chunk",
+    "ChunkTable",
+    "Companions",
+    "CompressedRange",
+    "Skipped",
+    "TensorEntry",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """`length` bytes of a file from `offset` on, stored as they are."""
+
+    path: Path
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedRange:
+    """`length` bytes of a file from `offset` on that must be decompressed (zstd) before use."""
+
+    path: Path
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One stored box of a tensor.
+
+    Attributes:
+        box: where it lies in the global tensor.
+        source: where its bytes lie; the first byte is that of its first element.
+        strides: elements to step per dimension, or None where it is stored contiguously, row-major.
+        rank: the rank whose file holds it.
+    """
+
+    box: Box
+    source: ByteRange | CompressedRange
+    strides: tuple[int, ...] | None
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkTable:
+    """The chunks of one tensor, as columns of equal length.
+
+    Attributes:
+        paths: the files of the checkpoint; shared by all tensors.
+        offsets: (count, dimensions), elements: where each box starts.
+        sizes: (count, dimensions), elements.
+        strides: (count, dimensions), elements, or None where every chunk is row-major.
+        file: index into `paths`.
+        start: byte of the chunk's first element in its file.
+        length: bytes from there to the end of its last element (of the compressed item, if so).
+        rank: the rank whose file holds it.
+        compressed: whether the source is a `CompressedRange`.
+    """
+
+    paths: tuple[Path, ...]
+    offsets: Ints
+    sizes: Ints
+    strides: Ints | None
+    file: NDArray[np.int32]
+    start: Ints
+    length: Ints
+    rank: NDArray[np.int32]
+    compressed: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def __getitem__(self, row: int) -> Chunk:
+        kind = CompressedRange if self.compressed[row] else ByteRange
+        source = kind(self.paths[self.file[row]], int(self.start[row]), int(self.length[row]))
+        box = Box(tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist()))
+        strides = None if self.strides is None else tuple(self.strides[row].tolist())
+        return Chunk(box, source, strides, int(self.rank[row]))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return (self[row] for row in range(len(self)))
+
+    def take(self, rows: Ints) -> "ChunkTable":
+        """Return the table of these rows, in this order."""
+        return ChunkTable(
+            self.paths,
+            self.offsets[rows],
+            self.sizes[rows],
+            None if self.strides is None else self.strides[rows],
+            self.file[rows],
+            self.start[rows],
+            self.length[rows],
+            self.rank[rows],
+            self.compressed[rows],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorEntry:
+    """One tensor of the checkpoint.
+
+    Attributes:
+        fqn: its name in the state dict.
+        dtype: as stored.
+        shape: global shape, elements.
+        chunks: every stored box, replicas included, in rank order.
+        sharding: mesh and placements as the lowest rank that has it sees them; None where the
+            format states none (plain tensors).
+    """
+
+    fqn: str
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: ChunkTable
+    sharding: Sharding | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the full tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A value of the checkpoint that is not a tensor to merge, and why it was left out."""
+
+    fqn: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """The files that make weights a model: config, tokenizer, processor, custom code.
+
+    Attributes:
+        config: the model's config.json, or None.
+        files: every other file to copy, by its name in the output.
+    """
+
+    config: Path | None = None
+    files: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Catalog:
+    """What a checkpoint holds.
+
+    Attributes:
+        roots: the directories that hold the weight files.
+        format: how the weights are stored, for people: "FSDP rank files".
+        writer: the tool that wrote them, as far as the layout tells.
+        step: training step, where the directory's name says it.
+        world_size: number of ranks that wrote the checkpoint.
+        tensors: by name, in the order of the state dict.
+        skipped: values that are not tensors.
+        companions: config and the like.
+        training_state: files of optimizer, scheduler, random state.
+        missing: files of ranks that should be there and are not; replicas may make up for them.
+        missing_ranks: the ranks that would have written them.
+        notes: what a user should know about how the checkpoint was read.
+    """
+
+    roots: tuple[Path, ...]
+    format: str
+    writer: str
+    step: int | None
+    world_size: int
+    tensors: Mapping[str, TensorEntry]
+    skipped: tuple[Skipped, ...] = ()
+    companions: Companions = Companions()
+    training_state: tuple[Path, ...] = ()
+    missing: tuple[Path, ...] = ()
+    missing_ranks: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,250 @@
+"""Where a rank's local tensor lies in the global one: device meshes and DTensor placements.
+
+The rules were measured against torch, not read from its documentation alone:
+
+* a dimension is cut as `torch.chunk` cuts it: pieces of ceil(n / k), the last ones short or empty;
+* several mesh dimensions that cut one tensor dimension are applied in the *shard order*: left to
+  right for `Shard`, and decoded right to left where `_StridedShard(split_factor)` occurs. torch's
+  own left-to-right `compute_local_shape_and_global_offset` is wrong there for uneven sizes;
+* a `_StridedShard` without a later mesh dimension to explain it makes several disjoint segments.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+from unshard.tensors.boxes import Box
+
+__all__ = [
+    "DeviceMesh",
+    "Partial",
+    "Piece",
+    "Placement",
+    "PlacementError",
+    "Replicate",
+    "Shard",
+    "Sharding",
+    "StridedShard",
+    "place",
+]
+
+
+class PlacementError(ValueError):
+    """The placements do not say which part of the tensor this is. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Tensor dimension `dim` is cut along this mesh dimension."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """As `Shard`, but applied after later mesh dimensions of `split_factor` ranks in all."""
+
+    dim: int
+    split_factor: int
+
+    def __str__(self) -> str:
+        return f"_StridedShard({self.dim}, split_factor={self.split_factor})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every coordinate of this mesh dimension holds a copy."""
+
+    def __str__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every coordinate holds a summand of a reduction (`op`) that never took place."""
+
+    op: str
+
+    def __str__(self) -> str:
+        return f"Partial({self.op})"
+
+
+Placement = Shard | StridedShard | Replicate | Partial
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMesh:
+    """The mesh a tensor lies on, as one rank sees it.
+
+    Attributes:
+        shape: ranks per mesh dimension.
+        dim_names: name per mesh dimension, or None where the mesh has none.
+        coordinates: which piece this rank holds, per mesh dimension.
+    """
+
+    shape: tuple[int, ...]
+    dim_names: tuple[str, ...] | None
+    coordinates: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How one rank's tensor is placed.
+
+    Attributes:
+        mesh: the device mesh.
+        placements: one per mesh dimension.
+        shard_order: (tensor dimension, mesh dimensions in the order they cut it), where the
+            checkpoint states it; it then replaces what split factors say.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a local tensor: its box in the global one, and where it starts in the local one."""
+
+    box: Box
+    local_offsets: tuple[int, ...]
+
+
+_Segments = tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=65536)
+def place(shape: tuple[int, ...], sharding: Sharding) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+    """Return the local shape that follows from a sharding, and the pieces the local tensor holds.
+
+    Usually one piece; several for a lone `_StridedShard`; one empty piece for an empty shard.
+
+    Args:
+        shape: global shape, in elements.
+        sharding: mesh, coordinates and placements.
+
+    Raises:
+        PlacementError: a placement is pending (`Partial`) or does not fit the mesh or the shape.
+    """
+    _check_fits(shape, sharding)
+    segments = [_segments(dim, size, sharding) for dim, size in enumerate(shape)]
+    local = tuple(sum(hi - lo for lo, hi in parts) for parts in segments)
+    pieces = []
+    for combination in product(*(_with_local_starts(parts) for parts in segments)):
+        offsets = tuple(lo for lo, _, _ in combination)
+        sizes = tuple(hi - lo for lo, hi, _ in combination)
+        pieces.append(Piece(Box(offsets, sizes), tuple(start for _, _, start in combination)))
+    return local, tuple(pieces)
+
+
+def _check_fits(shape: tuple[int, ...], sharding: Sharding) -> None:
+    mesh = sharding.mesh
+    if len(sharding.placements) != len(mesh.shape) or len(mesh.coordinates) != len(mesh.shape):
+        raise PlacementError(
+            f"{len(sharding.placements)} placements and coordinates {mesh.coordinates} "
+            f"do not fit a mesh of shape {mesh.shape}"
+        )
+    if any(not 0 <= at < size for at, size in zip(mesh.coordinates, mesh.shape, strict=True)):
+        raise PlacementError(f"coordinates {mesh.coordinates} lie outside mesh {mesh.shape}")
+    for placement in sharding.placements:
+        match placement:
+            case Partial():
+                raise PlacementError(
+                    f"{placement} is a pending reduction: each rank holds a summand, not a part"
+                )
+            case Shard(dim) | StridedShard(dim, _) if not 0 <= dim < len(shape):
+                raise PlacementError(f"{placement} does not fit a tensor of shape {list(shape)}")
+            case _:
+                pass
+
+
+def _segments(dim: int, size: int, sharding: Sharding) -> _Segments:
+    """Return the ranges of dimension `dim` that this rank holds, in the order it holds them."""
+    mesh = sharding.mesh
+    order = _stated_order(dim, sharding) or _decode_order(dim, sharding)
+    if order is not None:
+        lo, hi = 0, size
+        for mesh_dim in order:
+            start, end = _chunk(hi - lo, mesh.shape[mesh_dim], mesh.coordinates[mesh_dim])
+            lo, hi = lo + start, lo + end
+        return ((lo, hi),)
+    return _lone_strided(dim, size, sharding)
+
+
+def _cutters(dim: int, sharding: Sharding) -> list[int]:
+    """Return the mesh dimensions that cut tensor dimension `dim`, left to right."""
+    return [
+        mesh_dim
+        for mesh_dim, placement in enumerate(sharding.placements)
+        if isinstance(placement, Shard | StridedShard) and placement.dim == dim
+    ]
+
+
+def _stated_order(dim: int, sharding: Sharding) -> tuple[int, ...] | None:
+    """Return the stated order of cuts, where it says more than 'left to right'."""
+    stated = dict(sharding.shard_order or ()).get(dim)
+    if stated is None or list(stated) == sorted(stated):
+        return None
+    if sorted(stated) != _cutters(dim, sharding):
+        raise PlacementError(
+            f"the shard order {stated} of dimension {dim} contradicts "
+            f"the placements ({', '.join(map(str, sharding.placements))})"
+        )
+    return stated
+
+
+def _decode_order(dim: int, sharding: Sharding) -> tuple[int, ...] | None:
+    """Derive the order of cuts from split factors, right to left; None where they cannot be met.
+
+    A mesh dimension with split factor f stands behind later ones whose sizes multiply to f
+    (torch: `DTensorSpec._maybe_convert_StridedShard_to_shard_order`).
+    """
+    order: list[int] = []
+    for mesh_dim in reversed(_cutters(dim, sharding)):
+        placement = sharding.placements[mesh_dim]
+        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+        sizes = [sharding.mesh.shape[other] for other in order]
+        at = next((i for i in range(len(order) + 1) if prod(sizes[:i]) == factor), None)
+        if at is None:
+            return None
+        order.insert(at, mesh_dim)
+    return tuple(order)
+
+
+def _lone_strided(dim: int, size: int, sharding: Sharding) -> _Segments:
+    """Place a `_StridedShard` that no later mesh dimension explains.
+
+    The dimension is split in `split_factor` parts, each of which is cut over the mesh dimension;
+    a rank holds its cut of every part, one after the other.
+    """
+    cutters = _cutters(dim, sharding)
+    placement = sharding.placements[cutters[0]]
+    if len(cutters) > 1 or not isinstance(placement, StridedShard):
+        shown = ", ".join(map(str, sharding.placements))
+        raise PlacementError(f"no order of cuts of dimension {dim} explains ({shown})")
+    ranks = sharding.mesh.shape[cutters[0]]
+    at = sharding.mesh.coordinates[cutters[0]]
+    segments = []
+    for part in range(placement.split_factor):
+        lo, hi = _chunk(size, placement.split_factor, part)
+        start, end = _chunk(hi - lo, ranks, at)
+        segments.append((lo + start, lo + end))
+    return tuple((lo, hi) for lo, hi in segments if lo < hi) or ((size, size),)
+
+
+def _with_local_starts(segments: _Segments) -> list[tuple[int, int, int]]:
+    starts = [0]
+    for lo, hi in segments[:-1]:
+        starts.append(starts[-1] + hi - lo)
+    return [(lo, hi, start) for (lo, hi), start in zip(segments, starts, strict=True)]
+
+
+def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return the range of piece `index` as `torch.chunk` cuts, with empty pieces at the end."""
+    step = -(-size // parts)
+    return min(index * step, size), min((index + 1) * step, size)
