@@ -1,0 +1,60 @@
+"""Open files, as few as the process may have: a cache of descriptors that closes the oldest."""
+
+import os
+from collections import OrderedDict
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from unshard.errors import CorruptError
+
+__all__ = ["OpenFiles"]
+
+
+class OpenFiles:
+    """Descriptors by path, opened when first asked for; at most `limit` at a time. For one thread.
+
+    Args:
+        flags: as for `os.open`.
+        limit: how many may be open at once, at least 1.
+    """
+
+    def __init__(self, flags: int, *, limit: int) -> None:
+        self._flags = flags
+        self._limit = limit
+        self._open: OrderedDict[Path, int] = OrderedDict()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def fd(self, path: Path) -> int:
+        """Return a descriptor of this file; valid until `limit` other files have been asked for.
+
+        Raises:
+            CorruptError: the file is gone.
+        """
+        found = self._open.get(path)
+        if found is not None:
+            self._open.move_to_end(path)
+            return found
+        if len(self._open) >= self._limit:
+            os.close(self._open.popitem(last=False)[1])
+        try:
+            fd = self._open[path] = os.open(path, self._flags)
+        except FileNotFoundError as error:
+            hint = "the checkpoint was removed meanwhile"
+            raise CorruptError(f"{path}: is gone", hint=hint) from error
+        return fd
+
+    def close(self) -> None:
+        """Close all."""
+        while self._open:
+            os.close(self._open.popitem()[1])

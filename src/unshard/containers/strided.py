@@ -1,0 +1,88 @@
+"""Reading elements that lie at strides in a file, with as few reads as they allow.
+
+Strides here are bytes. Memory: at most `SLACK` times the elements asked for, or `SMALL` bytes.
+"""
+
+import os
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unshard.errors import CorruptError
+from unshard.tensors.dtypes import DType
+
+__all__ = ["SLACK", "SMALL", "raw_dtype", "read_exactly", "read_strided"]
+
+SLACK = 2
+"""A span is read whole if it is at most this many times larger than what is wanted of it ..."""
+SMALL = 16384
+"""... or at most this many bytes."""
+
+Elements = NDArray[np.generic]
+
+
+def raw_dtype(dtype: DType) -> np.dtype[np.generic]:
+    """Return a numpy dtype of the same size that copies bits and interprets nothing."""
+    return np.dtype(f"u{dtype.itemsize}" if dtype.itemsize <= 8 else f"V{dtype.itemsize}")
+
+
+def read_exactly(fd: int, start: int, out: memoryview) -> None:
+    """Fill `out` with the file's bytes from `start` on.
+
+    Raises:
+        CorruptError: the file ends before; it has changed since its directory was read.
+    """
+    done = 0
+    while done < len(out):
+        count = os.preadv(fd, [out[done:]], start + done)
+        if count == 0:
+            raise CorruptError(
+                f"{_name(fd)}: ends at byte {start + done}, {len(out) - done} bytes too early",
+                hint="was the checkpoint removed or rewritten meanwhile?",
+            )
+        done += count
+
+
+def read_strided(
+    fd: int,
+    start: int,
+    strides: tuple[int, ...],
+    sizes: tuple[int, ...],
+    dtype: np.dtype[np.generic],
+) -> Elements:
+    """Return the elements at byte `start + index . strides`, as an array of shape `sizes`."""
+    steps = zip(sizes, strides, strict=True)
+    span = dtype.itemsize + sum((size - 1) * step for size, step in steps)
+    if span <= max(SLACK * prod(sizes) * dtype.itemsize, SMALL):
+        data = np.empty(span, dtype=np.uint8)
+        read_exactly(fd, start, data.data)
+        return np.ndarray(sizes, dtype, data.data, 0, strides)
+    return _read_slices(fd, start, strides, sizes, dtype)
+
+
+def _read_slices(
+    fd: int,
+    start: int,
+    strides: tuple[int, ...],
+    sizes: tuple[int, ...],
+    dtype: np.dtype[np.generic],
+) -> Elements:
+    """Read index by index along the dimension whose elements lie furthest apart."""
+    dim = max(range(len(sizes)), key=lambda d: strides[d] if sizes[d] > 1 else -1)
+    out = np.empty(sizes, dtype=dtype)
+    inner_strides = strides[:dim] + strides[dim + 1 :]
+    inner_sizes = sizes[:dim] + sizes[dim + 1 :]
+    for index in range(sizes[dim]):
+        at = start + index * strides[dim]
+        part = read_strided(fd, at, inner_strides, inner_sizes, dtype)
+        out[(slice(None),) * dim + (index,)] = part
+    return out
+
+
+def _name(fd: int) -> str:
+    try:
+        return str(Path(f"/proc/self/fd/{fd}").readlink())
+    except OSError:
+        return "a source file"

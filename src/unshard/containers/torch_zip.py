@@ -1,0 +1,234 @@
+"""The container of `torch.save`: a zip of stored (uncompressed) records, read without torch.
+
+Only the directory and the pickle are read here; of every storage the byte range is worked out.
+Facts this module relies on (torch's `PyTorchStreamWriter`):
+
+* all records stand under one root folder whose name need not match the file's;
+* sizes are right only in the central directory, data offsets follow only from the local header
+  (its padding field is missing in the central directory), CRCs may be zero;
+* the zip may be a window inside a larger file (one item of a `.distcp` file).
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from struct import calcsize, unpack_from
+
+from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+
+__all__ = ["StorageRecord", "TorchZip", "read_torch_zip"]
+
+_EOCD = b"PK\x05\x06"
+_EOCD64 = b"PK\x06\x06"
+_LOCATOR64 = b"PK\x06\x07"
+_CENTRAL = b"PK\x01\x02"
+_LOCAL = b"PK\x03\x04"
+_LOCAL_SIZE = 30
+_LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+_FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
+_MAX_TAIL = 22 + _FULL16
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRecord:
+    """Where one storage lies: `offset` in the file and `size` in bytes; the directory's CRC-32."""
+
+    offset: int
+    size: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class TorchZip:
+    """A torch.save file, opened as far as its pickle.
+
+    Attributes:
+        path: the file.
+        pickle: the bytes of data.pkl.
+        storages: byte ranges of the storages, by key.
+    """
+
+    path: Path
+    pickle: bytes
+    storages: Mapping[str, StorageRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """An entry of the central directory; `header` is relative to the window."""
+
+    name: str
+    header: int
+    size: int
+    crc: int
+
+
+def read_torch_zip(path: Path, *, offset: int = 0, length: int | None = None) -> TorchZip:
+    """Read the directory and the pickle of a torch.save file, or of a window inside one.
+
+    Args:
+        path: the file.
+        offset: where the zip starts in the file, bytes.
+        length: its size, bytes; None for all that follows.
+
+    Raises:
+        IncompleteError: the file is empty or truncated.
+        CorruptError: it contradicts the zip format, or is not one that torch.save writes.
+        NotMergeableError: legacy (before torch 1.6) or big-endian files.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size - offset if length is None else length
+        return _Reader(path, fd, offset, size).read()
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    path: Path
+    fd: int
+    offset: int
+    size: int
+
+    def read(self) -> TorchZip:
+        records = list(self.directory())
+        root = self.root(records)
+        storages: dict[str, StorageRecord] = {}
+        pickle = b""
+        for record in records:
+            name = record.name.removeprefix(root)
+            if name == "data.pkl":
+                pickle = self.bytes_at(self.data_start(record), record.size)
+            elif name == "byteorder":
+                self.check_byteorder(self.bytes_at(self.data_start(record), record.size))
+            elif name.startswith("data/"):
+                start = self.offset + self.data_start(record)
+                storages[name.removeprefix("data/")] = StorageRecord(start, record.size, record.crc)
+        return TorchZip(self.path, pickle, storages)
+
+    def bytes_at(self, start: int, count: int) -> bytes:
+        if start < 0 or count < 0 or start + count > self.size:
+            raise self.corrupt(
+                f"bytes {start} to {start + count} lie outside its {self.size} bytes"
+            )
+        data = os.pread(self.fd, count, self.offset + start)
+        if len(data) != count:
+            raise IncompleteError(f"{self.path}: cannot read {count} bytes at {start}: truncated")
+        return data
+
+    def directory(self) -> Iterator[_Record]:
+        """Yield the central directory; sizes and offsets are checked against the window."""
+        start, size, count = self.find_directory()
+        data = self.bytes_at(start, size)
+        at = 0
+        for _ in range(count):
+            if data[at : at + 4] != _CENTRAL or at + 46 > len(data):
+                raise self.corrupt(f"its directory breaks off at byte {start + at}")
+            method, crc, stored, plain, name_size, extra_size, comment_size = unpack_from(
+                "<H4xLLLHHH", data, at + 10
+            )
+            header = unpack_from("<L", data, at + 42)[0]
+            name = data[at + 46 : at + 46 + name_size].decode("utf-8", "replace")
+            extra = data[at + 46 + name_size : at + 46 + name_size + extra_size]
+            at += 46 + name_size + extra_size + comment_size
+            plain, stored, header = self.widen(extra, plain, stored, header)
+            if method != 0 or plain != stored:
+                raise self.corrupt(f"record {name} is compressed; torch.save never compresses")
+            yield _Record(name, header, plain, crc)
+
+    def widen(self, extra: bytes, plain: int, stored: int, header: int) -> tuple[int, int, int]:
+        """Take 64-bit values from the zip64 field, for those that do not fit 32 bits."""
+        values = [plain, stored, header]
+        if _FULL32 not in values:
+            return plain, stored, header
+        at = 0
+        while at + 4 <= len(extra):
+            tag, size = unpack_from("<HH", extra, at)
+            if tag == 1:
+                wanted = [i for i, value in enumerate(values) if value == _FULL32]
+                if size < 8 * len(wanted) or at + 4 + size > len(extra):
+                    break
+                for n, i in enumerate(wanted):
+                    values[i] = unpack_from("<Q", extra, at + 4 + 8 * n)[0]
+                return values[0], values[1], values[2]
+            at += 4 + size
+        raise self.corrupt("its directory lacks the zip64 sizes it refers to")
+
+    def find_directory(self) -> tuple[int, int, int]:
+        """Return (start, size, number of entries) of the central directory."""
+        if self.size == 0:
+            raise IncompleteError(f"{self.path}: the file is empty", hint=_INTERRUPTED)
+        tail_size = min(self.size, _MAX_TAIL)
+        tail = self.bytes_at(self.size - tail_size, tail_size)
+        at = tail.rfind(_EOCD)
+        if at < 0 or at + 22 > len(tail):
+            raise self.not_a_zip()
+        count, size, start = unpack_from("<HLL", tail, at + 10)
+        end = self.size - tail_size + at
+        if _FULL32 in (size, start) or count == _FULL16:
+            start, size, count = self.find_directory64(end)
+        if start + size > end:
+            raise self.corrupt(f"its directory [{start}, {start + size}) overlaps its end at {end}")
+        return start, size, count
+
+    def find_directory64(self, end: int) -> tuple[int, int, int]:
+        locator = self.bytes_at(end - 20, 20)
+        if locator[:4] != _LOCATOR64:
+            raise self.corrupt("its zip64 locator is missing")
+        record = self.bytes_at(unpack_from("<Q", locator, 8)[0], 56)
+        if record[:4] != _EOCD64:
+            raise self.corrupt("its zip64 directory record is missing")
+        count, size, start = unpack_from("<QQQ", record, 32)
+        return start, size, count
+
+    def data_start(self, record: _Record) -> int:
+        """Return where a record's data starts: only its local header knows."""
+        header = self.bytes_at(record.header, _LOCAL_SIZE)
+        if header[:4] != _LOCAL:
+            raise self.corrupt(f"record {record.name} has no local header at {record.header}")
+        name_size, extra_size = unpack_from("<HH", header, calcsize("<4s22x"))
+        start = record.header + _LOCAL_SIZE + name_size + extra_size
+        if start + record.size > self.size:
+            raise self.corrupt(f"record {record.name} reaches beyond the end of the file")
+        return int(start)
+
+    def root(self, records: list[_Record]) -> str:
+        """Return the folder that all records stand in, with its slash."""
+        roots = [r.name.removesuffix("data.pkl") for r in records if r.name.endswith("/data.pkl")]
+        if len(roots) == 1:
+            return roots[0]
+        if any(record.name.endswith("/constants.pkl") for record in records):
+            raise NotMergeableError(f"{self.path}: a TorchScript archive, not a state dict")
+        raise self.corrupt(f"it holds {len(roots)} records named data.pkl; torch.save writes one")
+
+    def check_byteorder(self, order: bytes) -> None:
+        if order.strip() != b"little":
+            raise NotMergeableError(
+                f"{self.path}: written on a machine of other byte order",
+                expected="little",
+                found=order.decode("ascii", "replace"),
+                hint="load and save it again on such a machine",
+            )
+
+    def not_a_zip(self) -> Exception:
+        head = self.bytes_at(0, min(self.size, len(_LEGACY_MAGIC)))
+        if head == _LEGACY_MAGIC:
+            return NotMergeableError(
+                f"{self.path}: the legacy format of torch.save (before torch 1.6)",
+                hint="load it with torch and save it again",
+            )
+        if head[:4] == _LOCAL:
+            return IncompleteError(
+                f"{self.path}: truncated: its zip directory is missing", hint=_INTERRUPTED
+            )
+        return self.corrupt("it is not a file that torch.save writes")
+
+    def corrupt(self, what: str) -> CorruptError:
+        return CorruptError(f"{self.path}: corrupt: {what}")
+
+
+_INTERRUPTED = (
+    "the save was interrupted, or is still under way; take another checkpoint or copy it again"
+)
