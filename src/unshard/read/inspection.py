@@ -1,0 +1,146 @@
+"""What a checkpoint holds, in words and numbers for people and programs."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from unshard.read.discover import is_ema_there
+from unshard.read.open import Checkpoint
+from unshard.tensors.catalog import Catalog, Skipped, TensorEntry
+
+__all__ = ["Inspection", "TensorInfo", "describe"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor: its name, dtype, global shape, placements as torch prints them, stored chunks."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    placements: tuple[str, ...]
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a checkpoint holds, and what `merge` would make of it.
+
+    Attributes:
+        path: the directory of the weights.
+        format, writer, step, world_size: as in `Catalog`.
+        role, weights: which set of weights this is.
+        meshes: device meshes, as "fsdp=4" or "4 x 2" where they have no names; with tensor counts.
+        placements: placements, with tensor counts; "plain" for tensors without.
+        dtypes: dtypes, with tensor counts.
+        parameters: number of elements; `size_bytes`: bytes of the full tensors.
+        has_ema: whether EMA weights lie beside these.
+        lora_tensors: number of LoRA tensors among them.
+        shared: groups of names that are stored once (tied weights).
+        missing: files of ranks that are not there.
+        skipped: values that are not tensors.
+        config_dtype: the dtype that config.json names.
+        companions: names of config, tokenizer and the like that a merge would bring along.
+        training_state: names of files with optimizer, scheduler or random state.
+        would_write: what `merge` would write where, as one line; `warnings`: what it would say.
+        tensors: every tensor.
+    """
+
+    path: str
+    format: str
+    writer: str
+    step: int | None
+    world_size: int
+    role: str | None
+    weights: str
+    meshes: dict[str, int]
+    placements: dict[str, int]
+    dtypes: dict[str, int]
+    parameters: int
+    size_bytes: int
+    has_ema: bool
+    lora_tensors: int
+    shared: tuple[tuple[str, ...], ...]
+    missing: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+    config_dtype: str | None
+    companions: tuple[str, ...]
+    training_state: tuple[str, ...]
+    would_write: str
+    warnings: tuple[str, ...]
+    tensors: tuple[TensorInfo, ...]
+
+
+def describe(
+    checkpoint: Checkpoint,
+    *,
+    config_dtype: str | None,
+    would_write: str,
+    warnings: tuple[str, ...],
+) -> Inspection:
+    """Return what there is to say of a checkpoint."""
+    catalog, location = checkpoint.catalog, checkpoint.location
+    entries = catalog.tensors.values()
+    config = ("config.json",) if catalog.companions.config else ()
+    return Inspection(
+        path=str(location.weights_dir),
+        format=catalog.format,
+        writer=catalog.writer,
+        step=catalog.step,
+        world_size=catalog.world_size,
+        role=location.role,
+        weights=location.weights,
+        meshes=_counted(_mesh(entry) for entry in entries),
+        placements=_counted(", ".join(_placements(entry)) for entry in entries),
+        dtypes=_counted(entry.dtype.name for entry in entries),
+        parameters=sum(prod(entry.shape) for entry in entries),
+        size_bytes=sum(entry.size_bytes for entry in entries),
+        has_ema=is_ema_there(location),
+        lora_tensors=sum(".lora_" in name for name in catalog.tensors),
+        shared=_shared(catalog),
+        missing=tuple(path.name for path in catalog.missing),
+        skipped=catalog.skipped,
+        config_dtype=config_dtype,
+        companions=(*config, *catalog.companions.files),
+        training_state=tuple(path.name for path in catalog.training_state),
+        would_write=would_write,
+        warnings=warnings,
+        tensors=tuple(_info(entry) for entry in entries),
+    )
+
+
+def _info(entry: TensorEntry) -> TensorInfo:
+    return TensorInfo(
+        entry.fqn, entry.dtype.name, entry.shape, _placements(entry), len(entry.chunks)
+    )
+
+
+def _counted(names: Iterator[str]) -> dict[str, int]:
+    return dict(Counter(names).most_common())
+
+
+def _placements(entry: TensorEntry) -> tuple[str, ...]:
+    if entry.sharding is None:
+        return ("plain",)
+    return tuple(str(placement) for placement in entry.sharding.placements)
+
+
+def _mesh(entry: TensorEntry) -> str:
+    if entry.sharding is None:
+        return "none"
+    mesh = entry.sharding.mesh
+    if mesh.dim_names is None:
+        return " x ".join(map(str, mesh.shape))
+    return ", ".join(f"{n}={size}" for n, size in zip(mesh.dim_names, mesh.shape, strict=True))
+
+
+def _shared(catalog: Catalog) -> tuple[tuple[str, ...], ...]:
+    """Return the names whose first chunks are the same bytes of the same file."""
+    groups: dict[tuple[int, int, int], list[str]] = {}
+    for name, entry in catalog.tensors.items():
+        chunks = entry.chunks
+        if len(chunks) and chunks.length[0]:
+            key = (int(chunks.file[0]), int(chunks.start[0]), int(chunks.length[0]))
+            groups.setdefault(key, []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)

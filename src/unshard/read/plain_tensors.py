@@ -1,0 +1,143 @@
+"""Plain tensors in rank files: copies of one tensor, or shards whose cut nobody recorded?
+
+A DTensor says how it is cut; a plain tensor says nothing. The rules, the only heuristic of unshard:
+
+* one rank only: it is the tensor;
+* the bytes differ between ranks: shards along dimension 0, but only if the user says so
+  (`--assume-dim0`); otherwise refused;
+* equal on all ranks: one copy. But where other plain tensors of the same files do differ, an equal
+  one may be a shard too (an all-ones norm): refused, or taken as a copy under `--assume-dim0`;
+  tensors without dimensions cannot be shards.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from unshard.containers.open_files import OpenFiles
+from unshard.containers.strided import raw_dtype, read_strided
+from unshard.errors import NotMergeableError, UnshardError
+from unshard.read.rank_files import Draft
+from unshard.tensors.boxes import Box, row_major_strides
+from unshard.tensors.catalog import ChunkTable, TensorEntry
+from unshard.tensors.tiles import row_tile, tiles
+
+__all__ = ["Resolved", "resolve_plain"]
+
+_COMPARE_BYTES = 1 << 20
+_HINT = (
+    "save it as a DTensor or on one rank only; or, if plain tensors of this checkpoint are shards "
+    "along dimension 0, say --assume-dim0"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What the plain tensors of a checkpoint are, what is wrong with them, and what was assumed."""
+
+    entries: dict[str, TensorEntry]
+    problems: tuple[UnshardError, ...]
+    notes: tuple[str, ...]
+
+
+def resolve_plain(
+    drafts: Iterable[Draft], paths: tuple[Path, ...], *, assume_dim0: bool
+) -> Resolved:
+    """Decide what every plain tensor is, by comparing its bytes across ranks.
+
+    Args:
+        drafts: the plain tensors, each row one rank's whole tensor.
+        paths: the files that the rows refer to.
+        assume_dim0: take tensors that differ as shards along dimension 0.
+    """
+    tables = {draft.fqn: (draft, draft.rows.table(paths)) for draft in drafts}
+    with OpenFiles(os.O_RDONLY, limit=16) as files:
+        differing = {
+            name for name, (draft, table) in tables.items() if _differ(draft, table, files)
+        }
+    entries: dict[str, TensorEntry] = {}
+    problems: list[UnshardError] = []
+    assumed: dict[str, list[str]] = {"as shards along dimension 0": [], "as copies": []}
+    for name, (draft, table) in tables.items():
+        ambiguous = bool(differing) and len(table) > 1 and draft.rows.ndim > 0
+        if name not in differing and not (ambiguous and not assume_dim0):
+            entries[name] = TensorEntry(name, draft.dtype, draft.shape, table)
+            if ambiguous:
+                assumed["as copies"].append(name)
+        elif name in differing and assume_dim0 and _joinable(table):
+            entries[name] = _joined(draft, table)
+            assumed["as shards along dimension 0"].append(name)
+        else:
+            problems.append(_refusal(draft, table, sorted(differing)))
+    notes = tuple(
+        f"--assume-dim0: {len(names)} plain tensors were taken {how}: {', '.join(names)}"
+        for how, names in assumed.items()
+        if names
+    )
+    return Resolved(entries, tuple(problems), notes)
+
+
+def _differ(draft: Draft, table: ChunkTable, files: OpenFiles) -> bool:
+    """Tell whether ranks hold different values (or shapes) of a plain tensor."""
+    if len(table) < 2:
+        return False
+    if (table.sizes != table.sizes[0]).any():
+        return True
+    raw = raw_dtype(draft.dtype)
+    tile = row_tile(draft.shape, _COMPARE_BYTES // raw.itemsize)
+    for box in tiles(draft.shape, tile):
+        first = _bytes(table, 0, box, raw, files)
+        for row in range(1, len(table)):
+            if _bytes(table, row, box, raw, files) != first:
+                return True
+    return False
+
+
+def _bytes(
+    table: ChunkTable, row: int, box: Box, raw: np.dtype[np.generic], files: OpenFiles
+) -> bytes:
+    shape = tuple(table.sizes[row].tolist())
+    steps = row_major_strides(shape) if table.strides is None else table.strides[row].tolist()
+    strides = tuple(step * raw.itemsize for step in steps)
+    skip = sum(at * step for at, step in zip(box.offsets, strides, strict=True))
+    fd = files.fd(table.paths[table.file[row]])
+    return read_strided(fd, int(table.start[row]) + skip, strides, box.sizes, raw).tobytes()
+
+
+def _joinable(table: ChunkTable) -> bool:
+    return table.sizes.shape[1] > 0 and not (table.sizes[:, 1:] != table.sizes[0, 1:]).any()
+
+
+def _joined(draft: Draft, table: ChunkTable) -> TensorEntry:
+    """Return the tensor that the ranks' parts make when joined along dimension 0, in rank order."""
+    rows = table.sizes[:, 0]
+    table.offsets[:, 0] = np.concatenate([[0], np.cumsum(rows)[:-1]])
+    shape = (int(rows.sum()), *draft.shape[1:])
+    return TensorEntry(draft.fqn, draft.dtype, shape, table)
+
+
+def _refusal(draft: Draft, table: ChunkTable, differing: list[str]) -> NotMergeableError:
+    ranks = f"ranks {', '.join(map(str, table.rank[:8].tolist()))}{' …' if len(table) > 8 else ''}"
+    shapes = " and ".join(
+        str(list(s)) for s in sorted({tuple(s) for s in table.sizes.tolist()})[:4]
+    )
+    if draft.fqn not in differing:
+        what = f"{shapes}, equal on {ranks}, but {differing[0]} differs between them"
+        return NotMergeableError(
+            f"tensor {draft.fqn}: a plain tensor that may be a copy or a shard",
+            expected="plain tensors that are all copies of one another",
+            found=what,
+            hint=_HINT,
+        )
+    joinable = _joinable(table)
+    return NotMergeableError(
+        f"tensor {draft.fqn}: a plain tensor that differs between ranks, cut nobody knows how",
+        expected=f"equal bytes on {ranks}",
+        found=f"different values of shape {shapes}",
+        hint=_HINT
+        if joinable
+        else "it cannot be joined along dimension 0 either: each rank has its own",
+    )
