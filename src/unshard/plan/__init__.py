@@ -1,0 +1,1 @@
+"""From recipes to a plan: output files and headers, then operations on byte ranges. Pure."""

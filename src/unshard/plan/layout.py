@@ -1,0 +1,153 @@
+"""Lay out the output files: which tensor in which file, at which bytes; headers and weight map.
+
+Tensors are distributed over files by huggingface_hub's own rule (greedy, in the model's order).
+Inside a file they are ordered as safetensors' own writer orders them: widest elements first, then
+by name, so that every tensor is aligned and the file is byte for byte what `save_file` would write.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from unshard.containers.safetensors_file import MAX_HEADER, HeaderEntry, encode_header
+from unshard.convert.outputs import Converted
+from unshard.convert.recipes import Recipe, shape_of
+from unshard.errors import ConversionError, UsageError
+from unshard.tensors.dtypes import DType
+
+__all__ = [
+    "INDEX_NAME",
+    "Layout",
+    "OutputFile",
+    "OutputTensor",
+    "index_json",
+    "lay_out",
+    "size_in_bytes",
+]
+
+INDEX_NAME = "model.safetensors.index.json"
+_PATTERN = "model{suffix}.safetensors"
+_METADATA = {"format": "pt"}  # transformers 4 refuses files without it
+# safetensors' Rust writer sorts by its dtype enum, then by name.
+_FILE_ORDER = """
+U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3 F8_E5M2 I8 U8
+BOOL
+""".split()
+_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor in an output file; `data_offsets` are bytes from the start of the file's data."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    recipe: Recipe
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file to write: its name, its first bytes (length and header), and its tensors in order."""
+
+    filename: str
+    header: bytes
+    tensors: tuple[OutputTensor, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + (self.tensors[-1].data_offsets[1] if self.tensors else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All output files; `weight_map` names the file of every tensor, `total_size` is data bytes."""
+
+    files: tuple[OutputFile, ...]
+    weight_map: Mapping[str, str]
+    total_size: int
+
+    @property
+    def total_parameters(self) -> int:
+        """Number of elements of all tensors."""
+        return sum(prod(tensor.shape) for file in self.files for tensor in file.tensors)
+
+
+def size_in_bytes(text: str) -> int:
+    """Return the bytes that a size like "5GB" or "64MB" means; units are decimal.
+
+    Raises:
+        UsageError: it is not a positive number with an optional unit.
+    """
+    upper = text.strip().upper()
+    unit = next((unit for unit in _UNITS if upper.endswith(unit)), "")
+    number = upper.removesuffix(unit).strip()
+    try:
+        size = int(float(number) * _UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise UsageError(f"{text!r} is not a size", expected="a number and a unit: 64MB, 5GB")
+    return size
+
+
+def lay_out(tensors: Sequence[Converted], max_shard_size: int) -> Layout:
+    """Distribute tensors over files of at most `max_shard_size` bytes of data (or one tensor).
+
+    Raises:
+        ConversionError: a header would be longer than the format allows, or there is no tensor.
+    """
+    if not tensors:
+        raise ConversionError("there is no tensor to write")
+    by_name = {tensor.name: tensor for tensor in tensors}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=_size,
+        filename_pattern=_PATTERN,
+        max_shard_size=max_shard_size,
+    )
+    files = tuple(
+        _output_file(filename, [by_name[name] for name in names])
+        for filename, names in split.filename_to_tensors.items()
+    )
+    weight_map = {name: split.tensor_to_filename[name] for name in by_name}
+    return Layout(files, weight_map, sum(map(_size, tensors)))
+
+
+def index_json(layout: Layout) -> bytes:
+    """Return the index file that says which file holds which tensor, as transformers writes it."""
+    metadata = {"total_parameters": layout.total_parameters, "total_size": layout.total_size}
+    index = {"metadata": metadata, "weight_map": dict(layout.weight_map)}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _size(tensor: Converted) -> int:
+    return prod(shape_of(tensor.recipe)) * tensor.dtype.itemsize
+
+
+def _place_in_file(tensor: Converted) -> tuple[int, bytes]:
+    return _FILE_ORDER.index(tensor.dtype.code or ""), tensor.name.encode()
+
+
+def _output_file(filename: str, tensors: list[Converted]) -> OutputFile:
+    placed = []
+    at = 0
+    for tensor in sorted(tensors, key=_place_in_file):
+        end = at + _size(tensor)
+        shape = shape_of(tensor.recipe)
+        placed.append(OutputTensor(tensor.name, tensor.dtype, shape, tensor.recipe, (at, end)))
+        at = end
+    entries = [HeaderEntry(t.name, t.dtype, t.shape, *t.data_offsets) for t in placed]
+    header = encode_header(entries, _METADATA)
+    if len(header) - 8 > MAX_HEADER:
+        raise ConversionError(
+            f"{filename}: its header of {len(placed)} tensors would take {len(header)} bytes",
+            expected=f"at most {MAX_HEADER}",
+            hint="make smaller files: --max-shard-size",
+        )
+    return OutputFile(filename, header, tuple(placed))

@@ -1,0 +1,129 @@
+"""What an executor does, as data: operations on byte ranges.
+
+Two ways to make an output tensor:
+
+* *copy*: long runs of bytes go from source to target as they are, by the kernel where it can. They
+  are kept as rows of one table (`CopyRange` is a view of a row), because there may be a million;
+* *tiles*: the tensor is made tile by tile in memory, from all chunks that meet the tile (`Gather`),
+  with a cast on the way (`Cast`), and each tile is written at once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unshard.plan.layout import Layout
+from unshard.tensors.catalog import ChunkTable
+from unshard.tensors.dtypes import DType
+
+__all__ = ["COPY_ROW", "Cast", "CopyRange", "Gather", "Operation", "Plan"]
+
+COPY_ROW = np.dtype(
+    [
+        ("file", np.int32),
+        ("target", np.int64),
+        ("source", np.int32),
+        ("start", np.int64),
+        ("length", np.int64),
+        ("count", np.int64),
+        ("target_stride", np.int64),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRange:
+    """Copy `count` runs of `length` bytes.
+
+    The runs follow one another in the source, and lie `target_stride` bytes apart in the target.
+
+    Attributes:
+        file: index of the output file.
+        target: byte in the output file where the first run goes.
+        source: the file to read.
+        start: byte in the source where the first run begins.
+    """
+
+    file: int
+    target: int
+    source: Path
+    start: int
+    length: int
+    count: int
+    target_stride: int
+
+    @property
+    def size(self) -> int:
+        """Bytes copied in all."""
+        return self.length * self.count
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """Make a whole tensor of its chunks, tile by tile, bits unchanged.
+
+    Attributes:
+        file: index of the output file.
+        target: byte in the output file where the tensor begins.
+        shape: of the tensor.
+        dtype: of the chunks and of the tensor.
+        chunks: distinct boxes that cover the tensor.
+    """
+
+    file: int
+    target: int
+    shape: tuple[int, ...]
+    dtype: DType
+    chunks: ChunkTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cast:
+    """As `Gather`, then convert from the chunks' dtype to `to`, rounding to nearest even."""
+
+    gather: Gather
+    to: DType
+
+
+Operation = CopyRange | Gather | Cast
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Everything an executor will do.
+
+    Attributes:
+        layout: the files to make.
+        paths: the source files that `copies` refers to.
+        copies: the copy operations, as rows of `COPY_ROW`.
+        tiled: the operations that go through memory.
+        bytes_read: bytes of tensor data that will be read.
+        bytes_written: bytes of all output files, headers included.
+    """
+
+    layout: Layout
+    paths: tuple[Path, ...]
+    copies: NDArray[np.void]
+    tiled: tuple[Gather | Cast, ...]
+    bytes_read: int
+    bytes_written: int
+
+    def __len__(self) -> int:
+        return len(self.copies) + len(self.tiled)
+
+    def operations(self) -> Iterator[Operation]:
+        """Yield all operations: copies first, then tiled ones, each in the order of the files."""
+        for file, target, source, start, length, count, stride in self.copies:
+            yield CopyRange(
+                int(file),
+                int(target),
+                self.paths[source],
+                int(start),
+                int(length),
+                int(count),
+                int(stride),
+            )
+        yield from self.tiled
