@@ -1,0 +1,287 @@
+"""The main path: a checkpoint in, a Hugging Face directory out. Defaults live here, once."""
+
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unshard.convert.outputs import Fields, config_dtype, convert, target_dtype
+from unshard.engines.threads import MIN_BUFFER, Settings, default_workers, run_plan
+from unshard.errors import UsageError
+from unshard.plan.layout import INDEX_NAME, Layout, index_json, lay_out, size_in_bytes
+from unshard.plan.operations import Plan
+from unshard.plan.planner import make_plan
+from unshard.progress import Listener, Stage, Warned, ignore
+from unshard.read.discover import Request
+from unshard.read.inspection import Inspection, describe
+from unshard.read.open import Checkpoint, ReadOptions, open_latest
+from unshard.tensors.catalog import Skipped
+from unshard.write.companions import load_config, output_config, write_companions
+from unshard.write.record import RECORD_NAME, record_json
+from unshard.write.stage import Stage as Staging
+from unshard.write.stage import check_target
+from unshard.write.verify import verify_light
+
+__all__ = ["Inspection", "Report", "inspect", "merge"]
+
+_COMPANION_ALLOWANCE = 64 * 1024
+_ROLES = (None, "actor", "critic")
+_WEIGHTS = (None, "model", "ema")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a merge made, or under `dry_run` would make.
+
+    Attributes:
+        output: the directory.
+        source: the directory of the weights.
+        step, world_size: of the checkpoint.
+        files: bytes of every weight file, by name.
+        companions: names of the other files.
+        tensors, parameters: how many.
+        dtypes: dtypes written, with tensor counts.
+        operations: number of operations of the plan, by kind.
+        bytes_read, bytes_written: of weights.
+        memory_bytes: bound on the buffers.
+        seconds: how long it took; peak_memory_bytes: of this process so far.
+        dry_run: nothing was written.
+        warnings: what a user should know.
+        skipped: values of the checkpoint that were left out.
+    """
+
+    output: str
+    source: str
+    step: int | None
+    world_size: int
+    files: dict[str, int]
+    companions: tuple[str, ...]
+    tensors: int
+    parameters: int
+    dtypes: dict[str, int]
+    operations: dict[str, int]
+    bytes_read: int
+    bytes_written: int
+    memory_bytes: int
+    seconds: float
+    peak_memory_bytes: int
+    dry_run: bool
+    warnings: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """Everything that is known before the first byte is written."""
+
+    checkpoint: Checkpoint
+    plan: Plan
+    config: Fields | None
+    warnings: tuple[str, ...]
+
+
+def merge(
+    checkpoint: str | Path,
+    output: str | Path | None = None,
+    *,
+    dtype: str = "keep",
+    weights: str | None = None,
+    role: str | None = None,
+    step: int | None = None,
+    config: str | Path | None = None,
+    max_shard_size: str | int = "5GB",
+    workers: int | None = None,
+    memory: str | int = "64MB",
+    assume_dim0: bool = False,
+    allow_globals: Sequence[str] = (),
+    dry_run: bool = False,
+    listener: Listener = ignore,
+) -> Report:
+    """Merge a sharded checkpoint into a Hugging Face directory.
+
+    The output appears by one rename, whole, verified and durable, or not at all; the checkpoint is
+    only read. The same checkpoint gives the same bytes, whatever `workers` and `memory` are.
+
+    Args:
+        checkpoint: a checkpoint, a directory of several (the highest complete step is taken), or
+            any directory inside one.
+        output: must not exist; default `merged/<step directory>[-critic][-ema]` beside the step
+            directory.
+        dtype: keep, config (what config.json names), bfloat16, float16 or float32. Floating point
+            only; integers, booleans and 8-bit floats are never cast.
+        weights: "model" (default) or "ema".
+        role: "actor" or "critic"; needed only where both exist.
+        step: which step of a directory that holds several.
+        config: a config.json, or a directory with config, tokenizer and the like, to use instead of
+            the checkpoint's own.
+        max_shard_size: largest weight file, bytes or "5GB".
+        workers: threads; default: as many as the machine has cores, at most 8.
+        memory: bound on all buffers together, bytes or "64MB".
+        assume_dim0: take plain tensors that differ between ranks as shards along dimension 0.
+        allow_globals: tensor subclasses in pickles to read as the plain tensors they store.
+        dry_run: plan only, write nothing.
+        listener: called with progress events.
+
+    Raises:
+        UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
+    """
+    started = time.monotonic()
+    settings = _settings(workers, memory)
+    request = _request(step, role, weights)
+    options = ReadOptions(_path(config), assume_dim0, frozenset(allow_globals))
+    listener(Stage("reading"))
+    source = open_latest(Path(checkpoint), request, options)
+    prepared = _prepare(source, dtype, size_in_bytes(str(max_shard_size)))
+    for warning in prepared.warnings:
+        listener(Warned(warning))
+    target = Path(output) if output is not None else source.location.default_output
+    if dry_run:
+        check_target(target)
+    else:
+        _write(prepared, target, dtype, settings, listener)
+    return _report(prepared, target, settings, time.monotonic() - started, dry_run=dry_run)
+
+
+def inspect(
+    checkpoint: str | Path,
+    *,
+    weights: str | None = None,
+    role: str | None = None,
+    step: int | None = None,
+    assume_dim0: bool = False,
+    allow_globals: Sequence[str] = (),
+) -> Inspection:
+    """Say what a checkpoint holds and what `merge` would make of it; nothing is written.
+
+    Arguments are those of `merge`.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    options = ReadOptions(None, assume_dim0, frozenset(allow_globals))
+    source = open_latest(Path(checkpoint), _request(step, role, weights), options)
+    prepared = _prepare(source, "keep", size_in_bytes("5GB"))
+    layout = prepared.plan.layout
+    files = f"{len(layout.files)} file{'s' if len(layout.files) > 1 else ''}"
+    return describe(
+        source,
+        config_dtype=config_dtype(prepared.config),
+        would_write=f"{source.location.default_output}: {files}, {layout.total_size:,} bytes",
+        warnings=prepared.warnings,
+    )
+
+
+def _prepare(source: Checkpoint, dtype: str, max_shard_size: int) -> _Prepared:
+    """Convert, lay out and plan: pure steps, once config.json has been read."""
+    config = load_config(source.catalog.companions)
+    tensors = convert(source.catalog, target_dtype(dtype, config))
+    layout = lay_out(tensors, max_shard_size)
+    plan = make_plan(layout, next(iter(source.catalog.tensors.values())).chunks.paths)
+    written = _written_dtype(layout)
+    warnings = [*source.catalog.notes]
+    if config is None:
+        warnings.append(
+            f"no config.json was found in or beside {source.location.weights_dir}: the weights are "
+            "complete, but transformers needs one to load them; give it with --config FILE|DIR"
+        )
+    named = config_dtype(config)
+    if dtype == "keep" and named is not None and written is not None and named != written:
+        warnings.append(
+            f"the weights are {written} and stay so, config.json names {named}: "
+            f"--dtype config casts them"
+        )
+    adjusted = None if config is None else output_config(config, written)
+    return _Prepared(source, plan, adjusted, tuple(warnings))
+
+
+def _write(
+    prepared: _Prepared, target: Path, dtype: str, settings: Settings, listener: Listener
+) -> None:
+    """Make the output in a staging directory, verify it as a stranger would, and commit it."""
+    plan, companions = prepared.plan, prepared.checkpoint.catalog.companions
+    extra = sum(path.stat().st_size for path in companions.files.values()) + _COMPANION_ALLOWANCE
+    with Staging(target, plan.bytes_written + extra) as staging:
+        listener(Stage("writing", plan.layout.total_size))
+        run_plan(plan, staging.directory, settings, listener)
+        write_companions(companions, prepared.config, staging.directory)
+        if len(plan.layout.files) > 1:
+            (staging.directory / INDEX_NAME).write_bytes(index_json(plan.layout))
+        record = record_json(prepared.checkpoint, plan.layout, dtype)
+        (staging.directory / RECORD_NAME).write_bytes(record)
+        listener(Stage("verifying"))
+        verify_light(staging.directory, plan.layout)
+        listener(Stage("committing"))
+        staging.commit()
+
+
+def _report(
+    prepared: _Prepared, target: Path, settings: Settings, seconds: float, *, dry_run: bool
+) -> Report:
+    catalog, plan = prepared.checkpoint.catalog, prepared.plan
+    kinds = Counter(type(operation).__name__ for operation in plan.tiled)
+    kinds["CopyRange"] = len(plan.copies)
+    config = ("config.json",) if prepared.config is not None else ()
+    return Report(
+        output=str(target),
+        source=str(prepared.checkpoint.location.weights_dir),
+        step=catalog.step,
+        world_size=catalog.world_size,
+        files={file.filename: file.size for file in plan.layout.files},
+        companions=(*config, *catalog.companions.files),
+        tensors=len(plan.layout.weight_map),
+        parameters=plan.layout.total_parameters,
+        dtypes=_dtypes(plan.layout),
+        operations={kind: count for kind, count in sorted(kinds.items()) if count},
+        bytes_read=plan.bytes_read,
+        bytes_written=plan.bytes_written,
+        memory_bytes=settings.memory_bytes,
+        seconds=round(seconds, 3),
+        peak_memory_bytes=_peak_memory(),
+        dry_run=dry_run,
+        warnings=prepared.warnings,
+        skipped=catalog.skipped,
+    )
+
+
+def _dtypes(layout: Layout) -> dict[str, int]:
+    names = (tensor.dtype.name for file in layout.files for tensor in file.tensors)
+    return dict(Counter(names).most_common())
+
+
+def _written_dtype(layout: Layout) -> str | None:
+    """Return the dtype of most of the floating point bytes; None if there are none."""
+    sizes: Counter[str] = Counter()
+    for file in layout.files:
+        for tensor in file.tensors:
+            if tensor.dtype.castable:
+                sizes[tensor.dtype.name] += tensor.data_offsets[1] - tensor.data_offsets[0]
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _settings(workers: int | None, memory: str | int) -> Settings:
+    memory_bytes = size_in_bytes(str(memory))
+    if memory_bytes < MIN_BUFFER:
+        raise UsageError(f"--memory {memory}: too little", expected=f"at least {MIN_BUFFER} bytes")
+    if workers is not None and workers < 1:
+        raise UsageError(f"--workers {workers}: at least 1 is needed")
+    return Settings(workers or default_workers(), memory_bytes)
+
+
+def _request(step: int | None, role: str | None, weights: str | None) -> Request:
+    if role not in _ROLES:
+        raise UsageError(f"--role {role}: unknown", expected="actor or critic")
+    if weights not in _WEIGHTS:
+        raise UsageError(f"--weights {weights}: unknown", expected="model or ema")
+    return Request(step, role, weights)
+
+
+def _path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _peak_memory() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

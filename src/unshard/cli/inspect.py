@@ -1,0 +1,75 @@
+"""`unshard inspect`."""
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from unshard.cli.options import AllowGlobal, AssumeDim0, Checkpoint, Json, Role, Step, Weights
+from unshard.cli.show import size
+
+if TYPE_CHECKING:
+    from unshard.api import Inspection
+
+__all__ = ["inspect"]
+
+
+def inspect(
+    checkpoint: Checkpoint,
+    weights: Weights = None,
+    role: Role = None,
+    step: Step = None,
+    assume_dim0: AssumeDim0 = False,
+    allow_global: AllowGlobal = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a checkpoint holds, and what merge would make of it."""
+    from unshard import api
+
+    found = api.inspect(
+        checkpoint,
+        weights=weights,
+        role=role,
+        step=step,
+        assume_dim0=assume_dim0,
+        allow_globals=allow_global or (),
+    )
+    if as_json:
+        print(json.dumps(asdict(found)))
+    else:
+        _print(found)
+
+
+def _print(found: "Inspection") -> None:
+    which = ", ".join(filter(None, (found.role, found.weights)))
+    rows = {
+        "checkpoint": f"{found.path} ({which} weights)",
+        "format": f"{found.format}, written by {found.writer}",
+        "step": "unknown" if found.step is None else str(found.step),
+        "world size": str(found.world_size),
+        "meshes": _counts(found.meshes),
+        "placements": _counts(found.placements),
+        "dtypes": _counts(found.dtypes),
+        "parameters": f"{found.parameters:,} in {len(found.tensors)} tensors, "
+        f"{size(found.size_bytes)}",
+        "config": f"names {found.config_dtype}" if found.config_dtype else "",
+        "EMA": "there (--weights ema)" if found.has_ema and found.weights != "ema" else "",
+        "LoRA": f"{found.lora_tensors} tensors" if found.lora_tensors else "",
+        "tied": "; ".join(" = ".join(names) for names in found.shared),
+        "companions": ", ".join(found.companions) or "none",
+        "not weights": f"{len(found.training_state)} files of training state"
+        if found.training_state
+        else "",
+        "missing": ", ".join(found.missing),
+        "merge writes": found.would_write,
+    }
+    for name, text in rows.items():
+        if text:
+            print(f"{name:<13} {text}")
+    for skipped in found.skipped:
+        print(f"{'left out':<13} {skipped.fqn}: {skipped.reason}")
+    for warning in found.warnings:
+        print(f"{'warning':<13} {warning}")
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return "; ".join(f"{name} ({count} tensors)" for name, count in counts.items())

@@ -1,0 +1,1 @@
+"""Who runs a plan: here, threads of one process."""
