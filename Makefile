@@ -24,7 +24,7 @@ demo: $(VENV)/.installed
 	@VENV=$(VENV) OUTPUT=$(DEMO_OUTPUT) sh examples/demo.sh
 
 test: lint demo
-	$(TEST_VENV)/bin/python -m pytest -n 2 --dist worksteal
+	$(TEST_VENV)/bin/python -m pytest -n 2 --dist loadgroup
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from unshard.convert.outputs import Fields, config_dtype, convert, target_dtype
 from unshard.engines.threads import MIN_BUFFER, Settings, default_workers, run_plan
-from unshard.errors import UsageError
+from unshard.errors import ConversionError, UsageError
 from unshard.plan.layout import INDEX_NAME, Layout, index_json, lay_out, size_in_bytes
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
@@ -163,15 +163,16 @@ def inspect(
     """
     options = ReadOptions(None, assume_dim0, frozenset(allow_globals))
     source = open_latest(Path(checkpoint), _request(step, role, weights), options)
-    prepared = _prepare(source, "keep", size_in_bytes("5GB"))
+    named = config_dtype(load_config(source.catalog.companions))
+    try:
+        prepared = _prepare(source, "keep", size_in_bytes("5GB"))
+    except ConversionError as error:
+        refusal = f"nothing: {error.subject}"
+        return describe(source, config_dtype=named, would_write=refusal, warnings=())
     layout = prepared.plan.layout
     files = f"{len(layout.files)} file{'s' if len(layout.files) > 1 else ''}"
-    return describe(
-        source,
-        config_dtype=config_dtype(prepared.config),
-        would_write=f"{source.location.default_output}: {files}, {layout.total_size:,} bytes",
-        warnings=prepared.warnings,
-    )
+    would_write = f"{source.location.default_output}: {files}, {layout.total_size:,} bytes"
+    return describe(source, config_dtype=named, would_write=would_write, warnings=prepared.warnings)
 
 
 def _prepare(source: Checkpoint, dtype: str, max_shard_size: int) -> _Prepared:
@@ -283,5 +284,10 @@ def _path(path: str | Path | None) -> Path | None:
 
 
 def _peak_memory() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    """Return this process's peak resident memory, bytes."""
+    try:  # getrusage alone would count what the parent held when it forked this process
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, IndexError):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

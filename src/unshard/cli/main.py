@@ -1,19 +1,13 @@
-"""The `unshard` command: its groups, its exit codes, and how errors are shown."""
-
-import json
-import sys
-from collections.abc import Sequence
+"""The `unshard` command: its groups."""
 
 import typer
 
 from unshard import __version__
+from unshard.cli.guard import guarded
 from unshard.cli.inspect import inspect
 from unshard.cli.merge import merge
-from unshard.errors import UnshardError
 
 __all__ = ["app", "main"]
-
-_INTERRUPTED = 130
 
 app = typer.Typer(
     name="unshard",
@@ -21,9 +15,10 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
-app.command()(merge)
-app.command()(inspect)
+app.command()(guarded(merge))
+app.command()(guarded(inspect))
 
 
 def _print_version(wanted: bool) -> None:
@@ -41,28 +36,6 @@ def _root(
     pass
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; exit with the codes of `unshard.errors`, 0 and 130."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        app(given)
-    except UnshardError as error:
-        _show(error, as_json="--json" in given)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        sys.exit(_INTERRUPTED)
-
-
-def _show(error: UnshardError, *, as_json: bool) -> None:
-    if as_json:
-        fields = {
-            "type": type(error).__name__,
-            "code": error.exit_code,
-            "message": error.subject,
-            "expected": error.expected,
-            "found": error.found,
-            "hint": error.hint,
-        }
-        print(json.dumps({"error": fields}))
-    print(f"error: {error}", file=sys.stderr)
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exit with 0, 130, or a code of `unshard.errors`."""
+    app(arguments)

@@ -21,7 +21,7 @@ def merge(
     output: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[OUTPUT]",
+            metavar="OUTPUT",
             help="Must not exist.  [default: merged/<step> beside the checkpoint]",
         ),
     ] = None,

@@ -12,6 +12,8 @@ of them are ever hashed; no recursion.
 Source of the opcodes: `pickletools` of the standard library.
 """
 
+from struct import error as StructError  # noqa: N812 (it is a class)
+
 from unshard.containers.pickle_machine import (
     DangerousPickleError,
     Machine,
@@ -33,7 +35,7 @@ def unpickle(data: bytes) -> tuple[Value, frozenset[Global]]:
     machine = Machine(data)
     try:
         value = _run(machine)
-    except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
+    except (IndexError, KeyError, TypeError, ValueError, OverflowError, StructError) as error:
         if isinstance(error, MalformedPickleError | DangerousPickleError):
             raise
         raise MalformedPickleError(f"broken at byte {machine.pos}: {error}") from error

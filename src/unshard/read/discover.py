@@ -84,6 +84,8 @@ def discover(path: Path, request: Request) -> list[Location]:
     if not path.exists():
         raise UnknownFormatError(f"{path}: there is no such file or directory")
     start = path.resolve()
+    if start.is_file():
+        start = start.parent
     for place in _upward(start):
         found = _in_step(place)
         if found:

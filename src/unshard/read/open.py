@@ -113,7 +113,13 @@ def _choose_world(directory: Path) -> tuple[int, dict[int, Path], list[str]]:
     """
     found = rank_files(directory)
     stated = _stated_world(directory)
-    if stated in found:
+    if stated is not None and stated not in found:
+        raise IncompleteError(
+            f"{directory}: no rank files of the world size that fsdp_config.json states",
+            expected=f"{rank_file_name(stated, 0)} and the others",
+            found=", ".join(f"files of world size {world}" for world in found),
+        )
+    if stated is not None:
         world = stated
     elif len(found) == 1:
         world = next(iter(found))

@@ -1,0 +1,157 @@
+"""The command line as a user meets it: output, exit codes, errors without traceback."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ranks import assert_same, merged, rank_path, save_ranks, some_tensors
+
+
+def unshard(*arguments: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "unshard", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save_ranks(tmp_path / "global_step_7" / "actor", some_tensors(), 2)
+
+
+def test_merge_prints_what_it_did(checkpoint: Path, tmp_path: Path) -> None:
+    done = unshard("merge", checkpoint, tmp_path / "out")
+    assert done.returncode == 0
+    assert "merged 3 tensors of 2 ranks: 3 float32" in done.stdout
+    assert f"saved to {tmp_path / 'out'}" in done.stdout
+    assert done.stderr.splitlines()[0] == "reading"
+    assert_same(merged(tmp_path / "out"), some_tensors())
+
+
+def test_quiet_prints_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    done = unshard("merge", checkpoint, tmp_path / "out", "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_json_is_one_object_on_stdout(checkpoint: Path, tmp_path: Path) -> None:
+    done = unshard("merge", checkpoint, tmp_path / "out", "--json")
+    report = json.loads(done.stdout)
+    assert report["tensors"] == 3
+    assert report["files"].keys() == {"model.safetensors"}
+    assert report["peak_memory_bytes"] > 0
+    assert "writing" in done.stderr
+
+
+def test_a_dry_run_prints_the_plan(checkpoint: Path, tmp_path: Path) -> None:
+    done = unshard("merge", checkpoint, tmp_path / "out", "--dry-run", "--dtype", "bfloat16")
+    assert done.returncode == 0
+    for words in (
+        "model.safetensors",
+        "3 (3 bfloat16)",
+        "3 Cast",
+        "reads:      648 bytes",
+        "128 MB",
+    ):
+        assert words in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_prints_for_people_and_for_programs(checkpoint: Path) -> None:
+    done = unshard("inspect", checkpoint)
+    assert done.returncode == 0
+    for words in ("FSDP rank files, written by verl", "fsdp=2", "Shard(0)", "162 in 3 tensors"):
+        assert words in done.stdout
+    found = json.loads(unshard("inspect", checkpoint, "--json").stdout)
+    assert found["tensors"][0]["placements"] == ["Shard(0)"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["merge"], 2, "Missing argument"),
+        (["merge", "{ckpt}", "{out}", "--frobnicate"], 2, "No such option"),
+        (["merge", "{ckpt}", "{out}", "--dtype", "int4"], 2, "--dtype int4: unknown"),
+        (["merge", "{ckpt}", "{out}", "--role", "ref"], 2, "--role ref: unknown"),
+        (["merge", "{out}"], 3, "there is no such file"),
+        (["merge", "{ckpt}", "{out}", "--dtype", "config"], 4, "there is no config.json"),
+        (["merge", "{ckpt}", "{ckpt}"], 5, "exists already"),
+        (["inspect", "{tmp}/nowhere"], 3, "there is no such file"),
+    ],
+)
+def test_errors_have_their_exit_code_and_no_traceback(
+    checkpoint: Path, tmp_path: Path, arguments: list[str], code: int, words: str
+) -> None:
+    names = {"ckpt": checkpoint, "out": tmp_path / "out", "tmp": tmp_path}
+    done = unshard(*(argument.format(**names) for argument in arguments))
+    assert done.returncode == code
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_error_is_json_too(checkpoint: Path, tmp_path: Path) -> None:
+    rank_path(checkpoint, 2, 1).unlink()
+    done = unshard("merge", checkpoint, tmp_path / "out", "--json")
+    assert done.returncode == 3
+    error = json.loads(done.stdout)["error"]
+    assert (error["type"], error["code"]) == ("IncompleteError", 3)
+    assert "rank 1" in error["message"]
+    assert error["hint"]
+
+
+def test_an_unwritable_place_is_an_output_error(checkpoint: Path) -> None:
+    done = unshard("merge", checkpoint, rank_path(checkpoint, 2, 0) / "out")
+    assert done.returncode == 5
+    assert "cannot be written" in done.stderr
+
+
+def test_the_version_is_printed() -> None:
+    from unshard import __version__
+
+    assert unshard("--version").stdout == f"unshard {__version__}\n"
+
+
+def test_ctrl_c_exits_130_and_leaves_nothing(tmp_path: Path) -> None:
+    import torch
+
+    checkpoint = save_ranks(tmp_path / "ckpt", {"w": torch.zeros(50_000_000)}, 2)
+    command = [sys.executable, "-m", "unshard", "merge", str(checkpoint), str(tmp_path / "out")]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert child.stderr is not None
+    for line in child.stderr:
+        if line.startswith("writing"):
+            break
+    child.send_signal(signal.SIGINT)
+    rest = child.stderr.read()
+    child.stderr.close()
+    assert child.wait(60) == 130
+    assert "interrupted" in rest
+    assert "Traceback" not in rest
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_a_terminal_gets_a_progress_bar(checkpoint: Path, tmp_path: Path) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "unshard", "merge", str(checkpoint), str(tmp_path / "out")]
+    child = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=slave, env=os.environ | {"TERM": "xterm"}
+    )
+    os.close(slave)
+    shown = b""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            data = os.read(master, 65536)
+        except OSError:  # the other end is closed
+            break
+        shown += data
+    os.close(master)
+    assert child.wait(60) == 0
+    assert b"reading" in shown
+    assert b"/s" in shown or b"committing" in shown
+    assert b"\x1b[" in shown

@@ -1,0 +1,142 @@
+"""config.json and its friends: found where every writer puts them, adjusted, copied."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from unshard.errors import CorruptError, UsageError
+from unshard.read.companions import find_companions
+from unshard.read.discover import Location
+from unshard.tensors.catalog import Companions
+from unshard.write.companions import load_config, output_config, write_companions
+
+
+def location(weights: Path, step: Path | None = None) -> Location:
+    weights.mkdir(parents=True, exist_ok=True)
+    return Location(weights, step or weights, 1, None, "model")
+
+
+def write(directory: Path, *names: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (directory / name).write_text("{}")
+
+
+@pytest.mark.parametrize("place", ["huggingface", ".", "model/huggingface"])
+def test_config_is_found_where_verl_ever_put_it(tmp_path: Path, place: str) -> None:
+    at = location(tmp_path / "global_step_1" / "actor")
+    write(at.weights_dir / place, "config.json", "tokenizer.json")
+    found = find_companions(at, None)
+    assert found.config == at.weights_dir / place / "config.json"
+    assert list(found.files) == ["tokenizer.json"]
+
+
+def test_config_is_found_in_lmms_engines_checkpoint_directory(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoint-1"
+    at = location(step / "pytorch_model_fsdp_0", step)
+    write(step, "config.json", "preprocessor_config.json")
+    found = find_companions(at, None)
+    assert found.config == step / "config.json"
+    assert list(found.files) == ["preprocessor_config.json"]
+
+
+def test_everything_that_makes_a_model_is_taken_and_nothing_else(tmp_path: Path) -> None:
+    at = location(tmp_path)
+    wanted = [
+        "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
+        "merges.txt", "tokenizer.model", "processor_config.json", "chat_template.jinja",
+        "modeling_custom.py", "qwen.tiktoken",
+    ]  # fmt: skip
+    unwanted = [
+        "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+        "optim_world_size_1_rank_0.pt", "training_args.bin", "rng_state_0.pth",
+        "trainer_state.json", "fsdp_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    write(tmp_path / "huggingface", "config.json", *wanted, *unwanted)
+    write(tmp_path / "huggingface" / "additional_chat_templates", "tools.jinja", "note.txt")
+    found = find_companions(at, None)
+    assert set(found.files) == {*wanted, "additional_chat_templates/tools.jinja"}
+
+
+def test_without_a_config_a_tokenizer_is_still_taken(tmp_path: Path) -> None:
+    write(tmp_path / "huggingface", "tokenizer.json")
+    found = find_companions(location(tmp_path), None)
+    assert found.config is None
+    assert list(found.files) == ["tokenizer.json"]
+
+
+def test_a_given_directory_replaces_all_and_a_given_file_only_the_config(tmp_path: Path) -> None:
+    at = location(tmp_path / "checkpoint")
+    write(at.weights_dir, "config.json", "tokenizer.json")
+    write(tmp_path / "other", "config.json", "vocab.txt")
+    from_directory = find_companions(at, tmp_path / "other")
+    assert list(from_directory.files) == ["vocab.txt"]
+    from_file = find_companions(at, tmp_path / "other" / "config.json")
+    assert from_file.config == tmp_path / "other" / "config.json"
+    assert list(from_file.files) == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", ["missing", "empty"])
+def test_a_given_config_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=f"--config .*{name}"):
+        find_companions(location(tmp_path / "checkpoint"), tmp_path / name)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\x00", "[" * 100_000])
+def test_a_config_that_is_no_json_object_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(CorruptError, match=r"config\.json: not"):
+        load_config(Companions(path))
+
+
+def test_the_dtype_key_that_is_there_says_what_was_written() -> None:
+    assert output_config({"torch_dtype": "bfloat16"}, "float32") == {"torch_dtype": "float32"}
+    assert output_config({"dtype": "bfloat16"}, "float32") == {"dtype": "float32"}
+
+
+@pytest.mark.parametrize(("version", "key"), [("4.51.0", "torch_dtype"), ("5.23.0", "dtype")])
+def test_a_missing_dtype_key_is_added_as_that_transformers_spells_it(
+    version: str, key: str
+) -> None:
+    assert output_config({"transformers_version": version}, "bfloat16")[key] == "bfloat16"
+
+
+def test_nested_configs_are_adjusted_but_quantization_is_not() -> None:
+    config = {
+        "dtype": None,
+        "text_config": {"dtype": "bfloat16", "hidden_size": 4},
+        "vision_config": {"hidden_size": 4},
+        "quantization_config": {"dtype": "bfloat16"},
+    }
+    assert output_config(config, "float16") == {
+        "dtype": "float16",
+        "text_config": {"dtype": "float16", "hidden_size": 4},
+        "vision_config": {"hidden_size": 4},
+        "quantization_config": {"dtype": "bfloat16"},
+    }
+
+
+def test_the_prefix_that_fsdp2_gives_classes_is_stripped() -> None:
+    config = {"architectures": ["FSDPQwen2ForCausalLM"], "dtype": "float32"}
+    assert output_config(config, "float32")["architectures"] == ["Qwen2ForCausalLM"]
+
+
+def test_companions_are_written_as_they_are_and_the_config_keeps_its_order(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write(source / "additional_chat_templates", "tools.jinja")
+    (source / "tokenizer.json").write_bytes(b'{"a":\r\n1}')
+    output = tmp_path / "output"
+    output.mkdir()
+    files = {
+        "tokenizer.json": source / "tokenizer.json",
+        "additional_chat_templates/tools.jinja": source / "additional_chat_templates/tools.jinja",
+    }
+    names = write_companions(Companions(None, files), {"z": "ü", "a": 1}, output)
+    assert names == ["config.json", *files]
+    assert (output / "tokenizer.json").read_bytes() == b'{"a":\r\n1}'
+    assert (output / "additional_chat_templates" / "tools.jinja").exists()
+    assert list(json.loads((output / "config.json").read_text())) == ["z", "a"]
+    assert "ü" in (output / "config.json").read_text(encoding="utf-8")

@@ -1,0 +1,161 @@
+"""Which checkpoint does a path mean?"""
+
+from pathlib import Path
+
+import pytest
+
+from unshard.errors import IncompleteError, UnknownFormatError, UsageError
+from unshard.read.discover import Location, Request, discover
+
+
+def make(directory: Path, world: int = 2) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for rank in range(world):
+        (directory / f"model_world_size_{world}_rank_{rank}.pt").write_bytes(b"x")
+    return directory
+
+
+def only(path: Path, **request: str | int) -> Location:
+    locations = discover(path, Request(**request))  # type: ignore[arg-type]
+    assert len(locations) == 1
+    return locations[0]
+
+
+@pytest.fixture
+def verl(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    for step in (5, 10, 9):
+        make(run / f"global_step_{step}" / "actor")
+    make(run / "global_step_10" / "critic")
+    (run / "global_step_10" / "actor" / "huggingface").mkdir()
+    return run
+
+
+@pytest.fixture
+def lmms(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    for step in (100, 20):
+        make(run / f"checkpoint-{step}" / "pytorch_model_fsdp_0")
+        (run / f"checkpoint-{step}" / "extra_state").mkdir()
+    make(run / "checkpoint-100" / "pytorch_ema_model_fsdp_0")
+    (run / "checkpoint-20" / "pytorch_ema_model_fsdp_0").mkdir()
+    return run
+
+
+@pytest.mark.parametrize("inside", ["", "model_world_size_2_rank_1.pt", "huggingface"])
+def test_a_role_directory_and_anything_inside_it_is_that_role(verl: Path, inside: str) -> None:
+    found = only(verl / "global_step_10" / "actor" / inside)
+    assert found.weights_dir == verl / "global_step_10" / "actor"
+    assert (found.step, found.role, found.weights) == (10, "actor", "model")
+
+
+def test_steps_are_ordered_by_number_not_by_name(verl: Path) -> None:
+    found = discover(verl, Request(role="actor"))
+    assert [at.step for at in found] == [10, 9, 5]
+
+
+def test_a_step_can_be_chosen(verl: Path) -> None:
+    assert only(verl, step=9).weights_dir == verl / "global_step_9" / "actor"
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(verl: Path) -> None:
+    with pytest.raises(UnknownFormatError, match=r"no step 7\n.*steps 5, 9, 10"):
+        discover(verl, Request(step=7))
+
+
+def test_a_step_that_contradicts_the_path_is_refused(verl: Path) -> None:
+    with pytest.raises(UsageError, match="is step 5, but --step 9"):
+        discover(verl / "global_step_5", Request(step=9))
+
+
+def test_two_roles_need_a_choice(verl: Path) -> None:
+    with pytest.raises(UsageError, match=r"actor and critic[\s\S]*--role"):
+        discover(verl / "global_step_10", Request())
+    assert only(verl / "global_step_10", role="critic").role == "critic"
+
+
+def test_a_role_that_is_not_there_is_refused(verl: Path) -> None:
+    with pytest.raises(UnknownFormatError, match="holds no critic"):
+        discover(verl / "global_step_5", Request(role="critic"))
+
+
+def test_rank_files_directly_in_the_step_directory_have_no_role(tmp_path: Path) -> None:
+    found = only(make(tmp_path / "global_step_3"))
+    assert (found.step, found.role) == (3, None)
+    assert found.default_output == tmp_path / "merged" / "global_step_3"
+
+
+def test_the_default_output_lies_beside_the_step_and_names_role_and_weights(
+    verl: Path, lmms: Path
+) -> None:
+    critic = only(verl / "global_step_10", role="critic")
+    assert critic.default_output == verl / "merged" / "global_step_10-critic"
+    ema = only(lmms / "checkpoint-100", weights="ema")
+    assert ema.default_output == lmms / "merged" / "checkpoint-100-ema"
+
+
+@pytest.mark.parametrize("inside", ["", "extra_state", "pytorch_model_fsdp_0"])
+def test_lmms_engine_weights_are_found_from_anywhere_in_the_checkpoint(
+    lmms: Path, inside: str
+) -> None:
+    found = only(lmms / "checkpoint-100" / inside)
+    assert found.weights_dir.name == "pytorch_model_fsdp_0"
+    assert (found.step, found.weights) == (100, "model")
+
+
+def test_ema_weights_are_taken_when_asked_for_or_pointed_at(lmms: Path) -> None:
+    checkpoint = lmms / "checkpoint-100"
+    asked = only(checkpoint, weights="ema")
+    assert asked == only(checkpoint / "pytorch_ema_model_fsdp_0")
+    assert asked.weights_dir.name == "pytorch_ema_model_fsdp_0"
+
+
+def test_an_empty_ema_directory_is_named(lmms: Path) -> None:
+    with pytest.raises(IncompleteError, match="pytorch_ema_model_fsdp_0: is empty"):
+        discover(lmms / "checkpoint-20", Request(weights="ema"))
+
+
+def test_missing_ema_weights_are_refused(verl: Path) -> None:
+    with pytest.raises(UnknownFormatError, match="holds no ema weights"):
+        discover(verl / "global_step_5", Request(weights="ema"))
+
+
+def test_a_path_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnknownFormatError, match="nowhere: there is no such file"):
+        discover(tmp_path / "nowhere", Request())
+
+
+def test_an_error_says_what_was_looked_for_and_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(UnknownFormatError, match=r"model_world_size_W_rank_R") as error:
+        discover(tmp_path, Request())
+    assert "logs/, notes.txt" in error.value.found
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (".metadata", "DCP"),
+        ("__0_0.distcp", "DCP"),
+        ("model.safetensors", "whole already"),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed"),
+    ],
+)
+def test_other_formats_are_recognised_by_name(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UnknownFormatError) as error:
+        discover(tmp_path, Request())
+    assert words in error.value.found
+
+
+def test_shards_win_over_a_whole_model_beside_them(tmp_path: Path) -> None:
+    make(tmp_path / "global_step_1")
+    (tmp_path / "global_step_1" / "model.safetensors").write_bytes(b"")
+    assert only(tmp_path / "global_step_1").step == 1
+
+
+def test_a_symbolic_link_to_a_checkpoint_means_the_checkpoint(verl: Path, tmp_path: Path) -> None:
+    link = tmp_path / "latest"
+    link.symlink_to(verl / "global_step_9")
+    assert only(link).step == 9
