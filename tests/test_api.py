@@ -230,3 +230,10 @@ def test_inspect_sees_tied_weights_ema_and_missing_replicas(tmp_path: Path) -> N
     assert found.shared == (("a", "b"),)
     assert found.has_ema
     assert found.missing == ("model_world_size_2_rank_1.pt",)
+
+
+def test_inspect_describes_adapters_although_merge_refuses_them(tmp_path: Path) -> None:
+    lora = {"base_model.model.q.lora_A.default.weight": torch.rand(2, 4)}
+    found = unshard.inspect(save_ranks(tmp_path / "ckpt", lora, 2))
+    assert found.lora_tensors == 1
+    assert found.would_write.startswith("nothing: ")

@@ -272,3 +272,10 @@ def test_a_storage_shorter_than_its_pickle_says_is_corrupt(checkpoint: Path) -> 
         for name, data in records.items():
             file.writestr(name, data[: len(data) // 2] if "/data/0" in name else data)
     refused(checkpoint, CorruptError, "rank 0", "its storage 0 has", "its pickle says")
+
+
+def test_a_world_size_that_fsdp_config_states_but_no_file_has_is_a_conflict(
+    checkpoint: Path,
+) -> None:
+    (checkpoint / "fsdp_config.json").write_text(json.dumps({"world_size": 8}))
+    refused(checkpoint, IncompleteError, "fsdp_config.json states", "world size 4")
