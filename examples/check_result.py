@@ -24,10 +24,14 @@ def main(merged: Path, expected: Path) -> int:
                 "shape": list(entry.shape),
                 "sha256": hashlib.sha256(data[entry.begin : entry.end]).hexdigest(),
             }
-    wrong = sorted(name for name in truth.keys() | found.keys() if truth.get(name) != found.get(name))
+    wrong = sorted(
+        name for name in truth.keys() | found.keys() if truth.get(name) != found.get(name)
+    )
     for name in wrong:
         print(f"{name}: expected {truth.get(name)}, found {found.get(name)}")
-    print(f"{len(truth) - len(wrong)} of {len(truth)} tensors equal the unsharded model, bit for bit")
+    print(
+        f"{len(truth) - len(wrong)} of {len(truth)} tensors equal the unsharded model, bit for bit"
+    )
     return 1 if wrong else 0
 
 
