@@ -1,11 +1,11 @@
 """Compare `unshard merge` with `cat` of the same bytes, side by side; both sides are made durable.
 
-The rounds interleave all contenders, so that a noisy machine is noisy for everybody; what is reported
-are ratios of medians. Figures to reach stand in ARCHITECTURE.md.
+The rounds interleave all contenders, so that a noisy machine is noisy for everybody; what is
+reported are ratios of medians. Figures to reach stand in ARCHITECTURE.md.
 
     python benchmarks/merge_against_cat.py --gigabytes 3.2 --rounds 5
 
-The checkpoint is written by real torch (DTensors on a fake process group, so one process is enough).
+The checkpoint is written by real torch: DTensors on a fake process group, in one process.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=3.2)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", type=Path, default=None, help="where to work; needs 3x space")
+    parser.add_argument("--directory", type=Path, default=None, help="where to work")
     options = parser.parse_args()
     for dim, run, name in ((0, 1 << 20, "dimension 0"), (1, 1024, "dimension 1, runs of 1 KiB")):
         with tempfile.TemporaryDirectory(dir=options.directory) as folder:

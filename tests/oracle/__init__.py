@@ -1,0 +1,1 @@
+"""Checkpoints written by real torch in several processes, and the tensors they were made from."""

@@ -1,0 +1,126 @@
+"""The oracle itself: what it writes, what it returns, and how it fails.
+
+That torch reads each rank file back and gathers the truth from it is checked by every scenario in
+every rank as it saves; here it is enough to run them.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from oracle.conftest import WriteCheckpoint
+from oracle.tensor_writers import DTYPES
+from oracle.workers import RankError, WorkerPool
+from oracle.writers import SCENARIOS
+
+WORLDS = {
+    "dtensor_dtypes": (1, 3),
+    "fsdp1_mesh": (1, 2),
+    "fsdp2": (1, 2, 3, 4, 7),
+    "fsdp2_hsdp": (4,),
+    "fsdp2_tp": (4,),
+    "fsdp2_tp_uneven": (4,),
+    "noncontiguous": (1, 3),
+    "partial": (2,),
+    "plain_differ": (2, 3),
+    "plain_equal": (1, 2),
+}
+CASES = [(name, world) for name, worlds in WORLDS.items() for world in worlds]
+
+
+def raise_on_last_rank(rank: int, world: int, directory: Path) -> None:
+    """Fail as a scenario with a bug does."""
+    if rank == world - 1:
+        raise ValueError(f"a bug for {directory.name}")
+
+
+def die_on_last_rank(rank: int, world: int, directory: Path) -> None:
+    """Fail as a process does that the kernel kills."""
+    if rank == world - 1:
+        os._exit(len(directory.name))
+
+
+def test_every_scenario_is_tried() -> None:
+    assert WORLDS.keys() == SCENARIOS.keys()
+
+
+@pytest.mark.parametrize(("name", "world"), CASES)
+def test_scenario_writes_one_file_per_rank_and_nothing_else(
+    name: str, world: int, tmp_path: Path, write_checkpoint: WriteCheckpoint
+) -> None:
+    truth = write_checkpoint(name, world, tmp_path / "checkpoint")
+    expected = {f"model_world_size_{world}_rank_{rank}.pt" for rank in range(world)}
+    assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert truth
+    assert all(type(tensor) is torch.Tensor for tensor in truth.values())
+
+
+def test_fsdp2_truth_has_names_shapes_and_dtypes(
+    tmp_path: Path, write_checkpoint: WriteCheckpoint
+) -> None:
+    truth = write_checkpoint("fsdp2", 3, tmp_path / "checkpoint")
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in truth.items()}
+    assert found == {
+        "scale": ((1,), torch.float32),
+        "narrow": ((2, 5), torch.float32),
+        "a_buffer": ((7,), torch.float32),
+        "inverse_frequency": ((5,), torch.float32),
+        "counter": ((), torch.int64),
+        "mask": ((2, 3), torch.bool),
+        "nothing": ((0, 3), torch.float32),
+        "embed.weight": ((37, 10), torch.float32),
+        "block.linear.weight": ((13, 10), torch.float32),
+        "block.linear.bias": ((13,), torch.float32),
+        "block.norm.weight": ((13,), torch.float32),
+        "bfloat16_layer.weight": ((6, 10), torch.bfloat16),
+        "bfloat16_layer.bias": ((6,), torch.bfloat16),
+        "float16_layer.weight": ((5, 9), torch.float16),
+        "float16_layer.bias": ((5,), torch.float16),
+        "head.weight": ((37, 10), torch.float32),
+    }
+    assert torch.equal(truth["head.weight"], truth["embed.weight"])
+
+
+def test_the_same_scenario_gives_the_same_truth(
+    tmp_path: Path, write_checkpoint: WriteCheckpoint
+) -> None:
+    two = write_checkpoint("fsdp2", 2, tmp_path / "two")
+    three = write_checkpoint("fsdp2", 3, tmp_path / "three")
+    assert two.keys() == three.keys()
+    assert all(torch.equal(two[name], three[name]) for name in two)
+
+
+def test_dtensor_dtypes_covers_every_dtype(
+    tmp_path: Path, write_checkpoint: WriteCheckpoint
+) -> None:
+    truth = write_checkpoint("dtensor_dtypes", 2, tmp_path / "checkpoint")
+    assert {tensor.dtype for tensor in truth.values()} == set(DTYPES)
+
+
+def test_a_rank_that_raises_is_reported_with_its_traceback(
+    tmp_path: Path, worker_pool: WorkerPool
+) -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1: Traceback.*ValueError: a bug for here"):
+        worker_pool.run(raise_on_last_rank, 2, _directory(tmp_path, "here"))
+
+
+def test_a_rank_that_dies_is_reported_and_the_pool_recovers(
+    tmp_path: Path, worker_pool: WorkerPool, write_checkpoint: WriteCheckpoint
+) -> None:
+    with pytest.raises(RankError, match="rank 1: the process died with exit code 4"):
+        worker_pool.run(die_on_last_rank, 2, _directory(tmp_path, "four"))
+    assert write_checkpoint("plain_equal", 2, tmp_path / "checkpoint")
+
+
+def test_more_ranks_than_the_pool_has_are_refused(tmp_path: Path, worker_pool: WorkerPool) -> None:
+    with pytest.raises(ValueError, match="expected 1 to 8 ranks, got 9"):
+        worker_pool.run(raise_on_last_rank, 9, tmp_path)
+
+
+def _directory(parent: Path, name: str) -> Path:
+    directory = parent / name
+    directory.mkdir()
+    return directory
