@@ -22,7 +22,7 @@ from unshard.tensors.catalog import Skipped
 from unshard.write.companions import load_config, output_config, write_companions
 from unshard.write.record import RECORD_NAME, record_json
 from unshard.write.stage import Stage as Staging
-from unshard.write.stage import check_target
+from unshard.write.stage import choose_mode
 from unshard.write.verify import verify_light
 
 __all__ = ["Inspection", "Report", "inspect", "merge"]
@@ -97,6 +97,7 @@ def merge(
     memory: str | int = "64MB",
     assume_dim0: bool = False,
     allow_globals: Sequence[str] = (),
+    overwrite: bool = False,
     dry_run: bool = False,
     listener: Listener = ignore,
 ) -> Report:
@@ -108,8 +109,8 @@ def merge(
     Args:
         checkpoint: a checkpoint, a directory of several (the highest complete step is taken), or
             any directory inside one.
-        output: must not exist; default `merged/<step directory>[-critic][-ema]` beside the step
-            directory.
+        output: must not exist unless `overwrite`; default `merged/<step directory>[-critic][-ema]`
+            beside the step directory.
         dtype: keep, config (what config.json names), bfloat16, float16 or float32. Floating point
             only; integers, booleans and 8-bit floats are never cast.
         weights: "model" (default) or "ema".
@@ -122,6 +123,8 @@ def merge(
         memory: bound on all buffers together, bytes or "64MB".
         assume_dim0: take plain tensors that differ between ranks as shards along dimension 0.
         allow_globals: tensor subclasses in pickles to read as the plain tensors they store.
+        overwrite: replace the weights of an earlier output, or, where the output is the
+            checkpoint's own directory, put them there; other files stay.
         dry_run: plan only, write nothing.
         listener: called with progress events.
 
@@ -139,9 +142,12 @@ def merge(
         listener(Warned(warning))
     target = Path(output) if output is not None else source.location.default_output
     if dry_run:
-        check_target(target)
+        choose_mode(target, _places(source), overwrite=overwrite)
     else:
-        _write(prepared, target, dtype, settings, listener)
+        with Staging(
+            target, _needed_bytes(prepared), sources=_places(source), overwrite=overwrite
+        ) as staging:
+            _write(prepared, staging, dtype, settings, listener)
     return _report(prepared, target, settings, time.monotonic() - started, dry_run=dry_run)
 
 
@@ -199,23 +205,32 @@ def _prepare(source: Checkpoint, dtype: str, max_shard_size: int) -> _Prepared:
 
 
 def _write(
-    prepared: _Prepared, target: Path, dtype: str, settings: Settings, listener: Listener
+    prepared: _Prepared, staging: Staging, dtype: str, settings: Settings, listener: Listener
 ) -> None:
-    """Make the output in a staging directory, verify it as a stranger would, and commit it."""
-    plan, companions = prepared.plan, prepared.checkpoint.catalog.companions
-    extra = sum(path.stat().st_size for path in companions.files.values()) + _COMPANION_ALLOWANCE
-    with Staging(target, plan.bytes_written + extra) as staging:
-        listener(Stage("writing", plan.layout.total_size))
-        run_plan(plan, staging.directory, settings, listener)
-        write_companions(companions, prepared.config, staging.directory)
-        if len(plan.layout.files) > 1:
-            (staging.directory / INDEX_NAME).write_bytes(index_json(plan.layout))
-        record = record_json(prepared.checkpoint, plan.layout, dtype)
-        (staging.directory / RECORD_NAME).write_bytes(record)
-        listener(Stage("verifying"))
-        verify_light(staging.directory, plan.layout)
-        listener(Stage("committing"))
-        staging.commit()
+    """Make the output in its staging directory, verify it as a stranger would, and commit it."""
+    plan, directory = prepared.plan, staging.directory
+    listener(Stage("writing", plan.layout.total_size))
+    run_plan(plan, directory, settings, listener)
+    write_companions(prepared.checkpoint.catalog.companions, prepared.config, directory)
+    if len(plan.layout.files) > 1:
+        (directory / INDEX_NAME).write_bytes(index_json(plan.layout))
+    record = record_json(prepared.checkpoint, plan.layout, dtype)
+    (directory / RECORD_NAME).write_bytes(record)
+    listener(Stage("verifying"))
+    verify_light(directory, plan.layout)
+    listener(Stage("committing"))
+    staging.commit()
+
+
+def _needed_bytes(prepared: _Prepared) -> int:
+    """Return about what the output will take on disk."""
+    companions = prepared.checkpoint.catalog.companions.files.values()
+    extra = sum(path.stat().st_size for path in companions)
+    return prepared.plan.bytes_written + extra + _COMPANION_ALLOWANCE
+
+
+def _places(source: Checkpoint) -> tuple[Path, Path]:
+    return source.location.step_dir, source.location.weights_dir
 
 
 def _report(

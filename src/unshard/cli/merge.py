@@ -22,7 +22,7 @@ def merge(
         Path | None,
         typer.Argument(
             metavar="OUTPUT",
-            help="Must not exist.  [default: merged/<step> beside the checkpoint]",
+            help="Where to; must not exist.  [default: merged/<step> beside the checkpoint]",
         ),
     ] = None,
     dtype: Annotated[
@@ -46,6 +46,12 @@ def merge(
     memory: Annotated[str, typer.Option(help="Bound on all buffers together.")] = "64MB",
     assume_dim0: AssumeDim0 = False,
     allow_global: AllowGlobal = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace the weights of an earlier output; other files stay."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
     ] = False,
@@ -69,6 +75,7 @@ def merge(
             memory=memory,
             assume_dim0=assume_dim0,
             allow_globals=allow_global or (),
+            overwrite=overwrite,
             dry_run=dry_run,
             listener=listener,
         )

@@ -1,47 +1,61 @@
-"""Staging: an output is made beside its target and appears there by one rename, or not at all.
+"""Staging: an output is made apart, then takes its place in one commit, or leaves nothing behind.
 
-A staging directory is `_unshard-partial-<random>/` on the target's file system. In it: `owner.json`
-(host, pid, start time, for people), locked as long as the owner lives, and `output/`, which becomes
-the target. A later run removes the staging of an owner that is provably dead: same host, and its
-lock is free (the kernel drops a dead process's locks).
+A staging directory is `_unshard-partial-<random>/`, beside the target. In it stand `owner.json`,
+`output/`, and in the end perhaps a journal. What a killed process left there is finished or removed
+by the next run. Where the target lies inside a checkpoint, the name also records the modification
+time to give back to the directory that holds both.
 """
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import secrets
 import shutil
-import socket
-import time
+import stat
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from unshard.errors import OutputError
+from unshard.write.commit import Mode, commit, finish
+from unshard.write.files import set_mtime
+from unshard.write.owners import OWNER_NAME, claim, if_dead
 
-__all__ = ["Stage", "check_space", "check_target"]
+__all__ = ["Stage", "check_space", "choose_mode", "recover"]
 
 _PREFIX = "_unshard-partial-"
-_OWNER = "owner.json"
+_MTIME = "-mtime-"
 _SLACK = 1 << 20
 
 _log = logging.getLogger(__name__)
 
 
-def check_target(target: Path) -> None:
-    """Refuse a target that exists, unless it is an empty directory.
+def choose_mode(target: Path, sources: Sequence[Path], *, overwrite: bool) -> Mode:
+    """Say how an output would take its place.
+
+    Args:
+        target: where the output goes.
+        sources: the directories that hold the checkpoint.
+        overwrite: whether weights that are there may be replaced.
 
     Raises:
-        OutputError: it exists.
+        OutputError: the target exists and may not be replaced.
     """
-    if target.is_symlink() or target.exists():
-        empty = target.is_dir() and not target.is_symlink() and not any(target.iterdir())
-        if not empty:
-            raise OutputError(
-                f"{target}: exists already", hint="give another output, or remove it first"
-            )
+    if not (target.exists() or target.is_symlink()):
+        return Mode.NEW
+    if not target.is_dir():
+        raise OutputError(f"{target}: exists already, and is no directory")
+    if not target.is_symlink() and not any(target.iterdir()):
+        return Mode.NEW
+    if not overwrite:
+        raise OutputError(
+            f"{target}: exists already",
+            hint="give another output, or replace its weights with --overwrite",
+        )
+    inside = any(source.resolve().is_relative_to(target.resolve()) for source in sources)
+    return Mode.IN_PLACE if inside else Mode.REPLACE
 
 
 def check_space(directory: Path, needed_bytes: int) -> None:
@@ -61,38 +75,69 @@ def check_space(directory: Path, needed_bytes: int) -> None:
         )
 
 
+def recover(directory: Path) -> None:
+    """Finish or remove what killed processes left in a directory.
+
+    What may be alive is left alone, and so is what another user put there: a journal is an
+    instruction to move files.
+    """
+    for staging in sorted(directory.glob(_PREFIX + "*")):
+        status = staging.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            continue
+        with if_dead(staging) as dead:
+            if dead:
+                finish(staging)
+                _remove(staging)
+            else:
+                _log.info("left alone: %s, whose owner may be alive", staging)
+
+
 class Stage:
     """A directory to fill, which `commit` turns into the target. Left without it, nothing remains.
 
     Args:
         target: where the output goes; parents are made (and removed again on failure).
         needed_bytes: what the output will take.
+        sources: the directories that hold the checkpoint; if the output goes into one of them, it
+            keeps its modification time (trainers rotate checkpoints by it).
+        overwrite: whether weights that are there may be replaced.
 
     Raises:
         OutputError: on entering: the target exists, or is not writable, or lacks space.
     """
 
-    def __init__(self, target: Path, needed_bytes: int) -> None:
+    def __init__(
+        self,
+        target: Path,
+        needed_bytes: int,
+        *,
+        sources: Sequence[Path] = (),
+        overwrite: bool = False,
+    ) -> None:
         self._target = target
         self._needed = needed_bytes
+        self._sources = tuple(sources)
+        self._overwrite = overwrite
+        self._mode = Mode.NEW
         self._made_parents: list[Path] = []
-        self._root = target.parent / f"{_PREFIX}{secrets.token_hex(8)}"
-        self._lock = -1
+        self._root: Path | None = None
+        self._locks: list[int] = []
 
     @property
     def directory(self) -> Path:
         """Where to write the output's files."""
-        return self._root / "output"
+        return self._staging / "output"
+
+    @property
+    def _staging(self) -> Path:
+        if self._root is None:
+            raise RuntimeError("the stage has not been entered")
+        return self._root
 
     def __enter__(self) -> Self:
-        check_target(self._target)
         try:
-            self._make_parents()
-            _remove_dead(self._target.parent)
-            check_space(self._target.parent, self._needed)
-            self._root.mkdir()
-            self._lock = _claim(self._root / _OWNER)
-            self.directory.mkdir()
+            self._enter()
         except BaseException as error:
             self._clean_up()
             if isinstance(error, OSError):
@@ -111,23 +156,35 @@ class Stage:
             raise unwritable(self._target, error) from error
 
     def commit(self) -> None:
-        """Make everything durable and rename it to the target.
+        """Make everything durable and let it take the target's place.
 
         Raises:
-            OutputError: the target has come to exist meanwhile.
+            OutputError: a new target has come to exist meanwhile.
         """
-        for folder, _, names in os.walk(self.directory):
-            for name in names:
-                sync(Path(folder) / name)
-            sync(Path(folder))
-        try:
-            self.directory.rename(self._target)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise OutputError(f"{self._target}: appeared while it was being made") from error
-            raise
+        commit(self._staging, self._target, self._mode)
         self._made_parents.clear()
-        sync(self._target.parent)
+
+    def _enter(self) -> None:
+        self._make_parents()
+        recover(self._target.parent)
+        self._mode = choose_mode(self._target, self._sources, overwrite=self._overwrite)
+        self._target = self._target.resolve()
+        if self._mode is not Mode.NEW:
+            _check_same_disk(self._target)
+        if self._mode is Mode.IN_PLACE:
+            self._locks.append(_lock(self._target))
+        check_space(self._target.parent, self._needed)
+        self._root = self._target.parent / self._name()
+        self._root.mkdir()
+        self._locks.append(claim(self._root))
+        self.directory.mkdir()
+
+    def _name(self) -> str:
+        name = _PREFIX + secrets.token_hex(8)
+        holder = self._target.parent
+        if _is_inside(holder, self._sources):
+            name += f"{_MTIME}{holder.stat().st_mtime_ns}"
+        return name
 
     def _make_parents(self) -> None:
         missing = [p for p in (self._target.parent, *self._target.parent.parents) if not p.exists()]
@@ -136,24 +193,15 @@ class Stage:
             self._made_parents.append(parent)
 
     def _clean_up(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._root is not None:
+            _remove(self._root)
+        while self._locks:
+            os.close(self._locks.pop())
         for parent in reversed(self._made_parents):
             try:
                 parent.rmdir()
             except OSError:
                 break
-
-
-def sync(path: Path) -> None:
-    """Flush a file or directory to disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def unwritable(target: Path, error: OSError) -> OutputError:
@@ -165,39 +213,46 @@ def unwritable(target: Path, error: OSError) -> OutputError:
     )
 
 
-def _claim(path: Path) -> int:
-    """Write the owner file and lock it; return the descriptor that holds the lock."""
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    os.write(fd, json.dumps(owner).encode())
+def _is_inside(directory: Path, sources: Sequence[Path]) -> bool:
+    """Tell whether a directory is part of the checkpoint."""
+    return any(directory.is_relative_to(source.resolve()) for source in sources)
+
+
+def _lock(directory: Path) -> int:
+    """Lock a directory against other merges into it; return the descriptor that locks it."""
+    fd = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # a file system without locks: nobody will ever call this owner dead
-        _log.debug("%s cannot be locked: %s", path, error)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise OutputError(f"{directory}: another merge into it is under way") from error
+    except OSError as error:  # a file system without locks
+        _log.debug("%s cannot be locked: %s", directory, error)
     return fd
 
 
-def _remove_dead(parent: Path) -> None:
-    """Remove the stagings of processes that died, and name those that cannot be told."""
-    for root in parent.glob(_PREFIX + "*"):
-        if _is_dead(root / _OWNER):
-            shutil.rmtree(root, ignore_errors=True)
+def _check_same_disk(target: Path) -> None:
+    if target.stat().st_dev != target.parent.stat().st_dev:
+        raise OutputError(
+            f"{target}: is a mount point, and cannot be replaced in one step",
+            hint="give a directory inside it",
+        )
+
+
+def _remove(staging: Path) -> None:
+    """Remove a staging directory, its owner file last: until then it can be told to be dead."""
+    for path in staging.glob("*"):
+        if path.name == OWNER_NAME:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
         else:
-            _log.info("left alone: %s, whose owner may be alive", root)
-
-
-def _is_dead(owner: Path) -> bool:
+            path.unlink(missing_ok=True)
+    (staging / OWNER_NAME).unlink(missing_ok=True)
     try:
-        fd = os.open(owner, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fields = json.loads(os.read(fd, 65536))
-        if not isinstance(fields, dict) or fields.get("host") != socket.gethostname():
-            return False
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (OSError, ValueError):
-        return False
-    finally:
-        os.close(fd)
-    return True
+        staging.rmdir()
+    except OSError as error:
+        _log.warning("%s cannot be removed: %s", staging, error)
+    mtime = staging.name.partition(_MTIME)[2]
+    if mtime.isdigit():
+        set_mtime(staging.parent, int(mtime))
