@@ -49,7 +49,7 @@ _ATTRIBUTES = frozenset(
 @lru_cache(maxsize=4096)
 def is_dangerous(name: Global) -> bool:
     """Tell whether a name runs commands, evaluates code or opens files, or reaches for that."""
-    dotted = str(name)
+    dotted = name.dotted
     parts = dotted.split(".")
     if parts[0] in _BUILTINS:
         return any(part in _BUILTIN_NAMES or part in _ATTRIBUTES for part in parts[1:])

@@ -1,23 +1,29 @@
 """The state of the pickle machine: stack, marks, memo, budget; and the steps that opcodes share.
 
-`opcodes` maps every opcode to a step; `unpickle` runs them. See there for the bounds.
+`pickle_opcodes` maps every opcode to a step; `unpickle` runs them. See there for the bounds.
 """
 
+import secrets
 from struct import unpack_from
 from typing import cast
 
 from unshard.containers.globals import is_dangerous
 from unshard.containers.records import Global, Persistent, Record, Value
 
-__all__ = ["DangerousPickleError", "Machine", "MalformedPickleError", "check_key"]
+__all__ = ["DangerousPickleError", "Machine", "MalformedPickleError", "SaltedInt", "safe_key"]
 
 _MAX_DEPTH = 1000
-_MAX_KEY = 1 << 61
+_MAX_NAME = 1000
+_MAX_KEY_LENGTH = 4096
 _MAX_KEY_ITEMS = 8
-_MIN_BUDGET = 150_000_000
-_BUDGET_PER_BYTE = 14
+_SALT = secrets.randbits(61)
+
 # About what CPython allocates for one of each, in bytes.
-TUPLE_COST, LIST_COST, DICT_COST, SET_COST, RECORD_COST, ENTRY_COST = 56, 72, 80, 232, 232, 110
+TUPLE_COST, LIST_COST, DICT_COST, SET_COST = 56, 72, 80, 232
+RECORD_COST, ENTRY_COST, NUMBER_COST, TEXT_COST = 110, 110, 28, 60
+TABLE_COST = 120  # of the smallest hash table
+SLOT_COST = 9  # of one place on the stack or in the memo
+_CHECK_EVERY = 1_000_000
 
 
 class MalformedPickleError(ValueError):
@@ -28,10 +34,33 @@ class DangerousPickleError(ValueError):
     """The pickle names code that runs commands. The message is the name."""
 
 
-class Machine:
-    """The pickle virtual machine: one stack, one memo, and a table of operations."""
+class SaltedInt(int):
+    """An integer as a dict key: it hashes by a random salt, so that keys cannot be made to collide.
 
-    __slots__ = ("budget", "data", "globals", "marks", "memo", "pos", "sparse", "stack")
+    To look one up: `value[SaltedInt(3)]`.
+    """
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash((_SALT, int(self)))
+
+
+class Machine:
+    """The pickle virtual machine: one stack, one memo, and an account of what was allocated."""
+
+    __slots__ = (
+        "allowance",
+        "check_at",
+        "data",
+        "globals",
+        "marks",
+        "memo",
+        "pos",
+        "sparse",
+        "spent",
+        "stack",
+    )
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -41,7 +70,9 @@ class Machine:
         self.memo: list[Value] = []
         self.sparse: dict[int, Value] = {}
         self.globals: dict[tuple[str, str], Global] = {}
-        self.budget = max(_MIN_BUDGET, _BUDGET_PER_BYTE * len(data))
+        self.spent = 0
+        self.check_at = _CHECK_EVERY
+        self.allowance = max(300_000_000 - 10 * len(data), SLOT_COST * len(data))
 
     def take(self, count: int) -> bytes:
         """Return the next `count` bytes."""
@@ -51,10 +82,10 @@ class Machine:
             raise MalformedPickleError(f"truncated: byte {start} promises {count} bytes more")
         return self.data[start:end]
 
-    def line(self) -> str:
-        """Return the text up to the next newline (protocol 0 and GLOBAL)."""
+    def line(self) -> bytes:
+        """Return the bytes up to the next newline (protocol 0 and GLOBAL)."""
         end = self.data.index(b"\n", self.pos)
-        text = self.data[self.pos : end].decode("utf-8")
+        text = self.data[self.pos : end]
         self.pos = end + 1
         return text
 
@@ -64,17 +95,34 @@ class Machine:
         self.pos += width
         return cast(int, value)
 
+    def push_text(self, text: str, stored_bytes: int) -> None:
+        """Push a string that was stored in so many bytes; one wide character makes all wide."""
+        self.charge(TEXT_COST + 4 * stored_bytes)
+        self.stack.append(text)
+
     def charge(self, cost: int) -> None:
         """Account for an allocation of about `cost` bytes."""
-        self.budget -= cost
-        if self.budget < 0:
+        self.spent += cost
+        if self.spent > self.check_at:
+            self.check_at = self.spent + _CHECK_EVERY
+            self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Refuse what would exceed max(300 MB, 20 x the pickle) in the end.
+
+        A byte that is still to come takes at most one slot, so memory earned so far may grow with
+        the bytes read so far.
+        """
+        slots = len(self.memo) + len(self.stack) + sum(map(len, self.marks))
+        if self.spent + SLOT_COST * slots > self.allowance + SLOT_COST * self.pos:
             raise MalformedPickleError(
-                f"beyond the memory bound at byte {self.pos}: more objects than a checkpoint of "
+                f"beyond the memory bound at byte {self.pos}: more objects than "
                 f"{len(self.data)} bytes of pickle can need"
             )
 
     def mark(self) -> None:
         """Open a mark: what is pushed from here on belongs to it."""
+        self.charge(LIST_COST)
         self.marks.append(self.stack)
         self.stack = []
         if len(self.marks) > _MAX_DEPTH:
@@ -84,6 +132,7 @@ class Machine:
         """Return what lies above the last mark, and drop the mark."""
         items = self.stack
         self.stack = self.marks.pop()
+        self.spent -= LIST_COST
         return items
 
     def remember(self, index: int) -> None:
@@ -107,7 +156,9 @@ class Machine:
         key = (module, name)
         known = self.globals.get(key)
         if known is None:
-            self.charge(ENTRY_COST)
+            if len(module) + len(name) > _MAX_NAME:
+                raise MalformedPickleError(f"a name of {len(module) + len(name)} characters")
+            self.charge(2 * TEXT_COST + ENTRY_COST + 2 * len(module) + 2 * len(name))
             known = self.globals[key] = Global(module, name)
             if is_dangerous(known) and not _is_plain_getattr(known):
                 raise DangerousPickleError(str(known))
@@ -135,10 +186,8 @@ class Machine:
         """Record `target[key] = value` for alternating keys and values."""
         if len(items) % 2:
             raise MalformedPickleError(f"a key without a value at byte {self.pos}")
-        self.charge(ENTRY_COST * (len(items) // 2))
-        keys, values = items[::2], items[1::2]
-        for key in keys:
-            check_key(key)
+        self.charge(TABLE_COST + ENTRY_COST * (len(items) // 2))
+        keys, values = map(safe_key, items[::2]), items[1::2]
         if isinstance(target, dict):
             target.update(zip(keys, values, strict=True))
         elif isinstance(target, Record):
@@ -148,6 +197,7 @@ class Machine:
 
     def extend(self, target: Value, values: list[Value]) -> None:
         """Record `target.extend(values)` for a list or a record."""
+        self.charge(SLOT_COST * len(values))
         match target:
             case list():
                 target.extend(values)
@@ -157,29 +207,31 @@ class Machine:
                 kind = type(target).__name__
                 raise MalformedPickleError(f"appended to {kind} at byte {self.pos}")
 
-    def checked_elements(self, values: list[Value]) -> list[Value]:
+    def safe_elements(self, values: list[Value]) -> list[Value]:
         """Return what is about to become elements of a set, each safe to hash."""
         self.charge(ENTRY_COST * len(values))
-        for value in values:
-            check_key(value)
-        return values
+        return list(map(safe_key, values))
 
 
 def _is_plain_getattr(name: Global) -> bool:
     return name.name == "getattr" and name.module in ("builtins", "__builtin__")
 
 
-def check_key(key: Value) -> None:
-    """Refuse what must not be hashed: it could take exponential time, or collide on purpose."""
-    if isinstance(key, tuple) and len(key) <= _MAX_KEY_ITEMS:
-        if all(_is_scalar_key(item) for item in key):
-            return
-    elif _is_scalar_key(key):
-        return
-    raise MalformedPickleError(f"a dict key or set element of type {type(key).__name__}")
+def safe_key(key: Value) -> Value:
+    """Return a dict key or set element as something that is safe to hash.
 
-
-def _is_scalar_key(key: Value) -> bool:
+    What could take exponential time (nested tuples), or be made to collide (integers, long equal
+    texts), is refused or salted.
+    """
+    if isinstance(key, str | bytes):
+        if len(key) <= _MAX_KEY_LENGTH:
+            return key
+        raise MalformedPickleError(f"a dict key of {len(key)} characters")
+    if key is None or isinstance(key, bool | Global | Record | Persistent):
+        return key
     if isinstance(key, int):
-        return -_MAX_KEY < key < _MAX_KEY
-    return key is None or isinstance(key, str | bytes | Global | Record | Persistent)
+        return SaltedInt(key)
+    flat = isinstance(key, tuple) and not any(isinstance(item, tuple) for item in key)
+    if isinstance(key, tuple) and flat and len(key) <= _MAX_KEY_ITEMS:
+        return tuple(map(safe_key, key))
+    raise MalformedPickleError(f"a dict key or set element of type {type(key).__name__}")

@@ -11,6 +11,8 @@ from unshard.containers.pickle_machine import (
     DICT_COST,
     LIST_COST,
     SET_COST,
+    SLOT_COST,
+    TEXT_COST,
     TUPLE_COST,
     Machine,
     MalformedPickleError,
@@ -59,13 +61,13 @@ def _tuple_of(count: int) -> Operation:
 
 def _tuple(m: Machine) -> None:
     items = m.pop_mark()
-    m.charge(TUPLE_COST)
+    m.charge(TUPLE_COST + SLOT_COST * len(items))
     m.stack.append(tuple(items))
 
 
 def _list(m: Machine) -> None:
     items = m.pop_mark()
-    m.charge(LIST_COST)
+    m.charge(LIST_COST + SLOT_COST * len(items))
     m.stack.append(items)
 
 
@@ -78,7 +80,7 @@ def _dict(m: Machine) -> None:
 def _frozenset(m: Machine) -> None:
     items = m.pop_mark()
     m.charge(SET_COST)
-    m.stack.append(frozenset(m.checked_elements(items)))
+    m.stack.append(frozenset(m.safe_elements(items)))
 
 
 def _append(m: Machine) -> None:
@@ -102,7 +104,7 @@ def _setitems(m: Machine) -> None:
 
 
 def _additems(m: Machine) -> None:
-    items = m.checked_elements(m.pop_mark())
+    items = m.safe_elements(m.pop_mark())
     target = m.stack[-1]
     if isinstance(target, set):
         target.update(items)
@@ -174,8 +176,8 @@ def _index(m: Machine) -> int:
 
 
 def _global(m: Machine) -> None:
-    module = m.line()
-    m.push_global(module, m.line())
+    module = m.line().decode("utf-8")
+    m.push_global(module, m.line().decode("utf-8"))
 
 
 def _stack_global(m: Machine) -> None:
@@ -216,7 +218,9 @@ def _obj(m: Machine) -> None:
 
 
 def _text_persistent(m: Machine) -> None:
-    m.stack.append(Persistent(m.line()))
+    text = m.line()
+    m.charge(TUPLE_COST + TEXT_COST + len(text))
+    m.stack.append(Persistent(text.decode("ascii")))
 
 
 def _binpersid(m: Machine) -> None:

@@ -7,13 +7,20 @@ __all__ = ["Global", "Persistent", "Record", "Value"]
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A reference to something importable. It is a name and stays one: nothing is imported."""
+    """A reference to something importable. It is a name and stays one: nothing is imported.
+
+    `dotted` is the whole name, made once: it is compared for every tensor.
+    """
 
     module: str
     name: str
+    dotted: str = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dotted", f"{self.module}.{self.name}")
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
+        return self.dotted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,19 +41,31 @@ class Record:
         callee: the class or function, by name (or whatever stands in its place).
         args: positional arguments.
         state: what BUILD sets; the last, if there are several.
-        items: what SETITEM(S) adds.
-        elements: what APPEND(S) or ADDITEMS adds.
     """
 
     callee: "Value"
     args: tuple["Value", ...]
     state: "Value" = None
-    items: list[tuple["Value", "Value"]] = field(default_factory=list)
-    elements: list["Value"] = field(default_factory=list)
+    _items: list[tuple["Value", "Value"]] | None = None
+    _elements: list["Value"] | None = None
+
+    @property
+    def items(self) -> list[tuple["Value", "Value"]]:
+        """What SETITEM(S) adds, in order."""
+        if self._items is None:
+            self._items = []
+        return self._items
+
+    @property
+    def elements(self) -> list["Value"]:
+        """What APPEND(S) or ADDITEMS adds, in order."""
+        if self._elements is None:
+            self._elements = []
+        return self._elements
 
     def is_call_of(self, *names: str) -> bool:
         """Tell whether this is a call of one of these dotted names."""
-        return isinstance(self.callee, Global) and str(self.callee) in names
+        return isinstance(self.callee, Global) and self.callee.dotted in names
 
 
 # A JSON-like value, or a record. Containers hold further values; `object` keeps the checker honest

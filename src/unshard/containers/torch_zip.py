@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from struct import calcsize, unpack_from
+from zlib import crc32
 
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 
@@ -28,11 +29,13 @@ _LOCAL_SIZE = 30
 _LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 _FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
 _MAX_TAIL = 22 + _FULL16
+_MAX_ENTRY = 46 + 3 * _FULL16
+_MAX_PICKLE = 256 * 1024 * 1024  # of 50,000 tensors some 20 MB, of ShardedTensors more
 
 
 @dataclass(frozen=True, slots=True)
 class StorageRecord:
-    """Where one storage lies: `offset` in the file and `size` in bytes; the directory's CRC-32."""
+    """Where a storage lies: `offset` in the file and `size` in bytes; its CRC-32, 0 if unknown."""
 
     offset: int
     size: int
@@ -45,7 +48,7 @@ class TorchZip:
 
     Attributes:
         path: the file.
-        pickle: the bytes of data.pkl.
+        pickle: the bytes of data.pkl; they fit its CRC-32, if it has one.
         storages: byte ranges of the storages, by key.
     """
 
@@ -62,6 +65,7 @@ class _Record:
     header: int
     size: int
     crc: int
+    is_compressed: bool
 
 
 def read_torch_zip(path: Path, *, offset: int = 0, length: int | None = None) -> TorchZip:
@@ -100,12 +104,19 @@ class _Reader:
         for record in records:
             name = record.name.removeprefix(root)
             if name == "data.pkl":
+                if record.size > _MAX_PICKLE:
+                    raise self.corrupt(f"its pickle takes {record.size} bytes")
                 pickle = self.bytes_at(self.data_start(record), record.size)
+                if record.crc not in (0, crc32(pickle)):
+                    raise self.corrupt("its pickle does not fit its checksum (CRC-32)")
             elif name == "byteorder":
                 self.check_byteorder(self.bytes_at(self.data_start(record), record.size))
             elif name.startswith("data/"):
                 start = self.offset + self.data_start(record)
-                storages[name.removeprefix("data/")] = StorageRecord(start, record.size, record.crc)
+                key = name.removeprefix("data/")
+                if key in storages:
+                    raise self.corrupt(f"it holds two records named {name}")
+                storages[key] = StorageRecord(start, record.size, record.crc)
         return TorchZip(self.path, pickle, storages)
 
     def bytes_at(self, start: int, count: int) -> bytes:
@@ -121,6 +132,8 @@ class _Reader:
     def directory(self) -> Iterator[_Record]:
         """Yield the central directory; sizes and offsets are checked against the window."""
         start, size, count = self.find_directory()
+        if size > count * _MAX_ENTRY:
+            raise self.corrupt(f"its directory of {count} entries takes {size} bytes")
         data = self.bytes_at(start, size)
         at = 0
         for _ in range(count):
@@ -134,9 +147,9 @@ class _Reader:
             extra = data[at + 46 + name_size : at + 46 + name_size + extra_size]
             at += 46 + name_size + extra_size + comment_size
             plain, stored, header = self.widen(extra, plain, stored, header)
-            if method != 0 or plain != stored:
-                raise self.corrupt(f"record {name} is compressed; torch.save never compresses")
-            yield _Record(name, header, plain, crc)
+            yield _Record(name, header, plain, crc, method != 0 or plain != stored)
+        if at != len(data):
+            raise self.corrupt(f"its directory has more than the {count} entries it counts")
 
     def widen(self, extra: bytes, plain: int, stored: int, header: int) -> tuple[int, int, int]:
         """Take 64-bit values from the zip64 field, for those that do not fit 32 bits."""
@@ -185,6 +198,9 @@ class _Reader:
 
     def data_start(self, record: _Record) -> int:
         """Return where a record's data starts: only its local header knows."""
+        if record.is_compressed:
+            what = f"record {record.name} is compressed; torch.save never compresses"
+            raise self.corrupt(what)
         header = self.bytes_at(record.header, _LOCAL_SIZE)
         if header[:4] != _LOCAL:
             raise self.corrupt(f"record {record.name} has no local header at {record.header}")
@@ -196,11 +212,11 @@ class _Reader:
 
     def root(self, records: list[_Record]) -> str:
         """Return the folder that all records stand in, with its slash."""
+        if any(record.name.endswith("/constants.pkl") for record in records):
+            raise NotMergeableError(f"{self.path}: a TorchScript archive, not a state dict")
         roots = [r.name.removesuffix("data.pkl") for r in records if r.name.endswith("/data.pkl")]
         if len(roots) == 1:
             return roots[0]
-        if any(record.name.endswith("/constants.pkl") for record in records):
-            raise NotMergeableError(f"{self.path}: a TorchScript archive, not a state dict")
         raise self.corrupt(f"it holds {len(roots)} records named data.pkl; torch.save writes one")
 
     def check_byteorder(self, order: bytes) -> None:
