@@ -14,21 +14,46 @@ import numpy as np
 from unshard.tensors.boxes import is_row_major, row_major_strides
 from unshard.tensors.catalog import ChunkTable
 
-__all__ = ["ChunkRows"]
+__all__ = ["ChunkRows", "chunk_row"]
 
 _FIXED = 4  # rank, file, start, length
 
 
+def chunk_row(  # noqa: PLR0913, PLR0917 (one argument per column; called for every chunk)
+    rank: int,
+    file: int,
+    start: int,
+    itemsize: int,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+) -> tuple[int, ...]:
+    """Return a chunk's row: rank, file, start and length (bytes), offsets, sizes (elements)."""
+    last = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    length = 0 if 0 in sizes else (last + 1) * itemsize
+    return (rank, file, start, length, *offsets, *sizes)
+
+
 @dataclass(slots=True)
 class ChunkRows:
-    """The growing chunks of a tensor of `ndim` dimensions."""
+    """The growing chunks of a tensor of `ndim` dimensions.
+
+    Attributes:
+        rows: rank, file, start and length (bytes), offsets, sizes (elements), chunk after chunk.
+        odd_strides: strides, in elements, of the chunks that are not row-major, by row number.
+    """
 
     ndim: int
     rows: "array[int]" = field(default_factory=lambda: array("q"))
     odd_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
+    @property
+    def width(self) -> int:
+        """Integers per chunk."""
+        return _FIXED + 2 * self.ndim
+
     def __len__(self) -> int:
-        return len(self.rows) // (_FIXED + 2 * self.ndim)
+        return len(self.rows) // self.width
 
     def add(  # noqa: PLR0913 (one argument per column)
         self,
@@ -42,28 +67,30 @@ class ChunkRows:
         strides: Sequence[int],
     ) -> None:
         """Add a chunk whose first element lies at byte `start`; strides in elements."""
-        if not is_row_major(sizes, strides):
-            self.odd_strides[len(self)] = tuple(strides)
-        last = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
-        length = 0 if 0 in sizes else (last + 1) * itemsize
-        self.rows.extend((rank, file, start, length, *offsets, *sizes))
+        odd = {} if is_row_major(sizes, strides) else {0: tuple(strides)}
+        self.extend(chunk_row(rank, file, start, itemsize, offsets, sizes, strides), odd)
+
+    def extend(self, rows: Sequence[int], odd_strides: dict[int, tuple[int, ...]]) -> None:
+        """Add chunks; `odd_strides` by number among them."""
+        base = len(self)
+        for number, strides in odd_strides.items():
+            self.odd_strides[base + number] = strides
+        self.rows.extend(rows)
 
     def table(self, paths: tuple[Path, ...]) -> ChunkTable:
         """Return the finished columns."""
-        width = _FIXED + 2 * self.ndim
-        grid = np.frombuffer(self.rows, dtype=np.int64).reshape(-1, width)
-        offsets = grid[:, _FIXED : _FIXED + self.ndim].copy()
+        grid = np.frombuffer(self.rows, dtype=np.int64).reshape(-1, self.width)
         sizes = grid[:, _FIXED + self.ndim :].copy()
         strides = None
         if self.odd_strides:
-            rows = (
+            each = (
                 self.odd_strides.get(row) or row_major_strides(size)
                 for row, size in enumerate(sizes.tolist())
             )
-            strides = np.array(list(rows), dtype=np.int64)
+            strides = np.array(list(each), dtype=np.int64)
         return ChunkTable(
             paths,
-            offsets,
+            grid[:, _FIXED : _FIXED + self.ndim].copy(),
             sizes,
             strides,
             grid[:, 1].astype(np.int32),

@@ -16,7 +16,8 @@ from unshard.read.check import check
 from unshard.read.companions import find_companions
 from unshard.read.discover import Location, Request, discover
 from unshard.read.plain_tensors import resolve_plain
-from unshard.read.rank_files import Draft, RankFileReader, rank_file_name, rank_files
+from unshard.read.rank_files import Draft, Gathering, rank_file_name, rank_files
+from unshard.read.workers import read_rank_files
 from unshard.tensors.catalog import Catalog, TensorEntry
 
 __all__ = ["Checkpoint", "ReadOptions", "open_latest"]
@@ -28,11 +29,19 @@ _LMMS_STATE = ("optimizer/*.pt", "extra_state/*.pt", "dataloader_state/*.pt")
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How to read: `config` is the user's own, `allowed_globals` are trusted tensor subclasses."""
+    """How to read a checkpoint.
+
+    Attributes:
+        config: the user's own config, a file or a directory.
+        assume_dim0: take plain tensors that differ between ranks as shards along dimension 0.
+        allowed_globals: tensor subclasses to read as the plain tensors they store.
+        processes: how many processes may read, where there is much to read.
+    """
 
     config: Path | None = None
     assume_dim0: bool = False
     allowed_globals: frozenset[str] = frozenset()
+    processes: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,14 +74,17 @@ def open_latest(path: Path, request: Request, options: ReadOptions) -> Checkpoin
 def _read(location: Location, options: ReadOptions, passed_over: Sequence[str]) -> Catalog:
     directory = location.weights_dir
     world, files, notes = _choose_world(directory)
-    reader = RankFileReader(list(files.values()), options.allowed_globals)
-    for index, rank in enumerate(files):
-        reader.read(index, rank)
-    plain = [draft for draft in reader.drafts.values() if draft.sharding is None]
-    resolved = resolve_plain(plain, reader.paths, assume_dim0=options.assume_dim0)
-    names = _name_problems(reader, files)
+    paths = tuple(files.values())
+    gathered = Gathering()
+    for table in read_rank_files(
+        list(files.items()), allowed=options.allowed_globals, processes=options.processes
+    ):
+        gathered.add(table)
+    plain = [draft for draft in gathered.drafts.values() if draft.kind.sharding is None]
+    resolved = resolve_plain(plain, paths, assume_dim0=options.assume_dim0)
+    names = _name_problems(gathered, files)
     summary = f"{directory}: the rank files cannot be merged"
-    raise_all(NotMergeableError, summary, [*reader.problems, *names, *resolved.problems])
+    raise_all(NotMergeableError, summary, [*gathered.problems, *names, *resolved.problems])
     missing = tuple(rank for rank in range(world) if rank not in files)
     notes += [
         *(f"passed over an incomplete step: {error}" for error in passed_over),
@@ -87,10 +99,10 @@ def _read(location: Location, options: ReadOptions, passed_over: Sequence[str]) 
         step=location.step,
         world_size=world,
         tensors={
-            name: resolved.entries.get(name) or _entry(draft, reader.paths)
-            for name, draft in reader.drafts.items()
+            name: resolved.entries.get(name) or _entry(draft, paths)
+            for name, draft in gathered.drafts.items()
         },
-        skipped=tuple(reader.skipped.values()),
+        skipped=tuple(gathered.skipped.values()),
         companions=find_companions(location, options.config),
         training_state=_training_state(location),
         missing=tuple(directory / rank_file_name(world, rank) for rank in missing),
@@ -102,7 +114,9 @@ def _read(location: Location, options: ReadOptions, passed_over: Sequence[str]) 
 
 
 def _entry(draft: Draft, paths: tuple[Path, ...]) -> TensorEntry:
-    return TensorEntry(draft.fqn, draft.dtype, draft.shape, draft.rows.table(paths), draft.sharding)
+    return TensorEntry(
+        draft.fqn, draft.kind.dtype, draft.kind.shape, draft.rows.table(paths), draft.kind.sharding
+    )
 
 
 def _choose_world(directory: Path) -> tuple[int, dict[int, Path], list[str]]:
@@ -157,11 +171,11 @@ def _stated_world(directory: Path) -> int | None:
     return world if isinstance(world, int) else None
 
 
-def _name_problems(reader: RankFileReader, files: dict[int, Path]) -> list[CorruptError]:
+def _name_problems(gathered: Gathering, files: dict[int, Path]) -> list[CorruptError]:
     """Every rank saves every name in this format; say which ranks lack which."""
     lacking: dict[int, list[str]] = {}
-    contradicted = {str(problem).split(":")[0] for problem in reader.problems}
-    for name, draft in reader.drafts.items():
+    contradicted = {str(problem).split(":")[0] for problem in gathered.problems}
+    for name, draft in gathered.drafts.items():
         if len(draft.ranks) == len(files) or f"tensor {name}" in contradicted:
             continue
         have = set(draft.ranks)

@@ -13,19 +13,24 @@ def ints(value: Value) -> tuple[int, ...]:
     """Return a sequence of integers: a tuple, a list, or a pickled `torch.Size`."""
     if isinstance(value, Record) and value.is_call_of("torch.Size"):
         value = value.args[0] if value.args else ()
-    if isinstance(value, tuple | list) and all(type(item) is int for item in value):
-        return tuple(value)
+    if isinstance(value, tuple | list):
+        for item in value:
+            if type(item) is not int:
+                break
+        else:
+            return tuple(value)
     raise TensorFormError(f"a sequence of sizes was expected, not {type(value).__name__}")
 
 
 def state_of(value: Value) -> dict[str, Value]:
     """Return an object's attributes: of `{…}`, `(None, {…})` or `({…}, {…})` forms, or none."""
     state = value.state if isinstance(value, Record) else value
-    parts = state if isinstance(state, tuple) else (state,)
+    if isinstance(state, dict):
+        return state
     fields: dict[str, Value] = {}
-    for part in parts:
+    for part in state if isinstance(state, tuple) else (state,):
         if isinstance(part, dict):
-            fields.update({key: item for key, item in part.items() if isinstance(key, str)})
+            fields = part if not fields else fields | part
         elif part is not None:
             raise TensorFormError(f"attributes of unknown form ({type(part).__name__})")
     return fields

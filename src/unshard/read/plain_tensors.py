@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from unshard.containers.open_files import OpenFiles
-from unshard.containers.strided import raw_dtype, read_strided
+from unshard.containers.strided import raw_dtype
 from unshard.errors import NotMergeableError, UnshardError
+from unshard.read.chunks import chunk_bytes
 from unshard.read.rank_files import Draft
-from unshard.tensors.boxes import Box, row_major_strides
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.tiles import row_tile, tiles
 
@@ -64,7 +64,7 @@ def resolve_plain(
     for name, (draft, table) in tables.items():
         ambiguous = bool(differing) and len(table) > 1 and draft.rows.ndim > 0
         if name not in differing and not (ambiguous and not assume_dim0):
-            entries[name] = TensorEntry(name, draft.dtype, draft.shape, table)
+            entries[name] = TensorEntry(name, draft.kind.dtype, draft.kind.shape, table)
             if ambiguous:
                 assumed["as copies"].append(name)
         elif name in differing and assume_dim0 and _joinable(table):
@@ -86,25 +86,14 @@ def _differ(draft: Draft, table: ChunkTable, files: OpenFiles) -> bool:
         return False
     if (table.sizes != table.sizes[0]).any():
         return True
-    raw = raw_dtype(draft.dtype)
-    tile = row_tile(draft.shape, _COMPARE_BYTES // raw.itemsize)
-    for box in tiles(draft.shape, tile):
-        first = _bytes(table, 0, box, raw, files)
+    raw = raw_dtype(draft.kind.dtype)
+    tile = row_tile(draft.kind.shape, _COMPARE_BYTES // raw.itemsize)
+    for box in tiles(draft.kind.shape, tile):
+        first = chunk_bytes(table, 0, box, raw, files)
         for row in range(1, len(table)):
-            if _bytes(table, row, box, raw, files) != first:
+            if chunk_bytes(table, row, box, raw, files) != first:
                 return True
     return False
-
-
-def _bytes(
-    table: ChunkTable, row: int, box: Box, raw: np.dtype[np.generic], files: OpenFiles
-) -> bytes:
-    shape = tuple(table.sizes[row].tolist())
-    steps = row_major_strides(shape) if table.strides is None else table.strides[row].tolist()
-    strides = tuple(step * raw.itemsize for step in steps)
-    skip = sum(at * step for at, step in zip(box.offsets, strides, strict=True))
-    fd = files.fd(table.paths[table.file[row]])
-    return read_strided(fd, int(table.start[row]) + skip, strides, box.sizes, raw).tobytes()
 
 
 def _joinable(table: ChunkTable) -> bool:
@@ -115,8 +104,8 @@ def _joined(draft: Draft, table: ChunkTable) -> TensorEntry:
     """Return the tensor that the ranks' parts make when joined along dimension 0, in rank order."""
     rows = table.sizes[:, 0]
     table.offsets[:, 0] = np.concatenate([[0], np.cumsum(rows)[:-1]])
-    shape = (int(rows.sum()), *draft.shape[1:])
-    return TensorEntry(draft.fqn, draft.dtype, shape, table)
+    shape = (int(rows.sum()), *draft.kind.shape[1:])
+    return TensorEntry(draft.fqn, draft.kind.dtype, shape, table)
 
 
 def _refusal(draft: Draft, table: ChunkTable, differing: list[str]) -> NotMergeableError:

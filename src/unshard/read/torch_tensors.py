@@ -100,7 +100,7 @@ def is_tensor(value: Value) -> bool:
     """Tell whether a pickled value is a tensor of any kind, readable or not."""
     if not isinstance(value, Record) or not isinstance(value.callee, Global):
         return False
-    return str(value.callee) in _TENSORS
+    return value.callee.dotted in _TENSORS
 
 
 class TensorDecoder:
@@ -151,7 +151,7 @@ class TensorDecoder:
         while True:
             match value:
                 case Record(callee=Global() as callee, args=args):
-                    name = str(callee)
+                    name = callee.dotted
                 case _:
                     raise TensorFormError("not a tensor")
             if name in _UNREADABLE:
