@@ -1,7 +1,5 @@
 """The main path: a checkpoint in, a Hugging Face directory out. Defaults live here, once."""
 
-import resource
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.convert.outputs import Fields, config_dtype, convert, target_dtype
-from unshard.engines.threads import MIN_BUFFER, Settings, default_workers, run_plan
+from unshard.engines.threads import MIN_BUFFER, Settings, default_workers, run_plan, verify_full
 from unshard.errors import ConversionError, UsageError
 from unshard.plan.layout import INDEX_NAME, Layout, index_json, lay_out, size_in_bytes
 from unshard.plan.operations import Plan
@@ -18,9 +16,9 @@ from unshard.progress import Listener, Stage, Warned, ignore
 from unshard.read.discover import Request
 from unshard.read.inspection import Inspection, describe
 from unshard.read.open import Checkpoint, ReadOptions, open_latest
-from unshard.tensors.catalog import Skipped
 from unshard.write.companions import load_config, output_config, write_companions
 from unshard.write.record import RECORD_NAME, record_json
+from unshard.write.report import Report, make_report
 from unshard.write.stage import Stage as Staging
 from unshard.write.stage import choose_mode
 from unshard.write.verify import verify_light
@@ -30,47 +28,16 @@ __all__ = ["Inspection", "Report", "inspect", "merge"]
 _COMPANION_ALLOWANCE = 64 * 1024
 _ROLES = (None, "actor", "critic")
 _WEIGHTS = (None, "model", "ema")
+_VERIFY = ("light", "full", "off")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What a merge made, or under `dry_run` would make.
+class _Choices:
+    """What the user chose of the writing."""
 
-    Attributes:
-        output: the directory.
-        source: the directory of the weights.
-        step, world_size: of the checkpoint.
-        files: bytes of every weight file, by name.
-        companions: names of the other files.
-        tensors, parameters: how many.
-        dtypes: dtypes written, with tensor counts.
-        operations: number of operations of the plan, by kind.
-        bytes_read, bytes_written: of weights.
-        memory_bytes: bound on the buffers.
-        seconds: how long it took; peak_memory_bytes: of this process so far.
-        dry_run: nothing was written.
-        warnings: what a user should know.
-        skipped: values of the checkpoint that were left out.
-    """
-
-    output: str
-    source: str
-    step: int | None
-    world_size: int
-    files: dict[str, int]
-    companions: tuple[str, ...]
-    tensors: int
-    parameters: int
-    dtypes: dict[str, int]
-    operations: dict[str, int]
-    bytes_read: int
-    bytes_written: int
-    memory_bytes: int
-    seconds: float
-    peak_memory_bytes: int
-    dry_run: bool
-    warnings: tuple[str, ...]
-    skipped: tuple[Skipped, ...]
+    dtype: str
+    verify: str
+    settings: Settings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +64,7 @@ def merge(
     memory: str | int = "64MB",
     assume_dim0: bool = False,
     allow_globals: Sequence[str] = (),
+    verify: str = "light",
     overwrite: bool = False,
     dry_run: bool = False,
     listener: Listener = ignore,
@@ -123,6 +91,8 @@ def merge(
         memory: bound on all buffers together, bytes or "64MB".
         assume_dim0: take plain tensors that differ between ranks as shards along dimension 0.
         allow_globals: tensor subclasses in pickles to read as the plain tensors they store.
+        verify: "light" (the output is reopened: headers, names, shapes, dtypes, sizes, index),
+            "full" (also checksums of the sources, replicas, and every byte read back), or "off".
         overwrite: replace the weights of an earlier output, or, where the output is the
             checkpoint's own directory, put them there; other files stay.
         dry_run: plan only, write nothing.
@@ -133,8 +103,10 @@ def merge(
     """
     started = time.monotonic()
     settings = _settings(workers, memory)
+    if verify not in _VERIFY:
+        raise UsageError(f"--verify {verify}: unknown", expected=", ".join(_VERIFY))
     request = _request(step, role, weights)
-    options = ReadOptions(_path(config), assume_dim0, frozenset(allow_globals))
+    options = ReadOptions(_path(config), assume_dim0, frozenset(allow_globals), settings.workers)
     listener(Stage("reading"))
     source = open_latest(Path(checkpoint), request, options)
     prepared = _prepare(source, dtype, size_in_bytes(str(max_shard_size)))
@@ -147,7 +119,7 @@ def merge(
         with Staging(
             target, _needed_bytes(prepared), sources=_places(source), overwrite=overwrite
         ) as staging:
-            _write(prepared, staging, dtype, settings, listener)
+            _write(prepared, staging, _Choices(dtype, verify, settings), listener)
     return _report(prepared, target, settings, time.monotonic() - started, dry_run=dry_run)
 
 
@@ -167,7 +139,7 @@ def inspect(
     Raises:
         CheckpointError: it cannot be read.
     """
-    options = ReadOptions(None, assume_dim0, frozenset(allow_globals))
+    options = ReadOptions(None, assume_dim0, frozenset(allow_globals), default_workers())
     source = open_latest(Path(checkpoint), _request(step, role, weights), options)
     named = config_dtype(load_config(source.catalog.companions))
     try:
@@ -204,22 +176,41 @@ def _prepare(source: Checkpoint, dtype: str, max_shard_size: int) -> _Prepared:
     return _Prepared(source, plan, adjusted, tuple(warnings))
 
 
-def _write(
-    prepared: _Prepared, staging: Staging, dtype: str, settings: Settings, listener: Listener
-) -> None:
+def _write(prepared: _Prepared, staging: Staging, choices: _Choices, listener: Listener) -> None:
     """Make the output in its staging directory, verify it as a stranger would, and commit it."""
     plan, directory = prepared.plan, staging.directory
     listener(Stage("writing", plan.layout.total_size))
-    run_plan(plan, directory, settings, listener)
+    run_plan(plan, directory, choices.settings, listener)
     write_companions(prepared.checkpoint.catalog.companions, prepared.config, directory)
     if len(plan.layout.files) > 1:
         (directory / INDEX_NAME).write_bytes(index_json(plan.layout))
-    record = record_json(prepared.checkpoint, plan.layout, dtype)
+    record = record_json(prepared.checkpoint, plan.layout, choices.dtype)
     (directory / RECORD_NAME).write_bytes(record)
-    listener(Stage("verifying"))
-    verify_light(directory, plan.layout)
+    if choices.verify != "off":
+        full = choices.verify == "full"
+        listener(Stage("verifying", plan.layout.total_size if full else 0))
+        verify_light(directory, plan.layout)
+    if choices.verify == "full":
+        catalog = prepared.checkpoint.catalog
+        verify_full(plan, catalog, directory, choices.settings, listener)
     listener(Stage("committing"))
     staging.commit()
+
+
+def _report(
+    prepared: _Prepared, target: Path, settings: Settings, seconds: float, *, dry_run: bool
+) -> Report:
+    config = ("config.json",) if prepared.config is not None else ()
+    return make_report(
+        prepared.checkpoint,
+        prepared.plan,
+        target,
+        companions=(*config, *prepared.checkpoint.catalog.companions.files),
+        warnings=prepared.warnings,
+        memory_bytes=settings.memory_bytes,
+        seconds=seconds,
+        dry_run=dry_run,
+    )
 
 
 def _needed_bytes(prepared: _Prepared) -> int:
@@ -231,40 +222,6 @@ def _needed_bytes(prepared: _Prepared) -> int:
 
 def _places(source: Checkpoint) -> tuple[Path, Path]:
     return source.location.step_dir, source.location.weights_dir
-
-
-def _report(
-    prepared: _Prepared, target: Path, settings: Settings, seconds: float, *, dry_run: bool
-) -> Report:
-    catalog, plan = prepared.checkpoint.catalog, prepared.plan
-    kinds = Counter(type(operation).__name__ for operation in plan.tiled)
-    kinds["CopyRange"] = len(plan.copies)
-    config = ("config.json",) if prepared.config is not None else ()
-    return Report(
-        output=str(target),
-        source=str(prepared.checkpoint.location.weights_dir),
-        step=catalog.step,
-        world_size=catalog.world_size,
-        files={file.filename: file.size for file in plan.layout.files},
-        companions=(*config, *catalog.companions.files),
-        tensors=len(plan.layout.weight_map),
-        parameters=plan.layout.total_parameters,
-        dtypes=_dtypes(plan.layout),
-        operations={kind: count for kind, count in sorted(kinds.items()) if count},
-        bytes_read=plan.bytes_read,
-        bytes_written=plan.bytes_written,
-        memory_bytes=settings.memory_bytes,
-        seconds=round(seconds, 3),
-        peak_memory_bytes=_peak_memory(),
-        dry_run=dry_run,
-        warnings=prepared.warnings,
-        skipped=catalog.skipped,
-    )
-
-
-def _dtypes(layout: Layout) -> dict[str, int]:
-    names = (tensor.dtype.name for file in layout.files for tensor in file.tensors)
-    return dict(Counter(names).most_common())
 
 
 def _written_dtype(layout: Layout) -> str | None:
@@ -296,13 +253,3 @@ def _request(step: int | None, role: str | None, weights: str | None) -> Request
 
 def _path(path: str | Path | None) -> Path | None:
     return None if path is None else Path(path)
-
-
-def _peak_memory() -> int:
-    """Return this process's peak resident memory, bytes."""
-    try:  # getrusage alone would count what the parent held when it forked this process
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-    except (OSError, IndexError):
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024

@@ -46,6 +46,13 @@ def merge(
     memory: Annotated[str, typer.Option(help="Bound on all buffers together.")] = "64MB",
     assume_dim0: AssumeDim0 = False,
     allow_global: AllowGlobal = None,
+    verify: Annotated[
+        str,
+        typer.Option(
+            metavar="light|full|off",
+            help="light: reopen the output; full: also compare every byte, replicas, checksums.",
+        ),
+    ] = "light",
     overwrite: Annotated[
         bool,
         typer.Option(
@@ -75,6 +82,7 @@ def merge(
             memory=memory,
             assume_dim0=assume_dim0,
             allow_globals=allow_global or (),
+            verify=verify,
             overwrite=overwrite,
             dry_run=dry_run,
             listener=listener,

@@ -3,21 +3,31 @@
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from types import TracebackType
+from typing import Generic, Protocol, Self, TypeVar
 
+from unshard.errors import CorruptError, OutputError, UnshardError, raise_all
 from unshard.plan.operations import Plan
-from unshard.plan.work import Unit, units
+from unshard.plan.work import units
 from unshard.progress import Advanced, Listener
+from unshard.tensors.catalog import Catalog
 from unshard.write.execute import Executor
+from unshard.write.verify_full import Checker, Job, source_jobs
 
-__all__ = ["MIN_BUFFER", "Settings", "default_workers", "run_plan"]
+__all__ = ["MIN_BUFFER", "Settings", "default_workers", "run_plan", "verify_full"]
+
+_T = TypeVar("_T")
+_Job_contra = TypeVar("_Job_contra", contravariant=True)
 
 MIN_BUFFER = 128 * 1024
 _MAX_WORKERS = 8
 _RESERVED_FILES = 24
 _FILES_PER_WORKER = 64
+_MAX_FILES = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +51,49 @@ def run_plan(plan: Plan, directory: Path, settings: Settings, listener: Listener
     outputs = tuple(directory / file.filename for file in plan.layout.files)
     for path, file in zip(outputs, plan.layout.files, strict=True):
         _create(path, file.header, file.size)
-    workers = max(1, min(settings.workers, settings.memory_bytes // MIN_BUFFER))
-    buffer_bytes = settings.memory_bytes // workers
-    pool = _Pool(units(plan, buffer_bytes=buffer_bytes), listener)
-    pool.run(workers, outputs, open_files=_open_files(workers), buffer_bytes=buffer_bytes)
+    workers, buffer_bytes, open_files = _shares(settings)
+    work = units(plan, buffer_bytes=buffer_bytes)
+
+    def executor() -> Executor:
+        return Executor(outputs, open_files=open_files, buffer_bytes=buffer_bytes)
+
+    _Pool(work, listener).run(workers, executor)
+
+
+def verify_full(
+    plan: Plan, catalog: Catalog, directory: Path, settings: Settings, listener: Listener
+) -> None:
+    """Check sources, replicas and every byte of the output in `directory`.
+
+    Raises:
+        CorruptError: a source file is damaged, or replicas differ.
+        OutputError: the output differs from its sources.
+    """
+    workers, buffer_bytes, open_files = _shares(settings)
+    block = buffer_bytes // 2
+    problems: list[UnshardError] = []
+    jobs: Iterator[Job] = chain(source_jobs(catalog), units(plan, buffer_bytes=block))
+
+    def checker() -> Checker:
+        return Checker(
+            catalog, plan.layout, directory, problems, open_files=open_files, block_bytes=block // 2
+        )
+
+    _Pool(jobs, listener).run(workers, checker)
+    for kind in (CorruptError, OutputError):
+        found = sorted((p for p in problems if isinstance(p, kind)), key=str)
+        raise_all(kind, "verification found differences", found)
+
+
+def _shares(settings: Settings) -> tuple[int, int, int]:
+    """Return the number of workers, and each one's bytes of buffers and open files.
+
+    There are fewer workers than asked for where memory or open files would not suffice for all.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = _MAX_FILES if soft == resource.RLIM_INFINITY else max(2, soft - _RESERVED_FILES)
+    workers = max(1, min(settings.workers, settings.memory_bytes // MIN_BUFFER, files // 2))
+    return workers, settings.memory_bytes // workers, min(_FILES_PER_WORKER, files // workers)
 
 
 def _create(path: Path, header: bytes, size: int) -> None:
@@ -53,38 +102,44 @@ def _create(path: Path, header: bytes, size: int) -> None:
         file.truncate(size)
 
 
-def _open_files(workers: int) -> int:
-    """Return how many descriptors each worker may hold under the process's limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return _FILES_PER_WORKER
-    return max(2, min(_FILES_PER_WORKER, (soft - _RESERVED_FILES) // workers))
+class _Worker(Protocol[_Job_contra]):
+    """What a thread works with: entered once, then given job after job."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def do(self, job: _Job_contra, /) -> int:
+        """Do a job; return the bytes of progress it makes."""
 
 
-class _Pool:
-    """Threads that take units from one iterator until it ends or one of them fails."""
+class _Pool(Generic[_T]):
+    """Threads that take jobs from one iterator until it ends or one of them fails."""
 
-    def __init__(self, work: Iterator[Unit], listener: Listener) -> None:
-        self._work = work
+    def __init__(self, jobs: Iterator[_T], listener: Listener) -> None:
+        self._jobs = jobs
         self._listener = listener
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
         self._stopped = False
 
-    def run(
-        self, workers: int, outputs: tuple[Path, ...], *, open_files: int, buffer_bytes: int
-    ) -> None:
-        def work() -> None:
-            with Executor(outputs, open_files=open_files, buffer_bytes=buffer_bytes) as executor:
-                self._work_with(executor)
-
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(workers)]
+    def run(self, count: int, make_worker: Callable[[], _Worker[_T]]) -> None:
+        """Work with `count` threads, each with a worker of its own; raise the first error."""
+        threads = [
+            threading.Thread(target=self._work, args=(make_worker,), daemon=True)
+            for _ in range(count)
+        ]
         try:
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-        finally:  # Ctrl-C arrives here, in the main thread: let the others finish their unit
+        finally:  # Ctrl-C arrives here, in the main thread: let the others finish their job
             self._stopped = True
             for thread in threads:
                 if thread.ident is not None:
@@ -92,16 +147,17 @@ class _Pool:
         if self._errors:
             raise self._errors[0]
 
-    def _work_with(self, executor: Executor) -> None:
+    def _work(self, make_worker: Callable[[], _Worker[_T]]) -> None:
         try:
-            while (unit := self._next()) is not None:
-                written = executor.do(unit)
-                with self._lock:
-                    self._listener(Advanced(written))
+            with make_worker() as worker:
+                while (job := self._next()) is not None:
+                    done = worker.do(job)
+                    with self._lock:
+                        self._listener(Advanced(done))
         except BaseException as error:  # noqa: BLE001 (raised by the main thread)
             self._errors.append(error)
             self._stopped = True
 
-    def _next(self) -> Unit | None:
+    def _next(self) -> _T | None:
         with self._lock:
-            return None if self._stopped else next(self._work, None)
+            return None if self._stopped else next(self._jobs, None)

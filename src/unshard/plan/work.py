@@ -58,6 +58,8 @@ def _tiles(operation: Gather | Cast, buffer_bytes: int) -> Iterator[Tile]:
     budget = min(buffer_bytes, _MAX_TILE)
     odd = gather.chunks.strides is not None
     per_element = gather.dtype.itemsize * (SLACK if odd else 1) + written
+    if isinstance(operation, Cast) and gather.dtype.itemsize > 4:
+        per_element += 4  # float64 becomes 16 bits by way of float32
     make = square_tile if odd else row_tile
     for box in tiles(gather.shape, make(gather.shape, max(1, budget // per_element))):
         yield Tile(operation, box)

@@ -6,6 +6,8 @@ through one tile of memory. Knows byte ranges and boxes, not names, recipes or f
 
 import errno
 import os
+from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,14 +15,15 @@ from typing import Self
 import numpy as np
 
 from unshard.containers.open_files import OpenFiles
-from unshard.containers.strided import Elements, raw_dtype, read_exactly, read_strided
+from unshard.containers.strided import Elements, raw_dtype, read_exactly
 from unshard.plan.operations import Cast, Gather
 from unshard.plan.work import Tile, Unit
+from unshard.read.chunks import chunk_part
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import numpy_dtype
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "make_tile", "tile_runs"]
 
 _BLOCK = 1024 * 1024
 _NO_KERNEL_COPY = frozenset(
@@ -86,61 +89,84 @@ class Executor:
             ):  # the end of the file, or a file system that copies nothing: read_exactly tells
                 break
             start, at, length = start + count, at + count, length - count
+        buffer = memoryview(bytearray(min(length, self._block)))
         while length:
-            block = bytearray(min(length, self._block))
-            read_exactly(source, start, memoryview(block))
-            _write_all(target, memoryview(block), at)
+            block = buffer[:length]
+            read_exactly(source, start, block)
+            _write_all(target, block, at)
             start, at, length = start + len(block), at + len(block), length - len(block)
 
     def _make_tile(self, tile: Tile) -> int:
-        if isinstance(tile.operation, Cast):
-            gather, target = tile.operation.gather, numpy_dtype(tile.operation.to)
-            source = numpy_dtype(gather.dtype)
-        else:
-            gather = tile.operation
-            source = target = raw_dtype(gather.dtype)
-        out = np.empty(tile.box.sizes, dtype=target)
-        for row in _meeting(gather.chunks, tile.box).tolist():
-            self._fill(out, tile.box, gather.chunks, row, source)
+        out = make_tile(tile, self._sources)
+        operation = tile.operation
+        gather = operation.gather if isinstance(operation, Cast) else operation
         self._write_tile(out, tile.box, gather)
         return out.nbytes
 
-    def _fill(
-        self, out: Elements, tile: Box, chunks: ChunkTable, row: int, source: np.dtype[np.generic]
-    ) -> None:
-        """Read the part of a chunk that meets the tile into its place, casting if dtypes differ."""
-        lo = np.maximum(chunks.offsets[row], tile.offsets)
-        hi = np.minimum(chunks.offsets[row] + chunks.sizes[row], tile.ends)
-        if chunks.strides is None:
-            steps = row_major_strides(chunks.sizes[row].tolist())
-        else:
-            steps = tuple(chunks.strides[row].tolist())
-        strides = tuple(step * source.itemsize for step in steps)
-        skip = sum((lo - chunks.offsets[row]).tolist()[d] * s for d, s in enumerate(strides))
-        fd = self._sources.fd(chunks.paths[chunks.file[row]])
-        start = int(chunks.start[row]) + skip
-        part = read_strided(fd, start, strides, tuple((hi - lo).tolist()), source)
-        place = out
-        for dim, start in enumerate((lo - tile.offsets).tolist()):
-            place = place[(slice(None),) * dim + (slice(start, start + part.shape[dim]),)]
-        with np.errstate(over="ignore"):
-            np.copyto(place, part, casting="unsafe")
-
     def _write_tile(self, out: Elements, tile: Box, gather: Gather) -> None:
-        """Write a tile: one run where it is contiguous in the tensor, else as few as there are."""
         fd = self._targets.fd(self._outputs[gather.file])
-        steps = row_major_strides(gather.shape)
-        first = gather.target + out.itemsize * sum(
-            at * step for at, step in zip(tile.offsets, steps, strict=True)
-        )
-        inner = next(
-            dim for dim in range(out.ndim + 1) if is_row_major(out.shape[dim:], steps[dim:])
-        )
-        raw = out.reshape(-1).view(np.uint8).data
-        size = int(np.prod(out.shape[inner:], dtype=np.int64)) * out.itemsize
-        for number, index in enumerate(np.ndindex(out.shape[:inner])):
-            skip = sum(at * step for at, step in zip(index, steps[:inner], strict=True))
-            _write_all(fd, raw[number * size : (number + 1) * size], first + skip * out.itemsize)
+        for offset, part in tile_runs(tile, gather, out.reshape(-1).view(np.uint8).data):
+            _write_all(fd, part, offset)
+
+
+def tile_runs(tile: Box, gather: Gather, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield where in the output file the bytes of a tile go, in as few runs as possible.
+
+    Args:
+        tile: the tile's box in the tensor.
+        gather: the operation that makes the tensor.
+        data: the tile's bytes, row-major.
+    """
+    itemsize = len(data) // tile.volume
+    steps = row_major_strides(gather.shape)
+    first = sum(at * step for at, step in zip(tile.offsets, steps, strict=True))
+    dims = range(len(steps) + 1)
+    inner = next(dim for dim in dims if is_row_major(tile.sizes[dim:], steps[dim:]))
+    size = prod(tile.sizes[inner:]) * itemsize
+    for number, index in enumerate(np.ndindex(tile.sizes[:inner])):
+        skip = sum(at * step for at, step in zip(index, steps[:inner], strict=True))
+        offset = gather.target + (first + skip) * itemsize
+        yield offset, data[number * size : (number + 1) * size]
+
+
+def make_tile(tile: Tile, sources: OpenFiles) -> Elements:
+    """Return a tile's elements, read from every chunk that meets it, cast if the operation casts.
+
+    Raises:
+        CorruptError: a source file ends early or is gone.
+    """
+    if isinstance(tile.operation, Cast):
+        gather, target = tile.operation.gather, numpy_dtype(tile.operation.to)
+        source = numpy_dtype(gather.dtype)
+    else:
+        gather = tile.operation
+        source = target = raw_dtype(gather.dtype)
+    out = np.empty(tile.box.sizes, dtype=target)
+    for row in _meeting(gather.chunks, tile.box).tolist():
+        _fill(out, tile.box, gather.chunks, row, source, sources)
+    return out
+
+
+def _fill(  # noqa: PLR0913, PLR0917 (both ends of one copy)
+    out: Elements,
+    tile: Box,
+    chunks: ChunkTable,
+    row: int,
+    source: np.dtype[np.generic],
+    sources: OpenFiles,
+) -> None:
+    """Read the part of a chunk that meets the tile into its place, casting if dtypes differ."""
+    lo = np.maximum(chunks.offsets[row], tile.offsets)
+    hi = np.minimum(chunks.offsets[row] + chunks.sizes[row], tile.ends)
+    inside = Box(tuple((lo - chunks.offsets[row]).tolist()), tuple((hi - lo).tolist()))
+    part = chunk_part(chunks, row, inside, source, sources)
+    place = out
+    for dim, start in enumerate((lo - tile.offsets).tolist()):
+        place = place[(slice(None),) * dim + (slice(start, start + part.shape[dim]),)]
+    with np.errstate(all="ignore"):
+        if part.dtype == np.float64 and out.itemsize == 2:
+            part = part.astype(np.float32)  # as torch does it
+        np.copyto(place, part, casting="unsafe")
 
 
 def _meeting(chunks: ChunkTable, tile: Box) -> np.ndarray[tuple[int], np.dtype[np.intp]]:

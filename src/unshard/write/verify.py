@@ -31,6 +31,9 @@ def _check_file(directory: Path, file: OutputFile) -> list[OutputError]:
     if size != file.size:
         return [OutputError(f"{path}", expected=f"{file.size} bytes", found=f"{size}")]
     problems = []
+    with path.open("rb") as opened:
+        if opened.read(len(file.header)) != file.header:
+            problems.append(OutputError(f"{path}: its header is not what was laid out"))
     try:
         with safe_open(path, framework="np") as reader:
             if set(reader.keys()) != {tensor.name for tensor in file.tensors}:

@@ -1,0 +1,107 @@
+"""What a merge made, as one object for people, JSON and callers."""
+
+import resource
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from unshard.plan.layout import Layout
+from unshard.plan.operations import Plan
+from unshard.read.open import Checkpoint
+from unshard.tensors.catalog import Skipped
+
+__all__ = ["Report", "make_report"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a merge made, or under `dry_run` would make.
+
+    Attributes:
+        output: the directory.
+        source: the directory of the weights.
+        step, world_size: of the checkpoint.
+        files: bytes of every weight file, by name.
+        companions: names of the other files.
+        tensors, parameters: how many.
+        dtypes: dtypes written, with tensor counts.
+        operations: number of operations of the plan, by kind.
+        bytes_read, bytes_written: of weights.
+        memory_bytes: bound on the buffers.
+        seconds: how long it took; peak_memory_bytes: of this process so far.
+        dry_run: nothing was written.
+        warnings: what a user should know.
+        skipped: values of the checkpoint that were left out.
+    """
+
+    output: str
+    source: str
+    step: int | None
+    world_size: int
+    files: dict[str, int]
+    companions: tuple[str, ...]
+    tensors: int
+    parameters: int
+    dtypes: dict[str, int]
+    operations: dict[str, int]
+    bytes_read: int
+    bytes_written: int
+    memory_bytes: int
+    seconds: float
+    peak_memory_bytes: int
+    dry_run: bool
+    warnings: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+
+
+def make_report(  # noqa: PLR0913 (one argument per fact)
+    checkpoint: Checkpoint,
+    plan: Plan,
+    output: Path,
+    *,
+    companions: tuple[str, ...],
+    warnings: tuple[str, ...],
+    memory_bytes: int,
+    seconds: float,
+    dry_run: bool,
+) -> Report:
+    """Return the report of a merge."""
+    catalog = checkpoint.catalog
+    kinds = Counter(type(operation).__name__ for operation in plan.tiled)
+    kinds["CopyRange"] = len(plan.copies)
+    return Report(
+        output=str(output),
+        source=str(checkpoint.location.weights_dir),
+        step=catalog.step,
+        world_size=catalog.world_size,
+        files={file.filename: file.size for file in plan.layout.files},
+        companions=companions,
+        tensors=len(plan.layout.weight_map),
+        parameters=plan.layout.total_parameters,
+        dtypes=_dtypes(plan.layout),
+        operations={kind: count for kind, count in sorted(kinds.items()) if count},
+        bytes_read=plan.bytes_read,
+        bytes_written=plan.bytes_written,
+        memory_bytes=memory_bytes,
+        seconds=round(seconds, 3),
+        peak_memory_bytes=_peak_memory(),
+        dry_run=dry_run,
+        warnings=warnings,
+        skipped=catalog.skipped,
+    )
+
+
+def _dtypes(layout: Layout) -> dict[str, int]:
+    names = (tensor.dtype.name for file in layout.files for tensor in file.tensors)
+    return dict(Counter(names).most_common())
+
+
+def _peak_memory() -> int:
+    """Return this process's peak resident memory, bytes."""
+    try:  # getrusage alone would count what the parent held when it forked this process
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, IndexError):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
