@@ -1,0 +1,169 @@
+"""The rules of the house that a parser can check: who imports whom, and how long things may be."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import unshard
+
+SOURCE = Path(unshard.__file__).parent
+
+# A module may import from its own room and from rooms further down.
+ROOMS = (
+    {"cli"},
+    {"evaluate"},
+    {"api"},
+    {"engines"},
+    {"write"},
+    {"plan"},
+    {"convert"},
+    {"read"},
+    {"containers"},
+    {"tensors"},
+    {"errors", "progress", "_version"},
+)
+LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+DOORS = {"__init__", "__main__"}
+LONGEST_MODULE = 300
+LONGEST_FUNCTION = 40
+HEAVY = {"torch", "transformers", "accelerate", "ray"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module named without its leading `unshard.`."""
+    return module.split(".", maxsplit=1)[0]
+
+
+IN_ROOMS = [path for path in MODULES if dotted(path) not in DOORS]
+BELOW_CLI = [path for path in IN_ROOMS if room_of(dotted(path)) != "cli"]
+
+each_module = pytest.mark.parametrize("path", MODULES, ids=dotted)
+each_module_in_a_room = pytest.mark.parametrize("path", IN_ROOMS, ids=dotted)
+each_module_below_cli = pytest.mark.parametrize("path", BELOW_CLI, ids=dotted)
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Yield the full names of all modules that are imported, inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            if node.module == "unshard":
+                yield from (f"unshard.{alias.name}" for alias in node.names)
+            else:
+                yield node.module or ""
+
+
+def rooms_imported(tree: ast.Module) -> set[str]:
+    inside = (name.removeprefix("unshard.") for name in imported(tree) if is_ours(name))
+    return {room_of(name) for name in inside if name != "unshard"}
+
+
+def is_ours(name: str) -> bool:
+    return name == "unshard" or name.startswith("unshard.")
+
+
+def functions(tree: ast.Module) -> Iterator[Function]:
+    return (node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def length(function: Function) -> int:
+    """Count a function's lines from `def` on, without its docstring."""
+    first = function.body[0]
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        lines -= (first.end_lineno or 0) - first.lineno + 1
+    return lines
+
+
+def signature_length(function: Function) -> int:
+    return function.body[0].lineno - function.lineno
+
+
+@each_module_in_a_room
+def test_a_module_imports_only_from_its_own_room_and_those_below(path: Path) -> None:
+    own = LEVELS[room_of(dotted(path))]
+    above = {room for room in rooms_imported(tree_of(path)) if LEVELS.get(room, own) < own}
+    assert above == set()
+
+
+@each_module
+def test_a_module_imports_only_from_known_rooms(path: Path) -> None:
+    """`from unshard import __version__` is the one name that the package itself may give."""
+    unknown = rooms_imported(tree_of(path)) - set(LEVELS) - {"__version__"}
+    assert unknown == set()
+
+
+def test_every_module_is_in_a_room() -> None:
+    found = {room_of(dotted(path)) for path in MODULES} - DOORS
+    assert found <= set(LEVELS)
+    assert {"api", "tensors", "plan", "errors"} <= found
+
+
+@each_module
+def test_a_module_has_at_most_300_lines(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST_MODULE
+
+
+@each_module_below_cli
+def test_a_function_has_at_most_40_lines(path: Path) -> None:
+    long = [f.name for f in functions(tree_of(path)) if length(f) > LONGEST_FUNCTION]
+    assert long == []
+
+
+def test_a_command_has_at_most_40_lines_below_its_options() -> None:
+    """The signature of a command is the table of its options, no matter how many."""
+    long = [
+        function.name
+        for path in sorted((SOURCE / "cli").glob("*.py"))
+        for function in functions(tree_of(path))
+        if length(function) - signature_length(function) > LONGEST_FUNCTION
+    ]
+    assert long == []
+
+
+@each_module_below_cli
+def test_only_the_command_line_prints(path: Path) -> None:
+    prints = [
+        node.lineno
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Name) and node.id == "print"
+    ]
+    assert prints == []
+
+
+@each_module
+def test_no_module_imports_torch_or_transformers(path: Path) -> None:
+    heavy = {name for name in imported(tree_of(path)) if name.split(".", maxsplit=1)[0] in HEAVY}
+    assert heavy == set()
+
+
+def test_the_rules_see_what_they_look_for() -> None:
+    """The parsers above find imports in functions, long functions and their docstrings."""
+    source = (
+        "def f():\n"
+        '    """One.\n\n    Two.\n    """\n'
+        "    import torch.nn\n"
+        "    from unshard.plan.layout import Layout\n"
+        "    from unshard import api\n"
+        "    return 1\n"
+    )
+    tree = ast.parse(source)
+    assert set(imported(tree)) == {"torch.nn", "unshard.plan.layout", "unshard.api"}
+    assert rooms_imported(tree) == {"plan", "api"}
+    assert [(length(f), signature_length(f)) for f in functions(tree)] == [(5, 1)]

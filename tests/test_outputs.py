@@ -1,0 +1,173 @@
+"""Which tensors come out, and in which dtype."""
+
+from pathlib import Path
+
+import pytest
+
+from unshard.convert.outputs import CASTS, config_dtype, convert, target_dtype
+from unshard.convert.recipes import take
+from unshard.errors import ConversionError, UsageError
+from unshard.read.chunk_rows import ChunkRows
+from unshard.tensors.catalog import Catalog, TensorEntry
+from unshard.tensors.dtypes import BY_NAME
+
+ROOT = Path("runs/step-7")
+NEVER_CAST = sorted(name for name, dtype in BY_NAME.items() if not dtype.castable and dtype.code)
+
+
+def catalog(**dtypes: str) -> Catalog:
+    """Return a catalog of 2 x 3 tensors, by name and dtype."""
+    return named(dtypes)
+
+
+def named(dtypes: dict[str, str]) -> Catalog:
+    tensors = {
+        name: TensorEntry(name, BY_NAME[dtype], (2, 3), ChunkRows(2).table((Path("f"),)))
+        for name, dtype in dtypes.items()
+    }
+    return Catalog((ROOT,), "FSDP rank files", "verl", 7, 1, tensors)
+
+
+# convert
+
+
+def test_tensors_come_out_whole_under_their_names_in_the_checkpoints_order() -> None:
+    source = catalog(z="float32", a="int64", m="bfloat16")
+    converted = convert(source, None)
+    assert [output.name for output in converted] == ["z", "a", "m"]
+    assert [output.recipe for output in converted] == [take(e) for e in source.tensors.values()]
+
+
+@pytest.mark.parametrize("dtype", sorted(name for name, dtype in BY_NAME.items() if dtype.code))
+def test_without_a_target_every_dtype_stays(dtype: str) -> None:
+    (output,) = convert(catalog(w=dtype), None)
+    assert output.dtype is BY_NAME[dtype]
+
+
+@pytest.mark.parametrize("target", CASTS)
+@pytest.mark.parametrize("stored", ["float64", "float32", "float16", "bfloat16"])
+def test_floats_take_the_target_dtype(stored: str, target: str) -> None:
+    (output,) = convert(catalog(w=stored), BY_NAME[target])
+    assert output.dtype is BY_NAME[target]
+
+
+@pytest.mark.parametrize("target", CASTS)
+@pytest.mark.parametrize("stored", NEVER_CAST)
+def test_integers_bools_complex_and_8_bit_floats_are_never_cast(stored: str, target: str) -> None:
+    (output,) = convert(catalog(w=stored), BY_NAME[target])
+    assert output.dtype is BY_NAME[stored]
+
+
+def test_a_complex128_tensor_is_refused_by_name() -> None:
+    with pytest.raises(ConversionError, match="tensor freqs: complex128 has no place"):
+        convert(catalog(w="float32", freqs="complex128"), None)
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "a\nb", "a\0b", "a\x7fb", "a\ud800b", "a\u202eb"])
+def test_names_that_a_header_cannot_hold_are_refused(name: str) -> None:
+    with pytest.raises(ConversionError, match="its name is not allowed") as raised:
+        convert(named({name: "float32"}), None)
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["a b", "wéight", "层.权重", 'a"b', "a\\b", "__metadata__.w"])
+def test_other_names_are_kept_as_they_are(name: str) -> None:
+    (output,) = convert(named({name: "float32"}), None)
+    assert output.name == name
+
+
+def test_all_tensors_that_cannot_be_held_are_listed_at_once() -> None:
+    with pytest.raises(ConversionError) as raised:
+        convert(named({"one": "complex128", "two\n": "int8", "three": "complex128"}), None)
+    assert all(name in str(raised.value) for name in ("one", "two", "three", "3 problems"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.layers.0.q_proj.lora_A.default.weight",
+        "base_model.model.layers.0.q_proj.lora_B.weight",
+        "base_model.model.embed_tokens.lora_embedding_A.default",
+        "base_model.model.layers.0.q_proj.lora_magnitude_vector.default.weight",
+        "transformer.h.0.attn.c_attn.lora_A",
+    ],
+)
+def test_adapters_are_refused_with_the_directory_and_the_way_out(name: str) -> None:
+    with pytest.raises(ConversionError) as raised:
+        convert(named({"w": "float32", name: "float32"}), None)
+    assert name in str(raised.value)
+    assert str(ROOT) in str(raised.value)
+    assert "peft" in raised.value.hint
+
+
+@pytest.mark.parametrize("name", ["explora_A.weight", "flora.weight", "lora"])
+def test_names_that_only_look_like_adapters_are_merged(name: str) -> None:
+    assert len(convert(named({name: "float32"}), None)) == 1
+
+
+# target_dtype
+
+
+def test_keep_means_no_target() -> None:
+    assert target_dtype("keep", {"dtype": "bfloat16"}) is None
+
+
+@pytest.mark.parametrize("choice", CASTS)
+def test_a_named_dtype_is_the_target_whatever_the_config_says(choice: str) -> None:
+    assert target_dtype(choice, {"dtype": "float16"}) is BY_NAME[choice]
+
+
+@pytest.mark.parametrize("choice", CASTS)
+def test_the_configs_dtype_is_the_target_where_it_is_asked_for(choice: str) -> None:
+    assert target_dtype("config", {"torch_dtype": choice}) is BY_NAME[choice]
+
+
+@pytest.mark.parametrize("choice", ["float64", "int8", "bf16", "", "Keep", "base"])
+def test_an_unknown_choice_is_answered_with_the_known_ones(choice: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        target_dtype(choice, None)
+    assert all(known in raised.value.expected for known in ("keep", "config", *CASTS))
+
+
+def test_the_configs_dtype_needs_a_config() -> None:
+    with pytest.raises(ConversionError, match=r"there is no config\.json") as raised:
+        target_dtype("config", None)
+    assert "--config" in raised.value.hint
+
+
+def test_a_config_may_name_no_dtype() -> None:
+    with pytest.raises(ConversionError, match="it names none"):
+        target_dtype("config", {"hidden_size": 8})
+
+
+@pytest.mark.parametrize("named", ["float64", "float8_e4m3fn", "int8", "auto"])
+def test_a_config_may_name_a_dtype_that_is_no_target(named: str) -> None:
+    with pytest.raises(ConversionError, match=rf"config\.json names {named}") as raised:
+        target_dtype("config", {"dtype": named})
+    assert "bfloat16" in raised.value.expected
+
+
+# config_dtype
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, None),
+        ({}, None),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"torch_dtype": "torch.float32"}, "float32"),
+        ({"dtype": "bfloat16", "torch_dtype": "float16"}, "bfloat16"),
+        ({"dtype": None, "torch_dtype": "float16"}, "float16"),
+        ({"text_config": {"dtype": "bfloat16"}}, "bfloat16"),
+        ({"torch_dtype": "float16", "text_config": {"dtype": "bfloat16"}}, "float16"),
+        ({"dtype": None, "text_config": {"torch_dtype": "float16"}}, "float16"),
+        ({"text_config": "bfloat16"}, None),
+        ({"dtype": 16}, None),
+    ],
+)
+def test_a_config_names_its_own_dtype_or_else_its_text_models(
+    config: dict[str, object] | None, expected: str | None
+) -> None:
+    assert config_dtype(config) == expected
