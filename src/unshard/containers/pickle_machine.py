@@ -14,6 +14,7 @@ __all__ = ["DangerousPickleError", "Machine", "MalformedPickleError", "SaltedInt
 
 _MAX_DEPTH = 1000
 _MAX_NAME = 1000
+_MAX_KEY = 1 << 64
 _MAX_KEY_LENGTH = 4096
 _MAX_KEY_ITEMS = 8
 _SALT = secrets.randbits(61)
@@ -144,12 +145,12 @@ class Machine:
             memo[index] = self.stack[-1]
         else:
             self.charge(ENTRY_COST)
-            self.sparse[index] = self.stack[-1]
+            self.sparse[SaltedInt(index)] = self.stack[-1]
 
     def recall(self, index: int) -> None:
         """Push a memo entry."""
         memo = self.memo
-        self.stack.append(memo[index] if index < len(memo) else self.sparse[index])
+        self.stack.append(memo[index] if index < len(memo) else self.sparse[SaltedInt(index)])
 
     def push_global(self, module: str, name: str) -> None:
         """Push a name; refuse a dangerous one."""
@@ -186,8 +187,8 @@ class Machine:
         """Record `target[key] = value` for alternating keys and values."""
         if len(items) % 2:
             raise MalformedPickleError(f"a key without a value at byte {self.pos}")
-        self.charge(TABLE_COST + ENTRY_COST * (len(items) // 2))
-        keys, values = map(safe_key, items[::2]), items[1::2]
+        self.charge(TABLE_COST)
+        keys, values = self.safe_elements(items[::2]), items[1::2]
         if isinstance(target, dict):
             target.update(zip(keys, values, strict=True))
         elif isinstance(target, Record):
@@ -208,8 +209,11 @@ class Machine:
                 raise MalformedPickleError(f"appended to {kind} at byte {self.pos}")
 
     def safe_elements(self, values: list[Value]) -> list[Value]:
-        """Return what is about to become elements of a set, each safe to hash."""
+        """Return what is about to become dict keys or elements of a set, each safe to hash."""
         self.charge(ENTRY_COST * len(values))
+        tuples = sum(isinstance(value, tuple) for value in values)
+        if tuples:
+            self.charge(tuples * (TUPLE_COST + _MAX_KEY_ITEMS * (SLOT_COST + NUMBER_COST)))
         return list(map(safe_key, values))
 
 
@@ -229,7 +233,7 @@ def safe_key(key: Value) -> Value:
         raise MalformedPickleError(f"a dict key of {len(key)} characters")
     if key is None or isinstance(key, bool | Global | Record | Persistent):
         return key
-    if isinstance(key, int):
+    if isinstance(key, int) and -_MAX_KEY < key < _MAX_KEY:
         return SaltedInt(key)
     flat = isinstance(key, tuple) and not any(isinstance(item, tuple) for item in key)
     if isinstance(key, tuple) and flat and len(key) <= _MAX_KEY_ITEMS:

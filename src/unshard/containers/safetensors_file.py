@@ -24,6 +24,7 @@ MAX_HEADER = 100_000_000
 """Longest header, bytes, that safetensors' own reader accepts."""
 
 _METADATA = "__metadata__"
+_MAX_SIZE = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,9 @@ def read_safetensors(path: Path) -> SafetensorsFile:
 
 def _parse(path: Path, text: bytes) -> tuple[tuple[HeaderEntry, ...], dict[str, str]]:
     try:
-        fields = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        fields = json.loads(
+            text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
+        )
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{path}: its header is not valid JSON: {error}") from error
     if not text.startswith(b"{") or not isinstance(fields, dict):
@@ -106,20 +109,28 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a name occurs twice")
+    for text in (*fields, *(value for value in fields.values() if isinstance(value, str))):
+        text.encode("utf-8")  # half a surrogate pair is no text: a ValueError
     return fields
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _entry(path: Path, name: str, value: object) -> HeaderEntry:
     match value:
-        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
+            _are_sizes(shape) and _are_sizes([begin, end])
+        ):
             pass
         case _:
-            raise CorruptError(f"{path}: tensor {name}: its header entry is malformed: {value}")
+            raise CorruptError(
+                f"{path}: tensor {name}: its header entry is malformed: {str(value)[:200]}"
+            )
     dtype = BY_CODE.get(code)
     if dtype is None:
         raise CorruptError(f"{path}: tensor {name}: unknown dtype {code}")
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise CorruptError(f"{path}: tensor {name}: its shape {shape} is not made of sizes")
     if end - begin != prod(shape) * dtype.itemsize:
         raise CorruptError(
             f"{path}: tensor {name}: its bytes do not fit its shape",
@@ -127,6 +138,16 @@ def _entry(path: Path, name: str, value: object) -> HeaderEntry:
             found=f"{end - begin}",
         )
     return HeaderEntry(name, dtype, tuple(shape), begin, end)
+
+
+def _are_sizes(values: list[object]) -> bool:
+    """Tell whether these are sizes as the format has them: not negative, below 2^64 in all."""
+    product = 1
+    for value in values:
+        if type(value) is not int or not 0 <= value < _MAX_SIZE:
+            return False
+        product *= max(value, 1)
+    return product < _MAX_SIZE
 
 
 def _check_tiling(path: Path, entries: Sequence[HeaderEntry], data_size: int) -> None:

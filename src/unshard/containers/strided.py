@@ -53,6 +53,8 @@ def read_strided(
     dtype: np.dtype[np.generic],
 ) -> Elements:
     """Return the elements at byte `start + index . strides`, as an array of shape `sizes`."""
+    if 0 in sizes:
+        return np.empty(sizes, dtype)
     steps = zip(sizes, strides, strict=True)
     span = dtype.itemsize + sum((size - 1) * step for size, step in steps)
     if span <= max(SLACK * prod(sizes) * dtype.itemsize, SMALL):

@@ -60,7 +60,11 @@ def _unstorable(outputs: list[Converted]) -> list[ConversionError]:
 
 def _refuse_adapters(catalog: Catalog) -> None:
     """Adapters written out under their own names load as the bare base model, without a word."""
-    adapters = [name for name in catalog.tensors if ".lora_A." in name or ".lora_B." in name]
+    adapters = [
+        name
+        for name in catalog.tensors
+        if any(part.startswith("lora_") for part in name.split("."))
+    ]
     if adapters:
         raise ConversionError(
             f"{catalog.roots[0]}: holds {len(adapters)} LoRA tensors ({adapters[0]} …), and this "

@@ -118,6 +118,8 @@ def _sweep(lo: Ints, hi: Ints, shape: Ints) -> _Gap | None:
         return _sweep_line(lo[:, 0], hi[:, 0], int(shape[0]))
     cuts = np.unique(np.concatenate([lo[:, 0], hi[:, 0], [0, shape[0]]])).tolist()
     for start, end in pairwise(cuts):
+        if start >= shape[0]:
+            return "overlap", [(start, end), *((0, int(size)) for size in shape[1:])]
         active = (lo[:, 0] <= start) & (hi[:, 0] >= end)
         if not active.any():
             return "hole", [(start, end), *((0, int(size)) for size in shape[1:])]
@@ -134,5 +136,8 @@ def _sweep_line(lo: Ints, hi: Ints, size: int) -> _Gap | None:
     wrong = np.flatnonzero(starts != ends)
     if len(wrong) == 0:
         return None
-    start, end = int(starts[wrong[0]]), int(ends[wrong[0]])
-    return ("hole", [(end, start)]) if end < start else ("overlap", [(start, end)])
+    at = int(wrong[0])
+    start, end = int(starts[at]), int(ends[at])
+    if end < start:
+        return "hole", [(end, start)]
+    return "overlap", [(start, min(end, int(hi[order[at]])) if at < len(order) else end)]

@@ -157,6 +157,8 @@ def _check_fits(shape: tuple[int, ...], sharding: Sharding) -> None:
                 raise PlacementError(
                     f"{placement} is a pending reduction: each rank holds a summand, not a part"
                 )
+            case StridedShard(_, factor) if factor < 1:
+                raise PlacementError(f"{placement}: a split factor is at least 1")
             case Shard(dim) | StridedShard(dim, _) if not 0 <= dim < len(shape):
                 raise PlacementError(f"{placement} does not fit a tensor of shape {list(shape)}")
             case _:
@@ -188,14 +190,15 @@ def _cutters(dim: int, sharding: Sharding) -> list[int]:
 def _stated_order(dim: int, sharding: Sharding) -> tuple[int, ...] | None:
     """Return the stated order of cuts, where it says more than 'left to right'."""
     stated = dict(sharding.shard_order or ()).get(dim)
-    if stated is None or list(stated) == sorted(stated):
+    if stated is None:
         return None
-    if sorted(stated) != _cutters(dim, sharding):
+    cutters = _cutters(dim, sharding)
+    if sorted(stated) != cutters:
         raise PlacementError(
             f"the shard order {stated} of dimension {dim} contradicts "
             f"the placements ({', '.join(map(str, sharding.placements))})"
         )
-    return stated
+    return None if list(stated) == cutters else stated
 
 
 def _decode_order(dim: int, sharding: Sharding) -> tuple[int, ...] | None:
@@ -230,7 +233,7 @@ def _lone_strided(dim: int, size: int, sharding: Sharding) -> _Segments:
     ranks = sharding.mesh.shape[cutters[0]]
     at = sharding.mesh.coordinates[cutters[0]]
     segments = []
-    for part in range(placement.split_factor):
+    for part in range(min(placement.split_factor, size)):  # all later parts are empty
         lo, hi = _chunk(size, placement.split_factor, part)
         start, end = _chunk(hi - lo, ranks, at)
         segments.append((lo + start, lo + end))

@@ -193,7 +193,7 @@ class Stage:
             self._made_parents.append(parent)
 
     def _clean_up(self) -> None:
-        if self._root is not None:
+        if self._root is not None and self._root.is_dir():
             _remove(self._root)
         while self._locks:
             os.close(self._locks.pop())
