@@ -32,11 +32,13 @@ from unshard.plan import planner, work
 from unshard.plan.layout import lay_out
 from unshard.plan.operations import Cast, CopyRange, Gather, Plan
 from unshard.plan.planner import make_plan
+from unshard.plan.work import units
 from unshard.progress import ignore
 from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import BY_CODE, BY_NAME, DType, numpy_dtype
+from unshard.write.execute import Executor
 
 often = settings(deadline=None, max_examples=250)
 
@@ -436,6 +438,45 @@ def test_other_failures_of_the_kernels_copy_are_raised(
 ) -> None:
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         copied_with(copied, monkeypatch, refuses(errno.ENOSPC, after=1))
+
+
+def test_a_system_that_writes_less_than_asked_for_makes_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:7], at))
+    sources = Sources(tmp_path)
+    sources.add("w", grid("float32", (30, 20), (3, 2)))
+    assert tensors_in(merged(sources.plan())) == sources.expected()
+
+
+# descriptors
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/dev/fd").iterdir()))
+
+
+@pytest.mark.parametrize("open_files", [2, 3, 6, 30])
+@pytest.mark.parametrize("knobs", [COPYING, Knobs()], ids=["copied", "gathered"])
+def test_an_executor_keeps_to_its_number_of_open_files(
+    tmp_path: Path, knobs: Knobs, open_files: int
+) -> None:
+    sources = Sources(tmp_path, files=12)
+    for number in range(12):
+        sources.add(f"t{number}", grid("int8", (12, 5), (12, 1), files=12))
+    with knobs.turned():
+        plan = sources.plan(max_shard_size=60)
+    outputs = tuple(tmp_path / file.filename for file in plan.layout.files)
+    for output in outputs:
+        output.touch()
+    before = open_descriptors()
+    with Executor(outputs, open_files=open_files, buffer_bytes=1000) as executor:
+        for unit in units(plan, buffer_bytes=1000):
+            executor.do(unit)
+            assert open_descriptors() - before <= open_files
+    assert len(outputs) == 12
+    assert open_descriptors() <= before
 
 
 # sources that change meanwhile

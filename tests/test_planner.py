@@ -356,3 +356,19 @@ def test_tiles_cover_a_tensor_once_within_the_buffer(
         (top, left), (bottom, right) = unit.box.offsets, unit.box.ends
         count[top:bottom, left:right] += 1
     assert (count == 1).all()
+
+
+def tile_sizes(strides: Shape | None, buffer_bytes: int) -> set[Shape]:
+    tensor = entry("w", "float32", (400, 30), [((0, 0), (400, 30), 0, 0)], strides=strides)
+    found = units(plan_of(tensor), buffer_bytes=buffer_bytes)
+    return {unit.box.sizes for unit in found if isinstance(unit, Tile)}
+
+
+def test_tiles_of_row_major_chunks_are_as_many_whole_rows_as_the_buffer_holds() -> None:
+    """4 bytes read and 4 written per element."""
+    assert tile_sizes(None, buffer_bytes=8 * 30 * 50) == {(50, 30)}
+
+
+def test_tiles_of_chunks_of_odd_strides_are_square() -> None:
+    """Up to twice 4 bytes read and 4 written per element."""
+    assert tile_sizes((1, 400), buffer_bytes=12 * 10 * 10) == {(10, 10)}

@@ -433,6 +433,8 @@ MALFORMED: dict[str, bytes] = {
     "string of one quote": b"S'\n.",
     "string with an unknown escape": b"S'\\d'\n.",
     "string with half an escape": b"S'\\x4'\n.",
+    "int key of 2**64": b"}\x8a\x09" + struct.pack("<QB", 0, 1) + b"Ns.",
+    "int key of 2,000 bits": b"}\x8a\xff" + b"\x7f" * 255 + b"Ns.",
     "list key": b"}]Ns.",
     "dict key": b"}}Ns.",
     "dict in a set": b"\x8f(}\x90.",
@@ -651,30 +653,40 @@ PROMISED_RATIO = 20  # of memory to the pickle's bytes: see the docstring of unp
         r"b'\x8f' * 600_000 + b'\x8c\x02\xc4\x80' * 2_400_000",
         r"b'\x8f' * 600_000 + b'P\n' * 4_800_000",
         r"b'ca\n' + b'\xc4\x80.' * 4_000_000 + b'\n.'",
+        r"b'ca\nB\n)R\x8b\0\0\x08\0' + b'x' * 0x80000 + b'q\x000' + b'h\0Ns' * 2_000 + b'.'",
+        r"b'ca\nB\n)R((' + b'M\xff\xff' * 8 + b'tq\0N' + b'h\0N' * 700_000 + b'u.'",
     ],
-    ids=["sets and strings", "sets and persistent ids", "a dotted name"],
+    ids=[
+        "sets and strings",
+        "sets and persistent ids",
+        "a dotted name",
+        "a huge integer as many keys",
+        "a tuple as many keys",
+    ],
 )
 def test_memory_stays_below_the_promised_bound_whatever_becomes_of_it(source: str) -> None:
     outcome = in_a_child(source)
     assert outcome.growth + outcome.size < max(300_000_000, PROMISED_RATIO * outcome.size)
 
 
-def colliding_integers() -> bytes:
-    """Return a pickle whose last key collides with most of 40,000 others, set 100,000 times."""
-    mask = (1 << 16) - 1
+def collision(bits: int, *, below: int) -> tuple[list[int], int]:
+    """Return integers that fill a table's probe sequence, and one that walks most of them.
+
+    CPython looks integers up by their own bits, then at 5 * slot + 1, and so on while it is taken.
+    """
+    mask = (1 << bits) - 1
     chain = {1: 0}
     slot = 1
-    while len(chain) < 39_000:
+    while len(chain) < 0.6 * mask:
         slot = (5 * slot + 1) & mask
         chain[slot] = len(chain)
-    key = next(key for key in range(2**59, 2**60) if 0 <= _last_probe(key, mask, chain) < 9_000)
-    number = b"\x8a\x08" + struct.pack("<q", key) + b"q\x00N"
-    fill = b"".join(b"J" + struct.pack("<i", slot) + b"N" for slot in chain)
-    return b"}(" + fill + number + b"u(" + b"h\x00N" * 100_000 + b"u."
+    start = below // 2
+    last = (key for key in range(start, below) if 0 <= _walk(key, mask, chain) < len(chain) // 4)
+    return list(chain), next(last)
 
 
-def _last_probe(key: int, mask: int, taken: dict[int, int]) -> int:
-    """Return where in the chain CPython's dict goes on once the key's bits are used up, or -1."""
+def _walk(key: int, mask: int, taken: dict[int, int]) -> int:
+    """Return where in the chain the search goes on once the key's bits are used up, or -1."""
     slot = key & mask
     while key and slot in taken:
         key >>= 5
@@ -682,11 +694,27 @@ def _last_probe(key: int, mask: int, taken: dict[int, int]) -> int:
     return taken.get(slot, -1)
 
 
+def colliding_keys() -> bytes:
+    chain, last = collision(17, below=2**60)
+    fill = b"".join(b"J" + struct.pack("<i", slot) + b"N" for slot in chain)
+    number = b"\x8a\x08" + struct.pack("<q", last) + b"q\x00N"
+    return b"}(" + fill + number + b"u(" + b"h\x00N" * 60_000 + b"u."
+
+
+def colliding_memo() -> bytes:
+    chain, last = collision(17, below=2**32)
+    fill = b"".join(b"r" + struct.pack("<I", slot) for slot in [*chain, last])
+    return b"N" + fill + (b"j" + struct.pack("<I", last) + b"0") * 60_000 + b"."
+
+
 @linux
-def test_integer_keys_cannot_be_chosen_to_make_it_quadratic(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make_pickle", [colliding_keys, colliding_memo])
+def test_integers_cannot_be_chosen_to_make_it_quadratic(
+    tmp_path: Path, make_pickle: Callable[[], bytes]
+) -> None:
     path = tmp_path / "pickle"
-    path.write_bytes(colliding_integers())
-    assert in_a_child(f"open({str(path)!r}, 'rb').read()", seconds=4).size < 600_000
+    path.write_bytes(make_pickle())
+    assert in_a_child(f"open({str(path)!r}, 'rb').read()", seconds=4).size < 900_000
 
 
 @linux
