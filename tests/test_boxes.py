@@ -184,6 +184,12 @@ def test_a_box_that_reaches_past_the_shape_is_found() -> None:
     assert gap_of([Box((0,), (4,))], (3,)) == ("overlap", Box((3,), (1,)))
 
 
+def test_boxes_past_the_shape_are_found_where_several_dimensions_are_cut() -> None:
+    boxes = [Box((row, col), (1, 2)) for row in range(3) for col in (0, 2)]
+    assert gap_of(boxes, (3, 4)) is None
+    assert gap_of(boxes, (2, 4)) == ("overlap", Box((2, 0), (1, 4)))
+
+
 def test_a_box_of_full_size_that_does_not_begin_at_the_origin_is_found() -> None:
     assert gap_of([Box((1,), (3,))], (3,)) == ("hole", Box((0,), (1,)))
 

@@ -27,7 +27,7 @@ from unshard.containers import strided
 from unshard.convert.outputs import convert
 from unshard.engines import threads
 from unshard.engines.threads import MIN_BUFFER, Settings, run_plan
-from unshard.errors import CorruptError
+from unshard.errors import CheckpointError, CorruptError
 from unshard.plan import planner, work
 from unshard.plan.layout import lay_out
 from unshard.plan.operations import Cast, CopyRange, Gather, Plan
@@ -511,6 +511,22 @@ def test_a_source_that_is_gone_is_named(tmp_path: Path, knobs: Knobs) -> None:
         sources.paths[2].unlink()
         with pytest.raises(CorruptError, match=r"rank2\.bin: is gone"):
             merged(plan)
+
+
+def test_a_source_that_cannot_be_read_is_named_and_not_blamed_on_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An OSError is taken for a failure to write: see `Stage.__exit__`."""
+
+    def broken_disk(_fd: int, _buffers: object, _at: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    sources = Sources(tmp_path)
+    sources.add("w", grid("float32", (30, 20), (3, 2)))
+    plan = sources.plan()
+    monkeypatch.setattr(os, "preadv", broken_disk)
+    with pytest.raises(CheckpointError, match=rf"rank\d\.bin: .*{os.strerror(errno.EIO)}"):
+        merged(plan)
 
 
 # casts

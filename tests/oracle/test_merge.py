@@ -19,7 +19,11 @@ CASES = [
     ("fsdp2_tp_uneven", 4),
     ("fsdp1_mesh", 1),
     ("fsdp1_mesh", 2),
+    ("experts", 4),
+    ("hsdp_tp", 8),
+    ("lone_strided", 3),
     ("noncontiguous", 3),
+    ("out_of_order", 4),
     ("plain_equal", 2),
 ]
 
@@ -103,6 +107,14 @@ def test_a_pending_reduction_is_refused(write_checkpoint: WriteCheckpoint, tmp_p
     with pytest.raises(NotMergeableError, match=r"Partial\(sum\) is a pending reduction"):
         unshard.merge(tmp_path / "ckpt", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_torch_lost_on_a_mesh_out_of_order_are_not_made_up(
+    write_checkpoint: WriteCheckpoint, tmp_path: Path
+) -> None:
+    write_checkpoint("out_of_order_uneven", 4, tmp_path / "ckpt")
+    with pytest.raises(NotMergeableError, match=r"tensor rows: rank \d[\s\S]*its local shape is"):
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out")
 
 
 def test_plain_tensors_that_differ_are_refused(

@@ -17,12 +17,17 @@ from oracle.writers import SCENARIOS
 
 WORLDS = {
     "dtensor_dtypes": (1, 3),
+    "experts": (4,),
     "fsdp1_mesh": (1, 2),
     "fsdp2": (1, 2, 3, 4, 7),
     "fsdp2_hsdp": (4,),
     "fsdp2_tp": (4,),
     "fsdp2_tp_uneven": (4,),
+    "hsdp_tp": (8,),
+    "lone_strided": (2,),
     "noncontiguous": (1, 3),
+    "out_of_order": (4,),
+    "out_of_order_uneven": (4,),
     "partial": (2,),
     "plain_differ": (2, 3),
     "plain_equal": (1, 2),

@@ -1,9 +1,9 @@
 """Processes that stay alive between scenarios, since importing torch takes seconds.
 
 Life cycle: `WorkerPool.run` starts as many processes as the scenario has ranks, unless they run
-already; sends each its task; each meets the others through a fresh file, runs the scenario, leaves
-the group and reports. When a rank fails all processes are ended, because the others may wait for
-it; the next run starts new ones. `close` ends them.
+already; sends each its task; each meets the others through a fresh file, runs the scenario and
+reports; when all have, all leave the group. When a rank fails all processes are ended, because the
+others may wait for it; the next run starts new ones. `close` ends them.
 """
 
 import logging
@@ -46,7 +46,7 @@ class _Task:
 @dataclass(frozen=True, slots=True)
 class _Worker:
     process: SpawnProcess
-    connection: "Connection[_Task, str | None]"  # generic for type checkers only
+    connection: "Connection[_Task | None, str | None]"  # generic for type checkers only
 
     def outcome(self) -> str | None:
         """Return None for success, else what went wrong."""
@@ -85,6 +85,8 @@ class WorkerPool:
                 task = _Task(scenario, rank, world, directory, meeting_point)
                 self._workers[rank].connection.send(task)
             problems = self._collect(world)
+        if not problems:
+            self._dissolve(world)
         if problems:
             self.close()
             raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in problems.items()))
@@ -96,6 +98,14 @@ class WorkerPool:
             worker.process.join()
             worker.connection.close()
         self._workers.clear()
+
+    def _dissolve(self, world: int) -> None:
+        """Let all leave the group, now that all have finished.
+
+        A rank that left earlier would break the connections of one that is still arriving.
+        """
+        for rank in range(world):
+            self._workers[rank].connection.send(None)
 
     def _grow(self, world: int) -> None:
         """Start what is missing, all at once, and wait until torch is imported everywhere."""
@@ -136,7 +146,7 @@ def _start() -> _Worker:
     return _Worker(process, ours)
 
 
-def _serve(connection: "Connection[str | None, _Task]") -> None:
+def _serve(connection: "Connection[str | None, _Task | None]") -> None:
     """Be a worker: say that it is up, then run tasks until the pool goes away."""
     warnings.simplefilter("ignore")  # torch warns about its own future, not about our tests
     logging.getLogger("torch").setLevel(logging.ERROR)
@@ -147,7 +157,10 @@ def _serve(connection: "Connection[str | None, _Task]") -> None:
             task = connection.recv()
         except EOFError:
             return
-        connection.send(_attempt(task))
+        if task is None:
+            destroy_process_group()
+        else:
+            connection.send(_attempt(task))
 
 
 def _attempt(task: _Task) -> str | None:
@@ -161,7 +174,6 @@ def _attempt(task: _Task) -> str | None:
         )
         torch.manual_seed(0)
         task.scenario(task.rank, task.world, task.directory)
-        destroy_process_group()
     except Exception:  # noqa: BLE001 - whatever it was, the pool raises it
         return traceback.format_exc()
     return None
