@@ -39,7 +39,7 @@ class OpenFiles:
         """Return a descriptor of this file; valid until `limit` other files have been asked for.
 
         Raises:
-            CorruptError: the file is gone.
+            CorruptError: the file is gone, or a file to read cannot be opened.
         """
         found = self._open.get(path)
         if found is not None:
@@ -52,6 +52,10 @@ class OpenFiles:
         except FileNotFoundError as error:
             hint = "the checkpoint was removed meanwhile"
             raise CorruptError(f"{path}: is gone", hint=hint) from error
+        except OSError as error:
+            if self._flags != os.O_RDONLY:
+                raise
+            raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error
         return fd
 
     def close(self) -> None:

@@ -32,11 +32,14 @@ def read_exactly(fd: int, start: int, out: memoryview) -> None:
     """Fill `out` with the file's bytes from `start` on.
 
     Raises:
-        CorruptError: the file ends before; it has changed since its directory was read.
+        CorruptError: the file cannot be read, or ends before: it has changed meanwhile.
     """
     done = 0
     while done < len(out):
-        count = os.preadv(fd, [out[done:]], start + done)
+        try:
+            count = os.preadv(fd, [out[done:]], start + done)
+        except OSError as error:  # left alone it would look like a failure to write the output
+            raise CorruptError(f"{_name(fd)}: cannot be read: {error.strerror}") from error
         if count == 0:
             raise CorruptError(
                 f"{_name(fd)}: ends at byte {start + done}, {len(out) - done} bytes too early",

@@ -93,7 +93,7 @@ def _long_runs(file: int, target: int, entry: TensorEntry, chunks: ChunkTable) -
     if set(cuts.tolist()) - {_first_wide(entry.shape), cut}:
         return None
     length = chunks.sizes[:, cut:].prod(axis=1) * entry.dtype.itemsize
-    if int(length.max()) < LONG_RUN:
+    if float(length.mean()) < LONG_RUN:
         return None
     strides: Ints = np.asarray(row_major_strides(entry.shape), dtype=np.int64)
     rows = np.zeros(len(chunks), COPY_ROW)

@@ -118,7 +118,7 @@ class Piece:
 _Segments = tuple[tuple[int, int], ...]
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=4096)
 def place(shape: tuple[int, ...], sharding: Sharding) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
     """Return the local shape that follows from a sharding, and the pieces the local tensor holds.
 

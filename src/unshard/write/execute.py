@@ -27,7 +27,8 @@ __all__ = ["Executor", "make_tile", "tile_runs"]
 
 _BLOCK = 1024 * 1024
 _NO_KERNEL_COPY = frozenset(
-    {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+    # EIO: of the source or of the target; reading and writing one after the other tells
+    {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EIO}
 )
 
 
