@@ -53,6 +53,6 @@ def is_dangerous(name: Global) -> bool:
     parts = dotted.split(".")
     if parts[0] in _BUILTINS:
         return any(part in _BUILTIN_NAMES or part in _ATTRIBUTES for part in parts[1:])
-    if parts[0] in _MODULES or any(part in _ATTRIBUTES for part in parts[1:]):
+    if parts[0] in _MODULES or any(part in _ATTRIBUTES for part in name.name.split(".")):
         return True
     return any(dotted == known or dotted.startswith(known + ".") for known in _QUALIFIED)

@@ -11,8 +11,8 @@ __all__ = ["LITERALS", "Operation"]
 
 Operation = Callable[[Machine], None]
 
-_ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"\\": b"\\", b"'": b"'", b'"': b'"'}
-_ESCAPE = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|(.?))", re.DOTALL)
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|(.?))", re.DOTALL)
 
 
 def _constant(value: Value) -> Operation:
@@ -63,12 +63,12 @@ def _text_string(m: Machine) -> None:
     text = m.line()
     if len(text) < 2 or text[:1] not in b"'\"" or text[-1:] != text[:1]:
         raise MalformedPickleError(f"an unquoted string before byte {m.pos}")
-    m.push_text(_ESCAPE.sub(_unescape, text[1:-1]).decode("latin-1"), len(text))
+    m.push_text(_ESCAPE.sub(_unescape, text[1:-1].decode("latin-1")), len(text))
 
 
-def _unescape(match: re.Match[bytes]) -> bytes:
+def _unescape(match: re.Match[str]) -> str:
     if match[1] is not None:
-        return bytes([int(match[1], 16)])
+        return chr(int(match[1], 16))
     if match[2] not in _ESCAPES:
         raise MalformedPickleError(f"an unknown escape in a string: {match[0]!r}")
     return _ESCAPES[match[2]]

@@ -15,14 +15,16 @@ __all__ = ["DangerousPickleError", "Machine", "MalformedPickleError", "SaltedInt
 _MAX_DEPTH = 1000
 _MAX_NAME = 1000
 _MAX_KEY = 1 << 64
+_BATCH = 20_000
 _MAX_KEY_LENGTH = 4096
 _MAX_KEY_ITEMS = 8
 _SALT = secrets.randbits(61)
 
 # About what CPython allocates for one of each, in bytes.
 TUPLE_COST, LIST_COST, DICT_COST, SET_COST = 56, 72, 80, 232
-RECORD_COST, ENTRY_COST, NUMBER_COST, TEXT_COST = 110, 110, 28, 60
+RECORD_COST, ENTRY_COST, NUMBER_COST, TEXT_COST = 110, 130, 28, 60
 TABLE_COST = 120  # of the smallest hash table
+SALTED_COST = 64
 SLOT_COST = 9  # of one place on the stack or in the memo
 _CHECK_EVERY = 1_000_000
 
@@ -159,7 +161,7 @@ class Machine:
         if known is None:
             if len(module) + len(name) > _MAX_NAME:
                 raise MalformedPickleError(f"a name of {len(module) + len(name)} characters")
-            self.charge(2 * TEXT_COST + ENTRY_COST + 2 * len(module) + 2 * len(name))
+            self.charge(4 * TEXT_COST + 2 * ENTRY_COST + 8 * (len(module) + len(name)))
             known = self.globals[key] = Global(module, name)
             if is_dangerous(known) and not _is_plain_getattr(known):
                 raise DangerousPickleError(str(known))
@@ -187,6 +189,10 @@ class Machine:
         """Record `target[key] = value` for alternating keys and values."""
         if len(items) % 2:
             raise MalformedPickleError(f"a key without a value at byte {self.pos}")
+        for start in range(0, len(items), _BATCH):  # copies of keys are gone after each batch
+            self._set_batch(target, items[start : start + _BATCH])
+
+    def _set_batch(self, target: Value, items: list[Value]) -> None:
         self.charge(TABLE_COST)
         keys, values = self.safe_elements(items[::2]), items[1::2]
         if isinstance(target, dict):
@@ -213,7 +219,7 @@ class Machine:
         self.charge(ENTRY_COST * len(values))
         tuples = sum(isinstance(value, tuple) for value in values)
         if tuples:
-            self.charge(tuples * (TUPLE_COST + _MAX_KEY_ITEMS * (SLOT_COST + NUMBER_COST)))
+            self.charge(tuples * (2 * TUPLE_COST + _MAX_KEY_ITEMS * (SLOT_COST + SALTED_COST)))
         return list(map(safe_key, values))
 
 
