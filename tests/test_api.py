@@ -237,3 +237,22 @@ def test_inspect_describes_adapters_although_merge_refuses_them(tmp_path: Path) 
     found = unshard.inspect(save_ranks(tmp_path / "ckpt", lora, 2))
     assert found.lora_tensors == 1
     assert found.would_write.startswith("nothing: ")
+
+
+def test_an_earlier_output_is_replaced_and_a_checkpoint_merged_into_itself(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    unshard.merge(checkpoint, output, max_shard_size=300)
+    (output / "notes.txt").write_text("mine")
+    for target in (output, checkpoint, checkpoint, checkpoint / "actor"):
+        before = snapshot(checkpoint / "actor")
+        mtime = target.stat().st_mtime_ns
+        unshard.merge(checkpoint, target, overwrite=True, dtype="bfloat16")
+        assert_same(merged(target), {n: t.bfloat16() for n, t in some_tensors().items()})
+        assert len(list(target.glob("model*.safetensors*"))) == 1
+        after = snapshot(checkpoint / "actor")
+        assert {name: after[name] for name in before} == before
+        if target != output:
+            assert target.stat().st_mtime_ns == mtime
+    assert (output / "notes.txt").read_text() == "mine"
