@@ -175,7 +175,7 @@ def test_two_merges_into_one_checkpoint_do_not_mix(tmp_path: Path) -> None:
 
 STEPS = (
     "open", "write", "pwrite", "mkdir", "rename", "replace", "link", "symlink", "unlink", "rmdir",
-    "fsync", "utime", "chmod",
+    "fsync", "utime", "chmod", "copy_file_range",
 )  # fmt: skip
 
 
