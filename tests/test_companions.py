@@ -7,14 +7,15 @@ import pytest
 
 from unshard.errors import CorruptError, UsageError
 from unshard.read.companions import find_companions
-from unshard.read.discover import Location
+from unshard.read.format import Location
+from unshard.read.rank_files import RANK_FILES
 from unshard.tensors.catalog import Companions
 from unshard.write.companions import load_config, output_config, write_companions
 
 
 def location(weights: Path, step: Path | None = None) -> Location:
     weights.mkdir(parents=True, exist_ok=True)
-    return Location(weights, step or weights, 1, None, "model")
+    return Location(weights, step or weights, 1, None, "model", RANK_FILES)
 
 
 def write(directory: Path, *names: str) -> None:
@@ -35,7 +36,8 @@ def test_config_is_found_where_verl_ever_put_it(tmp_path: Path, place: str) -> N
 def test_config_is_found_in_lmms_engines_checkpoint_directory(tmp_path: Path) -> None:
     step = tmp_path / "checkpoint-1"
     at = location(step / "pytorch_model_fsdp_0", step)
-    write(step, "config.json", "preprocessor_config.json")
+    write(step, "preprocessor_config.json")
+    (step / "config.json").write_text('{"model_type": "qwen2"}')
     found = find_companions(at, None)
     assert found.config == step / "config.json"
     assert list(found.files) == ["preprocessor_config.json"]

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from unshard.errors import IncompleteError, UnknownFormatError, UsageError
-from unshard.read.discover import Location, Request, discover
+from unshard.errors import IncompleteError, NotMergeableError, UnknownFormatError, UsageError
+from unshard.read.discover import discover
+from unshard.read.format import Location, ReadOptions, Request
+from unshard.read.open import open_latest
 
 
 def make(directory: Path, world: int = 2) -> Path:
@@ -133,20 +135,36 @@ def test_an_error_says_what_was_looked_for_and_what_is_there(tmp_path: Path) -> 
     assert "logs/, notes.txt" in error.value.found
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        (".metadata", "DCP"),
-        ("__0_0.distcp", "DCP"),
-        ("model.safetensors", "whole already"),
-        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed"),
-    ],
-)
-def test_other_formats_are_recognised_by_name(tmp_path: Path, name: str, words: str) -> None:
+FORMATS = {
+    ".metadata": "torch DCP",
+    ".metadata.tmp": "torch DCP",
+    "__3.metadata": "torch DCP",
+    "__0_0.distcp": "torch DCP",
+    "pytorch_model_fsdp_0_rank1.bin": "FSDP rank files",
+    "pytorch_model_fsdp_rank1.bin": "FSDP rank files",
+    "shard-00001-model-00001-of-00002.safetensors": "sharded safetensors",
+    "model.safetensors": "whole",
+    "pytorch_model.bin": "whole",
+    "pytorch_model_fsdp.bin": "whole",
+    "common.pt": "Megatron",
+    "zero_pp_rank_0_mp_rank_00_optim_states.pt": "DeepSpeed",
+    "zero_to_fp32.py": "DeepSpeed",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_told_by_a_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(UnknownFormatError) as error:
-        discover(tmp_path, Request())
-    assert words in error.value.found
+    assert FORMATS[name] in only(tmp_path).format.name
+
+
+@pytest.mark.parametrize("refused", ["common.pt", "zero_to_fp32.py"])
+def test_a_format_of_another_engine_is_refused_with_the_tool_that_reads_it(
+    tmp_path: Path, refused: str
+) -> None:
+    (tmp_path / refused).write_bytes(b"")
+    with pytest.raises(NotMergeableError, match=r"hint: .*convert it with"):
+        open_latest(tmp_path, Request(), ReadOptions())
 
 
 def test_shards_win_over_a_whole_model_beside_them(tmp_path: Path) -> None:

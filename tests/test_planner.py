@@ -1,5 +1,6 @@
 """Plans: which operations make a tensor, and how they are divided into units of work."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unshard.containers.open_files import OpenFiles
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import Recipe, Stack, Take, WeightedSum, take
 from unshard.errors import UnshardError
@@ -19,6 +21,7 @@ from unshard.plan.operations import Cast, CopyRange, Gather, Operation, Plan
 from unshard.plan.planner import LONG_RUN, make_plan
 from unshard.plan.work import Tile, Unit, units
 from unshard.read.chunk_rows import ChunkRows
+from unshard.read.chunks import chunk_part
 from unshard.tensors.boxes import Box, row_major_strides
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME
@@ -131,12 +134,14 @@ def test_chunks_of_odd_strides_go_through_memory() -> None:
 def test_compressed_chunks_are_not_read_as_if_they_were_plain(
     monkeypatch: pytest.MonkeyPatch, long_run: int
 ) -> None:
-    """No executor decompresses yet: such a plan would write the compressed bytes as weights."""
+    """No executor decompresses: copying such chunks would write compressed bytes as weights."""
     monkeypatch.setattr(planner, "LONG_RUN", long_run)
     compressed = rows_of("w", "uint8", [2, 2], 8)
     compressed.chunks.compressed[1] = True
-    with pytest.raises((NotImplementedError, UnshardError)):
-        plan_of(compressed)
+    (gather,) = operations(compressed)
+    assert isinstance(gather, Gather)
+    with OpenFiles(os.O_RDONLY, limit=1) as files, pytest.raises(RuntimeError, match="inflate"):
+        chunk_part(gather.chunks, 1, Box((0, 0), (2, 8)), np.dtype("u1"), files)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rank files of ten torch versions, read bit for bit. See tests/data/README.md."""
+"""Rank files and DCP directories of nine torch versions, bit for bit. See tests/data/README.md."""
 
 import json
 import tarfile
@@ -8,43 +8,46 @@ import numpy as np
 import pytest
 
 import unshard
-from unshard import NotMergeableError
 from unshard.containers.safetensors_file import read_safetensors
 
-ARCHIVE = Path(__file__).parent / "data" / "rank_files.tar.xz"
+DATA = Path(__file__).parent / "data"
+ARCHIVES = (DATA / "rank_files.tar.xz", DATA / "dcp.tar.xz")
 VERSIONS = ("2.2", "2.4", "2.5", "2.6", "2.8", "2.9", "2.10", "2.12", "2.15")
 
 
-def cases() -> list[str]:
-    with tarfile.open(ARCHIVE) as archive:
-        folders = {str(Path(name).parent) for name in archive.getnames()}
-    return sorted(folder for folder in folders if folder.count("/") == 1)
+def folders(archive: Path) -> list[str]:
+    with tarfile.open(archive) as opened:
+        return sorted({str(Path(name).parent) for name in opened.getnames()})
 
 
-CASES = cases()
+CASES = [folder for folder in folders(ARCHIVES[0]) if folder.count("/") == 1]
+DCP_CASES = [folder for folder in folders(ARCHIVES[1]) if folder.count("/") == 2]
 
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("versions")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(directory, filter="data")
+    for archive in ARCHIVES:
+        with tarfile.open(archive) as opened:
+            opened.extractall(directory, filter="data")
     return directory
 
 
 def test_every_version_is_there() -> None:
-    assert {case.split("/")[0] for case in CASES} == {f"torch-{version}" for version in VERSIONS}
-    assert len(CASES) == 63
+    for found, count in ((CASES, 63), (DCP_CASES, 29)):
+        assert {case.split("/")[0] for case in found} == {f"torch-{one}" for one in VERSIONS}
+        assert len(found) == count
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "fsdp1_sharded" not in case])
+@pytest.mark.parametrize("case", [*CASES, *DCP_CASES])
 def test_a_merge_gives_the_truth_bit_for_bit(unpacked: Path, tmp_path: Path, case: str) -> None:
     unshard.merge(unpacked / case, tmp_path / "out", verify="full")
     path = tmp_path / "out" / "model.safetensors"
     file = read_safetensors(path)
     data = path.read_bytes()[file.data_start :]
-    shapes = json.loads((unpacked / case / "truth.json").read_text())
-    with np.load(unpacked / case / "truth.npz") as truth:
+    truth_dir = unpacked / "/".join(case.split("/")[:2])
+    shapes = json.loads((truth_dir / "truth.json").read_text())
+    with np.load(truth_dir / "truth.npz") as truth:
         assert {entry.name for entry in file.entries} == set(shapes)
         for entry in file.entries:
             stated = {"dtype": entry.dtype.name, "shape": list(entry.shape)}
@@ -52,8 +55,7 @@ def test_a_merge_gives_the_truth_bit_for_bit(unpacked: Path, tmp_path: Path, cas
             assert data[entry.begin : entry.end] == truth[entry.name].tobytes(), entry.name
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "fsdp1_sharded" in case])
-def test_sharded_tensors_are_refused_by_name(unpacked: Path, tmp_path: Path, case: str) -> None:
-    with pytest.raises(NotMergeableError, match="a ShardedTensor"):
-        unshard.merge(unpacked / case, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("case", [case for case in DCP_CASES if "optimizer" in case])
+def test_what_is_no_model_is_listed(unpacked: Path, case: str) -> None:
+    skipped = unshard.inspect(unpacked / case).skipped
+    assert any(one.fqn.startswith("optimizer") for one in skipped)

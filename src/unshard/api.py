@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard.convert.outputs import Fields, config_dtype, convert, target_dtype
@@ -13,9 +13,10 @@ from unshard.plan.layout import INDEX_NAME, Layout, index_json, lay_out, size_in
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.progress import Listener, Stage, Warned, ignore
-from unshard.read.discover import Request
+from unshard.read.format import ReadOptions, Request
+from unshard.read.inflate import inflate, inflated_bytes
 from unshard.read.inspection import Inspection, describe
-from unshard.read.open import Checkpoint, ReadOptions, open_latest
+from unshard.read.open import Checkpoint, open_latest
 from unshard.write.companions import load_config, output_config, write_companions
 from unshard.write.record import RECORD_NAME, record_json
 from unshard.write.report import Report, make_report
@@ -36,6 +37,7 @@ class _Choices:
     """What the user chose of the writing."""
 
     dtype: str
+    max_shard_size: int
     verify: str
     settings: Settings
 
@@ -59,10 +61,12 @@ def merge(
     role: str | None = None,
     step: int | None = None,
     config: str | Path | None = None,
+    also: Sequence[str | Path] = (),
     max_shard_size: str | int = "5GB",
     workers: int | None = None,
     memory: str | int = "64MB",
     assume_dim0: bool = False,
+    ep_size: int | None = None,
     allow_globals: Sequence[str] = (),
     verify: str = "light",
     overwrite: bool = False,
@@ -86,10 +90,12 @@ def merge(
         step: which step of a directory that holds several.
         config: a config.json, or a directory with config, tokenizer and the like, to use instead of
             the checkpoint's own.
+        also: directories with more files of the same checkpoint, saved on other nodes.
         max_shard_size: largest weight file, bytes or "5GB".
         workers: threads; default: as many as the machine has cores, at most 8.
         memory: bound on all buffers together, bytes or "64MB".
         assume_dim0: take plain tensors that differ between ranks as shards along dimension 0.
+        ep_size: size of the expert parallelism, where the files do not record it (verl's VeOmni).
         allow_globals: tensor subclasses in pickles to read as the plain tensors they store.
         verify: "light" (the output is reopened: headers, names, shapes, dtypes, sizes, index),
             "full" (also checksums of the sources, replicas, and every byte read back), or "off".
@@ -102,25 +108,22 @@ def merge(
         UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
     """
     started = time.monotonic()
-    settings = _settings(workers, memory)
-    if verify not in _VERIFY:
-        raise UsageError(f"--verify {verify}: unknown", expected=", ".join(_VERIFY))
-    request = _request(step, role, weights)
-    options = ReadOptions(_path(config), assume_dim0, frozenset(allow_globals), settings.workers)
+    choices = _choices(dtype, max_shard_size, verify, workers, memory)
+    processes = choices.settings.workers
+    options = _options(config, ep_size, allow_globals, processes, assume_dim0=assume_dim0)
     listener(Stage("reading"))
-    source = open_latest(Path(checkpoint), request, options)
-    prepared = _prepare(source, dtype, size_in_bytes(str(max_shard_size)))
+    request = _request(step, role, weights)
+    source = open_latest(Path(checkpoint), request, options, [Path(one) for one in also])
+    prepared = _prepare(source, choices.dtype, choices.max_shard_size)
     for warning in prepared.warnings:
         listener(Warned(warning))
     target = Path(output) if output is not None else source.location.default_output
     if dry_run:
         choose_mode(target, _places(source), overwrite=overwrite)
     else:
-        with Staging(
-            target, _needed_bytes(prepared), sources=_places(source), overwrite=overwrite
-        ) as staging:
-            _write(prepared, staging, _Choices(dtype, verify, settings), listener)
-    return _report(prepared, target, settings, time.monotonic() - started, dry_run=dry_run)
+        _make(prepared, target, choices, listener, overwrite=overwrite)
+    seconds = time.monotonic() - started
+    return _report(prepared, target, choices.settings, seconds, dry_run=dry_run)
 
 
 def inspect(
@@ -129,7 +132,9 @@ def inspect(
     weights: str | None = None,
     role: str | None = None,
     step: int | None = None,
+    also: Sequence[str | Path] = (),
     assume_dim0: bool = False,
+    ep_size: int | None = None,
     allow_globals: Sequence[str] = (),
 ) -> Inspection:
     """Say what a checkpoint holds and what `merge` would make of it; nothing is written.
@@ -139,8 +144,9 @@ def inspect(
     Raises:
         CheckpointError: it cannot be read.
     """
-    options = ReadOptions(None, assume_dim0, frozenset(allow_globals), default_workers())
-    source = open_latest(Path(checkpoint), _request(step, role, weights), options)
+    options = _options(None, ep_size, allow_globals, default_workers(), assume_dim0=assume_dim0)
+    request = _request(step, role, weights)
+    source = open_latest(Path(checkpoint), request, options, [Path(one) for one in also])
     named = config_dtype(load_config(source.catalog.companions))
     try:
         prepared = _prepare(source, "keep", size_in_bytes("5GB"))
@@ -174,6 +180,27 @@ def _prepare(source: Checkpoint, dtype: str, max_shard_size: int) -> _Prepared:
         )
     adjusted = None if config is None else output_config(config, written)
     return _Prepared(source, plan, adjusted, tuple(warnings))
+
+
+def _make(
+    prepared: _Prepared, target: Path, choices: _Choices, listener: Listener, *, overwrite: bool
+) -> None:
+    """Make the output apart, and let it take its place in one commit."""
+    needed, places = _needed_bytes(prepared), _places(prepared.checkpoint)
+    with Staging(target, needed, sources=places, overwrite=overwrite) as staging:
+        _write(_inflated(prepared, staging, choices, listener), staging, choices, listener)
+
+
+def _inflated(
+    prepared: _Prepared, staging: Staging, choices: _Choices, listener: Listener
+) -> _Prepared:
+    """Decompress a compressed checkpoint beside its output, and plan again from there."""
+    source = prepared.checkpoint
+    if not inflated_bytes(source.catalog):
+        return prepared
+    listener(Stage("decompressing"))
+    inflated = replace(source, catalog=inflate(source.catalog, staging.scratch))
+    return _prepare(inflated, choices.dtype, choices.max_shard_size)
 
 
 def _write(prepared: _Prepared, staging: Staging, choices: _Choices, listener: Listener) -> None:
@@ -217,11 +244,12 @@ def _needed_bytes(prepared: _Prepared) -> int:
     """Return about what the output will take on disk."""
     companions = prepared.checkpoint.catalog.companions.files.values()
     extra = sum(path.stat().st_size for path in companions)
-    return prepared.plan.bytes_written + extra + _COMPANION_ALLOWANCE
+    inflated = inflated_bytes(prepared.checkpoint.catalog)
+    return prepared.plan.bytes_written + inflated + extra + _COMPANION_ALLOWANCE
 
 
-def _places(source: Checkpoint) -> tuple[Path, Path]:
-    return source.location.step_dir, source.location.weights_dir
+def _places(source: Checkpoint) -> tuple[Path, ...]:
+    return source.location.step_dir, *source.location.roots
 
 
 def _written_dtype(layout: Layout) -> str | None:
@@ -232,6 +260,29 @@ def _written_dtype(layout: Layout) -> str | None:
             if tensor.dtype.castable:
                 sizes[tensor.dtype.name] += tensor.data_offsets[1] - tensor.data_offsets[0]
     return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _choices(
+    dtype: str, max_shard_size: str | int, verify: str, workers: int | None, memory: str | int
+) -> _Choices:
+    settings = _settings(workers, memory)
+    if verify not in _VERIFY:
+        raise UsageError(f"--verify {verify}: unknown", expected=", ".join(_VERIFY))
+    return _Choices(dtype, size_in_bytes(str(max_shard_size)), verify, settings)
+
+
+def _options(
+    config: str | Path | None,
+    ep_size: int | None,
+    allow_globals: Sequence[str],
+    processes: int,
+    *,
+    assume_dim0: bool,
+) -> ReadOptions:
+    if ep_size is not None and ep_size < 2:
+        raise UsageError(f"--ep-size {ep_size}: at least 2 is needed")
+    path = None if config is None else Path(config)
+    return ReadOptions(path, assume_dim0, ep_size, frozenset(allow_globals), processes)
 
 
 def _settings(workers: int | None, memory: str | int) -> Settings:
@@ -249,7 +300,3 @@ def _request(step: int | None, role: str | None, weights: str | None) -> Request
     if weights not in _WEIGHTS:
         raise UsageError(f"--weights {weights}: unknown", expected="model or ema")
     return Request(step, role, weights)
-
-
-def _path(path: str | Path | None) -> Path | None:
-    return None if path is None else Path(path)

@@ -4,7 +4,17 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from unshard.cli.options import AllowGlobal, AssumeDim0, Checkpoint, Json, Role, Step, Weights
+from unshard.cli.options import (
+    AllowGlobal,
+    Also,
+    AssumeDim0,
+    Checkpoint,
+    EpSize,
+    Json,
+    Role,
+    Step,
+    Weights,
+)
 from unshard.cli.show import size
 
 if TYPE_CHECKING:
@@ -18,7 +28,9 @@ def inspect(
     weights: Weights = None,
     role: Role = None,
     step: Step = None,
+    also: Also = None,
     assume_dim0: AssumeDim0 = False,
+    ep_size: EpSize = None,
     allow_global: AllowGlobal = None,
     as_json: Json = False,
 ) -> None:
@@ -30,7 +42,9 @@ def inspect(
         weights=weights,
         role=role,
         step=step,
+        also=also or (),
         assume_dim0=assume_dim0,
+        ep_size=ep_size,
         allow_globals=allow_global or (),
     )
     if as_json:

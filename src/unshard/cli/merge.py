@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unshard.cli.options import AllowGlobal, AssumeDim0, Checkpoint, Json, Role, Step, Weights
+from unshard.cli.options import (
+    AllowGlobal,
+    Also,
+    AssumeDim0,
+    Checkpoint,
+    EpSize,
+    Json,
+    Role,
+    Step,
+    Weights,
+)
 from unshard.cli.show import listening, size
 
 if TYPE_CHECKING:
@@ -35,6 +45,7 @@ def merge(
     weights: Weights = None,
     role: Role = None,
     step: Step = None,
+    also: Also = None,
     config: Annotated[
         Path | None,
         typer.Option(help="config.json, or a directory with config, tokenizer and the like."),
@@ -45,6 +56,7 @@ def merge(
     ] = None,
     memory: Annotated[str, typer.Option(help="Bound on all buffers together.")] = "64MB",
     assume_dim0: AssumeDim0 = False,
+    ep_size: EpSize = None,
     allow_global: AllowGlobal = None,
     verify: Annotated[
         str,
@@ -76,11 +88,13 @@ def merge(
             weights=weights,
             role=role,
             step=step,
+            also=also or (),
             config=config,
             max_shard_size=max_shard_size,
             workers=workers,
             memory=memory,
             assume_dim0=assume_dim0,
+            ep_size=ep_size,
             allow_globals=allow_global or (),
             verify=verify,
             overwrite=overwrite,

@@ -5,7 +5,17 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["AllowGlobal", "AssumeDim0", "Checkpoint", "Json", "Role", "Step", "Weights"]
+__all__ = [
+    "AllowGlobal",
+    "Also",
+    "AssumeDim0",
+    "Checkpoint",
+    "EpSize",
+    "Json",
+    "Role",
+    "Step",
+    "Weights",
+]
 
 Checkpoint = Annotated[
     Path,
@@ -23,6 +33,16 @@ Role = Annotated[
 ]
 Step = Annotated[
     int | None, typer.Option(help="Which step of several.  [default: the highest complete one]")
+]
+Also = Annotated[
+    list[Path] | None,
+    typer.Option(help="Another node's directory, with more files of the same checkpoint."),
+]
+EpSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Size of the expert parallelism, where the files do not record it (verl's VeOmni)."
+    ),
 ]
 AssumeDim0 = Annotated[
     bool,

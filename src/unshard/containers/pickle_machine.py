@@ -87,8 +87,11 @@ class Machine:
 
     def line(self) -> bytes:
         """Return the bytes up to the next newline (protocol 0 and GLOBAL)."""
-        end = self.data.index(b"\n", self.pos)
-        text = self.data[self.pos : end]
+        start, end = self.pos, self.data.find(b"\n", self.pos)
+        if end < 0:
+            self.pos = len(self.data)
+            raise MalformedPickleError(f"truncated: the line at byte {start} has no end")
+        text = self.data[start:end]
         self.pos = end + 1
         return text
 

@@ -10,15 +10,16 @@ Facts this module relies on (torch's `PyTorchStreamWriter`):
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from struct import calcsize, unpack_from
 from zlib import crc32
 
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 
-__all__ = ["StorageRecord", "TorchZip", "read_torch_zip"]
+__all__ = ["Pread", "StorageRecord", "TorchZip", "read_torch_zip"]
 
 _EOCD = b"PK\x05\x06"
 _EOCD64 = b"PK\x06\x06"
@@ -31,6 +32,9 @@ _FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
 _MAX_TAIL = 22 + _FULL16
 _MAX_ENTRY = 46 + 3 * _FULL16
 _MAX_PICKLE = 256 * 1024 * 1024  # of 50,000 tensors some 20 MB, of ShardedTensors more
+
+Pread = Callable[[int, int], bytes]
+"""Reads a number of bytes from a position of a file, as `os.pread` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +72,28 @@ class _Record:
     is_compressed: bool
 
 
-def read_torch_zip(path: Path, *, offset: int = 0, length: int | None = None) -> TorchZip:
+def read_torch_zip(
+    path: Path, *, offset: int = 0, length: int | None = None, pread: Pread | None = None
+) -> TorchZip:
     """Read the directory and the pickle of a torch.save file, or of a window inside one.
 
     Args:
         path: the file.
         offset: where the zip starts in the file, bytes.
         length: its size, bytes; None for all that follows.
+        pread: reads the file where that is not opened here; `length` must be given then.
 
     Raises:
         IncompleteError: the file is empty or truncated.
         CorruptError: it contradicts the zip format, or is not one that torch.save writes.
         NotMergeableError: legacy (before torch 1.6) or big-endian files.
     """
+    if pread is not None and length is not None:
+        return _Reader(path, pread, offset, length).read()
     fd = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(fd).st_size - offset if length is None else length
-        return _Reader(path, fd, offset, size).read()
+        return _Reader(path, partial(os.pread, fd), offset, size).read()
     finally:
         os.close(fd)
 
@@ -92,7 +101,7 @@ def read_torch_zip(path: Path, *, offset: int = 0, length: int | None = None) ->
 @dataclass(frozen=True, slots=True)
 class _Reader:
     path: Path
-    fd: int
+    pread: Pread
     offset: int
     size: int
 
@@ -124,7 +133,7 @@ class _Reader:
             raise self.corrupt(
                 f"bytes {start} to {start + count} lie outside its {self.size} bytes"
             )
-        data = os.pread(self.fd, count, self.offset + start)
+        data = self.pread(count, self.offset + start)
         if len(data) != count:
             raise IncompleteError(f"{self.path}: cannot read {count} bytes at {start}: truncated")
         return data

@@ -62,12 +62,10 @@ def _plan_tensor(draft: _Draft, file: int, data_start: int, tensor: OutputTensor
             chunks = _first_replicas(entry)
         case _:
             raise NotImplementedError(f"{type(tensor.recipe).__name__} recipes are not made yet")
-    if chunks.compressed.any():
-        raise NotImplementedError(f"tensor {tensor.name}: compressed chunks are not read yet")
     target = data_start + tensor.data_offsets[0]
     draft.bytes_read += entry.size_bytes
     copies = None
-    if entry.dtype is tensor.dtype and chunks.strides is None:
+    if entry.dtype is tensor.dtype and chunks.strides is None and not chunks.compressed.any():
         copies = _long_runs(file, target, entry, chunks)
     if copies is not None:
         draft.copies.append(copies)

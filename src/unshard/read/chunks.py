@@ -1,13 +1,18 @@
-"""Reading parts of stored chunks: what comparing replicas, and making tiles, both need."""
+"""Reading parts of stored chunks, and boxes of the tensors that they make."""
+
+from collections.abc import Iterable
 
 import numpy as np
 
 from unshard.containers.open_files import OpenFiles
-from unshard.containers.strided import Elements, read_strided
+from unshard.containers.strided import Elements, raw_dtype, read_strided
 from unshard.tensors.boxes import Box, row_major_strides
-from unshard.tensors.catalog import ChunkTable
+from unshard.tensors.catalog import ChunkTable, TensorEntry
+from unshard.tensors.tiles import row_tile, tiles
 
-__all__ = ["chunk_bytes", "chunk_part"]
+__all__ = ["chunk_bytes", "chunk_part", "equal_tensors", "fill_box", "first_difference"]
+
+_COMPARED = 1 << 20
 
 
 def chunk_part(
@@ -25,6 +30,8 @@ def chunk_part(
     Raises:
         CorruptError: the file is gone or ends early.
     """
+    if table.compressed[row]:
+        raise RuntimeError("a compressed chunk has no bytes to read: inflate the catalog first")
     if table.strides is None:
         steps = row_major_strides(table.sizes[row].tolist())
     else:
@@ -40,3 +47,68 @@ def chunk_bytes(
 ) -> bytes:
     """Read a box of a chunk as row-major bytes; arguments as for `chunk_part`."""
     return chunk_part(table, row, box, dtype, files).tobytes()
+
+
+def first_difference(
+    table: ChunkTable,
+    rows: tuple[int, int],
+    boxes: Iterable[Box],
+    dtype: np.dtype[np.generic],
+    files: OpenFiles,
+) -> Box | None:
+    """Return the first of these boxes in which two chunks of equal size differ, or None."""
+    for box in boxes:
+        ours, theirs = (chunk_bytes(table, row, box, dtype, files) for row in rows)
+        if ours != theirs:
+            return box
+    return None
+
+
+def fill_box(
+    out: Elements, box: Box, table: ChunkTable, dtype: np.dtype[np.generic], files: OpenFiles
+) -> None:
+    """Read a box of a tensor from every chunk that meets it.
+
+    Args:
+        out: where to put it, of the box's sizes; values are cast if its dtype is another.
+        box: what to read, in elements of the whole tensor.
+        table: the tensor's chunks.
+        dtype: what to read stored elements as.
+        files: where descriptors come from.
+
+    Raises:
+        CorruptError: a file is gone or ends early.
+    """
+    for row in _meeting(table, box).tolist():
+        lo = np.maximum(table.offsets[row], box.offsets)
+        hi = np.minimum(table.offsets[row] + table.sizes[row], box.ends)
+        inside = Box(tuple((lo - table.offsets[row]).tolist()), tuple((hi - lo).tolist()))
+        part = chunk_part(table, row, inside, dtype, files)
+        place = out
+        for dim, start in enumerate((lo - box.offsets).tolist()):
+            place = place[(slice(None),) * dim + (slice(start, start + part.shape[dim]),)]
+        with np.errstate(all="ignore"):
+            if part.dtype == np.float64 and out.itemsize == 2:
+                part = part.astype(np.float32)  # as torch does it
+            np.copyto(place, part, casting="unsafe")
+
+
+def _meeting(table: ChunkTable, box: Box) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """Return the rows of the chunks that meet a box."""
+    starts = table.offsets < np.asarray(box.ends, dtype=np.int64)
+    ends = table.offsets + table.sizes > np.asarray(box.offsets, dtype=np.int64)
+    return np.flatnonzero((starts & ends).all(axis=1))
+
+
+def equal_tensors(first: TensorEntry, second: TensorEntry, files: OpenFiles) -> bool:
+    """Tell whether two tensors have the same dtype, shape and bytes, however they are stored."""
+    if first.dtype is not second.dtype or first.shape != second.shape:
+        return False
+    raw = raw_dtype(first.dtype)
+    for box in tiles(first.shape, row_tile(first.shape, _COMPARED // raw.itemsize)):
+        ours, theirs = np.empty(box.sizes, raw), np.empty(box.sizes, raw)
+        fill_box(ours, box, first.chunks, raw, files)
+        fill_box(theirs, box, second.chunks, raw, files)
+        if ours.tobytes() != theirs.tobytes():
+            return False
+    return True

@@ -2,14 +2,16 @@
 
 Never weights, optimizer or random state. Sources: transformers' file name constants; for the
 places, verl's history (beside the shards in 0.4.0, in `huggingface/` before and after, not at all
-in 0.3.0) and lmms-engine (in the checkpoint's own directory).
+in 0.3.0), lmms-engine (in the checkpoint's own directory), NeMo AutoModel (`.hf_metadata/`), and
+axolotl and others, which write them once, at the start, into the run's directory.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from unshard.errors import UsageError
-from unshard.read.discover import Location
+from unshard.read.format import Location
 from unshard.tensors.catalog import Companions
 
 __all__ = ["find_companions"]
@@ -46,8 +48,8 @@ def find_companions(location: Location, config: Path | None) -> Companions:
     if config is not None and not config.is_file():
         raise UsageError(f"--config {config}: there is no such file or directory")
     found = Companions()
-    for folder in _places(location):
-        here = _in_directory(folder)
+    for folder, is_own in _places(location):
+        here = _in_directory(folder) if is_own else _in_run(folder)
         if here.config or (here.files and not found.files):
             found = here
         if here.config:
@@ -55,14 +57,39 @@ def find_companions(location: Location, config: Path | None) -> Companions:
     return Companions(config, found.files) if config else found
 
 
-def _places(location: Location) -> Iterator[Path]:
-    weights, step = location.weights_dir, location.step_dir
-    yield weights / "huggingface"
-    yield weights
-    yield weights / "model" / "huggingface"
-    if step != weights:
-        yield step / "huggingface"
-        yield step
+def _places(location: Location) -> Iterator[tuple[Path, bool]]:
+    """Yield where companions may lie, and whether that place belongs to this checkpoint alone."""
+    for root in location.roots:
+        yield root / "huggingface", True
+        yield root / ".hf_metadata", True
+        yield root, True
+        yield root / "model" / "huggingface", True
+    step = location.step_dir
+    if step != location.weights_dir:
+        yield step / "huggingface", True
+        yield step, False
+    if location.step is not None:
+        yield step.parent, False
+
+
+def _in_run(folder: Path) -> Companions:
+    """Return the companions in a directory that also holds other things.
+
+    Its config.json must be a model's; code belongs to the model only if that config says so.
+    """
+    here = _in_directory(folder)
+    if here.config is None:
+        return Companions()
+    try:
+        fields = json.loads(here.config.read_bytes())
+    except (ValueError, RecursionError):
+        return here  # that it is broken is said where it is used
+    if not isinstance(fields, dict) or not {"model_type", "architectures"} & fields.keys():
+        return Companions()
+    if "auto_map" in fields:
+        return here
+    files = {name: path for name, path in here.files.items() if not name.endswith(".py")}
+    return Companions(here.config, files)
 
 
 def _in_directory(folder: Path) -> Companions:

@@ -23,9 +23,13 @@ class MeshReader:
     Args:
         rank: the rank that the file's name states.
         read_ints: reads the integers of a pickled tensor.
+
+    Attributes:
+        world_size: the highest rank of any mesh read so far, plus one.
     """
 
     def __init__(self, rank: int, read_ints: Callable[[Value], tuple[int, ...]]) -> None:
+        self.world_size = 1
         self._rank = rank
         self._read_ints = read_ints
         self._known: dict[int, DeviceMesh] = {}
@@ -52,6 +56,7 @@ class MeshReader:
             raise TensorFormError(f"rank {self._rank} is not part of its mesh")
         at = ints(coordinates)
         shape, ranks = self._grid(fields, at)
+        self.world_size = max(self.world_size, max(ranks, default=0) + 1)
         if len(at) != len(shape):
             raise TensorFormError(f"coordinates {at} do not fit a mesh of shape {shape}")
         return DeviceMesh(shape, _names(fields), self._piece_numbers(fields, shape, ranks, at))

@@ -1,75 +1,43 @@
 """Find the checkpoint that a path means, whatever level of its tree the path points to.
 
 A *step directory* (`global_step_10`, `checkpoint-10`) holds one checkpoint; its weights lie in it,
-or in a folder named after a role (verl) or a weight set (lmms-engine). A *run directory* holds
-several step directories. Knows names and places; opens no file.
+or in a folder named after a role (verl), a weight set (lmms-engine) or what it holds (`model`). A
+*run directory* holds several step directories. Sharded weights win over whole ones, and what lies
+closer to the path over what lies deeper. Knows names and places; opens no file.
 
-Sources: verl's FSDPCheckpointManager, lmms-engine's fsdp2_trainer.
+Sources: verl's FSDPCheckpointManager, lmms-engine's fsdp2_trainer, accelerate's fsdp_utils, and the
+checkpointers of torchtitan, torchtune, Composer, Lightning, OLMo-core and NeMo AutoModel.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from unshard.errors import IncompleteError, UnknownFormatError, UsageError
-from unshard.read.rank_files import rank_files
+from unshard.read.format import Format, Location, Request, Role
+from unshard.read.formats import FORMATS, format_in
+from unshard.read.rank_files import RANK_FILES
+from unshard.read.whole_files import WHOLE_FILES
 
-__all__ = ["Location", "Request", "Role", "Weights", "discover", "is_ema_there"]
+__all__ = ["discover", "is_ema_there"]
 
-Role = str  # "actor" | "critic"
-Weights = str  # "model" | "ema"
-
-_STEP = re.compile(r"(?:global_step_|checkpoint-|step-|step_)(\d+)")
-_MODEL_DIR, _EMA_DIR = "pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0"
-_ROLES = ("actor", "critic")
-_UPWARD = 3
-_OTHER_FORMATS = (
-    (".metadata", "a torch DCP checkpoint (.metadata)"),
-    ("*.metadata", "a torch DCP checkpoint saved without collectives"),
-    ("*.distcp", "files of a torch DCP checkpoint"),
-    ("shard-*-model-*-of-*.safetensors", "sharded safetensors (DCP's HuggingFaceStorageWriter)"),
-    ("pytorch_model_fsdp*.bin", "an FSDP checkpoint of accelerate (pytorch_model_fsdp*.bin)"),
-    ("mp_rank_*_model_states.pt", "a DeepSpeed checkpoint"),
-    ("zero_pp_rank_*", "a DeepSpeed ZeRO checkpoint"),
-    ("common.pt", "a Megatron-core distributed checkpoint"),
-    ("*.safetensors", "a Hugging Face model that is whole already"),
+_STEPS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"(?:global_step_?|checkpoint[-_]|step[-_]?|iter_)(\d+)",  # verl, HF, torchtitan, OLMo-core
+        r"ep\d+-ba(\d+)",  # Composer
+        r"epoch_\d+_step_(\d+)",  # NeMo AutoModel
+        r"(?:dist_)?epoch_(\d+)",  # torchtune
+        r".*step=(\d+).*\.ckpt",  # Lightning
+    )
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the user asked for beside the path: step, role, weight set; None for no preference."""
-
-    step: int | None = None
-    role: Role | None = None
-    weights: Weights | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where one set of weights lies.
-
-    Attributes:
-        weights_dir: the directory that holds the rank files.
-        step_dir: the checkpoint's own directory; `weights_dir` itself or its parent.
-        step: training step, where the step directory's name says it.
-        role: "actor" or "critic" for verl's RL checkpoints, else None.
-        weights: "model" or "ema".
-    """
-
-    weights_dir: Path
-    step_dir: Path
-    step: int | None
-    role: Role | None
-    weights: Weights
-
-    @property
-    def default_output(self) -> Path:
-        """`merged/<step directory>[-critic][-ema]` beside the step directory."""
-        suffix = "-critic" if self.role == "critic" else ""
-        suffix += "-ema" if self.weights == "ema" else ""
-        return self.step_dir.parent / "merged" / (self.step_dir.name + suffix)
+_EMA_DIR = "pytorch_ema_model_fsdp_0"
+_ROLES = ("actor", "critic")
+_FSDP_FOLDER = re.compile(r"pytorch_(?:ema_)?model_fsdp_\d+")
+_FOLDERS = ("model", "model_and_optim", "sharded")
+_WEIGHT_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th")
+_UPWARD = 3
+_NESTED_RUNS = 1
 
 
 def discover(path: Path, request: Request) -> list[Location]:
@@ -84,55 +52,79 @@ def discover(path: Path, request: Request) -> list[Location]:
     if not path.exists():
         raise UnknownFormatError(f"{path}: there is no such file or directory")
     start = path.resolve()
-    if start.is_file():
-        start = start.parent
-    for place in _upward(start):
-        found = _in_step(place)
+    if _is_checkpoint_file(start):
+        file = Location(start.parent, start.parent, None, None, "model", WHOLE_FILES, start)
+        return [_choose(start, [file], request, explicit=True)]
+    place = start.parent if start.is_file() else start
+    for sharded in (True, False):
+        found = _in_step(place, sharded=sharded)
         if found:
-            hinted = _narrow(start, place, found)
-            return [_choose(place, hinted, request, explicit=True)]
-        if place == start and (steps := _steps(start)):
-            return _in_run(start, steps, request)
+            return [_choose(place, _about(start, found), request, explicit=True)]
+        locations = _in_run(place, request, sharded=sharded, depth=_NESTED_RUNS)
+        if locations:
+            return locations
+    for above in list(place.parents)[:_UPWARD]:
+        found = _in_step(above, sharded=True)
+        if found:
+            inside = [at for at in found if start.is_relative_to(at.weights_dir)]
+            return [_choose(above, inside or found, request, explicit=True)]
     raise _nothing_found(path)
 
 
-def _upward(start: Path) -> Iterator[Path]:
-    yield start
-    yield from list(start.parents)[:_UPWARD]
+def _is_checkpoint_file(path: Path) -> bool:
+    """Tell whether a path is a file of weights that is no part of a larger set."""
+    is_weights = path.is_file() and path.suffix in _WEIGHT_FILES
+    return is_weights and not any(one.claims(path.name) for one in FORMATS)
 
 
-def _in_step(place: Path) -> list[Location]:
+def _about(start: Path, found: list[Location]) -> list[Location]:
+    """Tell the readers which file the path names, if it names one."""
+    if not start.is_file():
+        return found
+    return [replace(at, file=start) if at.weights_dir == start.parent else at for at in found]
+
+
+def _in_step(place: Path, *, sharded: bool) -> list[Location]:
     """Return every set of weights that `place` holds, if it is a step or weights directory."""
+    here = format_in(place, sharded=sharded)
+    if here is not None:
+        named = place.name in _ROLES or _FSDP_FOLDER.fullmatch(place.name)
+        inner = named or (place.name in _FOLDERS and _step(place.parent.name) is not None)
+        return [_location(place, place.parent if inner else place, here)]
+    return [
+        _location(folder, place, form)
+        for folder in _folders(place)
+        if (form := _format_of(folder, sharded=sharded)) is not None
+    ]
+
+
+def _folders(place: Path) -> list[Path]:
     if not place.is_dir():
         return []
-    if rank_files(place):
-        return [_of_weights_dir(place)]
-    folders = [place / name for name in (*_ROLES, _MODEL_DIR, _EMA_DIR)]
-    return [_of_weights_dir(folder) for folder in folders if _holds_weights(folder)]
+    names = sorted(child.name for child in place.iterdir() if _FSDP_FOLDER.fullmatch(child.name))
+    return [place / name for name in (*_ROLES, *sorted(names, reverse=True), *_FOLDERS)]
 
 
-def _holds_weights(folder: Path) -> bool:
-    """Tell whether a folder is there for weights; lmms-engine may leave its EMA folder empty."""
-    if not folder.is_dir():
-        return False
-    if folder.name == _EMA_DIR:
-        return (folder.parent / _MODEL_DIR).is_dir() or bool(rank_files(folder))
-    return bool(rank_files(folder))
+def _format_of(folder: Path, *, sharded: bool) -> Format | None:
+    """Return a folder's format; lmms-engine may leave its EMA folder empty."""
+    found = format_in(folder, sharded=sharded)
+    if found is None and sharded and folder.name == _EMA_DIR and folder.is_dir():
+        return (
+            RANK_FILES if _in_step(folder.with_name("pytorch_model_fsdp_0"), sharded=True) else None
+        )
+    return found
 
 
-def _of_weights_dir(folder: Path) -> Location:
-    named = folder.name in (*_ROLES, _MODEL_DIR, _EMA_DIR)
-    step_dir = folder.parent if named else folder
-    match = _STEP.fullmatch(step_dir.name)
+def _location(folder: Path, step_dir: Path, form: Format) -> Location:
     role = folder.name if folder.name in _ROLES else None
     weights = "ema" if folder.name == _EMA_DIR else "model"
-    return Location(folder, step_dir, int(match[1]) if match else None, role, weights)
+    return Location(folder, step_dir, _step(step_dir.name), role, weights, form)
 
 
-def _narrow(start: Path, place: Path, found: list[Location]) -> list[Location]:
-    """Keep the weights that a path inside the step directory points into, if any."""
-    inside = [at for at in found if start.is_relative_to(at.weights_dir)]
-    return inside if start != place and inside else found
+def _step(name: str) -> int | None:
+    """Return the training step that a directory's name states."""
+    matches = (pattern.fullmatch(name) for pattern in _STEPS)
+    return next((int(match[1]) for match in matches if match), None)
 
 
 def _choose(place: Path, found: list[Location], request: Request, *, explicit: bool) -> Location:
@@ -147,11 +139,11 @@ def _choose(place: Path, found: list[Location], request: Request, *, explicit: b
     if not kept:
         raise UnknownFormatError(
             f"{place}: holds no {wanted} weights",
-            expected=_EMA_DIR if wanted == "ema" else f"{_MODEL_DIR} or rank files",
+            expected=_EMA_DIR if wanted == "ema" else "pytorch_model_fsdp_0 or rank files",
             found=", ".join(at.weights_dir.name for at in found),
         )
     location = _choose_role(place, kept, request.role)
-    if not rank_files(location.weights_dir):
+    if next(location.weights_dir.iterdir(), None) is None:
         raise IncompleteError(
             f"{location.weights_dir}: is empty: this run saved no {wanted} weights at this step"
         )
@@ -166,53 +158,60 @@ def _choose_role(place: Path, found: list[Location], role: Role | None) -> Locat
             raise UnknownFormatError(f"{place}: holds no {role}", found=there)
         return roles[role]
     if len(found) > 1:
-        names = " and ".join(str(at.role) for at in found)
-        raise UsageError(f"{place}: holds {names}", hint="say which one: --role actor|critic")
+        names = " and ".join(at.role or at.weights_dir.name for at in found)
+        hint = "say which one: --role actor|critic" if None not in roles else "give one of them"
+        raise UsageError(f"{place}: holds {names}", hint=hint)
     return found[0]
 
 
-def _steps(run: Path) -> dict[int, Path]:
+def _steps(run: Path) -> list[tuple[int, Path]]:
     """Return the step directories of a run, the highest step first."""
     if not run.is_dir():
-        return {}
-    found = {
-        int(match[1]): child
+        return []
+    found = [
+        (step, child)
         for child in run.iterdir()
-        if (match := _STEP.fullmatch(child.name)) and child.is_dir()
-    }
-    return dict(sorted(found.items(), reverse=True))
+        if (step := _step(child.name)) is not None and child.is_dir()
+    ]
+    return sorted(found, reverse=True)
 
 
-def _in_run(run: Path, steps: dict[int, Path], request: Request) -> list[Location]:
-    if request.step is not None:
-        if request.step not in steps:
-            there = ", ".join(map(str, sorted(steps)))
+def _in_run(run: Path, request: Request, *, sharded: bool, depth: int) -> list[Location]:
+    """Return what the steps of a run hold; verl's torchtitan engine has steps within steps."""
+    steps = _steps(run)
+    if steps and request.step is not None:
+        there = ", ".join(str(step) for step, _ in reversed(steps))
+        steps = [(step, place) for step, place in steps if step == request.step]
+        if not steps:
             raise UnknownFormatError(f"{run}: holds no step {request.step}", found=f"steps {there}")
-        steps = {request.step: steps[request.step]}
     locations = []
-    for place in steps.values():
-        found = _in_step(place)
+    for _, place in steps:
+        found = _in_step(place, sharded=sharded)
         if found:
             locations.append(_choose(place, found, request, explicit=False))
-    if not locations:
-        raise _nothing_found(next(iter(steps.values())))
+        elif depth:
+            inner = replace(request, step=None)
+            locations += _in_run(place, inner, sharded=sharded, depth=depth - 1)
     return locations
 
 
 def _nothing_found(path: Path) -> UnknownFormatError:
     folder = path if path.is_dir() else path.parent
-    recognised = [name for pattern, name in _OTHER_FORMATS if next(folder.glob(pattern), None)]
+    steps = _steps(folder)
+    if steps:
+        folder = steps[0][1]
     there = sorted(child.name + ("/" if child.is_dir() else "") for child in folder.iterdir())
     shown = ", ".join(there[:12]) + (f" and {len(there) - 12} more" if len(there) > 12 else "")
     return UnknownFormatError(
-        f"{path}: no checkpoint that this version reads",
-        expected="model_world_size_W_rank_R.pt (verl, lmms-engine), here, in actor/, critic/, "
-        f"{_MODEL_DIR}/ or in step directories (global_step_N, checkpoint-N)",
-        found=(f"{recognised[0]}: " if recognised else "") + (shown or "an empty directory"),
+        f"{folder if steps else path}: no checkpoint that this version reads",
+        expected="model_world_size_W_rank_R.pt (verl, lmms-engine), .metadata and *.distcp (torch "
+        "DCP), pytorch_model_fsdp_0/ (accelerate, HF Trainer), shard-*-model-*.safetensors or "
+        "model.safetensors, here, in actor/, critic/, model/ or in step directories "
+        "(global_step_N, checkpoint-N, step-N)",
+        found=shown or "an empty directory",
     )
 
 
 def is_ema_there(location: Location) -> bool:
     """Tell whether EMA weights lie in the same step directory."""
-    folder = location.step_dir / _EMA_DIR
-    return folder.is_dir() and bool(rank_files(folder))
+    return format_in(location.step_dir / _EMA_DIR, sharded=True) is not None

@@ -32,7 +32,8 @@ class Inspection:
         format, writer, step, world_size: as in `Catalog`.
         role, weights: which set of weights this is.
         meshes: device meshes, as "fsdp=4" or "4 x 2" where they have no names; with tensor counts.
-        placements: placements, with tensor counts; "plain" for tensors without.
+        placements: placements, with tensor counts; for tensors without "plain", or, where the
+            format states boxes, into how many parts each dimension is cut: "cut 4 x 1".
         dtypes: dtypes, with tensor counts.
         parameters: number of elements; `size_bytes`: bytes of the full tensors.
         has_ema: whether EMA weights lie beside these.
@@ -121,9 +122,10 @@ def _counted(names: Iterator[str]) -> dict[str, int]:
 
 
 def _placements(entry: TensorEntry) -> tuple[str, ...]:
-    if entry.sharding is None:
-        return ("plain",)
-    return tuple(str(placement) for placement in entry.sharding.placements)
+    if entry.sharding is not None:
+        return tuple(str(placement) for placement in entry.sharding.placements)
+    parts = [len(set(starts)) for starts in entry.chunks.offsets.T.tolist()]
+    return ("plain",) if prod(parts) <= 1 else (f"cut {' x '.join(map(str, parts))}",)
 
 
 def _mesh(entry: TensorEntry) -> str:

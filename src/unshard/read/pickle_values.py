@@ -2,7 +2,7 @@
 
 from unshard.containers.records import Record, Value
 
-__all__ = ["TensorFormError", "ints", "member", "state_of"]
+__all__ = ["TensorFormError", "ints", "items_of", "member", "state_of"]
 
 
 class TensorFormError(ValueError):
@@ -42,3 +42,16 @@ def member(fields: dict[str, Value], *names: str) -> Value:
         if name in fields:
             return fields[name]
     raise TensorFormError(f"the attribute {names[0]} is missing")
+
+
+def items_of(value: Value) -> dict[str, Value] | None:
+    """Return a pickled dict (or OrderedDict) whose keys are all strings; None for anything else."""
+    items: dict[Value, Value]
+    if isinstance(value, dict):
+        items = value
+    elif isinstance(value, Record) and value.is_call_of("collections.OrderedDict"):
+        items = dict(value.items)
+    else:
+        return None
+    named = {name: item for name, item in items.items() if isinstance(name, str)}
+    return named if len(named) == len(items) else None

@@ -20,8 +20,8 @@ import numpy as np
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import raw_dtype
 from unshard.errors import NotMergeableError, UnshardError
-from unshard.read.chunks import chunk_bytes
-from unshard.read.rank_files import Draft
+from unshard.read.chunks import first_difference
+from unshard.read.gathering import Draft
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.tiles import row_tile, tiles
 
@@ -88,12 +88,10 @@ def _differ(draft: Draft, table: ChunkTable, files: OpenFiles) -> bool:
         return True
     raw = raw_dtype(draft.kind.dtype)
     tile = row_tile(draft.kind.shape, _COMPARE_BYTES // raw.itemsize)
-    for box in tiles(draft.kind.shape, tile):
-        first = chunk_bytes(table, 0, box, raw, files)
-        for row in range(1, len(table)):
-            if chunk_bytes(table, row, box, raw, files) != first:
-                return True
-    return False
+    return any(
+        first_difference(table, (0, row), tiles(draft.kind.shape, tile), raw, files)
+        for row in range(1, len(table))
+    )
 
 
 def _joinable(table: ChunkTable) -> bool:

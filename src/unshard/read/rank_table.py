@@ -30,15 +30,27 @@ __all__ = ["Kind", "RankTable"]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a tensor is as one rank sees it: dtype, global shape, sharding (None: plain)."""
+    """What a tensor is as one rank sees it.
+
+    Attributes:
+        dtype: as stored.
+        shape: the global shape; of a plain tensor the stored one.
+        sharding: mesh and placements, where it has any.
+        boxed: whether each stored part states its own box instead (ShardedTensor).
+    """
 
     dtype: DType
     shape: tuple[int, ...]
     sharding: Sharding | None
+    boxed: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing says what part of which tensor is stored."""
+        return self.sharding is None and not self.boxed
 
     def __str__(self) -> str:
-        plain = "plain" if self.sharding is None else "sharded"
-        return f"{plain} {self.dtype} {list(self.shape)}"
+        return f"{'plain' if self.is_plain else 'sharded'} {self.dtype} {list(self.shape)}"
 
 
 @dataclass(slots=True)
@@ -54,6 +66,7 @@ class RankTable:
         odd_strides: strides, in elements, of chunks that are not row-major, by number of the chunk.
         skipped: values that are no tensors, with the reason.
         problems: tensors that cannot be merged.
+        world_size: of the ranks that wrote it, as far as the file says: at least this many.
     """
 
     rank: int
@@ -66,6 +79,7 @@ class RankTable:
     odd_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     problems: list[UnshardError] = field(default_factory=list)
+    world_size: int = 1
 
     def add_chunk(  # noqa: PLR0913, PLR0917 (one argument per column; called for every chunk)
         self,
@@ -94,6 +108,7 @@ class RankTable:
             "odd_strides": list(self.odd_strides.items()),
             "skipped": self.skipped,
             "problems": [problem_fields(problem) for problem in self.problems],
+            "world_size": self.world_size,
         }
         text = json.dumps(fields, separators=(",", ":")).encode()
         return pack("<QQ", len(text), len(self.rows) * 8) + text + self.rows.tobytes()
@@ -116,6 +131,7 @@ class RankTable:
             odd_strides={number: tuple(strides) for number, strides in fields["odd_strides"]},
             skipped=fields["skipped"],
             problems=[problem(item) for item in fields["problems"]],
+            world_size=fields["world_size"],
         )
 
 
@@ -142,7 +158,7 @@ def problem(fields: dict[str, str]) -> UnshardError:
 def _kind_fields(kind: Kind) -> list[object]:
     sharding = kind.sharding
     if sharding is None:
-        return [kind.dtype.name, kind.shape, None]
+        return [kind.dtype.name, kind.shape, kind.boxed]
     mesh = sharding.mesh
     placements = [_placement_fields(placement) for placement in sharding.placements]
     fields = [mesh.shape, mesh.dim_names, mesh.coordinates, placements, sharding.shard_order]
@@ -151,8 +167,8 @@ def _kind_fields(kind: Kind) -> list[object]:
 
 def _kind(fields: list[object]) -> Kind:
     match fields:
-        case [str(dtype), list(shape), None]:
-            return Kind(BY_NAME[dtype], tuple(shape), None)
+        case [str(dtype), list(shape), bool(boxed)]:
+            return Kind(BY_NAME[dtype], tuple(shape), None, boxed)
         case [str(dtype), list(shape), [list(sizes), names, list(at), list(placements), order]]:
             names = tuple(names) if isinstance(names, list) else None
             mesh = DeviceMesh(tuple(sizes), names, tuple(at))

@@ -177,6 +177,7 @@ class Catalog:
         skipped: values that are not tensors.
         companions: config and the like.
         training_state: files of optimizer, scheduler, random state.
+        archives: the torch.save zips that hold the tensors, whose records may carry checksums.
         missing: files of ranks that should be there and are not; replicas may make up for them.
         missing_ranks: the ranks that would have written them.
         notes: what a user should know about how the checkpoint was read.
@@ -191,6 +192,7 @@ class Catalog:
     skipped: tuple[Skipped, ...] = ()
     companions: Companions = Companions()
     training_state: tuple[Path, ...] = ()
+    archives: tuple[ByteRange, ...] = ()
     missing: tuple[Path, ...] = ()
     missing_ranks: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()

@@ -18,9 +18,8 @@ from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements, raw_dtype, read_exactly
 from unshard.plan.operations import Cast, Gather
 from unshard.plan.work import Tile, Unit
-from unshard.read.chunks import chunk_part
+from unshard.read.chunks import fill_box
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
-from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import numpy_dtype
 
 __all__ = ["Executor", "make_tile", "tile_runs"]
@@ -143,38 +142,8 @@ def make_tile(tile: Tile, sources: OpenFiles) -> Elements:
         gather = tile.operation
         source = target = raw_dtype(gather.dtype)
     out = np.empty(tile.box.sizes, dtype=target)
-    for row in _meeting(gather.chunks, tile.box).tolist():
-        _fill(out, tile.box, gather.chunks, row, source, sources)
+    fill_box(out, tile.box, gather.chunks, source, sources)
     return out
-
-
-def _fill(  # noqa: PLR0913, PLR0917 (both ends of one copy)
-    out: Elements,
-    tile: Box,
-    chunks: ChunkTable,
-    row: int,
-    source: np.dtype[np.generic],
-    sources: OpenFiles,
-) -> None:
-    """Read the part of a chunk that meets the tile into its place, casting if dtypes differ."""
-    lo = np.maximum(chunks.offsets[row], tile.offsets)
-    hi = np.minimum(chunks.offsets[row] + chunks.sizes[row], tile.ends)
-    inside = Box(tuple((lo - chunks.offsets[row]).tolist()), tuple((hi - lo).tolist()))
-    part = chunk_part(chunks, row, inside, source, sources)
-    place = out
-    for dim, start in enumerate((lo - tile.offsets).tolist()):
-        place = place[(slice(None),) * dim + (slice(start, start + part.shape[dim]),)]
-    with np.errstate(all="ignore"):
-        if part.dtype == np.float64 and out.itemsize == 2:
-            part = part.astype(np.float32)  # as torch does it
-        np.copyto(place, part, casting="unsafe")
-
-
-def _meeting(chunks: ChunkTable, tile: Box) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """Return the rows of the chunks that meet a tile."""
-    starts = chunks.offsets < np.asarray(tile.ends, dtype=np.int64)
-    ends = chunks.offsets + chunks.sizes > np.asarray(tile.offsets, dtype=np.int64)
-    return np.flatnonzero((starts & ends).all(axis=1))
 
 
 def _write_all(fd: int, data: memoryview, at: int) -> None:

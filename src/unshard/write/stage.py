@@ -130,6 +130,11 @@ class Stage:
         return self._staging / "output"
 
     @property
+    def scratch(self) -> Path:
+        """A path for a file that is needed while the output is made, and removed with the stage."""
+        return self._staging / "scratch"
+
+    @property
     def _staging(self) -> Path:
         if self._root is None:
             raise RuntimeError("the stage has not been entered")

@@ -20,14 +20,15 @@ import numpy as np
 
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import raw_dtype, read_exactly
-from unshard.containers.torch_zip import StorageRecord, read_torch_zip
+from unshard.containers.torch_file import read_torch_file
+from unshard.containers.torch_zip import StorageRecord
 from unshard.errors import CorruptError, OutputError, UnshardError
 from unshard.plan.layout import Layout, OutputTensor
 from unshard.plan.operations import Cast, CopyRange
 from unshard.plan.work import Tile, Unit
-from unshard.read.chunks import chunk_bytes
+from unshard.read.chunks import first_difference
 from unshard.tensors.boxes import Box, Ints
-from unshard.tensors.catalog import Catalog, ChunkTable, TensorEntry
+from unshard.tensors.catalog import ByteRange, Catalog, ChunkTable, TensorEntry
 from unshard.tensors.tiles import row_tile, tiles
 from unshard.write.execute import make_tile, tile_runs
 
@@ -36,9 +37,9 @@ __all__ = ["Checker", "Job", "Replicas", "Source", "source_jobs"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Check the checksums of one source file."""
+    """Check the checksums of one torch.save zip among the sources."""
 
-    path: Path
+    archive: ByteRange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,8 +54,7 @@ Job = Source | Replicas | Unit
 
 def source_jobs(catalog: Catalog) -> Iterator[Source | Replicas]:
     """Yield what there is to check about the sources."""
-    paths = {path for entry in catalog.tensors.values() for path in entry.chunks.paths}
-    yield from (Source(path) for path in sorted(paths))
+    yield from map(Source, catalog.archives)
     yield from (Replicas(e) for e in catalog.tensors.values() if len(e.chunks) > 1)
 
 
@@ -101,8 +101,8 @@ class Checker:
     def do(self, job: Job) -> int:
         """Do a job; return the bytes of output that it compared."""
         match job:
-            case Source(path):
-                self._check_source(path)
+            case Source(archive):
+                self._check_source(archive)
             case Replicas(entry):
                 self._check_replicas(entry)
             case Tile():
@@ -111,8 +111,10 @@ class Checker:
                 return self._check_copy(job)
         return 0
 
-    def _check_source(self, path: Path) -> None:
-        for key, record in read_torch_zip(path).storages.items():
+    def _check_source(self, archive: ByteRange) -> None:
+        path = archive.path
+        found = read_torch_file(path, offset=archive.offset, length=archive.length)
+        for key, record in found.storages.items():
             if record.crc and self._crc(path, record) != record.crc:
                 names = ", ".join(_tensors_in(self._catalog, path, record)) or "no tensor"
                 self._problems.append(
@@ -134,11 +136,10 @@ class Checker:
         raw = raw_dtype(entry.dtype)
         for first, other in _replicas(entry.chunks):
             sizes = tuple(entry.chunks.sizes[first].tolist())
-            for box in tiles(sizes, row_tile(sizes, max(1, self._block // raw.itemsize))):
-                ours = chunk_bytes(entry.chunks, first, box, raw, self._files)
-                if ours != chunk_bytes(entry.chunks, other, box, raw, self._files):
-                    self._problems.append(_differing(entry, first, other, box))
-                    break
+            boxes = tiles(sizes, row_tile(sizes, max(1, self._block // raw.itemsize)))
+            box = first_difference(entry.chunks, (first, other), boxes, raw, self._files)
+            if box is not None:
+                self._problems.append(_differing(entry, first, other, box))
 
     def _check_tile(self, tile: Tile) -> int:
         operation = tile.operation

@@ -1,0 +1,137 @@
+"""What every reader takes and gives: a place, the user's options, and what was found there.
+
+A reader is a module with one `Format`. It reads names, pickles and headers, never weights, and says
+where every chunk of every tensor lies. What all formats share (names of wrappers, the check for
+holes, companions) is done by `open` afterwards.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unshard.tensors.catalog import ByteRange, Skipped, TensorEntry
+
+__all__ = ["Format", "Location", "ReadOptions", "Reading", "Request", "Role", "Weights"]
+
+Role = str  # "actor" | "critic"
+Weights = str  # "model" | "ema"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for beside the path: step, role, weight set; None for no preference."""
+
+    step: int | None = None
+    role: Role | None = None
+    weights: Weights | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How to read a checkpoint.
+
+    Attributes:
+        config: the user's own config, a file or a directory.
+        assume_dim0: take plain tensors that differ between ranks as shards along dimension 0.
+        ep_size: size of the expert parallelism that the files do not record.
+        allowed_globals: tensor subclasses to read as the plain tensors they store.
+        processes: how many processes may read, where there is much to read.
+    """
+
+    config: Path | None = None
+    assume_dim0: bool = False
+    ep_size: int | None = None
+    allowed_globals: frozenset[str] = frozenset()
+    processes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where one set of weights lies.
+
+    Attributes:
+        weights_dir: the directory that holds the weight files.
+        step_dir: the checkpoint's own directory; `weights_dir` itself or above it.
+        step: training step, where the step directory's name says it.
+        role: "actor" or "critic" for verl's RL checkpoints, else None.
+        weights: "model" or "ema".
+        format: how the weights are stored there.
+        file: the one file that is meant, where the path names a file and the directory may hold
+            other weights.
+        also: directories that hold more files of the same checkpoint (of other nodes).
+    """
+
+    weights_dir: Path
+    step_dir: Path
+    step: int | None
+    role: Role | None
+    weights: Weights
+    format: "Format"
+    file: Path | None = None
+    also: tuple[Path, ...] = ()
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """All directories that hold files of the checkpoint."""
+        return (self.weights_dir, *self.also)
+
+    @property
+    def default_output(self) -> Path:
+        """`merged/<step directory>[-critic][-ema]` beside the step directory."""
+        suffix = "-critic" if self.role == "critic" else ""
+        suffix += "-ema" if self.weights == "ema" else ""
+        if self.file is not None:
+            return self.weights_dir / "merged" / (self.file.stem + suffix)
+        return self.step_dir.parent / "merged" / (self.step_dir.name + suffix)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """What a reader found.
+
+    Attributes:
+        writer: the tool that wrote the checkpoint, as far as the layout tells.
+        world_size: number of ranks that wrote it.
+        tensors: by name, in the order of the state dict; all chunk tables share one tuple of paths.
+        skipped: values that are not model weights.
+        archives: the torch.save zips that hold the tensors, whose records may carry checksums.
+        training_state: files of optimizer, scheduler, random state.
+        missing: files that should be there and are not; replicas may make up for them.
+        missing_ranks: the ranks that would have written them.
+        notes: what a user should know about how the checkpoint was read.
+    """
+
+    writer: str
+    world_size: int
+    tensors: Mapping[str, TensorEntry]
+    skipped: tuple[Skipped, ...] = ()
+    archives: tuple[ByteRange, ...] = ()
+    training_state: tuple[Path, ...] = ()
+    missing: tuple[Path, ...] = ()
+    missing_ranks: tuple[int, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A way to store weights.
+
+    Attributes:
+        name: for people: "FSDP rank files".
+        holds: tells, by the names in a directory, whether files of this format lie in it.
+        read: reads them.
+        sharded: whether ranks hold parts; sharded weights win over whole ones beside them.
+        claims: tells, by its name, whether a file is a part of such a set rather than a checkpoint
+            of its own.
+
+    `read` raises a `CheckpointError` for everything that is wrong with the files.
+    """
+
+    name: str
+    holds: Callable[[Path], bool]
+    read: Callable[[Location, ReadOptions], Reading]
+    claims: Callable[[str], bool]
+    sharded: bool = True
+
+    def __str__(self) -> str:
+        return self.name

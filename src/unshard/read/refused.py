@@ -1,0 +1,65 @@
+"""Checkpoints that are recognised and refused: of other engines, with the tool that reads them.
+
+Told by names alone; nothing of them is opened.
+"""
+
+import re
+from pathlib import Path
+
+from unshard.errors import NotMergeableError
+from unshard.read.format import Format, Location, Reading, ReadOptions
+
+__all__ = ["DEEPSPEED", "MEGATRON"]
+
+_ZERO = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(?:model|optim)_states\.pt")
+_DEEPSPEED = re.compile(r"mp_rank_\d+_model_states\.pt|zero_to_fp32\.py")
+_MEGATRON_LEGACY = re.compile(r"model_optim_rng\.pt|distrib_optim\.pt")
+
+
+def _holds_megatron(directory: Path) -> bool:
+    """Megatron-core's `torch_dist` is a DCP checkpoint with a file of its own beside it."""
+    if not any((directory / name).is_file() for name in ("metadata.json", "common.pt")):
+        return next(directory.glob("mp_rank_*/model_optim_rng.pt"), None) is not None
+    return next(directory.glob("*.distcp"), None) is not None or (directory / "common.pt").is_file()
+
+
+def _holds_deepspeed(directory: Path) -> bool:
+    names = [path.name for path in directory.iterdir()]
+    return any(_ZERO.fullmatch(name) or _DEEPSPEED.fullmatch(name) for name in names)
+
+
+def _refuse_megatron(location: Location, options: ReadOptions) -> Reading:
+    del options
+    raise NotMergeableError(
+        f"{location.weights_dir}: a Megatron-core distributed checkpoint (torch_dist)",
+        expected="a checkpoint of the FSDP family",
+        found="tensors cut and stacked by Megatron's own model parallelism",
+        hint="convert it with Megatron-Bridge (or NeMo's export to Hugging Face)",
+    )
+
+
+def _refuse_deepspeed(location: Location, options: ReadOptions) -> Reading:
+    del options
+    raise NotMergeableError(
+        f"{location.weights_dir}: a DeepSpeed ZeRO checkpoint",
+        expected="a checkpoint of the FSDP family",
+        found="flat partitions, whose cuts DeepSpeed's own files describe",
+        hint="convert it with the zero_to_fp32.py that DeepSpeed put beside it: "
+        "python zero_to_fp32.py . OUTPUT",
+    )
+
+
+MEGATRON = Format(
+    "Megatron-core distributed checkpoint",
+    _holds_megatron,
+    _refuse_megatron,
+    lambda name: bool(_MEGATRON_LEGACY.fullmatch(name)),
+)
+# A whole model beside DeepSpeed's partitions (ZeRO 1 and 2) is as good as any: it is asked first.
+DEEPSPEED = Format(
+    "DeepSpeed ZeRO checkpoint",
+    _holds_deepspeed,
+    _refuse_deepspeed,
+    lambda name: bool(_ZERO.fullmatch(name) or _DEEPSPEED.fullmatch(name)),
+    sharded=False,
+)

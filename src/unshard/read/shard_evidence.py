@@ -1,0 +1,156 @@
+"""What lies beside sharded safetensors and knows more of them: are the last ranks' files missing?
+
+Three things may tell: an index that torch, transformers or torchtitan wrote when they made whole
+files of the same shards; NeMo AutoModel's list of names; the vocabulary size in the model's config.
+An index that lacks names which the shards hold speaks of other weights, and is not asked.
+
+Sources: torchtitan's `last_save_in_hf`, NeMo AutoModel's `ConsolidatedHFAddon`, torch's
+`_write_overall_metadata_file`.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from unshard.errors import CorruptError, IncompleteError, UnshardError
+from unshard.read.format import Location
+from unshard.read.hub_files import json_object, weight_map
+from unshard.tensors.catalog import TensorEntry
+
+__all__ = ["loss_problems", "writer_of"]
+
+_INDEX = "model.safetensors.index.json"
+_NEMO = ".hf_metadata"
+_NEMO_NAMES = "fqn_to_file_index_mapping.json"
+_EMBEDDING = ".embed_tokens.weight"
+_OUTPUT = "lm_head.weight"
+_HINT = (
+    "copy the missing files here from the node that wrote them. If nothing is missing, move {} "
+    "elsewhere"
+)
+
+
+def loss_problems(
+    location: Location, tensors: Mapping[str, TensorEntry]
+) -> tuple[list[UnshardError], list[str]]:
+    """Return what shows that files of ranks are missing, and what to say of evidence not used."""
+    problems: list[UnshardError] = []
+    notes: list[str] = []
+    config = _config(location)
+    for path in _indices(location):
+        listed = set(weight_map(path))
+        if not tensors.keys() <= listed:
+            notes.append(f"{path} is about other weights, and says nothing of these shards")
+            continue
+        problems += _absent_names(path, listed, tensors, config)
+        if tensors.keys() == listed:
+            problems += _absent_bytes(path, tensors)
+    for root in location.roots:
+        path = root / _NEMO / _NEMO_NAMES
+        if path.is_file() and tensors.keys() <= (listed := set(json_object(path))):
+            problems += _absent_names(path, listed, tensors, config)
+    return problems + list(_short_embeddings(config, tensors)), notes
+
+
+def writer_of(location: Location) -> str:
+    """Return the tool that wrote the shards, as far as what lies beside them tells."""
+    if any((root / _NEMO).is_dir() for root in location.roots):
+        return "NeMo AutoModel"
+    config = _config(location)
+    if config is None or config[0].parent not in location.roots:
+        return "unknown"
+    return "transformers" if "transformers_version" in config[1] else "unknown"
+
+
+def _places(location: Location) -> Iterator[Path]:
+    """Yield where the model that the shards belong to may be described."""
+    for root in location.roots:
+        yield root
+        if root.name == "sharded":
+            yield root.parent
+
+
+def _indices(location: Location) -> Iterator[Path]:
+    return (path for place in _places(location) if (path := place / _INDEX).is_file())
+
+
+_Config = tuple[Path, dict[str, object]]
+
+
+def _config(location: Location) -> _Config | None:
+    """Return the nearest config.json that can be read, and its fields."""
+    folders = [*location.roots, *(root / _NEMO for root in location.roots)]
+    folders += [root.parent for root in location.roots]
+    for folder in folders:
+        path = folder / "config.json"
+        if path.is_file():
+            with suppress(CorruptError):
+                return path, json_object(path)
+    return None
+
+
+def _absent_names(
+    path: Path, listed: Collection[str], tensors: Mapping[str, TensorEntry], config: _Config | None
+) -> Iterator[IncompleteError]:
+    absent = sorted(name for name in listed if name not in tensors)
+    if config is not None and _stated(config[1], "tie_word_embeddings") is True:
+        absent = [name for name in absent if not name.endswith(_OUTPUT)]
+    if absent:
+        yield IncompleteError(
+            f"{path}: lists {len(absent)} tensors that no shard holds",
+            expected=", ".join(absent[:5]) + (" …" if len(absent) > 5 else ""),
+            found=f"shards of {len(tensors)} other tensors",
+            hint=_HINT.format(path.name),
+        )
+
+
+def _absent_bytes(path: Path, tensors: Mapping[str, TensorEntry]) -> Iterator[IncompleteError]:
+    """Compare bytes only downwards: an index may count tensors that share memory once."""
+    metadata = json_object(path).get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    size = sum(entry.size_bytes for entry in tensors.values())
+    if isinstance(total, int) and size < total:
+        yield IncompleteError(
+            f"{path}: states more bytes than the shards hold",
+            expected=f"{total} bytes in all",
+            found=f"{size}",
+            hint=_HINT.format(path.name),
+        )
+
+
+def _short_embeddings(
+    config: _Config | None, tensors: Mapping[str, TensorEntry]
+) -> Iterator[IncompleteError]:
+    """Compare the embeddings with the vocabulary, only downwards: padding makes them larger.
+
+    Of several (a speech model's own beside the language model's), the largest is meant.
+    """
+    found = [one for name, one in tensors.items() if f".{name}".endswith(_EMBEDDING) and one.shape]
+    vocabulary = None if config is None else _stated(config[1], "vocab_size")
+    if config is None or not found or not isinstance(vocabulary, int):
+        return
+    largest = max(found, key=lambda entry: entry.shape[0])
+    if largest.shape[0] < vocabulary and _is_cut_evenly(largest):
+        yield IncompleteError(
+            f"tensor {largest.fqn} {list(largest.shape)}: smaller than the vocabulary, and its "
+            "pieces are all of one size, as if the last were missing",
+            expected=f"{vocabulary} rows or more (vocab_size in {config[0]})",
+            found=f"{largest.shape[0]} rows",
+            hint=_HINT.format(config[0].name),
+        )
+
+
+def _is_cut_evenly(entry: TensorEntry) -> bool:
+    """Tell whether all pieces are equal ranges of rows: FSDP's last piece is often smaller."""
+    sizes = entry.chunks.sizes
+    return bool((sizes == sizes[0]).all() and np.array_equal(sizes[0, 1:], entry.shape[1:]))
+
+
+def _stated(config: Mapping[str, object], name: str) -> object:
+    """Return a field of a config; that of its text model, if it has one of its own."""
+    text = config.get("text_config")
+    if isinstance(text, dict) and name in text:
+        return text[name]
+    return config.get(name)

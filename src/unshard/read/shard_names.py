@@ -1,0 +1,136 @@
+"""The names of sharded safetensors: `shard-<rank + 1>-model-<index>-of-<count>.safetensors`.
+
+Which files make one save, what is missing of it, and which save is meant where a directory holds
+several.
+
+Source: `torch.distributed.checkpoint._hf_utils._gen_file_name`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+from unshard.read.format import Location
+from unshard.read.roots import files_in
+
+__all__ = ["ShardSet", "choose_shards", "is_shard_name"]
+
+_NAME = re.compile(r"shard-([0-9]{5})-model-([0-9]{5})-of-([0-9]{5})\.safetensors")
+_LISTED = 1000
+"""So many missing files are named, at most: names can be made to count to a hundred thousand."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSet:
+    """The files of one save.
+
+    Attributes:
+        count: into how many files each rank split its tensors.
+        files: by index (from 1) and rank (from 0), ascending.
+    """
+
+    count: int
+    files: Mapping[tuple[int, int], Path]
+
+    @property
+    def ranks(self) -> int:
+        """One more than the highest rank that has a file."""
+        return max(rank for _, rank in self.files) + 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank up to the highest has every file."""
+        return len(self.files) == self.ranks * self.count
+
+    def missing(self) -> dict[Path, int]:
+        """Return the first files that ranks lack, and the rank of each.
+
+        A rank that has nothing to write into a file rightly writes none.
+        """
+        folder = next(iter(self.files.values())).parent
+        places = (
+            (index, rank)
+            for rank in range(self.ranks)
+            for index in range(1, self.count + 1)
+            if (index, rank) not in self.files
+        )
+        return {
+            folder / _shard_name(index, rank, self.count): rank
+            for index, rank in islice(places, _LISTED)
+        }
+
+    def __str__(self) -> str:
+        return f"{len(self.files)} files of {self.ranks} ranks, numbered 1 to {self.count}"
+
+
+def is_shard_name(name: str) -> bool:
+    """Tell whether a file's name is that of a shard."""
+    return bool(_NAME.fullmatch(name))
+
+
+def choose_shards(location: Location) -> tuple[ShardSet, list[str]]:
+    """Return the files of the save that is meant, and what to say of the others.
+
+    An earlier save into the same directory may have left files of another count. The file that the
+    user names decides, else the only set in which every rank has every file. Files that an earlier
+    save of more ranks left cannot be told by their names: their pieces overlap those of this one.
+
+    Raises:
+        IncompleteError: of some index, no rank has a file.
+        NotMergeableError: several sets, and nothing says which is meant.
+        CorruptError: a name that no writer gives.
+    """
+    sets = list(_sets(location))
+    named = [one for one in sets if location.file in one.files.values()]
+    whole = [one for one in sets if one.is_complete]
+    kept = sets if len(sets) == 1 else named or whole
+    if len(kept) != 1:
+        raise NotMergeableError(
+            f"{location.weights_dir}: shards of several saves, and nothing says which are meant",
+            expected="one set of files, or only one that is complete",
+            found="; ".join(map(str, sets)),
+            hint="move the stale files elsewhere, or give one of the files that are meant",
+        )
+    _check_indices(location.weights_dir, kept[0])
+    stale = [one for one in sets if one is not kept[0]]
+    return kept[0], [f"{location.weights_dir}: left out stale shards: {one}" for one in stale]
+
+
+def _shard_name(index: int, rank: int, count: int) -> str:
+    return f"shard-{rank + 1:05d}-model-{index:05d}-of-{count:05d}.safetensors"
+
+
+def _sets(location: Location) -> Iterator[ShardSet]:
+    found: dict[int, dict[tuple[int, int], Path]] = {}
+    for path in files_in(location.roots, is_shard_name):
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        shard, index, count = map(int, match.groups())
+        if shard < 1 or not 1 <= index <= count:
+            raise CorruptError(
+                f"{path}: a name that no writer gives",
+                expected="shards that count from 1, and an index from 1 to the number of files",
+            )
+        found.setdefault(count, {})[index, shard - 1] = path
+    if not found:
+        raise IncompleteError(f"{location.weights_dir}: holds no shards")
+    for count, files in sorted(found.items()):
+        yield ShardSet(count, dict(sorted(files.items())))
+
+
+def _check_indices(directory: Path, chosen: ShardSet) -> None:
+    present = {index for index, _ in chosen.files}
+    if len(present) == chosen.count:
+        return
+    absent = (index for index in range(1, chosen.count + 1) if index not in present)
+    lost = list(islice(absent, 4))
+    raise IncompleteError(
+        f"{directory}: no rank has file {', '.join(map(str, lost))} of {chosen.count}",
+        expected=", ".join(_shard_name(index, 0, chosen.count) for index in lost) + " …",
+        found=str(chosen),
+        hint="copy the files here from where they were written, or take another checkpoint",
+    )
