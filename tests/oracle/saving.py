@@ -3,13 +3,24 @@
 Knows the name of a rank file and how to compare tensors bit for bit; knows no scenario.
 """
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["equal_bits", "rank_file", "save_rank", "truth_file"]
+__all__ = [
+    "accelerate_rank_file",
+    "copy_state",
+    "equal_bits",
+    "gather",
+    "leave_truth",
+    "rank_file",
+    "save_rank",
+    "truth_file",
+]
 
 _NOT_IN_GLOO = (
     torch.float8_e4m3fn,
@@ -28,6 +39,11 @@ def rank_file(directory: Path, world: int, rank: int) -> Path:
     return directory / f"model_world_size_{world}_rank_{rank}.pt"
 
 
+def accelerate_rank_file(directory: Path, rank: int) -> Path:
+    """Return where accelerate puts the first model's shards of one rank, without DCP."""
+    return directory / f"pytorch_model_fsdp_0_rank{rank}.bin"
+
+
 def truth_file(directory: Path) -> Path:
     """Return where rank 0 leaves the whole tensors: beside the checkpoint, never in it."""
     return directory.parent / f"{directory.name}.truth"
@@ -41,7 +57,12 @@ def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def save_rank(
-    place: tuple[int, int, Path], state: State, truth: State, *, parts: Collection[str] = ()
+    place: tuple[int, int, Path],
+    state: State,
+    truth: State,
+    *,
+    parts: Collection[str] = (),
+    path: Path | None = None,
 ) -> None:
     """Write a rank file, make sure that torch reads it back, and leave the truth on rank 0.
 
@@ -52,18 +73,31 @@ def save_rank(
         state: what to save; DTensors and plain tensors by name.
         truth: the same names with whole, plain tensors.
         parts: plain tensors of `state` that hold only this rank's part of the truth.
+        path: the rank's file; `rank_file` names it unless given.
 
     Raises:
         AssertionError: torch reads back something else, or gathers something else than the truth.
     """
     rank, world, directory = place
-    path = rank_file(directory, world, rank)
+    path = path or rank_file(directory, world, rank)
     torch.save(state, path)
     _check_readable(path, state)
     _check_truth(state, truth, parts)
+    leave_truth(place, truth)
+
+
+def leave_truth(place: tuple[int, int, Path], truth: State) -> None:
+    """Write the whole tensors beside the checkpoint, on rank 0."""
+    rank, _, directory = place
     if rank == 0:
         whole = {name: tensor.detach().contiguous() for name, tensor in truth.items()}
         torch.save(whole, truth_file(directory))
+
+
+def copy_state(model: nn.Module) -> OrderedDict[str, torch.Tensor]:
+    """Return the model's state dict as it is now, apart from the model."""
+    state = model.state_dict()
+    return OrderedDict((name, tensor.detach().clone()) for name, tensor in state.items())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -87,7 +121,7 @@ def _check_readable(path: Path, state: State) -> None:
             assert again.placements == tensor.placements, name
 
 
-def _gather(tensor: DTensor) -> torch.Tensor:
+def gather(tensor: DTensor) -> torch.Tensor:
     """Return the whole tensor; its bytes are gathered where gloo does not know the dtype."""
     if tensor.dtype not in _NOT_IN_GLOO:
         return tensor.full_tensor()
@@ -106,6 +140,6 @@ def _check_truth(state: State, truth: State, parts: Collection[str]) -> None:
     assert list(truth) == list(state)
     for name, tensor in state.items():
         if isinstance(tensor, DTensor):
-            assert equal_bits(_gather(tensor), truth[name]), name
+            assert equal_bits(gather(tensor), truth[name]), name
         elif name not in parts:
             assert equal_bits(tensor, truth[name]), name

@@ -1,7 +1,7 @@
 """The oracle itself: what it writes, what it returns, and how it fails.
 
 That torch reads each rank file back and gathers the truth from it is checked by every scenario in
-every rank as it saves; here it is enough to run them.
+every rank as it saves; here it is enough to run them. Other layouts stand in `test_layouts.py`.
 """
 
 import os
@@ -13,12 +13,17 @@ import torch
 from oracle.conftest import WriteCheckpoint
 from oracle.tensor_writers import DTYPES
 from oracle.workers import RankError, WorkerPool
-from oracle.writers import SCENARIOS
+from oracle.writers import RANK_FILES
 
 WORLDS = {
     "dtensor_dtypes": (1, 3),
     "experts": (4,),
+    "fsdp1_flat_sharded": (3,),
+    "fsdp1_hybrid_no_mesh": (4,),
+    "fsdp1_local": (2,),
+    "fsdp1_local_flat": (2,),
     "fsdp1_mesh": (1, 2),
+    "fsdp1_sharded": (1, 5),
     "fsdp2": (1, 2, 3, 4, 7),
     "fsdp2_hsdp": (4,),
     "fsdp2_tp": (4,),
@@ -47,8 +52,8 @@ def die_on_last_rank(rank: int, world: int, directory: Path) -> None:
         os._exit(len(directory.name))
 
 
-def test_every_scenario_is_tried() -> None:
-    assert WORLDS.keys() == SCENARIOS.keys()
+def test_every_scenario_of_rank_files_is_tried() -> None:
+    assert WORLDS.keys() == RANK_FILES.keys()
 
 
 @pytest.mark.parametrize(("name", "world"), CASES)
