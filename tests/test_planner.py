@@ -1,7 +1,7 @@
 """Plans: which operations make a tensor, and how they are divided into units of work."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.outputs import Converted
-from unshard.convert.recipes import Recipe, Stack, Take, WeightedSum, take
-from unshard.errors import UnshardError
+from unshard.convert.recipes import take
 from unshard.plan import planner, work
 from unshard.plan.layout import lay_out
 from unshard.plan.operations import Cast, CopyRange, Gather, Operation, Plan
@@ -63,7 +62,7 @@ def rows_of(name: str, dtype: str, heights: Sequence[int], width: int) -> Tensor
 
 def plan_of(*entries: TensorEntry, to: str | None = None, max_shard_size: int = WHOLE) -> Plan:
     outputs = [Converted(e.fqn, e.dtype if to is None else BY_NAME[to], take(e)) for e in entries]
-    return make_plan(lay_out(outputs, max_shard_size), PATHS)
+    return make_plan(lay_out(outputs, max_shard_size))
 
 
 def operations(*entries: TensorEntry, to: str | None = None) -> list[Operation]:
@@ -116,7 +115,7 @@ def test_the_length_of_a_run_is_counted_in_bytes() -> None:
 def test_a_cast_goes_through_memory_however_long_its_runs() -> None:
     (cast,) = operations(rows_of("w", "float32", [2, 2], 8), to="bfloat16")
     assert isinstance(cast, Cast)
-    assert (cast.gather.dtype, cast.to) == (BY_NAME["float32"], BY_NAME["bfloat16"])
+    assert (cast.source.dtype, cast.to) == (BY_NAME["float32"], BY_NAME["bfloat16"])
 
 
 @all_runs_long
@@ -141,26 +140,7 @@ def test_compressed_chunks_are_not_read_as_if_they_were_plain(
     (gather,) = operations(compressed)
     assert isinstance(gather, Gather)
     with OpenFiles(os.O_RDONLY, limit=1) as files, pytest.raises(RuntimeError, match="inflate"):
-        chunk_part(gather.chunks, 1, Box((0, 0), (2, 8)), np.dtype("u1"), files)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda whole: Take(whole.entry, Box((0, 0), (1, 8))),
-        lambda whole: Take(whole.entry, whole.box, (1, 0)),
-        lambda whole: Stack(0, (whole, whole)),
-        lambda whole: WeightedSum(((1.0, whole),)),
-    ],
-    ids=["part", "permuted", "stack", "sum"],
-)
-def test_recipes_that_cannot_be_made_yet_are_not_taken_for_whole_tensors(
-    make: Callable[[Take], Recipe],
-) -> None:
-    recipe = make(take(rows_of("w", "float32", [2, 2], 8)))
-    layout = lay_out([Converted("w", BY_NAME["float32"], recipe)], WHOLE)
-    with pytest.raises(NotImplementedError):
-        make_plan(layout, PATHS)
+        chunk_part(gather.source.chunks, 1, Box((0, 0), (2, 8)), np.dtype("u1"), files)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0)])
@@ -230,7 +210,7 @@ def test_gathered_regions_come_from_the_first_of_their_replicas() -> None:
     chunks = [((0,), (4,), 1, 0), ((4,), (4,), 3, 0), ((0,), (4,), 0, 0), ((4,), (4,), 2, 0)]
     (gather,) = operations(entry("w", "uint8", (8,), chunks))
     assert isinstance(gather, Gather)
-    assert [chunk.source.path for chunk in gather.chunks] == [PATHS[1], PATHS[3]]
+    assert [chunk.source.path for chunk in gather.source.chunks] == [PATHS[1], PATHS[3]]
 
 
 # coalescing

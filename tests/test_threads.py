@@ -59,7 +59,7 @@ def rows_in_files(
         )
         entry = TensorEntry(f"t{n:04}", BY_NAME[dtype], sizes, rows.table(paths))
         outputs.append(Converted(entry.fqn, BY_NAME[to], take(entry)))
-    return make_plan(lay_out(outputs, max_shard_size), paths)
+    return make_plan(lay_out(outputs, max_shard_size))
 
 
 def small(directory: Path, files: int = 6) -> Plan:

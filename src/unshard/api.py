@@ -164,7 +164,7 @@ def _prepare(source: Checkpoint, dtype: str, max_shard_size: int) -> _Prepared:
     config = load_config(source.catalog.companions)
     tensors = convert(source.catalog, target_dtype(dtype, config))
     layout = lay_out(tensors, max_shard_size)
-    plan = make_plan(layout, next(iter(source.catalog.tensors.values())).chunks.paths)
+    plan = make_plan(layout)
     written = _written_dtype(layout)
     warnings = [*source.catalog.notes]
     if config is None:

@@ -222,7 +222,10 @@ class _Reader:
     def root(self, records: list[_Record]) -> str:
         """Return the folder that all records stand in, with its slash."""
         if any(record.name.endswith("/constants.pkl") for record in records):
-            raise NotMergeableError(f"{self.path}: a TorchScript archive, not a state dict")
+            raise NotMergeableError(
+                f"{self.path}: a TorchScript archive, not a state dict",
+                hint="save what it holds: torch.save(torch.jit.load(FILE).state_dict(), OUTPUT)",
+            )
         roots = [r.name.removesuffix("data.pkl") for r in records if r.name.endswith("/data.pkl")]
         if len(roots) == 1:
             return roots[0]

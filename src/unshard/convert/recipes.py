@@ -10,7 +10,17 @@ from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DType
 
-__all__ = ["LowRank", "Recipe", "Stack", "Take", "WeightedSum", "dtype_of", "shape_of", "take"]
+__all__ = [
+    "Concat",
+    "LowRank",
+    "Recipe",
+    "Stack",
+    "Take",
+    "WeightedSum",
+    "dtype_of",
+    "shape_of",
+    "take",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +35,14 @@ class Take:
 @dataclass(frozen=True, slots=True)
 class Stack:
     """Parts of equal shape along a new dimension `dim`."""
+
+    dim: int
+    parts: tuple["Recipe", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Concat:
+    """Parts one after another along dimension `dim`, equal in all others."""
 
     dim: int
     parts: tuple["Recipe", ...]
@@ -47,7 +65,7 @@ class LowRank:
     scale: float
 
 
-Recipe = Take | Stack | WeightedSum | LowRank
+Recipe = Take | Stack | Concat | WeightedSum | LowRank
 
 
 def take(entry: TensorEntry) -> Take:
@@ -65,6 +83,10 @@ def shape_of(recipe: Recipe) -> tuple[int, ...]:
         case Stack(dim, parts):
             inner = shape_of(parts[0])
             return (*inner[:dim], len(parts), *inner[dim:])
+        case Concat(dim, parts):
+            inner = shape_of(parts[0])
+            total = sum(shape_of(part)[dim] for part in parts)
+            return (*inner[:dim], total, *inner[dim + 1 :])
         case WeightedSum(terms):
             return shape_of(terms[0][1])
         case LowRank(base):
@@ -78,7 +100,7 @@ def dtype_of(recipe: Recipe) -> DType:
     match recipe:
         case Take(entry):
             return entry.dtype
-        case Stack(_, parts):
+        case Stack(_, parts) | Concat(_, parts):
             return dtype_of(parts[0])
         case WeightedSum() | LowRank():
             return BY_NAME["float32"]

@@ -5,7 +5,8 @@ Two ways to make an output tensor:
 * *copy*: long runs of bytes go from source to target as they are, by the kernel where it can. They
   are kept as rows of one table (`CopyRange` is a view of a row), because there may be a million;
 * *tiles*: the tensor is made tile by tile in memory, from all chunks that meet the tile (`Gather`),
-  with a cast on the way (`Cast`), and each tile is written at once.
+  with a cast on the way (`Cast`), or from several tensors (`Reduce`, `Fuse`), and each tile is
+  written at once.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,19 @@ from unshard.plan.layout import Layout
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import DType
 
-__all__ = ["COPY_ROW", "Cast", "CopyRange", "Gather", "Operation", "Plan"]
+__all__ = [
+    "COPY_ROW",
+    "Cast",
+    "CopyRange",
+    "Fuse",
+    "Gather",
+    "Operation",
+    "Plan",
+    "Reduce",
+    "Source",
+    "Target",
+    "Tiled",
+]
 
 COPY_ROW = np.dtype(
     [
@@ -62,33 +75,78 @@ class CopyRange:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gather:
-    """Make a whole tensor of its chunks, tile by tile, bits unchanged.
+class Source:
+    """A tensor to read: distinct chunks that cover it, and the dtype they are stored as."""
 
-    Attributes:
-        file: index of the output file.
-        target: byte in the output file where the tensor begins.
-        shape: of the tensor.
-        dtype: of the chunks and of the tensor.
-        chunks: distinct boxes that cover the tensor.
-    """
-
-    file: int
-    target: int
-    shape: tuple[int, ...]
     dtype: DType
     chunks: ChunkTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """Where a tensor goes: output file (its index), the byte where it begins there, its shape."""
+
+    file: int
+    start: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """Make a whole tensor of its chunks, tile by tile, bits unchanged."""
+
+    target: Target
+    source: Source
+
+    @property
+    def to(self) -> DType:
+        """What is written."""
+        return self.source.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cast:
     """As `Gather`, then convert from the chunks' dtype to `to`, rounding to nearest even."""
 
-    gather: Gather
+    target: Target
+    source: Source
     to: DType
 
 
-Operation = CopyRange | Gather | Cast
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduce:
+    """(sum of weight * term) / (sum of weights), in float32 and in order; then convert to `to`."""
+
+    target: Target
+    terms: tuple[tuple[float, Source], ...]
+    to: DType
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fuse:
+    """base + scale * (b @ a), in float32; then convert to `to`.
+
+    Attributes:
+        target: of the shape (..., out, in); dimensions before the last two are a batch.
+        base: of the target's shape.
+        a: of shape (..., rank, in).
+        b: of shape (..., out, rank).
+        rank: the inner dimension.
+        scale: a factor.
+        to: what is written.
+    """
+
+    target: Target
+    base: Source
+    a: Source
+    b: Source
+    rank: int
+    scale: float
+    to: DType
+
+
+Tiled = Gather | Cast | Reduce | Fuse
+Operation = CopyRange | Tiled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +165,7 @@ class Plan:
     layout: Layout
     paths: tuple[Path, ...]
     copies: NDArray[np.void]
-    tiled: tuple[Gather | Cast, ...]
+    tiled: tuple[Tiled, ...]
     bytes_read: int
     bytes_written: int
 

@@ -12,11 +12,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from unshard.convert.recipes import Take
+from unshard.convert.recipes import LowRank, Recipe, WeightedSum, dtype_of, shape_of
 from unshard.plan.layout import Layout, OutputTensor
-from unshard.plan.operations import COPY_ROW, Cast, Gather, Plan
-from unshard.tensors.boxes import Box, Ints, distinct, row_major_strides
-from unshard.tensors.catalog import ChunkTable, TensorEntry
+from unshard.plan.operations import (
+    COPY_ROW,
+    Cast,
+    Fuse,
+    Gather,
+    Plan,
+    Reduce,
+    Source,
+    Target,
+    Tiled,
+)
+from unshard.plan.tables import table_of
+from unshard.tensors.boxes import Ints, row_major_strides
 
 __all__ = ["LONG_RUN", "make_plan"]
 
@@ -29,26 +39,35 @@ Copies = NDArray[np.void]
 @dataclass(slots=True)
 class _Draft:
     copies: list[Copies] = field(default_factory=list)
-    tiled: list[Gather | Cast] = field(default_factory=list)
+    tiled: list[Tiled] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list)
+    bases: dict[int, tuple[int, tuple[Path, ...]]] = field(default_factory=dict)
     bytes_read: int = 0
 
+    def base(self, paths: tuple[Path, ...]) -> int:
+        """Return where these files begin among all; tables of one checkpoint share their paths."""
+        if id(paths) not in self.bases:
+            self.bases[id(paths)] = len(self.paths), paths
+            self.paths += paths
+        return self.bases[id(paths)][0]
 
-def make_plan(layout: Layout, paths: tuple[Path, ...]) -> Plan:
+
+def make_plan(layout: Layout) -> Plan:
     """Return the operations that make every output file's tensors; headers are no operations.
 
     Args:
         layout: the files, with a recipe for every tensor.
-        paths: the checkpoint's files, which every chunk table refers to.
     """
     draft = _Draft()
     for index, file in enumerate(layout.files):
         for tensor in file.tensors:
             if 0 not in tensor.shape:
-                _plan_tensor(draft, index, len(file.header), tensor)
+                start = len(file.header) + tensor.data_offsets[0]
+                _plan_tensor(draft, Target(index, start, tensor.shape), tensor)
     copies = np.concatenate([np.empty(0, COPY_ROW), *draft.copies])
     return Plan(
         layout,
-        paths,
+        tuple(draft.paths),
         _coalesced(copies),
         tuple(draft.tiled),
         draft.bytes_read,
@@ -56,52 +75,72 @@ def make_plan(layout: Layout, paths: tuple[Path, ...]) -> Plan:
     )
 
 
-def _plan_tensor(draft: _Draft, file: int, data_start: int, tensor: OutputTensor) -> None:
+def _plan_tensor(draft: _Draft, target: Target, tensor: OutputTensor) -> None:
+    draft.bytes_read += _bytes_read(tensor.recipe)
     match tensor.recipe:
-        case Take(entry, box, None) if box == Box.whole(entry.shape):
-            chunks = _first_replicas(entry)
+        case WeightedSum(terms):
+            summed = tuple((weight, _source(part)) for weight, part in terms)
+            draft.tiled.append(Reduce(target, summed, tensor.dtype))
+        case LowRank(base, a, b, scale):
+            rank = shape_of(a)[-2]
+            sources = (_source(base), _source(a), _source(b))
+            draft.tiled.append(Fuse(target, *sources, rank, scale, tensor.dtype))
         case _:
-            raise NotImplementedError(f"{type(tensor.recipe).__name__} recipes are not made yet")
-    target = data_start + tensor.data_offsets[0]
-    draft.bytes_read += entry.size_bytes
+            _plan_move(draft, target, tensor)
+
+
+def _plan_move(draft: _Draft, target: Target, tensor: OutputTensor) -> None:
+    """Plan a tensor whose values are only moved, or cast."""
+    source = _source(tensor.recipe)
+    chunks, stays = source.chunks, source.dtype is tensor.dtype
     copies = None
-    if entry.dtype is tensor.dtype and chunks.strides is None and not chunks.compressed.any():
-        copies = _long_runs(file, target, entry, chunks)
+    if stays and chunks.strides is None and not chunks.compressed.any():
+        copies = _long_runs(target, source, draft.base(chunks.paths))
     if copies is not None:
         draft.copies.append(copies)
-        return
-    gather = Gather(file, target, tensor.shape, entry.dtype, chunks)
-    draft.tiled.append(gather if entry.dtype is tensor.dtype else Cast(gather, tensor.dtype))
+    else:
+        draft.tiled.append(Gather(target, source) if stays else Cast(target, source, tensor.dtype))
 
 
-def _first_replicas(entry: TensorEntry) -> ChunkTable:
-    rows = distinct(entry.chunks.offsets, entry.chunks.sizes)
-    return entry.chunks if len(rows) == len(entry.chunks) else entry.chunks.take(rows)
+def _source(recipe: Recipe) -> Source:
+    return Source(dtype_of(recipe), table_of(recipe))
 
 
-def _long_runs(file: int, target: int, entry: TensorEntry, chunks: ChunkTable) -> Copies | None:
+def _bytes_read(recipe: Recipe) -> int:
+    """Return how many bytes of tensors a recipe reads, each once."""
+    match recipe:
+        case WeightedSum(terms):
+            return sum(_bytes_read(part) for _, part in terms)
+        case LowRank(base, a, b):
+            return _bytes_read(base) + _bytes_read(a) + _bytes_read(b)
+        case _:
+            return prod(shape_of(recipe)) * dtype_of(recipe).itemsize
+
+
+def _long_runs(target: Target, source: Source, base: int) -> Copies | None:
     """Return one row per chunk if its runs are long and evenly spaced in the target, else None.
 
     A chunk whose last cut dimension is `cut` consists of runs of prod(sizes[cut:]) elements; they
     are evenly spaced if, of the dimensions before, only the first is cut.
     """
-    shape = np.asarray(entry.shape, dtype=np.int64)
+    chunks, itemsize = source.chunks, source.dtype.itemsize
+    shape = np.asarray(target.shape, dtype=np.int64)
     cuts = np.flatnonzero((chunks.sizes != shape).any(axis=0))
     cut = int(cuts[-1]) if len(cuts) else 0
-    if set(cuts.tolist()) - {_first_wide(entry.shape), cut}:
+    if set(cuts.tolist()) - {_first_wide(target.shape), cut}:
         return None
-    length = chunks.sizes[:, cut:].prod(axis=1) * entry.dtype.itemsize
+    length = chunks.sizes[:, cut:].prod(axis=1) * itemsize
     if float(length.mean()) < LONG_RUN:
         return None
-    strides: Ints = np.asarray(row_major_strides(entry.shape), dtype=np.int64)
+    strides: Ints = np.asarray(row_major_strides(target.shape), dtype=np.int64)
     rows = np.zeros(len(chunks), COPY_ROW)
-    rows["file"] = file
-    rows["target"] = target + (chunks.offsets @ strides) * entry.dtype.itemsize
-    rows["source"] = chunks.file
+    rows["file"] = target.file
+    rows["target"] = target.start + (chunks.offsets @ strides) * itemsize
+    rows["source"] = chunks.file + base
     rows["start"] = chunks.start
     rows["length"] = length
     rows["count"] = chunks.sizes[:, :cut].prod(axis=1)
-    rows["target_stride"] = prod(entry.shape[cut:]) * entry.dtype.itemsize
+    rows["target_stride"] = prod(target.shape[cut:]) * itemsize
     return rows[np.argsort(rows["target"], kind="stable")]
 
 

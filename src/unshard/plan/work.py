@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from unshard.containers.strided import SLACK
-from unshard.plan.operations import Cast, CopyRange, Gather, Plan
+from unshard.plan.operations import Cast, CopyRange, Fuse, Gather, Plan, Reduce, Source, Tiled
 from unshard.tensors.boxes import Box
 from unshard.tensors.tiles import row_tile, square_tile, tiles
 
@@ -12,13 +12,15 @@ __all__ = ["Tile", "Unit", "units"]
 
 _COPY_UNIT = 64 * 1024 * 1024
 _MAX_TILE = 8 * 1024 * 1024
+_FLOAT32 = 4
+_FUSE_ROWS, _FUSE_COLUMNS = 128, 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tile:
     """A region of the tensor that an operation makes."""
 
-    operation: Gather | Cast
+    operation: Tiled
     box: Box
 
 
@@ -52,14 +54,37 @@ def _split(copy: CopyRange) -> Iterator[CopyRange]:
             )
 
 
-def _tiles(operation: Gather | Cast, buffer_bytes: int) -> Iterator[Tile]:
-    gather = operation.gather if isinstance(operation, Cast) else operation
-    written = operation.to.itemsize if isinstance(operation, Cast) else gather.dtype.itemsize
-    budget = min(buffer_bytes, _MAX_TILE)
-    odd = gather.chunks.strides is not None
-    per_element = gather.dtype.itemsize * (SLACK if odd else 1) + written
-    if isinstance(operation, Cast) and gather.dtype.itemsize > 4:
-        per_element += 4  # float64 becomes 16 bits by way of float32
-    make = square_tile if odd else row_tile
-    for box in tiles(gather.shape, make(gather.shape, max(1, budget // per_element))):
+def _tiles(operation: Tiled, buffer_bytes: int) -> Iterator[Tile]:
+    shape = operation.target.shape
+    for box in tiles(shape, _tile_shape(operation, min(buffer_bytes, _MAX_TILE))):
         yield Tile(operation, box)
+
+
+def _tile_shape(operation: Tiled, budget: int) -> tuple[int, ...]:
+    """Return how large tiles may be, so that one takes at most `budget` bytes while it is made."""
+    shape, written = operation.target.shape, operation.to.itemsize
+    match operation:
+        case Fuse():
+            return _fuse_tile(shape)
+        case Reduce(_, terms):
+            read = max(map(_read_bytes, (source for _, source in terms)))
+            per_element = read + 2 * _FLOAT32 + written  # sum and term
+            odd = any(source.chunks.strides is not None for _, source in terms)
+        case Gather(_, source) | Cast(_, source):
+            per_element = _read_bytes(source) + written
+            if isinstance(operation, Cast) and source.dtype.itemsize > _FLOAT32:
+                per_element += _FLOAT32  # float64 becomes 16 bits by way of float32
+            odd = source.chunks.strides is not None
+    elements = max(1, budget // per_element)
+    return square_tile(shape, elements) if odd else row_tile(shape, elements)
+
+
+def _read_bytes(source: Source) -> int:
+    """Return what reading an element takes: more, where its neighbours lie elsewhere."""
+    return source.dtype.itemsize * (SLACK if source.chunks.strides is not None else 1)
+
+
+def _fuse_tile(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a tile that depends on the shape only: sums must not depend on the settings."""
+    rows, columns = shape[-2:]
+    return (*(1 for _ in shape[:-2]), min(rows, _FUSE_ROWS), min(columns, _FUSE_COLUMNS))

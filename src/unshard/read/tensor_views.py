@@ -4,6 +4,7 @@ Sources: the pickles of torch 2.1 to 2.15 (`docs/formats.md`), `torch._utils`, `
 """
 
 from dataclasses import dataclass
+from math import prod
 
 from unshard.containers.records import Global, Persistent, Record, Value
 from unshard.read.pickle_values import TensorFormError, ints
@@ -36,6 +37,8 @@ class StorageView:
     strides: tuple[int, ...]
 
 
+_MAX_DIMENSIONS = 32
+_MAX_ELEMENTS = 1 << 58  # of 16 bytes each, what 64-bit offsets can address
 _STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -179,12 +182,16 @@ def dtype_named(value: Value) -> DType:
 
 
 def _check_inside(view: StorageView) -> None:
-    if len(view.sizes) != len(view.strides) or min((0, *view.sizes, *view.strides)) < 0:
+    numbers = (view.offset, *view.sizes, *view.strides)
+    if len(view.sizes) != len(view.strides) or min(numbers) < 0:
         raise TensorFormError(f"sizes {view.sizes} and strides {view.strides} do not fit")
+    elements = prod(size for size in view.sizes if size)
+    if len(view.sizes) > _MAX_DIMENSIONS or max(elements, *numbers) > _MAX_ELEMENTS:
+        raise TensorFormError(f"a tensor of sizes {view.sizes}, larger than any file")
     if 0 in view.sizes:
         return
     last = sum((n - 1) * step for n, step in zip(view.sizes, view.strides, strict=True))
-    if view.offset < 0 or view.offset + last >= view.storage_elements:
+    if view.offset + last >= view.storage_elements:
         raise TensorFormError(
             f"its elements {view.offset} to {view.offset + last} lie outside its storage of "
             f"{view.storage_elements}"

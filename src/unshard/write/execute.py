@@ -13,13 +13,15 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements, raw_dtype, read_exactly
-from unshard.plan.operations import Cast, Gather
+from unshard.plan.operations import Cast, Fuse, Gather, Reduce, Source, Target
 from unshard.plan.work import Tile, Unit
 from unshard.read.chunks import fill_box
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
+from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import numpy_dtype
 
 __all__ = ["Executor", "make_tile", "tile_runs"]
@@ -98,51 +100,78 @@ class Executor:
 
     def _make_tile(self, tile: Tile) -> int:
         out = make_tile(tile, self._sources)
-        operation = tile.operation
-        gather = operation.gather if isinstance(operation, Cast) else operation
-        self._write_tile(out, tile.box, gather)
+        target = tile.operation.target
+        fd = self._targets.fd(self._outputs[target.file])
+        for offset, part in tile_runs(tile.box, target, out.reshape(-1).view(np.uint8).data):
+            _write_all(fd, part, offset)
         return out.nbytes
 
-    def _write_tile(self, out: Elements, tile: Box, gather: Gather) -> None:
-        fd = self._targets.fd(self._outputs[gather.file])
-        for offset, part in tile_runs(tile, gather, out.reshape(-1).view(np.uint8).data):
-            _write_all(fd, part, offset)
 
-
-def tile_runs(tile: Box, gather: Gather, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+def tile_runs(tile: Box, target: Target, data: memoryview) -> Iterator[tuple[int, memoryview]]:
     """Yield where in the output file the bytes of a tile go, in as few runs as possible.
 
     Args:
         tile: the tile's box in the tensor.
-        gather: the operation that makes the tensor.
+        target: where the tensor goes.
         data: the tile's bytes, row-major.
     """
     itemsize = len(data) // tile.volume
-    steps = row_major_strides(gather.shape)
+    steps = row_major_strides(target.shape)
     first = sum(at * step for at, step in zip(tile.offsets, steps, strict=True))
     dims = range(len(steps) + 1)
     inner = next(dim for dim in dims if is_row_major(tile.sizes[dim:], steps[dim:]))
     size = prod(tile.sizes[inner:]) * itemsize
     for number, index in enumerate(np.ndindex(tile.sizes[:inner])):
         skip = sum(at * step for at, step in zip(index, steps[:inner], strict=True))
-        offset = gather.target + (first + skip) * itemsize
+        offset = target.start + (first + skip) * itemsize
         yield offset, data[number * size : (number + 1) * size]
 
 
-def make_tile(tile: Tile, sources: OpenFiles) -> Elements:
-    """Return a tile's elements, read from every chunk that meets it, cast if the operation casts.
+def make_tile(tile: Tile, files: OpenFiles) -> Elements:
+    """Return a tile's elements, as they are to be written.
 
     Raises:
         CorruptError: a source file ends early or is gone.
     """
-    if isinstance(tile.operation, Cast):
-        gather, target = tile.operation.gather, numpy_dtype(tile.operation.to)
-        source = numpy_dtype(gather.dtype)
-    else:
-        gather = tile.operation
-        source = target = raw_dtype(gather.dtype)
-    out = np.empty(tile.box.sizes, dtype=target)
-    fill_box(out, tile.box, gather.chunks, source, sources)
+    match tile.operation:
+        case Gather(_, source):
+            raw = raw_dtype(source.dtype)
+            return _filled(np.empty(tile.box.sizes, raw), tile.box, source.chunks, raw, files)
+        case Cast(_, source, to):
+            out = np.empty(tile.box.sizes, numpy_dtype(to))
+            return _filled(out, tile.box, source.chunks, numpy_dtype(source.dtype), files)
+        case Reduce(_, terms, to):
+            total = np.zeros(tile.box.sizes, np.float32)
+            for weight, source in terms:
+                total += np.float32(weight) * _float32(source, tile.box, files)
+            total /= np.float32(sum(weight for weight, _ in terms))
+            return total.astype(numpy_dtype(to), copy=False)
+        case Fuse() as fuse:
+            return _fused(fuse, tile.box, files)
+
+
+def _fused(fuse: Fuse, box: Box, files: OpenFiles) -> Elements:
+    """Return a tile of base + scale * (b @ a)."""
+    *batch, row, column = box.offsets
+    *batch_sizes, rows, columns = box.sizes
+    of_b = Box((*batch, row, 0), (*batch_sizes, rows, fuse.rank))
+    of_a = Box((*batch, 0, column), (*batch_sizes, fuse.rank, columns))
+    delta = _float32(fuse.b, of_b, files) @ _float32(fuse.a, of_a, files)
+    delta *= np.float32(fuse.scale)
+    delta += _float32(fuse.base, box, files)
+    return delta.astype(numpy_dtype(fuse.to), copy=False)
+
+
+def _float32(source: Source, box: Box, files: OpenFiles) -> NDArray[np.float32]:
+    out = np.empty(box.sizes, np.float32)
+    _filled(out, box, source.chunks, numpy_dtype(source.dtype), files)
+    return out
+
+
+def _filled(
+    out: Elements, box: Box, chunks: ChunkTable, dtype: np.dtype[np.generic], files: OpenFiles
+) -> Elements:
+    fill_box(out, box, chunks, dtype, files)
     return out
 
 

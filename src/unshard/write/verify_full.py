@@ -24,7 +24,7 @@ from unshard.containers.torch_file import read_torch_file
 from unshard.containers.torch_zip import StorageRecord
 from unshard.errors import CorruptError, OutputError, UnshardError
 from unshard.plan.layout import Layout, OutputTensor
-from unshard.plan.operations import Cast, CopyRange
+from unshard.plan.operations import CopyRange
 from unshard.plan.work import Tile, Unit
 from unshard.read.chunks import first_difference
 from unshard.tensors.boxes import Box, Ints
@@ -142,15 +142,14 @@ class Checker:
                 self._problems.append(_differing(entry, first, other, box))
 
     def _check_tile(self, tile: Tile) -> int:
-        operation = tile.operation
-        gather = operation.gather if isinstance(operation, Cast) else operation
+        target = tile.operation.target
         made = make_tile(tile, self._files).reshape(-1).view(np.uint8)
-        fd = self._files.fd(self._outputs[gather.file])
-        for offset, part in tile_runs(tile.box, gather, made.data):
+        fd = self._files.fd(self._outputs[target.file])
+        for offset, part in tile_runs(tile.box, target, made.data):
             found = bytearray(len(part))
             read_exactly(fd, offset, memoryview(found))
             if found != part:
-                self._report(gather.file, offset, gather.chunks.paths[gather.chunks.file[0]])
+                self._report(target.file, offset)
                 break
         return made.nbytes
 
@@ -164,16 +163,14 @@ class Checker:
                 output = self._files.fd(self._outputs[copy.file])
                 read_exactly(output, target + done, memoryview(found))
                 if expected != found:
-                    self._report(copy.file, target + done, copy.source)
+                    self._report(copy.file, target + done)
                     return copy.size
         return copy.size
 
-    def _report(self, file: int, offset: int, source: Path) -> None:
+    def _report(self, file: int, offset: int) -> None:
         tensor = _tensor_at(self._layout, file, offset)
         what = f"{self._outputs[file]}: tensor {tensor.name}: differs from its source"
-        self._problems.append(
-            OutputError(f"{what} {source.name}", hint="the disk may be faulty: merge again")
-        )
+        self._problems.append(OutputError(what, hint="the disk may be faulty: merge again"))
 
 
 def _replicas(chunks: ChunkTable) -> Iterator[tuple[int, int]]:

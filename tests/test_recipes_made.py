@@ -1,0 +1,188 @@
+"""Recipes of every kind, planned and executed, against the same thing said in numpy."""
+
+import tempfile
+from math import prod
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
+from numpy.typing import NDArray
+
+from sources import Chunk, Knobs, Sources, Tensor, merged, row_major, tensors, tensors_in
+from unshard.convert.outputs import Converted
+from unshard.convert.recipes import (
+    Concat,
+    LowRank,
+    Recipe,
+    Stack,
+    Take,
+    WeightedSum,
+    dtype_of,
+    shape_of,
+)
+from unshard.engines.threads import MIN_BUFFER, Settings
+from unshard.plan.layout import lay_out
+from unshard.plan.planner import make_plan
+from unshard.tensors.boxes import Box
+from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.dtypes import BY_NAME, numpy_dtype
+
+Array = NDArray[np.generic]
+often = settings(deadline=None, max_examples=150)
+
+
+def evaluate(recipe: Recipe, values: dict[str, Array]) -> Array:
+    """Return what a recipe means: the definition, in numpy."""
+    match recipe:
+        case Take(entry, box, permutation):
+            where = tuple(slice(lo, hi) for lo, hi in zip(box.offsets, box.ends, strict=True))
+            part = values[entry.fqn][where]
+            return part if permutation is None else part.transpose(permutation)
+        case Stack(dim, parts):
+            return np.stack([evaluate(part, values) for part in parts], axis=dim)
+        case Concat(dim, parts):
+            return np.concatenate([evaluate(part, values) for part in parts], axis=dim)
+        case WeightedSum(terms):
+            total = np.zeros(shape_of(recipe), np.float32)
+            for weight, term in terms:
+                total = total + np.float32(weight) * evaluate(term, values).astype(np.float32)
+            summed: Array = total / np.float32(sum(weight for weight, _ in terms))
+            return summed
+        case LowRank(base, a, b, scale):
+            left, right = (evaluate(part, values).astype(np.float32) for part in (b, a))
+            fused: Array = evaluate(base, values).astype(np.float32) + np.float32(scale) * (
+                left @ right
+            )
+            return fused
+
+
+@st.composite
+def takes(draw: st.DrawFn, entry: TensorEntry, sizes: tuple[int, ...] | None = None) -> Take:
+    """A random box of a tensor, permuted."""
+    wanted = sizes or tuple(draw(st.integers(1, size)) for size in entry.shape)
+    offsets = tuple(
+        draw(st.integers(0, size - want)) for size, want in zip(entry.shape, wanted, strict=True)
+    )
+    permutation = draw(st.none() | st.permutations(range(len(wanted))).map(tuple))
+    return Take(entry, Box(offsets, wanted), permutation if sizes is None else None)
+
+
+@st.composite
+def moves(draw: st.DrawFn, entry: TensorEntry) -> Recipe:
+    """A recipe that moves parts of a tensor."""
+    first = draw(takes(entry))
+    kind = draw(st.sampled_from(["take", "stack", "concat"]))
+    if kind == "take" or not entry.shape:
+        return first
+    parts = tuple(draw(takes(entry, first.box.sizes)) for _ in range(draw(st.integers(1, 3))))
+    if kind == "stack":
+        return Stack(draw(st.integers(0, len(entry.shape))), parts)
+    inner = Concat(draw(st.integers(0, len(entry.shape) - 1)), parts)
+    return Stack(0, (inner, inner)) if draw(st.booleans()) else inner
+
+
+def run(recipes: dict[str, Recipe], sources: Sources, to: str | None = None) -> dict[str, bytes]:
+    sources.plan()  # writes the files
+    outputs = [
+        Converted(name, BY_NAME[to] if to else dtype_of(recipe), recipe)
+        for name, recipe in recipes.items()
+    ]
+    return tensors_in(merged(make_plan(lay_out(outputs, 10**9)), Settings(2, MIN_BUFFER)))
+
+
+MOVED = [BY_NAME[name] for name in ("uint8", "float16", "float32", "complex64")]
+
+
+@often
+@given(tensors(MOVED), st.data(), st.sampled_from([1, 64 * 1024]))
+def test_a_recipe_that_moves_values_moves_those_of_numpy(
+    tensor: Tensor, data: DataObject, long_run: int
+) -> None:
+    if 0 in tensor.shape:
+        return
+    with tempfile.TemporaryDirectory() as directory, Knobs(long_run=long_run).turned():
+        sources = Sources(Path(directory))
+        sources.add("w", tensor)
+        recipe = data.draw(moves(sources.entries["w"]))
+        expected = evaluate(recipe, sources.values)
+        found = run({"out": recipe}, sources)
+        assert shape_of(recipe) == expected.shape
+        assert found["out"] == np.ascontiguousarray(expected).tobytes()
+
+
+def filled(
+    sources: Sources, name: str, dtype: str, shape: tuple[int, ...], seed: int
+) -> NDArray[np.generic]:
+    """Add a tensor of normal random values, cut in two along its first dimension."""
+    values = np.random.default_rng(seed).standard_normal(shape).astype(numpy_dtype(BY_NAME[dtype]))
+    half = shape[0] // 2
+    rest = shape[1:]
+    boxes = [
+        Box((0, *(0 for _ in rest)), (half, *rest)),
+        Box((half, *(0 for _ in rest)), (shape[0] - half, *rest)),
+    ]
+    chunks = tuple(Chunk(box, row_major(box.sizes), n) for n, box in enumerate(boxes) if box.volume)
+    bits = values.view(f"u{values.itemsize}")
+    sources.add(name, Tensor(BY_NAME[dtype], shape, chunks), bits)
+    return values
+
+
+def whole(sources: Sources, name: str) -> Take:
+    entry = sources.entries[name]
+    return Take(entry, Box.whole(entry.shape))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_weighted_sum_is_the_mean_of_numpy(tmp_path: Path, dtype: str, count: int) -> None:
+    sources = Sources(tmp_path)
+    parts = [filled(sources, f"w{n}", dtype, (37, 11), n) for n in range(count)]
+    terms = tuple((1.0, whole(sources, f"w{n}")) for n in range(count))
+    found = run({"out": WeightedSum(terms)}, sources, "float32")
+    mean = np.stack([part.astype(np.float32) for part in parts]).mean(axis=0)
+    assert found["out"] == mean.tobytes()
+
+
+@often
+@given(st.lists(st.floats(0.0078125, 8, width=32), min_size=1, max_size=4), st.integers(0, 99))
+def test_weights_count_as_stated(weights: list[float], seed: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        sources = Sources(Path(directory))
+        values = {}
+        for n in range(len(weights)):
+            values[f"w{n}"] = filled(sources, f"w{n}", "float32", (5, 3), seed + n)
+        terms = tuple((weight, whole(sources, f"w{n}")) for n, weight in enumerate(weights))
+        recipe = WeightedSum(terms)
+        found = run({"out": recipe}, sources, "bfloat16")
+        expected = evaluate(recipe, values).astype(ml_dtypes.bfloat16)
+        assert found["out"] == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(300, 700), (1, 5), (129, 513), (3, 20, 30)])
+def test_a_low_rank_update_is_that_of_numpy(
+    tmp_path: Path, dtype: str, shape: tuple[int, ...]
+) -> None:
+    sources, rank = Sources(tmp_path), 8
+    base = filled(sources, "w", dtype, shape, 0)
+    a = filled(sources, "a", dtype, (*shape[:-2], rank, shape[-1]), 1)
+    b = filled(sources, "b", dtype, (*shape[:-1], rank), 2)
+    recipe = LowRank(whole(sources, "w"), whole(sources, "a"), whole(sources, "b"), 0.5)
+    found = np.frombuffer(run({"out": recipe}, sources, "float32")["out"], np.float32)
+    expected = evaluate(recipe, {"w": base, "a": a, "b": b}).astype(np.float32)
+    assert prod(shape) == found.size
+    assert np.abs(found.reshape(shape) - expected).max() < 4e-6
+
+
+def test_a_low_rank_update_does_not_depend_on_the_settings(tmp_path: Path) -> None:
+    sources = Sources(tmp_path)
+    for name, shape in {"w": (400, 900), "a": (16, 900), "b": (400, 16)}.items():
+        filled(sources, name, "float32", shape, len(name))
+    sources.plan()
+    recipe = LowRank(whole(sources, "w"), whole(sources, "a"), whole(sources, "b"), 2.0)
+    plan = make_plan(lay_out([Converted("out", BY_NAME["bfloat16"], recipe)], 10**9))
+    assert merged(plan, Settings(1, MIN_BUFFER)) == merged(plan, Settings(3, 64_000_000))
