@@ -15,7 +15,9 @@ from hypothesis.strategies import DrawFn
 from numpy.typing import NDArray
 
 from unshard.containers import strided
-from unshard.convert.outputs import convert
+from unshard.convert.outputs import finish
+from unshard.convert.precision import Precision
+from unshard.convert.recipes import take
 from unshard.engines import threads
 from unshard.engines.threads import MIN_BUFFER, Settings, run_plan
 from unshard.plan import planner, work
@@ -25,7 +27,7 @@ from unshard.plan.planner import make_plan
 from unshard.progress import ignore
 from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.boxes import Box
-from unshard.tensors.catalog import Catalog, TensorEntry
+from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_CODE, BY_NAME, DType
 
 Shape = tuple[int, ...]
@@ -91,9 +93,9 @@ class Sources:
         """Write the files and return the plan that merges them."""
         for path, data in zip(self.paths, self._data, strict=True):
             path.write_bytes(data)
-        catalog = Catalog((self.directory,), "", "", None, self.files, self.entries)
-        dtype = None if target is None else BY_NAME[target]
-        return make_plan(lay_out(convert(catalog, dtype), max_shard_size))
+        precision = Precision(None if target is None else BY_NAME[target])
+        recipes = {name: take(entry) for name, entry in self.entries.items()}
+        return make_plan(lay_out(finish(recipes, precision), max_shard_size))
 
     def expected(self) -> dict[str, bytes]:
         return {name: values.tobytes() for name, values in self.values.items()}

@@ -66,7 +66,7 @@ def test_the_record_says_what_was_made_from_what_and_nothing_else(checkpoint: Pa
     assert record["source"]["name"] == "global_step_7"
     assert record["source"]["world_size"] == 3
     assert set(record["source"]["files"]) == {rank_path(checkpoint, 3, r).name for r in range(3)}
-    assert record["options"] == {"dtype": "bfloat16"}
+    assert record["options"] == {"dtype": "bfloat16", "names": "hub"}
     assert record["output"]["tensors"] == 3
     assert str(checkpoint.parent) not in text
 

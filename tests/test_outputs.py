@@ -4,28 +4,35 @@ from pathlib import Path
 
 import pytest
 
-from unshard.convert.outputs import CASTS, config_dtype, convert, target_dtype
-from unshard.convert.recipes import take
+from unshard.convert.outputs import Converted, finish
+from unshard.convert.precision import CASTS, Fields, Precision, config_dtype, precision
+from unshard.convert.recipes import Recipe, take
 from unshard.errors import ConversionError, UsageError
 from unshard.read.chunk_rows import ChunkRows
-from unshard.tensors.catalog import Catalog, TensorEntry
-from unshard.tensors.dtypes import BY_NAME
+from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.dtypes import BY_NAME, DType
 
-ROOT = Path("runs/step-7")
 NEVER_CAST = sorted(name for name, dtype in BY_NAME.items() if not dtype.castable and dtype.code)
 
 
-def catalog(**dtypes: str) -> Catalog:
-    """Return a catalog of 2 x 3 tensors, by name and dtype."""
+def catalog(**dtypes: str) -> dict[str, Recipe]:
+    """Return 2 x 3 tensors, by name and dtype."""
     return named(dtypes)
 
 
-def named(dtypes: dict[str, str]) -> Catalog:
-    tensors = {
-        name: TensorEntry(name, BY_NAME[dtype], (2, 3), ChunkRows(2).table((Path("f"),)))
+def named(dtypes: dict[str, str]) -> dict[str, Recipe]:
+    return {
+        name: take(TensorEntry(name, BY_NAME[dtype], (2, 3), ChunkRows(2).table((Path("f"),))))
         for name, dtype in dtypes.items()
     }
-    return Catalog((ROOT,), "FSDP rank files", "verl", 7, 1, tensors)
+
+
+def convert(tensors: dict[str, Recipe], target: DType | None) -> list[Converted]:
+    return finish(tensors, Precision(target))
+
+
+def target_dtype(choice: str, config: Fields | None) -> DType | None:
+    return precision(choice, config, None, None).target
 
 
 # convert
@@ -35,7 +42,7 @@ def test_tensors_come_out_whole_under_their_names_in_the_checkpoints_order() -> 
     source = catalog(z="float32", a="int64", m="bfloat16")
     converted = convert(source, None)
     assert [output.name for output in converted] == ["z", "a", "m"]
-    assert [output.recipe for output in converted] == [take(e) for e in source.tensors.values()]
+    assert [output.recipe for output in converted] == list(source.values())
 
 
 @pytest.mark.parametrize("dtype", sorted(name for name, dtype in BY_NAME.items() if dtype.code))
@@ -82,29 +89,6 @@ def test_all_tensors_that_cannot_be_held_are_listed_at_once() -> None:
     assert all(name in str(raised.value) for name in ("one", "two", "three", "3 problems"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "base_model.model.layers.0.q_proj.lora_A.default.weight",
-        "base_model.model.layers.0.q_proj.lora_B.weight",
-        "base_model.model.embed_tokens.lora_embedding_A.default",
-        "base_model.model.layers.0.q_proj.lora_magnitude_vector.default.weight",
-        "transformer.h.0.attn.c_attn.lora_A",
-    ],
-)
-def test_adapters_are_refused_with_the_directory_and_the_way_out(name: str) -> None:
-    with pytest.raises(ConversionError) as raised:
-        convert(named({"w": "float32", name: "float32"}), None)
-    assert name in str(raised.value)
-    assert str(ROOT) in str(raised.value)
-    assert "peft" in raised.value.hint
-
-
-@pytest.mark.parametrize("name", ["explora_A.weight", "flora.weight", "lora"])
-def test_names_that_only_look_like_adapters_are_merged(name: str) -> None:
-    assert len(convert(named({name: "float32"}), None)) == 1
-
-
 # target_dtype
 
 
@@ -122,7 +106,7 @@ def test_the_configs_dtype_is_the_target_where_it_is_asked_for(choice: str) -> N
     assert target_dtype("config", {"torch_dtype": choice}) is BY_NAME[choice]
 
 
-@pytest.mark.parametrize("choice", ["float64", "int8", "bf16", "", "Keep", "base"])
+@pytest.mark.parametrize("choice", ["float64", "int8", "bf16", "", "Keep"])
 def test_an_unknown_choice_is_answered_with_the_known_ones(choice: str) -> None:
     with pytest.raises(UsageError) as raised:
         target_dtype(choice, None)

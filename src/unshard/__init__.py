@@ -25,7 +25,7 @@ from unshard.errors import (
 )
 
 if TYPE_CHECKING:
-    from unshard.api import Inspection, Report, inspect, merge
+    from unshard.api import Inspection, MergeOptions, Report, inspect, merge, merge_all
 
 __all__ = [
     "CheckpointError",
@@ -33,6 +33,7 @@ __all__ = [
     "CorruptError",
     "IncompleteError",
     "Inspection",
+    "MergeOptions",
     "NotMergeableError",
     "OutputError",
     "Report",
@@ -43,9 +44,10 @@ __all__ = [
     "__version__",
     "inspect",
     "merge",
+    "merge_all",
 ]
 
-_LAZY = frozenset({"Inspection", "Report", "inspect", "merge"})
+_LAZY = frozenset({"Inspection", "MergeOptions", "Report", "inspect", "merge", "merge_all"})
 
 
 def __getattr__(name: str) -> object:

@@ -38,19 +38,66 @@ def merge(
     dtype: Annotated[
         str,
         typer.Option(
-            metavar="keep|config|bfloat16|float16|float32",
-            help="Dtype of floating point tensors; config: what config.json names.",
+            metavar="keep|config|base|bfloat16|float16|float32",
+            help="Dtype of floating point tensors; config: what config.json names; base: what the "
+            "base model has, tensor by tensor.",
         ),
     ] = "keep",
+    keep_fp32: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Tensors that are not cast.")
+    ] = None,
+    names: Annotated[
+        str,
+        typer.Option(
+            metavar="hub|training",
+            help="Tensor names and expert layout as on the hub, or as the training code had them.",
+        ),
+    ] = "hub",
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="The model it was trained from, a directory or hub id: says which tensors are "
+            "expected, their names, dtypes and files; completes config and tokenizer.",
+        ),
+    ] = None,
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="Tensors of the base may be missing.")
+    ] = False,
+    allow_unexpected: Annotated[
+        bool, typer.Option("--allow-unexpected", help="Tensors that the base has not are written.")
+    ] = False,
+    include: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Write only tensors of these names.")
+    ] = None,
+    exclude: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Leave out tensors of these names.")
+    ] = None,
+    lora: Annotated[
+        str,
+        typer.Option(
+            metavar="fuse|adapter|both",
+            help="Fuse adapters into the weights, write the adapter alone, or both.",
+        ),
+    ] = "fuse",
+    lora_alpha: Annotated[
+        float | None, typer.Option(help="Scale of the adapter, where the checkpoint lacks it.")
+    ] = None,
     weights: Weights = None,
     role: Role = None,
     step: Step = None,
+    all_steps: Annotated[
+        bool, typer.Option("--all-steps", help="Merge every complete step, each by itself.")
+    ] = False,
     also: Also = None,
     config: Annotated[
         Path | None,
         typer.Option(help="config.json, or a directory with config, tokenizer and the like."),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(help="Largest weight file.  [default: as the base has it, or 5GB]"),
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Threads.  [default: one per core, at most 8]")
     ] = None,
@@ -74,37 +121,62 @@ def merge(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
     ] = False,
+    push_to_hub: Annotated[
+        str | None, typer.Option(metavar="REPO", help="Then upload it to this repository.")
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make that repository private, if it is new.")
+    ] = False,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
 ) -> None:
     """Merge a sharded checkpoint into a Hugging Face directory."""
     from unshard import api
 
+    options = api.MergeOptions(
+        dtype=dtype,
+        keep_fp32=keep_fp32,
+        names=names,
+        base=base,
+        allow_missing=allow_missing,
+        allow_unexpected=allow_unexpected,
+        include=include,
+        exclude=exclude,
+        lora=lora,
+        lora_alpha=lora_alpha,
+        weights=weights,
+        role=role,
+        step=step,
+        config=config,
+        also=also or (),
+        max_shard_size=max_shard_size,
+        workers=workers,
+        memory=memory,
+        assume_dim0=assume_dim0,
+        ep_size=ep_size,
+        allow_globals=allow_global or (),
+        verify=verify,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        push_to_hub=push_to_hub,
+        private=private,
+    )
     with listening(quiet=quiet) as listener:
-        report = api.merge(
-            checkpoint,
-            output,
-            dtype=dtype,
-            weights=weights,
-            role=role,
-            step=step,
-            also=also or (),
-            config=config,
-            max_shard_size=max_shard_size,
-            workers=workers,
-            memory=memory,
-            assume_dim0=assume_dim0,
-            ep_size=ep_size,
-            allow_globals=allow_global or (),
-            verify=verify,
-            overwrite=overwrite,
-            dry_run=dry_run,
-            listener=listener,
-        )
+        if all_steps:
+            reports = api.merge_all(checkpoint, output, options, listener)
+        else:
+            reports = [api.merge_with(checkpoint, output, options, listener)]
+    _print(reports, as_list=all_steps, as_json=as_json, quiet=quiet)
+
+
+def _print(reports: "list[Report]", *, as_list: bool, as_json: bool, quiet: bool) -> None:
     if as_json:
-        print(json.dumps(asdict(report)))
-    elif not quiet:
-        _print_plan(report) if dry_run else _print_report(report)
+        fields = [asdict(report) for report in reports]
+        print(json.dumps(fields if as_list else fields[0]))
+        return
+    for report in reports:
+        if not quiet:
+            _print_plan(report) if report.dry_run else _print_report(report)
 
 
 def _print_report(report: "Report") -> None:

@@ -17,15 +17,22 @@ __all__ = [
     "Stack",
     "Take",
     "WeightedSum",
+    "cut",
     "dtype_of",
+    "pick",
     "shape_of",
+    "stored_dtype",
     "take",
+    "transposed",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A box of a tensor, its dimensions then permuted (None: left in order)."""
+    """A box of a tensor, its dimensions then permuted (None: left in order).
+
+    Dimensions that the permutation leaves out have size 1 in the box; they are dropped.
+    """
 
     entry: TensorEntry
     box: Box
@@ -106,3 +113,127 @@ def dtype_of(recipe: Recipe) -> DType:
             return BY_NAME["float32"]
         case _:
             assert_never(recipe)
+
+
+def stored_dtype(recipe: Recipe) -> DType:
+    """Return the dtype that an output keeps without a cast: of arithmetic, that of its base."""
+    match recipe:
+        case WeightedSum(terms):
+            return stored_dtype(terms[0][1])
+        case LowRank(base):
+            return stored_dtype(base)
+        case _:
+            return dtype_of(recipe)
+
+
+def cut(recipe: Recipe, box: Box) -> Recipe:
+    """Return the part of a recipe's tensor that lies inside a box of at least one element.
+
+    Args:
+        recipe: what makes the tensor.
+        box: a region of its shape, elements.
+    """
+    match recipe:
+        case Take(entry, inner, permutation):
+            order = range(len(inner.sizes)) if permutation is None else permutation
+            offsets, sizes = list(inner.offsets), list(inner.sizes)
+            for dim, start, size in zip(order, box.offsets, box.sizes, strict=True):
+                offsets[dim] += start
+                sizes[dim] = size
+            return Take(entry, Box(tuple(offsets), tuple(sizes)), permutation)
+        case Stack(dim, parts):
+            rest = Box(_without(box.offsets, dim), _without(box.sizes, dim))
+            chosen = parts[box.offsets[dim] : box.ends[dim]]
+            return Stack(dim, tuple(cut(part, rest) for part in chosen))
+        case Concat(dim, parts):
+            return _cut_concat(dim, parts, box)
+        case WeightedSum(terms):
+            return WeightedSum(tuple((weight, cut(part, box)) for weight, part in terms))
+        case LowRank(base, a, b, scale):
+            inner_size = shape_of(a)[-2]
+            rows = _narrowed(box, -1, 0, inner_size)
+            columns = _narrowed(box, -2, 0, inner_size)
+            return LowRank(cut(base, box), cut(a, columns), cut(b, rows), scale)
+        case _:
+            assert_never(recipe)
+
+
+def pick(recipe: Recipe, index: int) -> Recipe:  # noqa: PLR0911 (a case each)
+    """Return the part at one index of the first dimension, without that dimension.
+
+    Of a `LowRank` that dimension must be a batch dimension: its tensor has at least three.
+    """
+    match recipe:
+        case Take(entry, inner, permutation):
+            first, *rest = range(len(inner.sizes)) if permutation is None else permutation
+            at = _narrowed(inner, first, inner.offsets[first] + index, 1)
+            return Take(entry, at, tuple(rest))
+        case Stack(dim, parts):
+            if dim == 0:
+                return parts[index]
+            return Stack(dim - 1, tuple(pick(part, index) for part in parts))
+        case Concat(dim, parts):
+            if dim == 0:
+                return _pick_row(parts, index)
+            return Concat(dim - 1, tuple(pick(part, index) for part in parts))
+        case WeightedSum(terms):
+            return WeightedSum(tuple((weight, pick(part, index)) for weight, part in terms))
+        case LowRank(base, a, b, scale):
+            return LowRank(pick(base, index), pick(a, index), pick(b, index), scale)
+        case _:
+            assert_never(recipe)
+
+
+def transposed(recipe: Recipe) -> Recipe:
+    """Return a recipe's tensor with its last two dimensions exchanged."""
+    last = len(shape_of(recipe)) - 1
+    exchanged = {last: last - 1, last - 1: last}
+    match recipe:
+        case Take(entry, box, permutation):
+            *rest, before, after = range(len(box.sizes)) if permutation is None else permutation
+            return Take(entry, box, (*rest, after, before))
+        case Stack(dim, parts) if dim < last - 1:
+            return Stack(dim, tuple(transposed(part) for part in parts))
+        case Stack(dim, parts):
+            return Stack(exchanged[dim], parts)
+        case Concat(dim, parts):
+            return Concat(exchanged.get(dim, dim), tuple(transposed(part) for part in parts))
+        case WeightedSum(terms):
+            return WeightedSum(tuple((weight, transposed(part)) for weight, part in terms))
+        case LowRank(base, a, b, scale):
+            return LowRank(transposed(base), transposed(b), transposed(a), scale)
+        case _:
+            assert_never(recipe)
+
+
+def _cut_concat(dim: int, parts: tuple[Recipe, ...], box: Box) -> Recipe:
+    """Return the parts that a box meets, cut; a single one by itself."""
+    met, start = [], 0
+    for part in parts:
+        end = start + shape_of(part)[dim]
+        low, high = max(start, box.offsets[dim]), min(end, box.ends[dim])
+        if low < high:
+            met.append(cut(part, _narrowed(box, dim, low - start, high - low)))
+        start = end
+    return met[0] if len(met) == 1 else Concat(dim, tuple(met))
+
+
+def _pick_row(parts: tuple[Recipe, ...], index: int) -> Recipe:
+    """Return one index of parts that follow one another in the first dimension."""
+    for part in parts[:-1]:
+        size = shape_of(part)[0]
+        if index < size:
+            return pick(part, index)
+        index -= size
+    return pick(parts[-1], index)
+
+
+def _narrowed(box: Box, dim: int, offset: int, size: int) -> Box:
+    """Return a box with another range in one dimension."""
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    offsets[dim], sizes[dim] = offset, size
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*values[:dim], *values[dim + 1 :])

@@ -3,6 +3,7 @@
 import os
 import resource
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -43,10 +44,13 @@ def default_workers() -> int:
     return min(_MAX_WORKERS, os.cpu_count() or 1)
 
 
-def run_plan(plan: Plan, directory: Path, settings: Settings, listener: Listener) -> None:
+def run_plan(plan: Plan, directory: Path, settings: Settings, listener: Listener) -> dict[str, int]:
     """Make the output files in `directory`: headers, and every operation of the plan.
 
     The bytes do not depend on the settings. The first error stops all workers and is raised.
+
+    Returns:
+        How many finite values became infinite as float16, by the name of the tensor.
     """
     outputs = tuple(directory / file.filename for file in plan.layout.files)
     for path, file in zip(outputs, plan.layout.files, strict=True):
@@ -54,10 +58,27 @@ def run_plan(plan: Plan, directory: Path, settings: Settings, listener: Listener
     workers, buffer_bytes, open_files = _shares(settings)
     work = units(plan, buffer_bytes=buffer_bytes)
 
+    executors: list[Executor] = []
+
     def executor() -> Executor:
-        return Executor(outputs, open_files=open_files, buffer_bytes=buffer_bytes)
+        executors.append(Executor(outputs, open_files=open_files, buffer_bytes=buffer_bytes))
+        return executors[-1]
 
     _Pool(work, listener).run(workers, executor)
+    overflows: Counter[tuple[int, int]] = Counter()
+    for one in executors:
+        overflows += one.overflows
+    return _named(overflows, plan)
+
+
+def _named(overflows: Counter[tuple[int, int]], plan: Plan) -> dict[str, int]:
+    """Return the counts by the names of the tensors, in the order of the files."""
+    return {
+        tensor.name: count
+        for number, file in enumerate(plan.layout.files)
+        for tensor in file.tensors
+        if (count := overflows[number, len(file.header) + tensor.data_offsets[0]])
+    }
 
 
 def verify_full(

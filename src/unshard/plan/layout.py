@@ -6,7 +6,7 @@ by name, so that every tensor is aligned and the file is byte for byte what `sav
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 INDEX_NAME = "model.safetensors.index.json"
-_PATTERN = "model{suffix}.safetensors"
 _METADATA = {"format": "pt"}  # transformers 4 refuses files without it
 # safetensors' Rust writer sorts by its dtype enum, then by name.
 _FILE_ORDER = """
@@ -96,8 +95,21 @@ def size_in_bytes(text: str) -> int:
     return size
 
 
-def lay_out(tensors: Sequence[Converted], max_shard_size: int) -> Layout:
+def lay_out(
+    tensors: Sequence[Converted],
+    max_shard_size: int,
+    *,
+    like: Mapping[str, str] | None = None,
+    pattern: str = "model{suffix}.safetensors",
+) -> Layout:
     """Distribute tensors over files of at most `max_shard_size` bytes of data (or one tensor).
+
+    Args:
+        tensors: what to write, in order.
+        max_shard_size: bytes.
+        like: the weight map of another model; its files are made instead, and tensors that it does
+            not name go where the one before them goes.
+        pattern: names of the files.
 
     Raises:
         ConversionError: a header would be longer than the format allows, or there is no tensor.
@@ -105,18 +117,32 @@ def lay_out(tensors: Sequence[Converted], max_shard_size: int) -> Layout:
     if not tensors:
         raise ConversionError("there is no tensor to write")
     by_name = {tensor.name: tensor for tensor in tensors}
-    split = split_state_dict_into_shards_factory(
-        by_name,
-        get_storage_size=_size,
-        filename_pattern=_PATTERN,
-        max_shard_size=max_shard_size,
-    )
-    files = tuple(
-        _output_file(filename, [by_name[name] for name in names])
-        for filename, names in split.filename_to_tensors.items()
-    )
-    weight_map = {name: split.tensor_to_filename[name] for name in by_name}
+    if like is not None and any(name in like for name in by_name):
+        weight_map = _followed(by_name, like, pattern)
+    else:
+        split = split_state_dict_into_shards_factory(
+            by_name,
+            get_storage_size=_size,
+            filename_pattern=pattern,
+            max_shard_size=max_shard_size,
+        )
+        weight_map = {name: split.tensor_to_filename[name] for name in by_name}
+    members: dict[str, list[Converted]] = {}
+    for name, tensor in by_name.items():
+        members.setdefault(weight_map[name], []).append(tensor)
+    files = tuple(_output_file(name, members[name]) for name in sorted(members))
     return Layout(files, weight_map, sum(map(_size, tensors)))
+
+
+def _followed(names: Iterable[str], like: Mapping[str, str], pattern: str) -> dict[str, str]:
+    """Return the file of every tensor: that of the other model, or that of its neighbour."""
+    file = next(like[name] for name in names if name in like)
+    followed = {}
+    for name in names:
+        file = like.get(name, file)
+        followed[name] = file
+    one = len(set(followed.values())) == 1
+    return dict.fromkeys(followed, pattern.format(suffix="")) if one else followed
 
 
 def index_json(layout: Layout) -> bytes:

@@ -14,7 +14,7 @@ from unshard.errors import UsageError
 from unshard.read.format import Location
 from unshard.tensors.catalog import Companions
 
-__all__ = ["find_companions"]
+__all__ = ["companions_in", "completed", "find_companions"]
 
 _CONFIG = "config.json"
 _NAMES = frozenset(
@@ -44,12 +44,12 @@ def find_companions(location: Location, config: Path | None) -> Companions:
     if config is not None and config.is_dir():
         if not (config / _CONFIG).is_file():
             raise UsageError(f"--config {config}: no {_CONFIG} in this directory")
-        return _in_directory(config)
+        return companions_in(config)
     if config is not None and not config.is_file():
         raise UsageError(f"--config {config}: there is no such file or directory")
     found = Companions()
     for folder, is_own in _places(location):
-        here = _in_directory(folder) if is_own else _in_run(folder)
+        here = companions_in(folder) if is_own else _in_run(folder)
         if here.config or (here.files and not found.files):
             found = here
         if here.config:
@@ -77,7 +77,7 @@ def _in_run(folder: Path) -> Companions:
 
     Its config.json must be a model's; code belongs to the model only if that config says so.
     """
-    here = _in_directory(folder)
+    here = companions_in(folder)
     if here.config is None:
         return Companions()
     try:
@@ -92,7 +92,8 @@ def _in_run(folder: Path) -> Companions:
     return Companions(here.config, files)
 
 
-def _in_directory(folder: Path) -> Companions:
+def companions_in(folder: Path) -> Companions:
+    """Return the companions that lie in a directory of a model."""
     if not folder.is_dir():
         return Companions()
     files = {
@@ -107,3 +108,35 @@ def _in_directory(folder: Path) -> Companions:
         }
     config = folder / _CONFIG
     return Companions(config if config.is_file() else None, files)
+
+
+_TOKENIZER = (
+    "tokenizer",
+    "special_tokens",
+    "added_tokens",
+    "vocab",
+    "merges",
+    "spiece",
+    "sentencepiece",
+    "tekken",
+    "chat_template",
+    _TEMPLATES,
+)
+
+
+def completed(own: Companions, base: Companions) -> Companions:
+    """Return a checkpoint's companions, completed by the base model's.
+
+    A tokenizer, a processor, code are taken whole or not at all: parts of two do not fit.
+    """
+    have = {_kind(name) for name in own.files}
+    added = {name: path for name, path in base.files.items() if _kind(name) not in have}
+    return Companions(own.config or base.config, {**own.files, **added})
+
+
+def _kind(name: str) -> str:
+    if name.startswith(_TOKENIZER) or name.endswith(".tiktoken"):
+        return "tokenizer"
+    if name.endswith(".py"):
+        return "code"
+    return "generation" if name.startswith("generation") else "processor"

@@ -19,7 +19,7 @@ from unshard.read.formats import FORMATS, format_in
 from unshard.read.rank_files import RANK_FILES
 from unshard.read.whole_files import WHOLE_FILES
 
-__all__ = ["discover", "is_ema_there"]
+__all__ = ["all_steps", "discover", "is_ema_there", "regular_of"]
 
 _STEPS = tuple(
     re.compile(pattern)
@@ -31,7 +31,7 @@ _STEPS = tuple(
         r".*step=(\d+).*\.ckpt",  # Lightning
     )
 )
-_EMA_DIR = "pytorch_ema_model_fsdp_0"
+_MODEL_DIR, _EMA_DIR = "pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0"
 _ROLES = ("actor", "critic")
 _FSDP_FOLDER = re.compile(r"pytorch_(?:ema_)?model_fsdp_\d+")
 _FOLDERS = ("model", "model_and_optim", "sharded")
@@ -109,9 +109,7 @@ def _format_of(folder: Path, *, sharded: bool) -> Format | None:
     """Return a folder's format; lmms-engine may leave its EMA folder empty."""
     found = format_in(folder, sharded=sharded)
     if found is None and sharded and folder.name == _EMA_DIR and folder.is_dir():
-        return (
-            RANK_FILES if _in_step(folder.with_name("pytorch_model_fsdp_0"), sharded=True) else None
-        )
+        return RANK_FILES if _in_step(folder.with_name(_MODEL_DIR), sharded=True) else None
     return found
 
 
@@ -139,7 +137,7 @@ def _choose(place: Path, found: list[Location], request: Request, *, explicit: b
     if not kept:
         raise UnknownFormatError(
             f"{place}: holds no {wanted} weights",
-            expected=_EMA_DIR if wanted == "ema" else "pytorch_model_fsdp_0 or rank files",
+            expected=_EMA_DIR if wanted == "ema" else f"{_MODEL_DIR} or rank files",
             found=", ".join(at.weights_dir.name for at in found),
         )
     location = _choose_role(place, kept, request.role)
@@ -195,6 +193,21 @@ def _in_run(run: Path, request: Request, *, sharded: bool, depth: int) -> list[L
     return locations
 
 
+def all_steps(run: Path, request: Request) -> list[Location]:
+    """Return the checkpoints of all steps of a run, the lowest step first.
+
+    Raises:
+        UnknownFormatError: the directory holds no steps.
+    """
+    found = discover(run, request)
+    if len(found) == 1 and found[0].step_dir == run.resolve():
+        raise UnknownFormatError(
+            f"{run}: is one checkpoint, not a directory of several",
+            hint="leave --all-steps out, or give the directory that holds the steps",
+        )
+    return found[::-1]
+
+
 def _nothing_found(path: Path) -> UnknownFormatError:
     folder = path if path.is_dir() else path.parent
     steps = _steps(folder)
@@ -215,3 +228,14 @@ def _nothing_found(path: Path) -> UnknownFormatError:
 def is_ema_there(location: Location) -> bool:
     """Tell whether EMA weights lie in the same step directory."""
     return format_in(location.step_dir / _EMA_DIR, sharded=True) is not None
+
+
+def regular_of(location: Location) -> Location | None:
+    """Return where the regular weights beside EMA weights lie, if they are there."""
+    folder = location.step_dir / _MODEL_DIR
+    form = format_in(folder, sharded=True)
+    return (
+        None
+        if form is None
+        else replace(location, weights_dir=folder, weights="model", format=form)
+    )

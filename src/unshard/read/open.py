@@ -13,10 +13,11 @@ from unshard.errors import (
 )
 from unshard.read.check import check
 from unshard.read.companions import find_companions
-from unshard.read.discover import discover
-from unshard.read.format import Location, ReadOptions, Request
+from unshard.read.discover import discover, regular_of
+from unshard.read.ema import filled
+from unshard.read.format import Location, Reading, ReadOptions, Request
 from unshard.read.wrapper_names import unwrapped
-from unshard.tensors.catalog import Catalog
+from unshard.tensors.catalog import Catalog, TensorEntry
 
 __all__ = ["Checkpoint", "open_latest"]
 
@@ -78,13 +79,19 @@ def _beside(location: Location, other: Path) -> Path:
 
 
 def _read(location: Location, options: ReadOptions, passed_over: Sequence[str]) -> Catalog:
-    reading = location.format.read(location, options)
-    if not reading.tensors:
-        raise NotMergeableError(
-            f"{location.file or location.weights_dir}: holds no model weights",
-            found=", ".join(one.fqn for one in reading.skipped[:8]) or "nothing at all",
-        )
-    tensors, renamed = unwrapped(reading.tensors)
+    reading, tensors, notes = _weights(location, options)
+    archives = reading.archives
+    if location.weights == "ema" and (regular_place := regular_of(location)) is not None:
+        try:
+            regular, others, _ = _weights(regular_place, options)
+        except IncompleteError as error:
+            notes.append(
+                f"the regular weights, which may hold more tensors, were not read: {error}"
+            )
+        else:
+            whole = filled(tensors, others)
+            tensors, archives = dict(whole.tensors), archives + regular.archives
+            notes += whole.notes
     catalog = Catalog(
         roots=location.roots,
         format=location.format.name,
@@ -95,14 +102,24 @@ def _read(location: Location, options: ReadOptions, passed_over: Sequence[str]) 
         skipped=reading.skipped,
         companions=find_companions(location, options.config),
         training_state=reading.training_state,
-        archives=reading.archives,
+        archives=archives,
         missing=reading.missing,
         missing_ranks=reading.missing_ranks,
-        notes=(
-            *(f"passed over an incomplete step: {error}" for error in passed_over),
-            *reading.notes,
-            *renamed,
-        ),
+        notes=(*(f"passed over an incomplete step: {error}" for error in passed_over), *notes),
     )
     check(catalog)
     return catalog
+
+
+def _weights(
+    location: Location, options: ReadOptions
+) -> tuple[Reading, dict[str, TensorEntry], list[str]]:
+    """Read one set of weights; return it, its tensors without wrappers, and what to say."""
+    reading = location.format.read(location, options)
+    if not reading.tensors:
+        raise NotMergeableError(
+            f"{location.file or location.weights_dir}: holds no model weights",
+            found=", ".join(one.fqn for one in reading.skipped[:8]) or "nothing at all",
+        )
+    tensors, renamed = unwrapped(reading.tensors)
+    return reading, tensors, [*reading.notes, *renamed]

@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from unshard.convert.outputs import CASTS, Fields
+from unshard.convert.precision import CASTS, Fields
 from unshard.errors import CorruptError
 from unshard.tensors.catalog import Companions
 

@@ -6,7 +6,9 @@ through one tile of memory. Knows byte ranges and boxes, not names, recipes or f
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -17,12 +19,12 @@ from numpy.typing import NDArray
 
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements, raw_dtype, read_exactly
-from unshard.plan.operations import Cast, Fuse, Gather, Reduce, Source, Target
+from unshard.plan.operations import Cast, Fuse, Gather, Reduce, Source, Target, Tiled
 from unshard.plan.work import Tile, Unit
 from unshard.read.chunks import fill_box
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
 from unshard.tensors.catalog import ChunkTable
-from unshard.tensors.dtypes import numpy_dtype
+from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype
 
 __all__ = ["Executor", "make_tile", "tile_runs"]
 
@@ -40,9 +42,14 @@ class Executor:
         outputs: the output files, by their index in the layout; they exist, at full size.
         open_files: how many descriptors it may hold, at least 2.
         buffer_bytes: how much memory it may use to copy where the kernel cannot.
+
+    Attributes:
+        overflows: how many finite values became infinite as float16, by output file and the byte
+            where their tensor begins there.
     """
 
     def __init__(self, outputs: tuple[Path, ...], *, open_files: int, buffer_bytes: int) -> None:
+        self.overflows: Counter[tuple[int, int]] = Counter()
         targets = max(1, min(len(outputs), open_files // 4))
         self._outputs = outputs
         self._sources = OpenFiles(os.O_RDONLY, limit=max(1, open_files - targets))
@@ -101,10 +108,32 @@ class Executor:
     def _make_tile(self, tile: Tile) -> int:
         out = make_tile(tile, self._sources)
         target = tile.operation.target
+        if out.dtype == np.float16:
+            self._count_overflows(tile, out)
         fd = self._targets.fd(self._outputs[target.file])
         for offset, part in tile_runs(tile.box, target, out.reshape(-1).view(np.uint8).data):
             _write_all(fd, part, offset)
         return out.nbytes
+
+    def _count_overflows(self, tile: Tile, out: Elements) -> None:
+        """Count the values of a tile that were finite before they became float16."""
+        infinite = int(np.isinf(out).sum())
+        if infinite:
+            wide = BY_NAME["float64" if _is_float64(tile.operation) else "float32"]
+            before = make_tile(replace(tile, operation=_to(tile.operation, wide)), self._sources)
+            target = tile.operation.target
+            self.overflows[target.file, target.start] += infinite - int(np.isinf(before).sum())
+
+
+def _to(operation: Tiled, dtype: DType) -> Tiled:
+    """Return the operation that makes the same values in another dtype."""
+    if isinstance(operation, Gather):
+        return Cast(operation.target, operation.source, dtype)
+    return replace(operation, to=dtype)
+
+
+def _is_float64(operation: Tiled) -> bool:
+    return isinstance(operation, Cast) and operation.source.dtype.itemsize == 8
 
 
 def tile_runs(tile: Box, target: Target, data: memoryview) -> Iterator[tuple[int, memoryview]]:

@@ -4,6 +4,7 @@ No times, hosts or absolute paths: the same merge writes the same record.
 """
 
 import json
+from collections.abc import Mapping
 
 from unshard._version import __version__
 from unshard.plan.layout import Layout
@@ -14,10 +15,9 @@ __all__ = ["RECORD_NAME", "record_json"]
 RECORD_NAME = "unshard.json"
 
 
-def record_json(checkpoint: Checkpoint, layout: Layout, dtype: str) -> bytes:
-    """Return the record's bytes."""
+def record_json(checkpoint: Checkpoint, layout: Layout, options: Mapping[str, object]) -> bytes:
+    """Return the record's bytes; `options` are those that shape the output."""
     catalog, location = checkpoint.catalog, checkpoint.location
-    paths = next(iter(catalog.tensors.values())).chunks.paths
     record = {
         "unshard": __version__,
         "source": {
@@ -28,9 +28,9 @@ def record_json(checkpoint: Checkpoint, layout: Layout, dtype: str) -> bytes:
             "world_size": catalog.world_size,
             "role": location.role,
             "weights": location.weights,
-            "files": {path.name: path.stat().st_size for path in paths},
+            "files": _sizes(checkpoint),
         },
-        "options": {"dtype": dtype},
+        "options": dict(options),
         "output": {
             "files": {file.filename: file.size for file in layout.files},
             "tensors": len(layout.weight_map),
@@ -40,3 +40,15 @@ def record_json(checkpoint: Checkpoint, layout: Layout, dtype: str) -> bytes:
         "skipped": {skipped.fqn: skipped.reason for skipped in catalog.skipped},
     }
     return (json.dumps(record, indent=2) + "\n").encode()
+
+
+def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the sizes of the checkpoint's files, by path inside its directories."""
+    location = checkpoint.location
+    entries = checkpoint.catalog.tensors.values()
+    sizes = {}
+    for path in sorted({path for entry in entries for path in entry.chunks.paths}):
+        places = [p for p in (*location.roots, location.step_dir) if path.is_relative_to(p)]
+        if places:  # else it is a file made meanwhile, of decompressed items
+            sizes[str(path.relative_to(places[0]))] = path.stat().st_size
+    return sizes

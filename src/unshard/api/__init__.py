@@ -1,0 +1,9 @@
+"""What unshard does, as functions; the command line and every other caller use these."""
+
+from unshard.api.inspecting import inspect
+from unshard.api.merging import merge, merge_all, merge_with
+from unshard.api.options import MergeOptions
+from unshard.read.inspection import Inspection
+from unshard.write.report import Report
+
+__all__ = ["Inspection", "MergeOptions", "Report", "inspect", "merge", "merge_all", "merge_with"]

@@ -1,0 +1,258 @@
+"""`merge`: a checkpoint in, a Hugging Face directory out."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from unshard.api.options import MergeOptions
+from unshard.api.preparing import Prepared, open_source, prepare
+from unshard.engines.threads import run_plan, verify_full
+from unshard.errors import IncompleteError
+from unshard.plan.layout import INDEX_NAME, index_json
+from unshard.progress import Listener, Stage, Warned, ignore
+from unshard.read.discover import all_steps
+from unshard.read.inflate import inflate, inflated_bytes
+from unshard.write.companions import write_companions
+from unshard.write.record import RECORD_NAME, record_json
+from unshard.write.report import Report, make_report
+from unshard.write.stage import Stage as Staging
+from unshard.write.stage import choose_mode
+from unshard.write.verify import verify_light
+
+__all__ = ["merge", "merge_all", "merge_with"]
+
+_COMPANION_ALLOWANCE = 64 * 1024
+
+
+def merge(
+    checkpoint: str | Path,
+    output: str | Path | None = None,
+    *,
+    dtype: str = "keep",
+    keep_fp32: str | None = None,
+    names: str = "hub",
+    base: str | Path | None = None,
+    allow_missing: bool = False,
+    allow_unexpected: bool = False,
+    include: str | None = None,
+    exclude: str | None = None,
+    lora: str = "fuse",
+    lora_alpha: float | None = None,
+    weights: str | None = None,
+    role: str | None = None,
+    step: int | None = None,
+    config: str | Path | None = None,
+    also: Sequence[str | Path] = (),
+    max_shard_size: str | int | None = None,
+    workers: int | None = None,
+    memory: str | int = "64MB",
+    assume_dim0: bool = False,
+    ep_size: int | None = None,
+    allow_globals: Sequence[str] = (),
+    verify: str = "light",
+    overwrite: bool = False,
+    dry_run: bool = False,
+    push_to_hub: str | None = None,
+    private: bool = False,
+    listener: Listener = ignore,
+) -> Report:
+    """Merge a sharded checkpoint into a Hugging Face directory.
+
+    The output appears by one rename, whole, verified and durable, or not at all; the checkpoint is
+    only read. The same checkpoint gives the same bytes, whatever `workers` and `memory` are.
+
+    Args:
+        checkpoint: a checkpoint, a directory of several (the highest complete step is taken), or
+            any directory inside one.
+        output: must not exist unless `overwrite`; default `merged/<step directory>[-critic][-ema]`
+            beside the step directory.
+        dtype: keep, config (what config.json names), base (what the base model has, tensor by
+            tensor), bfloat16, float16 or float32. Floating point only; integers, booleans and
+            8-bit floats are never cast, nor what the model's family keeps in float32.
+        keep_fp32: a regular expression; tensors whose names it matches are not cast.
+        names: "hub" (tensor names and expert layout as on the hub) or "training" (as they are).
+        base: the model it was trained from, a Hugging Face directory or hub id: says which tensors
+            are expected, under which names and in which files; completes config and tokenizer.
+        allow_missing, allow_unexpected: let tensors differ from the base's.
+        include, exclude: regular expressions on output names.
+        lora: what to do with adapters: "fuse" them, write the "adapter" alone, or "both".
+        lora_alpha: the scale of the adapter, where nothing beside the checkpoint says it.
+        weights: "model" (default) or "ema".
+        role: "actor" or "critic"; needed only where both exist.
+        step: which step of a directory that holds several.
+        config: a config.json, or a directory with config, tokenizer and the like, to use instead of
+            the checkpoint's own.
+        also: directories with more files of the same checkpoint, saved on other nodes.
+        max_shard_size: largest weight file, bytes or "5GB"; default: as the base has it, or 5GB.
+        workers: threads; default: as many as the machine has cores, at most 8.
+        memory: bound on all buffers together, bytes or "64MB".
+        assume_dim0: take plain tensors that differ between ranks as shards along dimension 0.
+        ep_size: size of the expert parallelism, where the files do not record it (verl's VeOmni).
+        allow_globals: tensor subclasses in pickles to read as the plain tensors they store.
+        verify: "light" (the output is reopened: headers, names, shapes, dtypes, sizes, index),
+            "full" (also checksums of the sources, replicas, and every byte read back), or "off".
+        overwrite: replace the weights of an earlier output, or, where the output is the
+            checkpoint's own directory, put them there; other files stay.
+        dry_run: plan only, write nothing.
+        push_to_hub: the id of a repository to upload the output to, once it is safe on disk.
+        private: make that repository private if it does not exist.
+        listener: called with progress events.
+
+    Raises:
+        UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
+    """
+    options = MergeOptions(
+        dtype=dtype,
+        keep_fp32=keep_fp32,
+        names=names,
+        base=base,
+        allow_missing=allow_missing,
+        allow_unexpected=allow_unexpected,
+        include=include,
+        exclude=exclude,
+        lora=lora,
+        lora_alpha=lora_alpha,
+        weights=weights,
+        role=role,
+        step=step,
+        config=config,
+        also=also,
+        max_shard_size=max_shard_size,
+        workers=workers,
+        memory=memory,
+        assume_dim0=assume_dim0,
+        ep_size=ep_size,
+        allow_globals=allow_globals,
+        verify=verify,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        push_to_hub=push_to_hub,
+        private=private,
+    )
+    return merge_with(checkpoint, output, options, listener)
+
+
+def merge_all(
+    run: str | Path,
+    output: str | Path | None = None,
+    options: MergeOptions | None = None,
+    listener: Listener = ignore,
+) -> list[Report]:
+    """Merge every complete step of a run, each as `merge` does, the lowest first.
+
+    Args:
+        run: a directory that holds several steps.
+        output: the directory to make one output per step in; default `merged` beside the steps.
+        options: as for `merge`.
+        listener: called with progress events; steps that are incomplete are named.
+
+    Raises:
+        UnshardError: a step cannot be merged; the outputs of those before it stay.
+    """
+    chosen = options or MergeOptions()
+    reports = []
+    for location in all_steps(Path(run), chosen.request):
+        target = None if output is None else Path(output) / location.default_output.name
+        try:
+            reports.append(merge_with(location.step_dir, target, chosen, listener))
+        except IncompleteError as error:
+            listener(Warned(f"passed over an incomplete step: {error}"))
+    return reports
+
+
+def merge_with(
+    checkpoint: str | Path, output: str | Path | None, options: MergeOptions, listener: Listener
+) -> Report:
+    """Merge as `merge` does, with the options as one value."""
+    started = time.monotonic()
+    settings = options.settings
+    listener(Stage("reading"))
+    source = open_source(Path(checkpoint), options)
+    prepared = prepare(source, options)
+    for warning in prepared.warnings:
+        listener(Warned(warning))
+    default = source.checkpoint.location.default_output
+    target = default if output is None else Path(output)
+    warnings = list(prepared.warnings)
+    if options.dry_run:
+        choose_mode(target, _places(prepared), overwrite=options.overwrite)
+    else:
+        for warning in _make(prepared, target, options, listener):
+            warnings.append(warning)
+            listener(Warned(warning))
+    config = ("config.json",) if prepared.config is not None else ()
+    return make_report(
+        prepared.checkpoint,
+        prepared.plan,
+        target,
+        companions=(*config, *prepared.checkpoint.catalog.companions.files),
+        warnings=tuple(warnings),
+        memory_bytes=settings.memory_bytes,
+        seconds=time.monotonic() - started,
+        dry_run=options.dry_run,
+    )
+
+
+def _make(prepared: Prepared, target: Path, options: MergeOptions, listener: Listener) -> list[str]:
+    """Make the output apart, and let it take its place in one commit; return what was noticed."""
+    needed, places = _needed_bytes(prepared), _places(prepared)
+    with Staging(target, needed, sources=places, overwrite=options.overwrite) as staging:
+        inflated = _inflated(prepared, staging, options, listener)
+        return _write(inflated, staging, options, listener)
+
+
+def _inflated(
+    prepared: Prepared, staging: Staging, options: MergeOptions, listener: Listener
+) -> Prepared:
+    """Decompress a compressed checkpoint beside its output, and plan again from there."""
+    found = prepared.checkpoint
+    if not inflated_bytes(found.catalog):
+        return prepared
+    listener(Stage("decompressing"))
+    inflated = replace(found, catalog=inflate(found.catalog, staging.scratch))
+    return prepare(replace(prepared.source, checkpoint=inflated), options)
+
+
+def _write(
+    prepared: Prepared, staging: Staging, options: MergeOptions, listener: Listener
+) -> list[str]:
+    """Make the output in its staging directory, verify it as a stranger would, and commit it."""
+    plan, directory, catalog = prepared.plan, staging.directory, prepared.checkpoint.catalog
+    listener(Stage("writing", plan.layout.total_size))
+    overflows = run_plan(plan, directory, options.settings, listener)
+    write_companions(catalog.companions, prepared.config, directory)
+    if len(plan.layout.files) > 1:
+        (directory / INDEX_NAME).write_bytes(index_json(plan.layout))
+    record = record_json(prepared.checkpoint, plan.layout, options.recorded)
+    (directory / RECORD_NAME).write_bytes(record)
+    full = options.verify == "full"
+    if options.verify != "off":
+        listener(Stage("verifying", plan.layout.total_size if full else 0))
+        verify_light(directory, plan.layout)
+    if full:
+        verify_full(plan, catalog, directory, options.settings, listener)
+    listener(Stage("committing"))
+    staging.commit()
+    return _overflow_warnings(overflows)
+
+
+def _overflow_warnings(overflows: dict[str, int]) -> list[str]:
+    if not overflows:
+        return []
+    worst = sorted(overflows.items(), key=lambda item: -item[1])[:5]
+    listed = ", ".join(f"{name} ({count})" for name, count in worst)
+    what = f"{sum(overflows.values())} values of {len(overflows)} tensors are too large for float16"
+    return [f"{what} and became infinite: {listed}; bfloat16 holds them"]
+
+
+def _needed_bytes(prepared: Prepared) -> int:
+    """Return about what the output will take on disk."""
+    catalog = prepared.checkpoint.catalog
+    extra = sum(path.stat().st_size for path in catalog.companions.files.values())
+    return prepared.plan.bytes_written + inflated_bytes(catalog) + extra + _COMPANION_ALLOWANCE
+
+
+def _places(prepared: Prepared) -> tuple[Path, ...]:
+    location = prepared.checkpoint.location
+    return location.step_dir, *location.roots

@@ -1,0 +1,119 @@
+"""The options of a merge and their defaults: here, once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unshard.engines.threads import MIN_BUFFER, Settings, default_workers
+from unshard.errors import UsageError
+from unshard.plan.layout import size_in_bytes
+from unshard.read.format import ReadOptions, Request
+
+__all__ = ["MergeOptions"]
+
+_KNOWN: dict[str, tuple[str, ...]] = {
+    "names": ("hub", "training"),
+    "lora": ("fuse", "adapter", "both"),
+    "verify": ("light", "full", "off"),
+}
+_DEFAULT_SHARD = "5GB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeOptions:
+    """Everything that can be chosen of a merge; `merge` explains each.
+
+    Raises:
+        UsageError: a value is not one of those that are known.
+    """
+
+    dtype: str = "keep"
+    keep_fp32: str | None = None
+    names: str = "hub"
+    base: str | Path | None = None
+    allow_missing: bool = False
+    allow_unexpected: bool = False
+    include: str | None = None
+    exclude: str | None = None
+    lora: str = "fuse"
+    lora_alpha: float | None = None
+    weights: str | None = None
+    role: str | None = None
+    step: int | None = None
+    config: str | Path | None = None
+    also: Sequence[str | Path] = ()
+    max_shard_size: str | int | None = None
+    workers: int | None = None
+    memory: str | int = "64MB"
+    assume_dim0: bool = False
+    ep_size: int | None = None
+    allow_globals: Sequence[str] = ()
+    verify: str = "light"
+    overwrite: bool = False
+    dry_run: bool = False
+    push_to_hub: str | None = None
+    private: bool = False
+
+    def __post_init__(self) -> None:
+        for option, known in _KNOWN.items():
+            value = getattr(self, option)
+            if value not in known:
+                raise UsageError(f"--{option} {value}: unknown", expected=", ".join(known))
+        if self.ep_size is not None and self.ep_size < 2:
+            raise UsageError(f"--ep-size {self.ep_size}: at least 2 is needed")
+        if self.role not in (None, "actor", "critic"):
+            raise UsageError(f"--role {self.role}: unknown", expected="actor or critic")
+        if self.weights not in (None, "model", "ema"):
+            raise UsageError(f"--weights {self.weights}: unknown", expected="model or ema")
+        if self.private and self.push_to_hub is None:
+            raise UsageError("--private: says how to push, but there is no --push-to-hub")
+
+    @property
+    def request(self) -> Request:
+        """Which checkpoint of several is meant."""
+        return Request(self.step, self.role, self.weights)
+
+    @property
+    def settings(self) -> Settings:
+        """Workers and memory."""
+        memory_bytes = size_in_bytes(str(self.memory))
+        if memory_bytes < MIN_BUFFER:
+            raise UsageError(
+                f"--memory {self.memory}: too little", expected=f"at least {MIN_BUFFER} bytes"
+            )
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"--workers {self.workers}: at least 1 is needed")
+        return Settings(self.workers or default_workers(), memory_bytes)
+
+    @property
+    def reading(self) -> ReadOptions:
+        """How to read the checkpoint."""
+        return ReadOptions(
+            None if self.config is None else Path(self.config),
+            self.assume_dim0,
+            self.ep_size,
+            frozenset(self.allow_globals),
+            self.settings.workers,
+        )
+
+    @property
+    def recorded(self) -> dict[str, object]:
+        """What shapes the output, for its record: without paths."""
+        base = None if self.base is None else str(self.base)
+        chosen = {
+            "dtype": self.dtype,
+            "names": self.names,
+            "keep_fp32": self.keep_fp32,
+            "base": Path(base).name if base is not None and Path(base).is_dir() else base,
+            "include": self.include,
+            "exclude": self.exclude,
+            "lora_alpha": self.lora_alpha,
+            "ep_size": self.ep_size,
+        }
+        return {name: value for name, value in chosen.items() if value is not None}
+
+    @property
+    def shard_bytes(self) -> int:
+        """Largest weight file, bytes."""
+        size = _DEFAULT_SHARD if self.max_shard_size is None else self.max_shard_size
+        return size_in_bytes(str(size))

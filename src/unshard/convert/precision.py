@@ -1,0 +1,178 @@
+"""Which dtype every output tensor gets.
+
+A cast is asked for; integers, booleans and 8-bit floats never change. Some tensors lose too much in
+16 bits (a router's bias is added to scores that differ in the last digits): transformers keeps them
+in float32, and so does a cast here.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from unshard.errors import ConversionError, UsageError
+from unshard.tensors.dtypes import BY_NAME, DType
+
+__all__ = ["CASTS", "Fields", "Precision", "config_dtype", "precision"]
+
+CASTS = ("bfloat16", "float16", "float32")
+"""Dtypes that a merge can cast floating point tensors to."""
+
+Fields = Mapping[str, object]
+
+_BIAS = ("e_score_correction_bias",)
+_INDEXER = ("indexer.weights_proj",)
+_QUERIES = ("query_tokens",)
+_NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
+
+# Parts of names that stay float32 under a cast to 16 bits, by model type. Source:
+# `_keep_in_fp32_modules_strict` of transformers 5.23; a test compares.
+KEPT_IN_16_BITS: Mapping[str, tuple[str, ...]] = {
+    "axk1": _BIAS,
+    "axk2": _BIAS,
+    "bailing_hybrid": ("A_log", "conv1d", "dt_bias", "e_score_correction_bias"),
+    "beam": ("e_score_correction_bias", "mlp.gate.weight"),
+    "deepseek_v3": _BIAS,
+    "deepseek_v32": _BIAS,
+    "dots1": _BIAS,
+    "ernie4_5_moe": ("gate.weight", "moe_statics"),
+    "ernie4_5_vl_moe": ("gate.weight", "moe_statics"),
+    "exaone_moe": _BIAS,
+    "flint": ("gate.weight", "sinks"),
+    "glm4_moe": _BIAS,
+    "glm4_moe_lite": _BIAS,
+    "glm4v_moe": _BIAS,
+    "glm_moe_dsa": _BIAS,
+    "granite_speech5": ("conv.norm",),
+    "hy_v3": _BIAS,
+    "kolibri1": _BIAS,
+    "kyutai_speech_to_text": ("codec_model",),
+    "mimo_v2_flash": _BIAS,
+    "mistral_large4": ("rotary_emb", "mlp.gate.weight"),
+    "nemotron_h": _BIAS,
+    "solar_open": _BIAS,
+    "voxtral": ("embed_positions",),
+}
+# The same for casts to float16 only: `_keep_in_fp32_modules`.
+KEPT_IN_FLOAT16: Mapping[str, tuple[str, ...]] = {
+    "axk2": _INDEXER,
+    "blip_2": ("query_tokens", "qformer"),
+    "deepseek_v32": _INDEXER,
+    "glm_moe_dsa": _INDEXER,
+    "gpt_oss": _NORMS,
+    "instructblip": _QUERIES,
+    "instructblipvideo": _QUERIES,
+    "longcat_flash": ("classifier.weight",),
+    "mistral_large4": _INDEXER,
+    "mt5": ("wo",),
+    "pop2piano": ("wo",),
+    "rwkv": ("time_decay", "time_first"),
+    "t5": ("wo",),
+    "udop": ("wo",),
+    "umt5": ("wo",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The rule for output dtypes.
+
+    Attributes:
+        target: what floating point tensors of 16 bits and more become; None: they stay.
+        base: dtypes that single tensors become instead, by name (`--dtype base`).
+        kept: names that match stay what they are.
+    """
+
+    target: DType | None = None
+    base: Mapping[str, DType] = field(default_factory=dict)
+    kept: re.Pattern[str] | None = None
+
+    def dtype(self, name: str, stored: DType) -> DType:
+        """Return the dtype of an output tensor that is stored as `stored`."""
+        target = self.base.get(name, self.target)
+        if target is None or not (stored.castable and target.castable):
+            return stored
+        if self.kept is not None and self.kept.search(name):
+            return stored
+        return target
+
+
+def precision(
+    choice: str, config: Fields | None, base: Mapping[str, DType] | None, keep: str | None
+) -> Precision:
+    """Return the rule that `--dtype` and `--keep-fp32` mean.
+
+    Args:
+        choice: keep, config, base, or one of CASTS.
+        config: config.json.
+        base: dtypes of the base model's tensors, if there is one.
+        keep: a regular expression; tensors it matches are not cast.
+
+    Raises:
+        UsageError: the choice is unknown, or needs a base, or the expression is not valid.
+        ConversionError: `config` was chosen, and there is none or it names no dtype.
+    """
+    try:
+        patterns = [re.compile(keep).pattern] if keep else []
+    except re.error as error:
+        raise UsageError(f"--keep-fp32 {keep}: not a regular expression: {error}") from error
+    if choice == "base":
+        if base is None:
+            raise UsageError("--dtype base: needs a base model", hint="name it with --base")
+        return Precision(None, base, _union(patterns))
+    target = _target(choice, config)
+    if target is not None and target.itemsize == 2:
+        patterns += _known(target, config)
+    return Precision(target, {}, _union(patterns))
+
+
+def _target(choice: str, config: Fields | None) -> DType | None:
+    if choice == "keep":
+        return None
+    if choice in CASTS:
+        return BY_NAME[choice]
+    if choice != "config":
+        known = ", ".join(("keep", "config", "base", *CASTS))
+        raise UsageError(f"--dtype {choice}: unknown", expected=known)
+    named = config_dtype(config)
+    if named is None:
+        raise ConversionError(
+            "--dtype config: " + ("there is no config.json" if config is None else "it names none"),
+            hint="name the dtype, or give a config with --config",
+        )
+    if named not in CASTS:
+        raise ConversionError(f"--dtype config: config.json names {named}", expected=str(CASTS))
+    return BY_NAME[named]
+
+
+def _known(target: DType, config: Fields | None) -> list[str]:
+    """Return patterns of the names that this family keeps in float32."""
+    types = [fields.get("model_type") for fields in _configs(config)]
+    parts = [part for kind in types for part in KEPT_IN_16_BITS.get(str(kind), ())]
+    if target.name == "float16":
+        parts += [part for kind in types for part in KEPT_IN_FLOAT16.get(str(kind), ())]
+    return [rf"(?:^|\.){re.escape(part)}(?:$|\.)" for part in dict.fromkeys(parts)]
+
+
+def _union(patterns: list[str]) -> re.Pattern[str] | None:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
+
+
+def _configs(config: Fields | None) -> list[Fields]:
+    """Return a config and the configs nested in it."""
+    if config is None:
+        return []
+    nested = [value for key, value in config.items() if key.endswith("_config")]
+    return [config, *(value for value in nested if isinstance(value, dict))]
+
+
+def config_dtype(config: Fields | None) -> str | None:
+    """Return the dtype that a model's config names, its own or its text model's; None if none."""
+    if config is None:
+        return None
+    text = config.get("text_config")
+    for fields in (config, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            value = fields.get(key)
+            if isinstance(value, str):
+                return value.removeprefix("torch.")
+    return None

@@ -1,0 +1,33 @@
+"""EMA weights that lack some tensors: a run may average what is trained only, or a filter's choice.
+
+What the EMA set lacks is taken from the regular weights of the same step, and counted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unshard.tensors.catalog import TensorEntry
+
+__all__ = ["Filled", "filled"]
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """All tensors, in the order of the regular weights; and what was taken from those."""
+
+    tensors: Mapping[str, TensorEntry]
+    notes: tuple[str, ...]
+
+
+def filled(ema: Mapping[str, TensorEntry], regular: Mapping[str, TensorEntry]) -> Filled:
+    """Return the EMA tensors, completed by the regular ones."""
+    missing = [name for name in regular if name not in ema]
+    tensors = {name: ema.get(name, entry) for name, entry in regular.items()}
+    tensors |= {name: entry for name, entry in ema.items() if name not in regular}
+    if not missing:
+        return Filled(tensors, ())
+    listed = ", ".join(missing[:_SHOWN]) + (" …" if len(missing) > _SHOWN else "")
+    note = f"{len(missing)} tensors are not in the EMA set, and were taken from the regular weights"
+    return Filled(tensors, (f"{note}: {listed}",))
