@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import unshard
-import unshard.api.merging
+import unshard.api.making
 import unshard.engines.threads
 import unshard.write.verify
 from ranks import merged, rank_path, save_ranks, some_tensors
@@ -106,7 +106,7 @@ def damaging(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
         real(directory, layout)  # type: ignore[arg-type]
         hook(directory)
 
-    monkeypatch.setattr(unshard.api.merging, "verify_light", verify)
+    monkeypatch.setattr(unshard.api.making, "verify_light", verify)
 
 
 @pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
@@ -140,7 +140,7 @@ def test_a_flipped_byte_of_an_output_header_is_found_by_light_verification(
         path = directory / "model.safetensors"
         flip(path, path.read_bytes().index(b'"pt"') + 1)
 
-    monkeypatch.setattr(unshard.api.merging, "run_plan", run)
+    monkeypatch.setattr(unshard.api.making, "run_plan", run)
     with pytest.raises(OutputError, match="its header is not what was laid out"):
         unshard.merge(tmp_path / "ckpt", tmp_path / "out")
 
@@ -149,7 +149,7 @@ def test_verification_can_be_turned_off_and_is_one_of_three(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_ranks(tmp_path / "ckpt", large(), 2)
-    monkeypatch.setattr(unshard.api.merging, "verify_light", lambda *_: pytest.fail("verified"))
+    monkeypatch.setattr(unshard.api.making, "verify_light", lambda *_: pytest.fail("verified"))
     unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="off")
     with pytest.raises(UsageError, match="--verify some"):
         unshard.merge(tmp_path / "ckpt", tmp_path / "out2", verify="some")

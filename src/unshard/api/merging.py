@@ -2,27 +2,18 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from unshard.api.making import Noticed, make, places
 from unshard.api.options import MergeOptions
-from unshard.api.preparing import Prepared, open_source, prepare
-from unshard.engines.threads import run_plan, verify_full
+from unshard.api.preparing import open_source, prepare
 from unshard.errors import IncompleteError
-from unshard.plan.layout import INDEX_NAME, index_json
 from unshard.progress import Listener, Stage, Warned, ignore
 from unshard.read.discover import all_steps
-from unshard.read.inflate import inflate, inflated_bytes
-from unshard.write.companions import write_companions
-from unshard.write.record import RECORD_NAME, record_json
 from unshard.write.report import Report, make_report
-from unshard.write.stage import Stage as Staging
 from unshard.write.stage import choose_mode
-from unshard.write.verify import verify_light
 
 __all__ = ["merge", "merge_all", "merge_with"]
-
-_COMPANION_ALLOWANCE = 64 * 1024
 
 
 def merge(
@@ -174,85 +165,22 @@ def merge_with(
         listener(Warned(warning))
     default = source.checkpoint.location.default_output
     target = default if output is None else Path(output)
-    warnings = list(prepared.warnings)
+    noticed = Noticed()
     if options.dry_run:
-        choose_mode(target, _places(prepared), overwrite=options.overwrite)
+        choose_mode(target, places(prepared), overwrite=options.overwrite)
     else:
-        for warning in _make(prepared, target, options, listener):
-            warnings.append(warning)
-            listener(Warned(warning))
+        noticed = make(prepared, target, options, listener)
+    for warning in noticed.warnings:
+        listener(Warned(warning))
     config = ("config.json",) if prepared.config is not None else ()
     return make_report(
         prepared.checkpoint,
         prepared.plan,
         target,
         companions=(*config, *prepared.checkpoint.catalog.companions.files),
-        warnings=tuple(warnings),
+        warnings=(*prepared.warnings, *noticed.warnings),
         memory_bytes=settings.memory_bytes,
         seconds=time.monotonic() - started,
         dry_run=options.dry_run,
+        changed_from_base=noticed.changed,
     )
-
-
-def _make(prepared: Prepared, target: Path, options: MergeOptions, listener: Listener) -> list[str]:
-    """Make the output apart, and let it take its place in one commit; return what was noticed."""
-    needed, places = _needed_bytes(prepared), _places(prepared)
-    with Staging(target, needed, sources=places, overwrite=options.overwrite) as staging:
-        inflated = _inflated(prepared, staging, options, listener)
-        return _write(inflated, staging, options, listener)
-
-
-def _inflated(
-    prepared: Prepared, staging: Staging, options: MergeOptions, listener: Listener
-) -> Prepared:
-    """Decompress a compressed checkpoint beside its output, and plan again from there."""
-    found = prepared.checkpoint
-    if not inflated_bytes(found.catalog):
-        return prepared
-    listener(Stage("decompressing"))
-    inflated = replace(found, catalog=inflate(found.catalog, staging.scratch))
-    return prepare(replace(prepared.source, checkpoint=inflated), options)
-
-
-def _write(
-    prepared: Prepared, staging: Staging, options: MergeOptions, listener: Listener
-) -> list[str]:
-    """Make the output in its staging directory, verify it as a stranger would, and commit it."""
-    plan, directory, catalog = prepared.plan, staging.directory, prepared.checkpoint.catalog
-    listener(Stage("writing", plan.layout.total_size))
-    overflows = run_plan(plan, directory, options.settings, listener)
-    write_companions(catalog.companions, prepared.config, directory)
-    if len(plan.layout.files) > 1:
-        (directory / INDEX_NAME).write_bytes(index_json(plan.layout))
-    record = record_json(prepared.checkpoint, plan.layout, options.recorded)
-    (directory / RECORD_NAME).write_bytes(record)
-    full = options.verify == "full"
-    if options.verify != "off":
-        listener(Stage("verifying", plan.layout.total_size if full else 0))
-        verify_light(directory, plan.layout)
-    if full:
-        verify_full(plan, catalog, directory, options.settings, listener)
-    listener(Stage("committing"))
-    staging.commit()
-    return _overflow_warnings(overflows)
-
-
-def _overflow_warnings(overflows: dict[str, int]) -> list[str]:
-    if not overflows:
-        return []
-    worst = sorted(overflows.items(), key=lambda item: -item[1])[:5]
-    listed = ", ".join(f"{name} ({count})" for name, count in worst)
-    what = f"{sum(overflows.values())} values of {len(overflows)} tensors are too large for float16"
-    return [f"{what} and became infinite: {listed}; bfloat16 holds them"]
-
-
-def _needed_bytes(prepared: Prepared) -> int:
-    """Return about what the output will take on disk."""
-    catalog = prepared.checkpoint.catalog
-    extra = sum(path.stat().st_size for path in catalog.companions.files.values())
-    return prepared.plan.bytes_written + inflated_bytes(catalog) + extra + _COMPANION_ALLOWANCE
-
-
-def _places(prepared: Prepared) -> tuple[Path, ...]:
-    location = prepared.checkpoint.location
-    return location.step_dir, *location.roots

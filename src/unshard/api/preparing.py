@@ -37,6 +37,7 @@ class Prepared:
     """Everything that is known before the first byte is written."""
 
     source: Source
+    tensors: tuple[Converted, ...]
     plan: Plan
     config: Fields | None
     warnings: tuple[str, ...]
@@ -96,7 +97,7 @@ def prepare(source: Source, options: MergeOptions) -> Prepared:
             f"--dtype config casts them"
         )
     adjusted = None if config is None else output_config(config, written)
-    return Prepared(source, plan, adjusted, tuple(warnings))
+    return Prepared(source, tuple(outcome.tensors), plan, adjusted, tuple(warnings))
 
 
 def plan_of(tensors: list[Converted], base: Base | None, options: MergeOptions) -> Plan:

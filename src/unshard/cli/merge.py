@@ -187,6 +187,9 @@ def _print_report(report: "Report") -> None:
         f"wrote {size(report.bytes_written)} in {files}, {report.seconds:.2f} s ({size(rate)}/s), "
         f"peak memory {size(report.peak_memory_bytes)}"
     )
+    if report.changed_from_base is not None:
+        changed, compared = report.changed_from_base
+        print(f"{changed} of {compared} tensors differ from the base model")
     if report.companions:
         print(f"with {', '.join(report.companions)}")
     for skipped in report.skipped:

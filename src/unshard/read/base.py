@@ -5,7 +5,6 @@ what it lacks is downloaded: JSON, tokenizer and code always, weights only if th
 dtypes and shapes of weights that are not at hand are read from the headers of their files.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -13,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from unshard.errors import ConversionError, CorruptError, IncompleteError
 from unshard.read.companions import companions_in
 from unshard.read.format import Location, ReadOptions
+from unshard.read.hub_files import weight_map
 from unshard.read.whole_files import WHOLE_FILES
 from unshard.tensors.catalog import Companions, TensorEntry
 from unshard.tensors.dtypes import BY_CODE, DType
@@ -22,7 +22,6 @@ __all__ = ["Base", "read_base"]
 _SMALL = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py", "tokenizer*", "vocab*"]
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _INDEX = "model.safetensors.index.json"
-_MAX_INDEX = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,15 +66,20 @@ def read_base(spec: str, *, needs_weights: bool = False) -> Base:
     else:
         directory = _from_hub(spec, needs_weights=needs_weights)
     companions = companions_in(directory)
-    if WHOLE_FILES.holds(directory):
+    if _holds_weights(directory) or needs_weights:
         try:
             return _with_weights(spec, directory, companions)
         except IncompleteError:
             if needs_weights or Path(spec).is_dir():
                 raise  # else: what is in the cache of the hub may be a part
-    if needs_weights:
-        raise ConversionError(f"--base {spec}: holds no weights", found=str(directory))
     return _without_weights(spec, directory, companions)
+
+
+def _holds_weights(directory: Path) -> bool:
+    """Tell whether weights are there, not an index alone."""
+    suffixes = (".safetensors", ".bin")
+    named = any(path.name.endswith(suffixes) for path in directory.iterdir())
+    return named and WHOLE_FILES.holds(directory)
 
 
 def _with_weights(spec: str, directory: Path, companions: Companions) -> Base:
@@ -112,20 +116,7 @@ def _without_weights(spec: str, directory: Path, companions: Companions) -> Base
             f"--base {spec}: neither weights nor {_INDEX}: its tensors are not known",
             found=str(directory),
         )
-    return Base(spec, _checked(str(index), _weight_map(index)), {}, {}, companions)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    if index.stat().st_size > _MAX_INDEX:
-        raise CorruptError(f"{index}: too large for an index")
-    try:
-        fields = json.loads(index.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{index}: not valid JSON: {error}") from error
-    named = fields.get("weight_map") if isinstance(fields, dict) else None
-    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-        raise CorruptError(f"{index}: holds no weight map")
-    return named
+    return Base(spec, _checked(str(index), weight_map(index)), {}, {}, companions)
 
 
 def _from_hub(spec: str, *, needs_weights: bool) -> Path:
@@ -137,7 +128,7 @@ def _from_hub(spec: str, *, needs_weights: bool) -> Path:
         cached = Path(snapshot_download(spec, local_files_only=True))
     except (OSError, ValueError):
         cached = None
-    if cached is not None and (WHOLE_FILES.holds(cached) or not needs_weights):
+    if cached is not None and (_holds_weights(cached) or not needs_weights):
         return cached
     try:
         return Path(snapshot_download(spec, allow_patterns=wanted))

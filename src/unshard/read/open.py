@@ -80,18 +80,18 @@ def _beside(location: Location, other: Path) -> Path:
 
 def _read(location: Location, options: ReadOptions, passed_over: Sequence[str]) -> Catalog:
     reading, tensors, notes = _weights(location, options)
-    archives = reading.archives
-    if location.weights == "ema" and (regular_place := regular_of(location)) is not None:
-        try:
-            regular, others, _ = _weights(regular_place, options)
-        except IncompleteError as error:
-            notes.append(
-                f"the regular weights, which may hold more tensors, were not read: {error}"
+    beside = regular_of(location) if location.weights == "ema" else None
+    if beside is not None:
+        regular, others, _ = _weights(beside, options)
+        whole = filled(tensors, others)
+        tensors, notes = dict(whole.tensors), [*notes, *whole.notes]
+        if whole.notes:
+            reading = replace(
+                reading,
+                archives=reading.archives + regular.archives,
+                missing=reading.missing + regular.missing,
+                missing_ranks=reading.missing_ranks + regular.missing_ranks,
             )
-        else:
-            whole = filled(tensors, others)
-            tensors, archives = dict(whole.tensors), archives + regular.archives
-            notes += whole.notes
     catalog = Catalog(
         roots=location.roots,
         format=location.format.name,
@@ -102,7 +102,7 @@ def _read(location: Location, options: ReadOptions, passed_over: Sequence[str]) 
         skipped=reading.skipped,
         companions=find_companions(location, options.config),
         training_state=reading.training_state,
-        archives=archives,
+        archives=reading.archives,
         missing=reading.missing,
         missing_ranks=reading.missing_ranks,
         notes=(*(f"passed over an incomplete step: {error}" for error in passed_over), *notes),

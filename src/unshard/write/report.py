@@ -31,6 +31,8 @@ class Report:
         memory_bytes: bound on the buffers.
         seconds: how long it took; peak_memory_bytes: of this process so far.
         dry_run: nothing was written.
+        changed_from_base: how many tensors differ from the base model's, if its weights are at
+            hand; a pair of numbers with those that have a counterpart there.
         warnings: what a user should know.
         skipped: values of the checkpoint that were left out.
     """
@@ -51,6 +53,7 @@ class Report:
     seconds: float
     peak_memory_bytes: int
     dry_run: bool
+    changed_from_base: tuple[int, int] | None
     warnings: tuple[str, ...]
     skipped: tuple[Skipped, ...]
 
@@ -65,6 +68,7 @@ def make_report(  # noqa: PLR0913 (one argument per fact)
     memory_bytes: int,
     seconds: float,
     dry_run: bool,
+    changed_from_base: tuple[int, int] | None,
 ) -> Report:
     """Return the report of a merge."""
     catalog = checkpoint.catalog
@@ -87,6 +91,7 @@ def make_report(  # noqa: PLR0913 (one argument per fact)
         seconds=round(seconds, 3),
         peak_memory_bytes=_peak_memory(),
         dry_run=dry_run,
+        changed_from_base=changed_from_base,
         warnings=warnings,
         skipped=catalog.skipped,
     )

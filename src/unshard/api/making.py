@@ -1,0 +1,111 @@
+"""From a plan to a finished directory: staged, written, verified, committed."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from unshard.api.options import MergeOptions
+from unshard.api.preparing import Prepared, prepare
+from unshard.engines.threads import run_plan, verify_full
+from unshard.plan.layout import INDEX_NAME, index_json
+from unshard.progress import Listener, Stage
+from unshard.read.inflate import inflate, inflated_bytes
+from unshard.write.companions import write_companions
+from unshard.write.record import RECORD_NAME, record_json
+from unshard.write.stage import Stage as Staging
+from unshard.write.unchanged import unchanged
+from unshard.write.verify import verify_light
+
+__all__ = ["Noticed", "make", "places"]
+
+_COMPANION_ALLOWANCE = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """What showed only while the output was made; `changed` as in `Report.changed_from_base`."""
+
+    warnings: tuple[str, ...] = ()
+    changed: tuple[int, int] | None = None
+
+
+def make(prepared: Prepared, target: Path, options: MergeOptions, listener: Listener) -> Noticed:
+    """Make the output apart, and let it take its place in one commit; return what was noticed."""
+    needed, sources = _needed_bytes(prepared), places(prepared)
+    with Staging(target, needed, sources=sources, overwrite=options.overwrite) as staging:
+        inflated = _inflated(prepared, staging, options, listener)
+        return _write(inflated, staging, options, listener)
+
+
+def _inflated(
+    prepared: Prepared, staging: Staging, options: MergeOptions, listener: Listener
+) -> Prepared:
+    """Decompress a compressed checkpoint beside its output, and plan again from there."""
+    found = prepared.checkpoint
+    if not inflated_bytes(found.catalog):
+        return prepared
+    listener(Stage("decompressing"))
+    inflated = replace(found, catalog=inflate(found.catalog, staging.scratch))
+    return prepare(replace(prepared.source, checkpoint=inflated), options)
+
+
+def _write(
+    prepared: Prepared, staging: Staging, options: MergeOptions, listener: Listener
+) -> Noticed:
+    """Make the output in its staging directory, verify it as a stranger would, and commit it."""
+    plan, directory, catalog = prepared.plan, staging.directory, prepared.checkpoint.catalog
+    listener(Stage("writing", plan.layout.total_size))
+    overflows = run_plan(plan, directory, options.settings, listener)
+    write_companions(catalog.companions, prepared.config, directory)
+    if len(plan.layout.files) > 1:
+        (directory / INDEX_NAME).write_bytes(index_json(plan.layout))
+    record = record_json(prepared.checkpoint, plan.layout, options.recorded)
+    (directory / RECORD_NAME).write_bytes(record)
+    full = options.verify == "full"
+    if options.verify != "off":
+        listener(Stage("verifying", plan.layout.total_size if full else 0))
+        verify_light(directory, plan.layout)
+    if full:
+        verify_full(plan, catalog, directory, options.settings, listener)
+    noticed = _compare_with_base(prepared, listener)
+    listener(Stage("committing"))
+    staging.commit()
+    return replace(noticed, warnings=(*noticed.warnings, *_overflow_warnings(overflows)))
+
+
+def _compare_with_base(prepared: Prepared, listener: Listener) -> Noticed:
+    """Count what training has changed: a merge of the wrong weights often gives the base itself."""
+    base = prepared.source.base
+    if base is None or not base.tensors:
+        return Noticed()
+    listener(Stage("comparing with the base"))
+    compared = [tensor for tensor in prepared.tensors if tensor.name in base.tensors]
+    changed = len(compared) - len(unchanged(compared, base.tensors))
+    if compared and not changed:
+        warning = (
+            f"ALL {len(compared)} TENSORS EQUAL THOSE OF {base.name}: this output is the base "
+            "model. Was the right checkpoint merged, and was anything trained?"
+        )
+        return Noticed((warning,), (0, len(compared)))
+    return Noticed((), (changed, len(compared)))
+
+
+def _overflow_warnings(overflows: dict[str, int]) -> list[str]:
+    if not overflows:
+        return []
+    worst = sorted(overflows.items(), key=lambda item: -item[1])[:5]
+    listed = ", ".join(f"{name} ({count})" for name, count in worst)
+    what = f"{sum(overflows.values())} values of {len(overflows)} tensors are too large for float16"
+    return [f"{what} and became infinite: {listed}; bfloat16 holds them"]
+
+
+def _needed_bytes(prepared: Prepared) -> int:
+    """Return about what the output will take on disk."""
+    catalog = prepared.checkpoint.catalog
+    extra = sum(path.stat().st_size for path in catalog.companions.files.values())
+    return prepared.plan.bytes_written + inflated_bytes(catalog) + extra + _COMPANION_ALLOWANCE
+
+
+def places(prepared: Prepared) -> tuple[Path, ...]:
+    """Return the directories that hold the checkpoint."""
+    location = prepared.checkpoint.location
+    return location.step_dir, *location.roots

@@ -1,0 +1,135 @@
+"""Critics and value heads; selections; every step of a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import unshard
+from ranks import assert_same, bits, merged, save_ranks, some_tensors
+from unshard import MergeOptions, UnknownFormatError, UsageError
+
+
+def tiny_config(directory: Path) -> None:
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=32,
+        architectures=["Qwen2ForCausalLM"],
+    )
+    config.save_pretrained(directory)
+
+
+def test_a_critic_saved_under_its_language_models_config_loads_with_its_head(
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoConfig, AutoModelForTokenClassification
+
+    actor = tmp_path / "global_step_1" / "critic"
+    actor.mkdir(parents=True)
+    tiny_config(actor)
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(actor, num_labels=1)
+    critic = AutoModelForTokenClassification.from_config(config)  # type: ignore[no-untyped-call]
+    save_ranks(actor, critic.state_dict(), 2)
+    unshard.merge(actor, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["architectures"] == ["Qwen2ForTokenClassification"]
+    loaded, info = AutoModelForTokenClassification.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    for name, tensor in critic.state_dict().items():
+        assert bits(loaded.state_dict()[name]) == bits(tensor), name
+
+
+def test_trls_wrapper_is_taken_off_and_its_value_head_stays(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    wrapped = {f"pretrained_model.{name}": tensor for name, tensor in tensors.items()}
+    head = {"v_head.summary.weight": torch.randn(1, 6), "v_head.summary.bias": torch.randn(1)}
+    save_ranks(tmp_path / "ckpt", wrapped | head, 2)
+    tiny_config(tmp_path / "ckpt")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    assert_same(merged(tmp_path / "out"), tensors | head)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["architectures"] == ["Qwen2ForCausalLM"]
+
+
+def test_a_language_model_that_also_has_a_score_is_left_alone(tmp_path: Path) -> None:
+    tensors = some_tensors() | {"score.weight": torch.randn(2, 6)}
+    save_ranks(tmp_path / "ckpt", tensors, 2)
+    tiny_config(tmp_path / "ckpt")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["architectures"] == ["Qwen2ForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "expected"),
+    [
+        ("^model", None, ["model.embed_tokens.weight", "model.norm.weight"]),
+        (None, "norm|head", ["model.embed_tokens.weight"]),
+        ("weight", "embed", ["lm_head.weight", "model.norm.weight"]),
+    ],
+)
+def test_tensors_are_selected_by_name(
+    tmp_path: Path, include: str | None, exclude: str | None, expected: list[str]
+) -> None:
+    save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", include=include, exclude=exclude)
+    assert sorted(merged(tmp_path / "out")) == expected
+
+
+@pytest.mark.parametrize(
+    ("include", "words"), [("nothing", "leaves no tensor"), ("(", "not a reg")]
+)
+def test_a_selection_of_nothing_is_refused(tmp_path: Path, include: str, words: str) -> None:
+    save_ranks(tmp_path / "ckpt", some_tensors(), 1)
+    with pytest.raises(UsageError, match=words):
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out", include=include)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (5, 10, 20):
+        save_ranks(tmp_path / "run" / f"global_step_{step}" / "actor", some_tensors(step), 2)
+    (tmp_path / "run/global_step_20/actor/model_world_size_2_rank_1.pt").unlink()
+    return tmp_path / "run"
+
+
+def test_all_complete_steps_are_merged_each_by_itself(run: Path, tmp_path: Path) -> None:
+    heard: list[object] = []
+    reports = unshard.merge_all(run, tmp_path / "out", MergeOptions(), heard.append)
+    assert [report.step for report in reports] == [5, 10]
+    for step in (5, 10):
+        assert_same(merged(tmp_path / "out" / f"global_step_{step}"), some_tensors(step))
+    assert not (tmp_path / "out" / "global_step_20").exists()
+    assert any("global_step_20" in str(event) for event in heard)
+
+
+def test_all_steps_go_beside_the_steps_by_default(run: Path) -> None:
+    unshard.merge_all(run)
+    assert {path.name for path in (run / "merged").iterdir()} == {"global_step_5", "global_step_10"}
+
+
+def test_one_checkpoint_is_no_run(run: Path) -> None:
+    with pytest.raises(UnknownFormatError, match="is one checkpoint"):
+        unshard.merge_all(run / "global_step_5")
+
+
+def test_the_command_merges_all_steps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from unshard.cli.main import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", str(run), "--all-steps", "--json"])
+    assert not ended.value.code
+    reports = json.loads(capsys.readouterr().out)
+    assert [report["step"] for report in reports] == [5, 10]

@@ -1,0 +1,116 @@
+"""Tied embeddings, and EMA sets that lack some tensors."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import unshard
+from ranks import assert_same, merged, save_ranks, some_tensors
+from unshard import IncompleteError
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def checkpoint(
+    directory: Path, config: dict[str, object], *, equal: bool
+) -> dict[str, torch.Tensor]:
+    tensors = some_tensors()
+    if equal:
+        tensors[HEAD] = tensors[EMBED].clone()
+    save_ranks(directory, tensors, 3)
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    return tensors
+
+
+TIED = [{"tie_word_embeddings": True}, {"text_config": {"tie_word_embeddings": True}}]
+
+
+@pytest.mark.parametrize("config", TIED)
+def test_a_tied_head_of_equal_bytes_is_left_out(tmp_path: Path, config: dict[str, object]) -> None:
+    tensors = checkpoint(tmp_path / "ckpt", config, equal=True)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    del tensors[HEAD]
+    assert_same(merged(tmp_path / "out"), tensors)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()).items() >= config.items()
+
+
+@pytest.mark.parametrize("config", TIED)
+def test_a_tied_head_that_differs_stays_and_the_config_says_so(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    tensors = checkpoint(tmp_path / "ckpt", config, equal=False)
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    assert_same(merged(tmp_path / "out"), tensors)
+    assert any(f"{HEAD} differs from {EMBED}" in warning for warning in report.warnings)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["tie_word_embeddings"] is False
+    assert written.get("text_config", {}).get("tie_word_embeddings", False) is False
+
+
+@pytest.mark.parametrize("config", [{"tie_word_embeddings": False}, {}])
+def test_equal_heads_that_are_not_said_to_be_tied_both_stay(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    tensors = checkpoint(tmp_path / "ckpt", config, equal=True)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    assert_same(merged(tmp_path / "out"), tensors)
+
+
+def test_a_head_that_was_not_saved_is_not_missed(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    del tensors[HEAD]
+    save_ranks(tmp_path / "ckpt", tensors, 2)
+    (tmp_path / "ckpt" / "config.json").write_text('{"tie_word_embeddings": true}')
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    assert_same(merged(tmp_path / "out"), tensors)
+    assert not any("tied" in warning for warning in report.warnings)
+
+
+@pytest.fixture
+def lmms(tmp_path: Path) -> Path:
+    step = tmp_path / "run" / "checkpoint-10"
+    save_ranks(step / "pytorch_model_fsdp_0", some_tensors(0), 2)
+    ema = {name: tensor for name, tensor in some_tensors(1).items() if name != EMBED}
+    save_ranks(step / "pytorch_ema_model_fsdp_0", ema, 2)
+    return step
+
+
+def test_what_the_ema_set_lacks_is_taken_from_the_regular_weights(
+    lmms: Path, tmp_path: Path
+) -> None:
+    report = unshard.merge(lmms, tmp_path / "out", weights="ema", verify="full")
+    expected = some_tensors(1) | {EMBED: some_tensors(0)[EMBED]}
+    assert_same(merged(tmp_path / "out"), expected)
+    (warning,) = [one for one in report.warnings if "EMA set" in one]
+    assert warning.startswith("1 tensors are not in the EMA set")
+    assert EMBED in warning
+
+
+def test_regular_weights_ignore_the_ema_set(lmms: Path, tmp_path: Path) -> None:
+    report = unshard.merge(lmms, tmp_path / "out")
+    assert_same(merged(tmp_path / "out"), some_tensors(0))
+    assert not any("EMA" in warning for warning in report.warnings)
+
+
+def test_an_ema_set_alone_is_whole_by_itself(lmms: Path, tmp_path: Path) -> None:
+    for path in (lmms / "pytorch_model_fsdp_0").iterdir():
+        path.unlink()
+    (lmms / "pytorch_model_fsdp_0").rmdir()
+    unshard.merge(lmms, tmp_path / "out", weights="ema")
+    assert EMBED not in merged(tmp_path / "out")
+
+
+def test_regular_weights_that_lack_what_is_needed_of_them_are_named(
+    lmms: Path, tmp_path: Path
+) -> None:
+    (lmms / "pytorch_model_fsdp_0" / "model_world_size_2_rank_1.pt").unlink()
+    with pytest.raises(IncompleteError, match="pytorch_model_fsdp_0/model_world_size_2_rank_1"):
+        unshard.merge(lmms, tmp_path / "out", weights="ema")
+
+
+def test_every_file_that_was_read_is_in_the_record(lmms: Path, tmp_path: Path) -> None:
+    unshard.merge(lmms, tmp_path / "out", weights="ema")
+    record = json.loads((tmp_path / "out" / "unshard.json").read_text())
+    assert len(record["source"]["files"]) == 4
