@@ -79,6 +79,76 @@ def test_a_given_directory_replaces_all_and_a_given_file_only_the_config(tmp_pat
     assert list(from_file.files) == ["tokenizer.json"]
 
 
+HF_CONFIG = '{"model_type": "qwen2"}'
+OLMO_CONFIG = '{"run_name": "olmo", "model": {"d_model": 4096}, "trainer": {}}'
+
+
+def in_run(tmp_path: Path, config: str, *names: str) -> Location:
+    """Return a checkpoint without companions, in a run's directory that holds some."""
+    run = tmp_path / "run"
+    write(run, *names)
+    (run / "config.json").write_text(config)
+    step = run / "checkpoint-1"
+    return location(step / "pytorch_model_fsdp_0", step)
+
+
+def test_companions_of_the_run_are_taken_where_the_checkpoint_has_none(tmp_path: Path) -> None:
+    at = in_run(tmp_path, HF_CONFIG, "tokenizer.json", "chat_template.jinja", "adapter.bin")
+    found = find_companions(at, None)
+    assert found.config == tmp_path / "run" / "config.json"
+    assert list(found.files) == ["chat_template.jinja", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("place", ["", "pytorch_model_fsdp_0"])
+def test_companions_of_the_checkpoint_win_over_those_of_the_run(tmp_path: Path, place: str) -> None:
+    at = in_run(tmp_path, HF_CONFIG, "tokenizer.json")
+    (at.step_dir / place / "config.json").write_text(HF_CONFIG)
+    found = find_companions(at, None)
+    assert found.config == at.step_dir / place / "config.json"
+    assert list(found.files) == []
+
+
+def test_code_in_a_run_is_the_models_only_if_its_config_says_so(tmp_path: Path) -> None:
+    at = in_run(tmp_path, HF_CONFIG, "train.py", "tokenizer.json")
+    assert list(find_companions(at, None).files) == ["tokenizer.json"]
+    config = '{"model_type": "x", "auto_map": {"AutoModel": "modeling_x.X"}}'
+    at = in_run(tmp_path / "with code", config, "modeling_x.py")
+    assert list(find_companions(at, None).files) == ["modeling_x.py"]
+
+
+def test_a_config_in_a_run_that_is_not_a_models_is_left(tmp_path: Path) -> None:
+    found = find_companions(in_run(tmp_path, OLMO_CONFIG, "tokenizer.json"), None)
+    assert (found.config, found.files) == (None, {})
+
+
+def test_olmos_own_config_in_the_step_directory_is_left(tmp_path: Path) -> None:
+    step = tmp_path / "step100"
+    at = location(step / "model_and_optim", step)
+    (step / "config.json").write_text(OLMO_CONFIG)
+    assert find_companions(at, None) == Companions()
+
+
+def test_a_run_without_a_config_gives_nothing(tmp_path: Path) -> None:
+    at = in_run(tmp_path, HF_CONFIG, "tokenizer.json")
+    (tmp_path / "run" / "config.json").unlink()
+    assert find_companions(at, None) == Companions()
+
+
+def test_what_lies_above_a_directory_that_is_no_step_is_left(tmp_path: Path) -> None:
+    write(tmp_path, "tokenizer.json")
+    (tmp_path / "config.json").write_text(HF_CONFIG)
+    (tmp_path / "weights").mkdir()
+    at = Location(tmp_path / "weights", tmp_path / "weights", None, None, "model", RANK_FILES)
+    assert find_companions(at, None) == Companions()
+
+
+def test_nemos_companions_lie_in_a_hidden_directory(tmp_path: Path) -> None:
+    at = location(tmp_path / "epoch_0_step_1" / "model", tmp_path / "epoch_0_step_1")
+    write(at.weights_dir / ".hf_metadata", "config.json", "tokenizer.json")
+    found = find_companions(at, None)
+    assert found.config == at.weights_dir / ".hf_metadata" / "config.json"
+
+
 @pytest.mark.parametrize("name", ["missing", "empty"])
 def test_a_given_config_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()

@@ -1,6 +1,7 @@
 """Recipes of every kind, planned and executed, against the same thing said in numpy."""
 
 import tempfile
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
@@ -21,12 +22,17 @@ from unshard.convert.recipes import (
     Stack,
     Take,
     WeightedSum,
+    cut,
     dtype_of,
+    pick,
     shape_of,
+    take,
+    transposed,
 )
 from unshard.engines.threads import MIN_BUFFER, Settings
 from unshard.plan.layout import lay_out
 from unshard.plan.planner import make_plan
+from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, numpy_dtype
@@ -41,7 +47,11 @@ def evaluate(recipe: Recipe, values: dict[str, Array]) -> Array:
         case Take(entry, box, permutation):
             where = tuple(slice(lo, hi) for lo, hi in zip(box.offsets, box.ends, strict=True))
             part = values[entry.fqn][where]
-            return part if permutation is None else part.transpose(permutation)
+            if permutation is None:
+                return part
+            dropped = [dim for dim in range(part.ndim) if dim not in permutation]
+            turned: Array = part.transpose(*dropped, *permutation)[(0,) * len(dropped)]
+            return turned
         case Stack(dim, parts):
             return np.stack([evaluate(part, values) for part in parts], axis=dim)
         case Concat(dim, parts):
@@ -112,6 +122,66 @@ def test_a_recipe_that_moves_values_moves_those_of_numpy(
         found = run({"out": recipe}, sources)
         assert shape_of(recipe) == expected.shape
         assert found["out"] == np.ascontiguousarray(expected).tobytes()
+
+
+@st.composite
+def parts(draw: st.DrawFn, recipe: Recipe) -> tuple[Recipe, Callable[[Array], Array]]:
+    """A part of a recipe's tensor, and how numpy takes it."""
+    shape = shape_of(recipe)
+    kind = draw(st.sampled_from(["cut", "pick", "transposed"]))
+    if kind == "transposed" and len(shape) > 1:
+        return transposed(recipe), lambda whole: whole.swapaxes(-1, -2)
+    if kind == "pick" and shape:
+        index = draw(st.integers(0, shape[0] - 1))
+        return pick(recipe, index), lambda whole: whole[index]
+    starts = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    sizes = tuple(
+        draw(st.integers(1, size - start)) for start, size in zip(starts, shape, strict=True)
+    )
+    box = Box(starts, sizes)
+    where = tuple(slice(lo, hi) for lo, hi in zip(box.offsets, box.ends, strict=True))
+    return cut(recipe, box), lambda whole: np.asarray(whole[where])
+
+
+@often
+@given(tensors(MOVED), st.data(), st.integers(1, 3), st.sampled_from([1, 64 * 1024]))
+def test_parts_of_recipes_are_those_of_numpy(
+    tensor: Tensor, data: DataObject, depth: int, long_run: int
+) -> None:
+    if 0 in tensor.shape:
+        return
+    with tempfile.TemporaryDirectory() as directory, Knobs(long_run=long_run).turned():
+        sources = Sources(Path(directory))
+        sources.add("w", tensor)
+        recipe = data.draw(moves(sources.entries["w"]))
+        expected = evaluate(recipe, sources.values)
+        for _ in range(depth):
+            recipe, taken = data.draw(parts(recipe))
+            expected = taken(expected)
+        assert shape_of(recipe) == expected.shape
+        assert evaluate(recipe, sources.values).tobytes() == expected.tobytes()
+        found = run({"out": recipe}, sources)
+        assert found["out"] == np.ascontiguousarray(expected).tobytes()
+
+
+@often
+@given(st.data(), st.sampled_from(["mean", "low rank"]))
+def test_parts_of_arithmetic_are_those_of_numpy(data: DataObject, kind: str) -> None:
+    shapes = {"w": (3, 5, 4), "a": (3, 2, 4), "b": (3, 5, 2)}
+    random = np.random.default_rng(0)
+    values: dict[str, Array] = {
+        name: random.integers(-9, 9, shape).astype(np.float32) for name, shape in shapes.items()
+    }
+    no_rows = ChunkRows(3).table((Path("f"),))
+    w, a, b = (
+        take(TensorEntry(name, BY_NAME["float32"], shape, no_rows))
+        for name, shape in shapes.items()
+    )
+    recipe: Recipe = LowRank(w, a, b, 0.5) if kind == "low rank" else WeightedSum(((1, w), (3, w)))
+    part, taken = data.draw(parts(recipe))
+    expected = taken(evaluate(recipe, values))
+    assert shape_of(part) == expected.shape
+    assert evaluate(part, values).tobytes() == expected.tobytes()
 
 
 def filled(

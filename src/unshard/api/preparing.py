@@ -8,9 +8,10 @@ from pathlib import Path
 from unshard.api.options import MergeOptions
 from unshard.convert.critics import critic_config, without_trl_wrapper
 from unshard.convert.expected import Expected, check_expected
+from unshard.convert.names import Renamed, hub_names, names_of_base
 from unshard.convert.outputs import Converted, finish, select
 from unshard.convert.precision import Fields, Precision, config_dtype, precision
-from unshard.convert.recipes import Recipe, take
+from unshard.convert.recipes import Recipe, Take, take
 from unshard.errors import ConversionError
 from unshard.plan.layout import Layout, lay_out
 from unshard.plan.operations import Plan
@@ -115,8 +116,6 @@ def _convert(source: Source, options: MergeOptions) -> _Outcome:
     config = load_config(catalog.companions)
     tensors: dict[str, Recipe] = {name: take(entry) for name, entry in catalog.tensors.items()}
     ties = find_ties(catalog.tensors, config)
-    for head in ties.equal:
-        del tensors[head]
     notes = [
         f"{head} differs from {embedding}, though config.json says that they are tied: both are "
         "written, and config.json says so"
@@ -124,14 +123,27 @@ def _convert(source: Source, options: MergeOptions) -> _Outcome:
     ]
     _refuse_adapters(catalog.roots[0], tensors)
     tensors = without_trl_wrapper(tensors)
+    if options.names == "hub":
+        renamed = _named(tensors, source.base, config)
+        tensors, notes = renamed.tensors, [*notes, *renamed.notes]
+    heads = {id(catalog.tensors[head]) for head in ties.equal}
+    tied = {n for n, one in tensors.items() if isinstance(one, Take) and id(one.entry) in heads}
+    tensors = {name: one for name, one in tensors.items() if name not in tied}
     tensors = select(tensors, options.include, options.exclude)
     rule = _precision(source.base, config, options)
     if source.base is not None:
-        notes += _check_base(tensors, source.base, options, set(ties.equal))
+        notes += _check_base(tensors, source.base, options, tied)
     if config is not None:
         config = critic_config(config, tensors)
         config = _untied(config) if ties.different else config
     return _Outcome(finish(tensors, rule), config, tuple(notes))
+
+
+def _named(tensors: Mapping[str, Recipe], base: Base | None, config: Fields | None) -> Renamed:
+    """Give tensors the names of the hub, or of the base model where there is one."""
+    if base is None:
+        return hub_names(tensors, config)
+    return names_of_base(tensors, base.files, config, base.shapes)
 
 
 def _precision(base: Base | None, config: Fields | None, options: MergeOptions) -> Precision:

@@ -13,8 +13,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from struct import calcsize, unpack_from
+from struct import unpack_from
 from zlib import crc32
 
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
@@ -66,6 +67,7 @@ class _Record:
     """An entry of the central directory; `header` is relative to the window."""
 
     name: str
+    raw_name: bytes
     header: int
     size: int
     crc: int
@@ -109,6 +111,7 @@ class _Reader:
         records = list(self.directory())
         root = self.root(records)
         storages: dict[str, StorageRecord] = {}
+        spans: list[tuple[int, int]] = []
         pickle = b""
         for record in records:
             name = record.name.removeprefix(root)
@@ -126,7 +129,16 @@ class _Reader:
                 if key in storages:
                     raise self.corrupt(f"it holds two records named {name}")
                 storages[key] = StorageRecord(start, record.size, record.crc)
+                spans.append((record.header + self.offset, start + record.size))
+        self.check_disjoint(spans)
         return TorchZip(self.path, pickle, storages)
+
+    def check_disjoint(self, spans: list[tuple[int, int]]) -> None:
+        """Check that no storage lies in another: each (first byte of its header, end)."""
+        spans.sort()
+        for (_, end), (start, _) in pairwise(spans):
+            if start < end:
+                raise self.corrupt(f"two of its records overlap at byte {start}")
 
     def bytes_at(self, start: int, count: int) -> bytes:
         if start < 0 or count < 0 or start + count > self.size:
@@ -152,11 +164,12 @@ class _Reader:
                 "<H4xLLLHHH", data, at + 10
             )
             header = unpack_from("<L", data, at + 42)[0]
-            name = data[at + 46 : at + 46 + name_size].decode("utf-8", "replace")
+            raw_name = data[at + 46 : at + 46 + name_size]
             extra = data[at + 46 + name_size : at + 46 + name_size + extra_size]
             at += 46 + name_size + extra_size + comment_size
             plain, stored, header = self.widen(extra, plain, stored, header)
-            yield _Record(name, header, plain, crc, method != 0 or plain != stored)
+            name = raw_name.decode("utf-8", "replace")
+            yield _Record(name, raw_name, header, plain, crc, method != 0 or plain != stored)
         if at != len(data):
             raise self.corrupt(f"its directory has more than the {count} entries it counts")
 
@@ -210,14 +223,28 @@ class _Reader:
         if record.is_compressed:
             what = f"record {record.name} is compressed; torch.save never compresses"
             raise self.corrupt(what)
-        header = self.bytes_at(record.header, _LOCAL_SIZE)
+        named = _LOCAL_SIZE + len(record.raw_name)
+        header = self.bytes_at(record.header, named + 4)
         if header[:4] != _LOCAL:
             raise self.corrupt(f"record {record.name} has no local header at {record.header}")
-        name_size, extra_size = unpack_from("<HH", header, calcsize("<4s22x"))
-        start = record.header + _LOCAL_SIZE + name_size + extra_size
+        name_size, extra_size = unpack_from("<HH", header, 26)
+        if header[_LOCAL_SIZE:named] != record.raw_name or name_size != len(record.raw_name):
+            raise self.corrupt(f"record {record.name} has another name in its local header")
+        start = record.header + named + extra_size
         if start + record.size > self.size:
             raise self.corrupt(f"record {record.name} reaches beyond the end of the file")
+        if extra_size and unpack_from("<H", header, named + 2)[0] + 4 != extra_size:
+            self.check_extra(record, record.header + named, extra_size)
         return int(start)
+
+    def check_extra(self, record: _Record, start: int, size: int) -> None:
+        """Check that the fields of a local header fill it: a wrong size would shift the data."""
+        extra = self.bytes_at(start, size)
+        at = 0
+        while at + 4 <= size:
+            at += 4 + int(unpack_from("<H", extra, at + 2)[0])
+        if at != size:
+            raise self.corrupt(f"record {record.name} has a local header of contradictory sizes")
 
     def root(self, records: list[_Record]) -> str:
         """Return the folder that all records stand in, with its slash."""

@@ -1,12 +1,10 @@
-"""Decompressing zstd frames: a window of a file into another file, in bounded memory.
+"""Decompressing a zstd frame: a window of a file into another file, in bounded memory.
 
 Needs Python 3.14's own `compression.zstd`, or the package `zstandard` (the extra `zstd`).
 """
 
-import io
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Protocol
 
 from unshard.containers.strided import read_exactly
 from unshard.errors import CorruptError, UsageError
@@ -14,8 +12,16 @@ from unshard.errors import CorruptError, UsageError
 __all__ = ["decompress"]
 
 _BLOCK = 1 << 20
+_PIECE = 2048  # a byte of a frame may stand for 32 KiB: so much is fed at a time
 
-Decompressor = Callable[[IO[bytes]], IO[bytes]]
+
+class _Engine(Protocol):
+    """What both libraries have: fed piece by piece, it knows when the frame is complete."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    def decompress(self, data: bytes, /) -> bytes: ...
 
 
 def decompress(source: Path, fd: int, window: tuple[int, int], out: IO[bytes], limit: int) -> int:
@@ -32,33 +38,41 @@ def decompress(source: Path, fd: int, window: tuple[int, int], out: IO[bytes], l
         CorruptError: the window is no zstd frame, ends early, or holds more than `limit`.
         UsageError: no zstd library is installed.
     """
-    opened, errors = _library()
+    engine, errors = _library()
+    offset, length = window
     done = 0
     try:
-        with opened(cast("IO[bytes]", io.BufferedReader(_Window(fd, *window)))) as stream:
-            while block := stream.read(_BLOCK):
-                done += len(block)
+        for start in range(0, length, _BLOCK):
+            block = bytearray(min(_BLOCK, length - start))
+            read_exactly(fd, offset + start, memoryview(block))
+            for at in range(0, len(block), _PIECE):
+                if engine.eof:
+                    return done
+                data = engine.decompress(bytes(block[at : at + _PIECE]))
+                done += len(data)
                 if done > limit:
                     raise CorruptError(
-                        f"{source}: the item at byte {window[0]} holds more than its tensor",
+                        f"{source}: the item at byte {offset} holds more than its tensor",
                         expected=f"at most {limit} bytes",
                     )
-                out.write(block)
+                out.write(data)
     except errors as error:
         raise CorruptError(
-            f"{source}: the item at byte {window[0]} cannot be decompressed: {error}"
+            f"{source}: the item at byte {offset} cannot be decompressed: {error}"
         ) from error
+    if not engine.eof:
+        raise CorruptError(f"{source}: the item at byte {offset} is compressed and ends early")
     return done
 
 
-def _library() -> tuple[Decompressor, tuple[type[Exception], ...]]:
-    """Return what opens a compressed stream, and the errors it raises."""
+def _library() -> tuple[_Engine, tuple[type[Exception], ...]]:
+    """Return what decompresses one frame, and the errors it raises."""
     try:
         from compression import zstd
     except ImportError:
         pass
     else:
-        return zstd.ZstdFile, (zstd.ZstdError, EOFError)
+        return zstd.ZstdDecompressor(), (zstd.ZstdError, EOFError)
     try:
         import zstandard
     except ImportError as error:
@@ -66,22 +80,4 @@ def _library() -> tuple[Decompressor, tuple[type[Exception], ...]]:
             "this checkpoint is compressed (zstd), and no library for it is installed",
             hint="pip install 'unshard[zstd]'",
         ) from error
-    return zstandard.ZstdDecompressor().stream_reader, (zstandard.ZstdError, EOFError)
-
-
-class _Window(io.RawIOBase):
-    """A part of a file as a stream of its own."""
-
-    def __init__(self, fd: int, offset: int, length: int) -> None:
-        self._fd = fd
-        self._at = offset
-        self._end = offset + length
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "memoryview | bytearray") -> int:  # type: ignore[override]
-        block = memoryview(buffer)[: self._end - self._at]
-        read_exactly(self._fd, self._at, block)
-        self._at += len(block)
-        return len(block)
+    return zstandard.ZstdDecompressor().decompressobj(), (zstandard.ZstdError, EOFError)

@@ -24,10 +24,11 @@ def table_of(recipe: Recipe) -> ChunkTable:
     """
     match recipe:
         case Take(entry, box, permutation):
-            rows = distinct(entry.chunks.offsets, entry.chunks.sizes)
-            chunks = entry.chunks if len(rows) == len(entry.chunks) else entry.chunks.take(rows)
-            if box != Box.whole(entry.shape):
+            chunks = entry.chunks
+            if box != Box.whole(entry.shape):  # first: an expert meets few of a layer's chunks
                 chunks = _cut(chunks, box, entry.dtype.itemsize)
+            rows = distinct(chunks.offsets, chunks.sizes)
+            chunks = chunks if len(rows) == len(chunks) else chunks.take(rows)
             return chunks if permutation is None else _permuted(chunks, permutation)
         case Stack(dim, parts):
             return _joined(

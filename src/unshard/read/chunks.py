@@ -1,6 +1,6 @@
 """Reading parts of stored chunks, and boxes of the tensors that they make."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -10,7 +10,15 @@ from unshard.tensors.boxes import Box, row_major_strides
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.tiles import row_tile, tiles
 
-__all__ = ["chunk_bytes", "chunk_part", "equal_tensors", "fill_box", "first_difference"]
+__all__ = [
+    "chunk_bytes",
+    "chunk_part",
+    "equal_chunks",
+    "equal_tensors",
+    "fill_box",
+    "first_difference",
+    "replicas",
+]
 
 _COMPARED = 1 << 20
 
@@ -123,3 +131,19 @@ def _are_same_bytes(first: ChunkTable, second: ChunkTable) -> bool:
     columns = ("offsets", "sizes", "file", "start", "length")
     same = all((getattr(first, name) == getattr(second, name)).all() for name in columns)
     return same and first.strides is None and second.strides is None
+
+
+def replicas(table: ChunkTable) -> Iterator[tuple[int, int]]:
+    """Yield (the first, another) for every chunk that is stored more than once."""
+    seen: dict[bytes, int] = {}
+    for row, box in enumerate(np.concatenate([table.offsets, table.sizes], axis=1)):
+        first = seen.setdefault(box.tobytes(), row)
+        if first != row and table.length[row]:
+            yield first, row
+
+
+def equal_chunks(entry: TensorEntry, first: int, other: int, files: OpenFiles) -> bool:
+    """Tell whether two chunks of equal size hold the same bytes."""
+    raw, sizes = raw_dtype(entry.dtype), entry.chunks.sizes[first].tolist()
+    boxes = tiles(sizes, row_tile(sizes, _COMPARED // raw.itemsize))
+    return first_difference(entry.chunks, (first, other), boxes, raw, files) is None

@@ -9,6 +9,7 @@ parallelism of uneven sizes the declared boxes are not those that are stored.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from unshard.read.dcp_names import model_names
 from unshard.read.dcp_objects import read_object
 from unshard.read.dcp_writers import training_state, without_wrapper_module, writer_of
 from unshard.read.format import Format, Location, Reading, ReadOptions
-from unshard.read.roots import files_in
+from unshard.read.roots import files_in, find_file
 from unshard.tensors.boxes import is_row_major
 from unshard.tensors.catalog import ByteRange, TensorEntry
 
@@ -50,6 +51,7 @@ def _read(location: Location, options: ReadOptions) -> Reading:
     chosen = model_names(metadata, str(location.weights_dir))
     writer = writer_of(location, metadata, chosen.prefix)
     names = without_wrapper_module(chosen.names, writer)
+    _check_disjoint(metadata, location)
     pieces = _Pieces(metadata, _Files(location.roots))
     for flat in names:
         pieces.add(flat)
@@ -88,6 +90,21 @@ def _metadata_files(location: Location) -> list[Path]:
     )
 
 
+def _check_disjoint(metadata: DcpMetadata, location: Location) -> None:
+    """Two items on the same bytes: then the metadata is wrong about at least one of them."""
+    placed = sorted(
+        (item.path, item.offset, item.offset + item.length, name)
+        for (name, _), item in metadata.items.items()
+    )
+    for (path, _, end, first), (other, start, _, second) in pairwise(placed):
+        if path == other and start < end:
+            raise CorruptError(
+                f"{location.weights_dir}: the metadata puts {first} and {second} on the same bytes",
+                found=f"{path}, from byte {start} on",
+                hint="the metadata was damaged; take another checkpoint",
+            )
+
+
 def _rank(path: str) -> int | None:
     match = _ITEMS.fullmatch(Path(path).name)
     return int(match["rank"]) if match else None
@@ -104,11 +121,11 @@ class _Files:
     def find(self, name: str) -> tuple[int, Path, int] | None:
         """Return a file's number among `paths`, its path and size in bytes; None if missing."""
         if name not in self._found:
-            there = [root / name for root in self._roots if (root / name).is_file()]
+            found = find_file(self._roots, name)
             self._found[name] = None
-            if there:
-                self._found[name] = (len(self.paths), there[0], there[0].stat().st_size)
-                self.paths.append(there[0])
+            if found is not None:
+                self._found[name] = (len(self.paths), found, found.stat().st_size)
+                self.paths.append(found)
         return self._found[name]
 
     @property

@@ -16,13 +16,15 @@ from unshard.containers.pickle_machine import DangerousPickleError, MalformedPic
 from unshard.containers.records import Record, Value
 from unshard.containers.unpickle import unpickle
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError, UnsafeError
-from unshard.read.pickle_values import TensorFormError, ints, member, state_of
+from unshard.read.pickle_values import TensorFormError, ints, member, named, state_of
+from unshard.read.pickle_values import shape as sizes_of
 from unshard.read.tensor_views import dtype_named
 from unshard.tensors.dtypes import DType
 
 __all__ = ["DcpMetadata", "Item", "StoredTensor", "read_metadata"]
 
 _MAX_BYTES = 1 << 30
+_MAX_OFFSET = 1 << 62
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.checkpoint.metadata")
 _STORAGE_INFO = (
     "torch.distributed.checkpoint.filesystem._StorageInfo",
@@ -64,7 +66,7 @@ class DcpMetadata:
     """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    objects: list[str] = field(default_factory=list)
+    objects: dict[str, None] = field(default_factory=dict)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     items: dict[tuple[str, Ints | None], Item] = field(default_factory=dict)
 
@@ -114,32 +116,56 @@ def _add(whole: DcpMetadata, path: Path, value: Value) -> None:
     fields = _metadata_fields(path, value)
     for name, described in _named(member(fields, "state_dict_metadata")).items():
         if _is(described, "BytesStorageMetadata"):
-            whole.objects.append(name)
+            whole.objects[name] = None
         elif _is(described, "TensorStorageMetadata"):
             _unite(whole, path, name, _stored_tensor(name, described))
         else:
             raise TensorFormError(f"metadata of unknown form for {name}")
-    if isinstance(planned := fields.get("planner_data"), dict):
-        for name, parts in _named(planned).items():
-            if isinstance(parts, tuple | list) and parts:
-                whole.paths[name] = tuple(str(part) for part in parts)
+    described_names = _named(member(fields, "state_dict_metadata"))
+    planned = member(fields, "planner_data")
+    whole.paths |= _paths(planned, described_names)
     storage = member(fields, "storage_data")
     if not isinstance(storage, dict):
         raise TensorFormError("storage data of unknown form")
     for index, info in storage.items():
-        whole.items[_index(index)] = _item(path, info)
+        name, offsets = _index(index)
+        if planned is None and name not in described_names:
+            raise TensorFormError(f"storage data of {name!r}, which it does not describe")
+        whole.items[name, offsets] = _item(path, info)
+
+
+def _paths(planned: Value, described: dict[str, Value]) -> dict[str, tuple[str, ...]]:
+    """Return the path of every name; none where the saved dict was not flattened."""
+    if planned is None:
+        return {}
+    paths = {}
+    for name, parts in _named(planned).items():
+        match parts:
+            case [*_] if parts and all(map(_is_part, parts)):
+                paths[name] = tuple(str(part) for part in parts)
+        if name in described and ".".join(paths.get(name, ())) != name:
+            raise TensorFormError(f"a plan that gives {name!r} another path")
+    lost = [name for name in described if name not in paths]
+    if lost:
+        raise TensorFormError(f"a plan that lacks {len(lost)} names: {lost[0]!r}")
+    return paths
+
+
+def _is_part(part: Value) -> bool:
+    """Tell whether a value is a step of a path: a key of a dict, or an index of a list."""
+    return isinstance(part, str) or (type(part) is int and 0 <= part < _MAX_OFFSET)
 
 
 def _metadata_fields(path: Path, value: Value) -> dict[str, Value]:
     if isinstance(value, Record) and _is(value, "Metadata"):
         return state_of(value)
-    callee = value.callee if isinstance(value, Record) else type(value).__name__
-    if "megatron" in str(callee).lower():
+    callee = named(value.callee) if isinstance(value, Record) else named(value)
+    if "megatron" in callee.lower():
         raise NotMergeableError(
             f"{path}: written by Megatron-core ({callee})",
             hint="convert it with Megatron-Bridge (or NeMo's export to Hugging Face)",
         )
-    raise TensorFormError(f"a {callee}, not torch's Metadata")
+    raise TensorFormError(f"{callee}, not torch's Metadata")
 
 
 def _is(value: Value, name: str) -> bool:
@@ -156,7 +182,7 @@ def _stored_tensor(name: str, described: Value) -> StoredTensor:
     fields = state_of(described)
     properties = member(fields, "properties")
     chunks = member(fields, "chunks")
-    shape = ints(member(fields, "size"))
+    shape = sizes_of(member(fields, "size"))
     if not isinstance(chunks, list) or not isinstance(properties, Record):
         raise TensorFormError(f"metadata of unknown form for tensor {name}")
     match properties.state:
@@ -213,18 +239,20 @@ def _item(source: Path, info: Value) -> Item:
             raise TensorFormError("storage data of unknown form")
     if _leaves(path):
         raise CorruptError(
-            f"{source}: refers to {path!r}, which is no file of this directory",
+            f"{source}: refers to {path[:200]!r}, which is no file of this directory",
             hint="the metadata was damaged, or made to point elsewhere",
         )
-    if offset < 0 or length < 0:
-        raise TensorFormError(f"an item of {length} bytes at {offset} of {path}")
+    if not 0 <= offset < _MAX_OFFSET or not 0 <= length < _MAX_OFFSET:
+        raise TensorFormError(f"an item of impossible size or place in {path}")
     return Item(path, offset, length, _is_compressed(source, fields.get("transform_descriptors")))
 
 
 def _leaves(path: str) -> bool:
     """Tell whether a relative path is anything but that of a file inside the directory."""
     parts = PurePosixPath(path).parts
-    return not parts or path.startswith("/") or ".." in parts or not path.isprintable()
+    if not parts or path.startswith("/") or ".." in parts or not path.isprintable():
+        return True
+    return len(path) > 1024 or any(len(part.encode()) > 255 for part in parts)
 
 
 def _is_compressed(source: Path, transforms: Value) -> bool:
@@ -233,7 +261,7 @@ def _is_compressed(source: Path, transforms: Value) -> bool:
             return False
         case [str(one)] if _ZSTD.fullmatch(one):
             return True
-    shown = [str(one) for one in transforms] if isinstance(transforms, list) else transforms
+    shown = ", ".join(map(named, transforms[:4])) if isinstance(transforms, list) else "something"
     raise NotMergeableError(
         f"{source}: its items were transformed by {shown}, which is not known here",
         expected="plain items, or stream.zstd/1",

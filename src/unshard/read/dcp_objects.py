@@ -33,7 +33,7 @@ def read_object(metadata: DcpMetadata, location: Location, options: ReadOptions)
     if not names:
         raise NotMergeableError(
             f"{where}: holds no tensors, only {len(metadata.objects)} pickled objects",
-            found=", ".join(metadata.objects[:8]),
+            found=", ".join(list(metadata.objects)[:8]),
             hint="if this is the optimizer's directory, give the one above it",
         )
     (name, *_) = names

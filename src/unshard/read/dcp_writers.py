@@ -4,11 +4,11 @@ Lightning saves the LightningModule and Composer the ComposerModel, whose attrib
 itself: every name starts with it (`model.model.norm.weight`). Nothing else is taken off a name.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from unshard.containers.torch_file import read_torch_file
-from unshard.errors import UnshardError
 from unshard.read.dcp_metadata import DcpMetadata
 from unshard.read.format import Location
 from unshard.read.pickle_values import items_of
@@ -16,7 +16,6 @@ from unshard.read.pickle_values import items_of
 __all__ = ["training_state", "without_wrapper_module", "writer_of"]
 
 _LIGHTNING, _COMPOSER = "Lightning", "Composer"
-_MAX_META = 64 * 1024 * 1024
 _TRAINING_STATE = (
     "optimizer_*",
     "optim",
@@ -37,7 +36,7 @@ def writer_of(location: Location, metadata: DcpMetadata, prefix: tuple[str, ...]
     if folder.name.startswith("pytorch_model_fsdp_"):
         trainer = (step / "trainer_state.json").is_file()
         return "HF Trainer (accelerate)" if trainer else "accelerate"
-    if (folder / "meta.pt").is_file():
+    if os.path.lexists(folder / "meta.pt"):
         return _LIGHTNING if _is_lightning_trainer(folder / "meta.pt") else "Lightning Fabric"
     if prefix == ("state", "model"):
         return _COMPOSER
@@ -51,12 +50,7 @@ def writer_of(location: Location, metadata: DcpMetadata, prefix: tuple[str, ...]
 
 def _is_lightning_trainer(meta: Path) -> bool:
     """Tell Lightning's Trainer, which saves a LightningModule, from Fabric, which does not."""
-    if meta.stat().st_size > _MAX_META:
-        return False
-    try:
-        items = items_of(read_torch_file(meta).value)
-    except UnshardError:
-        return False
+    items = items_of(read_torch_file(meta).value)
     return items is not None and "pytorch-lightning_version" in items
 
 

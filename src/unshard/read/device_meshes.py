@@ -11,10 +11,13 @@ from itertools import product
 from math import prod
 
 from unshard.containers.records import Record, Value
-from unshard.read.pickle_values import TensorFormError, ints, member, state_of
+from unshard.read.pickle_values import TensorFormError, ints, member, named, state_of
+from unshard.read.pickle_values import shape as sizes_of
 from unshard.tensors.placements import DeviceMesh
 
 __all__ = ["MeshReader"]
+
+_MAX_AXES = 64
 
 
 class MeshReader:
@@ -68,8 +71,8 @@ class MeshReader:
         layout = fields.get("_layout")
         if layout is None:
             return self._grid_of_tensor(fields)
-        shape, steps = _layout(state_of(layout))
         ranks = self._all_ranks(fields)
+        shape, steps = _layout(state_of(layout), len(ranks))
         inside = len(at) == len(shape) and all(0 <= c < n for c, n in zip(at, shape, strict=True))
         if not inside or self._rank not in ranks:
             raise TensorFormError(f"a mesh of shape {shape} that does not hold rank {self._rank}")
@@ -84,7 +87,7 @@ class MeshReader:
         mesh = member(fields, "mesh", "_mesh")
         match mesh:
             case Record(args=(_, _, sizes, *_)):
-                shape = ints(sizes)
+                shape = sizes_of(sizes)
             case _:
                 raise TensorFormError("a device mesh of unknown form")
         flat = fields.get("_flatten_mesh_list")
@@ -121,7 +124,7 @@ class MeshReader:
         return tuple(numbers)
 
 
-def _layout(fields: dict[str, Value]) -> tuple[tuple[int, ...], list[list[int]]]:
+def _layout(fields: dict[str, Value], ranks: int) -> tuple[tuple[int, ...], list[list[int]]]:
     """Return the size of every mesh dimension, and the offsets that its coordinates stand for."""
     if "axes" in fields:
         axes = fields["axes"]
@@ -131,7 +134,11 @@ def _layout(fields: dict[str, Value]) -> tuple[tuple[int, ...], list[list[int]]]
     else:
         shape, stride = member(fields, "shape"), member(fields, "stride")
         parts = list(zip(_sequence(shape), _sequence(stride), strict=True))
-    steps = [_axis_offsets(_flat(shape), _flat(stride)) for shape, stride in parts]
+    axes = [(_flat(shape), _flat(stride)) for shape, stride in parts]
+    sizes = [size for shape, _ in axes for size in shape]
+    if len(sizes) > _MAX_AXES or min(sizes, default=1) < 1 or prod(sizes) > ranks:
+        raise TensorFormError(f"a mesh layout of more places than its {ranks} ranks")
+    steps = [_axis_offsets(shape, stride) for shape, stride in axes]
     return tuple(len(offsets) for offsets in steps), steps
 
 
@@ -159,7 +166,7 @@ def _flat(value: Value) -> list[int]:
         item, depth = waiting.pop()
         if type(item) is int:
             found.append(item)
-        elif depth < 8:
+        elif depth < 8 and len(found) + len(waiting) < _MAX_AXES:
             waiting.extend((part, depth + 1) for part in reversed(_sequence(item)))
         else:
             raise TensorFormError("a mesh layout of unknown form")
@@ -170,4 +177,4 @@ def _names(fields: dict[str, Value]) -> tuple[str, ...] | None:
     names = fields.get("mesh_dim_names", fields.get("_mesh_dim_names"))
     if not isinstance(names, tuple | list):
         return None
-    return tuple(str(name) for name in names)
+    return tuple(name if isinstance(name, str) else named(name) for name in names)

@@ -36,6 +36,9 @@ _ROLES = ("actor", "critic")
 _FSDP_FOLDER = re.compile(r"pytorch_(?:ema_)?model_fsdp_\d+")
 _FOLDERS = ("model", "model_and_optim", "sharded")
 _WEIGHT_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th")
+_TRAINING_STATE = re.compile(
+    r"(?:rng_state|random_states|scheduler|optimizer|training_args|sampler|data)(?:_.*)?\.\w+"
+)
 _UPWARD = 3
 _NESTED_RUNS = 1
 
@@ -53,7 +56,8 @@ def discover(path: Path, request: Request) -> list[Location]:
         raise UnknownFormatError(f"{path}: there is no such file or directory")
     start = path.resolve()
     if _is_checkpoint_file(start):
-        file = Location(start.parent, start.parent, None, None, "model", WHOLE_FILES, start)
+        folder = start.parent
+        file = Location(folder, folder, _step(folder.name), None, "model", WHOLE_FILES, start)
         return [_choose(start, [file], request, explicit=True)]
     place = start.parent if start.is_file() else start
     for sharded in (True, False):
@@ -74,6 +78,8 @@ def discover(path: Path, request: Request) -> list[Location]:
 def _is_checkpoint_file(path: Path) -> bool:
     """Tell whether a path is a file of weights that is no part of a larger set."""
     is_weights = path.is_file() and path.suffix in _WEIGHT_FILES
+    if _TRAINING_STATE.fullmatch(path.name):
+        return False
     return is_weights and not any(one.claims(path.name) for one in FORMATS)
 
 

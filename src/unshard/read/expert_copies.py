@@ -22,7 +22,7 @@ from unshard.containers.strided import raw_dtype
 from unshard.errors import NotMergeableError, UsageError, raise_all
 from unshard.read.chunks import first_difference
 from unshard.read.format import Location, ReadOptions
-from unshard.tensors.boxes import Box, distinct
+from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.placements import Replicate
 from unshard.tensors.tiles import row_tile
@@ -78,20 +78,21 @@ def resolve_experts(
 
 
 def _unexplained_copies(entry: TensorEntry) -> int:
-    """Return how many times as often as its `Replicate` placements say each region is stored."""
+    """Return how many times as often as its `Replicate` placements say some region is stored."""
     if entry.sharding is None or len(entry.chunks) < 2:
         return 1
     mesh = zip(entry.sharding.mesh.shape, entry.sharding.placements, strict=True)
     explained = prod(size for size, placement in mesh if isinstance(placement, Replicate))
-    regions = len(distinct(entry.chunks.offsets, entry.chunks.sizes))
-    return len(entry.chunks) // (regions * explained)
+    most = max(map(len, _regions(entry.chunks)), default=1)
+    return -(-most // explained)  # rounded up: of a group that lacks a rank there are fewer
 
 
 def _regions(table: ChunkTable) -> list[list[int]]:
-    """Return the rows of each region, in rank order."""
+    """Return the rows of each region, in rank order; empty chunks left out."""
     rows: dict[bytes, list[int]] = defaultdict(list)
     for row, box in enumerate(np.concatenate([table.offsets, table.sizes], axis=1)):
-        rows[box.tobytes()].append(row)
+        if table.length[row]:
+            rows[box.tobytes()].append(row)
     return list(rows.values())
 
 

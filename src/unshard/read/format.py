@@ -5,6 +5,7 @@ where every chunk of every tensor lies. What all formats share (names of wrapper
 holes, companions) is done by `open` afterwards.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 from unshard.tensors.catalog import ByteRange, Skipped, TensorEntry
 
 __all__ = ["Format", "Location", "ReadOptions", "Reading", "Request", "Role", "Weights"]
+
+_NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)")
 
 Role = str  # "actor" | "critic"
 Weights = str  # "model" | "ema"
@@ -77,11 +80,17 @@ class Location:
 
     @property
     def default_output(self) -> Path:
-        """`merged/<step directory>[-critic][-ema]` beside the step directory."""
+        """`merged/<step directory>[-critic][-ema]` beside the step directory.
+
+        A file that is a checkpoint of its own has its output beside it; a second model of one step
+        has its number in the name.
+        """
         suffix = "-critic" if self.role == "critic" else ""
         suffix += "-ema" if self.weights == "ema" else ""
-        if self.file is not None:
+        if self.file is not None and not self.format.claims(self.file.name):
             return self.weights_dir / "merged" / (self.file.stem + suffix)
+        if number := _NUMBERED.fullmatch(self.weights_dir.name):
+            suffix = f"-{number[1]}" + suffix
         return self.step_dir.parent / "merged" / (self.step_dir.name + suffix)
 
 

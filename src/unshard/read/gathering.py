@@ -8,6 +8,7 @@ from unshard.errors import CorruptError, UnshardError
 from unshard.read.chunk_rows import ChunkRows
 from unshard.read.rank_table import Kind, RankTable
 from unshard.tensors.catalog import Skipped, TensorEntry
+from unshard.tensors.placements import Sharding
 
 __all__ = ["Draft", "Gathering"]
 
@@ -74,7 +75,15 @@ def _agree(first: Kind, other: Kind) -> bool:
         return False
     if first.is_plain:
         return len(first.shape) == len(other.shape)
-    return first.shape == other.shape and first.boxed is other.boxed
+    return first.shape == other.shape and _cut_alike(first.sharding, other.sharding)
+
+
+def _cut_alike(first: Sharding | None, other: Sharding | None) -> bool:
+    """Tell whether two ranks speak of the same kind of mesh; their places on it differ."""
+    if first is None or other is None:
+        return first is other
+    same_mesh = first.mesh.shape == other.mesh.shape
+    return same_mesh and first.placements == other.placements
 
 
 def _contradiction(draft: Draft, rank: int, kind: Kind) -> CorruptError:

@@ -101,13 +101,15 @@ def _inflated(
 def _misfit(
     entry: TensorEntry, table: ChunkTable, row: int, item: StoredItem | UnshardError
 ) -> UnshardError | None:
-    if isinstance(item, UnshardError):
-        return item
     sizes, at = tuple(table.sizes[row].tolist()), table.offsets[row].tolist()
+    where = f"tensor {entry.fqn}: {table[row].source.path.name}: its chunk {at}"
+    if isinstance(item, UnshardError):
+        what = item.subject.rpartition(": ")[2]
+        return CorruptError(f"{where} is compressed, and holds no tensor of torch: {what}")
     if (item.view.sizes, item.view.dtype) == (sizes, entry.dtype):
         return None
     return CorruptError(
-        f"tensor {entry.fqn}: {table[row].source.path.name}: its chunk {at} is not what is stored",
+        f"{where} is not what is stored for it",
         expected=f"{entry.dtype} {list(sizes)}, as the metadata declares",
         found=f"{item.view.dtype} {list(item.view.sizes)}",
     )

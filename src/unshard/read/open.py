@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard.errors import (
+    CorruptError,
     IncompleteError,
     NotMergeableError,
     UnknownFormatError,
@@ -44,6 +45,18 @@ def open_latest(
     Raises:
         CheckpointError: see `discover`, and the reader of the format.
     """
+    try:
+        return _open_latest(path, request, options, also)
+    except OSError as error:
+        raise CorruptError(
+            f"{error.filename or path}: cannot be read: {error.strerror or error}",
+            hint="are its permissions right, and is its disk mounted?",
+        ) from error
+
+
+def _open_latest(
+    path: Path, request: Request, options: ReadOptions, also: Sequence[Path]
+) -> Checkpoint:
     locations = discover(path, request)
     passed_over: list[IncompleteError] = []
     for location in locations:

@@ -1,8 +1,11 @@
 """Small steps on records that every reader of torch's pickles takes: sizes, states, members."""
 
-from unshard.containers.records import Record, Value
+from unshard.containers.records import Global, Record, Value
 
-__all__ = ["TensorFormError", "ints", "items_of", "member", "state_of"]
+__all__ = ["TensorFormError", "ints", "items_of", "member", "named", "shape", "state_of"]
+
+_MAX_DIMENSIONS = 32
+_MAX_NUMBER = 1 << 58  # elements of 16 bytes each, what 64-bit offsets can address
 
 
 class TensorFormError(ValueError):
@@ -15,11 +18,38 @@ def ints(value: Value) -> tuple[int, ...]:
         value = value.args[0] if value.args else ()
     if isinstance(value, tuple | list):
         for item in value:
-            if type(item) is not int:
+            if type(item) is not int or not -_MAX_NUMBER < item < _MAX_NUMBER:
                 break
         else:
             return tuple(value)
-    raise TensorFormError(f"a sequence of sizes was expected, not {type(value).__name__}")
+    raise TensorFormError(f"a sequence of sizes was expected, not {named(value)}")
+
+
+def shape(value: Value) -> tuple[int, ...]:
+    """Return the sizes of a tensor: a few integers, not negative, whose product is no dream."""
+    sizes = ints(value)
+    elements = 1
+    for size in sizes[:_MAX_DIMENSIONS]:
+        elements *= max(size, 1)
+    if len(sizes) > _MAX_DIMENSIONS or min(sizes, default=0) < 0 or elements >= _MAX_NUMBER:
+        raise TensorFormError(f"a tensor of {len(sizes)} sizes {list(sizes[:8])}, larger than any")
+    return sizes
+
+
+def named(value: Value) -> str:
+    """Return a few words for any value: never long, never nested, whatever the pickle holds."""
+    match value:
+        case Global():
+            return value.dotted[:200]
+        case Record(callee=Global() as callee):
+            return f"an instance of {callee.dotted[:200]}"
+        case None | bool() | float():
+            return repr(value)
+        case str() | bytes():
+            return repr(value[:80])
+        case int() if -_MAX_NUMBER < value < _MAX_NUMBER:
+            return repr(value)
+    return f"a value of type {type(value).__name__}"
 
 
 def state_of(value: Value) -> dict[str, Value]:

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 from unshard.containers.records import Record, Value
 from unshard.containers.strided import read_strided
 from unshard.containers.torch_file import TorchFile, read_torch_file
 from unshard.errors import CorruptError, NotMergeableError, UnshardError
-from unshard.read.pickle_values import TensorFormError, items_of
+from unshard.read.pickle_values import TensorFormError, items_of, named
 from unshard.read.rank_table import Kind, RankTable
 from unshard.read.tensor_views import StorageView, is_tensor
 from unshard.read.torch_tensors import LocalTensor, TensorDecoder
@@ -178,6 +179,8 @@ def _integers(archive: TorchFile, view: StorageView) -> tuple[int, ...]:
     width = view.dtype.itemsize
     if storage is None or view.storage_elements * width > storage.size:
         raise TensorFormError(f"a mesh whose ranks (storage {view.key}) are missing")
+    if prod(view.sizes) > view.storage_elements:
+        raise TensorFormError("a mesh that names ranks several times")
     fd = os.open(archive.path, os.O_RDONLY)
     try:
         strides = tuple(step * width for step in view.strides)
@@ -191,5 +194,5 @@ def _integers(archive: TorchFile, view: StorageView) -> tuple[int, ...]:
 def describe(value: Value) -> str:
     """Say in a few words what a value is that is not a tensor."""
     if isinstance(value, Record):
-        return f"not a tensor: {value.callee}"
+        return f"not a tensor: {named(value.callee)}"
     return f"not a tensor: {type(value).__name__}"

@@ -31,7 +31,10 @@ __all__ = ["RANK_FILES", "rank_file_name"]
 
 _NAMED = re.compile(r"model_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _UNNAMED = re.compile(r"pytorch_model_fsdp(?:_(?P<model>\d+))?_rank(?P<rank>\d+)\.bin")
-_SIBLINGS = re.compile(r"(?:optim|extra_state|data)_(?:world_size_)?.*\.pt|optimizer_\d+_rank.*")
+_SIBLINGS = re.compile(
+    r"(?:optim|optimizer|extra_state|data|dataloader_state)_(?:world_size_)?.*\.pt"
+    r"|optimizer_\d+_rank.*"
+)
 _TRAINING_STATE = ("optim_world_size_*", "extra_state_world_size_*", "optimizer_*_rank*.bin")
 _LMMS_STATE = ("optimizer/*.pt", "extra_state/*.pt", "dataloader_state/*.pt")
 

@@ -4,9 +4,9 @@ import filecmp
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from unshard.errors import CorruptError
+from unshard.errors import CorruptError, IncompleteError
 
-__all__ = ["files_in"]
+__all__ = ["files_in", "find_file"]
 
 
 def files_in(roots: Sequence[Path], is_meant: Callable[[str], bool]) -> list[Path]:
@@ -16,20 +16,37 @@ def files_in(roots: Sequence[Path], is_meant: Callable[[str], bool]) -> list[Pat
 
     Raises:
         CorruptError: two directories hold different files of one name.
+        IncompleteError: what has such a name is no file.
     """
-    found: dict[str, Path] = {}
+    names: set[str] = set()
     for root in roots:
-        for path in sorted(root.iterdir()):
-            if not is_meant(path.name) or not path.is_file():
+        for path in root.iterdir():
+            if not is_meant(path.name):
                 continue
-            first = found.setdefault(path.name, path)
-            if first is not path and not _same(first, path):
-                raise CorruptError(
-                    f"{path}: differs from {first}, which has the same name",
-                    expected="directories that each hold other ranks' files of one checkpoint",
-                    hint="are these two steps, or two runs?",
+            if not path.is_file():
+                raise IncompleteError(
+                    f"{path}: is no file", hint="is it a link to one that is gone?"
                 )
-    return [found[name] for name in sorted(found)]
+            names.add(path.name)
+    found = (find_file(roots, name) for name in sorted(names))
+    return [path for path in found if path is not None]
+
+
+def find_file(roots: Sequence[Path], name: str) -> Path | None:
+    """Return the file of this name, or relative path, from the first directory that has it.
+
+    Raises:
+        CorruptError: two directories hold different files of that name.
+    """
+    there = [root / name for root in roots if (root / name).is_file()]
+    for other in there[1:]:
+        if not _same(there[0], other):
+            raise CorruptError(
+                f"{other}: differs from {there[0]}, which has the same name",
+                expected="directories that each hold other ranks' files of one checkpoint",
+                hint="are these two steps, or two runs?",
+            )
+    return there[0] if there else None
 
 
 def _same(first: Path, second: Path) -> bool:

@@ -11,13 +11,16 @@ beside the shards may tell (`shard_evidence`); where nothing does, such a loss g
 Source: `torch.distributed.checkpoint.hf_storage`, `filesystem` and `_consolidate_hf_safetensors`.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from unshard.containers.open_files import OpenFiles
 from unshard.containers.safetensors_file import HeaderEntry, SafetensorsFile
 from unshard.errors import CorruptError, IncompleteError, UnshardError, raise_all
 from unshard.read.chunk_rows import ChunkRows
+from unshard.read.chunks import equal_chunks, replicas
 from unshard.read.format import Format, Location, Reading, ReadOptions
 from unshard.read.hub_files import (
     MAX_INTEGER,
@@ -29,7 +32,7 @@ from unshard.read.hub_files import (
 )
 from unshard.read.shard_evidence import loss_problems, writer_of
 from unshard.read.shard_names import choose_shards, is_shard_name
-from unshard.tensors.boxes import row_major_strides
+from unshard.tensors.boxes import distinct, row_major_strides
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import DType
 
@@ -49,6 +52,7 @@ def _read(location: Location, options: ReadOptions) -> Reading:
     summary = f"{location.weights_dir}: the sharded safetensors cannot be merged"
     raise_all(CorruptError, summary, union.problems)
     tensors = union.tensors(tuple(chosen.files.values()))
+    raise_all(CorruptError, summary, _disagreements(tensors))
     losses, said = loss_problems(location, tensors)
     raise_all(IncompleteError, f"{location.weights_dir}: files of ranks are missing", losses)
     missing = chosen.missing()
@@ -149,6 +153,32 @@ class _Union:
         drafts = self._drafts
         names = sorted(drafts, key=lambda name: (drafts[name].index, natural_order(name)))
         return {name: _entry(name, drafts[name], paths) for name in names}
+
+
+def _disagreements(tensors: Mapping[str, TensorEntry]) -> list[CorruptError]:
+    """Name the tensors that two files hold the same piece of, with different bytes.
+
+    torch saves every piece once; a second one is left from another save, or damaged.
+    """
+    problems = []
+    with OpenFiles(os.O_RDONLY, limit=16) as files:
+        for entry in tensors.values():
+            table = entry.chunks
+            if len(distinct(table.offsets, table.sizes)) == len(table):
+                continue
+            for first, other in replicas(table):
+                if not equal_chunks(entry, first, other, files):
+                    problems.append(_disagreement(entry, first, other))
+    return problems
+
+
+def _disagreement(entry: TensorEntry, first: int, other: int) -> CorruptError:
+    ours, theirs = entry.chunks[first], entry.chunks[other]
+    return CorruptError(
+        f"tensor {entry.fqn}: two files hold its region {ours.box}, with different values",
+        found=f"{ours.source.path.name} and {theirs.source.path.name}",
+        hint="do the files belong to one save?",
+    )
 
 
 def _entry(name: str, draft: _Draft, paths: tuple[Path, ...]) -> TensorEntry:

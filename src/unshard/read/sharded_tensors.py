@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from unshard.containers.records import Value
 from unshard.read.pickle_values import TensorFormError, ints, member, state_of
+from unshard.read.pickle_values import shape as sizes_of
 from unshard.read.tensor_views import StorageView, dtype_named, read_view
 from unshard.tensors.dtypes import DType
 
@@ -50,7 +51,7 @@ def read_sharded_tensor(
             pass
         case _:
             raise TensorFormError("a ShardedTensor of unknown form")
-    dtype, shape = dtype_named(args[1]), ints(args[2])
+    dtype, shape = dtype_named(args[1]), sizes_of(args[2])
     described = ints(member(state_of(metadata), "size"))
     if described != shape:
         raise TensorFormError(f"the ShardedTensor says shape {shape}, its metadata {described}")

@@ -4,10 +4,9 @@ Sources: the pickles of torch 2.1 to 2.15 (`docs/formats.md`), `torch._utils`, `
 """
 
 from dataclasses import dataclass
-from math import prod
 
 from unshard.containers.records import Global, Persistent, Record, Value
-from unshard.read.pickle_values import TensorFormError, ints
+from unshard.read.pickle_values import TensorFormError, ints, named, shape
 from unshard.tensors.dtypes import BY_NAME, DType
 
 __all__ = [
@@ -37,7 +36,6 @@ class StorageView:
     strides: tuple[int, ...]
 
 
-_MAX_DIMENSIONS = 32
 _MAX_ELEMENTS = 1 << 58  # of 16 bytes each, what 64-bit offsets can address
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -107,7 +105,7 @@ def unwrap(value: Value, allowed: frozenset[str]) -> Call:
             raise TensorFormError(_UNREADABLE[name])
         if name in _PARAMETERS and args:
             value = args[0]
-        elif name == TYPED and len(args) >= 4 and _is_plain(str(args[1]), allowed):
+        elif name == TYPED and len(args) >= 4 and _is_plain(args[1], allowed):
             inner = args[2]
             value = Record(args[0], inner if isinstance(inner, tuple) else ())
         elif name in _VIEWS or (name == TYPED and len(args) >= 4):
@@ -116,8 +114,8 @@ def unwrap(value: Value, allowed: frozenset[str]) -> Call:
             raise TensorFormError(f"pickled in an unknown way, by {name}")
 
 
-def _is_plain(kind: str, allowed: frozenset[str]) -> bool:
-    return kind in _PLAIN_TYPES or kind in allowed
+def _is_plain(kind: Value, allowed: frozenset[str]) -> bool:
+    return isinstance(kind, Global) and (kind.dotted in _PLAIN_TYPES or kind.dotted in allowed)
 
 
 def read_view(value: Value, allowed: frozenset[str] = frozenset()) -> StorageView:
@@ -128,7 +126,7 @@ def read_view(value: Value, allowed: frozenset[str] = frozenset()) -> StorageVie
     """
     name, args = unwrap(value, allowed)
     if name == TYPED:
-        raise TensorFormError(f"a {args[1]} where a plain tensor was expected")
+        raise TensorFormError(f"of type {named(args[1])}, where a plain tensor was expected")
     return view_of(name, args)
 
 
@@ -141,8 +139,8 @@ def view_of(name: str, args: tuple[Value, ...]) -> StorageView:
             raise TensorFormError(f"pickled by {name} in an unknown form")
     extra = rest[3:] if name == _VIEW_V3 else rest[2:]
     if any(extra):
-        raise TensorFormError(f"lazy conjugation or negation ({extra[0]}): resolve it and save")
-    view = StorageView(key, dtype, elements, offset, ints(sizes), ints(strides))
+        raise TensorFormError("under lazy conjugation or negation: resolve it and save")
+    view = StorageView(key, dtype, elements, offset, shape(sizes), ints(strides))
     _check_inside(view)
     return view
 
@@ -162,7 +160,7 @@ def _storage(storage: Persistent, stated: DType | None) -> tuple[DType, str, int
         case ("storage", Global(module, name), str(key), str(), int(count), *_) if count >= 0:
             pass
         case _:
-            raise TensorFormError(f"a storage reference of unknown form: {storage.pid}")
+            raise TensorFormError(f"a storage reference of unknown form: {named(storage.pid)}")
     if name == "UntypedStorage" and stated is not None:
         return stated, key, count // stated.itemsize
     if module not in ("torch", "torch.cuda", "torch.storage") or name not in _STORAGES:
@@ -178,16 +176,14 @@ def dtype_named(value: Value) -> DType:
     match value:
         case Global("torch", name) if name in BY_NAME:
             return BY_NAME[name]
-    raise TensorFormError(f"unknown dtype {value}")
+    raise TensorFormError(f"of an unknown dtype, {named(value)}")
 
 
 def _check_inside(view: StorageView) -> None:
-    numbers = (view.offset, *view.sizes, *view.strides)
-    if len(view.sizes) != len(view.strides) or min(numbers) < 0:
+    if len(view.sizes) != len(view.strides) or min((view.offset, *view.strides)) < 0:
         raise TensorFormError(f"sizes {view.sizes} and strides {view.strides} do not fit")
-    elements = prod(size for size in view.sizes if size)
-    if len(view.sizes) > _MAX_DIMENSIONS or max(elements, *numbers) > _MAX_ELEMENTS:
-        raise TensorFormError(f"a tensor of sizes {view.sizes}, larger than any file")
+    if view.offset >= _MAX_ELEMENTS or view.storage_elements >= _MAX_ELEMENTS:
+        raise TensorFormError("a view of a storage that is larger than any file")
     if 0 in view.sizes:
         return
     last = sum((n - 1) * step for n, step in zip(view.sizes, view.strides, strict=True))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from unshard.containers.records import Global, Record, Value
 from unshard.read.device_meshes import MeshReader
-from unshard.read.pickle_values import TensorFormError, ints, member, state_of
+from unshard.read.pickle_values import TensorFormError, ints, member, named, state_of
+from unshard.read.pickle_values import shape as sizes_of
 from unshard.read.sharded_tensors import SHARDED_TENSOR, ShardedTensor, read_sharded_tensor
 from unshard.read.tensor_views import TYPED, StorageView, dtype_named, read_view, unwrap, view_of
 from unshard.tensors.dtypes import DType
@@ -89,10 +90,10 @@ class TensorDecoder:
         if name != TYPED:
             view = view_of(name, args)
             return LocalTensor(view.dtype, view.sizes, (view,))
-        kind, inner, state = args[1:4]
-        if str(kind) in _DTENSORS and isinstance(inner, tuple):
+        kind, inner, state = named(args[1]), args[2], args[3]
+        if kind in _DTENSORS and isinstance(inner, tuple):
             return self._dtensor(inner, state_of(state))
-        if str(kind) == SHARDED_TENSOR and isinstance(inner, tuple):
+        if kind == SHARDED_TENSOR and isinstance(inner, tuple):
             return self._sharded(read_sharded_tensor(inner, state, self._allowed))
         raise TensorFormError(
             f"an instance of {kind}, which may mean something else than its stored bytes "
@@ -113,7 +114,7 @@ class TensorDecoder:
             raise TensorFormError(f"a DTensor with {len(args)} arguments")
         view = read_view(member(state, "_local_tensor"), self._allowed)
         spec = member(state, "_spec")
-        shape, stated = ints(args[2]), dtype_named(args[1])
+        shape, stated = sizes_of(args[2]), dtype_named(args[1])
         if stated is not view.dtype:
             raise TensorFormError(f"the DTensor says {stated}, its local tensor {view.dtype}")
         sharding = self._specs.get(id(spec))
@@ -142,9 +143,9 @@ def _check_meta(spec: Value, shape: tuple[int, ...]) -> None:
 
 def _placement(value: Value) -> Placement:
     if not isinstance(value, Record) or not isinstance(value.callee, Global):
-        raise TensorFormError(f"an unknown placement: {value}")
+        raise TensorFormError(f"an unknown placement: {named(value)}")
     fields = state_of(value)
-    name = value.callee.name if value.callee.module in _PLACEMENT_MODULES else str(value.callee)
+    name = value.callee.name if value.callee.module in _PLACEMENT_MODULES else named(value.callee)
     match name, fields:
         case "Shard", {"dim": int(dim)}:
             return Shard(dim)
@@ -153,8 +154,8 @@ def _placement(value: Value) -> Placement:
         case "Replicate", _:
             return Replicate()
         case "Partial" | "_Partial" | "_NormPartial" | "_MaskPartial", _:
-            return Partial(str(fields.get("reduce_op", "sum")))
-    raise TensorFormError(f"an unknown placement: {name} {fields}")
+            return Partial(named(fields.get("reduce_op", "sum")))
+    raise TensorFormError(f"an unknown placement: {name}, with {len(fields)} attributes")
 
 
 def _shard_order(value: Value) -> tuple[tuple[int, tuple[int, ...]], ...] | None:

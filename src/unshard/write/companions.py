@@ -23,6 +23,8 @@ def load_config(companions: Companions) -> Fields | None:
         return None
     try:
         fields = json.loads(companions.config.read_bytes())
+    except OSError as error:
+        raise CorruptError(f"{companions.config}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{companions.config}: not valid JSON: {error}") from error
     if not isinstance(fields, dict):

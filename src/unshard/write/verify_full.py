@@ -26,9 +26,9 @@ from unshard.errors import CorruptError, OutputError, UnshardError
 from unshard.plan.layout import Layout, OutputTensor
 from unshard.plan.operations import CopyRange
 from unshard.plan.work import Tile, Unit
-from unshard.read.chunks import first_difference
-from unshard.tensors.boxes import Box, Ints
-from unshard.tensors.catalog import ByteRange, Catalog, ChunkTable, TensorEntry
+from unshard.read.chunks import first_difference, replicas
+from unshard.tensors.boxes import Box
+from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 from unshard.tensors.tiles import row_tile, tiles
 from unshard.write.execute import make_tile, tile_runs
 
@@ -134,7 +134,7 @@ class Checker:
 
     def _check_replicas(self, entry: TensorEntry) -> None:
         raw = raw_dtype(entry.dtype)
-        for first, other in _replicas(entry.chunks):
+        for first, other in replicas(entry.chunks):
             sizes = tuple(entry.chunks.sizes[first].tolist())
             boxes = tiles(sizes, row_tile(sizes, max(1, self._block // raw.itemsize)))
             box = first_difference(entry.chunks, (first, other), boxes, raw, self._files)
@@ -171,16 +171,6 @@ class Checker:
         tensor = _tensor_at(self._layout, file, offset)
         what = f"{self._outputs[file]}: tensor {tensor.name}: differs from its source"
         self._problems.append(OutputError(what, hint="the disk may be faulty: merge again"))
-
-
-def _replicas(chunks: ChunkTable) -> Iterator[tuple[int, int]]:
-    """Yield (the first, another) for every chunk that is stored more than once."""
-    seen: dict[bytes, int] = {}
-    boxes: Ints = np.concatenate([chunks.offsets, chunks.sizes], axis=1)
-    for row, box in enumerate(boxes):
-        first = seen.setdefault(box.tobytes(), row)
-        if first != row:
-            yield first, row
 
 
 def _differing(entry: TensorEntry, first: int, other: int, box: Box) -> CorruptError:

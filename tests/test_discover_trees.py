@@ -1,0 +1,189 @@
+"""The trees that training tools leave: from every level of one, its weights are found."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from unshard.errors import UsageError
+from unshard.read.discover import discover
+from unshard.read.format import Location, Request
+
+
+def only(path: Path, *, step: int | None = None) -> Location:
+    (found,) = discover(path, Request(step))
+    return found
+
+
+DCP_FILES = (".metadata", "__0_0.distcp")
+RANK_NAMES = tuple(f"model_world_size_2_rank_{rank}.pt" for rank in range(2))
+SHARDS = ("shard-00001-model-00001-of-00001.safetensors",)
+
+# tool: the weights' directory in the run, its files, what lies beside them, the step's directory
+TREES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
+    "verl": (
+        "global_step_10/actor",
+        RANK_NAMES,
+        ("global_step_10/data.pt", "latest_checkpointed_iteration.txt"),
+        "global_step_10",
+    ),
+    "lmms-engine": (
+        "checkpoint-10/pytorch_model_fsdp_0",
+        RANK_NAMES,
+        (
+            "checkpoint-10/config.json",
+            "checkpoint-10/optimizer/optimizer_world_size_2_rank_0.pt",
+            "checkpoint-10/extra_state/extra_state_world_size_2_rank_0.pt",
+        ),
+        "checkpoint-10",
+    ),
+    "HF Trainer": (
+        "checkpoint-10/pytorch_model_fsdp_0",
+        DCP_FILES,
+        (
+            "checkpoint-10/optimizer_0/.metadata",
+            "checkpoint-10/trainer_state.json",
+            "checkpoint-10/rng_state_0.pth",
+            "checkpoint-10/scheduler.pt",
+        ),
+        "checkpoint-10",
+    ),
+    "accelerate": (
+        "checkpoints/checkpoint_10/pytorch_model_fsdp_0",
+        DCP_FILES,
+        (
+            "checkpoints/checkpoint_10/optimizer_0/.metadata",
+            "checkpoints/checkpoint_10/sampler.bin",
+        ),
+        "checkpoints/checkpoint_10",
+    ),
+    "torchtitan": ("step-10", DCP_FILES, (), "step-10"),
+    "Composer": ("ep0-ba10", DCP_FILES, (), "ep0-ba10"),
+    "OLMo-core": (
+        "step10/model_and_optim",
+        DCP_FILES,
+        ("step10/train/rank0.pt", "step10/.metadata.json", "step10/config.json"),
+        "step10",
+    ),
+    "NeMo AutoModel": (
+        "epoch_0_step_10/model",
+        SHARDS,
+        ("epoch_0_step_10/optim/.metadata", "epoch_0_step_10/model/.hf_metadata/config.json"),
+        "epoch_0_step_10",
+    ),
+    "Lightning": ("epoch=1-step=10.ckpt", (*DCP_FILES, "meta.pt"), (), "epoch=1-step=10.ckpt"),
+    "torchtune": ("epoch_10/dist_epoch_10", DCP_FILES, (), "epoch_10/dist_epoch_10"),
+    "verl's torchtitan engine": (
+        "global_step_10/step-10",
+        DCP_FILES,
+        ("global_step_10/data.pt",),
+        "global_step_10/step-10",
+    ),
+}
+
+
+def plant(run: Path, tool: str) -> tuple[Path, Path]:
+    """Make the tree that a tool leaves; return the directories of weights and step."""
+    place, files, beside, step = TREES[tool]
+    for name in (*(f"{place}/{file}" for file in files), *beside):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_bytes(b"x")
+    return run / place, run / step
+
+
+def levels(run: Path, weights: Path, files: tuple[str, ...]) -> list[Path]:
+    """Return the run, everything on the way to the weights, and their files."""
+    above = [weights, *weights.parents]
+    return [*above[above.index(run) :: -1], *(weights / name for name in files)]
+
+
+@pytest.mark.parametrize("tool", TREES)
+def test_every_level_of_a_tools_tree_means_its_weights(tmp_path: Path, tool: str) -> None:
+    weights, step = plant(tmp_path / "run", tool)
+    for level in levels(tmp_path / "run", weights, TREES[tool][1]):
+        if level.name == "meta.pt":
+            continue
+        if tool == "accelerate" and level == tmp_path / "run":
+            continue  # `checkpoints` is the run
+        found = only(level)
+        assert (found.weights_dir, found.step_dir, found.step) == (weights, step, 10), level
+
+
+@pytest.mark.parametrize("tool", TREES)
+def test_the_default_output_does_not_depend_on_the_level(tmp_path: Path, tool: str) -> None:
+    weights, step = plant(tmp_path / "run", tool)
+    for level in levels(tmp_path / "run", weights, TREES[tool][1]):
+        if level.name != "meta.pt" and (tool, level) != ("accelerate", tmp_path / "run"):
+            assert only(level).default_output == step.parent / "merged" / step.name, level
+
+
+@pytest.mark.parametrize("tool", TREES)
+def test_the_highest_of_several_steps_comes_first(tmp_path: Path, tool: str) -> None:
+    run = tmp_path / "run"
+    plant(run, tool)
+    shutil.copytree(run, tmp_path / "other")
+    for path in sorted((tmp_path / "other").rglob("*10*"), reverse=True):
+        path.rename(path.with_name(path.name.replace("10", "9")))
+    shutil.copytree(tmp_path / "other", run, dirs_exist_ok=True)
+    top = run / "checkpoints" if tool == "accelerate" else run
+    assert [at.step for at in discover(top, Request())] == [10, 9]
+    assert only(top, step=9).step == 9
+
+
+@pytest.mark.parametrize(
+    "beside",
+    ["optimizer/optimizer_world_size_2_rank_0.pt", "extra_state", "config.json"],
+)
+def test_what_lies_beside_lmms_engines_weights_means_them(tmp_path: Path, beside: str) -> None:
+    weights, step = plant(tmp_path, "lmms-engine")
+    assert only(step / beside).weights_dir == weights
+
+
+def test_what_lies_beside_a_trainers_weights_means_them(tmp_path: Path) -> None:
+    weights, step = plant(tmp_path, "HF Trainer")
+    assert only(step / "trainer_state.json").weights_dir == weights
+
+
+def test_the_final_model_of_axolotl_lies_beside_its_checkpoints(tmp_path: Path) -> None:
+    plant(tmp_path, "HF Trainer")
+    for name in DCP_FILES:
+        (tmp_path / "pytorch_model_fsdp_0").mkdir(exist_ok=True)
+        (tmp_path / "pytorch_model_fsdp_0" / name).write_bytes(b"x")
+    assert only(tmp_path).weights_dir == tmp_path / "pytorch_model_fsdp_0"
+    assert only(tmp_path / "checkpoint-10").step == 10
+    assert only(tmp_path / "checkpoint-10" / "pytorch_model_fsdp_0").step == 10
+
+
+def test_checkpoints_win_over_a_whole_model_beside_them(tmp_path: Path) -> None:
+    """A run's root may hold the base model, or what an earlier merge made."""
+    weights, _ = plant(tmp_path, "HF Trainer")
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    assert only(tmp_path).weights_dir == weights
+    assert only(tmp_path / "model.safetensors").format.name == "whole files"
+
+
+def test_two_models_of_one_step_need_a_choice(tmp_path: Path) -> None:
+    weights, step = plant(tmp_path, "HF Trainer")
+    shutil.copytree(weights, step / "pytorch_model_fsdp_1")
+    with pytest.raises(UsageError, match=r"pytorch_model_fsdp_1 and pytorch_model_fsdp_0"):
+        discover(step, Request())
+    for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp_1"):
+        found = only(step / name)
+        assert (found.weights_dir, found.step) == (step / name, 10)
+
+
+def test_two_models_of_one_step_have_outputs_of_their_own(tmp_path: Path) -> None:
+    weights, step = plant(tmp_path, "HF Trainer")
+    shutil.copytree(weights, step / "pytorch_model_fsdp_1")
+    outputs = {only(step / f"pytorch_model_fsdp_{number}").default_output for number in (0, 1)}
+    assert len(outputs) == 2
+
+
+@pytest.mark.parametrize("name", ["ema.pt", "last.ckpt", "weights.safetensors", "model.pth"])
+def test_a_file_that_is_named_means_itself(tmp_path: Path, name: str) -> None:
+    _, step = plant(tmp_path, "lmms-engine")
+    (step / name).write_bytes(b"x")
+    found = only(step / name)
+    assert (found.file, found.weights_dir) == (step / name, step)
+    assert found.format.name == "whole files"
+    assert found.default_output == step / "merged" / Path(name).stem
