@@ -24,7 +24,7 @@ def metadata(
             ".".join(path): StoredTensor(BY_NAME["float32"], shape, [])
             for path, shape in shapes.items()
         },
-        objects=[".".join(path) for path in objects],
+        objects={".".join(path): None for path in objects},
         paths={".".join(path): path for path in (*shapes, *objects)} if flat else {},
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("merge", "inspect")
+COMMANDS = ("merge", "inspect", "verify")
 
 
 def run(*arguments: str) -> str:
@@ -38,6 +38,7 @@ EXIT_CODES = """## Exit codes
 | code | meaning |
 |---|---|
 | 0 | done |
+| 1 | compared and different |
 | 2 | usage |
 | 3 | the checkpoint: unknown, incomplete, corrupt, unsafe, not mergeable |
 | 4 | names or dtypes cannot be resolved |

@@ -1,6 +1,5 @@
 """Which tensors a cast leaves alone, and how large values that float16 cannot hold are reported."""
 
-import importlib
 import pkgutil
 import re
 from pathlib import Path
@@ -76,8 +75,8 @@ def modeling_sources() -> dict[str, str]:
 
     found = {}
     for module in pkgutil.iter_modules(transformers.models.__path__):
-        directory = Path(str(importlib.util.find_spec(f"transformers.models.{module.name}").origin))
-        texts = [path.read_text() for path in directory.parent.glob("modeling_*.py")]
+        directory = Path(transformers.models.__path__[0]) / module.name
+        texts = [path.read_text() for path in directory.glob("modeling_*.py")]
         found[module.name] = "\n".join(texts)
     return found
 

@@ -469,7 +469,7 @@ def test_a_shard_cut_anywhere_is_refused(tmp_path: Path) -> None:
 def test_damage_never_ends_in_a_traceback(tmp_path: Path) -> None:
     write_odd(tmp_path / "in")
     index_of(tmp_path / "in" / "model.safetensors.index.json", odd_tensors())
-    chance = random.Random(7)  # noqa: S311 (damage, no secret)
+    chance = random.Random(7)
     refused = 0
     for number in range(300):
         shutil.copytree(tmp_path / "in", tmp_path / str(number))

@@ -167,7 +167,7 @@ def test_a_zip_cut_anywhere_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_legacy_file_never_ends_in_a_traceback(tmp_path: Path) -> None:
     whole = save_legacy(odd_tensors(), tmp_path / "old.pt").read_bytes()
     path = tmp_path / "damaged.pt"
-    chance = random.Random(5)  # noqa: S311 (damage, no secret)
+    chance = random.Random(5)
     refused = 0
     for _ in range(600):
         data = bytearray(whole)

@@ -331,7 +331,7 @@ def test_damage_never_ends_in_a_traceback(tmp_path: Path) -> None:
     write_index(tmp_path / INDEX, listed_in())
     torch.save({"model": some_tensors(), "step": 3}, tmp_path / "model.pt")
     sources = {path: path.read_bytes() for path in sorted(tmp_path.iterdir())}
-    chance = random.Random(11)  # noqa: S311 (damage, no secret)
+    chance = random.Random(11)
     refused = 0
     for _ in range(500):
         path = chance.choice(list(sources))

@@ -25,10 +25,20 @@ from unshard.errors import (
 )
 
 if TYPE_CHECKING:
-    from unshard.api import Inspection, MergeOptions, Report, inspect, merge, merge_all
+    from unshard.api import (
+        Comparison,
+        Inspection,
+        MergeOptions,
+        Report,
+        inspect,
+        merge,
+        merge_all,
+        verify,
+    )
 
 __all__ = [
     "CheckpointError",
+    "Comparison",
     "ConversionError",
     "CorruptError",
     "IncompleteError",
@@ -45,9 +55,21 @@ __all__ = [
     "inspect",
     "merge",
     "merge_all",
+    "verify",
 ]
 
-_LAZY = frozenset({"Inspection", "MergeOptions", "Report", "inspect", "merge", "merge_all"})
+_LAZY = frozenset(
+    {
+        "Comparison",
+        "verify",
+        "Inspection",
+        "MergeOptions",
+        "Report",
+        "inspect",
+        "merge",
+        "merge_all",
+    }
+)
 
 
 def __getattr__(name: str) -> object:

@@ -34,7 +34,7 @@ def random_placements(rng: random.Random, ndim: int, mesh_dims: int) -> list[Pla
 def random_checkpoint(rank: int, world: int, directory: Path) -> None:
     """Save 40 random tensors on one random mesh; the directory's name is the seed."""
     seed = int(directory.parent.name.rpartition("-")[2])
-    rng = random.Random(seed)  # noqa: S311 (examples, no secrets)
+    rng = random.Random(seed)
     mesh_shape = rng.choice([shape for shape in SHAPES if prod(shape) == world])
     mesh = init_device_mesh("cpu", mesh_shape)
     truth: OrderedDict[str, torch.Tensor] = OrderedDict()

@@ -3,7 +3,19 @@
 from unshard.api.inspecting import inspect
 from unshard.api.merging import merge, merge_all, merge_with
 from unshard.api.options import MergeOptions
+from unshard.api.verifying import verify
 from unshard.read.inspection import Inspection
+from unshard.write.comparison import Comparison
 from unshard.write.report import Report
 
-__all__ = ["Inspection", "MergeOptions", "Report", "inspect", "merge", "merge_all", "merge_with"]
+__all__ = [
+    "Comparison",
+    "Inspection",
+    "MergeOptions",
+    "Report",
+    "inspect",
+    "merge",
+    "merge_all",
+    "merge_with",
+    "verify",
+]

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unshard.api.options import MergeOptions
-from unshard.api.preparing import open_source, prepare
+from unshard.api.preparing import prepare
+from unshard.api.sources import open_source
 from unshard.convert.precision import config_dtype
 from unshard.errors import ConversionError
 from unshard.read.inspection import Inspection, describe

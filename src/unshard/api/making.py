@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from unshard.api.adapters import ADAPTER_FOLDER, AdapterPart
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import Prepared, prepare
 from unshard.engines.threads import run_plan, verify_full
@@ -15,7 +16,7 @@ from unshard.write.stage import Stage as Staging
 from unshard.write.unchanged import unchanged
 from unshard.write.verify import verify_light
 
-__all__ = ["Noticed", "make", "places"]
+__all__ = ["Noticed", "make", "places", "weight_files"]
 
 _COMPANION_ALLOWANCE = 64 * 1024
 
@@ -58,8 +59,12 @@ def _write(
     write_companions(catalog.companions, prepared.config, directory)
     if len(plan.layout.files) > 1:
         (directory / INDEX_NAME).write_bytes(index_json(plan.layout))
+    for name, text in prepared.files.items():
+        (directory / name).write_bytes(text)
     record = record_json(prepared.checkpoint, plan.layout, options.recorded)
     (directory / RECORD_NAME).write_bytes(record)
+    if prepared.adapter is not None:
+        _write_adapter(prepared.adapter, directory / ADAPTER_FOLDER, options, listener)
     full = options.verify == "full"
     if options.verify != "off":
         listener(Stage("verifying", plan.layout.total_size if full else 0))
@@ -70,6 +75,18 @@ def _write(
     listener(Stage("committing"))
     staging.commit()
     return replace(noticed, warnings=(*noticed.warnings, *_overflow_warnings(overflows)))
+
+
+def _write_adapter(
+    part: AdapterPart, directory: Path, options: MergeOptions, listener: Listener
+) -> None:
+    """Write an adapter into a folder of its own."""
+    directory.mkdir()
+    run_plan(part.plan, directory, options.settings, listener)
+    for name, text in part.files.items():
+        (directory / name).write_bytes(text)
+    if options.verify != "off":
+        verify_light(directory, part.plan.layout)
 
 
 def _compare_with_base(prepared: Prepared, listener: Listener) -> Noticed:
@@ -102,6 +119,7 @@ def _needed_bytes(prepared: Prepared) -> int:
     """Return about what the output will take on disk."""
     catalog = prepared.checkpoint.catalog
     extra = sum(path.stat().st_size for path in catalog.companions.files.values())
+    extra += prepared.adapter.plan.bytes_written if prepared.adapter is not None else 0
     return prepared.plan.bytes_written + inflated_bytes(catalog) + extra + _COMPANION_ALLOWANCE
 
 
@@ -109,3 +127,14 @@ def places(prepared: Prepared) -> tuple[Path, ...]:
     """Return the directories that hold the checkpoint."""
     location = prepared.checkpoint.location
     return location.step_dir, *location.roots
+
+
+def weight_files(prepared: Prepared) -> list[str]:
+    """Return the paths, inside the output, of all files of weights, with their index."""
+    files = [file.filename for file in prepared.plan.layout.files]
+    if len(files) > 1:
+        files.append(INDEX_NAME)
+    if prepared.adapter is not None:
+        names = [file.filename for file in prepared.adapter.plan.layout.files]
+        files += [f"{ADAPTER_FOLDER}/{name}" for name in (*names, *prepared.adapter.files)]
+    return files

@@ -4,12 +4,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from unshard.api.making import Noticed, make, places
+from unshard.api.making import Noticed, make, places, weight_files
 from unshard.api.options import MergeOptions
-from unshard.api.preparing import open_source, prepare
+from unshard.api.preparing import prepare
+from unshard.api.sources import open_source
 from unshard.errors import IncompleteError
 from unshard.progress import Listener, Stage, Warned, ignore
 from unshard.read.discover import all_steps
+from unshard.write.hub import check_repo, push
+from unshard.write.record import RECORD_NAME
 from unshard.write.report import Report, make_report
 from unshard.write.stage import choose_mode
 
@@ -158,6 +161,8 @@ def merge_with(
     """Merge as `merge` does, with the options as one value."""
     started = time.monotonic()
     settings = options.settings
+    if options.push_to_hub is not None:
+        check_repo(options.push_to_hub)
     listener(Stage("reading"))
     source = open_source(Path(checkpoint), options)
     prepared = prepare(source, options)
@@ -172,15 +177,23 @@ def merge_with(
         noticed = make(prepared, target, options, listener)
     for warning in noticed.warnings:
         listener(Warned(warning))
-    config = ("config.json",) if prepared.config is not None else ()
+    written = ("config.json",) if prepared.config is not None else ()
+    companions = (*written, *prepared.checkpoint.catalog.companions.files, *prepared.files)
+    url = None
+    if options.push_to_hub is not None and not options.dry_run:
+        listener(Stage("pushing"))
+        names = [*weight_files(prepared), *companions, RECORD_NAME]
+        bars = listener is not ignore
+        url = push(target, options.push_to_hub, names, private=options.private, bars=bars)
     return make_report(
         prepared.checkpoint,
         prepared.plan,
         target,
-        companions=(*config, *prepared.checkpoint.catalog.companions.files),
+        companions=companions,
         warnings=(*prepared.warnings, *noticed.warnings),
         memory_bytes=settings.memory_bytes,
         seconds=time.monotonic() - started,
         dry_run=options.dry_run,
         changed_from_base=noticed.changed,
+        url=url,
     )

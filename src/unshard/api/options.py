@@ -107,6 +107,7 @@ class MergeOptions:
             "base": Path(base).name if base is not None and Path(base).is_dir() else base,
             "include": self.include,
             "exclude": self.exclude,
+            "lora": None if self.lora == "fuse" else self.lora,
             "lora_alpha": self.lora_alpha,
             "ep_size": self.ep_size,
         }

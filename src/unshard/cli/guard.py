@@ -30,7 +30,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
-            print("interrupted: nothing was left behind", file=sys.stderr)
+            print("interrupted: nothing was left half done", file=sys.stderr)
             raise typer.Exit(_INTERRUPTED) from error
 
     return run

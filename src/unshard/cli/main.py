@@ -6,6 +6,7 @@ from unshard import __version__
 from unshard.cli.guard import guarded
 from unshard.cli.inspect import inspect
 from unshard.cli.merge import merge
+from unshard.cli.verify import verify
 
 __all__ = ["app", "main"]
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(guarded(merge))
 app.command()(guarded(inspect))
+app.command()(guarded(verify))
 
 
 def _print_version(wanted: bool) -> None:

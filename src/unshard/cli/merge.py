@@ -195,6 +195,8 @@ def _print_report(report: "Report") -> None:
     for skipped in report.skipped:
         print(f"left out {skipped.fqn}: {skipped.reason}")
     print(f"saved to {report.output}")
+    if report.url is not None:
+        print(f"pushed to {report.url}")
 
 
 def _print_plan(report: "Report") -> None:

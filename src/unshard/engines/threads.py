@@ -19,7 +19,15 @@ from unshard.tensors.catalog import Catalog
 from unshard.write.execute import Executor
 from unshard.write.verify_full import Checker, Job, source_jobs
 
-__all__ = ["MIN_BUFFER", "Settings", "default_workers", "run_plan", "verify_full"]
+__all__ = [
+    "MIN_BUFFER",
+    "Pool",
+    "Settings",
+    "default_workers",
+    "run_plan",
+    "shares",
+    "verify_full",
+]
 
 _T = TypeVar("_T")
 _Job_contra = TypeVar("_Job_contra", contravariant=True)
@@ -55,7 +63,7 @@ def run_plan(plan: Plan, directory: Path, settings: Settings, listener: Listener
     outputs = tuple(directory / file.filename for file in plan.layout.files)
     for path, file in zip(outputs, plan.layout.files, strict=True):
         _create(path, file.header, file.size)
-    workers, buffer_bytes, open_files = _shares(settings)
+    workers, buffer_bytes, open_files = shares(settings)
     work = units(plan, buffer_bytes=buffer_bytes)
 
     executors: list[Executor] = []
@@ -64,7 +72,7 @@ def run_plan(plan: Plan, directory: Path, settings: Settings, listener: Listener
         executors.append(Executor(outputs, open_files=open_files, buffer_bytes=buffer_bytes))
         return executors[-1]
 
-    _Pool(work, listener).run(workers, executor)
+    Pool(work, listener).run(workers, executor)
     overflows: Counter[tuple[int, int]] = Counter()
     for one in executors:
         overflows += one.overflows
@@ -90,7 +98,7 @@ def verify_full(
         CorruptError: a source file is damaged, or replicas differ.
         OutputError: the output differs from its sources.
     """
-    workers, buffer_bytes, open_files = _shares(settings)
+    workers, buffer_bytes, open_files = shares(settings)
     block = buffer_bytes // 2
     problems: list[UnshardError] = []
     jobs: Iterator[Job] = chain(source_jobs(catalog), units(plan, buffer_bytes=block))
@@ -100,13 +108,13 @@ def verify_full(
             catalog, plan.layout, directory, problems, open_files=open_files, block_bytes=block // 2
         )
 
-    _Pool(jobs, listener).run(workers, checker)
+    Pool(jobs, listener).run(workers, checker)
     for kind in (CorruptError, OutputError):
         found = sorted((p for p in problems if isinstance(p, kind)), key=str)
         raise_all(kind, "verification found differences", found)
 
 
-def _shares(settings: Settings) -> tuple[int, int, int]:
+def shares(settings: Settings) -> tuple[int, int, int]:
     """Return the number of workers, and each one's bytes of buffers and open files.
 
     There are fewer workers than asked for where memory or open files would not suffice for all.
@@ -139,7 +147,7 @@ class _Worker(Protocol[_Job_contra]):
         """Do a job; return the bytes of progress it makes."""
 
 
-class _Pool(Generic[_T]):
+class Pool(Generic[_T]):
     """Threads that take jobs from one iterator until it ends or one of them fails."""
 
     def __init__(self, jobs: Iterator[_T], listener: Listener) -> None:

@@ -12,7 +12,7 @@ from unshard.convert.outputs import Converted
 from unshard.convert.recipes import LowRank, Recipe, WeightedSum, dtype_of, shape_of, take
 from unshard.plan.operations import Cast, Fuse, Gather, Reduce, Source, Target, Tiled
 from unshard.plan.tables import table_of
-from unshard.plan.work import Tile, _fuse_tile
+from unshard.plan.work import Tile, fuse_tile
 from unshard.tensors.catalog import Catalog
 from unshard.tensors.dtypes import DType
 from unshard.tensors.tiles import row_tile, square_tile, tiles
@@ -74,7 +74,7 @@ def _source(recipe: Recipe) -> Source:
 def _tile_shape(pair: Pair) -> tuple[int, ...]:
     operations, shape = (pair.ours, pair.theirs), pair.ours.target.shape
     if any(isinstance(operation, Fuse) for operation in operations):
-        return _fuse_tile(shape)
+        return fuse_tile(shape)
     sources = [source for operation in operations for source in _sources(operation)]
     each = sum(_bytes_per_element(operation) for operation in operations)
     odd = any(source.chunks.strides is not None for source in sources)

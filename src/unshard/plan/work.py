@@ -8,7 +8,7 @@ from unshard.plan.operations import Cast, CopyRange, Fuse, Gather, Plan, Reduce,
 from unshard.tensors.boxes import Box
 from unshard.tensors.tiles import row_tile, square_tile, tiles
 
-__all__ = ["Tile", "Unit", "units"]
+__all__ = ["Tile", "Unit", "fuse_tile", "units"]
 
 _COPY_UNIT = 64 * 1024 * 1024
 _MAX_TILE = 8 * 1024 * 1024
@@ -65,7 +65,7 @@ def _tile_shape(operation: Tiled, budget: int) -> tuple[int, ...]:
     shape, written = operation.target.shape, operation.to.itemsize
     match operation:
         case Fuse():
-            return _fuse_tile(shape)
+            return fuse_tile(shape)
         case Reduce(_, terms):
             read = max(map(_read_bytes, (source for _, source in terms)))
             per_element = read + 2 * _FLOAT32 + written  # sum and term
@@ -84,7 +84,7 @@ def _read_bytes(source: Source) -> int:
     return source.dtype.itemsize * (SLACK if source.chunks.strides is not None else 1)
 
 
-def _fuse_tile(shape: tuple[int, ...]) -> tuple[int, ...]:
+def fuse_tile(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a tile that depends on the shape only: sums must not depend on the settings."""
     rows, columns = shape[-2:]
     return (*(1 for _ in shape[:-2]), min(rows, _FUSE_ROWS), min(columns, _FUSE_COLUMNS))

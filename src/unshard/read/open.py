@@ -1,6 +1,7 @@
 """From a path to a checked catalog: the one entrance to this room."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from unshard.read.companions import find_companions
 from unshard.read.discover import discover, regular_of
 from unshard.read.ema import filled
 from unshard.read.format import Location, Reading, ReadOptions, Request
+from unshard.read.whole_files import WHOLE_FILES
 from unshard.read.wrapper_names import unwrapped
 from unshard.tensors.catalog import Catalog, TensorEntry
 
-__all__ = ["Checkpoint", "open_latest"]
+__all__ = ["Checkpoint", "open_latest", "open_whole"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +47,15 @@ def open_latest(
     Raises:
         CheckpointError: see `discover`, and the reader of the format.
     """
-    try:
+    with _blaming(path):
         return _open_latest(path, request, options, also)
+
+
+@contextmanager
+def _blaming(path: Path) -> Iterator[None]:
+    """Say of a file that cannot be read that it is the checkpoint's."""
+    try:
+        yield
     except OSError as error:
         raise CorruptError(
             f"{error.filename or path}: cannot be read: {error.strerror or error}",
@@ -69,6 +78,27 @@ def _open_latest(
             return Checkpoint(whole, catalog)
     raise_all(IncompleteError, f"{path}: no step is complete", passed_over)
     raise UnknownFormatError(f"{path}: no checkpoint")
+
+
+def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
+    """Read whole weights, whatever else lies beside them: the shards, after a merge in place.
+
+    Args:
+        path: a directory that holds whole weights, or one file of them.
+        options: how to read it.
+
+    Raises:
+        CheckpointError: there are none; or see the reader of whole files.
+    """
+    with _blaming(path):
+        start = path.resolve()
+        place = start.parent if start.is_file() else start
+        if not start.exists() or not (start.is_file() or WHOLE_FILES.holds(start)):
+            what = f"{path}: holds no whole weights"
+            raise UnknownFormatError(what, expected="model.safetensors")
+        file = start if start.is_file() else None
+        location = Location(place, place, None, None, "model", WHOLE_FILES, file)
+        return Checkpoint(location, _read(location, options, ()))
 
 
 def _beside(location: Location, other: Path) -> Path:

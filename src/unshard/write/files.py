@@ -11,7 +11,7 @@ from pathlib import Path
 __all__ = ["carry_over", "exchange", "is_weight_file", "set_mtime", "sync", "sync_tree"]
 
 _WEIGHTS = re.compile(
-    r"(model|pytorch_model)(\.[\w-]+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)"
+    r"(model|pytorch_model|adapter_model)(\.[\w-]+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)"
     r"|(model\.safetensors|pytorch_model\.bin)\.index(\.[\w-]+)?\.json"
 )
 _AT_FDCWD = -100

@@ -33,6 +33,7 @@ class Report:
         dry_run: nothing was written.
         changed_from_base: how many tensors differ from the base model's, if its weights are at
             hand; a pair of numbers with those that have a counterpart there.
+        url: of the repository on the hub, if it was pushed to one.
         warnings: what a user should know.
         skipped: values of the checkpoint that were left out.
     """
@@ -54,6 +55,7 @@ class Report:
     peak_memory_bytes: int
     dry_run: bool
     changed_from_base: tuple[int, int] | None
+    url: str | None
     warnings: tuple[str, ...]
     skipped: tuple[Skipped, ...]
 
@@ -69,6 +71,7 @@ def make_report(  # noqa: PLR0913 (one argument per fact)
     seconds: float,
     dry_run: bool,
     changed_from_base: tuple[int, int] | None,
+    url: str | None,
 ) -> Report:
     """Return the report of a merge."""
     catalog = checkpoint.catalog
@@ -92,6 +95,7 @@ def make_report(  # noqa: PLR0913 (one argument per fact)
         peak_memory_bytes=_peak_memory(),
         dry_run=dry_run,
         changed_from_base=changed_from_base,
+        url=url,
         warnings=warnings,
         skipped=catalog.skipped,
     )

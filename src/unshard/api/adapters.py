@@ -1,0 +1,91 @@
+"""LoRA adapters in a checkpoint: fused into the weights, or written by themselves."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unshard.api.options import MergeOptions
+from unshard.api.sources import Source
+from unshard.convert.lora import fuse
+from unshard.convert.lora_files import adapter_tensors
+from unshard.convert.lora_names import Split, split_adapter
+from unshard.convert.outputs import Converted, finish
+from unshard.convert.precision import Precision
+from unshard.convert.recipes import Recipe, take
+from unshard.errors import UsageError
+from unshard.plan.layout import lay_out
+from unshard.plan.operations import Plan
+from unshard.plan.planner import make_plan
+from unshard.read.adapter_config import read_adapter_config
+from unshard.write.adapter import ADAPTER_CONFIG_NAME, ADAPTER_NAME, adapter_config_json
+from unshard.write.companions import load_config
+
+__all__ = ["ADAPTER_FOLDER", "Adapted", "AdapterPart", "adapter_part", "fuse_adapter"]
+
+ADAPTER_FOLDER = "lora_adapter"
+_ONE_FILE = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """The model's tensors, an adapter fused into them if there was one; and what to say."""
+
+    tensors: Mapping[str, Recipe]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterPart:
+    """An adapter as a PEFT directory: its tensors, the plan of its file, its small files."""
+
+    tensors: tuple[Converted, ...]
+    plan: Plan
+    files: Mapping[str, bytes]
+
+
+def fuse_adapter(source: Source, options: MergeOptions) -> Adapted:
+    """Fuse a checkpoint's adapter; without one, return its tensors as they are.
+
+    Raises:
+        ConversionError: it cannot be fused, or not all of it.
+        UsageError: `--lora both` was asked for, and there is no adapter.
+    """
+    split = _split(source)
+    if not split.pairs:
+        if options.lora == "both":
+            raise _no_adapter(source, options)
+        return Adapted({**split.base, **split.saved}, ())
+    base = None
+    if split.adapter_only and source.base is not None:
+        base = {name: take(entry) for name, entry in source.base.tensors.items()}
+    config = read_adapter_config(source.checkpoint.location)
+    fused = fuse(split, config, options.lora_alpha, base)
+    note = f"{fused.pairs_used} LoRA pairs were fused into the weights"
+    return Adapted(fused.tensors, (note, *fused.notes))
+
+
+def adapter_part(source: Source, options: MergeOptions) -> AdapterPart:
+    """Plan a checkpoint's adapter as a directory that PEFT loads; its dtypes stay.
+
+    Raises:
+        UsageError: there is no adapter.
+        ConversionError: what PEFT must know of it is not known.
+    """
+    split = _split(source)
+    if not split.pairs:
+        raise _no_adapter(source, options)
+    tensors = finish(adapter_tensors(split), Precision())
+    plan = make_plan(lay_out(tensors, _ONE_FILE, pattern=ADAPTER_NAME))
+    config = read_adapter_config(source.checkpoint.location)
+    fields = load_config(source.checkpoint.catalog.companions)
+    text = adapter_config_json(split, config, options.lora_alpha, fields)
+    return AdapterPart(tuple(tensors), plan, {ADAPTER_CONFIG_NAME: text})
+
+
+def _split(source: Source) -> Split:
+    entries = source.checkpoint.catalog.tensors.items()
+    return split_adapter({name: take(entry) for name, entry in entries})
+
+
+def _no_adapter(source: Source, options: MergeOptions) -> UsageError:
+    where = source.checkpoint.location.weights_dir
+    return UsageError(f"--lora {options.lora}: {where} holds no LoRA adapter")

@@ -1,0 +1,39 @@
+"""What a merge starts from: a checkpoint, and the base model if one was named."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from unshard.api.options import MergeOptions
+from unshard.convert.lora_names import split_adapter
+from unshard.convert.recipes import take
+from unshard.read.base import Base, read_base
+from unshard.read.companions import completed
+from unshard.read.open import Checkpoint, open_latest
+
+__all__ = ["Source", "open_source"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """What a merge starts from: the checkpoint, and the base model if one was named."""
+
+    checkpoint: Checkpoint
+    base: Base | None
+
+
+def open_source(path: Path, options: MergeOptions) -> Source:
+    """Read the checkpoint that a path means, and the base model.
+
+    Raises:
+        UnshardError: either cannot be read.
+    """
+    also = [Path(one) for one in options.also]
+    checkpoint = open_latest(path, options.request, options.reading, also)
+    if options.base is None:
+        return Source(checkpoint, None)
+    recipes = {name: take(entry) for name, entry in checkpoint.catalog.tensors.items()}
+    needs_weights = options.lora != "adapter" and split_adapter(recipes).adapter_only
+    base = read_base(str(options.base), needs_weights=needs_weights)
+    companions = completed(checkpoint.catalog.companions, base.companions)
+    catalog = replace(checkpoint.catalog, companions=companions)
+    return Source(replace(checkpoint, catalog=catalog), base)

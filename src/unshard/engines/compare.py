@@ -1,0 +1,161 @@
+"""Compare two models with threads of this process, tile by tile, in bounded memory."""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from types import TracebackType
+from typing import Self
+
+from unshard.containers.open_files import OpenFiles
+from unshard.containers.strided import Elements
+from unshard.convert.outputs import Converted
+from unshard.convert.recipes import shape_of
+from unshard.engines.threads import Pool, Settings, shares
+from unshard.errors import UsageError
+from unshard.plan.pairs import TILE_BYTES, make_pair, pair_tiles
+from unshard.plan.work import Tile
+from unshard.progress import Listener, Stage
+from unshard.tensors.dtypes import numpy_dtype
+from unshard.write.comparison import Comparison, TensorComparison, Tolerances
+from unshard.write.execute import make_tile
+from unshard.write.measure import Tally, measure
+
+__all__ = ["compare"]
+
+
+def compare(
+    ours: Sequence[Converted],
+    theirs: Sequence[Converted],
+    tolerances: Tolerances,
+    settings: Settings,
+    listener: Listener,
+) -> Comparison:
+    """Compare every tensor of two models; the result does not depend on the settings.
+
+    Args:
+        ours: the tensors of an output.
+        theirs: what they should be.
+        tolerances: how far values may be apart.
+        settings: threads, and bytes of buffers for all of them together.
+        listener: hears a stage "comparing" of our bytes.
+
+    Raises:
+        UsageError: the memory does not suffice for one tile.
+        CorruptError: a file is gone or ends early.
+    """
+    if settings.memory_bytes < TILE_BYTES:
+        what = f"{settings.memory_bytes} bytes of memory: too little to compare"
+        raise UsageError(what, expected=f"--memory of at least {TILE_BYTES} bytes")
+    wanted = {tensor.name: tensor for tensor in theirs}
+    both = {tensor.name: (tensor, wanted[tensor.name]) for tensor in ours if tensor.name in wanted}
+    alike = {name: pair for name, pair in both.items() if _same_shape(*pair)}
+    tallies = {name: Tally() for name in alike}
+    listener(Stage("comparing", sum(_size(mine) for mine, _ in alike.values())))
+    workers, _, open_files = shares(settings)
+    workers = min(workers, settings.memory_bytes // TILE_BYTES)
+    lock = threading.Lock()
+
+    def comparer() -> _Comparer:
+        return _Comparer(tallies, lock, tolerances, open_files=open_files)
+
+    Pool(_jobs(alike), listener).run(workers, comparer)
+    names = {tensor.name for tensor in ours}
+    return Comparison(
+        tolerances.atol,
+        tolerances.rtol,
+        tuple(_compared(*pair, tallies.get(name)) for name, pair in both.items()),
+        missing=tuple(name for name in wanted if name not in names),
+        unexpected=tuple(tensor.name for tensor in ours if tensor.name not in wanted),
+    )
+
+
+def _same_shape(mine: Converted, other: Converted) -> bool:
+    return shape_of(mine.recipe) == shape_of(other.recipe)
+
+
+def _size(tensor: Converted) -> int:
+    return prod(shape_of(tensor.recipe)) * tensor.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """The same box of two tensors of one name."""
+
+    name: str
+    ours: Tile
+    theirs: Tile
+
+
+def _jobs(pairs: Mapping[str, tuple[Converted, Converted]]) -> Iterator[_Job]:
+    """Yield all tiles; chunks of a tensor are looked up only when it is its turn."""
+    return chain.from_iterable(
+        (_Job(name, *tiles) for tiles in pair_tiles(make_pair(*pair)))
+        for name, pair in pairs.items()
+    )
+
+
+class _Comparer:
+    """Compares tiles, one pair at a time; one comparer per thread.
+
+    Args:
+        tallies: where what was found goes, by name; `lock` guards them.
+        lock: of all comparers together.
+        tolerances: how far values may be apart.
+        open_files: how many descriptors it may hold.
+    """
+
+    def __init__(
+        self,
+        tallies: Mapping[str, Tally],
+        lock: threading.Lock,
+        tolerances: Tolerances,
+        *,
+        open_files: int,
+    ) -> None:
+        self._tallies = tallies
+        self._lock = lock
+        self._tolerances = tolerances
+        self._files = OpenFiles(os.O_RDONLY, limit=open_files)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._files.close()
+
+    def do(self, job: _Job) -> int:
+        """Compare two tiles; return the bytes of ours."""
+        ours, theirs = self._elements(job.ours), self._elements(job.theirs)
+        parts = list(measure(ours, theirs, self._tolerances))
+        with self._lock:
+            for part in parts:
+                self._tallies[job.name].add(part)
+        return ours.nbytes
+
+    def _elements(self, tile: Tile) -> Elements:
+        """Return a tile's elements as what they are: unchanged bits come without a type."""
+        return make_tile(tile, self._files).view(numpy_dtype(tile.operation.to))
+
+
+def _compared(ours: Converted, theirs: Converted, tally: Tally | None) -> TensorComparison:
+    values = None if tally is None else tally.values()
+    cast = ours.dtype is not theirs.dtype and ours.dtype.castable and theirs.dtype.castable
+    same_type = cast or ours.dtype is theirs.dtype
+    return TensorComparison(
+        name=ours.name,
+        dtype_ours=ours.dtype.name,
+        dtype_theirs=theirs.dtype.name,
+        shape_ours=shape_of(ours.recipe),
+        shape_theirs=shape_of(theirs.recipe),
+        cast=cast,
+        equal=same_type and values is not None and values.different == 0,
+        values=values,
+    )

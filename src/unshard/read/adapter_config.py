@@ -1,0 +1,212 @@
+"""Read what a LoRA adapter's tensors do not tell: alpha, rank, how they are scaled.
+
+verl writes `lora_train_meta.json` (rank, alpha, task type) beside its shards; PEFT writes
+`adapter_config.json`, with everything. Some versions of verl wrote an alpha of 0 and a task type of
+"TaskType.CAUSAL_LM"; a 0 is taken as unknown.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from unshard.errors import CorruptError
+from unshard.read.format import Location
+
+__all__ = ["AdapterConfig", "read_adapter_config"]
+
+Fields = Mapping[str, object]
+
+_META = "lora_train_meta.json"
+_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What is written about an adapter.
+
+    Attributes:
+        alpha: the numerator of its scale; None where nothing, or 0, is written.
+        rank: of most of its pairs; None where nothing is written.
+        use_rslora: the scale is alpha / sqrt(rank), not alpha / rank.
+        use_dora: it is a DoRA adapter.
+        rank_pattern: ranks of modules that differ, by PEFT's pattern of their names.
+        alpha_pattern: alphas likewise.
+        target_modules: the modules that have pairs: names, or one pattern.
+        target_parameters: bare parameters that have pairs.
+        modules_to_save: modules that were trained whole.
+        task_type: "CAUSAL_LM" and the like.
+        base_model_name_or_path: the model it was trained on.
+        fan_in_fan_out: whether weights are stored as (in, out); None where nothing is written.
+        fields: all fields of adapter_config.json as they are, or those of verl's file.
+        source: the file that says so.
+    """
+
+    alpha: float | None = None
+    rank: int | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    target_modules: tuple[str, ...] | str | None = None
+    target_parameters: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    task_type: str | None = None
+    base_model_name_or_path: str | None = None
+    fan_in_fan_out: bool | None = None
+    fields: Fields = field(default_factory=dict)
+    source: str = ""
+
+
+def read_adapter_config(location: Location) -> AdapterConfig | None:
+    """Return what is written about the adapter of a checkpoint; None if nothing is.
+
+    adapter_config.json says more and counts; verl's file fills what it leaves open.
+
+    Raises:
+        CorruptError: a file is malformed, or the two contradict one another.
+    """
+    meta = _first(_meta_places(location), _META)
+    config = _first(_config_places(location), _CONFIG)
+    if meta is None or config is None:
+        return config or meta
+    for key, of_meta, of_config in (
+        ("r", meta.rank, config.rank),
+        ("lora_alpha", meta.alpha, config.alpha),
+    ):
+        if of_meta is not None and of_config is not None and of_meta != of_config:
+            raise CorruptError(
+                f"{meta.source} and {config.source} contradict one another",
+                expected=f"one {key}",
+                found=f"{of_meta} and {of_config}",
+                hint="remove the file that belongs to another run",
+            )
+    return replace(
+        config,
+        alpha=meta.alpha if config.alpha is None else config.alpha,
+        rank=meta.rank if config.rank is None else config.rank,
+        task_type=config.task_type or meta.task_type,
+    )
+
+
+def _meta_places(location: Location) -> Iterator[Path]:
+    for root in location.roots:
+        yield root
+        yield root / "huggingface"
+    yield location.step_dir
+
+
+def _config_places(location: Location) -> Iterator[Path]:
+    for root in location.roots:
+        yield root
+        yield root / "lora_adapter"
+        yield root / "huggingface"
+    yield location.step_dir
+    yield location.step_dir / "lora_adapter"
+    if location.step is not None:
+        yield location.step_dir.parent
+
+
+def _first(places: Iterator[Path], name: str) -> AdapterConfig | None:
+    path = next((place / name for place in places if (place / name).is_file()), None)
+    return None if path is None else _parsed(path)
+
+
+def _parsed(path: Path) -> AdapterConfig:
+    try:
+        fields = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise CorruptError(f"{path}: not a JSON object")
+    reader = _Reader(path, fields)
+    return AdapterConfig(
+        alpha=reader.number("lora_alpha") or None,
+        rank=reader.count("r") or None,
+        use_rslora=reader.flag("use_rslora") or False,
+        use_dora=reader.flag("use_dora") or False,
+        rank_pattern={key: reader.count(key, among) or 0 for key, among in reader.map("rank")},
+        alpha_pattern={key: reader.number(key, among) or 0.0 for key, among in reader.map("alpha")},
+        target_modules=reader.targets(),
+        target_parameters=reader.names("target_parameters"),
+        modules_to_save=reader.names("modules_to_save"),
+        task_type=_task_type(reader.text("task_type")),
+        base_model_name_or_path=reader.text("base_model_name_or_path"),
+        fan_in_fan_out=reader.flag("fan_in_fan_out"),
+        fields=fields,
+        source=str(path),
+    )
+
+
+def _task_type(text: str | None) -> str | None:
+    """Return PEFT's word; verl wrote the repr of its enum, or of None."""
+    word = (text or "").rpartition(".")[2]
+    return word if word not in {"", "None"} else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Takes fields of expected types out of a file's JSON object; an absent one or null is None."""
+
+    path: Path
+    fields: Fields
+
+    def number(self, key: str, among: Fields | None = None) -> float | None:
+        value = (self.fields if among is None else among).get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._malformed(key, "a number", value)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number) or number < 0:
+            raise self._malformed(key, "a finite number, not below 0", value)
+        return number
+
+    def count(self, key: str, among: Fields | None = None) -> int | None:
+        value = (self.fields if among is None else among).get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._malformed(key, "a whole number, not below 0", value)
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        value = self.fields.get(key)
+        if value is None or isinstance(value, bool):
+            return value
+        raise self._malformed(key, "true or false", value)
+
+    def text(self, key: str) -> str | None:
+        value = self.fields.get(key)
+        if value is None or isinstance(value, str):
+            return value
+        raise self._malformed(key, "a text", value)
+
+    def names(self, key: str) -> tuple[str, ...]:
+        value = self.fields.get(key)
+        if value is None:
+            return ()
+        if isinstance(value, list) and all(isinstance(name, str) for name in value):
+            return tuple(value)
+        raise self._malformed(key, "a list of names", value)
+
+    def targets(self) -> tuple[str, ...] | str | None:
+        value = self.fields.get("target_modules")
+        return value if isinstance(value, str) else self.names("target_modules") or None
+
+    def map(self, what: str) -> Iterator[tuple[str, Fields]]:
+        """Yield the keys of `<what>_pattern`, and the whole of it."""
+        value = self.fields.get(f"{what}_pattern")
+        if value is None:
+            return
+        if not isinstance(value, dict):
+            raise self._malformed(f"{what}_pattern", "an object", value)
+        for key in value:
+            yield key, value
+
+    def _malformed(self, key: str, expected: str, value: object) -> CorruptError:
+        return CorruptError(f"{self.path}: {key}", expected=expected, found=repr(value)[:80])

@@ -1,0 +1,85 @@
+"""Say in adapter_config.json what an adapter's tensors do not: for PEFT, and all who read it."""
+
+import json
+from collections.abc import Mapping
+
+from unshard.convert.lora_files import adapter_shape
+from unshard.convert.lora_names import Split
+from unshard.convert.lora_scale import known_alpha
+from unshard.read.adapter_config import AdapterConfig
+
+__all__ = ["ADAPTER_CONFIG_NAME", "ADAPTER_NAME", "adapter_config_json"]
+
+ADAPTER_NAME = "adapter_model.safetensors"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+
+_PLAIN: Mapping[str, object] = {
+    "auto_mapping": None,
+    "bias": "none",
+    "init_lora_weights": True,
+    "lora_dropout": 0.0,
+    "peft_type": "LORA",
+    "use_dora": False,
+    "use_rslora": False,
+}
+
+
+def adapter_config_json(
+    split: Split,
+    config: AdapterConfig | None,
+    alpha: float | None,
+    model_config: Mapping[str, object] | None,
+) -> bytes:
+    """Return a complete adapter_config.json.
+
+    What the training run wrote into its own stays; what nobody wrote down follows from the tensors.
+
+    Args:
+        split: the checkpoint's tensors.
+        config: what is written about the adapter.
+        alpha: the user's, which counts more than what is written.
+        model_config: the model's config.json; it may name the model's origin and its task.
+
+    Raises:
+        UsageError: the user's alpha is not a positive number.
+        ConversionError: alpha is not known, or what the adapter is put on.
+    """
+    known, shape = known_alpha(config, alpha), adapter_shape(split, config)
+    written = {} if config is None or "peft_type" not in config.fields else config.fields
+    targets = shape.target_modules
+    fields: dict[str, object] = {
+        **_PLAIN,
+        **written,
+        "alpha_pattern": {} if config is None else dict(config.alpha_pattern),
+        "base_model_name_or_path": _origin(config, model_config),
+        "fan_in_fan_out": shape.fan_in_fan_out,
+        "inference_mode": True,
+        "lora_alpha": int(known) if known.is_integer() else known,
+        "modules_to_save": list(shape.modules_to_save) or None,
+        "r": shape.rank,
+        "rank_pattern": dict(shape.rank_pattern),
+        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "task_type": _task(config, model_config),
+    }
+    if shape.target_parameters:  # older versions of PEFT do not know the field
+        fields["target_parameters"] = list(shape.target_parameters)
+    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _origin(config: AdapterConfig | None, model_config: Mapping[str, object] | None) -> str | None:
+    """Return the name or path of the model that was trained, as far as it is written down."""
+    if config is not None and config.base_model_name_or_path:
+        return config.base_model_name_or_path
+    name = (model_config or {}).get("_name_or_path")
+    return name if isinstance(name, str) and name else None
+
+
+def _task(config: AdapterConfig | None, model_config: Mapping[str, object] | None) -> str | None:
+    """Return PEFT's word for the task. Other classes than causal models may have heads of it."""
+    if config is not None and config.task_type:
+        return config.task_type
+    classes = (model_config or {}).get("architectures")
+    causal = isinstance(classes, list) and any(
+        str(name).endswith("ForCausalLM") for name in classes
+    )
+    return "CAUSAL_LM" if causal else None

@@ -1,0 +1,158 @@
+"""What comparing two models found, tensor by tensor, as one object for people, JSON and callers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Comparison", "Loading", "Mismatch", "TensorComparison", "Tolerances", "Values"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerances:
+    """How far values may be apart: |ours - theirs| <= atol + rtol * |theirs|.
+
+    Both 0 means exact: every bit must be equal, those of NaN and the sign of zero too. Otherwise
+    NaN equals NaN, and an infinity equals itself only.
+    """
+
+    atol: float = 0.0
+    rtol: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether bits are compared."""
+        return self.atol == 0 and self.rtol == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What the elements of two tensors of equal shape are; computed in float64.
+
+    Attributes:
+        elements: how many there are.
+        different: how many differ: in their bits, or by more than the tolerances allow.
+        different_values: how many are not the same number; NaN is NaN here, and -0 is 0.
+        max_abs_diff: largest |ours - theirs| where neither is NaN.
+        max_rel_diff: largest |ours - theirs| / |theirs| there; infinite where theirs is 0.
+        norm_ours, norm_theirs: Euclidean norms; NaN or infinite if any element is.
+        nans_ours, nans_theirs: how many elements are NaN.
+        all_zero_ours, all_zero_theirs: whether every element is 0; False for an empty tensor.
+    """
+
+    elements: int
+    different: int
+    different_values: int
+    max_abs_diff: float
+    max_rel_diff: float
+    norm_ours: float
+    norm_theirs: float
+    nans_ours: int
+    nans_theirs: int
+    all_zero_ours: bool
+    all_zero_theirs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorComparison:
+    """Two tensors of one name.
+
+    Attributes:
+        name: of both.
+        dtype_ours, dtype_theirs: as stored, or as a merge of the checkpoint would keep them.
+        shape_ours, shape_theirs: elements per dimension.
+        cast: dtypes differ and a merge may cast between them: theirs was cast to ours.
+        equal: same shape, dtype the same or cast, and no element is different.
+        values: of the elements; None where the shapes differ.
+    """
+
+    name: str
+    dtype_ours: str
+    dtype_theirs: str
+    shape_ours: tuple[int, ...]
+    shape_theirs: tuple[int, ...]
+    cast: bool
+    equal: bool
+    values: Values | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A tensor whose shape in the files is not the one that the model class expects."""
+
+    name: str
+    found: tuple[int, ...]
+    expected: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What transformers says when it loads the names and shapes of an output.
+
+    Attributes:
+        model_class: the class that the config names.
+        missing: parameters that the files do not hold.
+        unexpected: tensors of the files that the class has no place for.
+        mismatched: tensors of another shape.
+    """
+
+    model_class: str
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[Mismatch, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter gets a tensor of its shape, and every tensor a parameter."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two models, compared.
+
+    Attributes:
+        atol, rtol: the tolerances; both 0 for bits.
+        tensors: every name that both have, in our order.
+        missing: names that only they have; `unexpected`: names that only we have.
+        loading: what transformers says, if it was asked.
+    """
+
+    atol: float
+    rtol: float
+    tensors: tuple[TensorComparison, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    loading: Loading | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether both have the same names, and every tensor and the loading are as they should."""
+        loads = self.loading is None or self.loading.complete
+        return loads and not (self.missing or self.unexpected or self.different)
+
+    @property
+    def different(self) -> tuple[TensorComparison, ...]:
+        """The tensors that are not equal, the worst first."""
+        return tuple(sorted((one for one in self.tensors if not one.equal), key=_how_good))
+
+    @property
+    def with_nan(self) -> tuple[TensorComparison, ...]:
+        """Our tensors that hold NaN."""
+        return self._where(lambda values: values.nans_ours > 0)
+
+    @property
+    def all_zero(self) -> tuple[TensorComparison, ...]:
+        """Our tensors that are nothing but zeros."""
+        return self._where(lambda values: values.all_zero_ours)
+
+    def _where(self, holds: Callable[[Values], bool]) -> tuple[TensorComparison, ...]:
+        return tuple(one for one in self.tensors if one.values is not None and holds(one.values))
+
+
+def _how_good(one: TensorComparison) -> tuple[bool, bool, float, float, str]:
+    """Return a key that sorts other shapes and dtypes first, then NaN, then large differences."""
+    if one.values is None:
+        return False, False, 0, 0, one.name
+    same_type = one.cast or one.dtype_ours == one.dtype_theirs
+    same_nans = one.values.nans_ours == one.values.nans_theirs
+    share = one.values.different / max(one.values.elements, 1)
+    return same_type, same_nans, -one.values.max_abs_diff, -share, one.name

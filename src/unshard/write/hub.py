@@ -1,0 +1,196 @@
+"""Push a finished output to the Hugging Face Hub. The output itself is only read.
+
+Knows repositories and their files. Everything that can fail here fails after the output is safe on
+disk, and the error says so.
+"""
+
+import glob
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unshard.errors import OutputError, UsageError
+from unshard.write.files import is_weight_file
+from unshard.write.record import RECORD_NAME
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+__all__ = ["CARD_NAME", "check_repo", "model_card", "push"]
+
+CARD_NAME = "README.md"
+_REASONS = {
+    401: "the token is not valid",
+    403: "the token may not write there",
+    404: "there is no such repository, or the token may not see it",
+}
+
+
+def check_repo(repo: str) -> None:
+    """Check the name of a repository before anything is done.
+
+    Raises:
+        UsageError: no repository can have this name.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UsageError(f"--push-to-hub {repo}: {error}", expected="NAME or OWNER/NAME") from error
+
+
+def push(directory: Path, repo: str, names: Collection[str], *, private: bool, bars: bool) -> str:
+    """Upload files of a finished output to a repository, which is made if need be.
+
+    Weight and index files that lie there and are not among these are removed, as `--overwrite` does
+    on disk: else transformers might load the old ones. A model card in the directory goes along;
+    where neither it nor the repository has one, one is made.
+
+    Args:
+        directory: the output.
+        repo: "NAME" or "OWNER/NAME".
+        names: the files to upload, relative to the directory.
+        private: make the repository private; one that is there and public is refused.
+        bars: let huggingface_hub show its progress bars.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        OutputError: the upload failed; the output on disk is complete all the same.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        with _progress_bars(shown=bars):
+            return _upload(HfApi(), directory, repo, names, private=private)
+    except Exception as error:
+        again = f"hf upload {repo} {directory} ." + (" --private" if private else "")
+        before = error.hint if isinstance(error, _NotPushed) else ""
+        raise OutputError(
+            f"{repo}: was not pushed to the hub: {_reason(error)}",
+            found=f"the output itself, complete, in {directory}",
+            hint=f"{before}{again}",
+        ) from error
+
+
+class _NotPushed(Exception):  # noqa: N818 (never leaves this module)
+    """Why nothing was pushed, and what to do before trying again."""
+
+    def __init__(self, reason: str, hint: str = "") -> None:
+        super().__init__(reason)
+        self.hint = hint
+
+
+def _upload(
+    api: "HfApi", directory: Path, repo: str, names: Collection[str], *, private: bool
+) -> str:
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise _NotPushed("there is no token", "hf auth login, or set HF_TOKEN, then: ")
+    made = api.create_repo(repo, private=private or None, exist_ok=True)
+    place = made.repo_id
+    if private and not api.repo_info(place).private:
+        raise _NotPushed("the repository is there already, and public", "make it private, then: ")
+    there = api.list_repo_files(place)
+    own_card = (directory / CARD_NAME).is_file()
+    names = {*names, CARD_NAME} if own_card else names
+    stale = [name for name in there if is_weight_file(name) and name not in names]
+    api.upload_folder(
+        repo_id=place,
+        folder_path=directory,
+        commit_message="Upload model merged by unshard",
+        allow_patterns=[glob.escape(name) for name in names],
+        delete_patterns=[glob.escape(name) for name in stale] or None,
+    )
+    if not own_card and CARD_NAME not in there:
+        record = json.loads((directory / RECORD_NAME).read_bytes())
+        base = _fields(record, "options").get("base")
+        known = base if isinstance(base, str) and "/" in base else None  # else a directory's name
+        card = model_card(record, title=place.rpartition("/")[2], base_model=known)
+        api.upload_file(
+            path_or_fileobj=card.encode(),
+            path_in_repo=CARD_NAME,
+            repo_id=place,
+            commit_message="Add model card",
+        )
+    return str(made)
+
+
+@contextmanager
+def _progress_bars(*, shown: bool) -> Iterator[None]:
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented there
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    hide = not shown and not are_progress_bars_disabled()
+    if hide:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hide:
+            enable_progress_bars()
+
+
+def _reason(error: BaseException) -> str:
+    """Say in one line why the hub refused, or was not reached; a cause may know the status."""
+    told = " ".join(str(error).split()) or type(error).__name__
+    at: BaseException | None = error
+    while at is not None:
+        status = getattr(getattr(at, "response", None), "status_code", None)
+        if status is not None:
+            return f"{_REASONS.get(status, 'the hub failed')} (HTTP {status}): {told}"
+        at = at.__cause__
+    return told
+
+
+def model_card(record: Mapping[str, object], *, title: str, base_model: str | None = None) -> str:
+    """Return a model card that says what the weights were made from.
+
+    Args:
+        record: the fields of `unshard.json`.
+        title: of the page.
+        base_model: hub id of the model that was trained, where it is known.
+    """
+    base = [] if base_model is None else [f"base_model: {json.dumps(base_model)}"]
+    rows = (f"| {name} | {_cell(value)} |" for name, value in _provenance(record) if value)
+    return "\n".join(
+        [
+            *("---", "library_name: transformers", *base, "tags:", "- unshard", "---", ""),
+            *(f"# {title}", "", "Merged by unshard from a sharded training checkpoint.", ""),
+            *("| what | value |", "|---|---|", *rows, ""),
+        ]
+    )
+
+
+def _provenance(record: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    source, options, output = (_fields(record, key) for key in ("source", "options", "output"))
+    yield "checkpoint", source.get("name")
+    yield "format", source.get("format")
+    yield "written by", source.get("writer")
+    yield "step", "" if source.get("step") is None else str(source["step"])
+    yield "ranks", source.get("world_size")
+    yield "weights", " ".join(str(source[key]) for key in ("role", "weights") if source.get(key))
+    yield "dtype", options.get("dtype")
+    yield "tensors", output.get("tensors")
+    yield "parameters", output.get("parameters")
+    yield "unshard", record.get("unshard")
+
+
+def _fields(record: Mapping[str, object], key: str) -> Mapping[str, object]:
+    value = record.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _cell(value: object) -> str:
+    """Return a value as one cell of a Markdown table."""
+    text = f"{value:,}" if isinstance(value, int) else str(value)
+    return " ".join(text.split()).replace("|", "\\|")

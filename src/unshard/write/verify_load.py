@@ -1,0 +1,123 @@
+"""Verify that transformers has a place for every tensor of an output: `verify --load`.
+
+The class that config.json names is built on the meta device and given tensors without data. Names
+and shapes are checked by transformers' own loading, which knows its renamings, ties and buffers; no
+byte of the weights is read, and no code of the output runs.
+
+The only module that imports torch and transformers (the extra `torch`), and only when it is used.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, cast
+
+from unshard.errors import OutputError, UsageError
+from unshard.tensors.dtypes import DType
+from unshard.write.comparison import Loading, Mismatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["verify_load"]
+
+Shape = tuple[int, ...]
+
+
+class _Said(TypedDict):
+    """What transformers says of a loading."""
+
+    missing_keys: Iterable[str]
+    unexpected_keys: Iterable[str]
+    mismatched_keys: Iterable[tuple[str, Shape, Shape]]
+
+
+def verify_load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> Loading:
+    """Load names, dtypes and shapes into the model class that config.json names.
+
+    Args:
+        directory: holds config.json.
+        tensors: dtype and shape of every tensor, by name.
+
+    Raises:
+        UsageError: torch or transformers is not installed.
+        OutputError: config.json is not there, names no class of transformers, or the class refuses.
+    """
+    try:
+        import torch  # noqa: F401 (without it, transformers offers no models)
+        import transformers  # noqa: F401
+    except ImportError as error:
+        what = f"--load: {error.name} is not installed"
+        raise UsageError(what, hint="pip install 'unshard[torch]'") from error
+    if not (directory / "config.json").is_file():
+        raise OutputError(f"--load: {directory} holds no config.json", hint="merge with --config")
+    try:
+        with _silence():
+            return _load(directory, tensors)
+    except OutputError:
+        raise
+    except Exception as error:
+        raise OutputError(f"{directory}: transformers does not load it: {error}") from error
+
+
+def _load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> Loading:
+    import torch
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    model_class = _model_class(directory, config.architectures or [])
+    empty = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype.name), device="meta")
+        for name, (dtype, shape) in tensors.items()
+    }
+    loaded: object = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=empty,
+        device_map="meta",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    _, said = cast("tuple[object, _Said]", loaded)
+    return Loading(
+        model_class.__name__,
+        tuple(sorted(said["missing_keys"])),
+        tuple(sorted(said["unexpected_keys"])),
+        tuple(
+            Mismatch(name, tuple(found), tuple(expected))
+            for name, found, expected in sorted(said["mismatched_keys"])
+        ),
+    )
+
+
+def _model_class(directory: Path, architectures: list[str]) -> "type[PreTrainedModel]":
+    import transformers
+
+    for name in architectures[:1]:
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    raise OutputError(
+        f"{directory}/config.json: names no model class of transformers {transformers.__version__}",
+        expected="architectures: [a class that transformers has]",
+        found=", ".join(architectures) or "no architectures",
+    )
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep transformers' progress bars and reports from the terminal: what they say is returned."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # no types
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no types
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # no types

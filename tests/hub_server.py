@@ -1,0 +1,150 @@
+"""A stand-in of the Hugging Face Hub: the HTTP interface that makes and fills a repository.
+
+Spoken as huggingface_hub speaks it without Xet: create, validate, preupload, Git LFS batch and
+upload, commit, and the tree of files. Sources: huggingface_hub's `hf_api`, `_commit_api` and `lfs`
+modules, and the Git LFS batch protocol.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+TOKEN = "hf_stand_in"  # noqa: S105 (of no one)
+
+
+@dataclass
+class Repo:
+    private: bool
+    files: dict[str, bytes] = field(default_factory=dict)
+    commits: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Hub:
+    """What the stand-in holds; `failing` maps a part of a path to the status that it gets."""
+
+    address: str = ""
+    repos: dict[str, Repo] = field(default_factory=dict)
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    failing: dict[str, int] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, object]:
+        """Return status and JSON for a request."""
+        for part, status in self.failing.items():
+            if part in path:
+                return status, {"error": f"made to fail with {status}"}
+        if method == "PUT":
+            self.blobs[path.rpartition("/")[2]] = body
+            return 200, {}
+        return self._api(path.partition("?")[0], body)
+
+    def _api(self, route: str, body: bytes) -> tuple[int, object]:
+        if route == "/api/repos/create":
+            return self._create(json.loads(body))
+        if route == "/api/validate-yaml":
+            return 200, {"errors": [], "warnings": []}
+        if re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", route):
+            return self._batch(json.loads(body))
+        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(\w+)/main)?", route)
+        if match is None or match[1] not in self.repos:
+            return 404, {"error": route}
+        return self._about(self.repos[match[1]], match[1], match[2], body)
+
+    def _about(self, repo: Repo, name: str, what: str | None, body: bytes) -> tuple[int, object]:
+        match what:
+            case None:
+                return 200, {"id": name, "private": repo.private, "siblings": []}
+            case "tree":
+                files = repo.files.items()
+                return 200, [
+                    {"type": "file", "path": path, "size": len(data), "oid": "0" * 40}
+                    for path, data in files
+                ]
+            case "preupload":
+                asked = json.loads(body)["files"]
+                return 200, {"files": [_preuploaded(file) for file in asked]}
+            case "commit":
+                return self._commit(repo, name, [json.loads(line) for line in body.splitlines()])
+            case _:
+                return 404, {"error": what}
+
+    def _create(self, fields: Mapping[str, object]) -> tuple[int, object]:
+        name = f"{fields.get('organization') or 'someone'}/{fields['name']}"
+        status = 409 if name in self.repos else 200
+        self.repos.setdefault(name, Repo(fields.get("visibility") == "private"))
+        return status, {"url": f"{self.address}/{name}"}
+
+    def _batch(self, fields: Mapping[str, list[dict[str, str]]]) -> tuple[int, object]:
+        upload = [
+            {**one, "actions": {"upload": {"href": f"{self.address}/blob/{one['oid']}"}}}
+            for one in fields["objects"]
+        ]
+        return 200, {"transfer": "basic", "objects": upload}
+
+    def _commit(self, repo: Repo, name: str, lines: list[dict[str, object]]) -> tuple[int, object]:
+        for line in lines:
+            match line:
+                case {"key": "header", "value": {"summary": str(summary)}}:
+                    repo.commits.append(summary)
+                case {"key": "file", "value": {"path": str(path), "content": str(content)}}:
+                    repo.files[path] = base64.b64decode(content)
+                case {"key": "lfsFile", "value": {"path": str(path), "oid": str(oid)}}:
+                    assert hashlib.sha256(self.blobs[oid]).hexdigest() == oid
+                    repo.files[path] = self.blobs[oid]
+                case {"key": "deletedFile", "value": {"path": str(path)}}:
+                    del repo.files[path]
+                case _:
+                    raise AssertionError(line)
+        oid = hashlib.sha1(str(len(repo.commits)).encode()).hexdigest()  # noqa: S324 (as git's)
+        return 200, {"commitUrl": f"{self.address}/{name}/commit/{oid}", "commitOid": oid}
+
+
+def _preuploaded(file: Mapping[str, object]) -> dict[str, object]:
+    big = str(file["path"]).endswith((".safetensors", ".bin"))
+    mode = "lfs" if big else "regular"
+    return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False}
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    """Serve a hub on this machine for as long as the context lasts."""
+    hub = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            hub.requests.append(f"{self.command} {self.path}")
+            told = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+            if not told and self.command != "PUT":
+                status, answer = 401, {"error": "Invalid credentials"}
+            else:
+                status, answer = hub.answer(self.command, self.path, body)  # type: ignore[assignment]
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = do_PUT = _answer  # noqa: N815 (names of http.server)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.address = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
