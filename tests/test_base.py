@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 import unshard
 from ranks import assert_same, merged, save_ranks, some_tensors
-from unshard import ConversionError, CorruptError
+from unshard import ConversionError, CorruptError, NotMergeableError
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -191,3 +191,33 @@ def test_a_hub_model_in_the_cache_is_taken_from_there(
     assert report.changed_from_base == (3, 3)
     record = json.loads((tmp_path / "out" / "unshard.json").read_text())
     assert record["options"]["base"] == "org/name"
+
+
+def plain_ranks(directory: Path, tensors: dict[str, torch.Tensor], world: int) -> Path:
+    """Plain tensors that were cut along dimension 0, with nothing that says so."""
+    parts = [
+        {name: tensor.chunk(world)[rank].clone() for name, tensor in tensors.items()}
+        for rank in range(world)
+    ]
+    return save_ranks(directory, {}, world, plain=parts)
+
+
+def test_plain_shards_are_joined_where_the_base_knows_their_shape(
+    base: Path, tmp_path: Path
+) -> None:
+    tensors = some_tensors() | {NORM: torch.ones(6)}
+    plain_ranks(tmp_path / "ckpt", tensors, 2)
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", base=base)
+    assert_same(merged(tmp_path / "out"), tensors)
+    assert any("3 plain tensors were joined" in warning for warning in report.warnings)
+    with pytest.raises(NotMergeableError):
+        unshard.merge(tmp_path / "ckpt", tmp_path / "without")
+
+
+def test_equal_plain_tensors_of_the_bases_shape_are_copies(base: Path, tmp_path: Path) -> None:
+    tensors = some_tensors()
+    plain = [{NORM: tensors[NORM]} for _ in range(2)]
+    sharded = {name: tensor for name, tensor in tensors.items() if name != NORM}
+    save_ranks(tmp_path / "ckpt", sharded, 2, plain=plain)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", base=base)
+    assert_same(merged(tmp_path / "out"), tensors)

@@ -77,3 +77,13 @@ def test_architecture_names_every_module() -> None:
     for path in (ROOT / "src" / "unshard").rglob("*.py"):
         if not path.name.startswith("_"):
             assert f"`{path.stem}`" in text or f"`{path.name}`" in text, path
+
+
+def test_every_row_of_the_formats_table_names_a_test_that_is_there() -> None:
+    page = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
+    rows = [line for line in page.split("## Which torch")[0].splitlines() if line.startswith("| ")]
+    for row in rows[1:]:
+        tests = re.findall(r"`(tests/[\w/]+\.py)`", row)
+        assert tests, row
+        assert all((ROOT / test).is_file() for test in tests), row
+    assert len(rows) > 10

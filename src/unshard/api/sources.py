@@ -28,12 +28,15 @@ def open_source(path: Path, options: MergeOptions) -> Source:
         UnshardError: either cannot be read.
     """
     also = [Path(one) for one in options.also]
-    checkpoint = open_latest(path, options.request, options.reading, also)
-    if options.base is None:
+    base = None if options.base is None else read_base(str(options.base))
+    reading = replace(options.reading, shapes={} if base is None else base.shapes)
+    checkpoint = open_latest(path, options.request, reading, also)
+    if base is None:
         return Source(checkpoint, None)
     recipes = {name: take(entry) for name, entry in checkpoint.catalog.tensors.items()}
     needs_weights = options.lora != "adapter" and split_adapter(recipes).adapter_only
-    base = read_base(str(options.base), needs_weights=needs_weights)
+    if needs_weights and not base.tensors:
+        base = read_base(base.name, needs_weights=True)
     companions = completed(checkpoint.catalog.companions, base.companions)
     catalog = replace(checkpoint.catalog, companions=companions)
     return Source(replace(checkpoint, catalog=catalog), base)

@@ -70,9 +70,8 @@ def _print(found: "Inspection") -> None:
         "LoRA": f"{found.lora_tensors} tensors" if found.lora_tensors else "",
         "tied": "; ".join(" = ".join(names) for names in found.shared),
         "companions": ", ".join(found.companions) or "none",
-        "not weights": f"{len(found.training_state)} files of training state"
-        if found.training_state
-        else "",
+        "not weights": _some(found.training_state),
+        "compressed": "yes: decompressed beside the output first" if found.compressed else "",
         "missing": ", ".join(found.missing),
         "merge writes": found.would_write,
     }
@@ -85,5 +84,12 @@ def _print(found: "Inspection") -> None:
         print(f"{'warning':<13} {warning}")
 
 
+def _some(names: tuple[str, ...]) -> str:
+    listed = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    return f"training state: {listed}" if names else ""
+
+
 def _counts(counts: dict[str, int]) -> str:
-    return "; ".join(f"{name} ({count} tensors)" for name, count in counts.items())
+    return "; ".join(
+        f"{name} ({count} tensor{'s' if count > 1 else ''})" for name, count in counts.items()
+    )

@@ -38,6 +38,7 @@ class ReadOptions:
         assume_dim0: take plain tensors that differ between ranks as shards along dimension 0.
         ep_size: size of the expert parallelism that the files do not record.
         allowed_globals: tensor subclasses to read as the plain tensors they store.
+        shapes: shapes of tensors that are known from elsewhere (the base model), by name.
         processes: how many processes may read, where there is much to read.
     """
 
@@ -46,6 +47,7 @@ class ReadOptions:
     ep_size: int | None = None
     allowed_globals: frozenset[str] = frozenset()
     processes: int = 1
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

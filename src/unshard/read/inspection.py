@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from math import prod
 
 from unshard.read.discover import is_ema_there
+from unshard.read.format import Location
 from unshard.read.open import Checkpoint
 from unshard.tensors.catalog import Catalog, Skipped, TensorEntry
+from unshard.tensors.placements import Sharding
 
 __all__ = ["Inspection", "TensorInfo", "describe"]
 
@@ -28,7 +30,7 @@ class Inspection:
     """What a checkpoint holds, and what `merge` would make of it.
 
     Attributes:
-        path: the directory of the weights.
+        path: the directory of the weights, or the one file that is meant.
         format, writer, step, world_size: as in `Catalog`.
         role, weights: which set of weights this is.
         meshes: device meshes, as "fsdp=4" or "4 x 2" where they have no names; with tensor counts.
@@ -39,11 +41,13 @@ class Inspection:
         has_ema: whether EMA weights lie beside these.
         lora_tensors: number of LoRA tensors among them.
         shared: groups of names that are stored once (tied weights).
+        compressed: whether reading needs a decompressed copy on disk meanwhile (zstd).
         missing: files of ranks that are not there.
         skipped: values that are not tensors.
         config_dtype: the dtype that config.json names.
         companions: names of config, tokenizer and the like that a merge would bring along.
         training_state: names of files with optimizer, scheduler or random state.
+        output: where `merge` writes by default.
         would_write: what `merge` would write where, as one line; `warnings`: what it would say.
         tensors: every tensor.
     """
@@ -63,11 +67,13 @@ class Inspection:
     has_ema: bool
     lora_tensors: int
     shared: tuple[tuple[str, ...], ...]
+    compressed: bool
     missing: tuple[str, ...]
     skipped: tuple[Skipped, ...]
     config_dtype: str | None
     companions: tuple[str, ...]
     training_state: tuple[str, ...]
+    output: str
     would_write: str
     warnings: tuple[str, ...]
     tensors: tuple[TensorInfo, ...]
@@ -85,14 +91,14 @@ def describe(
     entries = catalog.tensors.values()
     config = ("config.json",) if catalog.companions.config else ()
     return Inspection(
-        path=str(location.weights_dir),
+        path=str(location.file if _is_alone(location) else location.weights_dir),
         format=catalog.format,
         writer=catalog.writer,
         step=catalog.step,
         world_size=catalog.world_size,
         role=location.role,
         weights=location.weights,
-        meshes=_counted(_mesh(entry) for entry in entries),
+        meshes=_counted(_mesh(entry.sharding) for entry in entries if entry.sharding),
         placements=_counted(", ".join(_placements(entry)) for entry in entries),
         dtypes=_counted(entry.dtype.name for entry in entries),
         parameters=sum(prod(entry.shape) for entry in entries),
@@ -100,11 +106,15 @@ def describe(
         has_ema=is_ema_there(location),
         lora_tensors=sum(".lora_" in name for name in catalog.tensors),
         shared=_shared(catalog),
+        compressed=any(entry.chunks.compressed.any() for entry in entries),
         missing=tuple(path.name for path in catalog.missing),
         skipped=catalog.skipped,
         config_dtype=config_dtype,
         companions=(*config, *catalog.companions.files),
-        training_state=tuple(path.name for path in catalog.training_state),
+        training_state=tuple(
+            path.name + ("/" if path.is_dir() else "") for path in catalog.training_state
+        ),
+        output=str(location.default_output),
         would_write=would_write,
         warnings=warnings,
         tensors=tuple(_info(entry) for entry in entries),
@@ -128,10 +138,13 @@ def _placements(entry: TensorEntry) -> tuple[str, ...]:
     return ("plain",) if prod(parts) <= 1 else (f"cut {' x '.join(map(str, parts))}",)
 
 
-def _mesh(entry: TensorEntry) -> str:
-    if entry.sharding is None:
-        return "none"
-    mesh = entry.sharding.mesh
+def _is_alone(location: Location) -> bool:
+    """Tell whether one file is the whole checkpoint."""
+    return location.file is not None and not location.format.claims(location.file.name)
+
+
+def _mesh(sharding: Sharding) -> str:
+    mesh = sharding.mesh
     if mesh.dim_names is None:
         return " x ".join(map(str, mesh.shape))
     return ", ".join(f"{n}={size}" for n, size in zip(mesh.dim_names, mesh.shape, strict=True))

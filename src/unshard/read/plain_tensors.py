@@ -3,6 +3,7 @@
 A DTensor says how it is cut; a plain tensor says nothing. The rules, the only heuristic of unshard:
 
 * one rank only: it is the tensor;
+* its shape is known (`--base`): what fits it, a copy or shards along dimension 0;
 * the bytes differ between ranks: shards along dimension 0, but only if the user says so
   (`--assume-dim0`); otherwise refused;
 * equal on all ranks: one copy. But where other plain tensors of the same files do differ, an equal
@@ -11,7 +12,7 @@ A DTensor says how it is cut; a plain tensor says nothing. The rules, the only h
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,13 +45,18 @@ class Resolved:
 
 
 def resolve_plain(
-    drafts: Iterable[Draft], paths: tuple[Path, ...], *, assume_dim0: bool
+    drafts: Iterable[Draft],
+    paths: tuple[Path, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    assume_dim0: bool,
 ) -> Resolved:
-    """Decide what every plain tensor is, by comparing its bytes across ranks.
+    """Decide what every plain tensor is, by its known shape or by comparing its bytes across ranks.
 
     Args:
         drafts: the plain tensors, each row one rank's whole tensor.
         paths: the files that the rows refer to.
+        shapes: shapes that are known from elsewhere, by name.
         assume_dim0: take tensors that differ as shards along dimension 0.
     """
     tables = {draft.fqn: (draft, draft.rows.table(paths)) for draft in drafts}
@@ -61,7 +67,16 @@ def resolve_plain(
     entries: dict[str, TensorEntry] = {}
     problems: list[UnshardError] = []
     assumed: dict[str, list[str]] = {"as shards along dimension 0": [], "as copies": []}
+    fitted: list[str] = []
     for name, (draft, table) in tables.items():
+        known = shapes.get(name)
+        if len(table) > 1 and known is not None and _joined_shape(draft, table) == known:
+            entries[name] = _joined(draft, table)
+            fitted.append(name)
+            continue
+        if name not in differing and known == draft.kind.shape:
+            entries[name] = TensorEntry(name, draft.kind.dtype, draft.kind.shape, table)
+            continue
         ambiguous = bool(differing) and len(table) > 1 and draft.rows.ndim > 0
         if name not in differing and not (ambiguous and not assume_dim0):
             entries[name] = TensorEntry(name, draft.kind.dtype, draft.kind.shape, table)
@@ -77,6 +92,9 @@ def resolve_plain(
         for how, names in assumed.items()
         if names
     )
+    if fitted:
+        what = f"{len(fitted)} plain tensors were joined along dimension 0, to the base's shapes"
+        notes = (*notes, f"{what}: {', '.join(fitted)}")
     return Resolved(entries, tuple(problems), notes)
 
 
@@ -98,11 +116,18 @@ def _joinable(table: ChunkTable) -> bool:
     return table.sizes.shape[1] > 0 and not (table.sizes[:, 1:] != table.sizes[0, 1:]).any()
 
 
+def _joined_shape(draft: Draft, table: ChunkTable) -> tuple[int, ...] | None:
+    """Return the shape that the ranks' parts make when joined; None if they cannot be."""
+    if not _joinable(table):
+        return None
+    return (int(table.sizes[:, 0].sum()), *draft.kind.shape[1:])
+
+
 def _joined(draft: Draft, table: ChunkTable) -> TensorEntry:
     """Return the tensor that the ranks' parts make when joined along dimension 0, in rank order."""
     rows = table.sizes[:, 0]
+    shape = _joined_shape(draft, table) or ()
     table.offsets[:, 0] = np.concatenate([[0], np.cumsum(rows)[:-1]])
-    shape = (int(rows.sum()), *draft.kind.shape[1:])
     return TensorEntry(draft.fqn, draft.kind.dtype, shape, table)
 
 

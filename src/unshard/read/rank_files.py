@@ -94,7 +94,7 @@ def _read(location: Location, options: ReadOptions) -> Reading:
     world = chosen.world_size or max(stated, *chosen.files, 0)
     paths = tuple(chosen.files.values())
     plain = [draft for draft in gathered.drafts.values() if draft.kind.is_plain]
-    resolved = resolve_plain(plain, paths, assume_dim0=options.assume_dim0)
+    resolved = resolve_plain(plain, paths, options.shapes, assume_dim0=options.assume_dim0)
     names = _name_problems(gathered, chosen.files)
     summary = f"{location.weights_dir}: the rank files cannot be merged"
     raise_all(NotMergeableError, summary, [*gathered.problems, *names, *resolved.problems])

@@ -1,13 +1,15 @@
 """What lies beside sharded safetensors and knows more of them: are the last ranks' files missing?
 
 Three things may tell: an index that torch, transformers or torchtitan wrote when they made whole
-files of the same shards; NeMo AutoModel's list of names; the vocabulary size in the model's config.
+files of the same shards; NeMo AutoModel's list of names; the vocabulary and hidden size in the
+model's config.
 An index that lacks names which the shards hold speaks of other weights, and is not asked.
 
 Sources: torchtitan's `last_save_in_hf`, NeMo AutoModel's `ConsolidatedHFAddon`, torch's
 `_write_overall_metadata_file`.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +28,10 @@ _NEMO = ".hf_metadata"
 _NEMO_NAMES = "fqn_to_file_index_mapping.json"
 _EMBEDDING = ".embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
+_HIDDEN_ROWS = re.compile(
+    r"model\.(?:norm|layers\.\d+\.(?:input_layernorm|post_attention_layernorm|mlp\.down_proj|"
+    r"self_attn\.o_proj))\.weight"
+)
 _HINT = (
     "copy the missing files here from the node that wrote them. If nothing is missing, move {} "
     "elsewhere"
@@ -51,7 +57,8 @@ def loss_problems(
         path = root / _NEMO / _NEMO_NAMES
         if path.is_file() and tensors.keys() <= (listed := set(json_object(path))):
             problems += _absent_names(path, listed, tensors, config)
-    return problems + list(_short_embeddings(config, tensors)), notes
+    problems += _short_embeddings(config, tensors)
+    return problems + list(_short_rows(config, tensors)), notes
 
 
 def writer_of(location: Location) -> str:
@@ -146,6 +153,24 @@ def _is_cut_evenly(entry: TensorEntry) -> bool:
     """Tell whether all pieces are equal ranges of rows: FSDP's last piece is often smaller."""
     sizes = entry.chunks.sizes
     return bool((sizes == sizes[0]).all() and np.array_equal(sizes[0, 1:], entry.shape[1:]))
+
+
+def _short_rows(
+    config: _Config | None, tensors: Mapping[str, TensorEntry]
+) -> Iterator[IncompleteError]:
+    """Compare what has a row per hidden unit in decoder layers with the hidden size."""
+    hidden = None if config is None else _stated(config[1], "hidden_size")
+    if config is None or not isinstance(hidden, int):
+        return
+    for name, entry in tensors.items():
+        if _HIDDEN_ROWS.fullmatch(name) and 0 < entry.shape[0] < hidden and _is_cut_evenly(entry):
+            yield IncompleteError(
+                f"tensor {name} {list(entry.shape)}: has fewer rows than the hidden size, and its "
+                "pieces are all of one size, as if the last were missing",
+                expected=f"{hidden} rows (hidden_size in {config[0]})",
+                found=f"{entry.shape[0]} rows",
+                hint=_HINT.format(config[0].name),
+            )
 
 
 def _stated(config: Mapping[str, object], name: str) -> object:
