@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 TOKEN = "hf_stand_in"  # noqa: S105 (of no one)
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @dataclass
@@ -52,15 +53,17 @@ class Hub:
             return 200, {"errors": [], "warnings": []}
         if re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", route):
             return self._batch(json.loads(body))
-        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(\w+)/main)?", route)
+        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(\w+)/(?:main|[0-9a-f]{40}))?", route)
         if match is None or match[1] not in self.repos:
             return 404, {"error": route}
         return self._about(self.repos[match[1]], match[1], match[2], body)
 
     def _about(self, repo: Repo, name: str, what: str | None, body: bytes) -> tuple[int, object]:
         match what:
-            case None:
-                return 200, {"id": name, "private": repo.private, "siblings": []}
+            case None | "revision":
+                siblings = [{"rfilename": path} for path in repo.files]
+                facts = {"id": name, "sha": COMMIT, "private": repo.private, "siblings": siblings}
+                return 200, facts
             case "tree":
                 files = repo.files.items()
                 return 200, [
@@ -74,6 +77,12 @@ class Hub:
                 return self._commit(repo, name, [json.loads(line) for line in body.splitlines()])
             case _:
                 return 404, {"error": what}
+
+    def resolve(self, path: str) -> bytes | None:
+        """Return the content of the file that a download asks for."""
+        match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/([^?]+)(?:\?.*)?", path)
+        repo = self.repos.get(match[1]) if match else None
+        return None if match is None or repo is None else repo.files.get(match[2])
 
     def _create(self, fields: Mapping[str, object]) -> tuple[int, object]:
         name = f"{fields.get('organization') or 'someone'}/{fields['name']}"
@@ -133,7 +142,31 @@ def serving() -> Iterator[Hub]:
             self.end_headers()
             self.wfile.write(data)
 
-        do_GET = do_POST = do_PUT = _answer  # noqa: N815 (names of http.server)
+        def _download(self) -> None:
+            data = hub.resolve(self.path)
+            if data is None:
+                if "/resolve/" not in self.path:
+                    self._answer()
+                else:
+                    hub.requests.append(f"{self.command} {self.path}")
+                    self.send_response(404)
+                    self.send_header("X-Error-Code", "EntryNotFound")
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                return
+            hub.requests.append(f"{self.command} {self.path}")
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+            part = data[int(asked[1]) : int(asked[2]) + 1] if asked else data
+            self.send_response(206 if asked else 200)
+            self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("Content-Length", str(len(part)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(part)
+
+        do_GET = do_HEAD = _download  # noqa: N815 (names of http.server)
+        do_POST = do_PUT = _answer  # noqa: N815
 
         def log_message(self, *_: object) -> None:
             pass

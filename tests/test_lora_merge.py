@@ -1,0 +1,109 @@
+"""`unshard merge --lora …`: what is written, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import unshard
+from ranks import assert_same, merged, save_ranks, some_tensors
+from unshard import ConversionError, UsageError
+
+HEAD = "lm_head"
+
+
+def adapted(directory: Path, alpha: float | None = 8.0, **more: object) -> dict[str, torch.Tensor]:
+    """A model whose head has an adapter of rank 2, in verl's layout; return the adapter."""
+    tensors = {f"base_model.model.{name}": one for name, one in some_tensors().items()}
+    base = tensors.pop(f"base_model.model.{HEAD}.weight")
+    generator = torch.Generator().manual_seed(5)
+    adapter = {
+        "lora_A.default.weight": torch.randn(2, 6, generator=generator),
+        "lora_B.default.weight": torch.randn(13, 2, generator=generator),
+    }
+    named = {f"base_model.model.{HEAD}.{name}": one for name, one in adapter.items()}
+    tensors |= {f"base_model.model.{HEAD}.base_layer.weight": base, **named}
+    save_ranks(directory, tensors, 2)
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", **more}))
+    (directory / "tokenizer.json").write_text("{}")
+    if alpha is not None:
+        meta = {"r": 2, "lora_alpha": alpha, "task_type": "CAUSAL_LM"}
+        (directory / "lora_train_meta.json").write_text(json.dumps(meta))
+    return adapter
+
+
+def fused(adapter: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    tensors = some_tensors()
+    update = adapter["lora_B.default.weight"] @ adapter["lora_A.default.weight"]
+    return tensors | {f"{HEAD}.weight": tensors[f"{HEAD}.weight"] + scale * update}
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-5), name
+
+
+def test_an_adapter_is_fused_by_default(tmp_path: Path) -> None:
+    adapter = adapted(tmp_path / "ckpt")
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="full")
+    assert_close(merged(tmp_path / "out"), fused(adapter, 4.0))
+    assert any("1 LoRA pairs were fused" in warning for warning in report.warnings)
+
+
+def test_the_users_alpha_is_taken_where_none_is_known(tmp_path: Path) -> None:
+    adapter = adapted(tmp_path / "ckpt", alpha=None)
+    with pytest.raises(ConversionError, match="--lora-alpha"):
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora_alpha=1.0)
+    assert_close(merged(tmp_path / "out"), fused(adapter, 0.5))
+
+
+def test_an_adapter_by_itself_is_a_peft_directory(tmp_path: Path) -> None:
+    adapter = adapted(tmp_path / "ckpt")
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora="adapter", verify="full")
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"adapter_model.safetensors", "adapter_config.json", "unshard.json"}
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    name = f"base_model.model.{HEAD}."
+    assert_same(found, {name + key.replace(".default", ""): one for key, one in adapter.items()})
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (2, 8, "LORA")
+    assert report.tensors == 2
+
+
+def test_both_lie_in_one_directory(tmp_path: Path) -> None:
+    adapter = adapted(tmp_path / "ckpt")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora="both")
+    assert_close(merged(tmp_path / "out"), fused(adapter, 4.0))
+    inner = {path.name for path in (tmp_path / "out" / "lora_adapter").iterdir()}
+    assert inner == {"adapter_model.safetensors", "adapter_config.json"}
+
+
+def test_an_adapter_replaces_an_earlier_one(tmp_path: Path) -> None:
+    adapted(tmp_path / "ckpt")
+    for _ in range(2):
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora="adapter", overwrite=True)
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("lora", ["adapter", "both"])
+def test_what_has_no_adapter_cannot_give_one(tmp_path: Path, lora: str) -> None:
+    save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    with pytest.raises(UsageError, match="holds no LoRA adapter"):
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora=lora)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_head_that_was_tied_and_got_an_adapter_is_written(tmp_path: Path) -> None:
+    adapter = adapted(tmp_path / "ckpt", tie_word_embeddings=True)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    assert_close(merged(tmp_path / "out"), fused(adapter, 4.0))
+
+
+def test_a_fused_merge_verifies_against_its_checkpoint(tmp_path: Path) -> None:
+    adapted(tmp_path / "ckpt")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16")
+    assert unshard.verify(tmp_path / "out", tmp_path / "ckpt").equal
