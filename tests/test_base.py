@@ -209,7 +209,7 @@ def test_plain_shards_are_joined_where_the_base_knows_their_shape(
     plain_ranks(tmp_path / "ckpt", tensors, 2)
     report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", base=base)
     assert_same(merged(tmp_path / "out"), tensors)
-    assert any("3 plain tensors were joined" in warning for warning in report.warnings)
+    assert any("3 plain tensors were taken as shards" in warning for warning in report.warnings)
     with pytest.raises(NotMergeableError):
         unshard.merge(tmp_path / "ckpt", tmp_path / "without")
 

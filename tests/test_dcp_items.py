@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.serialization import config
 
-from unshard.containers.records import Global, Value
-from unshard.containers.unpickle import unpickle
+from unshard.containers.records import Value
+from unshard.containers.torch_file import unpickled
 from unshard.errors import CorruptError, IncompleteError, UnsafeError, UnshardError
 from unshard.read import dcp_items
 from unshard.read.dcp_items import StoredItem, Window, read_items
@@ -228,11 +228,11 @@ def test_equal_pickles_are_decoded_once(tmp_path: Path, monkeypatch: pytest.Monk
     windows = write(tmp_path / "a", [item(torch.full((3,), float(n))) for n in range(50)])
     calls: list[bytes] = []
 
-    def counted(data: bytes) -> tuple[Value, frozenset[Global]]:
+    def counted(path: Path, data: bytes) -> Value:
         calls.append(data)
-        return unpickle(data)
+        return unpickled(path, data)
 
     monkeypatch.setattr(dcp_items, "_THREADS", 1)
-    monkeypatch.setattr(dcp_items, "unpickle", counted)
+    monkeypatch.setattr(dcp_items, "unpickled", counted)
     assert_as_torch_loads(windows)
     assert len(calls) == 1

@@ -8,7 +8,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from math import prod
 from pathlib import Path
 
@@ -252,7 +252,7 @@ def test_an_executor_keeps_to_its_number_of_open_files(
     for output in outputs:
         output.touch()
     before = open_descriptors()
-    with Executor(outputs, open_files=open_files, buffer_bytes=1000) as executor:
+    with closing(Executor(outputs, open_files=open_files, buffer_bytes=1000)) as executor:
         for unit in units(plan, buffer_bytes=1000):
             executor.do(unit)
             assert open_descriptors() - before <= open_files

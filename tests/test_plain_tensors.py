@@ -57,7 +57,7 @@ def test_shards_are_joined_along_dimension_0_when_told_so(tmp_path: Path) -> Non
     parts: Parts = [{"w": whole[:2]}, {"w": whole[2:4]}, {"w": whole[4:]}]
     report = unshard.merge(save(tmp_path / "ckpt", parts), tmp_path / "out", assume_dim0=True)
     assert_same(merged(tmp_path / "out"), some_tensors() | {"w": whole})
-    assert any("shards along dimension 0: w" in warning for warning in report.warnings)
+    assert any("shards along dimension 0 (--assume-dim0): w" in warning for warning in report.warnings)
 
 
 def ambiguous() -> Parts:
@@ -80,7 +80,7 @@ def test_an_ambiguous_tensor_is_taken_as_a_copy_and_listed_under_assume_dim0(
     checkpoint = save(tmp_path / "ckpt", ambiguous())
     report = unshard.merge(checkpoint, tmp_path / "out", assume_dim0=True)
     assert merged(tmp_path / "out")["norm"].shape == (2,)
-    assert any("as copies: norm" in warning for warning in report.warnings)
+    assert any("as copies (--assume-dim0): norm" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ torch (tar archives, TorchScript) are recognised and refused.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -20,7 +21,7 @@ from unshard.containers.torch_zip import StorageRecord, read_torch_zip
 from unshard.containers.unpickle import DangerousPickleError, MalformedPickleError, unpickle
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError, UnsafeError
 
-__all__ = ["TorchFile", "read_torch_file"]
+__all__ = ["TorchFile", "read_torch_file", "unpickled"]
 
 _HEAD = 512
 _TAR_AT = 257
@@ -51,13 +52,31 @@ def read_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
         NotMergeableError: a format of torch that is recognised, but not read.
     """
     head = _head(path, offset, length)
-    try:
-        if is_torch_legacy(head):
+    if is_torch_legacy(head):
+        with _blaming(path):
             value, storages = read_torch_legacy(path, offset=offset, length=length)
-        else:
-            _refuse_others(path, head)
-            archive = read_torch_zip(path, offset=offset, length=length)
-            (value, _), storages = unpickle(archive.pickle), archive.storages
+        return TorchFile(path, value, storages)
+    _refuse_others(path, head)
+    archive = read_torch_zip(path, offset=offset, length=length)
+    return TorchFile(path, unpickled(path, archive.pickle), archive.storages)
+
+
+def unpickled(path: Path, data: bytes) -> Value:
+    """Return what a pickle of this file describes.
+
+    Raises:
+        CorruptError: it is not valid.
+        UnsafeError: it refers to code that runs commands.
+    """
+    with _blaming(path):
+        return unpickle(data)[0]
+
+
+@contextmanager
+def _blaming(path: Path) -> Iterator[None]:
+    """Say of a bad pickle in which file it stands."""
+    try:
+        yield
     except MalformedPickleError as error:
         raise CorruptError(f"{path}: its pickle is not valid: {error}") from error
     except DangerousPickleError as error:
@@ -66,7 +85,6 @@ def read_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
             "commands when it is loaded",
             hint="nothing was run. Do not load this file with torch; find out where it comes from",
         ) from error
-    return TorchFile(path, value, storages)
 
 
 def _head(path: Path, offset: int, length: int | None) -> bytes:

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
-from types import TracebackType
-from typing import Self
 
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements
@@ -120,15 +118,8 @@ class _Comparer:
         self._tolerances = tolerances
         self._files = OpenFiles(os.O_RDONLY, limit=open_files)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close all files."""
         self._files.close()
 
     def do(self, job: _Job) -> int:

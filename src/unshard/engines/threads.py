@@ -5,11 +5,11 @@ import resource
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from unshard.errors import CorruptError, OutputError, UnshardError, raise_all
 from unshard.plan.operations import Plan
@@ -132,16 +132,9 @@ def _create(path: Path, header: bytes, size: int) -> None:
 
 
 class _Worker(Protocol[_Job_contra]):
-    """What a thread works with: entered once, then given job after job."""
+    """What a thread works with: given job after job, then closed."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def close(self) -> None: ...
 
     def do(self, job: _Job_contra, /) -> int:
         """Do a job; return the bytes of progress it makes."""
@@ -178,7 +171,7 @@ class Pool(Generic[_T]):
 
     def _work(self, make_worker: Callable[[], _Worker[_T]]) -> None:
         try:
-            with make_worker() as worker:
+            with closing(make_worker()) as worker:
                 while (job := self._next()) is not None:
                     done = worker.do(job)
                     with self._lock:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from unshard.containers.strided import SLACK
 from unshard.convert.outputs import Converted
-from unshard.convert.recipes import LowRank, Recipe, WeightedSum, dtype_of, shape_of, take
+from unshard.convert.recipes import shape_of, take
 from unshard.plan.operations import Cast, Fuse, Gather, Reduce, Source, Target, Tiled
-from unshard.plan.tables import table_of
+from unshard.plan.planner import tiled
 from unshard.plan.work import Tile, fuse_tile
 from unshard.tensors.catalog import Catalog
 from unshard.tensors.dtypes import DType
@@ -55,20 +55,7 @@ def pair_tiles(pair: Pair) -> Iterator[tuple[Tile, Tile]]:
 
 def _operation(tensor: Converted, to: DType) -> Tiled:
     """Return how a tensor is made in memory; its target is a place in no file."""
-    target = Target(0, 0, shape_of(tensor.recipe))
-    match tensor.recipe:
-        case WeightedSum(terms):
-            return Reduce(target, tuple((weight, _source(part)) for weight, part in terms), to)
-        case LowRank(base, a, b, scale):
-            sources = (_source(base), _source(a), _source(b))
-            return Fuse(target, *sources, shape_of(a)[-2], scale, to)
-        case recipe:
-            source = _source(recipe)
-            return Gather(target, source) if source.dtype is to else Cast(target, source, to)
-
-
-def _source(recipe: Recipe) -> Source:
-    return Source(dtype_of(recipe), table_of(recipe))
+    return tiled(Target(0, 0, shape_of(tensor.recipe)), tensor.recipe, to)
 
 
 def _tile_shape(pair: Pair) -> tuple[int, ...]:

@@ -27,8 +27,9 @@ from unshard.plan.operations import (
 )
 from unshard.plan.tables import table_of
 from unshard.tensors.boxes import Ints, row_major_strides
+from unshard.tensors.dtypes import DType
 
-__all__ = ["LONG_RUN", "make_plan"]
+__all__ = ["LONG_RUN", "make_plan", "tiled"]
 
 LONG_RUN = 64 * 1024
 """Runs of this many bytes and more are copied one by one; shorter ones are gathered in memory."""
@@ -77,29 +78,29 @@ def make_plan(layout: Layout) -> Plan:
 
 def _plan_tensor(draft: _Draft, target: Target, tensor: OutputTensor) -> None:
     draft.bytes_read += _bytes_read(tensor.recipe)
-    match tensor.recipe:
-        case WeightedSum(terms):
-            summed = tuple((weight, _source(part)) for weight, part in terms)
-            draft.tiled.append(Reduce(target, summed, tensor.dtype))
-        case LowRank(base, a, b, scale):
-            rank = shape_of(a)[-2]
-            sources = (_source(base), _source(a), _source(b))
-            draft.tiled.append(Fuse(target, *sources, rank, scale, tensor.dtype))
-        case _:
-            _plan_move(draft, target, tensor)
-
-
-def _plan_move(draft: _Draft, target: Target, tensor: OutputTensor) -> None:
-    """Plan a tensor whose values are only moved, or cast."""
-    source = _source(tensor.recipe)
-    chunks, stays = source.chunks, source.dtype is tensor.dtype
+    made = tiled(target, tensor.recipe, tensor.dtype)
     copies = None
-    if stays and chunks.strides is None and not chunks.compressed.any():
-        copies = _long_runs(target, source, draft.base(chunks.paths))
+    if isinstance(made, Gather):
+        chunks = made.source.chunks
+        if chunks.strides is None and not chunks.compressed.any():
+            copies = _long_runs(target, made.source, draft.base(chunks.paths))
     if copies is not None:
         draft.copies.append(copies)
     else:
-        draft.tiled.append(Gather(target, source) if stays else Cast(target, source, tensor.dtype))
+        draft.tiled.append(made)
+
+
+def tiled(target: Target, recipe: Recipe, to: DType) -> Tiled:
+    """Return the operation that makes a recipe's tensor in memory, tile by tile."""
+    match recipe:
+        case WeightedSum(terms):
+            return Reduce(target, tuple((weight, _source(part)) for weight, part in terms), to)
+        case LowRank(base, a, b, scale):
+            sources = (_source(base), _source(a), _source(b))
+            return Fuse(target, *sources, shape_of(a)[-2], scale, to)
+        case _:
+            source = _source(recipe)
+            return Gather(target, source) if source.dtype is to else Cast(target, source, to)
 
 
 def _source(recipe: Recipe) -> Source:

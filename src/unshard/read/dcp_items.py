@@ -13,10 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.containers.pickle_machine import DangerousPickleError, MalformedPickleError
+from unshard.containers.torch_file import unpickled
 from unshard.containers.torch_zip import TorchZip, read_torch_zip
-from unshard.containers.unpickle import unpickle
-from unshard.errors import CorruptError, UnsafeError, UnshardError
+from unshard.errors import CorruptError, UnshardError
 from unshard.read.pickle_values import TensorFormError
 from unshard.read.tensor_views import StorageView, read_view
 
@@ -129,16 +128,7 @@ class _Decoder:
         if known is not None:
             return known
         try:
-            value, _ = unpickle(archive.pickle)
-            view = read_view(value)
-        except MalformedPickleError as error:
-            raise CorruptError(f"{archive.path}: its pickle is not valid: {error}") from error
-        except DangerousPickleError as error:
-            raise UnsafeError(
-                f"{archive.path}: its pickle refers to {error}, which no checkpoint needs: it was "
-                "made to run commands when it is loaded",
-                hint="nothing was run. Find out where this checkpoint comes from",
-            ) from error
+            view = read_view(unpickled(archive.path, archive.pickle))
         except TensorFormError as error:
             raise CorruptError(f"{archive.path}: an item is {error}") from error
         if len(self._known) < _KNOWN_PICKLES:

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from unshard.containers.pickle_machine import DangerousPickleError, MalformedPickleError
 from unshard.containers.records import Record, Value
-from unshard.containers.unpickle import unpickle
-from unshard.errors import CorruptError, IncompleteError, NotMergeableError, UnsafeError
+from unshard.containers.torch_file import unpickled
+from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.pickle_values import TensorFormError, ints, member, named, state_of
 from unshard.read.pickle_values import shape as sizes_of
 from unshard.read.tensor_views import dtype_named
@@ -98,18 +97,7 @@ def _unpickled(path: Path) -> Value:
         raise IncompleteError(f"{path}: the file is empty", hint="the save was interrupted")
     if size > _MAX_BYTES:
         raise CorruptError(f"{path}: {size} bytes are no metadata", expected=f"up to {_MAX_BYTES}")
-    try:
-        value, _ = unpickle(path.read_bytes())
-    except MalformedPickleError as error:
-        raise CorruptError(f"{path}: its pickle is not valid: {error}") from error
-    except DangerousPickleError as error:
-        raise UnsafeError(
-            f"{path}: its pickle refers to {error}, which no checkpoint needs: it was made to run "
-            "commands when it is loaded",
-            hint="nothing was run. Do not load this checkpoint with torch; find out where it comes "
-            "from",
-        ) from error
-    return value
+    return unpickled(path, path.read_bytes())
 
 
 def _add(whole: DcpMetadata, path: Path, value: Value) -> None:

@@ -14,6 +14,7 @@ A DTensor says how it is cut; a plain tensor says nothing. The rules, the only h
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import numpy as np
@@ -66,36 +67,60 @@ def resolve_plain(
         }
     entries: dict[str, TensorEntry] = {}
     problems: list[UnshardError] = []
-    assumed: dict[str, list[str]] = {"as shards along dimension 0": [], "as copies": []}
-    fitted: list[str] = []
+    told: dict[str, list[str]] = {}
     for name, (draft, table) in tables.items():
-        known = shapes.get(name)
-        if len(table) > 1 and known is not None and _joined_shape(draft, table) == known:
-            entries[name] = _joined(draft, table)
-            fitted.append(name)
-            continue
-        if name not in differing and known == draft.kind.shape:
-            entries[name] = TensorEntry(name, draft.kind.dtype, draft.kind.shape, table)
-            continue
-        ambiguous = bool(differing) and len(table) > 1 and draft.rows.ndim > 0
-        if name not in differing and not (ambiguous and not assume_dim0):
-            entries[name] = TensorEntry(name, draft.kind.dtype, draft.kind.shape, table)
-            if ambiguous:
-                assumed["as copies"].append(name)
-        elif name in differing and assume_dim0 and _joinable(table):
-            entries[name] = _joined(draft, table)
-            assumed["as shards along dimension 0"].append(name)
-        else:
+        case = _Case(name in differing, bool(differing) and len(table) > 1 and draft.rows.ndim > 0)
+        verdict, why = _judge(draft, table, case, shapes.get(name), assume_dim0=assume_dim0)
+        if verdict is _Verdict.REFUSED:
             problems.append(_refusal(draft, table, sorted(differing)))
+            continue
+        joined = verdict is _Verdict.SHARDS
+        entries[name] = _joined(draft, table) if joined else _copy(draft, table)
+        if why:
+            told.setdefault(why, []).append(name)
     notes = tuple(
-        f"--assume-dim0: {len(names)} plain tensors were taken {how}: {', '.join(names)}"
-        for how, names in assumed.items()
-        if names
+        f"{len(names)} plain tensors were taken {why}: {', '.join(names)}"
+        for why, names in told.items()
     )
-    if fitted:
-        what = f"{len(fitted)} plain tensors were joined along dimension 0, to the base's shapes"
-        notes = (*notes, f"{what}: {', '.join(fitted)}")
     return Resolved(entries, tuple(problems), notes)
+
+
+class _Verdict(Enum):
+    COPY = "copies of one tensor"
+    SHARDS = "shards along dimension 0"
+    REFUSED = "nobody knows"
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Whether a tensor differs between ranks; and others do, which it may be cut like."""
+
+    differs: bool
+    others_differ: bool
+
+
+def _judge(
+    draft: Draft,
+    table: ChunkTable,
+    case: _Case,
+    known: tuple[int, ...] | None,
+    *,
+    assume_dim0: bool,
+) -> tuple[_Verdict, str]:
+    """Return what a tensor is, and how that is known if it was not plain."""
+    if len(table) > 1 and known is not None and _joined_shape(draft, table) == known:
+        return _Verdict.SHARDS, "as shards along dimension 0, whose joined shape the base has"
+    if not case.differs and (known == draft.kind.shape or not case.others_differ):
+        return _Verdict.COPY, ""
+    if assume_dim0 and not case.differs:
+        return _Verdict.COPY, "as copies (--assume-dim0)"
+    if assume_dim0 and _joinable(table):
+        return _Verdict.SHARDS, "as shards along dimension 0 (--assume-dim0)"
+    return _Verdict.REFUSED, ""
+
+
+def _copy(draft: Draft, table: ChunkTable) -> TensorEntry:
+    return TensorEntry(draft.fqn, draft.kind.dtype, draft.kind.shape, table)
 
 
 def _differ(draft: Draft, table: ChunkTable, files: OpenFiles) -> bool:

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,15 +55,8 @@ class Executor:
         self._block = min(buffer_bytes, _BLOCK)
         self._kernel_copies = hasattr(os, "copy_file_range")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close all files."""
         self._sources.close()
         self._targets.close()
 

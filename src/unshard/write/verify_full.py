@@ -12,8 +12,6 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 from zlib import crc32
 
 import numpy as np
@@ -87,15 +85,8 @@ class Checker:
         self._files = OpenFiles(os.O_RDONLY, limit=open_files)
         self._block = block_bytes
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close all files."""
         self._files.close()
 
     def do(self, job: Job) -> int:
