@@ -57,7 +57,9 @@ def test_shards_are_joined_along_dimension_0_when_told_so(tmp_path: Path) -> Non
     parts: Parts = [{"w": whole[:2]}, {"w": whole[2:4]}, {"w": whole[4:]}]
     report = unshard.merge(save(tmp_path / "ckpt", parts), tmp_path / "out", assume_dim0=True)
     assert_same(merged(tmp_path / "out"), some_tensors() | {"w": whole})
-    assert any("shards along dimension 0 (--assume-dim0): w" in warning for warning in report.warnings)
+    assert any(
+        "shards along dimension 0 (--assume-dim0): w" in warning for warning in report.warnings
+    )
 
 
 def ambiguous() -> Parts:

@@ -6,6 +6,7 @@ reports; when all have, all leave the group. When a rank fails all processes are
 others may wait for it; the next run starts new ones. `close` ends them.
 """
 
+import gc
 import logging
 import tempfile
 import time
@@ -13,6 +14,7 @@ import traceback
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import _lru_cache_wrapper
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from oracle.writers import Scenario
 
@@ -159,8 +162,19 @@ def _serve(connection: "Connection[str | None, _Task | None]") -> None:
             return
         if task is None:
             destroy_process_group()
+            _forget_groups()
         else:
             connection.send(_attempt(task))
+
+
+def _forget_groups() -> None:
+    """Clear what torch remembers by mesh: a mesh of the next group equals one of this."""
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    for cached in gc.get_objects():
+        if isinstance(cached, _lru_cache_wrapper):
+            module = getattr(cached, "__module__", None) or ""
+            if module.startswith("torch.distributed"):
+                cached.cache_clear()
 
 
 def _attempt(task: _Task) -> str | None:

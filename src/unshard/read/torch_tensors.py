@@ -154,7 +154,8 @@ def _placement(value: Value) -> Placement:
         case "Replicate", _:
             return Replicate()
         case "Partial" | "_Partial" | "_NormPartial" | "_MaskPartial", _:
-            return Partial(named(fields.get("reduce_op", "sum")))
+            operation = fields.get("reduce_op", "sum")
+            return Partial(operation[:80] if isinstance(operation, str) else named(operation))
     raise TensorFormError(f"an unknown placement: {name}, with {len(fields)} attributes")
 
 
