@@ -42,6 +42,7 @@ def run(hub: Hub, tmp_path: Path, *options: str) -> subprocess.CompletedProcess[
         "HF_HOME": str(tmp_path / "cache"),
         "HF_TOKEN": TOKEN,
         "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
     command = [sys.executable, "-m", "unshard", "merge", str(tmp_path / "ckpt"), *options]

@@ -63,6 +63,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     with serving() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.address)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.setattr(time, "sleep", lambda _: None)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -200,6 +201,7 @@ def test_progress_bars_are_shown_only_if_wanted(output: Path, tmp_path: Path, ba
             "HF_TOKEN": TOKEN,
             "HF_HOME": str(tmp_path / "home"),
             "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
         }
         done = subprocess.run(
             [sys.executable, "-c", program, str(output), *FILES],
