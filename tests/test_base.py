@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 import unshard
 from ranks import assert_same, merged, save_ranks, some_tensors
-from unshard import ConversionError, CorruptError, NotMergeableError
+from unshard import ConversionError, CorruptError, NotMergeableError, UsageError
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -221,3 +221,64 @@ def test_equal_plain_tensors_of_the_bases_shape_are_copies(base: Path, tmp_path:
     save_ranks(tmp_path / "ckpt", sharded, 2, plain=plain)
     unshard.merge(tmp_path / "ckpt", tmp_path / "out", base=base)
     assert_same(merged(tmp_path / "out"), tensors)
+
+
+def test_leaving_some_out_does_not_excuse_others(base: Path, tmp_path: Path) -> None:
+    tensors = {name: tensor for name, tensor in some_tensors().items() if name != NORM}
+    save_ranks(tmp_path / "ckpt", tensors, 2)
+    for options in ({"exclude": "lm_head"}, {"include": "."}):
+        with pytest.raises(ConversionError, match=f"1 missing tensors: {NORM}"):
+            unshard.merge(tmp_path / "ckpt", tmp_path / "out", base=base, **options)  # type: ignore[arg-type]
+
+
+def test_another_model_is_not_a_base(ckpt: Path, tmp_path: Path) -> None:
+    wider = {name: torch.cat([tensor, tensor], -1) for name, tensor in some_tensors(7).items()}
+    base = model(tmp_path / "base", {"model.safetensors": wider})
+    with pytest.raises(ConversionError, match="3 tensors have another shape"):
+        unshard.merge(ckpt, tmp_path / "out", base=base)
+
+
+def test_a_config_of_the_base_gets_the_vocabulary_of_the_checkpoint(
+    tmp_path: Path, base: Path
+) -> None:
+    (base / "config.json").write_text('{"model_type": "llama", "vocab_size": 13}')
+    tensors = some_tensors()
+    tensors[EMBED], tensors[HEAD] = torch.randn(20, 6), torch.randn(20, 6)
+    save_ranks(tmp_path / "ckpt", tensors, 2)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", base=base)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 20
+
+
+@pytest.mark.parametrize("of_base", [True, False])
+def test_a_tied_head_is_excused_on_either_side(tmp_path: Path, of_base: bool) -> None:  # noqa: FBT001
+    whole = some_tensors()
+    without = {name: tensor for name, tensor in whole.items() if name != HEAD}
+    base = model(tmp_path / "base", {"model.safetensors": whole if of_base else without})
+    save_ranks(tmp_path / "ckpt", without if of_base else whole, 2)
+    config = '{"model_type": "llama", "tie_word_embeddings": true}'
+    (tmp_path / "ckpt" / "config.json").write_text(config)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", base=base)
+    assert_same(merged(tmp_path / "out"), without if of_base else whole)
+
+
+def test_training_names_and_a_base_contradict_each_other(ckpt: Path, base: Path) -> None:
+    with pytest.raises(UsageError, match="--names training with --base"):
+        unshard.merge(ckpt, base=base, names="training")
+
+
+def test_a_model_verifies_against_itself_though_it_repeats_a_tied_head(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    tensors[HEAD] = tensors[EMBED].clone()
+    base = model(tmp_path / "base", {"model.safetensors": tensors})
+    (base / "config.json").write_text('{"model_type": "llama", "tie_word_embeddings": true}')
+    assert unshard.verify(base, base).equal
+    unshard.merge(base, tmp_path / "out")
+    assert unshard.verify(tmp_path / "out", base).equal
+
+
+@pytest.mark.parametrize("options", [{"include": "model"}, {"exclude": "norm"}])
+def test_what_a_merge_was_told_is_read_from_its_record(
+    ckpt: Path, tmp_path: Path, options: dict[str, str]
+) -> None:
+    unshard.merge(ckpt, tmp_path / "out", **options)  # type: ignore[arg-type]
+    assert unshard.verify(tmp_path / "out", ckpt).equal

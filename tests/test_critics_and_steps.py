@@ -133,3 +133,11 @@ def test_the_command_merges_all_steps(run: Path, capsys: pytest.CaptureFixture[s
     assert not ended.value.code
     reports = json.loads(capsys.readouterr().out)
     assert [report["step"] for report in reports] == [5, 10]
+
+
+@pytest.mark.parametrize("option", [{"push_to_hub": "a/b"}, {"step": 5}])
+def test_options_that_contradict_all_steps_are_refused(
+    run: Path, option: dict[str, str | int]
+) -> None:
+    with pytest.raises(UsageError, match="--all-steps with"):
+        unshard.merge_all(run, options=MergeOptions(**option))  # type: ignore[arg-type]

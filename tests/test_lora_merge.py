@@ -107,3 +107,37 @@ def test_a_fused_merge_verifies_against_its_checkpoint(tmp_path: Path) -> None:
     adapted(tmp_path / "ckpt")
     unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16")
     assert unshard.verify(tmp_path / "out", tmp_path / "ckpt").equal
+
+
+@pytest.mark.parametrize(
+    "option", [{"dtype": "bfloat16"}, {"include": "lora_A"}, {"max_shard_size": "1GB"}]
+)
+def test_options_that_cannot_apply_to_an_adapter_are_refused(
+    tmp_path: Path, option: dict[str, str]
+) -> None:
+    adapted(tmp_path / "ckpt")
+    with pytest.raises(UsageError, match="--lora adapter writes the adapter as it is"):
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora="adapter", **option)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
+def test_a_tie_that_training_undid_is_undone_in_the_config(tmp_path: Path, module: str) -> None:
+    tensors = some_tensors()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    named = {f"base_model.model.{name}": one for name, one in tensors.items()}
+    base = named.pop(f"base_model.model.{module}.weight")
+    named |= {
+        f"base_model.model.{module}.original_module.weight": base,
+        f"base_model.model.{module}.modules_to_save.default.weight": base + 1,
+        "base_model.model.q.base_layer.weight": torch.randn(4, 4),
+        "base_model.model.q.lora_A.default.weight": torch.randn(2, 4),
+        "base_model.model.q.lora_B.default.weight": torch.randn(4, 2),
+    }
+    save_ranks(tmp_path / "ckpt", named, 2)
+    config = {"model_type": "llama", "tie_word_embeddings": True}
+    (tmp_path / "ckpt" / "config.json").write_text(json.dumps(config))
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora_alpha=2.0)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["tie_word_embeddings"] is False
+    assert any("lm_head.weight differs from" in warning for warning in report.warnings)
+    assert torch.equal(merged(tmp_path / "out")[f"{module}.weight"], base + 1)

@@ -8,7 +8,8 @@ import torch
 
 import unshard
 from ranks import assert_same, merged, save_ranks, some_tensors
-from unshard import IncompleteError
+from unshard import IncompleteError, NotMergeableError
+from unshard.read.ties import TIED_BY_DEFAULT
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -114,3 +115,55 @@ def test_every_file_that_was_read_is_in_the_record(lmms: Path, tmp_path: Path) -
     unshard.merge(lmms, tmp_path / "out", weights="ema")
     record = json.loads((tmp_path / "out" / "unshard.json").read_text())
     assert len(record["source"]["files"]) == 4
+
+
+def test_the_ema_of_torchs_averaged_model_is_the_ema(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "checkpoint-10"
+    save_ranks(step / "pytorch_model_fsdp_0", some_tensors(0), 2)
+    averaged = {f"module.{name}": tensor for name, tensor in some_tensors(1).items()}
+    plain = [{"n_averaged": torch.tensor(7)}] * 2
+    save_ranks(step / "pytorch_ema_model_fsdp_0", averaged, 2, plain=plain)
+    unshard.merge(step, tmp_path / "out", weights="ema")
+    assert_same(merged(tmp_path / "out"), some_tensors(1))
+
+
+def test_an_ema_set_under_other_names_is_refused(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "checkpoint-10"
+    save_ranks(step / "pytorch_model_fsdp_0", some_tensors(0), 2)
+    other = {f"shadow.{name}": tensor for name, tensor in some_tensors(1).items()}
+    save_ranks(step / "pytorch_ema_model_fsdp_0", other, 2)
+    with pytest.raises(NotMergeableError, match="3 tensors that the regular weights lack"):
+        unshard.merge(step, tmp_path / "out", weights="ema")
+
+
+def test_a_family_that_is_tied_by_default_needs_no_word_of_it(tmp_path: Path) -> None:
+    tensors = checkpoint(tmp_path / "ckpt", {"model_type": "gemma2"}, equal=True)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    del tensors[HEAD]
+    assert_same(merged(tmp_path / "out"), tensors)
+
+
+def test_the_families_that_are_tied_by_default_are_those_of_transformers() -> None:
+    from transformers import CONFIG_MAPPING
+
+    for model_type in TIED_BY_DEFAULT:
+        config = CONFIG_MAPPING[model_type]()
+        both = (config, config.get_text_config())
+        assert any(getattr(one, "tie_word_embeddings", False) for one in both), model_type
+
+
+@pytest.mark.parametrize(
+    ("repeated", "original"),
+    [
+        ("encoder.embed_tokens.weight", "shared.weight"),
+        ("proj_out.weight", "model.decoder.embed_tokens.weight"),
+        ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+        ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+    ],
+)
+def test_other_ties_are_known_too(tmp_path: Path, repeated: str, original: str) -> None:
+    tensor = torch.randn(13, 6)
+    save_ranks(tmp_path / "ckpt", {repeated: tensor, original: tensor.clone()}, 2)
+    (tmp_path / "ckpt" / "config.json").write_text('{"tie_word_embeddings": true}')
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    assert list(merged(tmp_path / "out")) == [original]

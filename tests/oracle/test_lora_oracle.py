@@ -71,9 +71,10 @@ def logits(model: Any) -> torch.Tensor:
 def merge(run: Path, out: Path, base: Path | None = None) -> None:
     """Fuse into `out`, and write the adapter into `out/lora_adapter`.
 
-    Names stay those of training, which is how peft's own model has them.
+    Names stay those of training, as peft's own model has them; a base is named so itself here.
     """
-    unshard.merge(run, out, lora="both", base=base, names="training")
+    names = "training" if base is None else "hub"
+    unshard.merge(run, out, lora="both", base=base, names=names)
 
 
 def assert_fused(found: Tensors, truth: Tensors) -> None:

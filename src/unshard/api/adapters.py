@@ -8,6 +8,7 @@ from unshard.api.sources import Source
 from unshard.convert.lora import fuse
 from unshard.convert.lora_files import adapter_tensors
 from unshard.convert.lora_names import Split, split_adapter
+from unshard.convert.names import training_names
 from unshard.convert.outputs import Converted, finish
 from unshard.convert.precision import Precision
 from unshard.convert.recipes import Recipe, take
@@ -54,9 +55,11 @@ def fuse_adapter(source: Source, options: MergeOptions) -> Adapted:
         if options.lora == "both":
             raise _no_adapter(source, options)
         return Adapted({**split.base, **split.saved}, ())
-    base = None
+    base: dict[str, Recipe] | None = None
     if split.adapter_only and source.base is not None:
         base = {name: take(entry) for name, entry in source.base.tensors.items()}
+        if not all(_has_weight(path, base) for path in split.pairs):
+            base = training_names(base, load_config(source.checkpoint.catalog.companions))
     config = read_adapter_config(source.checkpoint.location)
     fused = fuse(split, config, options.lora_alpha, base)
     note = f"{fused.pairs_used} LoRA pairs were fused into the weights"
@@ -73,12 +76,36 @@ def adapter_part(source: Source, options: MergeOptions) -> AdapterPart:
     split = _split(source)
     if not split.pairs:
         raise _no_adapter(source, options)
+    if options.lora == "adapter":
+        _refuse_unused(options)
     tensors = finish(adapter_tensors(split), Precision())
     plan = make_plan(lay_out(tensors, _ONE_FILE, pattern=ADAPTER_NAME))
     config = read_adapter_config(source.checkpoint.location)
     fields = load_config(source.checkpoint.catalog.companions)
     text = adapter_config_json(split, config, options.lora_alpha, fields)
     return AdapterPart(tuple(tensors), plan, {ADAPTER_CONFIG_NAME: text})
+
+
+def _refuse_unused(options: MergeOptions) -> None:
+    """Refuse options that an adapter by itself cannot follow, rather than ignore them."""
+    unused = {
+        "dtype": options.dtype != "keep",
+        "keep-fp32": options.keep_fp32 is not None,
+        "include": options.include is not None,
+        "exclude": options.exclude is not None,
+        "max-shard-size": options.max_shard_size is not None,
+    }
+    names = [name for name, is_given in unused.items() if is_given]
+    if names:
+        raise UsageError(
+            f"--lora adapter writes the adapter as it is: --{names[0]} cannot apply to it",
+            hint="leave it out, or write the fused model",
+        )
+
+
+def _has_weight(path: str, tensors: Mapping[str, Recipe]) -> bool:
+    """Tell whether a module, or a parameter, of this name is among some tensors."""
+    return path in tensors or f"{path}.weight" in tensors
 
 
 def _split(source: Source) -> Split:

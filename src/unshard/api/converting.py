@@ -1,7 +1,9 @@
 """From a checkpoint to the output's tensors: adapters, names, ties, selection, dtypes."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from unshard.api.adapters import fuse_adapter
 from unshard.api.options import MergeOptions
@@ -11,11 +13,11 @@ from unshard.convert.expected import Expected, check_expected
 from unshard.convert.names import Renamed, hub_names, names_of_base
 from unshard.convert.outputs import Converted, finish, select
 from unshard.convert.precision import Fields, Precision, precision
-from unshard.convert.recipes import Recipe, Take
+from unshard.convert.recipes import Recipe, Take, shape_of
 from unshard.errors import ConversionError
 from unshard.read.base import Base
-from unshard.read.ties import find_ties
-from unshard.tensors.catalog import Catalog
+from unshard.read.ties import Ties, are_tied, find_ties, is_head
+from unshard.tensors.boxes import Box
 from unshard.write.companions import load_config
 
 __all__ = ["Outcome", "convert"]
@@ -32,48 +34,43 @@ class Outcome:
 
 def convert(source: Source, options: MergeOptions) -> Outcome:
     """Decide names, ties, selection and dtypes of the output."""
-    catalog = source.checkpoint.catalog
-    config = load_config(catalog.companions)
+    config = load_config(source.checkpoint.catalog.companions)
     adapted = fuse_adapter(source, options)
-    tensors: dict[str, Recipe] = dict(adapted.tensors)
-    ties = find_ties(catalog.tensors, config)
-    notes = [
-        f"{head} differs from {embedding}, though config.json says that they are tied: both are "
-        "written, and config.json says so"
-        for head, embedding in ties.different.items()
-    ]
-    notes += adapted.notes
-    tensors = without_trl_wrapper(tensors)
+    tensors, notes = without_trl_wrapper(adapted.tensors), list(adapted.notes)
     if options.names == "hub":
         renamed = _named(tensors, source.base, config)
         tensors, notes = renamed.tensors, [*notes, *renamed.notes]
-    tied = _repeated(tensors, catalog, ties.equal)
-    tensors = {name: one for name, one in tensors.items() if name not in tied}
-    tensors = select(tensors, options.include, options.exclude)
+    ties = _ties(tensors, config)
+    notes += [
+        f"{head} differs from {embedding}, though the model's config says that they are tied: both "
+        "are written, and config.json says so"
+        for head, embedding in ties.different.items()
+    ]
+    tensors = {name: one for name, one in tensors.items() if name not in ties.equal}
+    whole, tensors = tensors, select(tensors, options.include, options.exclude)
     rule = _precision(source.base, config, options)
     if source.base is not None:
-        notes += _check_base(tensors, source.base, options, tied)
+        left_out = [name for name in whole if name not in tensors]
+        notes += _check_base(tensors, source.base, options, config, left_out)
     if config is not None:
+        config = _resized(config, source, tensors)
         config = critic_config(config, tensors)
-        untied = ties.different or len(tied) < len(ties.equal)
-        config = _untied(config) if untied else config
+        config = _untied(config) if ties.different else config
     return Outcome(finish(tensors, rule), config, tuple(notes))
 
 
-def _repeated(
-    tensors: Mapping[str, Recipe], catalog: Catalog, equal: Mapping[str, str]
-) -> set[str]:
-    """Return the output names of tied heads, as long as both they and the embedding stay as stored.
+def _ties(tensors: Mapping[str, Recipe], config: Fields | None) -> Ties:
+    """Find tied weights among the output's tensors; one with an adapter in it equals no other."""
+    stored = {name: one.entry for name, one in tensors.items() if _is_stored(one)}
+    computed = {name: shape_of(one) for name, one in tensors.items() if name not in stored}
+    return find_ties(stored, computed, config)
 
-    An embedding that an adapter was fused into is no longer the head's.
-    """
-    stored = {id(one.entry): name for name, one in tensors.items() if isinstance(one, Take)}
-    pairs = ((catalog.tensors[head], catalog.tensors[other]) for head, other in equal.items())
-    return {
-        stored[id(head)]
-        for head, embedding in pairs
-        if id(head) in stored and id(embedding) in stored
-    }
+
+def _is_stored(recipe: Recipe) -> TypeGuard[Take]:
+    """Tell whether a recipe is a whole tensor as it is stored."""
+    if not isinstance(recipe, Take) or recipe.permutation is not None:
+        return False
+    return recipe.box == Box.whole(recipe.entry.shape)
 
 
 def _named(tensors: Mapping[str, Recipe], base: Base | None, config: Fields | None) -> Renamed:
@@ -91,18 +88,57 @@ def _precision(base: Base | None, config: Fields | None, options: MergeOptions) 
 
 
 def _check_base(
-    tensors: Mapping[str, Recipe], base: Base, options: MergeOptions, tied: set[str]
+    tensors: Mapping[str, Recipe],
+    base: Base,
+    options: MergeOptions,
+    config: Fields | None,
+    left_out: Sequence[str],
 ) -> list[str]:
-    """Compare the names with the base's; those that the user left out are not missed."""
-    excused = tied
-    if options.include is not None or options.exclude is not None:
-        excused = set(base.files)
-    return check_expected(
+    """Compare names and shapes with the base's.
+
+    What the user left out is not missed, nor is a head that is tied, on either side.
+    """
+    excused = {*left_out, *_unselected(base.files, options)}
+    if config is not None and are_tied(config):
+        excused |= {name for name in (*base.files, *tensors) if is_head(name)}
+    notes = check_expected(
         tensors,
         Expected(base.name, base.files, base.shapes, excused),
         allow_missing=options.allow_missing,
         allow_unexpected=options.allow_unexpected,
     )
+    if options.dtype == "base":
+        unknown = [name for name in tensors if name not in base.dtypes]
+        if unknown:
+            notes.append(f"{len(unknown)} tensors have no dtype in {base.name} and keep their own")
+    return notes
+
+
+def _unselected(names: Iterable[str], options: MergeOptions) -> list[str]:
+    """Return the names that `--include` and `--exclude` leave out."""
+    kept = [re.compile(options.include)] if options.include is not None else []
+    dropped = [re.compile(options.exclude)] if options.exclude is not None else []
+    return [
+        name
+        for name in names
+        if not all(one.search(name) for one in kept) or any(one.search(name) for one in dropped)
+    ]
+
+
+def _resized(config: Fields, source: Source, tensors: Mapping[str, Recipe]) -> Fields:
+    """Return a config of the base model's with the vocabulary that the embedding has now."""
+    base = source.base
+    if base is None or source.checkpoint.catalog.companions.config != base.companions.config:
+        return config
+    for name, shape in base.shapes.items():
+        rows = shape_of(tensors[name])[:1] if name in tensors else ()
+        if name.endswith("embed_tokens.weight") and rows and rows != shape[:1]:
+            text = config.get("text_config")
+            if isinstance(text, dict) and text.get("vocab_size") == shape[0]:
+                config = {**config, "text_config": {**text, "vocab_size": rows[0]}}
+            if config.get("vocab_size") == shape[0]:
+                config = {**config, "vocab_size": rows[0]}
+    return config
 
 
 def _untied(config: Fields) -> Fields:

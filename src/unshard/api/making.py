@@ -96,8 +96,10 @@ def _compare_with_base(prepared: Prepared, listener: Listener) -> Noticed:
         return Noticed()
     listener(Stage("comparing with the base"))
     compared = [tensor for tensor in prepared.tensors if tensor.name in base.tensors]
+    if not compared:
+        return Noticed()
     changed = len(compared) - len(unchanged(compared, base.tensors))
-    if compared and not changed:
+    if not changed:
         warning = (
             f"ALL {len(compared)} TENSORS EQUAL THOSE OF {base.name}: this output is the base "
             "model. Was the right checkpoint merged, and was anything trained?"

@@ -8,7 +8,7 @@ from unshard.api.making import Noticed, make, places, weight_files
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import prepare
 from unshard.api.sources import open_source
-from unshard.errors import IncompleteError
+from unshard.errors import IncompleteError, UsageError
 from unshard.progress import Listener, Stage, Warned, ignore
 from unshard.read.discover import all_steps
 from unshard.write.hub import check_repo, push
@@ -145,6 +145,10 @@ def merge_all(
         UnshardError: a step cannot be merged; the outputs of those before it stay.
     """
     chosen = options or MergeOptions()
+    if chosen.push_to_hub is not None:
+        raise UsageError("--all-steps with --push-to-hub: one repository cannot hold all of them")
+    if chosen.step is not None:
+        raise UsageError(f"--all-steps with --step {chosen.step}: which of them?")
     reports = []
     for location in all_steps(Path(run), chosen.request):
         target = None if output is None else Path(output) / location.default_output.name

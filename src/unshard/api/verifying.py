@@ -1,15 +1,17 @@
 """`verify`: a merged model compared with what it was merged from, or with another model."""
 
+import json
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import prepare
-from unshard.api.sources import open_source
+from unshard.api.sources import Source, open_source
+from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of
 from unshard.engines.compare import compare
 from unshard.errors import UsageError
@@ -17,7 +19,10 @@ from unshard.plan.pairs import as_stored
 from unshard.progress import Listener, Stage, ignore
 from unshard.read.inflate import inflate, inflated_bytes
 from unshard.read.open import open_whole
+from unshard.read.ties import find_ties
+from unshard.write.companions import load_config
 from unshard.write.comparison import Comparison, Tolerances
+from unshard.write.record import RECORD_NAME
 
 __all__ = ["verify"]
 
@@ -29,7 +34,12 @@ def verify(
     atol: float = 0.0,
     rtol: float = 0.0,
     load: bool = False,
-    names: str = "hub",
+    names: str | None = None,
+    base: str | Path | None = None,
+    include: str | None = None,
+    exclude: str | None = None,
+    lora_alpha: float | None = None,
+    config: str | Path | None = None,
     weights: str | None = None,
     role: str | None = None,
     step: int | None = None,
@@ -52,7 +62,10 @@ def verify(
         atol: allowed |ours - theirs|; with `rtol` added.
         rtol: allowed |ours - theirs| / |theirs|. Both 0: bit by bit.
         load: also load names and shapes with transformers (extra `torch`).
-        names: "hub" or "training": which names `merge` gave the output.
+        names, include, exclude, lora_alpha: what `merge` was told; by default what the output's
+            own record says.
+        base: the base model that `merge` was given.
+        config: config.json, or its directory; by default the output's own.
         weights: which weights of `against`; as in `merge`, like all that follow.
         role: actor or critic.
         step: of several.
@@ -69,8 +82,9 @@ def verify(
     """
     if not (0 <= atol < inf and 0 <= rtol < inf):
         raise UsageError("--atol, --rtol: a tolerance must be a number, 0 or more")
-    options = MergeOptions(
-        names=names,
+    told = _Told(names, base, include, exclude, lora_alpha, config)
+    options = replace(
+        told.options(Path(output)),
         weights=weights,
         role=role,
         step=step,
@@ -93,7 +107,7 @@ def verify(
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="_unshard-"))
             catalog = inflate(catalog, Path(scratch) / "items")
             source = replace(source, checkpoint=replace(source.checkpoint, catalog=catalog))
-        theirs = prepare(source, options).tensors
+        theirs = _theirs(source, options, {one.name for one in mine})
         found = compare(mine, theirs, Tolerances(atol, rtol), settings, listener)
     if not load:
         return found
@@ -102,3 +116,65 @@ def verify(
     listener(Stage("loading"))
     forms = {one.name: (one.dtype, shape_of(one.recipe)) for one in mine}
     return replace(found, loading=verify_load(ours.location.weights_dir, forms))
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the user says of the merge that made the output; the rest stands in its record."""
+
+    names: str | None
+    base: str | Path | None
+    include: str | None
+    exclude: str | None
+    lora_alpha: float | None
+    config: str | Path | None
+
+    def options(self, output: Path) -> MergeOptions:
+        """Return the options to convert the other side by."""
+        record = _recorded(output)
+        own = output / "config.json"
+        by_default = "hub" if self.base is not None else record.get("names", "hub")
+        return MergeOptions(
+            names=self.names or by_default,
+            base=self.base,
+            include=self.include or record.get("include"),
+            exclude=self.exclude or record.get("exclude"),
+            lora_alpha=self.lora_alpha or _number(record.get("lora_alpha")),
+            config=own if self.config is None and own.is_file() else self.config,
+            allow_missing=True,
+            allow_unexpected=True,
+        )
+
+
+def _theirs(source: Source, options: MergeOptions, ours: set[str]) -> Sequence[Converted]:
+    """Return what the output is compared with: a model as it is, or a checkpoint as merged.
+
+    A whole model is taken as it is if that fits the output's names better; a head that it stores
+    twice, tied, is not missed.
+    """
+    merged: Sequence[Converted] = prepare(source, options).tensors
+    if source.checkpoint.location.format.sharded:
+        return merged
+    stored = as_stored(source.checkpoint.catalog)
+    wanted = {one.name for one in merged}
+    if len(ours ^ {one.name for one in stored}) > len(ours ^ wanted):
+        return merged
+    tied = find_ties(
+        source.checkpoint.catalog.tensors, {}, load_config(source.checkpoint.catalog.companions)
+    )
+    return [one for one in stored if one.name in ours or one.name not in tied.equal]
+
+
+def _recorded(output: Path) -> dict[str, str]:
+    """Return what the output's record says of the options that shaped it."""
+    folder = output if output.is_dir() else output.parent
+    try:
+        options = json.loads((folder / RECORD_NAME).read_bytes())["options"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    known = ("names", "include", "exclude", "lora_alpha")
+    return {key: options[key] for key in known if key in options} if options else {}
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

@@ -47,9 +47,27 @@ def verify(
         ),
     ] = False,
     names: Annotated[
-        str,
-        typer.Option(metavar="hub|training", help="Tensor names that the output was given."),
-    ] = "hub",
+        str | None,
+        typer.Option(
+            metavar="hub|training",
+            help="Tensor names that the output was given.  [default: as its record says]",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The base model that merge was given.")
+    ] = None,
+    include: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="As merge.  [default: as its record says]")
+    ] = None,
+    exclude: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="As merge.  [default: as its record says]")
+    ] = None,
+    lora_alpha: Annotated[
+        float | None, typer.Option(help="As merge.  [default: as its record says]")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="config.json to convert by.  [default: the output's own]")
+    ] = None,
     weights: Weights = None,
     role: Role = None,
     step: Step = None,
@@ -78,6 +96,11 @@ def verify(
             rtol=rtol,
             load=load,
             names=names,
+            base=base,
+            include=include,
+            exclude=exclude,
+            lora_alpha=lora_alpha,
+            config=config,
             weights=weights,
             role=role,
             step=step,

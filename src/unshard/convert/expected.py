@@ -9,6 +9,9 @@ from unshard.errors import ConversionError, raise_all
 __all__ = ["Expected", "check_expected"]
 
 _SHOWN = 8
+_PER_TOKEN = frozenset(
+    "embed_tokens lm_head wte embed_in embed_out word_embeddings tok_embeddings shared".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ def check_expected(
         ConversionError: tensors are missing or unexpected, and that was not allowed.
     """
     missing = [name for name in expected.names if name not in {*tensors, *expected.excused}]
-    unexpected = [name for name in tensors if name not in expected.names]
+    unexpected = [name for name in tensors if name not in {*expected.names, *expected.excused}]
     problems, notes = [], []
     for kind, names, allowed in (
         ("missing", missing, allow_missing),
@@ -61,19 +64,48 @@ def check_expected(
                     hint=f"is that the model it was trained from? else --allow-{kind}",
                 )
             )
-    raise_all(ConversionError, f"the names do not fit {expected.name}", problems)
+    problems += _misfits(tensors, expected)
+    raise_all(ConversionError, f"the tensors do not fit {expected.name}", problems)
     return notes + _resized(tensors, expected)
 
 
-def _resized(tensors: Mapping[str, Recipe], expected: Expected) -> list[str]:
-    """Say which tensors have another shape than the base's: a resized vocabulary, or a mistake."""
-    changed = [
-        f"{name} {list(expected.shapes[name])} -> {list(shape_of(recipe))}"
+def _changed(tensors: Mapping[str, Recipe], expected: Expected) -> dict[str, str]:
+    """Return what became of every shape that is not the base's."""
+    return {
+        name: f"{name} {list(expected.shapes[name])} -> {list(shape_of(recipe))}"
         for name, recipe in tensors.items()
         if name in expected.shapes and shape_of(recipe) != expected.shapes[name]
+    }
+
+
+def _is_resized(name: str, found: tuple[int, ...], stated: tuple[int, ...]) -> bool:
+    """Tell whether only the vocabulary of an embedding or a head may have been resized."""
+    end = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    return end in _PER_TOKEN and found[1:] == stated[1:]
+
+
+def _misfits(tensors: Mapping[str, Recipe], expected: Expected) -> list[ConversionError]:
+    """Refuse other shapes: this is not the model that was trained."""
+    wrong = [
+        text
+        for name, text in _changed(tensors, expected).items()
+        if not _is_resized(name, shape_of(tensors[name]), expected.shapes[name])
     ]
+    if not wrong:
+        return []
+    return [
+        ConversionError(
+            f"{len(wrong)} tensors have another shape than in {expected.name}",
+            found=", ".join(wrong[:_SHOWN]) + (" …" if len(wrong) > _SHOWN else ""),
+            hint="is that the model it was trained from?",
+        )
+    ]
+
+
+def _resized(tensors: Mapping[str, Recipe], expected: Expected) -> list[str]:
+    """Say that the vocabulary was resized."""
+    changed = list(_changed(tensors, expected).values())
     if not changed:
         return []
-    more = " …" if len(changed) > _SHOWN else ""
-    listed = ", ".join(changed[:_SHOWN]) + more
-    return [f"{len(changed)} tensors have another shape than in {expected.name}: {listed}"]
+    listed = ", ".join(changed[:_SHOWN])
+    return [f"{len(changed)} tensors have another vocabulary than {expected.name}: {listed}"]

@@ -1,8 +1,7 @@
 """Names of the output: from those of training to those of the hub, or to those of a base model.
 
-What a family's names are stands in `families`; here they are applied to tensors, and checked: the
-sizes of experts against config.json, and that no two tensors get one name. Names that are the hub's
-already stay.
+What a family's names are stands in `families`; here they are applied, and checked: the sizes of
+experts against config.json, and that no two tensors get one name. Hub names stay.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,9 +20,10 @@ from unshard.convert.families import ADVICE, FAMILIES, VARIANTS, Experts, Rename
 from unshard.convert.recipes import Recipe, shape_of, transposed
 from unshard.errors import ConversionError, raise_all
 
-__all__ = ["Renamed", "hub_names", "names_of_base"]
+__all__ = ["Renamed", "hub_names", "names_of_base", "training_names"]
 
 _Shape = tuple[int, ...]
+_Config = Mapping[str, object] | None
 _Piece = tuple[str, Recipe]
 _FAMILY_OF = {
     model_type: family for family in FAMILIES for model_type in family.model_types.split()
@@ -56,7 +56,7 @@ class _Rules:
     sizes: tuple[Sizes, ...]
 
 
-def hub_names(tensors: Mapping[str, Recipe], config: Mapping[str, object] | None) -> Renamed:
+def hub_names(tensors: Mapping[str, Recipe], config: _Config) -> Renamed:
     """Give tensors the names and the layout in which transformers saves a model.
 
     Experts that training stacked come one by one, in the place of the tensor that held them. Of a
@@ -73,10 +73,16 @@ def hub_names(tensors: Mapping[str, Recipe], config: Mapping[str, object] | None
     return _renamed(((name, _on_hub(name, one, rules)) for name, one in tensors.items()), rules)
 
 
+def training_names(tensors: Mapping[str, Recipe], config: _Config) -> dict[str, Recipe]:
+    """Give a model's tensors the names that they have in training; experts stay as they are."""
+    back = _back(_rules(config).renames)
+    return {_applied(name, back): recipe for name, recipe in tensors.items()}
+
+
 def names_of_base(
     tensors: Mapping[str, Recipe],
     base_names: Collection[str],
-    config: Mapping[str, object] | None,
+    config: _Config,
     shapes: Mapping[str, _Shape] = MappingProxyType({}),
 ) -> Renamed:
     """Give tensors the names and the layout of a base model, wherever the table leads there.
@@ -114,7 +120,7 @@ def names_of_base(
     return Renamed(_turned(renamed.tensors, shapes, rules), renamed.notes)
 
 
-def _rules(config: Mapping[str, object] | None) -> _Rules:
+def _rules(config: _Config) -> _Rules:
     """Gather what applies: of configs inside the config all but what is tied to a name's start."""
     configs = list(_configs(config or {}))
     model_types = tuple(str(one.get("model_type", "")) for one in configs)

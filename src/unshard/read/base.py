@@ -128,15 +128,24 @@ def _from_hub(spec: str, *, needs_weights: bool) -> Path:
         cached = Path(snapshot_download(spec, local_files_only=True))
     except (OSError, ValueError):
         cached = None
-    if cached is not None and (_holds_weights(cached) or not needs_weights):
+    if cached is not None and (
+        _holds_weights(cached) or not (needs_weights or _is_partial(cached))
+    ):
         return cached
     try:
         return Path(snapshot_download(spec, allow_patterns=wanted))
     except (OSError, ValueError) as error:  # the hub's own errors are of these kinds
+        if cached is not None and not needs_weights:
+            return cached
         raise ConversionError(
             f"--base {spec}: cannot be had from the Hugging Face hub: {_first_line(error)}",
             hint="check the id, log in with `hf auth login`, or give a directory",
         ) from error
+
+
+def _is_partial(snapshot: Path) -> bool:
+    """Tell whether what is in the cache came with a config alone, say, and lacks the tokenizer."""
+    return not any(path.name.startswith(("tokenizer", "vocab")) for path in snapshot.iterdir())
 
 
 _Headers = tuple[dict[str, str], dict[str, DType], dict[str, tuple[int, ...]]]

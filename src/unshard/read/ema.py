@@ -6,6 +6,7 @@ What the EMA set lacks is taken from the regular weights of the same step, and c
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from unshard.errors import NotMergeableError
 from unshard.tensors.catalog import TensorEntry
 
 __all__ = ["Filled", "filled"]
@@ -22,10 +23,21 @@ class Filled:
 
 
 def filled(ema: Mapping[str, TensorEntry], regular: Mapping[str, TensorEntry]) -> Filled:
-    """Return the EMA tensors, completed by the regular ones."""
+    """Return the EMA tensors, completed by the regular ones.
+
+    Raises:
+        NotMergeableError: the EMA set has names that the regular weights lack: other words for the
+            same tensors, perhaps, and nothing says which.
+    """
+    alone = [name for name in ema if name not in regular]
+    if alone:
+        raise NotMergeableError(
+            f"the EMA set holds {len(alone)} tensors that the regular weights lack: {alone[0]} …",
+            expected=f"names such as {next(iter(regular), 'none')}",
+            hint="merge the EMA directory where no regular weights lie beside it",
+        )
     missing = [name for name in regular if name not in ema]
     tensors = {name: ema.get(name, entry) for name, entry in regular.items()}
-    tensors |= {name: entry for name, entry in ema.items() if name not in regular}
     if not missing:
         return Filled(tensors, ())
     listed = ", ".join(missing[:_SHOWN]) + (" …" if len(missing) > _SHOWN else "")

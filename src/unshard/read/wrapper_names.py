@@ -29,6 +29,7 @@ _WRAPPERS = frozenset(
     }
 )
 _LEADING = "module."
+_AVERAGES = "n_averaged"  # of torch.optim.swa_utils.AveragedModel
 
 
 def unwrapped(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], list[str]]:
@@ -38,14 +39,17 @@ def unwrapped(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry
         CorruptError: names become one whose tensors are not equal.
     """
     names = {name: _without_wrappers(name) for name in tensors}
+    counter = names.pop(_AVERAGES, None)
     while names and all(name.startswith(_LEADING) for name in names.values()):
         names = {name: short.removeprefix(_LEADING) for name, short in names.items()}
     kept: dict[str, TensorEntry] = {}
     notes: list[str] = []
+    if counter is not None:
+        notes.append(f"{_AVERAGES} is the counter of an averaged model: left out")
     problems: list[CorruptError] = []
     with OpenFiles(os.O_RDONLY, limit=16) as files:
-        for name, entry in tensors.items():
-            short = names[name]
+        for name, short in names.items():
+            entry = tensors[name]
             first = kept.get(short)
             if first is None:
                 kept[short] = replace(entry, fqn=short)

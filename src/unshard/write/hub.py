@@ -6,6 +6,7 @@ disk, and the error says so.
 
 import glob
 import json
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +70,9 @@ def push(directory: Path, repo: str, names: Collection[str], *, private: bool, b
         with _progress_bars(shown=bars):
             return _upload(HfApi(), directory, repo, names, private=private)
     except Exception as error:
-        again = f"hf upload {repo} {directory} ." + (" --private" if private else "")
+        only = "".join(f" --include {shlex.quote(name)}" for name in names)
+        again = f"hf upload {repo} {shlex.quote(str(directory))} .{only}"
+        again += " --private" if private else ""
         before = error.hint if isinstance(error, _NotPushed) else ""
         raise OutputError(
             f"{repo}: was not pushed to the hub: {_reason(error)}",
