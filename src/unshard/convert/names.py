@@ -25,9 +25,7 @@ __all__ = ["Renamed", "hub_names", "names_of_base", "training_names"]
 _Shape = tuple[int, ...]
 _Config = Mapping[str, object] | None
 _Piece = tuple[str, Recipe]
-_FAMILY_OF = {
-    model_type: family for family in FAMILIES for model_type in family.model_types.split()
-}
+_FAMILY_OF = {one: family for family in FAMILIES for one in family.model_types.split()}
 
 
 @dataclass(frozen=True, slots=True)
