@@ -173,3 +173,15 @@ def test_tensors_without_dimensions_or_elements_are_compared(store: Store) -> No
     for value in (scalar, empty):
         tensors = {"a": store.entry("a", value), "_orig_mod.a": store.entry("b", value)}
         assert list(unwrapped(tensors)[0]) == ["a"]
+
+
+def test_module_behind_another_wrapper_is_one_too(store: Store) -> None:
+    names = ["_forward_module.module.lm_head.weight", "model.layers.0.weight"]
+    kept, _ = unwrapped(store.entries(names))
+    assert list(kept) == ["lm_head.weight", "model.layers.0.weight"]
+
+
+def test_the_counter_of_an_averaged_model_does_not_keep_its_wrapper(store: Store) -> None:
+    kept, notes = unwrapped(store.entries(["n_averaged", "module.a", "module.b"]))
+    assert list(kept) == ["a", "b"]
+    assert any("n_averaged" in note for note in notes)

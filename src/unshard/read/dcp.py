@@ -19,10 +19,11 @@ from unshard.read.chunk_rows import ChunkRows, chunk_row
 from unshard.read.dcp_items import StoredItem, read_items
 from unshard.read.dcp_metadata import DcpMetadata, Item, StoredTensor, read_metadata
 from unshard.read.dcp_names import model_names
-from unshard.read.dcp_objects import read_object
-from unshard.read.dcp_writers import training_state, without_wrapper_module, writer_of
+from unshard.read.dcp_objects import holds_model, read_object
+from unshard.read.dcp_writers import WRAPPING, training_state, writer_of
 from unshard.read.format import Format, Location, Reading, ReadOptions
 from unshard.read.roots import files_in, find_file
+from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.boxes import is_row_major
 from unshard.tensors.catalog import ByteRange, TensorEntry
 
@@ -46,11 +47,13 @@ def _claims(name: str) -> bool:
 
 def _read(location: Location, options: ReadOptions) -> Reading:
     metadata = read_metadata(_metadata_files(location))
-    if not metadata.tensors:
+    if not metadata.tensors or holds_model(metadata):
         return read_object(metadata, location, options)
     chosen = model_names(metadata, str(location.weights_dir))
     writer = writer_of(location, metadata, chosen.prefix)
-    names = without_wrapper_module(chosen.names, writer)
+    names = dict(chosen.names)
+    if writer in WRAPPING:
+        names = without_wrapper_module(names)
     _check_disjoint(metadata, location)
     pieces = _Pieces(metadata, _Files(location.roots))
     for flat in names:
@@ -114,14 +117,14 @@ class _Files:
     """The files that items lie in, wherever they are among the roots."""
 
     def __init__(self, roots: tuple[Path, ...]) -> None:
-        self._roots = roots
+        self.roots = roots
         self._found: dict[str, tuple[int, Path, int] | None] = {}
         self.paths: list[Path] = []
 
     def find(self, name: str) -> tuple[int, Path, int] | None:
         """Return a file's number among `paths`, its path and size in bytes; None if missing."""
         if name not in self._found:
-            found = find_file(self._roots, name)
+            found = find_file(self.roots, name)
             self._found[name] = None
             if found is not None:
                 self._found[name] = (len(self.paths), found, found.stat().st_size)
@@ -210,7 +213,7 @@ class _Pieces:
         missing = self.files.missing
         if missing:
             raise IncompleteError(
-                f"{self.files.paths[0].parent if self.files.paths else 'the checkpoint'}: "
+                f"{self.files.roots[0]}: "
                 f"{len(missing)} files that the metadata names are missing: "
                 f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}",
                 hint="copy them here from the nodes that wrote them, or name those nodes' "

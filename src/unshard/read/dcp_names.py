@@ -56,7 +56,9 @@ def model_names(metadata: DcpMetadata, where: str) -> ModelNames:
     """
     paths = {name: metadata.paths.get(name, (name,)) for name in metadata.tensors}
     prefixes = {name: _prefix(path) for name, path in paths.items()}
-    prefix = _choose(metadata, prefixes, where) or ()
+    prefix = _choose(metadata, prefixes, where)
+    if prefix is None:
+        return ModelNames((), {}, tuple(_skipped(metadata, {})))
     names = {
         name: ".".join(paths[name][len(prefix) :]) for name, at in prefixes.items() if at == prefix
     }
@@ -87,7 +89,7 @@ def _choose(metadata: DcpMetadata, prefixes: Mapping[str, Path | None], where: s
     found = Counter([at for at in prefixes.values() if at is not None])
     named = [at for at in found if at and at[-1] in _MODEL]
     top = [metadata.tensors[name] for name, at in prefixes.items() if at == ()]
-    if len(found) > 1 and not any(tensor.shape for tensor in top):
+    if not any(tensor.shape for tensor in top):
         del found[()]  # counters beside the state dict
     candidates = named or list(found)
     if len(candidates) > 1:

@@ -16,9 +16,14 @@ from unshard.read.rank_file import tensors_of
 from unshard.read.tensor_views import is_tensor
 from unshard.tensors.catalog import ByteRange, Skipped
 
-__all__ = ["read_object"]
+__all__ = ["holds_model", "read_object"]
 
 _MODEL = ("model", "state_dict", "module", "model_state_dict")
+
+
+def holds_model(metadata: DcpMetadata) -> bool:
+    """Tell whether a save that was not flattened keeps the model as one object."""
+    return not metadata.paths and any(name in metadata.objects for name in _MODEL)
 
 
 def read_object(metadata: DcpMetadata, location: Location, options: ReadOptions) -> Reading:
@@ -54,6 +59,7 @@ def read_object(metadata: DcpMetadata, location: Location, options: ReadOptions)
             hint="save it again with the default planner",
         )
     others = [Skipped(other, "not model weights: object") for other in metadata.objects]
+    others += [Skipped(other, "not model weights: tensor") for other in metadata.tensors]
     return Reading(
         writer="torch",
         world_size=1,

@@ -5,7 +5,6 @@ itself: every name starts with it (`model.model.norm.weight`). Nothing else is t
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from unshard.containers.torch_file import read_torch_file
@@ -13,9 +12,12 @@ from unshard.read.dcp_metadata import DcpMetadata
 from unshard.read.format import Location
 from unshard.read.pickle_values import items_of
 
-__all__ = ["training_state", "without_wrapper_module", "writer_of"]
+__all__ = ["WRAPPING", "training_state", "writer_of"]
 
 _LIGHTNING, _COMPOSER = "Lightning", "Composer"
+WRAPPING = (_LIGHTNING, _COMPOSER)
+"""Writers that save a module of their own around the model."""
+
 _TRAINING_STATE = (
     "optimizer_*",
     "optim",
@@ -52,14 +54,6 @@ def _is_lightning_trainer(meta: Path) -> bool:
     """Tell Lightning's Trainer, which saves a LightningModule, from Fabric, which does not."""
     items = items_of(read_torch_file(meta).value)
     return items is not None and "pytorch-lightning_version" in items
-
-
-def without_wrapper_module(names: Mapping[str, str], writer: str) -> dict[str, str]:
-    """Take the attribute of a LightningModule or ComposerModel off all names, if all have it."""
-    first = {name.partition(".")[0] for name in names.values()}
-    if writer not in (_LIGHTNING, _COMPOSER) or len(first) != 1:
-        return dict(names)
-    return {flat: name.partition(".")[2] or name for flat, name in names.items()}
 
 
 def training_state(location: Location) -> tuple[Path, ...]:

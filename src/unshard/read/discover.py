@@ -35,10 +35,12 @@ _MODEL_DIR, _EMA_DIR = "pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0"
 _ROLES = ("actor", "critic")
 _FSDP_FOLDER = re.compile(r"pytorch_(?:ema_)?model_fsdp_\d+")
 _FOLDERS = ("model", "model_and_optim", "sharded")
-_WEIGHT_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th")
+_WEIGHT_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar", "")
 _TRAINING_STATE = re.compile(
-    r"(?:rng_state|random_states|scheduler|optimizer|training_args|sampler|data)(?:_.*)?\.\w+"
+    r"(?:rng_state|random_states|scheduler|optimizer|sampler|scaler|data)(?:_\d+)?\.\w+"
+    r"|training_args\.bin"
 )
+_RUN_FOLDERS = ("checkpoint", "checkpoints", "outputs")
 _UPWARD = 3
 _NESTED_RUNS = 1
 
@@ -54,30 +56,34 @@ def discover(path: Path, request: Request) -> list[Location]:
     """
     if not path.exists():
         raise UnknownFormatError(f"{path}: there is no such file or directory")
-    start = path.resolve()
+    start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
     if _is_checkpoint_file(start):
         folder = start.parent
         file = Location(folder, folder, _step(folder.name), None, "model", WHOLE_FILES, start)
         return [_choose(start, [file], request, explicit=True)]
     place = start.parent if start.is_file() else start
-    for sharded in (True, False):
-        found = _in_step(place, sharded=sharded)
-        if found:
-            return [_choose(place, _about(start, found), request, explicit=True)]
-        locations = _in_run(place, request, sharded=sharded, depth=_NESTED_RUNS)
-        if locations:
-            return locations
+    found = _in_step(place, sharded=True)
+    steps = [] if found else _in_run(place, request, depth=_NESTED_RUNS)
+    if not found and not any(at.format.sharded for at in steps):
+        found = _in_step(place, sharded=False)
+    if found:
+        return [_choose(place, _about(start, found), request, explicit=True)]
+    if steps:
+        return steps
     for above in list(place.parents)[:_UPWARD]:
         found = _in_step(above, sharded=True)
         if found:
             inside = [at for at in found if start.is_relative_to(at.weights_dir)]
             return [_choose(above, inside or found, request, explicit=True)]
+    for name in _RUN_FOLDERS:
+        if (place / name).is_dir():
+            return discover(place / name, request)
     raise _nothing_found(path)
 
 
 def _is_checkpoint_file(path: Path) -> bool:
     """Tell whether a path is a file of weights that is no part of a larger set."""
-    is_weights = path.is_file() and path.suffix in _WEIGHT_FILES
+    is_weights = path.is_file() and path.suffix.lower() in _WEIGHT_FILES
     if _TRAINING_STATE.fullmatch(path.name):
         return False
     return is_weights and not any(one.claims(path.name) for one in FORMATS)
@@ -180,7 +186,7 @@ def _steps(run: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def _in_run(run: Path, request: Request, *, sharded: bool, depth: int) -> list[Location]:
+def _in_run(run: Path, request: Request, *, depth: int) -> list[Location]:
     """Return what the steps of a run hold; verl's torchtitan engine has steps within steps."""
     steps = _steps(run)
     if steps and request.step is not None:
@@ -188,15 +194,17 @@ def _in_run(run: Path, request: Request, *, sharded: bool, depth: int) -> list[L
         steps = [(step, place) for step, place in steps if step == request.step]
         if not steps:
             raise UnknownFormatError(f"{run}: holds no step {request.step}", found=f"steps {there}")
-    locations = []
+    locations: list[Location] = []
+    empty: list[Path] = []
     for _, place in steps:
-        found = _in_step(place, sharded=sharded)
+        found = _in_step(place, sharded=True) or _in_step(place, sharded=False)
         if found:
             locations.append(_choose(place, found, request, explicit=False))
-        elif depth:
-            inner = replace(request, step=None)
-            locations += _in_run(place, inner, sharded=sharded, depth=depth - 1)
-    return locations
+        elif depth and (inner := _in_run(place, replace(request, step=None), depth=depth - 1)):
+            locations += inner
+        elif not locations:
+            empty.append(place)
+    return [replace(at, empty=tuple(empty)) for at in locations]
 
 
 def all_steps(run: Path, request: Request) -> list[Location]:
@@ -219,6 +227,9 @@ def _nothing_found(path: Path) -> UnknownFormatError:
     steps = _steps(folder)
     if steps:
         folder = steps[0][1]
+    files = sorted(
+        child for child in folder.iterdir() if child.suffix and _is_checkpoint_file(child)
+    )
     there = sorted(child.name + ("/" if child.is_dir() else "") for child in folder.iterdir())
     shown = ", ".join(there[:12]) + (f" and {len(there) - 12} more" if len(there) > 12 else "")
     return UnknownFormatError(
@@ -228,6 +239,7 @@ def _nothing_found(path: Path) -> UnknownFormatError:
         "model.safetensors, here, in actor/, critic/, model/ or in step directories "
         "(global_step_N, checkpoint-N, step-N)",
         found=shown or "an empty directory",
+        hint=f"give the file itself: {files[0]}" if files else "",
     )
 
 

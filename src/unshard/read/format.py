@@ -63,6 +63,7 @@ class Location:
         format: how the weights are stored there.
         file: the one file that is meant, where the path names a file and the directory may hold
             other weights.
+        empty: higher steps of the run, which hold no weights and were passed over.
         also: directories that hold more files of the same checkpoint (of other nodes).
     """
 
@@ -73,6 +74,7 @@ class Location:
     weights: Weights
     format: "Format"
     file: Path | None = None
+    empty: tuple[Path, ...] = ()
     also: tuple[Path, ...] = ()
 
     @property

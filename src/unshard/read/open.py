@@ -17,6 +17,7 @@ from unshard.read.check import check
 from unshard.read.companions import find_companions
 from unshard.read.discover import discover, regular_of
 from unshard.read.ema import filled
+from unshard.read.flat_parameters import refuse_flat_parameters
 from unshard.read.format import Location, Reading, ReadOptions, Request
 from unshard.read.whole_files import WHOLE_FILES
 from unshard.read.wrapper_names import unwrapped
@@ -91,7 +92,7 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
         CheckpointError: there are none; or see the reader of whole files.
     """
     with _blaming(path):
-        start = path.resolve()
+        start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
         place = start.parent if start.is_file() else start
         if not start.exists() or not (start.is_file() or WHOLE_FILES.holds(start)):
             what = f"{path}: holds no whole weights"
@@ -148,7 +149,11 @@ def _read(location: Location, options: ReadOptions, passed_over: Sequence[str]) 
         archives=reading.archives,
         missing=reading.missing,
         missing_ranks=reading.missing_ranks,
-        notes=(*(f"passed over an incomplete step: {error}" for error in passed_over), *notes),
+        notes=(
+            *(f"passed over {path}: it holds no weights" for path in location.empty),
+            *(f"passed over an incomplete step: {error}" for error in passed_over),
+            *notes,
+        ),
     )
     check(catalog)
     return catalog
@@ -163,6 +168,8 @@ def _weights(
         raise NotMergeableError(
             f"{location.file or location.weights_dir}: holds no model weights",
             found=", ".join(one.fqn for one in reading.skipped[:8]) or "nothing at all",
+            hint="if this is a part of a checkpoint (its optimizer), give the directory above it",
         )
+    refuse_flat_parameters(location.weights_dir, reading.tensors)
     tensors, renamed = unwrapped(reading.tensors)
     return reading, tensors, [*reading.notes, *renamed]

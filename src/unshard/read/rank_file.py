@@ -9,6 +9,7 @@ from unshard.containers.records import Record, Value
 from unshard.containers.strided import read_strided
 from unshard.containers.torch_file import TorchFile, read_torch_file
 from unshard.errors import CorruptError, NotMergeableError, UnshardError
+from unshard.read.flat_parameters import refuse_flat_parameters
 from unshard.read.pickle_values import TensorFormError, items_of, named
 from unshard.read.rank_table import Kind, RankTable
 from unshard.read.tensor_views import StorageView, is_tensor
@@ -17,8 +18,6 @@ from unshard.tensors.dtypes import numpy_dtype
 from unshard.tensors.placements import PlacementError, Sharding, place
 
 __all__ = ["describe", "read_rank_file", "tensors_of"]
-
-_FLAT_PARAMETERS = ("_flat_param", "flat_param")
 
 
 def read_rank_file(path: Path, *, rank: int, file: int, allowed: frozenset[str]) -> RankTable:
@@ -65,15 +64,7 @@ def tensors_of(
     Raises:
         NotMergeableError: the values are FSDP1's flat parameters, which nothing can cut apart.
     """
-    flat = [name for name in items if name.rpartition(".")[2] in _FLAT_PARAMETERS]
-    if flat:
-        raise NotMergeableError(
-            f"{archive.path}: flat parameters of FSDP1 (LOCAL_STATE_DICT): {flat[0]} …",
-            expected="tensors under their own names and shapes",
-            found=f"{len(flat)} flat parameters, whose parts only the model knows",
-            hint="load it in the training code, on as many ranks, and save it again with "
-            "StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
-        )
+    refuse_flat_parameters(archive.path, items)
     return _Reader(archive, RankTable(rank, file_number), allowed).read(items)
 
 

@@ -138,7 +138,7 @@ def _choose(location: Location) -> tuple[_Set, list[str]]:
     meant = location.file.name if location.file else None
     if stated is not None:
         kept = [one for one in sets if one.world_size == stated]
-    elif meant is not None and len(sets) > 1 and not _NAMED.fullmatch(meant):
+    elif meant is not None and len(sets) > 1 and _is_rank_file(meant):
         kept = [one for one in sets if any(path.name == meant for path in one.files.values())]
     else:
         kept = [one for one in sets if one.is_complete] if len(sets) > 1 else sets

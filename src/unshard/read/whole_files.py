@@ -5,8 +5,10 @@ files hold: every name where it is said to be, none twice.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from unshard.containers.records import Value
 from unshard.containers.torch_file import read_torch_file
 from unshard.errors import CheckpointError, CorruptError, NotMergeableError, UnshardError, raise_all
 from unshard.read.chunk_rows import ChunkRows
@@ -21,8 +23,10 @@ from unshard.read.hub_files import (
     size_problem,
 )
 from unshard.read.nested_state import find_state_dict
+from unshard.read.pickle_values import items_of
 from unshard.read.rank_file import tensors_of
 from unshard.read.whole_names import WholeSet, choose_files, holds_whole_files, is_part_of_set
+from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.boxes import row_major_strides
 from unshard.tensors.catalog import ByteRange, Skipped, TensorEntry
 
@@ -106,8 +110,12 @@ class _Union:
             tensors_of(file, state.items, rank=0, file_number=number, allowed=self._allowed)
         )
         self.problems += gathered.problems
-        for draft in gathered.drafts.values():
-            self._add(path, draft.entry(self._paths))
+        names = {name: name for name in gathered.drafts}
+        if state.under == "state.model" or _is_lightning(file.value):
+            names = without_wrapper_module(names)
+        for name, draft in gathered.drafts.items():
+            entry = draft.entry(self._paths)
+            self._add(path, replace(entry, fqn=names[name]))
         left = {name: Skipped(name, reason) for name, reason in state.skipped.items()}
         self.skipped |= gathered.skipped | left
         if state.under:
@@ -126,6 +134,11 @@ class _Union:
                 )
             )
         self.tensors.setdefault(entry.fqn, entry)
+
+
+def _is_lightning(value: Value) -> bool:
+    """Tell a checkpoint of Lightning's Trainer, whose module wraps the model."""
+    return "pytorch-lightning_version" in (items_of(value) or {})
 
 
 def _lists(pieces: Mapping[str, object]) -> list[list[object]]:

@@ -22,6 +22,7 @@ _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.(safetensors|bin)")
 _INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")
 _KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 _ACCELERATE = "pytorch_model_fsdp.bin"
+_ACCELERATE_MODEL = re.compile(r"pytorch_model_fsdp(_\d+)?\.bin")
 _SINGLE = frozenset({*(f"{stem}.{suffix}" for stem, suffix in _KINDS), _ACCELERATE})
 
 
@@ -42,7 +43,11 @@ class WholeSet:
 
 def holds_whole_files(directory: Path) -> bool:
     """Tell whether whole weights lie in a directory."""
-    return any(path.name in _SINGLE or is_part_of_set(path.name) for path in directory.iterdir())
+    names = [path.name for path in directory.iterdir()]
+    return any(
+        name in _SINGLE or is_part_of_set(name) or _ACCELERATE_MODEL.fullmatch(name)
+        for name in names
+    )
 
 
 def is_part_of_set(name: str) -> bool:
@@ -65,8 +70,15 @@ def choose_files(location: Location) -> WholeSet:
         found = _of_kind(directory, stem, suffix)
         if found is not None:
             return found
-    if (directory / _ACCELERATE).is_file():
-        return WholeSet((directory / _ACCELERATE,))
+    models = [one for one in sorted(directory.iterdir()) if _ACCELERATE_MODEL.fullmatch(one.name)]
+    if len(models) > 1:
+        raise NotMergeableError(
+            f"{directory}: holds the weights of {len(models)} models",
+            found=", ".join(one.name for one in models),
+            hint="say which one, by giving its file",
+        )
+    if models:
+        return WholeSet((models[0],))
     return _only_numbered(directory)
 
 

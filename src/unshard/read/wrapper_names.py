@@ -2,7 +2,7 @@
 
 A wrapper's attribute may stand anywhere in a name (`layers.0._orig_mod.weight`) and never means
 anything. `module` (DDP, DeepSpeed, torch's AveragedModel) may also be a model's own word; it is
-taken out only in front, where every name starts with it.
+taken out behind another wrapper, and in front where every name starts with it.
 
 Sources: FSDP_WRAPPED_MODULE, _CHECKPOINT_PREFIX, OptimizedModule of torch; Lightning's
 `_forward_module`; accelerate's extract_model_from_parallel.
@@ -17,7 +17,7 @@ from unshard.errors import CorruptError, raise_all
 from unshard.read.chunks import equal_tensors
 from unshard.tensors.catalog import TensorEntry
 
-__all__ = ["unwrapped"]
+__all__ = ["unwrapped", "without_wrapper_module"]
 
 _WRAPPERS = frozenset(
     {
@@ -38,13 +38,14 @@ def unwrapped(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry
     Raises:
         CorruptError: names become one whose tensors are not equal.
     """
-    names = {name: _without_wrappers(name) for name in tensors}
-    counter = names.pop(_AVERAGES, None)
-    while names and all(name.startswith(_LEADING) for name in names.values()):
-        names = {name: short.removeprefix(_LEADING) for name, short in names.items()}
+    meant = [name for name in tensors if name != _AVERAGES]
+    names = {name: _without_wrappers(name) for name in meant}
+    if not all(name.startswith(_LEADING) for name in names.values()):
+        names = {name: _without_wrappers(name, inner=_LEADING[:-1]) for name in meant}
+    names = _without_leading(names)
     kept: dict[str, TensorEntry] = {}
     notes: list[str] = []
-    if counter is not None:
+    if len(meant) < len(tensors):
         notes.append(f"{_AVERAGES} is the counter of an averaged model: left out")
     problems: list[CorruptError] = []
     with OpenFiles(os.O_RDONLY, limit=16) as files:
@@ -64,11 +65,42 @@ def unwrapped(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry
     return kept, notes
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrapper_module(names: Mapping[str, str]) -> dict[str, str]:
+    """Take the attribute of a LightningModule or ComposerModel off all names, if all have it.
+
+    Args:
+        names: by whatever the caller knows the tensors by.
+    """
+    first = {name.partition(".")[0] for name in names.values()}
+    if len(first) != 1:
+        return dict(names)
+    return {key: name.partition(".")[2] or name for key, name in names.items()}
+
+
+def _without_wrappers(name: str, inner: str = "") -> str:
+    """Take wrappers out of a name, and what stands directly behind one if it is called `inner`."""
     if not any(wrapper in name for wrapper in _WRAPPERS):
         return name
-    kept = [part for part in name.split(".") if part not in _WRAPPERS]
+    kept: list[str] = []
+    inside = False
+    for part in name.split("."):
+        if part in _WRAPPERS or (inside and part == inner):
+            inside = True
+        else:
+            kept.append(part)
+            inside = False
     return ".".join(kept) or name
+
+
+def _without_leading(names: dict[str, str]) -> dict[str, str]:
+    """Take `module.` off all names, if all have it; or off those that then equal another."""
+    while names and all(name.startswith(_LEADING) for name in names.values()):
+        names = {name: short.removeprefix(_LEADING) for name, short in names.items()}
+    there = set(names.values())
+    return {
+        name: bare if (bare := short.removeprefix(_LEADING)) in there else short
+        for name, short in names.items()
+    }
 
 
 def _collision(name: str, short: str, first: TensorEntry, second: TensorEntry) -> CorruptError:
