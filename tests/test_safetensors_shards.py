@@ -101,7 +101,7 @@ def write_odd(directory: Path, world: int = 4) -> dict[str, torch.Tensor]:
 
 def read(directory: Path, also: Sequence[Path] = ()) -> Reading:
     place = Location(
-        directory, directory, None, None, "model", SAFETENSORS_SHARDS, None, tuple(also)
+        directory, directory, None, None, "model", SAFETENSORS_SHARDS, also=tuple(also)
     )
     return SAFETENSORS_SHARDS.read(place, ReadOptions())
 
