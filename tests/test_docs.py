@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("merge", "inspect", "verify")
+COMMANDS = ("merge", "inspect", "verify", "average")
 
 
 def run(*arguments: str) -> str:

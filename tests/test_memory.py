@@ -30,3 +30,21 @@ def test_a_gigabyte_is_merged_in_128_mb(checkpoint: Path, tmp_path: Path, dtype:
     report = json.loads(done.stdout)
     assert report["bytes_read"] == ROWS * COLUMNS * COUNT * 4 > 1_000_000_000
     assert report["peak_memory_bytes"] < LIMIT
+
+
+def test_five_checkpoints_of_a_gigabyte_are_averaged_in_128_mb(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """However many there are: the files are those of one checkpoint, under five names."""
+    copies = [tmp_path / f"copy_{number}" for number in range(5)]
+    for copy in copies:
+        copy.mkdir()
+        for file in checkpoint.iterdir():
+            (copy / file.name).hardlink_to(file)
+    command = ["average", *map(str, copies), "-o", str(tmp_path / "out"), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "unshard", *command], capture_output=True, text=True, check=True
+    )
+    report = json.loads(done.stdout)
+    assert report["bytes_read"] == 5 * ROWS * COLUMNS * COUNT * 4
+    assert report["peak_memory_bytes"] < LIMIT

@@ -1,5 +1,6 @@
 """What unshard does, as functions; the command line and every other caller use these."""
 
+from unshard.api.averaging import average
 from unshard.api.inspecting import inspect
 from unshard.api.merging import merge, merge_all, merge_with
 from unshard.api.options import MergeOptions
@@ -13,6 +14,7 @@ __all__ = [
     "Inspection",
     "MergeOptions",
     "Report",
+    "average",
     "inspect",
     "merge",
     "merge_all",

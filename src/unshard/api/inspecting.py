@@ -45,7 +45,7 @@ def inspect(
     found = source.checkpoint
     named = config_dtype(load_config(found.catalog.companions))
     try:
-        prepared = prepare(source, options)
+        prepared = prepare([source], options)
     except ConversionError as error:
         refusal = f"nothing: {error.subject}"
         return describe(found, config_dtype=named, would_write=refusal, warnings=())

@@ -41,27 +41,32 @@ def _inflated(
     prepared: Prepared, staging: Staging, options: MergeOptions, listener: Listener
 ) -> Prepared:
     """Decompress a compressed checkpoint beside its output, and plan again from there."""
-    found = prepared.checkpoint
-    if not inflated_bytes(found.catalog):
+    if not any(inflated_bytes(catalog) for catalog in prepared.catalogs):
         return prepared
     listener(Stage("decompressing"))
-    inflated = replace(found, catalog=inflate(found.catalog, staging.scratch))
-    return prepare(replace(prepared.source, checkpoint=inflated), options)
+    sources = []
+    for number, source in enumerate(prepared.sources):
+        found = source.checkpoint
+        scratch = staging.scratch.with_suffix(f".{number}")
+        inflated = replace(found, catalog=inflate(found.catalog, scratch))
+        sources.append(replace(source, checkpoint=inflated))
+    return prepare(sources, options, prepared.weights)
 
 
 def _write(
     prepared: Prepared, staging: Staging, options: MergeOptions, listener: Listener
 ) -> Noticed:
     """Make the output in its staging directory, verify it as a stranger would, and commit it."""
-    plan, directory, catalog = prepared.plan, staging.directory, prepared.checkpoint.catalog
+    plan, directory = prepared.plan, staging.directory
     listener(Stage("writing", plan.layout.total_size))
     overflows = run_plan(plan, directory, options.settings, listener)
-    write_companions(catalog.companions, prepared.config, directory)
+    write_companions(prepared.checkpoint.catalog.companions, prepared.config, directory)
     if len(plan.layout.files) > 1:
         (directory / INDEX_NAME).write_bytes(index_json(plan.layout))
     for name, text in prepared.files.items():
         (directory / name).write_bytes(text)
-    record = record_json(prepared.checkpoint, plan.layout, options.recorded)
+    checkpoints = [source.checkpoint for source in prepared.sources]
+    record = record_json(checkpoints, prepared.weights, plan.layout, options.recorded)
     (directory / RECORD_NAME).write_bytes(record)
     if prepared.adapter is not None:
         _write_adapter(prepared.adapter, directory / ADAPTER_FOLDER, options, listener)
@@ -70,7 +75,7 @@ def _write(
         listener(Stage("verifying", plan.layout.total_size if full else 0))
         verify_light(directory, plan.layout)
     if full:
-        verify_full(plan, catalog, directory, options.settings, listener)
+        verify_full(plan, prepared.catalogs, directory, options.settings, listener)
     noticed = _compare_with_base(prepared, listener)
     listener(Stage("committing"))
     staging.commit()
@@ -119,16 +124,17 @@ def _overflow_warnings(overflows: dict[str, int]) -> list[str]:
 
 def _needed_bytes(prepared: Prepared) -> int:
     """Return about what the output will take on disk."""
-    catalog = prepared.checkpoint.catalog
-    extra = sum(path.stat().st_size for path in catalog.companions.files.values())
+    companions = prepared.checkpoint.catalog.companions
+    extra = sum(path.stat().st_size for path in companions.files.values())
     extra += prepared.adapter.plan.bytes_written if prepared.adapter is not None else 0
-    return prepared.plan.bytes_written + inflated_bytes(catalog) + extra + _COMPANION_ALLOWANCE
+    extra += sum(map(inflated_bytes, prepared.catalogs))
+    return prepared.plan.bytes_written + extra + _COMPANION_ALLOWANCE
 
 
 def places(prepared: Prepared) -> tuple[Path, ...]:
-    """Return the directories that hold the checkpoint."""
-    location = prepared.checkpoint.location
-    return location.step_dir, *location.roots
+    """Return the directories that hold the checkpoints."""
+    locations = [source.checkpoint.location for source in prepared.sources]
+    return tuple(place for one in locations for place in (one.step_dir, *one.roots))
 
 
 def weight_files(prepared: Prepared) -> list[str]:

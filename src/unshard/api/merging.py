@@ -4,17 +4,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from unshard.api.making import Noticed, make, places, weight_files
+from unshard.api.delivering import deliver
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import prepare
 from unshard.api.sources import open_source
-from unshard.errors import IncompleteError, UsageError
+from unshard.errors import IncompleteError, UnknownFormatError, UsageError
 from unshard.progress import Listener, Stage, Warned, ignore
 from unshard.read.discover import all_steps
-from unshard.write.hub import check_repo, push
-from unshard.write.record import RECORD_NAME
-from unshard.write.report import Report, make_report
-from unshard.write.stage import choose_mode
+from unshard.write.hub import check_repo
+from unshard.write.report import Report
 
 __all__ = ["merge", "merge_all", "merge_with"]
 
@@ -149,8 +147,14 @@ def merge_all(
         raise UsageError("--all-steps with --push-to-hub: one repository cannot hold all of them")
     if chosen.step is not None:
         raise UsageError(f"--all-steps with --step {chosen.step}: which of them?")
+    steps = all_steps(Path(run), chosen.request)
+    if not steps:
+        raise UnknownFormatError(
+            f"{run}: is one checkpoint, not a directory of several",
+            hint="leave --all-steps out, or give the directory that holds the steps",
+        )
     reports = []
-    for location in all_steps(Path(run), chosen.request):
+    for location in steps:
         target = None if output is None else Path(output) / location.default_output.name
         try:
             reports.append(merge_with(location.step_dir, target, chosen, listener))
@@ -164,40 +168,10 @@ def merge_with(
 ) -> Report:
     """Merge as `merge` does, with the options as one value."""
     started = time.monotonic()
-    settings = options.settings
     if options.push_to_hub is not None:
         check_repo(options.push_to_hub)
     listener(Stage("reading"))
     source = open_source(Path(checkpoint), options)
-    prepared = prepare(source, options)
-    for warning in prepared.warnings:
-        listener(Warned(warning))
     default = source.checkpoint.location.default_output
     target = default if output is None else Path(output)
-    noticed = Noticed()
-    if options.dry_run:
-        choose_mode(target, places(prepared), overwrite=options.overwrite)
-    else:
-        noticed = make(prepared, target, options, listener)
-    for warning in noticed.warnings:
-        listener(Warned(warning))
-    written = ("config.json",) if prepared.config is not None else ()
-    companions = (*written, *prepared.checkpoint.catalog.companions.files, *prepared.files)
-    url = None
-    if options.push_to_hub is not None and not options.dry_run:
-        listener(Stage("pushing"))
-        names = [*weight_files(prepared), *companions, RECORD_NAME]
-        bars = listener is not ignore
-        url = push(target, options.push_to_hub, names, private=options.private, bars=bars)
-    return make_report(
-        prepared.checkpoint,
-        prepared.plan,
-        target,
-        companions=companions,
-        warnings=(*prepared.warnings, *noticed.warnings),
-        memory_bytes=settings.memory_bytes,
-        seconds=time.monotonic() - started,
-        dry_run=options.dry_run,
-        changed_from_base=noticed.changed,
-        url=url,
-    )
+    return deliver(prepare([source], options), target, options, listener, started)

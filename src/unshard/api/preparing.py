@@ -1,10 +1,11 @@
 """From a checkpoint to a plan: read, convert, lay out, plan. Nothing is written here."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from unshard.api.adapters import AdapterPart, adapter_part
+from unshard.api.combining import combine
 from unshard.api.converting import convert
 from unshard.api.options import MergeOptions
 from unshard.api.sources import Source
@@ -15,7 +16,7 @@ from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.read.base import Base
 from unshard.read.open import Checkpoint
-from unshard.tensors.catalog import Companions
+from unshard.tensors.catalog import Catalog, Companions
 from unshard.write.companions import output_config
 
 __all__ = ["Prepared", "prepare"]
@@ -26,7 +27,8 @@ class Prepared:
     """Everything that is known before the first byte is written.
 
     Attributes:
-        source: what is merged.
+        sources: what is merged; more than one are averaged. The last gives config and companions.
+        weights: what each counts in an average.
         tensors: the output's.
         plan: how their files are made.
         config: config.json of the output, if it gets one.
@@ -35,7 +37,8 @@ class Prepared:
         adapter: the adapter by itself, to be written into a folder of its own.
     """
 
-    source: Source
+    sources: tuple[Source, ...]
+    weights: tuple[float, ...]
     tensors: tuple[Converted, ...]
     plan: Plan
     config: Fields | None
@@ -44,27 +47,46 @@ class Prepared:
     adapter: AdapterPart | None = None
 
     @property
+    def source(self) -> Source:
+        """What is merged; of several, the last."""
+        return self.sources[-1]
+
+    @property
     def checkpoint(self) -> Checkpoint:
-        """What is merged."""
+        """The last source's checkpoint."""
         return self.source.checkpoint
 
+    @property
+    def catalogs(self) -> list[Catalog]:
+        """What all sources hold."""
+        return [source.checkpoint.catalog for source in self.sources]
 
-def prepare(source: Source, options: MergeOptions) -> Prepared:
+
+def prepare(
+    sources: Sequence[Source], options: MergeOptions, weights: Sequence[float] = (1.0,)
+) -> Prepared:
     """Convert, lay out and plan.
+
+    Args:
+        sources: what to merge; several are averaged.
+        options: as for `merge`.
+        weights: what each source counts in an average.
 
     Raises:
         ConversionError: names or dtypes of the output cannot be resolved.
     """
+    source = sources[-1]
     if options.lora == "adapter":
         part = adapter_part(source, options)
         catalog = replace(source.checkpoint.catalog, companions=Companions())
         alone = replace(source, checkpoint=replace(source.checkpoint, catalog=catalog))
-        notes = source.checkpoint.catalog.notes
-        return Prepared(alone, part.tensors, part.plan, None, notes, part.files)
-    outcome = convert(source, options)
+        said = source.checkpoint.catalog.notes
+        return Prepared((alone,), (1.0,), part.tensors, part.plan, None, said, part.files)
+    outcome = combine(sources, [convert(one, options) for one in sources], weights)
     plan = _plan_of(outcome.tensors, source.base, options)
     written = _written_dtype(plan.layout)
-    warnings = [*source.checkpoint.catalog.notes, *outcome.notes]
+    notes = (note for one in sources for note in one.checkpoint.catalog.notes)
+    warnings = [*notes, *outcome.notes]
     config = outcome.config
     if config is None:
         warnings.append(
@@ -81,7 +103,9 @@ def prepare(source: Source, options: MergeOptions) -> Prepared:
     adjusted = None if config is None else output_config(config, written)
     beside = adapter_part(source, options) if options.lora == "both" else None
     tensors = tuple(outcome.tensors)
-    return Prepared(source, tensors, plan, adjusted, tuple(warnings), {}, beside)
+    return Prepared(
+        tuple(sources), tuple(weights), tensors, plan, adjusted, tuple(warnings), {}, beside
+    )
 
 
 def _plan_of(tensors: list[Converted], base: Base | None, options: MergeOptions) -> Plan:

@@ -152,7 +152,7 @@ def _theirs(source: Source, options: MergeOptions, ours: set[str]) -> Sequence[C
     A whole model is taken as it is if that fits the output's names better; a head that it stores
     twice, tied, is not missed.
     """
-    merged: Sequence[Converted] = prepare(source, options).tensors
+    merged: Sequence[Converted] = prepare([source], options).tensors
     if source.checkpoint.location.format.sharded:
         return merged
     stored = as_stored(source.checkpoint.catalog)

@@ -3,6 +3,7 @@
 import typer
 
 from unshard import __version__
+from unshard.cli.average import average
 from unshard.cli.guard import guarded
 from unshard.cli.inspect import inspect
 from unshard.cli.merge import merge
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(guarded(merge))
 app.command()(guarded(inspect))
 app.command()(guarded(verify))
+app.command()(guarded(average))
 
 
 def _print_version(wanted: bool) -> None:

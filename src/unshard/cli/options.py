@@ -7,14 +7,30 @@ import typer
 
 __all__ = [
     "AllowGlobal",
+    "AllowMissing",
+    "AllowUnexpected",
     "Also",
     "AssumeDim0",
+    "Base",
     "Checkpoint",
+    "Config",
+    "DryRun",
+    "Dtype",
     "EpSize",
+    "Exclude",
+    "Include",
     "Json",
+    "KeepFp32",
+    "MaxShardSize",
+    "Memory",
+    "Names",
+    "Overwrite",
+    "Quiet",
     "Role",
     "Step",
+    "Verify",
     "Weights",
+    "Workers",
 ]
 
 Checkpoint = Annotated[
@@ -60,3 +76,62 @@ AllowGlobal = Annotated[
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout; all else goes to stderr.")
 ]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="keep|config|base|bfloat16|float16|float32",
+        help="Dtype of floating point tensors; config: what config.json names; base: what the "
+        "base model has, tensor by tensor.",
+    ),
+]
+KeepFp32 = Annotated[str | None, typer.Option(metavar="REGEX", help="Tensors that are not cast.")]
+Names = Annotated[
+    str,
+    typer.Option(
+        metavar="hub|training",
+        help="Tensor names and expert layout as on the hub, or as the training code had them.",
+    ),
+]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="The model it was trained from, a directory or hub id: says which tensors are "
+        "expected, their names, dtypes and files; completes config and tokenizer.",
+    ),
+]
+AllowMissing = Annotated[
+    bool, typer.Option("--allow-missing", help="Tensors of the base may be missing.")
+]
+AllowUnexpected = Annotated[
+    bool, typer.Option("--allow-unexpected", help="Tensors that the base has not are written.")
+]
+Include = Annotated[
+    str | None, typer.Option(metavar="REGEX", help="Write only tensors of these names.")
+]
+Exclude = Annotated[
+    str | None, typer.Option(metavar="REGEX", help="Leave out tensors of these names.")
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(help="config.json, or a directory with config, tokenizer and the like."),
+]
+MaxShardSize = Annotated[
+    str | None,
+    typer.Option(help="Largest weight file.  [default: as the base has it, or 5GB]"),
+]
+Workers = Annotated[int | None, typer.Option(help="Threads.  [default: one per core, at most 8]")]
+Memory = Annotated[str, typer.Option(help="Bound on all buffers together.")]
+Verify = Annotated[
+    str,
+    typer.Option(
+        metavar="light|full|off",
+        help="light: reopen the output; full: also compare every byte, replicas, checksums.",
+    ),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace the weights of an earlier output; other files stay."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, write nothing.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]

@@ -4,7 +4,7 @@ import os
 import resource
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -90,7 +90,11 @@ def _named(overflows: Counter[tuple[int, int]], plan: Plan) -> dict[str, int]:
 
 
 def verify_full(
-    plan: Plan, catalog: Catalog, directory: Path, settings: Settings, listener: Listener
+    plan: Plan,
+    catalogs: Sequence[Catalog],
+    directory: Path,
+    settings: Settings,
+    listener: Listener,
 ) -> None:
     """Check sources, replicas and every byte of the output in `directory`.
 
@@ -101,11 +105,16 @@ def verify_full(
     workers, buffer_bytes, open_files = shares(settings)
     block = buffer_bytes // 2
     problems: list[UnshardError] = []
-    jobs: Iterator[Job] = chain(source_jobs(catalog), units(plan, buffer_bytes=block))
+    jobs: Iterator[Job] = chain(source_jobs(catalogs), units(plan, buffer_bytes=block))
 
     def checker() -> Checker:
         return Checker(
-            catalog, plan.layout, directory, problems, open_files=open_files, block_bytes=block // 2
+            catalogs,
+            plan.layout,
+            directory,
+            problems,
+            open_files=open_files,
+            block_bytes=block // 2,
         )
 
     Pool(jobs, listener).run(workers, checker)

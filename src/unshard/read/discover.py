@@ -210,16 +210,14 @@ def _in_run(run: Path, request: Request, *, depth: int) -> list[Location]:
 def all_steps(run: Path, request: Request) -> list[Location]:
     """Return the checkpoints of all steps of a run, the lowest step first.
 
+    Of a path that is one checkpoint, or lies inside one, there are none.
+
     Raises:
-        UnknownFormatError: the directory holds no steps.
+        CheckpointError: see `discover`.
     """
+    place = run.resolve()
     found = discover(run, request)
-    if len(found) == 1 and found[0].step_dir == run.resolve():
-        raise UnknownFormatError(
-            f"{run}: is one checkpoint, not a directory of several",
-            hint="leave --all-steps out, or give the directory that holds the steps",
-        )
-    return found[::-1]
+    return [one for one in found[::-1] if place in one.step_dir.parents]
 
 
 def _nothing_found(path: Path) -> UnknownFormatError:

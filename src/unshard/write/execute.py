@@ -161,9 +161,9 @@ def make_tile(tile: Tile, files: OpenFiles) -> Elements:
             out = np.empty(tile.box.sizes, numpy_dtype(to))
             return _filled(out, tile.box, source.chunks, numpy_dtype(source.dtype), files)
         case Reduce(_, terms, to):
-            total = np.zeros(tile.box.sizes, np.float32)
+            total = np.zeros(tile.box.sizes, np.float32)  # as numpy's mean: -0.0 + -0.0 is 0.0
             for weight, source in terms:
-                total += np.float32(weight) * _float32(source, tile.box, files)
+                total += _weighted(weight, source, tile.box, files)
             total /= np.float32(sum(weight for weight, _ in terms))
             return total.astype(numpy_dtype(to), copy=False)
         case Fuse() as fuse:
@@ -180,6 +180,13 @@ def _fused(fuse: Fuse, box: Box, files: OpenFiles) -> Elements:
     delta *= np.float32(fuse.scale)
     delta += _float32(fuse.base, box, files)
     return delta.astype(numpy_dtype(fuse.to), copy=False)
+
+
+def _weighted(weight: float, source: Source, box: Box, files: OpenFiles) -> NDArray[np.float32]:
+    values = _float32(source, box, files)
+    if weight != 1:
+        values *= np.float32(weight)
+    return values
 
 
 def _float32(source: Source, box: Box, files: OpenFiles) -> NDArray[np.float32]:

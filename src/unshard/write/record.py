@@ -4,7 +4,7 @@ No times, hosts or absolute paths: the same merge writes the same record.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from unshard._version import __version__
 from unshard.plan.layout import Layout
@@ -15,21 +15,25 @@ __all__ = ["RECORD_NAME", "record_json"]
 RECORD_NAME = "unshard.json"
 
 
-def record_json(checkpoint: Checkpoint, layout: Layout, options: Mapping[str, object]) -> bytes:
-    """Return the record's bytes; `options` are those that shape the output."""
-    catalog, location = checkpoint.catalog, checkpoint.location
+def record_json(
+    checkpoints: Sequence[Checkpoint],
+    weights: Sequence[float],
+    layout: Layout,
+    options: Mapping[str, object],
+) -> bytes:
+    """Return the record's bytes.
+
+    Args:
+        checkpoints: what was merged; several were averaged.
+        weights: what each of them counted.
+        layout: what was written.
+        options: those that shape the output.
+    """
+    sources = [_source(one) for one in checkpoints]
+    several = [{"weight": weight, **one} for weight, one in zip(weights, sources, strict=True)]
     record = {
         "unshard": __version__,
-        "source": {
-            "name": location.step_dir.name,
-            "format": catalog.format,
-            "writer": catalog.writer,
-            "step": catalog.step,
-            "world_size": catalog.world_size,
-            "role": location.role,
-            "weights": location.weights,
-            "files": _sizes(checkpoint),
-        },
+        **({"source": sources[0]} if len(sources) == 1 else {"average_of": several}),
         "options": dict(options),
         "output": {
             "files": {file.filename: file.size for file in layout.files},
@@ -37,9 +41,26 @@ def record_json(checkpoint: Checkpoint, layout: Layout, options: Mapping[str, ob
             "parameters": layout.total_parameters,
             "bytes": layout.total_size,
         },
-        "skipped": {skipped.fqn: skipped.reason for skipped in catalog.skipped},
+        "skipped": {
+            skipped.fqn: skipped.reason for one in checkpoints for skipped in one.catalog.skipped
+        },
     }
     return (json.dumps(record, indent=2) + "\n").encode()
+
+
+def _source(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return what the record says of a checkpoint."""
+    catalog, location = checkpoint.catalog, checkpoint.location
+    return {
+        "name": location.step_dir.name,
+        "format": catalog.format,
+        "writer": catalog.writer,
+        "step": catalog.step,
+        "world_size": catalog.world_size,
+        "role": location.role,
+        "weights": location.weights,
+        "files": _sizes(checkpoint),
+    }
 
 
 def _sizes(checkpoint: Checkpoint) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import resource
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,9 @@ class Report:
 
     Attributes:
         output: the directory.
-        source: the directory of the weights.
-        step, world_size: of the checkpoint.
+        source: the directory of the weights; of several that were averaged, the last.
+        sources: all of them.
+        step, world_size: of the checkpoint, or of the last.
         files: bytes of every weight file, by name.
         companions: names of the other files.
         tensors, parameters: how many.
@@ -40,6 +42,7 @@ class Report:
 
     output: str
     source: str
+    sources: tuple[str, ...]
     step: int | None
     world_size: int
     files: dict[str, int]
@@ -61,7 +64,7 @@ class Report:
 
 
 def make_report(  # noqa: PLR0913 (one argument per fact)
-    checkpoint: Checkpoint,
+    checkpoints: Sequence[Checkpoint],
     plan: Plan,
     output: Path,
     *,
@@ -73,13 +76,14 @@ def make_report(  # noqa: PLR0913 (one argument per fact)
     changed_from_base: tuple[int, int] | None,
     url: str | None,
 ) -> Report:
-    """Return the report of a merge."""
-    catalog = checkpoint.catalog
+    """Return the report of a merge, or of an average of several checkpoints."""
+    catalog = checkpoints[-1].catalog
     kinds = Counter(type(operation).__name__ for operation in plan.tiled)
     kinds["CopyRange"] = len(plan.copies)
     return Report(
         output=str(output),
-        source=str(checkpoint.location.weights_dir),
+        source=str(checkpoints[-1].location.weights_dir),
+        sources=tuple(str(one.location.weights_dir) for one in checkpoints),
         step=catalog.step,
         world_size=catalog.world_size,
         files={file.filename: file.size for file in plan.layout.files},
@@ -97,7 +101,7 @@ def make_report(  # noqa: PLR0913 (one argument per fact)
         changed_from_base=changed_from_base,
         url=url,
         warnings=warnings,
-        skipped=catalog.skipped,
+        skipped=tuple(skipped for one in checkpoints for skipped in one.catalog.skipped),
     )
 
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of, take
-from unshard.plan.pairs import make_pair, pair_tiles
+from unshard.plan.pairs import Pair, make_pair, pair_tiles
 from unshard.tensors.catalog import TensorEntry
 from unshard.write.execute import make_tile
 
-__all__ = ["unchanged"]
+__all__ = ["are_equal", "unchanged"]
 
 
 def unchanged(outputs: Sequence[Converted], base: Mapping[str, TensorEntry]) -> list[str]:
@@ -41,7 +41,12 @@ def _is_unchanged(output: Converted, entry: TensorEntry, files: OpenFiles) -> bo
     pair = make_pair(Converted(output.name, entry.dtype, take(entry)), output)
     if pair.ours.to is not pair.theirs.to:
         return False
+    return are_equal(pair, files)
+
+
+def are_equal(pair: Pair, files: OpenFiles) -> bool:
+    """Tell whether both tensors of a pair have the same bits; stops at the first difference."""
     return all(
-        make_tile(theirs, files).tobytes() == make_tile(ours, files).tobytes()
-        for theirs, ours in pair_tiles(pair)
+        make_tile(ours, files).tobytes() == make_tile(theirs, files).tobytes()
+        for ours, theirs in pair_tiles(pair)
     )

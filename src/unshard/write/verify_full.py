@@ -9,8 +9,9 @@ What is found is a problem that names file, tensor and rank.
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from zlib import crc32
 
@@ -50,17 +51,18 @@ class Replicas:
 Job = Source | Replicas | Unit
 
 
-def source_jobs(catalog: Catalog) -> Iterator[Source | Replicas]:
+def source_jobs(catalogs: Sequence[Catalog]) -> Iterator[Source | Replicas]:
     """Yield what there is to check about the sources."""
-    yield from map(Source, catalog.archives)
-    yield from (Replicas(e) for e in catalog.tensors.values() if len(e.chunks) > 1)
+    for catalog in catalogs:
+        yield from map(Source, catalog.archives)
+        yield from (Replicas(e) for e in catalog.tensors.values() if len(e.chunks) > 1)
 
 
 class Checker:
     """Does jobs of verification, one at a time; one checker per thread.
 
     Args:
-        catalog: what was merged.
+        catalogs: what was merged; more than one, if an average was made.
         layout: what was made of it.
         directory: where the output files are.
         problems: where findings go.
@@ -70,7 +72,7 @@ class Checker:
 
     def __init__(  # noqa: PLR0913 (one worker's whole environment)
         self,
-        catalog: Catalog,
+        catalogs: Sequence[Catalog],
         layout: Layout,
         directory: Path,
         problems: list[UnshardError],
@@ -78,7 +80,7 @@ class Checker:
         open_files: int,
         block_bytes: int,
     ) -> None:
-        self._catalog = catalog
+        self._catalogs = catalogs
         self._layout = layout
         self._outputs = tuple(directory / file.filename for file in layout.files)
         self._problems = problems
@@ -107,7 +109,7 @@ class Checker:
         found = read_torch_file(path, offset=archive.offset, length=archive.length)
         for key, record in found.storages.items():
             if record.crc and self._crc(path, record) != record.crc:
-                names = ", ".join(_tensors_in(self._catalog, path, record)) or "no tensor"
+                names = ", ".join(_tensors_in(self._catalogs, path, record)) or "no tensor"
                 self._problems.append(
                     CorruptError(
                         f"{path}: storage {key} ({names}) does not fit its checksum (CRC-32)",
@@ -173,10 +175,10 @@ def _differing(entry: TensorEntry, first: int, other: int, box: Box) -> CorruptE
     )
 
 
-def _tensors_in(catalog: Catalog, path: Path, record: StorageRecord) -> list[str]:
+def _tensors_in(catalogs: Sequence[Catalog], path: Path, record: StorageRecord) -> list[str]:
     """Return "tensor name of rank R" for every tensor that lies in a storage."""
     found: list[str] = []
-    for entry in catalog.tensors.values():
+    for entry in chain.from_iterable(catalog.tensors.values() for catalog in catalogs):
         chunks = entry.chunks
         inside = (chunks.start >= record.offset) & (chunks.start < record.offset + record.size)
         rows = np.flatnonzero(inside & (chunks.length > 0)).tolist()

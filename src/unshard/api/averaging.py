@@ -1,0 +1,139 @@
+"""`average`: several checkpoints in, their mean out, in one pass over all of them."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+
+from unshard.api.delivering import deliver
+from unshard.api.options import MergeOptions
+from unshard.api.preparing import prepare
+from unshard.api.sources import Source, open_source
+from unshard.convert.averaging import ema_weights
+from unshard.errors import IncompleteError, UsageError, raise_all
+from unshard.progress import Listener, Stage, Warned, ignore
+from unshard.read.discover import all_steps
+from unshard.write.report import Report
+
+__all__ = ["average"]
+
+
+def average(
+    checkpoints: Sequence[str | Path] | str | Path,
+    output: str | Path,
+    *,
+    coefficients: Sequence[float] | None = None,
+    ema_decay: float | None = None,
+    last: int | None = None,
+    every: int | None = None,
+    options: MergeOptions | None = None,
+    listener: Listener = ignore,
+) -> Report:
+    """Average checkpoints into a Hugging Face directory, in one pass and in bounded memory.
+
+    Every value is (sum of coefficient * value) / (sum of coefficients), added in float32 in the
+    order given, and rounded once, to the dtype that is written. World sizes and formats may differ;
+    names, shapes and dtypes may not. Integers and booleans are not averaged: those of the last
+    checkpoint are taken. Config and tokenizer are the last one's, too.
+
+    Args:
+        checkpoints: each as for `merge`; or one run, whose complete steps are averaged, the lowest
+            first.
+        output: as for `merge`; it has no default.
+        coefficients: what each checkpoint counts; default: all the same.
+        ema_decay: coefficients of an exponential moving average instead: it starts as the first
+            checkpoint, and each later one moves it by 1 - decay.
+        last: of a run, only so many of its highest steps.
+        every: of a run, only every so manieth step, counted back from the highest.
+        options: as for `merge`.
+        listener: called with progress events; steps that are incomplete are named.
+
+    Raises:
+        UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
+    """
+    started = time.monotonic()
+    chosen = options or MergeOptions()
+    _check(chosen, coefficients, ema_decay, (last, every))
+    paths = [checkpoints] if isinstance(checkpoints, str | Path) else list(checkpoints)
+    listener(Stage("reading"))
+    if len(paths) == 1:
+        sources = _steps_of(Path(paths[0]), chosen, last, every or 1, listener)
+    elif (last, every) != (None, None):
+        raise UsageError("--last, --every: choose among the steps of one run: give the run alone")
+    else:
+        sources = [open_source(Path(path), chosen) for path in paths]
+    weights = _weights(coefficients, ema_decay, len(sources))
+    prepared = prepare(sources, chosen, weights)
+    return deliver(prepared, Path(output), chosen, listener, started)
+
+
+def _check(
+    options: MergeOptions,
+    coefficients: Sequence[float] | None,
+    ema_decay: float | None,
+    counts: tuple[int | None, int | None],
+) -> None:
+    if options.lora != "fuse" or options.push_to_hub is not None or options.step is not None:
+        raise UsageError(
+            "an average is one whole model: --lora, --push-to-hub, --step do not apply"
+        )
+    if coefficients is not None and ema_decay is not None:
+        raise UsageError("--coefficients with --ema-decay: both say what each checkpoint counts")
+    for name, count in zip(("last", "every"), counts, strict=True):
+        if count is not None and count < 1:
+            raise UsageError(f"--{name} {count}: at least 1 is needed")
+
+
+def _steps_of(
+    run: Path, options: MergeOptions, last: int | None, every: int, listener: Listener
+) -> list[Source]:
+    """Open every `every`-th complete step of a run, from the highest back; the lowest first."""
+    steps = all_steps(run, options.request)
+    if not steps:
+        raise UsageError(
+            f"{run}: is one checkpoint: there is nothing to average",
+            hint="give several, or the directory that holds the steps",
+        )
+    sources: list[Source] = []
+    problems: list[IncompleteError] = []
+    complete = 0
+    for location in reversed(steps):
+        if last is not None and len(sources) == last:
+            break
+        try:
+            source = open_source(location.step_dir, _of_role(options, location.role))
+        except IncompleteError as error:
+            problems.append(error)
+            listener(Warned(f"passed over an incomplete step: {error}"))
+            continue
+        if complete % every == 0:
+            sources.append(source)
+        complete += 1
+    if last is not None and len(sources) < last:
+        raise UsageError(f"--last {last}: {run} has not so many", found=f"{len(sources)} steps")
+    if not sources:
+        raise_all(IncompleteError, f"{run}: no step is complete", problems)
+    return sources[::-1]
+
+
+def _of_role(options: MergeOptions, role: str | None) -> MergeOptions:
+    return options if role is None else replace(options, role=role)
+
+
+def _weights(
+    coefficients: Sequence[float] | None, ema_decay: float | None, count: int
+) -> tuple[float, ...]:
+    """Return what each of `count` sources counts."""
+    if ema_decay is not None:
+        return ema_weights(ema_decay, count)
+    if coefficients is None:
+        return (1.0,) * count
+    if len(coefficients) != count:
+        raise UsageError(
+            f"--coefficients: {len(coefficients)} numbers for {count} checkpoints",
+            expected="one for each, in their order",
+        )
+    if not all(map(isfinite, coefficients)) or sum(coefficients) == 0:
+        raise UsageError("--coefficients: must be numbers whose sum is not 0")
+    return tuple(map(float, coefficients))

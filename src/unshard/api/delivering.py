@@ -1,0 +1,61 @@
+"""From a plan to a report: the output is made, or under `--dry-run` only described."""
+
+import time
+from pathlib import Path
+
+from unshard.api.making import Noticed, make, places, weight_files
+from unshard.api.options import MergeOptions
+from unshard.api.preparing import Prepared
+from unshard.progress import Listener, Stage, Warned, ignore
+from unshard.write.hub import push
+from unshard.write.record import RECORD_NAME
+from unshard.write.report import Report, make_report
+from unshard.write.stage import choose_mode
+
+__all__ = ["deliver"]
+
+
+def deliver(
+    prepared: Prepared, target: Path, options: MergeOptions, listener: Listener, started: float
+) -> Report:
+    """Make the output, push it if asked for, and report.
+
+    Args:
+        prepared: what to make.
+        target: where.
+        options: how.
+        listener: called with progress events, and with every warning.
+        started: `time.monotonic()` when the whole began.
+
+    Raises:
+        UnshardError: it cannot be made; nothing of it is left then.
+    """
+    for warning in prepared.warnings:
+        listener(Warned(warning))
+    noticed = Noticed()
+    if options.dry_run:
+        choose_mode(target, places(prepared), overwrite=options.overwrite)
+    else:
+        noticed = make(prepared, target, options, listener)
+    for warning in noticed.warnings:
+        listener(Warned(warning))
+    written = ("config.json",) if prepared.config is not None else ()
+    companions = (*written, *prepared.checkpoint.catalog.companions.files, *prepared.files)
+    url = None
+    if options.push_to_hub is not None and not options.dry_run:
+        listener(Stage("pushing"))
+        names = [*weight_files(prepared), *companions, RECORD_NAME]
+        bars = listener is not ignore
+        url = push(target, options.push_to_hub, names, private=options.private, bars=bars)
+    return make_report(
+        [source.checkpoint for source in prepared.sources],
+        prepared.plan,
+        target,
+        companions=companions,
+        warnings=(*prepared.warnings, *noticed.warnings),
+        memory_bytes=options.settings.memory_bytes,
+        seconds=time.monotonic() - started,
+        dry_run=options.dry_run,
+        changed_from_base=noticed.changed,
+        url=url,
+    )

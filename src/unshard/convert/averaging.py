@@ -1,0 +1,132 @@
+"""The mean of several models: tensor by tensor, once all have the same names, shapes and dtypes.
+
+Floating point tensors of 16 bits and more are averaged. Integers, booleans, 8-bit floats (which
+belong to scales beside them) and complex numbers have no mean that is one of them; they are
+returned apart, for the caller to compare.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from unshard.convert.outputs import Converted
+from unshard.convert.recipes import (
+    Concat,
+    LowRank,
+    Recipe,
+    Stack,
+    Take,
+    WeightedSum,
+    shape_of,
+    stored_dtype,
+)
+from unshard.errors import ConversionError, UsageError, raise_all
+
+__all__ = ["Averaged", "averaged", "ema_weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """The output's tensors, and of those that have no mean every source's, by name.
+
+    Attributes:
+        tensors: what is written; of tensors without a mean the last source's.
+        fixed: the others, in the order of the sources.
+    """
+
+    tensors: list[Converted]
+    fixed: Mapping[str, tuple[Converted, ...]]
+
+
+def ema_weights(decay: float, count: int) -> tuple[float, ...]:
+    """Return the weights that `count` models have in their exponential moving average.
+
+    The average starts as the first model; every later one moves it: average = decay * average +
+    (1 - decay) * model. The weights sum to 1.
+
+    Raises:
+        UsageError: the decay does not lie between 0 and 1.
+    """
+    if not 0 < decay < 1:
+        raise UsageError(f"--ema-decay {decay}: must lie between 0 and 1, both excluded")
+    later = ((1 - decay) * decay ** (count - 1 - index) for index in range(1, count))
+    return (decay ** (count - 1), *later)
+
+
+def averaged(
+    models: Sequence[Sequence[Converted]], names: Sequence[str], weights: Sequence[float]
+) -> Averaged:
+    """Return (sum of weight * model) / (sum of weights), with one rounding at the end.
+
+    Args:
+        models: the tensors of each, in its order; at least one model.
+        names: what to call each model in an error.
+        weights: one for each.
+
+    Raises:
+        ConversionError: names, shapes or stored dtypes differ, or an adapter would have to be fused
+            on the way.
+    """
+    by_name = [{tensor.name: tensor for tensor in model} for model in models]
+    _check_names(by_name, names)
+    first = by_name[0]
+    pairs = {name: tuple(model[name] for model in by_name) for name in first}
+    problems = [p for same in pairs.values() if (p := _mismatch(same, names)) is not None]
+    raise_all(ConversionError, "the checkpoints are not of one model", problems)
+    tensors, fixed = [], {}
+    for name, same in pairs.items():
+        if stored_dtype(same[0].recipe).castable:
+            terms = zip(weights, (one.recipe for one in same), strict=True)
+            tensors.append(replace(same[0], recipe=WeightedSum(tuple(terms))))
+        else:
+            tensors.append(same[-1])
+            fixed[name] = same
+    return Averaged(tensors, fixed)
+
+
+def _check_names(models: Sequence[Mapping[str, Converted]], names: Sequence[str]) -> None:
+    union = dict.fromkeys(name for model in models for name in model)
+    problems = [
+        ConversionError(f"tensor {name}: is missing in {names[number]}")
+        for name in union
+        for number, model in enumerate(models)
+        if name not in model
+    ]
+    raise_all(ConversionError, "the checkpoints do not hold the same tensors", problems)
+
+
+def _mismatch(same: Sequence[Converted], names: Sequence[str]) -> ConversionError | None:
+    """Return what keeps the tensors of one name from being averaged, or None."""
+    name = same[0].name
+    forms = [_form(one.recipe) for one in same]
+    other = next((number for number, form in enumerate(forms) if form != forms[0]), None)
+    if other is not None:
+        return ConversionError(
+            f"tensor {name}: {names[0]} and {names[other]} have different ones",
+            expected=f"{forms[0]} as in {names[0]}",
+            found=f"{forms[other]} in {names[other]}",
+            hint="merge them to one dtype first, each by itself" if _same_shape(same) else "",
+        )
+    if any(_is_computed(one.recipe) for one in same):
+        return ConversionError(
+            f"tensor {name}: has a LoRA adapter, which is not fused while averaging",
+            hint="merge each checkpoint first, then average the merged models",
+        )
+    return None
+
+
+def _is_computed(recipe: Recipe) -> bool:
+    match recipe:
+        case Stack(_, parts) | Concat(_, parts):
+            return any(map(_is_computed, parts))
+        case Take():
+            return False
+        case WeightedSum() | LowRank():
+            return True
+
+
+def _form(recipe: Recipe) -> str:
+    return f"{stored_dtype(recipe)} {list(shape_of(recipe))}"
+
+
+def _same_shape(same: Sequence[Converted]) -> bool:
+    return len({shape_of(one.recipe) for one in same}) == 1
