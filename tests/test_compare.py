@@ -20,7 +20,8 @@ from sources import Chunk, Sources, Tensor, column_major, row_major
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import LowRank, Recipe, Stack, WeightedSum, stored_dtype, take
 from unshard.engines.compare import compare
-from unshard.engines.threads import Settings, run_plan
+from unshard.engines.pool import Settings
+from unshard.engines.threads import run_plan
 from unshard.errors import CorruptError, UsageError
 from unshard.plan import pairs
 from unshard.plan.layout import lay_out

@@ -29,7 +29,10 @@ DOORS = {"__init__", "__main__"}
 LONGEST_MODULE = 300
 LONGEST_FUNCTION = 40
 HEAVY = {"torch", "transformers", "accelerate", "ray"}
-ON_DEMAND = {"write.verify_load"}  # imports them in functions only; its own test shows it
+ON_DEMAND = {
+    "write.verify_load",
+    "engines.torchrun",
+}  # imports them in functions only; its own test shows it
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

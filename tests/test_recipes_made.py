@@ -29,7 +29,7 @@ from unshard.convert.recipes import (
     take,
     transposed,
 )
-from unshard.engines.threads import MIN_BUFFER, Settings
+from unshard.engines.pool import MIN_BUFFER, Settings
 from unshard.plan.layout import lay_out
 from unshard.plan.planner import make_plan
 from unshard.read.chunk_rows import ChunkRows

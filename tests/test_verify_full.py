@@ -8,11 +8,15 @@ import torch
 
 import unshard
 import unshard.api.making
-import unshard.engines.threads
 import unshard.write.verify
 from ranks import merged, rank_path, save_ranks, some_tensors
-from unshard import CorruptError, OutputError, UsageError
+from unshard import CorruptError, MergeOptions, OutputError, UsageError
+from unshard.api import merge_with
 from unshard.containers.torch_zip import read_torch_zip
+from unshard.engines.pool import Settings
+from unshard.engines.threads import run_plan
+from unshard.plan.operations import Plan
+from unshard.progress import Listener, ignore
 from unshard.read.rank_file import read_rank_file
 
 Hook = Callable[[Path], None]
@@ -129,20 +133,21 @@ def test_a_flipped_byte_of_the_output_is_found(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_flipped_byte_of_an_output_header_is_found_by_light_verification(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flipped_byte_of_an_output_header_is_found_by_light_verification(tmp_path: Path) -> None:
     save_ranks(tmp_path / "ckpt", large(), 2)
-    real = unshard.engines.threads.run_plan
 
-    def run(plan: object, directory: Path, *rest: object) -> None:
-        real(plan, directory, *rest)  # type: ignore[arg-type]
+    def damaging_engine(
+        plan: Plan, directory: Path, settings: Settings, listener: Listener
+    ) -> dict[str, int]:
+        overflows = run_plan(plan, directory, settings, listener)
         path = directory / "model.safetensors"
         flip(path, path.read_bytes().index(b'"pt"') + 1)
+        return overflows
 
-    monkeypatch.setattr(unshard.api.making, "run_plan", run)
     with pytest.raises(OutputError, match="its header is not what was laid out"):
-        unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+        merge_with(
+            tmp_path / "ckpt", tmp_path / "out", MergeOptions(), ignore, engine=damaging_engine
+        )
 
 
 def test_verification_can_be_turned_off_and_is_one_of_three(

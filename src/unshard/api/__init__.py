@@ -5,6 +5,7 @@ from unshard.api.inspecting import inspect
 from unshard.api.merging import merge, merge_all, merge_with
 from unshard.api.options import MergeOptions
 from unshard.api.verifying import verify
+from unshard.engines.crew import crew
 from unshard.read.inspection import Inspection
 from unshard.write.comparison import Comparison
 from unshard.write.report import Report
@@ -15,6 +16,7 @@ __all__ = [
     "MergeOptions",
     "Report",
     "average",
+    "crew",
     "inspect",
     "merge",
     "merge_all",

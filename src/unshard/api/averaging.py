@@ -11,6 +11,7 @@ from unshard.api.options import MergeOptions
 from unshard.api.preparing import prepare
 from unshard.api.sources import Source, open_source
 from unshard.convert.averaging import ema_weights
+from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UsageError, raise_all
 from unshard.progress import Listener, Stage, Warned, ignore
 from unshard.read.discover import all_steps
@@ -29,6 +30,7 @@ def average(
     every: int | None = None,
     options: MergeOptions | None = None,
     listener: Listener = ignore,
+    engine: RunPlan = run_plan,
 ) -> Report:
     """Average checkpoints into a Hugging Face directory, in one pass and in bounded memory.
 
@@ -48,6 +50,7 @@ def average(
         every: of a run, only every so manieth step, counted back from the highest.
         options: as for `merge`.
         listener: called with progress events; steps that are incomplete are named.
+        engine: who makes the files; see `unshard.engines.crew`.
 
     Raises:
         UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
@@ -65,7 +68,7 @@ def average(
         sources = [open_source(Path(path), chosen) for path in paths]
     weights = _weights(coefficients, ema_decay, len(sources))
     prepared = prepare(sources, chosen, weights)
-    return deliver(prepared, Path(output), chosen, listener, started)
+    return deliver(prepared, Path(output), chosen, listener, engine=engine, started=started)
 
 
 def _check(

@@ -6,6 +6,7 @@ from pathlib import Path
 from unshard.api.making import Noticed, make, places, weight_files
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import Prepared
+from unshard.engines.threads import RunPlan
 from unshard.progress import Listener, Stage, Warned, ignore
 from unshard.write.hub import push
 from unshard.write.record import RECORD_NAME
@@ -16,7 +17,13 @@ __all__ = ["deliver"]
 
 
 def deliver(
-    prepared: Prepared, target: Path, options: MergeOptions, listener: Listener, started: float
+    prepared: Prepared,
+    target: Path,
+    options: MergeOptions,
+    listener: Listener,
+    *,
+    engine: RunPlan,
+    started: float,
 ) -> Report:
     """Make the output, push it if asked for, and report.
 
@@ -25,6 +32,7 @@ def deliver(
         target: where.
         options: how.
         listener: called with progress events, and with every warning.
+        engine: who makes the files.
         started: `time.monotonic()` when the whole began.
 
     Raises:
@@ -36,7 +44,7 @@ def deliver(
     if options.dry_run:
         choose_mode(target, places(prepared), overwrite=options.overwrite)
     else:
-        noticed = make(prepared, target, options, listener)
+        noticed = make(prepared, target, options, listener, engine)
     for warning in noticed.warnings:
         listener(Warned(warning))
     written = ("config.json",) if prepared.config is not None else ()

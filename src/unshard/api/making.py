@@ -6,7 +6,7 @@ from pathlib import Path
 from unshard.api.adapters import ADAPTER_FOLDER, AdapterPart
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import Prepared, prepare
-from unshard.engines.threads import run_plan, verify_full
+from unshard.engines.threads import RunPlan, run_plan, verify_full
 from unshard.plan.layout import INDEX_NAME, index_json
 from unshard.progress import Listener, Stage
 from unshard.read.inflate import inflate, inflated_bytes
@@ -29,12 +29,14 @@ class Noticed:
     changed: tuple[int, int] | None = None
 
 
-def make(prepared: Prepared, target: Path, options: MergeOptions, listener: Listener) -> Noticed:
+def make(
+    prepared: Prepared, target: Path, options: MergeOptions, listener: Listener, engine: RunPlan
+) -> Noticed:
     """Make the output apart, and let it take its place in one commit; return what was noticed."""
     needed, sources = _needed_bytes(prepared), places(prepared)
     with Staging(target, needed, sources=sources, overwrite=options.overwrite) as staging:
         inflated = _inflated(prepared, staging, options, listener)
-        return _write(inflated, staging, options, listener)
+        return _write(inflated, staging, options, listener, engine)
 
 
 def _inflated(
@@ -54,12 +56,12 @@ def _inflated(
 
 
 def _write(
-    prepared: Prepared, staging: Staging, options: MergeOptions, listener: Listener
+    prepared: Prepared, staging: Staging, options: MergeOptions, listener: Listener, engine: RunPlan
 ) -> Noticed:
     """Make the output in its staging directory, verify it as a stranger would, and commit it."""
     plan, directory = prepared.plan, staging.directory
     listener(Stage("writing", plan.layout.total_size))
-    overflows = run_plan(plan, directory, options.settings, listener)
+    overflows = engine(plan, directory, options.settings, listener)
     write_companions(prepared.checkpoint.catalog.companions, prepared.config, directory)
     if len(plan.layout.files) > 1:
         (directory / INDEX_NAME).write_bytes(index_json(plan.layout))

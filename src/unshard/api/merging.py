@@ -8,6 +8,7 @@ from unshard.api.delivering import deliver
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import prepare
 from unshard.api.sources import open_source
+from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UnknownFormatError, UsageError
 from unshard.progress import Listener, Stage, Warned, ignore
 from unshard.read.discover import all_steps
@@ -130,6 +131,7 @@ def merge_all(
     output: str | Path | None = None,
     options: MergeOptions | None = None,
     listener: Listener = ignore,
+    engine: RunPlan = run_plan,
 ) -> list[Report]:
     """Merge every complete step of a run, each as `merge` does, the lowest first.
 
@@ -138,6 +140,7 @@ def merge_all(
         output: the directory to make one output per step in; default `merged` beside the steps.
         options: as for `merge`.
         listener: called with progress events; steps that are incomplete are named.
+        engine: who makes the files; see `unshard.engines.crew`.
 
     Raises:
         UnshardError: a step cannot be merged; the outputs of those before it stay.
@@ -157,14 +160,18 @@ def merge_all(
     for location in steps:
         target = None if output is None else Path(output) / location.default_output.name
         try:
-            reports.append(merge_with(location.step_dir, target, chosen, listener))
+            reports.append(merge_with(location.step_dir, target, chosen, listener, engine))
         except IncompleteError as error:
             listener(Warned(f"passed over an incomplete step: {error}"))
     return reports
 
 
 def merge_with(
-    checkpoint: str | Path, output: str | Path | None, options: MergeOptions, listener: Listener
+    checkpoint: str | Path,
+    output: str | Path | None,
+    options: MergeOptions,
+    listener: Listener,
+    engine: RunPlan = run_plan,
 ) -> Report:
     """Merge as `merge` does, with the options as one value."""
     started = time.monotonic()
@@ -174,4 +181,5 @@ def merge_with(
     source = open_source(Path(checkpoint), options)
     default = source.checkpoint.location.default_output
     target = default if output is None else Path(output)
-    return deliver(prepare([source], options), target, options, listener, started)
+    prepared = prepare([source], options)
+    return deliver(prepared, target, options, listener, engine=engine, started=started)

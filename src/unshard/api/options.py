@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.engines.threads import MIN_BUFFER, Settings, default_workers
+from unshard.engines.pool import MIN_BUFFER, Settings, default_workers
 from unshard.errors import UsageError
 from unshard.plan.layout import size_in_bytes
 from unshard.read.format import ReadOptions, Request

@@ -104,17 +104,22 @@ def average(
         overwrite=overwrite,
         dry_run=dry_run,
     )
-    with listening(quiet=quiet) as listener:
-        report = api.average(
-            checkpoints,
-            output,
-            coefficients=None if coefficients is None else _numbers(coefficients),
-            ema_decay=ema_decay,
-            last=last,
-            every=every,
-            options=options,
-            listener=listener,
-        )
+    counts = None if coefficients is None else _numbers(coefficients)
+    with api.crew() as crew:
+        if not crew.leads:
+            return
+        with listening(quiet=quiet) as listener:
+            report = api.average(
+                checkpoints,
+                output,
+                coefficients=counts,
+                ema_decay=ema_decay,
+                last=last,
+                every=every,
+                options=options,
+                listener=listener,
+                engine=crew.engine,
+            )
     print_reports([report], as_list=False, as_json=as_json, quiet=quiet)
 
 

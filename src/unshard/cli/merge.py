@@ -122,9 +122,12 @@ def merge(
         push_to_hub=push_to_hub,
         private=private,
     )
-    with listening(quiet=quiet) as listener:
-        if all_steps:
-            reports = api.merge_all(checkpoint, output, options, listener)
-        else:
-            reports = [api.merge_with(checkpoint, output, options, listener)]
+    with api.crew() as crew:
+        if not crew.leads:
+            return
+        with listening(quiet=quiet) as listener:
+            if all_steps:
+                reports = api.merge_all(checkpoint, output, options, listener, crew.engine)
+            else:
+                reports = [api.merge_with(checkpoint, output, options, listener, crew.engine)]
     print_reports(reports, as_list=all_steps, as_json=as_json, quiet=quiet)

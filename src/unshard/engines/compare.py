@@ -11,7 +11,7 @@ from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of
-from unshard.engines.threads import Pool, Settings, shares
+from unshard.engines.pool import Pool, Settings, shares
 from unshard.errors import UsageError
 from unshard.plan.pairs import TILE_BYTES, make_pair, pair_tiles
 from unshard.plan.work import Tile
@@ -52,12 +52,12 @@ def compare(
     alike = {name: pair for name, pair in both.items() if _same_shape(*pair)}
     tallies = {name: Tally() for name in alike}
     listener(Stage("comparing", sum(_size(mine) for mine, _ in alike.values())))
-    workers, _, open_files = shares(settings)
-    workers = min(workers, settings.memory_bytes // TILE_BYTES)
+    means = shares(settings)
+    workers = min(means.workers, settings.memory_bytes // TILE_BYTES)
     lock = threading.Lock()
 
     def comparer() -> _Comparer:
-        return _Comparer(tallies, lock, tolerances, open_files=open_files)
+        return _Comparer(tallies, lock, tolerances, open_files=means.open_files)
 
     Pool(_jobs(alike), listener).run(workers, comparer)
     names = {tensor.name for tensor in ours}

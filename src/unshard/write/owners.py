@@ -10,22 +10,28 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["OWNER_NAME", "claim", "if_dead"]
+__all__ = ["OWNER_NAME", "claim", "if_dead", "made_for"]
 
 OWNER_NAME = "owner.json"
 _ABANDONED_AFTER_S = 60
 
 
-def claim(staging: Path) -> int:
-    """Write the owner file, locked from the start; return the descriptor that locks it."""
+def claim(staging: Path, made: Sequence[Path]) -> int:
+    """Write the owner file, locked from the start; return the descriptor that locks it.
+
+    Args:
+        staging: the directory to own.
+        made: directories above it that were made for it.
+    """
     fields = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": time.time(),
+        "made": [str(path.resolve()) for path in made],
     }
     draft = staging / f"{OWNER_NAME}.new"
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -37,6 +43,16 @@ def claim(staging: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def made_for(staging: Path) -> list[Path]:
+    """Return the directories above a staging directory that its owner made for it."""
+    try:
+        fields = json.loads((staging / OWNER_NAME).read_bytes())
+        made = {str(path) for path in fields["made"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [path for path in staging.resolve().parents if str(path) in made]
 
 
 @contextmanager

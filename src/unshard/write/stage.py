@@ -21,7 +21,7 @@ from typing import Self
 from unshard.errors import OutputError
 from unshard.write.commit import Mode, commit, finish
 from unshard.write.files import set_mtime
-from unshard.write.owners import OWNER_NAME, claim, if_dead
+from unshard.write.owners import OWNER_NAME, claim, if_dead, made_for
 
 __all__ = ["Stage", "check_space", "choose_mode", "recover"]
 
@@ -87,8 +87,10 @@ def recover(directory: Path) -> None:
             continue
         with if_dead(staging) as dead:
             if dead:
+                made = made_for(staging)
                 finish(staging)
                 _remove(staging)
+                _remove_empty(made)
             else:
                 _log.info("left alone: %s, whose owner may be alive", staging)
 
@@ -170,8 +172,8 @@ class Stage:
         self._made_parents.clear()
 
     def _enter(self) -> None:
-        self._make_parents()
         recover(self._target.parent)
+        self._make_parents()
         self._mode = choose_mode(self._target, self._sources, overwrite=self._overwrite)
         self._target = self._target.resolve()
         if self._mode is not Mode.NEW:
@@ -181,7 +183,7 @@ class Stage:
         check_space(self._target.parent, self._needed)
         self._root = self._target.parent / self._name()
         self._root.mkdir()
-        self._locks.append(claim(self._root))
+        self._locks.append(claim(self._root, self._made_parents))
         self.directory.mkdir()
 
     def _name(self) -> str:
@@ -202,11 +204,7 @@ class Stage:
             _remove(self._root)
         while self._locks:
             os.close(self._locks.pop())
-        for parent in reversed(self._made_parents):
-            try:
-                parent.rmdir()
-            except OSError:
-                break
+        _remove_empty(self._made_parents[::-1])
 
 
 def unwritable(target: Path, error: OSError) -> OutputError:
@@ -242,6 +240,15 @@ def _check_same_disk(target: Path) -> None:
             f"{target}: is a mount point, and cannot be replaced in one step",
             hint="give a directory inside it",
         )
+
+
+def _remove_empty(made: Sequence[Path]) -> None:
+    """Remove directories that were made for an output, innermost first, while they are empty."""
+    for directory in made:
+        try:
+            directory.rmdir()
+        except OSError:
+            break
 
 
 def _remove(staging: Path) -> None:
