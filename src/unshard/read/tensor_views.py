@@ -5,6 +5,7 @@ Sources: the pickles of torch 2.1 to 2.15 (`docs/formats.md`), `torch._utils`, `
 
 from dataclasses import dataclass
 
+from unshard.containers.pickle_writer import STORAGES
 from unshard.containers.records import Global, Persistent, Record, Value
 from unshard.read.pickle_values import TensorFormError, ints, named, shape
 from unshard.tensors.dtypes import BY_NAME, DType
@@ -37,20 +38,7 @@ class StorageView:
 
 
 _MAX_ELEMENTS = 1 << 58  # of 16 bytes each, what 64-bit offsets can address
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-}
+_DTYPES = {storage: BY_NAME[dtype] for dtype, storage in STORAGES.items()}
 _PLAIN_TYPES = frozenset(
     {
         "torch.Tensor",
@@ -163,9 +151,9 @@ def _storage(storage: Persistent, stated: DType | None) -> tuple[DType, str, int
             raise TensorFormError(f"a storage reference of unknown form: {named(storage.pid)}")
     if name == "UntypedStorage" and stated is not None:
         return stated, key, count // stated.itemsize
-    if module not in ("torch", "torch.cuda", "torch.storage") or name not in _STORAGES:
+    if module not in ("torch", "torch.cuda", "torch.storage") or name not in _DTYPES:
         raise TensorFormError(f"a storage of unknown type {module}.{name}")
-    dtype = BY_NAME[_STORAGES[name]]
+    dtype = _DTYPES[name]
     if stated not in (None, dtype):
         raise TensorFormError(f"a storage of {dtype} for a tensor of {stated}")
     return dtype, key, count
