@@ -82,6 +82,14 @@ def test_a_merge_gives_the_tensors_and_leaves_nothing_else(
     assert snapshot(checkpoint) == before
 
 
+def test_scheduler_and_random_state_come_along(checkpoint: Path, tmp_path: Path) -> None:
+    torch.save({"last_epoch": 3}, checkpoint / "scheduler.bin")
+    report = unshard.merge(checkpoint, tmp_path / "out")
+    assert report.companions == ("extra_state_merged.pt", "lr_scheduler_state.json")
+    found = torch.load(tmp_path / "out" / "extra_state_merged.pt")
+    assert found == {"lr_scheduler": {"last_epoch": 3}}
+
+
 def test_other_cuts_and_dtypes_of_the_output_work_too(checkpoint: Path, tmp_path: Path) -> None:
     unshard.merge(checkpoint, tmp_path / "out", dtype="bfloat16", max_shard_size=200, workers=2)
     truth = {name: value.bfloat16() for name, value in some_tensors().items()}

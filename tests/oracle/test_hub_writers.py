@@ -169,6 +169,37 @@ def test_the_merged_model_loads_and_gives_the_same_logits(
         assert torch.equal(model(ids).logits, true(ids).logits)
 
 
+@pytest.mark.parametrize(
+    ("scenario", "step"),
+    [
+        ("accelerate_fsdp1", "step_1"),
+        ("accelerate_fsdp2", "checkpoint_1"),
+        ("accelerate_full", "step_1"),
+        ("trainer_fsdp1", "checkpoint-2"),
+        ("trainer_fsdp2", "checkpoint-2"),
+        ("trainer_full", "checkpoint-2"),
+    ],
+)
+def test_scheduler_and_random_state_come_along(
+    written: Write, tmp_path: Path, scenario: str, step: str
+) -> None:
+    folder = written(scenario, 2).directory / step
+    is_trainer = scenario.startswith("trainer")
+    scheduler = "scheduler.pt" if is_trainer else "scheduler.bin"
+    states = "rng_state_{}.pth" if is_trainer else "random_states_{}.pkl"
+    report = unshard.merge(folder, tmp_path / "out")
+    assert not [one for one in report.warnings if one.startswith("training state")]
+    found = torch.load(tmp_path / "out" / "extra_state_merged.pt", weights_only=True)
+    assert found["lr_scheduler"] == torch.load(folder / scheduler, weights_only=False)
+    assert len(found["rng_by_rank"]) == 2
+    for rank, rng in enumerate(found["rng_by_rank"]):
+        theirs = torch.load(folder / states.format(rank), weights_only=False)
+        assert torch.equal(rng["cpu"], theirs.get("cpu", theirs.get("torch_manual_seed")))
+        assert rng["random"] == theirs.get("python", theirs.get("random_state"))
+        name, key, *rest = theirs.get("numpy", theirs.get("numpy_random_seed"))
+        assert rng["numpy"] == (name, key.tolist(), *rest)
+
+
 @pytest.mark.parametrize(("scenario", "world"), SHARDED)
 def test_a_missing_shard_file_is_noticed(
     written: Write, tmp_path: Path, scenario: str, world: int

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from unshard.api.making import Noticed, make, places, weight_files
+from unshard.api.making import Noticed, companion_files, make, places, weight_files
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import Prepared
 from unshard.engines.threads import RunPlan
@@ -12,6 +12,7 @@ from unshard.write.hub import push
 from unshard.write.record import RECORD_NAME
 from unshard.write.report import Report, make_report
 from unshard.write.stage import choose_mode
+from unshard.write.training_state import state_file_names
 
 __all__ = ["deliver"]
 
@@ -47,8 +48,7 @@ def deliver(
         noticed = make(prepared, target, options, listener, engine)
     for warning in noticed.warnings:
         listener(Warned(warning))
-    written = ("config.json",) if prepared.config is not None else ()
-    companions = (*written, *prepared.checkpoint.catalog.companions.files, *prepared.files)
+    companions = companion_files(prepared)
     url = None
     if options.push_to_hub is not None and not options.dry_run:
         listener(Stage("pushing"))
@@ -59,7 +59,7 @@ def deliver(
         [source.checkpoint for source in prepared.sources],
         prepared.plan,
         target,
-        companions=companions,
+        companions=(*companions, *state_file_names(prepared.training)),
         warnings=(*prepared.warnings, *noticed.warnings),
         memory_bytes=options.settings.memory_bytes,
         seconds=time.monotonic() - started,

@@ -13,10 +13,11 @@ from unshard.read.inflate import inflate, inflated_bytes
 from unshard.write.companions import write_companions
 from unshard.write.record import RECORD_NAME, record_json
 from unshard.write.stage import Stage as Staging
+from unshard.write.training_state import write_training_state
 from unshard.write.unchanged import unchanged
 from unshard.write.verify import verify_light
 
-__all__ = ["Noticed", "make", "places", "weight_files"]
+__all__ = ["Noticed", "companion_files", "make", "places", "weight_files"]
 
 _COMPANION_ALLOWANCE = 64 * 1024
 
@@ -52,7 +53,8 @@ def _inflated(
         scratch = staging.scratch.with_suffix(f".{number}")
         inflated = replace(found, catalog=inflate(found.catalog, scratch))
         sources.append(replace(source, checkpoint=inflated))
-    return prepare(sources, options, prepared.weights)
+    again = prepare(sources, options, prepared.weights)
+    return replace(again, training=prepared.training)
 
 
 def _write(
@@ -67,6 +69,7 @@ def _write(
         (directory / INDEX_NAME).write_bytes(index_json(plan.layout))
     for name, text in prepared.files.items():
         (directory / name).write_bytes(text)
+    write_training_state(prepared.training, directory)
     checkpoints = [source.checkpoint for source in prepared.sources]
     record = record_json(checkpoints, prepared.weights, plan.layout, options.recorded)
     (directory / RECORD_NAME).write_bytes(record)
@@ -129,6 +132,7 @@ def _needed_bytes(prepared: Prepared) -> int:
     companions = prepared.checkpoint.catalog.companions
     extra = sum(path.stat().st_size for path in companions.files.values())
     extra += prepared.adapter.plan.bytes_written if prepared.adapter is not None else 0
+    extra += 2 * prepared.training.size  # of the first rank it is written twice
     extra += sum(map(inflated_bytes, prepared.catalogs))
     return prepared.plan.bytes_written + extra + _COMPANION_ALLOWANCE
 
@@ -137,6 +141,12 @@ def places(prepared: Prepared) -> tuple[Path, ...]:
     """Return the directories that hold the checkpoints."""
     locations = [source.checkpoint.location for source in prepared.sources]
     return tuple(place for one in locations for place in (one.step_dir, *one.roots))
+
+
+def companion_files(prepared: Prepared) -> tuple[str, ...]:
+    """Return the names of the other files that belong to the model."""
+    config = ("config.json",) if prepared.config is not None else ()
+    return (*config, *prepared.checkpoint.catalog.companions.files, *prepared.files)
 
 
 def weight_files(prepared: Prepared) -> list[str]:

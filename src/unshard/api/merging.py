@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unshard.api.delivering import deliver
 from unshard.api.options import MergeOptions
-from unshard.api.preparing import prepare
+from unshard.api.preparing import prepare, with_training_state
 from unshard.api.sources import open_source
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UnknownFormatError, UsageError
@@ -44,6 +44,7 @@ def merge(
     ep_size: int | None = None,
     allow_globals: Sequence[str] = (),
     verify: str = "light",
+    extra_state: bool = True,
     overwrite: bool = False,
     dry_run: bool = False,
     push_to_hub: str | None = None,
@@ -85,6 +86,8 @@ def merge(
         allow_globals: tensor subclasses in pickles to read as the plain tensors they store.
         verify: "light" (the output is reopened: headers, names, shapes, dtypes, sizes, index),
             "full" (also checksums of the sources, replicas, and every byte read back), or "off".
+        extra_state: write scheduler and random state of all ranks beside the weights, if the
+            checkpoint has them: `extra_state_merged.pt`, `lr_scheduler_state.json`.
         overwrite: replace the weights of an earlier output, or, where the output is the
             checkpoint's own directory, put them there; other files stay.
         dry_run: plan only, write nothing.
@@ -118,6 +121,7 @@ def merge(
         ep_size=ep_size,
         allow_globals=allow_globals,
         verify=verify,
+        extra_state=extra_state,
         overwrite=overwrite,
         dry_run=dry_run,
         push_to_hub=push_to_hub,
@@ -181,5 +185,5 @@ def merge_with(
     source = open_source(Path(checkpoint), options)
     default = source.checkpoint.location.default_output
     target = default if output is None else Path(output)
-    prepared = prepare([source], options)
+    prepared = with_training_state(prepare([source], options), options)
     return deliver(prepared, target, options, listener, engine=engine, started=started)

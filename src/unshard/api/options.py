@@ -49,6 +49,7 @@ class MergeOptions:
     ep_size: int | None = None
     allow_globals: Sequence[str] = ()
     verify: str = "light"
+    extra_state: bool = True
     overwrite: bool = False
     dry_run: bool = False
     push_to_hub: str | None = None

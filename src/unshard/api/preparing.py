@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from unshard.api.adapters import AdapterPart, adapter_part
 from unshard.api.combining import combine
@@ -16,10 +16,11 @@ from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.read.base import Base
 from unshard.read.open import Checkpoint
+from unshard.read.training_state import TrainingState, read_training_state
 from unshard.tensors.catalog import Catalog, Companions
 from unshard.write.companions import output_config
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "prepare", "with_training_state"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +36,7 @@ class Prepared:
         warnings: what a user should know.
         files: small files to write beside, by name.
         adapter: the adapter by itself, to be written into a folder of its own.
+        training: scheduler and random state, to be written beside.
     """
 
     sources: tuple[Source, ...]
@@ -45,6 +47,7 @@ class Prepared:
     warnings: tuple[str, ...]
     files: Mapping[str, bytes]
     adapter: AdapterPart | None = None
+    training: TrainingState = field(default_factory=TrainingState)
 
     @property
     def source(self) -> Source:
@@ -106,6 +109,19 @@ def prepare(
     return Prepared(
         tuple(sources), tuple(weights), tensors, plan, adjusted, tuple(warnings), {}, beside
     )
+
+
+def with_training_state(prepared: Prepared, options: MergeOptions) -> Prepared:
+    """Add scheduler and random state of the checkpoint, where the output is to have them.
+
+    Raises:
+        UnsafeError: a file of theirs was made to run commands.
+    """
+    if not options.extra_state or options.lora == "adapter":
+        return prepared
+    found = prepared.checkpoint
+    state = read_training_state(found.location, found.catalog.world_size)
+    return replace(prepared, training=state, warnings=(*prepared.warnings, *state.warnings))
 
 
 def _plan_of(tensors: list[Converted], base: Base | None, options: MergeOptions) -> Plan:

@@ -80,6 +80,9 @@ def merge(
     ep_size: EpSize = None,
     allow_global: AllowGlobal = None,
     verify: Verify = "light",
+    no_extra_state: Annotated[
+        bool, typer.Option("--no-extra-state", help="Leave out scheduler and random state.")
+    ] = False,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
     push_to_hub: Annotated[
@@ -117,6 +120,7 @@ def merge(
         ep_size=ep_size,
         allow_globals=allow_global or (),
         verify=verify,
+        extra_state=not no_extra_state,
         overwrite=overwrite,
         dry_run=dry_run,
         push_to_hub=push_to_hub,

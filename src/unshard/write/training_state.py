@@ -1,0 +1,52 @@
+"""Write scheduler and random state beside the weights; the scheduler also as JSON, to look at."""
+
+import json
+from math import isfinite
+from pathlib import Path
+
+from unshard.containers.pickle_writer import Plain, SavedTensor
+from unshard.containers.torch_save import write_torch_file
+from unshard.read.training_state import TrainingState
+
+__all__ = ["EXTRA_STATE_NAME", "SCHEDULER_NAME", "state_file_names", "write_training_state"]
+
+EXTRA_STATE_NAME = "extra_state_merged.pt"
+SCHEDULER_NAME = "lr_scheduler_state.json"
+
+
+def state_file_names(state: TrainingState) -> tuple[str, ...]:
+    """Return the names of the files that a training state takes."""
+    if not state.values:
+        return ()
+    return (EXTRA_STATE_NAME,) if _scheduler(state) is None else (EXTRA_STATE_NAME, SCHEDULER_NAME)
+
+
+def write_training_state(state: TrainingState, directory: Path) -> None:
+    """Write `extra_state_merged.pt` and, if there is a scheduler, `lr_scheduler_state.json`."""
+    names = state_file_names(state)
+    if EXTRA_STATE_NAME in names:
+        write_torch_file(directory / EXTRA_STATE_NAME, dict(state.values))
+    if SCHEDULER_NAME in names:
+        text = json.dumps(_json(_scheduler(state)), indent=2, allow_nan=False)
+        (directory / SCHEDULER_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def _scheduler(state: TrainingState) -> Plain:
+    """Return the state of the scheduler, or of all where there are several; None without one."""
+    return state.values.get("lr_schedulers", state.values.get("lr_scheduler"))
+
+
+def _json(value: Plain) -> Plain:
+    """Return a value as JSON has it; what JSON lacks as text: inf, bytes, tensors, other keys."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float() if isfinite(value):
+            return value
+        case dict():
+            return {str(key): _json(part) for key, part in value.items()}
+        case list() | tuple():
+            return [_json(part) for part in value]
+        case SavedTensor():
+            return f"a tensor of {value.dtype}, shape {list(value.shape)}"
+    return str(sorted(value, key=str) if isinstance(value, set) else value)
