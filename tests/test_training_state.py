@@ -444,7 +444,7 @@ def test_it_is_not_pushed_to_the_hub(
         pushed.extend(names)
         return repo
 
-    monkeypatch.setattr("unshard.api.merging.push", push)
+    monkeypatch.setattr("unshard.api.delivering.push", push)
     report = unshard.merge(step, tmp_path / "out", push_to_hub="someone/model")
     assert pushed == ["model.safetensors", "config.json", "unshard.json"]
     assert report.companions == ("config.json", EXTRA_STATE, SCHEDULER)

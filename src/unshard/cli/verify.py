@@ -18,16 +18,15 @@ from unshard.cli.options import (
     Step,
     Weights,
 )
+from unshard.cli.reports import print_comparison
 from unshard.cli.show import listening
 
 if TYPE_CHECKING:
     from unshard.api import Comparison
-    from unshard.write.comparison import Loading, TensorComparison
 
 __all__ = ["verify"]
 
 _DIFFERENT = 1
-_SHOWN = 20
 
 
 def verify(
@@ -115,7 +114,7 @@ def verify(
     if as_json:
         print(_as_json(found))
     elif not quiet:
-        _print(found)
+        print_comparison(found)
     if not found.equal:
         raise typer.Exit(_DIFFERENT)
 
@@ -136,67 +135,3 @@ def _finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return str(value) if isinstance(value, float) and not isfinite(value) else value
-
-
-def _print(found: "Comparison") -> None:
-    how = "bit by bit" if found.atol == found.rtol == 0 else "within the tolerances"
-    equal = len(found.tensors) - len(found.different)
-    cast = [one for one in found.tensors if one.cast and one.equal]
-    print(f"compared    {len(found.tensors)} tensors, {how}")
-    print(f"equal       {equal}" + (f" ({len(cast)} after a cast to our dtype)" if cast else ""))
-    print(f"different   {len(found.different)}")
-    _print_some([_line(one) for one in found.different])
-    for title, names in (
-        ("missing", found.missing),
-        ("unexpected", found.unexpected),
-        ("NaN in", [one.name for one in found.with_nan]),
-        ("all zero", [one.name for one in found.all_zero]),
-    ):
-        if names:
-            print(f"{title:<11} {len(names)}")
-            _print_some(list(names))
-    if found.loading is not None:
-        _print_loading(found.loading)
-    print("the models are " + ("the same" if found.equal else "not the same"))
-
-
-def _print_loading(loading: "Loading") -> None:
-    if loading.complete:
-        print(f"loads       as {loading.model_class}: every parameter is there, in its shape")
-        return
-    print(f"loads       as {loading.model_class}, but:")
-    mismatched = (
-        f"{one.name}: shape {_shape(one.found)}, not {_shape(one.expected)}"
-        for one in loading.mismatched
-    )
-    missing = (f"{name}: missing" for name in loading.missing)
-    unexpected = (f"{name}: unexpected" for name in loading.unexpected)
-    _print_some([*missing, *unexpected, *mismatched])
-
-
-def _print_some(lines: list[str]) -> None:
-    for line in lines[:_SHOWN]:
-        print(f"  {line}")
-    if len(lines) > _SHOWN:
-        print(f"  and {len(lines) - _SHOWN} more")
-
-
-def _line(one: "TensorComparison") -> str:
-    if one.values is None:
-        return f"{one.name}: shape {_shape(one.shape_ours)}, not {_shape(one.shape_theirs)}"
-    values = one.values
-    parts = [f"{values.different:,} of {values.elements:,} elements"]
-    if not one.cast and one.dtype_ours != one.dtype_theirs:
-        parts.insert(0, f"{one.dtype_ours}, not {one.dtype_theirs}")
-    if values.different and not values.different_values:
-        parts.append("in their bits only")
-    else:
-        parts.append(f"by up to {values.max_abs_diff:.3g} ({values.max_rel_diff:.3g} relative)")
-    if values.nans_ours != values.nans_theirs:
-        parts.append(f"NaN {values.nans_ours:,}, not {values.nans_theirs:,}")
-    parts.append(f"norm {values.norm_ours:.6g}, not {values.norm_theirs:.6g}")
-    return f"{one.name}: {', '.join(parts)}"
-
-
-def _shape(sizes: tuple[int, ...]) -> str:
-    return " x ".join(map(str, sizes)) or "()"

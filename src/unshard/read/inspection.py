@@ -4,6 +4,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
+
+import numpy as np
 
 from unshard.read.discover import is_ema_there
 from unshard.read.format import Location
@@ -11,7 +14,7 @@ from unshard.read.open import Checkpoint
 from unshard.tensors.catalog import Catalog, Skipped, TensorEntry
 from unshard.tensors.placements import Sharding
 
-__all__ = ["Inspection", "TensorInfo", "describe"]
+__all__ = ["Inspection", "ShardCounts", "TensorInfo", "count_shards", "describe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,34 @@ class TensorInfo:
     shape: tuple[int, ...]
     placements: tuple[str, ...]
     chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCounts:
+    """How the tensors of a checkpoint are spread.
+
+    Attributes:
+        keys: by file of weights, in the order of ranks, how many tensors it holds parts of.
+        sharded: how many tensors are cut; replicated: how many are whole wherever they are.
+    """
+
+    keys: dict[str, int]
+    sharded: int
+    replicated: int
+
+
+def count_shards(catalog: Catalog) -> ShardCounts:
+    """Count, without reading any weights."""
+    keys: Counter[Path] = Counter()
+    sharded = 0
+    order: dict[Path, None] = {}
+    for entry in catalog.tensors.values():
+        chunks = entry.chunks
+        order |= dict.fromkeys(chunks.paths)
+        keys.update(chunks.paths[file] for file in np.unique(chunks.file).tolist())
+        sharded += bool((chunks.sizes != np.asarray(entry.shape, dtype=np.int64)).any())
+    named = {path.name: keys[path] for path in order if path in keys}
+    return ShardCounts(named, sharded, len(catalog.tensors) - sharded)
 
 
 @dataclass(frozen=True, slots=True)

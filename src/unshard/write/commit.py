@@ -28,6 +28,7 @@ from unshard.write.files import (
     sync_tree,
 )
 from unshard.write.record import RECORD_NAME
+from unshard.write.training_state import EXTRA_STATE_NAME, SCHEDULER_NAME
 
 __all__ = ["Journal", "Mode", "commit", "finish"]
 
@@ -131,16 +132,16 @@ def _rename_new(output: Path, target: Path) -> None:
 
 
 def _journal_in_place(output: Path, target: Path) -> Journal:
-    """Weights first, then what the target lacks, then index and record, which say all is there."""
+    """Weights first, then what belongs to them or is lacking, then what says that all is there."""
     names = [str(p.relative_to(output)) for p in sorted(output.rglob("*")) if p.is_file()]
     weights = [name for name in names if is_weight_file(name) and name != INDEX_NAME]
     last = [name for name in (INDEX_NAME, RECORD_NAME) if name in names]
-    lacking = [
-        name for name in names if name not in (*weights, *last) and not (target / name).exists()
-    ]
+    state = [name for name in (EXTRA_STATE_NAME, SCHEDULER_NAME) if name in names]
+    known = {*weights, *state, *last}
+    lacking = [name for name in names if name not in known and not (target / name).exists()]
     old = [p.name for p in sorted(target.iterdir()) if is_weight_file(p.name)]
     remove = [name for name in old if name not in names]
-    place = (*weights, *lacking, *last)
+    place = (*weights, *state, *lacking, *last)
     return Journal(Mode.IN_PLACE, target.name, place, tuple(remove), target.stat().st_mtime_ns)
 
 

@@ -18,9 +18,9 @@ from unshard.tensors.dtypes import DType
 from unshard.write.comparison import Loading, Mismatch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["verify_load"]
+__all__ = ["load_as", "verify_load"]
 
 Shape = tuple[int, ...]
 
@@ -44,12 +44,7 @@ def verify_load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> 
         UsageError: torch or transformers is not installed.
         OutputError: config.json is not there, names no class of transformers, or the class refuses.
     """
-    try:
-        import torch  # noqa: F401 (without it, transformers offers no models)
-        import transformers  # noqa: F401
-    except ImportError as error:
-        what = f"--load: {error.name} is not installed"
-        raise UsageError(what, hint="pip install 'unshard[torch]'") from error
+    _need_transformers("--load")
     if not (directory / "config.json").is_file():
         raise OutputError(f"--load: {directory} holds no config.json", hint="merge with --config")
     try:
@@ -62,11 +57,56 @@ def verify_load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> 
 
 
 def _load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> Loading:
-    import torch
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    model_class = _model_class(directory, config.architectures or [])
+    return _placed(_model_class(directory, config.architectures or []), config, tensors)
+
+
+def load_as(
+    model_class: type, directory: Path, tensors: Mapping[str, tuple[DType, Shape]]
+) -> Loading:
+    """Load names, dtypes and shapes into a class of the user's choice, on the meta device.
+
+    Args:
+        model_class: a model class of transformers, or an Auto class.
+        directory: holds config.json.
+        tensors: dtype and shape of every tensor, by name.
+
+    Raises:
+        UsageError: torch or transformers is not installed, or the class is no model's.
+        OutputError: the class refuses the config or the tensors.
+    """
+    _need_transformers("model_cls")
+    import torch
+    from transformers import AutoConfig, PreTrainedModel
+
+    try:
+        with _silence(), torch.device("meta"):
+            config_class = getattr(model_class, "config_class", None) or AutoConfig
+            config = config_class.from_pretrained(directory, local_files_only=True)
+            if hasattr(model_class, "from_config"):  # an Auto class chooses by the config
+                model_class = type(model_class.from_config(config))
+        if issubclass(model_class, PreTrainedModel):
+            with _silence():
+                return _placed(model_class, config, tensors)
+    except Exception as error:
+        what = f"{model_class.__name__}: cannot be built from the config, or loaded: {error}"
+        raise OutputError(what) from error
+    raise UsageError(
+        f"model_cls: {model_class.__name__} is no model class of transformers",
+        expected="a subclass of PreTrainedModel, or an AutoModelFor class",
+    )
+
+
+def _placed(
+    model_class: "type[PreTrainedModel]",
+    config: "PreTrainedConfig",
+    tensors: Mapping[str, tuple[DType, Shape]],
+) -> Loading:
+    """Let transformers look for a place for every tensor."""
+    import torch
+
     empty = {
         name: torch.empty(shape, dtype=getattr(torch, dtype.name), device="meta")
         for name, (dtype, shape) in tensors.items()
@@ -89,6 +129,15 @@ def _load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> Loadin
             for name, found, expected in sorted(said["mismatched_keys"])
         ),
     )
+
+
+def _need_transformers(option: str) -> None:
+    try:
+        import torch  # noqa: F401 (without it, transformers offers no models)
+        import transformers  # noqa: F401
+    except ImportError as error:
+        what = f"{option}: {error.name} is not installed"
+        raise UsageError(what, hint="pip install 'unshard[torch]'") from error
 
 
 def _model_class(directory: Path, architectures: list[str]) -> "type[PreTrainedModel]":

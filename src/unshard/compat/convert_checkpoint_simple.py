@@ -1,0 +1,94 @@
+"""`scripts/convert_checkpoint_simple.py`, also as a module: `python -m unshard.compat.…`.
+
+It prints the transcript that the script's guide shows.
+"""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from unshard.compat.commands import DTYPES, run
+from unshard.compat.converting import Paths, convert, find_paths, opened
+
+if TYPE_CHECKING:
+    from unshard.api import Report
+    from unshard.api.sources import Source
+    from unshard.read.inspection import ShardCounts
+
+_RULE = "=" * 70
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="convert_checkpoint_simple.py",
+        description="Convert an FSDP sharded checkpoint to HuggingFace format",
+    )
+    parser.add_argument("checkpoint_path", help="the checkpoint: …/global_step_150")
+    parser.add_argument("--output", help="default: CHECKPOINT_PATH_merged")
+    parser.add_argument("--actor-dir", default="actor", help="folder of the shards; default: actor")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Convert as the arguments say."""
+    from unshard import api
+    from unshard.engines.threads import run_plan
+
+    arguments = _arguments()
+    paths = find_paths(arguments.checkpoint_path, arguments.actor_dir, arguments.output)
+    _print_header(paths, arguments.dtype)
+    options = api.MergeOptions(dtype=arguments.dtype, assume_dim0=True, overwrite=True)
+    source, counts = opened(paths, options)
+    _print_shards(source, counts)
+    print(f"\nSaving merged model to {paths.output}")
+    print("  Creating model from config... (not needed: bytes are moved, config.json is kept)")
+    print(f"  Saving model with dtype={arguments.dtype}...", flush=True)
+    _print_saved(convert(source, paths, options, run_plan), paths)
+
+
+def _print_header(paths: Paths, dtype: str) -> None:
+    print(_RULE)
+    print("FSDP Checkpoint Converter (Simple Version)")
+    print(_RULE)
+    print(f"Checkpoint:    {paths.checkpoint}")
+    print(f"Actor dir:     {paths.actor}")
+    print(f"Output:        {paths.output}")
+    print(f"Dtype:         {dtype}")
+    print(_RULE)
+
+
+def _print_shards(source: "Source", counts: "ShardCounts") -> None:
+    print(f"✓ Detected world_size={source.checkpoint.catalog.world_size} from checkpoint")
+    print(f"\nLoading {len(counts.keys)} checkpoint shards...")
+    for number, (name, keys) in enumerate(counts.keys.items(), start=1):
+        print(f"  [{number}/{len(counts.keys)}] Loading {name}... ({keys} keys)")
+    print("\nMerging shards into full state dict...")
+    print(f"✓ Merged {counts.replicated + counts.sharded} parameters:")
+    print(f"  - {counts.replicated} replicated parameters")
+    print(f"  - {counts.sharded} sharded parameters")
+
+
+def _print_saved(report: "Report", paths: Paths) -> None:
+    from unshard.write.training_state import EXTRA_STATE_NAME, SCHEDULER_NAME
+
+    print("  Copying tokenizer files...")
+    print("✓ Model saved successfully")
+    print("\nMerging extra_state files...")
+    if EXTRA_STATE_NAME in report.companions:
+        print(f"✓ Saved extra_state to {paths.output / EXTRA_STATE_NAME}")
+    else:
+        print("  No extra_state files found")
+    if SCHEDULER_NAME in report.companions:
+        print(f"✓ Saved lr_scheduler state to {paths.output / SCHEDULER_NAME}")
+    print(f"\n{_RULE}")
+    print("✅ Conversion complete!")
+    print(_RULE)
+    print(f"\nMerged model saved to: {paths.output}")
+    print("\nYou can now load this model with:")
+    print("  from transformers import AutoModelForCausalLM")
+    print(f"  model = AutoModelForCausalLM.from_pretrained('{paths.output}')")
+    print(_RULE)
+
+
+if __name__ == "__main__":
+    run(main, failed="❌ Error: ")

@@ -1,0 +1,88 @@
+"""`convert_fsdp_to_hf.py` of verl's forks, alone or under torchrun with any number of processes.
+
+Also `torchrun --nproc_per_node=N -m unshard.compat.convert_fsdp_to_hf`.
+"""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from unshard.compat.commands import DTYPES, run
+from unshard.compat.converting import Paths, convert, find_paths, opened
+
+if TYPE_CHECKING:
+    from unshard.api import Report
+
+_RULE = "=" * 60
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="convert_fsdp_to_hf.py",
+        description="Convert an FSDP sharded checkpoint to HuggingFace format",
+    )
+    parser.add_argument("--checkpoint_path", required=True, help="the checkpoint: global_step_150")
+    parser.add_argument("--output_path", help="default: CHECKPOINT_PATH_merged")
+    parser.add_argument(
+        "--actor_subdir", default="actor", help="folder of the shards; default: actor"
+    )
+    parser.add_argument(
+        "--torch_dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16"
+    )
+    parser.add_argument(
+        "--trust_remote_code",
+        action="store_true",
+        help="accepted, and not needed: no code of a model runs here",
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Convert as the arguments say, with all processes of a torchrun if there is one."""
+    from unshard import api
+
+    arguments = _arguments()
+    with api.crew() as crew:
+        if not crew.leads:
+            return
+        paths = find_paths(arguments.checkpoint_path, arguments.actor_subdir, arguments.output_path)
+        _print_header(paths, arguments.torch_dtype)
+        options = api.MergeOptions(dtype=arguments.torch_dtype, overwrite=True)
+        source, counts = opened(paths, options)
+        print(f"Detected world_size={source.checkpoint.catalog.world_size} from checkpoint")
+        print(f"\nLoading and merging {len(counts.keys)} checkpoint shards...")
+        print(f"\nSaving merged model with dtype={arguments.torch_dtype}...", flush=True)
+        report = convert(source, paths, options, crew.engine)
+    _print_saved(report, paths)
+
+
+def _print_header(paths: Paths, dtype: str) -> None:
+    print(f"\n{_RULE}")
+    print("FSDP to HuggingFace Checkpoint Converter")
+    print(_RULE)
+    print(f"Checkpoint path: {paths.checkpoint}")
+    print(f"Actor directory: {paths.actor}")
+    print(f"Output path:     {paths.output}")
+    print(f"Torch dtype:     {dtype}")
+    print(f"{_RULE}\n")
+
+
+def _print_saved(report: "Report", paths: Paths) -> None:
+    from unshard.write.training_state import EXTRA_STATE_NAME, SCHEDULER_NAME
+
+    for name in report.companions:
+        if name not in {EXTRA_STATE_NAME, SCHEDULER_NAME}:
+            print(f"  Copied {name}")
+    print("\nMerging extra_state files...")
+    if EXTRA_STATE_NAME in report.companions:
+        print(f"  Saved merged extra_state to {paths.output / EXTRA_STATE_NAME}")
+    if SCHEDULER_NAME in report.companions:
+        print(f"  Saved lr_scheduler state to {paths.output / SCHEDULER_NAME}")
+    print(f"\n✅ Successfully saved merged checkpoint to {paths.output}")
+    print("\nYou can now load this model with:")
+    print("  from transformers import AutoModelForCausalLM")
+    print(f"  model = AutoModelForCausalLM.from_pretrained('{paths.output}')")
+    print("\n✅ Conversion complete!")
+
+
+if __name__ == "__main__":
+    run(main)

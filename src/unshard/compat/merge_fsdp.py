@@ -1,0 +1,132 @@
+"""`tools/merge_fsdp.py` of lmms-engine; also `python -m unshard.compat.merge_fsdp`."""
+
+import argparse
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unshard.compat.commands import run
+from unshard.errors import UnknownFormatError, UsageError
+
+if TYPE_CHECKING:
+    from unshard.api import MergeOptions
+    from unshard.convert.precision import Fields
+
+_EMA_DIR, _MODEL_DIR = "pytorch_ema_model_fsdp_0", "pytorch_model_fsdp_0"
+_WEIGHTS = {_MODEL_DIR: "model", _EMA_DIR: "ema"}
+_STEP = re.compile(r"checkpoint-(\d+)")
+_CLASS = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")  # Qwen2ForCausalLM; hub ids have a slash
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="merge_fsdp.py", description="Merge FSDP shards into a single checkpoint."
+    )
+    parser.add_argument(
+        "--input_dir", required=True, type=Path, help="the directory that holds checkpoint-N"
+    )
+    parser.add_argument(
+        "--model_name_or_class",
+        default="",
+        help="a directory or hub id: tensor names, config and tokenizer; or a class name, which "
+        "goes to the config's architectures",
+    )
+    parser.add_argument(
+        "--type", default="hf", choices=("hf", "fsdp2"), help="who saved it; the files tell"
+    )
+    parser.add_argument("--output_dir", type=Path, help="default: input_dir itself")
+    parser.add_argument("--step", type=int, help="default: the latest checkpoint")
+    parser.add_argument(
+        "--state_dict_dirname",
+        default=_MODEL_DIR,
+        help=f"the folder of the shards; {_EMA_DIR} for EMA weights",
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="merge all checkpoints by averaging their weights"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Merge or average as the arguments say."""
+    from unshard import api
+    from unshard.cli.show import listening
+
+    arguments = _arguments()
+    paths = _checkpoints(arguments.input_dir, arguments.state_dict_dirname, arguments.step)
+    target = arguments.output_dir or arguments.input_dir
+    options = api.MergeOptions(
+        dtype="bfloat16",
+        weights=_WEIGHTS.get(arguments.state_dict_dirname),
+        step=arguments.step if paths == [arguments.input_dir] else None,
+        overwrite=True,
+        extra_state=False,
+    )
+    with (
+        _of_model(arguments.model_name_or_class, paths[-1], options) as chosen,
+        listening(quiet=False) as listener,
+    ):
+        if arguments.merge and arguments.step is None:
+            report = api.average(paths, target, options=chosen, listener=listener)
+            print(f"Merging {len(report.sources)} checkpoints")
+        else:
+            report = api.merge_with(paths[-1], target, chosen, listener)
+            print(f"Using latest checkpoint: {report.source}")
+    print(f"Merged checkpoint saved to: {report.output}")
+
+
+def _checkpoints(run_dir: Path, dirname: str, step: int | None) -> list[Path]:
+    """Return what to merge: the run itself, or folders of another name in its steps, in order."""
+    if not run_dir.is_dir():
+        raise UnknownFormatError(f"No checkpoint found in {run_dir}: there is no such directory")
+    if dirname in _WEIGHTS:
+        return [run_dir]
+    found = {
+        int(match[1]): folder
+        for folder in run_dir.glob(f"checkpoint-*/{dirname}")
+        if (match := _STEP.fullmatch(folder.parent.name))
+    }
+    chosen = [found[number] for number in sorted(found) if step in (None, number)]
+    if not chosen:
+        raise UnknownFormatError(f"No checkpoint found in {run_dir}: no checkpoint-N/{dirname}")
+    return chosen
+
+
+@contextmanager
+def _of_model(model: str, checkpoint: Path, options: "MergeOptions") -> Iterator["MergeOptions"]:
+    """Yield the options with what a directory, a hub id or a class name says of the model."""
+    if not model:
+        yield options
+    elif Path(model).is_dir():
+        weights = [*Path(model).glob("*.safetensors*"), *Path(model).glob("*.bin*")]
+        yield replace(options, base=model) if weights else replace(options, config=model)
+    elif not _CLASS.fullmatch(model):
+        yield replace(options, base=model)
+    else:
+        with tempfile.TemporaryDirectory(prefix="_unshard-") as scratch:
+            file = Path(scratch) / "config.json"
+            fields = _config_of(checkpoint, model, options)
+            file.write_text(json.dumps({**fields, "architectures": [model]}), encoding="utf-8")
+            yield replace(options, config=file)
+
+
+def _config_of(checkpoint: Path, model: str, options: "MergeOptions") -> "Fields":
+    from unshard.api.sources import open_source
+    from unshard.write.companions import load_config
+
+    fields = load_config(open_source(checkpoint, options).checkpoint.catalog.companions)
+    if fields is None:
+        raise UsageError(
+            f"--model_name_or_class {model}: a class name, and {checkpoint} holds no config.json",
+            hint="give a model's directory or hub id instead",
+        )
+    return fields
+
+
+if __name__ == "__main__":
+    run(main)

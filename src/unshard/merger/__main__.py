@@ -1,0 +1,57 @@
+"""`python -m unshard.merger`, for `python -m lmms_engine.merger`."""
+
+import argparse
+from pathlib import Path
+
+from unshard.compat.commands import run
+from unshard.errors import UnknownFormatError
+
+_MODEL_TYPES = ("causal_lm", "masked_lm", "image_text_to_text", "general")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m unshard.merger",
+        description="Merge FSDP sharded checkpoints into a single checkpoint",
+    )
+    parser.add_argument(
+        "--checkpoint_path",
+        required=True,
+        type=Path,
+        help="a checkpoint (checkpoint-1000), or a directory of several: the highest",
+    )
+    parser.add_argument(
+        "--output_path", type=Path, help="where to save; default: checkpoint_path itself"
+    )
+    parser.add_argument(
+        "--checkpoint_type",
+        default="regular",
+        choices=("regular", "ema"),
+        help="the model's weights, or their exponential moving average",
+    )
+    parser.add_argument(
+        "--model_general_type",
+        choices=_MODEL_TYPES,
+        help="accepted, and not needed: no model is built to merge",
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Merge as the arguments say."""
+    from unshard.cli.show import listening
+    from unshard.merger.fsdp2 import FSDP2Merger
+
+    arguments = _arguments()
+    path = arguments.checkpoint_path
+    if not path.exists():
+        raise UnknownFormatError(f"Checkpoint path does not exist: {path}")
+    print(f"Merging {arguments.checkpoint_type} checkpoint from {path}")
+    with listening(quiet=False) as listener:
+        merger = FSDP2Merger(arguments.checkpoint_type, listener=listener)
+        saved = merger.merge(path, arguments.output_path)
+    print(f"Merged checkpoint saved to: {saved}")
+
+
+if __name__ == "__main__":
+    run(main)

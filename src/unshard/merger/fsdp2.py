@@ -1,0 +1,89 @@
+"""`FSDP2Merger`: sharded checkpoints in, a Hugging Face directory in bfloat16 out."""
+
+import time
+from pathlib import Path
+from typing import Literal
+
+from unshard.compat.commands import SavesItself, as_file
+from unshard.merger.base import CheckpointMerger
+from unshard.progress import Listener, Stage, ignore
+
+__all__ = ["FSDP2Merger"]
+
+_WEIGHTS = {"regular": "model", "ema": "ema"}
+
+
+class FSDP2Merger(CheckpointMerger):
+    """Merges FSDP2 checkpoints, as the class of lmms-engine does.
+
+    Args:
+        checkpoint_type: "regular", or "ema" for the averaged weights in
+            `pytorch_ema_model_fsdp_0/`.
+        listener: called with progress events.
+
+    Raises:
+        ValueError: the type is neither.
+    """
+
+    def __init__(
+        self,
+        checkpoint_type: Literal["regular", "ema"] = "regular",
+        *,
+        listener: Listener = ignore,
+    ) -> None:
+        if checkpoint_type not in _WEIGHTS:
+            raise ValueError(f"checkpoint_type: {checkpoint_type!r} is neither regular nor ema")
+        self.checkpoint_type = checkpoint_type
+        self._listener = listener
+
+    def merge(
+        self,
+        checkpoint_path: Path,
+        output_path: Path | None = None,
+        model_cls: type | None = None,
+        config: SavesItself | str | Path | None = None,
+        model_general_type: str | None = None,  # noqa: ARG002 (no model is built by it)
+    ) -> Path:
+        """Merge a checkpoint into bfloat16 safetensors, with config and tokenizer.
+
+        Weights of an earlier merge are replaced, other files stay; integers keep their dtype.
+
+        Args:
+            checkpoint_path: a checkpoint, or a directory of `checkpoint-N`: the highest complete
+                one.
+            output_path: where to; default: into `checkpoint_path` itself.
+            model_cls: a class of transformers, an Auto class too; it is built on the meta device
+                and must have a place for every tensor (extra `torch`).
+            config: what config.json becomes; default: the checkpoint's own.
+            model_general_type: accepted, and not needed: no model is built to merge.
+
+        Returns:
+            The output's directory.
+
+        Raises:
+            UnshardError: one of the tree in `unshard.errors`; the output is as it was then.
+        """
+        from unshard.api.delivering import deliver
+        from unshard.api.model_class import check_class
+        from unshard.api.options import MergeOptions
+        from unshard.api.preparing import prepare
+        from unshard.api.sources import open_source
+        from unshard.engines.threads import run_plan
+
+        started = time.monotonic()
+        checkpoint = Path(checkpoint_path)
+        target = checkpoint if output_path is None else Path(output_path)
+        with as_file(config) as file:
+            options = MergeOptions(
+                dtype="bfloat16",
+                weights=_WEIGHTS[self.checkpoint_type],
+                config=file,
+                overwrite=True,
+                extra_state=False,
+            )
+            self._listener(Stage("reading"))
+            prepared = prepare([open_source(checkpoint, options)], options)
+            if model_cls is not None:
+                check_class(prepared, model_cls)
+            deliver(prepared, target, options, self._listener, engine=run_plan, started=started)
+        return target
