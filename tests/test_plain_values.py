@@ -182,6 +182,12 @@ def test_keys_that_cannot_be_written_are_left_out(tmp_path: Path) -> None:
     assert len(found.left_out) == 2
 
 
+def test_keys_of_odd_characters_are_shown_as_such(tmp_path: Path) -> None:
+    found = read(tmp_path, {"\x1b[31m": Thing(), "\ud800": Thing(), "ü": Thing()})
+    places = [one.split(": ")[0] for one in found.left_out]
+    assert places == ["['\\x1b[31m']", "['\\ud800']", "ü"]
+
+
 def test_attributes_of_a_dict_are_named(tmp_path: Path) -> None:
     made: OrderedDict[str, int] = OrderedDict(a=1)
     made.note = "lost"  # type: ignore[attr-defined]  # as `state_dict()` does with _metadata

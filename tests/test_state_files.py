@@ -115,6 +115,11 @@ def test_of_two_layouts_one_is_taken_and_the_other_named(tmp_path: Path) -> None
     assert files.notes == ("scheduler.pt: left out, extra_state files count",)
 
 
+def test_a_number_that_no_rank_has_is_not_believed(tmp_path: Path) -> None:
+    make(tmp_path, "rng_state_999999999999.pth", "scheduler_999999999999.bin")
+    assert found(tmp_path, ".", 1) is None
+
+
 def test_every_node_may_hold_some(tmp_path: Path) -> None:
     first = make(tmp_path / "a", *(f"extra_state/{name}" for name in extra(2, 0)))
     second = make(tmp_path / "b", *(f"extra_state/{name}" for name in extra(2, 1)))

@@ -337,6 +337,28 @@ def test_what_is_no_file_is_named(step: Path, tmp_path: Path) -> None:
     assert f"{rank_file(step, 2)}: not a file" in told(report)[0]
 
 
+def test_whatever_is_damaged_the_model_is_merged(step: Path, tmp_path: Path) -> None:
+    """Only a pickle that became dangerous may end the merge."""
+    location = open_source(step, unshard.MergeOptions()).checkpoint.location
+    whole = rank_file(step, 1).read_bytes()
+    chance = random.Random(5)
+    damaged = 0
+    for _ in range(120):
+        data = bytearray(whole)
+        for _ in range(chance.choice((1, 3, 30))):
+            at = chance.randrange(chance.choice((600, 12_000, len(data))))
+            data[at] = chance.choice((0, 255, chance.randrange(256), data[at] ^ 1))
+        rank_file(step, 1).write_bytes(data[: chance.choice((len(data), chance.randrange(20_000)))])
+        try:
+            state = read_training_state(location, 3)
+        except UnsafeError:
+            continue
+        write_training_state(state, tmp_path)
+        assert len(load(tmp_path)["rng_by_rank"]) == 3
+        damaged += bool(state.warnings)
+    assert damaged > 40
+
+
 class Unknown:
     """What no reader knows."""
 

@@ -137,7 +137,8 @@ class _Decoder:
     def _dict(self, items: Mapping[Value, Value], at: str, depth: int) -> dict[Plain, Plain]:
         found: dict[Plain, Plain] = {}
         for key, value in items.items():
-            place = f"{at}.{key}" if isinstance(key, str) else f"{at}[{named(key)}]"
+            is_word = isinstance(key, str) and key.isprintable()
+            place = f"{at}.{key}" if is_word else f"{at}[{named(key)}]"
             try:
                 found[_key(key)] = self.plain(value, place, depth + 1)
             except TensorFormError as error:

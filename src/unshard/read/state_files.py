@@ -21,11 +21,12 @@ from unshard.read.format import Location
 
 __all__ = ["Layout", "StateFiles", "find_state_files", "listed"]
 
-_EXTRA_STATE = re.compile(r"extra_state_world_size_(\d+)_rank_(\d+)\.pt")
-_RANDOM_STATES = re.compile(r"random_states_(\d+)\.pkl")
-_RNG_STATE = re.compile(r"rng_state_(\d+)\.pth")
+# Five digits at most: a name must not make lists as long as it likes.
+_EXTRA_STATE = re.compile(r"extra_state_world_size_(\d{1,5})_rank_(\d{1,5})\.pt")
+_RANDOM_STATES = re.compile(r"random_states_(\d{1,5})\.pkl")
+_RNG_STATE = re.compile(r"rng_state_(\d{1,5})\.pth")
 _SINGLE = "rng_state.pth"
-_SCHEDULER_BIN = re.compile(r"scheduler(?:_(\d+))?\.bin")
+_SCHEDULER_BIN = re.compile(r"scheduler(?:_(\d{1,5}))?\.bin")
 _SCHEDULER = "scheduler.pt"
 _SHOWN = 3
 
