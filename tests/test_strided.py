@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from unshard.containers.strided import (
+    NEAR,
     SLACK,
     SMALL,
     Elements,
@@ -129,9 +130,18 @@ def test_a_dense_view_takes_one_read_however_it_is_turned(source: Source) -> Non
     assert recorded_reads(source, transposed) == [40_000]
 
 
-def test_elements_too_far_apart_for_the_slack_are_read_one_by_one(source: Source) -> None:
+def test_neighbours_beyond_the_slack_are_read_together_up_to_the_small_span(
+    source: Source,
+) -> None:
     every_third = View(8, (12,), (5000,), np.dtype("u4"))
-    assert recorded_reads(source, every_third) == [4] * 5000
+    reads = recorded_reads(source, every_third)
+    assert len(reads) == 4
+    assert max(reads) <= SMALL
+
+
+def test_elements_that_are_no_neighbours_are_read_one_by_one(source: Source) -> None:
+    every = View(8, (NEAR + 4,), (250,), np.dtype("u4"))
+    assert recorded_reads(source, every) == [4] * 250
 
 
 def test_far_apart_rows_are_read_one_by_one(source: Source) -> None:

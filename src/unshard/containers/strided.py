@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from unshard.errors import CorruptError
 from unshard.tensors.dtypes import DType
 
-__all__ = ["SLACK", "SMALL", "raw_dtype", "read_exactly", "read_strided"]
+__all__ = ["NEAR", "SLACK", "SMALL", "raw_dtype", "read_exactly", "read_strided"]
 
 SLACK = 2
 """A span is read whole if it is at most this many times larger than what is wanted of it ..."""
 SMALL = 16384
 """... or at most this many bytes."""
+NEAR = 1024
+"""Elements further apart than this many bytes are read one by one: what lies between is left."""
 
 Elements = NDArray[np.generic]
 
@@ -74,15 +76,19 @@ def _read_slices(
     sizes: tuple[int, ...],
     dtype: np.dtype[np.generic],
 ) -> Elements:
-    """Read index by index along the dimension whose elements lie furthest apart."""
+    """Read along the dimension whose elements lie furthest apart: one by one, or some at a time."""
     dim = max(range(len(sizes)), key=lambda d: strides[d] if sizes[d] > 1 else -1)
+    at_once = 1
+    if strides[dim] <= NEAR:
+        steps = zip(sizes, strides, strict=True)
+        inner = sum((size - 1) * step for d, (size, step) in enumerate(steps) if d != dim)
+        at_once = max(1, 1 + (SMALL - dtype.itemsize - inner) // strides[dim])
     out = np.empty(sizes, dtype=dtype)
-    inner_strides = strides[:dim] + strides[dim + 1 :]
-    inner_sizes = sizes[:dim] + sizes[dim + 1 :]
-    for index in range(sizes[dim]):
-        at = start + index * strides[dim]
-        part = read_strided(fd, at, inner_strides, inner_sizes, dtype)
-        out[(slice(None),) * dim + (index,)] = part
+    for first in range(0, sizes[dim], at_once):
+        end = min(first + at_once, sizes[dim])
+        some = (*sizes[:dim], end - first, *sizes[dim + 1 :])
+        part = read_strided(fd, start + first * strides[dim], strides, some, dtype)
+        out[(slice(None),) * dim + (slice(first, end),)] = part
     return out
 
 

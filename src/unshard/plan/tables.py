@@ -10,8 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from unshard.convert.recipes import Concat, Recipe, Stack, Take, shape_of
-from unshard.tensors.boxes import Box, Ints, distinct
+from unshard.plan.slices import sliced, strides_of, unless_row_major
+from unshard.tensors.boxes import Box, distinct
 from unshard.tensors.catalog import ChunkTable
+from unshard.tensors.selection import of_box
 
 __all__ = ["table_of"]
 
@@ -26,7 +28,7 @@ def table_of(recipe: Recipe) -> ChunkTable:
         case Take(entry, box, permutation):
             chunks = entry.chunks
             if box != Box.whole(entry.shape):  # first: an expert meets few of a layer's chunks
-                chunks = _cut(chunks, box, entry.dtype.itemsize)
+                chunks = sliced(chunks, of_box(box), entry.dtype.itemsize)
             rows = distinct(chunks.offsets, chunks.sizes)
             chunks = chunks if len(rows) == len(chunks) else chunks.take(rows)
             return chunks if permutation is None else _permuted(chunks, permutation)
@@ -43,45 +45,23 @@ def table_of(recipe: Recipe) -> ChunkTable:
             raise TypeError(f"the values of a {type(recipe).__name__} are computed")
 
 
-def _cut(table: ChunkTable, box: Box, itemsize: int) -> ChunkTable:
-    """Return the parts of the chunks that lie inside a box, with offsets relative to it."""
-    first = np.asarray(box.offsets, dtype=np.int64)
-    lo = np.maximum(table.offsets, first)
-    hi = np.minimum(table.offsets + table.sizes, np.asarray(box.ends, dtype=np.int64))
-    rows = np.flatnonzero((hi > lo).all(axis=1))
-    strides = _strides(table)[rows]
-    lo, sizes = lo[rows], (hi - lo)[rows]
-    cut = table.take(rows)
-    skip = ((lo - cut.offsets) * strides).sum(axis=1) * itemsize
-    length = (((sizes - 1) * strides).sum(axis=1) + 1) * itemsize
-    plain = ~cut.compressed  # of a compressed chunk only the whole has a place
-    return replace(
-        cut,
-        offsets=lo - first,
-        sizes=sizes,
-        strides=_odd(sizes, strides),
-        start=np.where(plain, cut.start + skip, cut.start),
-        length=np.where(plain, length, cut.length),
-    )
-
-
 def _permuted(table: ChunkTable, permutation: Sequence[int]) -> ChunkTable:
     order = list(permutation)
-    sizes, strides = table.sizes[:, order], _strides(table)[:, order]
+    sizes, strides = table.sizes[:, order], strides_of(table)[:, order]
     return replace(
-        table, offsets=table.offsets[:, order], sizes=sizes, strides=_odd(sizes, strides)
+        table, offsets=table.offsets[:, order], sizes=sizes, strides=unless_row_major(sizes, strides)
     )
 
 
 def _with_dimension(table: ChunkTable, dim: int, index: int) -> ChunkTable:
     """Return the chunks as those at one index of a new dimension."""
     sizes = np.insert(table.sizes, dim, 1, axis=1)
-    strides = np.insert(_strides(table), dim, 0, axis=1)
+    strides = np.insert(strides_of(table), dim, 0, axis=1)
     return replace(
         table,
         offsets=np.insert(table.offsets, dim, index, axis=1),
         sizes=sizes,
-        strides=_odd(sizes, strides),
+        strides=unless_row_major(sizes, strides),
     )
 
 
@@ -102,33 +82,15 @@ def _joined(tables: Sequence[ChunkTable]) -> ChunkTable:
     if len(bases) == 1:
         paths = tables[0].paths
     sizes = np.concatenate([table.sizes for table in tables])
-    strides = np.concatenate([_strides(table) for table in tables])
+    strides = np.concatenate([strides_of(table) for table in tables])
     return ChunkTable(
         paths,
         np.concatenate([table.offsets for table in tables]),
         sizes,
-        _odd(sizes, strides),
+        unless_row_major(sizes, strides),
         np.concatenate([table.file + bases[id(table.paths)] for table in tables]).astype(np.int32),
         np.concatenate([table.start for table in tables]),
         np.concatenate([table.length for table in tables]),
         np.concatenate([table.rank for table in tables]),
         np.concatenate([table.compressed for table in tables]),
     )
-
-
-def _strides(table: ChunkTable) -> Ints:
-    """Return the strides of every chunk, row-major where the table states none."""
-    return _row_major(table.sizes) if table.strides is None else table.strides
-
-
-def _row_major(sizes: Ints) -> Ints:
-    strides = np.ones_like(sizes)
-    for dim in range(sizes.shape[1] - 2, -1, -1):
-        strides[:, dim] = strides[:, dim + 1] * np.maximum(sizes[:, dim + 1], 1)
-    return strides
-
-
-def _odd(sizes: Ints, strides: Ints) -> Ints | None:
-    """Return the strides, or None if all chunks are row-major; size 1 has any stride."""
-    matters = sizes > 1
-    return strides if (matters & (strides != _row_major(sizes))).any() else None

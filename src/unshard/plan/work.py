@@ -8,7 +8,7 @@ from unshard.plan.operations import Cast, CopyRange, Fuse, Gather, Plan, Reduce,
 from unshard.tensors.boxes import Box
 from unshard.tensors.tiles import row_tile, square_tile, tiles
 
-__all__ = ["Tile", "Unit", "fuse_tile", "share_of", "unit_bytes", "units"]
+__all__ = ["Tile", "Unit", "fuse_tile", "share_of", "tile_shape", "unit_bytes", "units"]
 
 _COPY_UNIT = 64 * 1024 * 1024
 _MAX_TILE = 8 * 1024 * 1024
@@ -56,11 +56,11 @@ def _split(copy: CopyRange) -> Iterator[CopyRange]:
 
 def _tiles(operation: Tiled, buffer_bytes: int) -> Iterator[Tile]:
     shape = operation.target.shape
-    for box in tiles(shape, _tile_shape(operation, min(buffer_bytes, _MAX_TILE))):
+    for box in tiles(shape, tile_shape(operation, min(buffer_bytes, _MAX_TILE))):
         yield Tile(operation, box)
 
 
-def _tile_shape(operation: Tiled, budget: int) -> tuple[int, ...]:
+def tile_shape(operation: Tiled, budget: int) -> tuple[int, ...]:
     """Return how large tiles may be, so that one takes at most `budget` bytes while it is made."""
     shape, written = operation.target.shape, operation.to.itemsize
     match operation:

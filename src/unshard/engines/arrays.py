@@ -1,0 +1,105 @@
+"""Make tensors, or parts of them, in the memory of this process: tile by tile into the result.
+
+Beside the result at most `TILE_BYTES` are needed, whatever is read. Arrays hold raw bits; what their
+elements mean is for the caller.
+"""
+
+import os
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from unshard.containers.open_files import OpenFiles
+from unshard.containers.strided import SLACK, Elements, raw_dtype
+from unshard.errors import UsageError
+from unshard.plan.operations import Gather, Tiled
+from unshard.plan.slices import sliced, strides_of, tile_parts
+from unshard.plan.work import Tile, tile_shape
+from unshard.read.chunks import fill_box
+from unshard.tensors.catalog import ChunkTable
+from unshard.tensors.selection import Selection
+from unshard.tensors.tiles import row_tile, square_tile, tiles
+from unshard.write.execute import make_tile
+
+__all__ = ["TILE_BYTES", "Reader"]
+
+TILE_BYTES = 4 * 1024 * 1024
+_OPEN_FILES = 64
+
+
+class Reader:
+    """Reads tensors of a checkpoint. Several threads may: one tile is made at a time.
+
+    Args:
+        path: the checkpoint, to be named in errors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = Lock()
+        self._files = OpenFiles(os.O_RDONLY, limit=_OPEN_FILES)
+        self._closed = False
+
+    def close(self) -> None:
+        """Close all files; nothing can be read afterwards."""
+        with self._lock:
+            self._closed = True
+            self._files.close()
+
+    def read(self, operation: Tiled, selection: Selection) -> Elements:
+        """Return what a selection takes of the tensor that an operation makes.
+
+        Returns:
+            Raw bits in memory of their own, row-major, in the selection's shape.
+
+        Raises:
+            CorruptError: a file is gone or ends early.
+            UsageError: the reader is closed.
+        """
+        self._check()
+        out = np.empty(selection.counts, raw_dtype(operation.to))
+        turned = (slice(None, None, -1), slice(None))
+        forward = out[tuple(turned[dim not in selection.turned] for dim in range(out.ndim))]
+        if out.size:
+            if isinstance(operation, Gather):
+                self._gather(forward, operation, selection)
+            else:
+                self._compute(forward, operation, selection)
+        return out.reshape(selection.shape)
+
+    def _gather(self, out: Elements, gather: Gather, selection: Selection) -> None:
+        """Fill `out` with what is stored; of it nothing else is read than what is taken."""
+        table = sliced(gather.source.chunks, selection, out.itemsize)
+        for box in tiles(out.shape, _gathered_tile(out, table)):
+            where = tuple(slice(lo, hi) for lo, hi in zip(box.offsets, box.ends, strict=True))
+            with self._lock:
+                self._check()
+                fill_box(out[where], box, table, out.dtype, self._files)
+
+    def _compute(self, out: Elements, operation: Tiled, selection: Selection) -> None:
+        """Fill `out` from the tiles that a merge makes: sums depend on how tiles are cut."""
+        shape = operation.target.shape
+        for part in tile_parts(shape, tile_shape(operation, TILE_BYTES), selection):
+            with self._lock:
+                self._check()
+                made = make_tile(Tile(operation, part.tile), self._files)
+            out[part.place] = made.view(out.dtype)[part.taken]
+
+    def _check(self) -> None:
+        if self._closed:
+            raise UsageError(f"{self._path}: the checkpoint was closed", hint="open it again")
+
+
+def _gathered_tile(out: Elements, table: ChunkTable) -> tuple[int, ...]:
+    """Return how large tiles may be, so that reading one takes at most `TILE_BYTES`."""
+    if table.strides is None:
+        return row_tile(out.shape, TILE_BYTES // out.itemsize)
+    elements = TILE_BYTES // (SLACK * out.itemsize)
+    return (square_tile if _is_turned(table) else row_tile)(out.shape, elements)
+
+
+def _is_turned(table: ChunkTable) -> bool:
+    """Tell whether elements that are neighbours in a row lie further apart than in a column."""
+    strides = np.where(table.sizes > 1, strides_of(table), np.iinfo(np.int64).max)
+    return bool((strides[:, :-1] < strides[:, -1:]).any())
