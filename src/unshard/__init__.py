@@ -4,6 +4,8 @@
 
     report = unshard.merge("checkpoint-1000", "out", dtype="bfloat16")
     print(unshard.inspect("checkpoint-1000").tensors)
+    with unshard.open_checkpoint("checkpoint-1000") as checkpoint:
+        rows = checkpoint.get_slice("lm_head.weight")[0:16]
 
 Importing this package imports nothing heavy; numpy comes with the first call.
 """
@@ -16,6 +18,7 @@ from unshard.errors import (
     ConversionError,
     CorruptError,
     IncompleteError,
+    NoSuchTensorError,
     NotMergeableError,
     OutputError,
     UnknownFormatError,
@@ -28,12 +31,18 @@ if TYPE_CHECKING:
     from unshard.api import (
         Comparison,
         Inspection,
+        LazyTensor,
+        Loaded,
         MergeOptions,
+        OpenCheckpoint,
         Report,
         average,
         inspect,
+        load_into,
+        load_state_dict,
         merge,
         merge_all,
+        open_checkpoint,
         verify,
     )
 
@@ -44,8 +53,12 @@ __all__ = [
     "CorruptError",
     "IncompleteError",
     "Inspection",
+    "LazyTensor",
+    "Loaded",
     "MergeOptions",
+    "NoSuchTensorError",
     "NotMergeableError",
+    "OpenCheckpoint",
     "OutputError",
     "Report",
     "UnknownFormatError",
@@ -55,22 +68,31 @@ __all__ = [
     "__version__",
     "average",
     "inspect",
+    "load_into",
+    "load_state_dict",
     "merge",
     "merge_all",
+    "open_checkpoint",
     "verify",
 ]
 
 _LAZY = frozenset(
     {
         "Comparison",
-        "verify",
         "Inspection",
+        "LazyTensor",
+        "Loaded",
         "MergeOptions",
+        "OpenCheckpoint",
         "Report",
         "average",
         "inspect",
+        "load_into",
+        "load_state_dict",
         "merge",
         "merge_all",
+        "open_checkpoint",
+        "verify",
     }
 )
 

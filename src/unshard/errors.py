@@ -2,6 +2,7 @@
 
     UnshardError                     exit code
     ├── UsageError                   2   the request itself makes no sense
+    │   └── NoSuchTensorError            no tensor of that name; a KeyError too
     ├── CheckpointError              3   something is wrong with the checkpoint
     │   ├── UnknownFormatError           nothing here that unshard can read
     │   ├── IncompleteError              files or ranks are missing, empty or truncated
@@ -23,6 +24,7 @@ __all__ = [
     "ConversionError",
     "CorruptError",
     "IncompleteError",
+    "NoSuchTensorError",
     "NotMergeableError",
     "OutputError",
     "UnknownFormatError",
@@ -76,6 +78,10 @@ class UsageError(UnshardError):
     """The request makes no sense: an option, or a combination of options."""
 
     exit_code = 2
+
+
+class NoSuchTensorError(UsageError, KeyError):
+    """There is no tensor of that name."""
 
 
 class CheckpointError(UnshardError):

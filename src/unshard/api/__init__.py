@@ -2,7 +2,10 @@
 
 from unshard.api.averaging import average
 from unshard.api.inspecting import inspect
+from unshard.api.lazy import LazyTensor, OpenCheckpoint
+from unshard.api.loading import Loaded
 from unshard.api.merging import merge, merge_all, merge_with
+from unshard.api.opening import load_into, load_state_dict, open_checkpoint
 from unshard.api.options import MergeOptions
 from unshard.api.verifying import verify
 from unshard.engines.crew import crew
@@ -13,13 +16,19 @@ from unshard.write.report import Report
 __all__ = [
     "Comparison",
     "Inspection",
+    "LazyTensor",
+    "Loaded",
     "MergeOptions",
+    "OpenCheckpoint",
     "Report",
     "average",
     "crew",
     "inspect",
+    "load_into",
+    "load_state_dict",
     "merge",
     "merge_all",
     "merge_with",
+    "open_checkpoint",
     "verify",
 ]

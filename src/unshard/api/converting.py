@@ -20,7 +20,7 @@ from unshard.read.ties import Ties, are_tied, find_ties, is_head
 from unshard.tensors.boxes import Box
 from unshard.write.companions import load_config
 
-__all__ = ["Outcome", "convert"]
+__all__ = ["Outcome", "convert", "is_stored"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,12 +61,12 @@ def convert(source: Source, options: MergeOptions) -> Outcome:
 
 def _ties(tensors: Mapping[str, Recipe], config: Fields | None) -> Ties:
     """Find tied weights among the output's tensors; one with an adapter in it equals no other."""
-    stored = {name: one.entry for name, one in tensors.items() if _is_stored(one)}
+    stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
     computed = {name: shape_of(one) for name, one in tensors.items() if name not in stored}
     return find_ties(stored, computed, config)
 
 
-def _is_stored(recipe: Recipe) -> TypeGuard[Take]:
+def is_stored(recipe: Recipe) -> TypeGuard[Take]:
     """Tell whether a recipe is a whole tensor as it is stored."""
     if not isinstance(recipe, Take) or recipe.permutation is not None:
         return False

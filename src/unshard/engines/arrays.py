@@ -1,7 +1,7 @@
 """Make tensors, or parts of them, in the memory of this process: tile by tile into the result.
 
-Beside the result at most `TILE_BYTES` are needed, whatever is read. Arrays hold raw bits; what their
-elements mean is for the caller.
+Beside the result at most `TILE_BYTES` are needed, whatever is read. Arrays hold raw bits; what
+their elements mean is for the caller.
 """
 
 import os

@@ -49,7 +49,10 @@ def _permuted(table: ChunkTable, permutation: Sequence[int]) -> ChunkTable:
     order = list(permutation)
     sizes, strides = table.sizes[:, order], strides_of(table)[:, order]
     return replace(
-        table, offsets=table.offsets[:, order], sizes=sizes, strides=unless_row_major(sizes, strides)
+        table,
+        offsets=table.offsets[:, order],
+        sizes=sizes,
+        strides=unless_row_major(sizes, strides),
     )
 
 

@@ -1,7 +1,7 @@
 """What basic indexing takes of a tensor: numpy's rules, as integers.
 
-Every dimension gives a rising range of its indices, whatever the sign of the step; which of them are
-then turned round, and which dimensions the result has, is said beside. Elements; no bytes.
+Every dimension gives a rising range of its indices, whatever the sign of the step; which of them
+are then turned round, and which dimensions the result has, is said beside. Elements; no bytes.
 """
 
 import operator

@@ -1,0 +1,193 @@
+"""An open checkpoint: its tensors by name, each read when it is asked for, and no more of it."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+from unshard.api.loading import Loaded, Opened, fill
+from unshard.containers.strided import Elements
+from unshard.convert.outputs import Converted
+from unshard.convert.recipes import shape_of
+from unshard.errors import NoSuchTensorError
+from unshard.plan.operations import Target, Tiled
+from unshard.plan.planner import tiled
+from unshard.tensors.dtypes import DType
+from unshard.tensors.selection import Index, select
+
+if TYPE_CHECKING:
+    from unshard.engines.into_torch import Module
+
+__all__ = ["LazyTensor", "OpenCheckpoint"]
+
+_Array_co = TypeVar("_Array_co", covariant=True)
+_NEAREST = 3
+
+
+@dataclass(frozen=True, eq=False)
+class LazyTensor(Generic[_Array_co]):
+    """A tensor of an open checkpoint, of which nothing is read before it is indexed.
+
+    What indexing returns has memory of its own, which a slice is all of: dtype as stored, values
+    and shape as numpy's basic indexing of the whole tensor gives them; of no dimensions, an array
+    of shape ().
+    """
+
+    _checkpoint: "OpenCheckpoint[_Array_co]"
+    _tensor: Converted
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor, elements."""
+        return shape_of(self._tensor.recipe)
+
+    def get_shape(self) -> list[int]:
+        """Return the shape, as safetensors' slices do."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Return the dtype as safetensors spells it: "BF16"; where it has none, as torch does."""
+        return self._tensor.dtype.code or self._tensor.dtype.name
+
+    def __getitem__(self, index: Index) -> _Array_co:
+        """Read a part: integers, slices with any step, `...`, `None`, and tuples of these.
+
+        Raises:
+            IndexError: as numpy raises it; or for any other kind of index.
+            CorruptError: a file is gone or ends early.
+            UsageError: the checkpoint was closed.
+        """
+        opened = self._checkpoint.opened
+        bits = opened.reader.read(self._operation, select(index, self.shape))
+        return self._checkpoint.make(bits, self._tensor.dtype)
+
+    @cached_property
+    def _operation(self) -> Tiled:
+        target = Target(0, 0, self.shape)  # a place in no file
+        return tiled(target, self._tensor.recipe, self._tensor.dtype)
+
+
+class OpenCheckpoint(Generic[_Array_co]):
+    """A checkpoint as one state dict, of which tensors or parts are read when they are asked for.
+
+    Made by `unshard.open_checkpoint`; a context manager. Several threads may read from it. Another
+    process must open its own.
+
+    Args:
+        opened: what it holds.
+        make: makes an array of the framework's from bits.
+        stack: what to close.
+    """
+
+    def __init__(
+        self, opened: Opened, make: Callable[[Elements, DType], _Array_co], stack: ExitStack
+    ) -> None:
+        self.opened = opened
+        self.make = make
+        self._close = weakref.finalize(self, stack.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files, and remove what was decompressed; nothing can be read afterwards."""
+        self._close()
+
+    def keys(self) -> list[str]:
+        """Return the names of all tensors, in the order of the state dict."""
+        return list(self._tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def get_tensor(self, name: str) -> _Array_co:
+        """Read a whole tensor. Errors are those of `get_slice`, and of indexing what it returns."""
+        return self.get_slice(name)[...]
+
+    def get_slice(self, name: str) -> LazyTensor[_Array_co]:
+        """Return a tensor of which nothing is read before it is indexed.
+
+        Raises:
+            NoSuchTensorError: there is none of this name; a `KeyError` too.
+        """
+        if name not in self._tensors:
+            raise NoSuchTensorError(
+                f"{self.opened.path}: holds no tensor {name}",
+                hint=f"the nearest names are {', '.join(_nearest(name, self._tensors))}",
+            )
+        return LazyTensor(self, self._tensors[name])
+
+    def metadata(self) -> dict[str, str]:
+        """Return what is known of the checkpoint, as texts; what is not known is left out.
+
+        The keys are path, format, writer, step, world_size, role ("actor" or "critic"), weights
+        ("model" or "ema"), and config, the path of the config.json that belongs to it.
+        """
+        checkpoint = self.opened.source.checkpoint
+        catalog, location = checkpoint.catalog, checkpoint.location
+        known = {
+            "path": self.opened.path,
+            "format": catalog.format,
+            "writer": catalog.writer,
+            "step": catalog.step,
+            "world_size": catalog.world_size,
+            "role": location.role,
+            "weights": location.weights,
+            "config": catalog.companions.config,
+        }
+        return {key: str(value) for key, value in known.items() if value is not None}
+
+    def load_into(self, model: "Module", *, strict: bool = True) -> Loaded:
+        """Copy the tensors into a model's parameters and buffers, one at a time.
+
+        Values are cast to the model's dtypes, as torch does it; parameters on the meta device are
+        replaced by those of the checkpoint. Names may be those of training or of the hub, experts
+        in one tensor or one by one: what the model has decides. Tied weights stay tied, and one of
+        their names is enough. Of a sharded model (DTensors) every rank reads its own part.
+
+        Args:
+            model: any module of torch.
+            strict: refuse if names are missing or unexpected; else say which.
+
+        Raises:
+            ConversionError: the checkpoint does not fit the model; nothing was copied.
+            CorruptError: a file is gone or ends early.
+            UsageError: torch is not installed, or the checkpoint was closed.
+        """
+        return fill(model, self.opened, strict=strict)
+
+    @property
+    def _tensors(self) -> Mapping[str, Converted]:
+        return self.opened.tensors
+
+
+def _nearest(name: str, names: Mapping[str, Converted]) -> list[str]:
+    """Return the names that share the most with one: beginning and end."""
+
+    def shared(other: str) -> int:
+        return _common(name, other) + _common(name[::-1], other[::-1])
+
+    return sorted(names, key=shared, reverse=True)[:_NEAREST]
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

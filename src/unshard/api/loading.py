@@ -1,0 +1,187 @@
+"""Load an open checkpoint into a model of torch: under which names, and tensor by tensor."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from unshard.api.adapters import fuse_adapter
+from unshard.api.converting import is_stored
+from unshard.api.options import MergeOptions
+from unshard.api.sources import Source
+from unshard.containers.open_files import OpenFiles
+from unshard.convert.critics import without_trl_wrapper
+from unshard.convert.fitting import Fit, Slot, fit, misfits
+from unshard.convert.names import names_of_base
+from unshard.convert.outputs import Converted
+from unshard.convert.precision import Fields
+from unshard.convert.recipes import Recipe, stored_dtype
+from unshard.engines.arrays import Reader
+from unshard.errors import ConversionError, raise_all
+from unshard.plan.operations import Target
+from unshard.plan.planner import tiled
+from unshard.read.chunks import equal_tensors
+from unshard.read.ties import find_ties
+from unshard.tensors.boxes import Box
+from unshard.tensors.selection import of_box
+from unshard.write.companions import load_config
+
+if TYPE_CHECKING:
+    from unshard.engines.into_torch import Module, Place, Tensor
+
+__all__ = ["Loaded", "Opened", "fill"]
+
+_SHOWN = 20
+
+Recipes = Mapping[str, Recipe]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a model did not get.
+
+    Attributes:
+        missing: names in the model that the checkpoint does not have.
+        unexpected: names in the checkpoint that the model does not have.
+        on_meta: parameters and buffers that are still on the meta device: without values. Buffers
+            that no checkpoint holds stay there if the model was made there.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    on_meta: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opened:
+    """What an open checkpoint consists of.
+
+    Attributes:
+        source: the checkpoint, nothing in it compressed any more.
+        options: how it was opened.
+        tensors: its tensors by the names that were asked for.
+        reader: reads them.
+    """
+
+    source: Source
+    options: MergeOptions
+    tensors: Mapping[str, Converted]
+    reader: Reader
+
+    @property
+    def path(self) -> str:
+        """The directory of the weights, or the one file that is meant."""
+        location = self.source.checkpoint.location
+        return str(location.file or location.weights_dir)
+
+
+def fill(model: "Module", opened: Opened, *, strict: bool) -> Loaded:
+    """Copy a checkpoint's tensors into a model; see `OpenCheckpoint.load_into`."""
+    from unshard.engines.into_torch import need_torch, on_meta, places_of
+
+    need_torch()
+    places = places_of(model)
+    slots = [place.slot for place in places]
+    tensors, found = _fitting(model, opened, slots)
+    problems = misfits(tensors, slots, found)
+    if strict and not found.complete:
+        problems.insert(0, _names_differ(model, opened, found))
+    problems += _untied(tensors, found)
+    raise_all(ConversionError, f"{opened.path}: does not fit the model", problems)
+    for place, names in zip(places, found.sources, strict=True):
+        if names:
+            place.fill(_reader(tensors[names[0]], place, opened.reader))
+    return Loaded(found.missing, found.unexpected, tuple(on_meta(model)))
+
+
+def _fitting(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Recipes, Fit]:
+    """Return the tensors under the names that fit the model best, and how they do.
+
+    First as the checkpoint was opened; then, an adapter fused, as the table of names leads to
+    those of the model, whichever side has them as in training and whichever as on the hub.
+    """
+    config = load_config(opened.source.checkpoint.catalog.companions) or _config_of(model)
+    tensors: Recipes = {name: one.recipe for name, one in opened.tensors.items()}
+    found = _without_ties(tensors, fit(tensors, slots), config)
+    if found.complete:
+        return tensors, found
+    shapes = {name: slot.shape for slot in slots for name in slot.names}
+    try:
+        fused = without_trl_wrapper(fuse_adapter(opened.source, opened.options).tensors)
+        others = names_of_base(fused, shapes.keys(), config, shapes).tensors
+    except ConversionError:
+        if not any(found.sources):
+            raise
+        return tensors, found
+    other = _without_ties(others, fit(others, slots), config)
+    better = _count(other) < _count(found)
+    return (others, other) if better else (tensors, found)
+
+
+def _count(found: Fit) -> int:
+    return len(found.missing) + len(found.unexpected)
+
+
+def _without_ties(tensors: Recipes, found: Fit, config: Fields | None) -> Fit:
+    """Excuse what the model does not have because it repeats, tied, something that it has."""
+    if not found.unexpected:
+        return found
+    stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
+    repeated = find_ties(stored, {}, config).equal
+    taken = {name for names in found.sources for name in names}
+    left = tuple(name for name in found.unexpected if repeated.get(name) not in taken)
+    return Fit(found.sources, found.missing, left)
+
+
+def _untied(tensors: Recipes, found: Fit) -> list[ConversionError]:
+    """Return an error for tensors that the model holds as one, and that are not equal."""
+    problems = []
+    with OpenFiles(os.O_RDONLY, limit=16) as files:
+        for first, *others in (names for names in found.sources if names):
+            problems += [
+                ConversionError(
+                    f"tensors {first} and {name}: one and the same in the model, and of different "
+                    "values in the checkpoint",
+                    hint="build the model with tie_word_embeddings=False",
+                )
+                for name in others
+                if not _are_equal(tensors[first], tensors[name], files)
+            ]
+    return problems
+
+
+def _are_equal(one: Recipe, other: Recipe, files: OpenFiles) -> bool:
+    """Tell whether two tensors hold the same; one that is computed is like no other."""
+    if not (is_stored(one) and is_stored(other)):
+        return False
+    return equal_tensors(one.entry, other.entry, files)
+
+
+def _names_differ(model: "Module", opened: Opened, found: Fit) -> ConversionError:
+    said = [
+        f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
+        for what, names in (("missing", found.missing), ("unexpected", found.unexpected))
+        if names
+    ]
+    return ConversionError(
+        f"{opened.path}: its names are not those of the model",
+        expected=f"the parameters and buffers of {type(model).__name__}",
+        found="; ".join(said),
+        hint="is it the model's config? With strict=False what fits is loaded, and the rest said",
+    )
+
+
+def _reader(recipe: Recipe, place: "Place", reader: Reader) -> Callable[[Box], "Tensor"]:
+    """Return what reads boxes of a tensor."""
+    from unshard.engines.into_torch import as_tensor
+
+    dtype = stored_dtype(recipe)
+    operation = tiled(Target(0, 0, place.slot.shape), recipe, dtype)
+    return lambda box: as_tensor(reader.read(operation, of_box(box)), dtype)
+
+
+def _config_of(model: "Module") -> Fields | None:
+    """Return the config that a model of transformers carries."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    fields = to_dict() if callable(to_dict) else None
+    return fields if isinstance(fields, dict) else None

@@ -1,0 +1,185 @@
+"""`open_checkpoint`: a checkpoint as one state dict, without a merge; and loading it into torch."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
+
+from unshard.api.converting import convert
+from unshard.api.lazy import OpenCheckpoint
+from unshard.api.loading import Loaded, Opened
+from unshard.api.options import MergeOptions
+from unshard.api.sources import Source, open_source
+from unshard.containers.strided import Elements
+from unshard.engines.arrays import Reader
+from unshard.errors import UsageError
+from unshard.plan.pairs import as_stored
+from unshard.read.inflate import inflate, inflated_bytes
+from unshard.tensors.dtypes import DType, numpy_dtype
+
+if TYPE_CHECKING:
+    from unshard.engines.into_torch import Module, Tensor
+
+__all__ = ["OpenOptions", "load_into", "load_state_dict", "open_checkpoint"]
+
+
+class OpenOptions(TypedDict, total=False):
+    """How to read a checkpoint; `open_checkpoint` explains each."""
+
+    names: str
+    base: str | Path | None
+    lora_alpha: float | None
+    config: str | Path | None
+    weights: str | None
+    role: str | None
+    step: int | None
+    also: Sequence[str | Path]
+    assume_dim0: bool
+    ep_size: int | None
+    allow_globals: Sequence[str]
+
+
+@overload
+def open_checkpoint(
+    path: str | Path, *, framework: Literal["np"] = "np", **options: Unpack[OpenOptions]
+) -> OpenCheckpoint[Elements]: ...
+
+
+@overload
+def open_checkpoint(
+    path: str | Path, *, framework: Literal["pt"], **options: Unpack[OpenOptions]
+) -> "OpenCheckpoint[Tensor]": ...
+
+
+def open_checkpoint(
+    path: str | Path,
+    *,
+    framework: str = "np",
+    names: str = "training",
+    base: str | Path | None = None,
+    lora_alpha: float | None = None,
+    config: str | Path | None = None,
+    weights: str | None = None,
+    role: str | None = None,
+    step: int | None = None,
+    also: Sequence[str | Path] = (),
+    assume_dim0: bool = False,
+    ep_size: int | None = None,
+    allow_globals: Sequence[str] = (),
+) -> "OpenCheckpoint[Elements | Tensor]":
+    """Open a checkpoint as one state dict; tensors are read when they are asked for.
+
+    Nothing is merged and nothing copied, but that the items of a compressed checkpoint are
+    decompressed into a temporary directory until it is closed. Memory is that of what is asked for
+    and a few MB. The dtypes are those stored.
+
+    Args:
+        path: at any level of the checkpoint's tree; any format that `merge` reads.
+        framework: what is returned: "np", arrays of numpy, bfloat16 and float8 by ml_dtypes; or
+            "pt", tensors of torch (extra `torch`).
+        names: "training", the state dict as it was saved: adapters apart, tied weights under both
+            names; or "hub", what `merge` writes: other names, experts one by one, adapters fused.
+        base: with names "hub": the base model; as in `merge`, like all that follow.
+        lora_alpha: the adapter's alpha, where no file says it.
+        config: config.json, or its directory.
+        weights: "model" or "ema".
+        role: "actor" or "critic".
+        step: of several.
+        also: more directories of the same checkpoint.
+        assume_dim0: plain tensors that differ are shards.
+        ep_size: size of the expert parallelism.
+        allow_globals: tensor subclasses to read.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        ConversionError: with names "hub": what they are cannot be resolved.
+        UsageError: an option makes no sense, or torch is not installed.
+    """
+    make = _maker(framework)
+    options = MergeOptions(
+        names=names,
+        base=base,
+        lora_alpha=lora_alpha,
+        config=config,
+        weights=weights,
+        role=role,
+        step=step,
+        also=also,
+        assume_dim0=assume_dim0,
+        ep_size=ep_size,
+        allow_globals=allow_globals,
+    )
+    with ExitStack() as stack:
+        source = _inflated(open_source(Path(path), options), stack)
+        catalog = source.checkpoint.catalog
+        found = as_stored(catalog) if names == "training" else convert(source, options).tensors
+        reader = Reader(source.checkpoint.location.weights_dir)
+        stack.callback(reader.close)
+        opened = Opened(source, options, {one.name: one for one in found}, reader)
+        return OpenCheckpoint(opened, make, stack.pop_all())
+
+
+def load_state_dict(path: str | Path, **options: Unpack[OpenOptions]) -> "dict[str, Tensor]":
+    """Read a whole checkpoint into tensors of torch (extra `torch`), by name.
+
+    Args:
+        path: as for `open_checkpoint`.
+        options: as for `open_checkpoint`.
+
+    Raises:
+        UnshardError: as `open_checkpoint` raises it; or a file is gone or ends early.
+    """
+    with open_checkpoint(path, framework="pt", **options) as checkpoint:
+        return {name: checkpoint.get_tensor(name) for name in checkpoint}
+
+
+def load_into(
+    model: "Module", path: str | Path, *, strict: bool = True, **options: Unpack[OpenOptions]
+) -> Loaded:
+    """Load a checkpoint into a model of torch, one tensor at a time, without a merge.
+
+    Args:
+        model: any module of torch; its own names decide which are meant.
+        path: as for `open_checkpoint`.
+        strict: refuse if names are missing or unexpected; else say which.
+        options: as for `open_checkpoint`.
+
+    Raises:
+        ConversionError: the checkpoint does not fit the model; nothing was copied.
+        UnshardError: as `open_checkpoint` raises it; or a file is gone or ends early.
+    """
+    with open_checkpoint(path, **options) as checkpoint:
+        return checkpoint.load_into(model, strict=strict)
+
+
+def _maker(framework: str) -> "Callable[[Elements, DType], Elements | Tensor]":
+    """Return what makes an array of this framework from bits."""
+    if framework == "np":
+        return lambda bits, dtype: bits.view(numpy_dtype(dtype))
+    if framework == "pt":
+        from unshard.engines.into_torch import as_tensor, need_torch
+
+        need_torch()
+        return as_tensor
+    raise UsageError(f"framework {framework!r}: unknown", expected='"np" or "pt"')
+
+
+def _inflated(source: Source, stack: ExitStack) -> Source:
+    """Return the source with nothing in it compressed; what that needs is removed by the stack."""
+    catalog = source.checkpoint.catalog
+    if not inflated_bytes(catalog):
+        return source
+    scratch = Path(tempfile.mkdtemp(prefix="_unshard-"))
+    stack.callback(_remove, scratch, os.getpid())
+    catalog = inflate(catalog, scratch / "items")
+    return replace(source, checkpoint=replace(source.checkpoint, catalog=catalog))
+
+
+def _remove(scratch: Path, owner: int) -> None:
+    """Remove a directory, unless this is a fork of the process that made it."""
+    if os.getpid() == owner:
+        shutil.rmtree(scratch, ignore_errors=True)

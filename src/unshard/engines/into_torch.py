@@ -1,0 +1,188 @@
+"""Into torch: tensors of bits in memory, and the parameters and buffers of a module.
+
+With `write.verify_load` the only modules that import torch (the extra `torch`), in functions, when
+they are used.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from unshard.containers.strided import Elements
+from unshard.convert.fitting import Slot
+from unshard.errors import ConversionError, UsageError
+from unshard.tensors import placements as ours
+from unshard.tensors.boxes import Box
+from unshard.tensors.dtypes import DType
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.tensor import DTensor
+    from torch.nn import Module
+
+__all__ = ["Module", "Place", "Tensor", "as_tensor", "need_torch", "on_meta", "places_of"]
+
+
+def need_torch() -> None:
+    """Make sure that torch is there.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise UsageError("torch is not installed", hint="pip install 'unshard[torch]'") from error
+
+
+def as_tensor(bits: Elements, dtype: DType) -> "Tensor":
+    """Return a tensor of this dtype that owns the memory of an array of bits, row-major.
+
+    Raises:
+        UsageError: this version of torch has no such dtype.
+    """
+    import torch
+
+    meant = getattr(torch, dtype.name, None)
+    if not isinstance(meant, torch.dtype):
+        raise UsageError(f"torch {torch.__version__} has no {dtype}", hint="use a newer one")
+    flat = torch.from_numpy(bits.reshape(-1).view(np.uint8))
+    return flat.view(meant).reshape(bits.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """A parameter or buffer of a model, and the modules that hold it.
+
+    Attributes:
+        slot: its names and its (global) shape.
+        tensor: what is there now.
+        owners: (module, attribute) of every name.
+    """
+
+    slot: Slot
+    tensor: "Tensor"
+    owners: tuple[tuple["Module", str], ...]
+
+    def fill(self, read: Callable[[Box], "Tensor"]) -> None:
+        """Put values there: cast to what is there, or in the place of what is on the meta device.
+
+        Of a DTensor only this rank's part is read.
+
+        Args:
+            read: returns a box of the checkpoint's tensor.
+
+        Raises:
+            ConversionError: which part of a DTensor this rank holds is not known.
+        """
+        import torch
+
+        with torch.no_grad():
+            if hasattr(self.tensor, "placements"):
+                _fill_local(cast("DTensor", self.tensor), self.slot, read)
+            elif self.tensor.is_meta:
+                self._assign(read(Box.whole(self.slot.shape)))
+            else:
+                self.tensor.copy_(read(Box.whole(self.slot.shape)))
+
+    def _assign(self, values: "Tensor") -> None:
+        """Put a tensor in the place of another, tied names still tied."""
+        from torch.nn import Parameter
+
+        if isinstance(self.tensor, Parameter):
+            learns = self.tensor.requires_grad and values.dtype.is_floating_point
+            values = Parameter(values, requires_grad=learns)
+        for module, name in self.owners:
+            setattr(module, name, values)
+
+
+def places_of(model: "Module") -> list[Place]:
+    """Return the parameters of a model and the buffers that it saves, in order.
+
+    Models of transformers whose parameters are on the meta device are tied first: what put them
+    there may have undone it.
+    """
+    if any(one.is_meta for one in model.parameters()):
+        for module in list(model.modules()):
+            tie = getattr(module, "tie_weights", None)
+            if callable(tie):
+                tie()
+    known: dict[int, tuple[Tensor, list[str], list[tuple[Module, str]]]] = {}
+    for name, tensor, owner in _saved(model):
+        _, names, owners = known.setdefault(id(tensor), (tensor, [], []))
+        names.append(name)
+        owners.append(owner)
+    return [
+        Place(Slot(tuple(names), tuple(tensor.shape)), tensor, tuple(owners))
+        for tensor, names, owners in known.values()
+    ]
+
+
+def on_meta(model: "Module") -> list[str]:
+    """Return the names of all parameters and buffers that have no values."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [name for name, tensor in tensors if tensor.is_meta]
+
+
+def _saved(model: "Module") -> Iterator[tuple[str, "Tensor", tuple["Module", str]]]:
+    """Yield what a state dict holds: its name, the tensor itself, and where it is."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        unsaved = module._non_persistent_buffers_set  # noqa: SLF001 (torch names it nowhere else)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield prefix + name, parameter, (module, name)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in unsaved:
+                yield prefix + name, buffer, (module, name)
+
+
+def _fill_local(tensor: "DTensor", slot: Slot, read: Callable[[Box], "Tensor"]) -> None:
+    """Fill this rank's part of a sharded tensor."""
+    name = slot.names[0]
+    local = tensor.to_local()
+    if local.is_meta:
+        raise ConversionError(
+            f"parameter {name}: a shard on the meta device has no memory to be filled",
+            hint="call model.to_empty(device=…) first",
+        )
+    try:
+        shape, pieces = ours.place(slot.shape, _sharding(tensor))
+    except ours.PlacementError as error:
+        raise ConversionError(f"parameter {name}: {error}") from error
+    if shape != tuple(local.shape):
+        raise ConversionError(
+            f"parameter {name}: this rank's part is not what its placements say",
+            expected=str(list(shape)),
+            found=str(list(local.shape)),
+        )
+    for piece in pieces:
+        sizes = zip(piece.local_offsets, piece.box.sizes, strict=True)
+        local[tuple(slice(at, at + size) for at, size in sizes)].copy_(read(piece.box))
+
+
+def _sharding(tensor: "DTensor") -> ours.Sharding:
+    """Return where this rank's part lies, as the readers of checkpoints have it."""
+    mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    ranks = mesh.mesh.flatten().tolist()
+    if at is None or ranks != sorted(ranks):
+        raise ours.PlacementError(f"which part this rank holds on a mesh of {ranks} is not known")
+    stated = getattr(tensor._spec, "shard_order", None) or ()  # noqa: SLF001 (no other way)
+    order = tuple((int(one.tensor_dim), tuple(map(int, one.mesh_dims))) for one in stated)
+    placed = tuple(map(_placement, tensor.placements))
+    place = ours.DeviceMesh(tuple(mesh.mesh.shape), None, tuple(at))
+    return ours.Sharding(place, placed, order or None)
+
+
+def _placement(value: object) -> ours.Placement:
+    dim, factor = getattr(value, "dim", None), getattr(value, "split_factor", None)
+    match type(value).__name__, dim, factor:
+        case "Replicate", _, _:
+            return ours.Replicate()
+        case "Shard", int(), _:
+            return ours.Shard(dim)
+        case "_StridedShard", int(), int():
+            return ours.StridedShard(dim, factor)
+        case _:
+            raise ours.PlacementError(f"{value}: a rank holds no part of the values then")
