@@ -59,8 +59,8 @@ class Reader:
         """
         self._check()
         out = np.empty(selection.counts, raw_dtype(operation.to))
-        turned = (slice(None, None, -1), slice(None))
-        forward = out[tuple(turned[dim not in selection.turned] for dim in range(out.ndim))]
+        steps = (-1 if dim in selection.turned else 1 for dim in range(out.ndim))
+        forward = out[(*(slice(None, None, step) for step in steps), ...)]  # "...": a view, always
         if out.size:
             if isinstance(operation, Gather):
                 self._gather(forward, operation, selection)
@@ -72,7 +72,7 @@ class Reader:
         """Fill `out` with what is stored; of it nothing else is read than what is taken."""
         table = sliced(gather.source.chunks, selection, out.itemsize)
         for box in tiles(out.shape, _gathered_tile(out, table)):
-            where = tuple(slice(lo, hi) for lo, hi in zip(box.offsets, box.ends, strict=True))
+            where = (*(slice(lo, hi) for lo, hi in zip(box.offsets, box.ends, strict=True)), ...)
             with self._lock:
                 self._check()
                 fill_box(out[where], box, table, out.dtype, self._files)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from unshard.containers.open_files import OpenFiles
-from unshard.containers.strided import Elements, raw_dtype, read_strided
+from unshard.containers.strided import Elements, raw_dtype, read_exactly, read_strided
 from unshard.tensors.boxes import Box, row_major_strides
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.tiles import row_tile, tiles
@@ -38,6 +38,15 @@ def chunk_part(
     Raises:
         CorruptError: the file is gone or ends early.
     """
+    start, strides = _place(table, row, box, dtype)
+    fd = files.fd(table.paths[table.file[row]])
+    return read_strided(fd, start, strides, box.sizes, dtype)
+
+
+def _place(
+    table: ChunkTable, row: int, box: Box, dtype: np.dtype[np.generic]
+) -> tuple[int, tuple[int, ...]]:
+    """Return where a box of a chunk begins in its file, and its strides; both in bytes."""
     if table.compressed[row]:
         raise RuntimeError("a compressed chunk has no bytes to read: inflate the catalog first")
     if table.strides is None:
@@ -46,8 +55,7 @@ def chunk_part(
         steps = tuple(table.strides[row].tolist())
     strides = tuple(step * dtype.itemsize for step in steps)
     skip = sum(at * step for at, step in zip(box.offsets, strides, strict=True))
-    fd = files.fd(table.paths[table.file[row]])
-    return read_strided(fd, int(table.start[row]) + skip, strides, box.sizes, dtype)
+    return int(table.start[row]) + skip, strides
 
 
 def chunk_bytes(
@@ -91,14 +99,24 @@ def fill_box(
         lo = np.maximum(table.offsets[row], box.offsets)
         hi = np.minimum(table.offsets[row] + table.sizes[row], box.ends)
         inside = Box(tuple((lo - table.offsets[row]).tolist()), tuple((hi - lo).tolist()))
+        starts = zip((lo - box.offsets).tolist(), inside.sizes, strict=True)
+        place = out[(*(slice(start, start + size) for start, size in starts), ...)]
+        if place.dtype == dtype and _read_run(place, table, row, inside, files):
+            continue
         part = chunk_part(table, row, inside, dtype, files)
-        place = out
-        for dim, start in enumerate((lo - box.offsets).tolist()):
-            place = place[(slice(None),) * dim + (slice(start, start + part.shape[dim]),)]
         with np.errstate(all="ignore"):
             if part.dtype == np.float64 and out.itemsize == 2:
                 part = part.astype(np.float32)  # as torch does it
             np.copyto(place, part, casting="unsafe")
+
+
+def _read_run(out: Elements, table: ChunkTable, row: int, box: Box, files: OpenFiles) -> bool:
+    """Read a box of a chunk straight to where it goes, if it is one run of bytes on both sides."""
+    start, strides = _place(table, row, box, out.dtype)
+    if out.strides != strides or not out.flags.c_contiguous:
+        return False
+    read_exactly(files.fd(table.paths[table.file[row]]), start, out.reshape(-1).view(np.uint8).data)
+    return True
 
 
 def _meeting(table: ChunkTable, box: Box) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
