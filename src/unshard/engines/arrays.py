@@ -16,7 +16,7 @@ from unshard.errors import UsageError
 from unshard.plan.operations import Gather, Tiled
 from unshard.plan.slices import sliced, strides_of, tile_parts
 from unshard.plan.work import Tile, tile_shape
-from unshard.read.chunks import fill_box
+from unshard.read.chunks import fill_box, view
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.selection import Selection
 from unshard.tensors.tiles import row_tile, square_tile, tiles
@@ -59,8 +59,7 @@ class Reader:
         """
         self._check()
         out = np.empty(selection.counts, raw_dtype(operation.to))
-        steps = (-1 if dim in selection.turned else 1 for dim in range(out.ndim))
-        forward = out[(*(slice(None, None, step) for step in steps), ...)]  # "...": a view, always
+        forward = np.flip(out, selection.turned) if selection.turned else out
         if out.size:
             if isinstance(operation, Gather):
                 self._gather(forward, operation, selection)
@@ -72,10 +71,9 @@ class Reader:
         """Fill `out` with what is stored; of it nothing else is read than what is taken."""
         table = sliced(gather.source.chunks, selection, out.itemsize)
         for box in tiles(out.shape, _gathered_tile(out, table)):
-            where = (*(slice(lo, hi) for lo, hi in zip(box.offsets, box.ends, strict=True)), ...)
             with self._lock:
                 self._check()
-                fill_box(out[where], box, table, out.dtype, self._files)
+                fill_box(view(out, box), box, table, out.dtype, self._files)
 
     def _compute(self, out: Elements, operation: Tiled, selection: Selection) -> None:
         """Fill `out` from the tiles that a merge makes: sums depend on how tiles are cut."""

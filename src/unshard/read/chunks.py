@@ -1,6 +1,7 @@
 """Reading parts of stored chunks, and boxes of the tensors that they make."""
 
 from collections.abc import Iterable, Iterator
+from types import EllipsisType
 
 import numpy as np
 
@@ -18,6 +19,7 @@ __all__ = [
     "fill_box",
     "first_difference",
     "replicas",
+    "view",
 ]
 
 _COMPARED = 1 << 20
@@ -99,8 +101,7 @@ def fill_box(
         lo = np.maximum(table.offsets[row], box.offsets)
         hi = np.minimum(table.offsets[row] + table.sizes[row], box.ends)
         inside = Box(tuple((lo - table.offsets[row]).tolist()), tuple((hi - lo).tolist()))
-        starts = zip((lo - box.offsets).tolist(), inside.sizes, strict=True)
-        place = out[(*(slice(start, start + size) for start, size in starts), ...)]
+        place = view(out, Box(tuple((lo - box.offsets).tolist()), inside.sizes))
         if place.dtype == dtype and _read_run(place, table, row, inside, files):
             continue
         part = chunk_part(table, row, inside, dtype, files)
@@ -108,6 +109,13 @@ def fill_box(
             if part.dtype == np.float64 and out.itemsize == 2:
                 part = part.astype(np.float32)  # as torch does it
             np.copyto(place, part, casting="unsafe")
+
+
+def view(array: Elements, box: Box) -> Elements:
+    """Return a box of an array as a view, also where it has no dimensions."""
+    ranges = zip(box.offsets, box.ends, strict=True)
+    where: tuple[slice | EllipsisType, ...] = (*(slice(lo, hi) for lo, hi in ranges), ...)
+    return array[where]
 
 
 def _read_run(out: Elements, table: ChunkTable, row: int, box: Box, files: OpenFiles) -> bool:
