@@ -185,4 +185,4 @@ def _placement(value: object) -> ours.Placement:
         case "_StridedShard", int(), int():
             return ours.StridedShard(dim, factor)
         case _:
-            raise ours.PlacementError(f"{value}: a rank holds no part of the values then")
+            raise ours.PlacementError(f"{type(value).__name__}: a rank holds no part of the values")
