@@ -103,7 +103,8 @@ def _fitting(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Re
     config = load_config(opened.source.checkpoint.catalog.companions) or _config_of(model)
     tensors: Recipes = {name: one.recipe for name, one in opened.tensors.items()}
     found = _without_ties(tensors, fit(tensors, slots), config)
-    if found.complete:
+    wrong = _problems(tensors, slots, found)
+    if not wrong:
         return tensors, found
     shapes = {name: slot.shape for slot in slots for name in slot.names}
     try:
@@ -114,12 +115,13 @@ def _fitting(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Re
             raise
         return tensors, found
     other = _without_ties(others, fit(others, slots), config)
-    better = _count(other) < _count(found)
+    better = _problems(others, slots, other) < wrong
     return (others, other) if better else (tensors, found)
 
 
-def _count(found: Fit) -> int:
-    return len(found.missing) + len(found.unexpected)
+def _problems(tensors: Recipes, slots: Sequence[Slot], found: Fit) -> int:
+    """Return how many names are on one side only, or have another shape on the other."""
+    return len(found.missing) + len(found.unexpected) + len(misfits(tensors, slots, found))
 
 
 def _without_ties(tensors: Recipes, found: Fit, config: Fields | None) -> Fit:
