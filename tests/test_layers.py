@@ -29,10 +29,8 @@ DOORS = {"__init__", "__main__"}
 LONGEST_MODULE = 300
 LONGEST_FUNCTION = 40
 HEAVY = {"torch", "transformers", "accelerate", "ray"}
-ON_DEMAND = {
-    "write.verify_load",
-    "engines.torchrun",
-}  # imports them in functions only; its own test shows it
+# These import them in functions only; their own tests show it.
+ON_DEMAND = {"write.verify_load", "engines.torchrun", "engines.into_torch"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

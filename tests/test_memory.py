@@ -1,4 +1,4 @@
-"""The process that merges stays below 128 MB, whatever the model's size."""
+"""The process that merges stays below 128 MB; one that reads needs what it asks for."""
 
 import json
 import subprocess
@@ -19,6 +19,71 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensor = torch.zeros(ROWS, COLUMNS)
     tensors = {f"layers.{index}.weight": tensor for index in range(COUNT)}
     return save_ranks(tmp_path_factory.mktemp("memory") / "ckpt", tensors, 2)
+
+
+READING = """
+import sys
+import numpy as np
+import unshard
+from unshard.write.report import _peak_memory as peak_memory
+
+with unshard.open_checkpoint(sys.argv[1]) as opened:
+    one = opened.get_slice("large")
+    before = peak_memory()
+    found = eval("one" + sys.argv[2])
+    print(peak_memory() - before, found.nbytes)
+"""
+LOADING = """
+import sys
+import torch
+import unshard
+from unshard.write.report import _peak_memory as peak_memory
+
+model = torch.nn.ModuleList(torch.nn.Linear(5000, 4000, bias=False) for _ in range(4))
+small = torch.nn.Linear(2, 2, bias=False)
+unshard.load_into(small, sys.argv[2])  # what torch needs when it first does something
+before = peak_memory()
+unshard.load_into(model, sys.argv[1])
+print(peak_memory() - before, float(model[3].weight.sum()))
+"""
+SLACK = 16_000_000  # tiles of 4 MiB, and what numpy and the allocator need
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tensor = torch.zeros(80_000, 1000)  # 320 MB
+    return save_ranks(tmp_path_factory.mktemp("reading") / "ckpt", {"large": tensor}, 2)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "[39_999:40_001]",
+        "[::1000]",
+        "[:, 7]",
+        "[::-1, ::100]",
+        "[::2, ::2]",
+        "[70_000, -1]",
+        "[...]",
+        "[::-1]",
+    ],
+)
+def test_reading_takes_the_memory_of_what_is_asked_for(large: Path, index: str) -> None:
+    command = [sys.executable, "-c", READING, str(large), index]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    grown, wanted = map(int, done.stdout.split())
+    assert grown < wanted + SLACK
+
+
+def test_loading_into_a_model_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
+    tensors = {f"{n}.weight": torch.ones(4000, 5000) for n in range(4)}  # 80 MB each
+    save_ranks(tmp_path / "ckpt", tensors, 2)
+    save_ranks(tmp_path / "small", {"weight": torch.ones(2, 2)}, 1)
+    command = [sys.executable, "-c", LOADING, str(tmp_path / "ckpt"), str(tmp_path / "small")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    grown, total = map(float, done.stdout.split())
+    assert grown < 80_000_000 + SLACK
+    assert total == 20_000_000
 
 
 @pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
