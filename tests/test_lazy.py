@@ -194,7 +194,7 @@ def test_a_slice_keeps_its_checkpoint_open(checkpoint: Path) -> None:
 def test_a_checkpoint_that_is_forgotten_is_closed(checkpoint: Path) -> None:
     one = unshard.open_checkpoint(checkpoint)
     one.get_tensor("weight")
-    reader = one.opened.reader
+    reader = one._opened.reader
     del one
     gc.collect()
     with pytest.raises(UsageError, match="was closed"):

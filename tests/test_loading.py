@@ -11,10 +11,12 @@ import torch
 from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import unshard
 from oracle.family_models import tiny_model
-from ranks import bits, rank_path, save_ranks, some_tensors
+from ranks import as_rank, bits, rank_path, save_ranks, some_tensors
 from test_lora_merge import adapted
 from unshard import ConversionError, CorruptError, Loaded, UsageError
 
@@ -160,6 +162,20 @@ def test_other_shapes_are_refused_always(checkpoint: Path, *, strict: bool) -> N
         unshard.load_into(model, checkpoint, strict=strict)
     assert "tensor model.norm.weight: of another shape than in the model" in str(caught.value)
     assert "[6, 13], as the model has it" in str(caught.value)
+
+
+def test_nothing_is_copied_if_a_sharded_parameter_has_no_memory(checkpoint: Path) -> None:
+    with as_rank(0, 2):
+        model = Plain()
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.empty(13, 6, device="meta")
+        model.lm_head.weight = nn.Parameter(
+            distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        )
+        before = bits(model.state_dict()["model.norm.weight"])
+        with pytest.raises(ConversionError, match=r"parameter lm_head\.weight: .* meta device"):
+            unshard.load_into(model, checkpoint)
+        assert bits(model.state_dict()["model.norm.weight"]) == before
 
 
 def test_a_file_that_is_gone_is_named(checkpoint: Path) -> None:

@@ -16,7 +16,7 @@ from unshard.errors import NoSuchTensorError
 from unshard.plan.operations import Target, Tiled
 from unshard.plan.planner import tiled
 from unshard.tensors.dtypes import DType
-from unshard.tensors.selection import Index, select
+from unshard.tensors.selection import Index, Selection, select
 
 if TYPE_CHECKING:
     from unshard.engines.into_torch import Module
@@ -36,8 +36,8 @@ class LazyTensor(Generic[_Array_co]):
     of shape ().
     """
 
-    _checkpoint: "OpenCheckpoint[_Array_co]"
     _tensor: Converted
+    _read: Callable[[Tiled, Selection], _Array_co]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,9 +60,7 @@ class LazyTensor(Generic[_Array_co]):
             CorruptError: a file is gone or ends early.
             UsageError: the checkpoint was closed.
         """
-        opened = self._checkpoint.opened
-        bits = opened.reader.read(self._operation, select(index, self.shape))
-        return self._checkpoint.make(bits, self._tensor.dtype)
+        return self._read(self._operation, select(index, self.shape))
 
     @cached_property
     def _operation(self) -> Tiled:
@@ -85,8 +83,8 @@ class OpenCheckpoint(Generic[_Array_co]):
     def __init__(
         self, opened: Opened, make: Callable[[Elements, DType], _Array_co], stack: ExitStack
     ) -> None:
-        self.opened = opened
-        self.make = make
+        self._opened = opened
+        self._make = make
         self._close = weakref.finalize(self, stack.close)
 
     def __enter__(self) -> Self:
@@ -129,10 +127,10 @@ class OpenCheckpoint(Generic[_Array_co]):
         """
         if name not in self._tensors:
             raise NoSuchTensorError(
-                f"{self.opened.path}: holds no tensor {name}",
+                f"{self._opened.path}: holds no tensor {name}",
                 hint=f"the nearest names are {', '.join(_nearest(name, self._tensors))}",
             )
-        return LazyTensor(self, self._tensors[name])
+        return LazyTensor(self._tensors[name], self._read)  # which keeps this open
 
     def metadata(self) -> dict[str, str]:
         """Return what is known of the checkpoint, as texts; what is not known is left out.
@@ -140,10 +138,10 @@ class OpenCheckpoint(Generic[_Array_co]):
         The keys are path, format, writer, step, world_size, role ("actor" or "critic"), weights
         ("model" or "ema"), and config, the path of the config.json that belongs to it.
         """
-        checkpoint = self.opened.source.checkpoint
+        checkpoint = self._opened.source.checkpoint
         catalog, location = checkpoint.catalog, checkpoint.location
         known = {
-            "path": self.opened.path,
+            "path": self._opened.path,
             "format": catalog.format,
             "writer": catalog.writer,
             "step": catalog.step,
@@ -171,11 +169,14 @@ class OpenCheckpoint(Generic[_Array_co]):
             CorruptError: a file is gone or ends early.
             UsageError: torch is not installed, or the checkpoint was closed.
         """
-        return fill(model, self.opened, strict=strict)
+        return fill(model, self._opened, strict=strict)
+
+    def _read(self, operation: Tiled, selection: Selection) -> _Array_co:
+        return self._make(self._opened.reader.read(operation, selection), operation.to)
 
     @property
     def _tensors(self) -> Mapping[str, Converted]:
-        return self.opened.tensors
+        return self._opened.tensors
 
 
 def _nearest(name: str, names: Mapping[str, Converted]) -> list[str]:

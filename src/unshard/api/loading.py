@@ -86,7 +86,7 @@ def fill(model: "Module", opened: Opened, *, strict: bool) -> Loaded:
     problems = misfits(tensors, slots, found)
     if strict and not found.complete:
         problems.insert(0, _names_differ(model, opened, found))
-    problems += _untied(tensors, found)
+    problems += [*_untied(tensors, found), *_unplaceable(places)]
     raise_all(ConversionError, f"{opened.path}: does not fit the model", problems)
     for place, names in zip(places, found.sources, strict=True):
         if names:
@@ -157,6 +157,17 @@ def _are_equal(one: Recipe, other: Recipe, files: OpenFiles) -> bool:
     if not (is_stored(one) and is_stored(other)):
         return False
     return equal_tensors(one.entry, other.entry, files)
+
+
+def _unplaceable(places: Sequence["Place"]) -> list[ConversionError]:
+    """Return why parameters cannot be filled."""
+    problems = []
+    for place in places:
+        try:
+            _ = place.pieces
+        except ConversionError as problem:
+            problems.append(problem)
+    return problems
 
 
 def _names_differ(model: "Module", opened: Opened, found: Fit) -> ConversionError:

@@ -66,26 +66,39 @@ class Place:
     tensor: "Tensor"
     owners: tuple[tuple["Module", str], ...]
 
+    @property
+    def pieces(self) -> list[ours.Piece]:
+        """What of the whole tensor belongs here: all of it, or of a DTensor this rank's part.
+
+        Raises:
+            ConversionError: which part this rank holds is not known, or it has no memory.
+        """
+        if not hasattr(self.tensor, "placements"):
+            return [ours.Piece(Box.whole(self.slot.shape), (0,) * len(self.slot.shape))]
+        return _local_pieces(cast("DTensor", self.tensor), self.slot)
+
     def fill(self, read: Callable[[Box], "Tensor"]) -> None:
         """Put values there: cast to what is there, or in the place of what is on the meta device.
-
-        Of a DTensor only this rank's part is read.
 
         Args:
             read: returns a box of the checkpoint's tensor.
 
         Raises:
-            ConversionError: which part of a DTensor this rank holds is not known.
+            ConversionError: as by `pieces`; nothing was read.
         """
         import torch
 
+        pieces = self.pieces
+        if self.tensor.is_meta:
+            self._assign(read(pieces[0].box))
+            return
+        tensor = self.tensor
         with torch.no_grad():
-            if hasattr(self.tensor, "placements"):
-                _fill_local(cast("DTensor", self.tensor), self.slot, read)
-            elif self.tensor.is_meta:
-                self._assign(read(Box.whole(self.slot.shape)))
-            else:
-                self.tensor.copy_(read(Box.whole(self.slot.shape)))
+            if hasattr(tensor, "placements"):
+                tensor = cast("DTensor", tensor).to_local()
+            for piece in pieces:
+                sizes = zip(piece.local_offsets, piece.box.sizes, strict=True)
+                tensor[tuple(slice(at, at + size) for at, size in sizes)].copy_(read(piece.box))
 
     def _assign(self, values: "Tensor") -> None:
         """Put a tensor in the place of another, tied names still tied."""
@@ -138,10 +151,9 @@ def _saved(model: "Module") -> Iterator[tuple[str, "Tensor", tuple["Module", str
                 yield prefix + name, buffer, (module, name)
 
 
-def _fill_local(tensor: "DTensor", slot: Slot, read: Callable[[Box], "Tensor"]) -> None:
-    """Fill this rank's part of a sharded tensor."""
-    name = slot.names[0]
-    local = tensor.to_local()
+def _local_pieces(tensor: "DTensor", slot: Slot) -> list[ours.Piece]:
+    """Return which parts of a sharded tensor this rank holds."""
+    name, local = slot.names[0], tensor.to_local()
     if local.is_meta:
         raise ConversionError(
             f"parameter {name}: a shard on the meta device has no memory to be filled",
@@ -157,9 +169,7 @@ def _fill_local(tensor: "DTensor", slot: Slot, read: Callable[[Box], "Tensor"]) 
             expected=str(list(shape)),
             found=str(list(local.shape)),
         )
-    for piece in pieces:
-        sizes = zip(piece.local_offsets, piece.box.sizes, strict=True)
-        local[tuple(slice(at, at + size) for at, size in sizes)].copy_(read(piece.box))
+    return list(pieces)
 
 
 def _sharding(tensor: "DTensor") -> ours.Sharding:
