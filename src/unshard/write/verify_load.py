@@ -4,7 +4,8 @@ The class that config.json names is built on the meta device and given tensors w
 and shapes are checked by transformers' own loading, which knows its renamings, ties and buffers; no
 byte of the weights is read, and no code of the output runs.
 
-The only module that imports torch and transformers (the extra `torch`), and only when it is used.
+The only module that imports transformers, and with `engines.into_torch` the only one that imports
+torch (the extra `torch`); only when it is used.
 """
 
 import warnings
