@@ -1,0 +1,1 @@
+"""Evaluate every checkpoint while training goes on. Core commands never import this room."""
