@@ -1,7 +1,6 @@
 """From a checkpoint to the output's tensors: adapters, names, ties, selection, dtypes."""
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -11,7 +10,7 @@ from unshard.api.sources import Source
 from unshard.convert.critics import critic_config, without_trl_wrapper
 from unshard.convert.expected import Expected, check_expected
 from unshard.convert.names import Renamed, hub_names, names_of_base
-from unshard.convert.outputs import Converted, finish, select
+from unshard.convert.outputs import Converted, finish, select, selected
 from unshard.convert.precision import Fields, Precision, precision
 from unshard.convert.recipes import Recipe, Take, shape_of
 from unshard.errors import ConversionError
@@ -98,7 +97,8 @@ def _check_base(
 
     What the user left out is not missed, nor is a head that is tied, on either side.
     """
-    excused = {*left_out, *_unselected(base.files, options)}
+    kept = selected(base.files, options.include, options.exclude)
+    excused = {*left_out, *(base.files.keys() - kept)}
     if config is not None and are_tied(config):
         excused |= {name for name in (*base.files, *tensors) if is_head(name)}
     notes = check_expected(
@@ -112,17 +112,6 @@ def _check_base(
         if unknown:
             notes.append(f"{len(unknown)} tensors have no dtype in {base.name} and keep their own")
     return notes
-
-
-def _unselected(names: Iterable[str], options: MergeOptions) -> list[str]:
-    """Return the names that `--include` and `--exclude` leave out."""
-    kept = [re.compile(options.include)] if options.include is not None else []
-    dropped = [re.compile(options.exclude)] if options.exclude is not None else []
-    return [
-        name
-        for name in names
-        if not all(one.search(name) for one in kept) or any(one.search(name) for one in dropped)
-    ]
 
 
 def _resized(config: Fields, source: Source, tensors: Mapping[str, Recipe]) -> Fields:

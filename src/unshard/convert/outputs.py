@@ -1,7 +1,7 @@
 """What the output's tensors are, in the end: names that a file can hold, and a dtype for each."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from unshard.convert.precision import Precision
@@ -9,7 +9,7 @@ from unshard.convert.recipes import Recipe, stored_dtype
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.tensors.dtypes import DType
 
-__all__ = ["Converted", "finish", "select"]
+__all__ = ["Converted", "finish", "select", "selected"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +29,34 @@ def select(
     Raises:
         UsageError: an expression is not valid, or nothing is left.
     """
-    kept = dict(tensors)
-    for option, text, wanted in (("include", include, True), ("exclude", exclude, False)):
-        if text is None:
-            continue
-        try:
-            pattern = re.compile(text)
-        except re.error as error:
-            what = f"--{option} {text}: not a regular expression: {error}"
-            raise UsageError(what) from error
-        kept = {name: one for name, one in kept.items() if bool(pattern.search(name)) is wanted}
-        if not kept:
-            first = ", ".join(list(tensors)[:3])
-            raise UsageError(f"--{option} {text}: leaves no tensor", found=f"{first}, …")
-    return kept
+    kept = selected(tensors, include, exclude)
+    if tensors and not kept:
+        given = {"include": include, "exclude": exclude}
+        asked = " ".join(f"--{option} {text}" for option, text in given.items() if text is not None)
+        raise UsageError(f"{asked}: leaves no tensor", found=f"{', '.join(list(tensors)[:3])}, …")
+    return {name: tensors[name] for name in kept}
+
+
+def selected(names: Iterable[str], include: str | None, exclude: str | None) -> list[str]:
+    """Return the names that `include` matches and `exclude` does not, in order.
+
+    Raises:
+        UsageError: an expression is not valid.
+    """
+    wanted, unwanted = _compiled("include", include), _compiled("exclude", exclude)
+    return [
+        name
+        for name in names
+        if (wanted is None or wanted.search(name))
+        and not (unwanted is not None and unwanted.search(name))
+    ]
+
+
+def _compiled(option: str, text: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if text is None else re.compile(text)
+    except re.error as error:
+        raise UsageError(f"--{option} {text}: not a regular expression: {error}") from error
 
 
 def finish(tensors: Mapping[str, Recipe], precision: Precision) -> list[Converted]:
