@@ -259,6 +259,41 @@ def test_integers_of_compressed_checkpoints_are_compared_too(tmp_path: Path) -> 
     assert bits_of(tmp_path / "out") == expected | {COUNTER: bits(several[-1][COUNTER])}
 
 
+def test_sums_that_are_too_large_are_counted_and_named(tmp_path: Path) -> None:
+    several = [{"w": torch.tensor([3e38, 1.0, torch.inf, torch.nan])} for _ in range(2)]
+    run = save_run(tmp_path / "run", several)
+    report = unshard.average(run, tmp_path / "out")
+    assert merged(tmp_path / "out")["w"][:3].tolist() == [torch.inf, 1.0, torch.inf]
+    (said,) = [warning for warning in report.warnings if "too large" in warning]
+    assert said.startswith("1 values of 1 tensors are too large for float32")
+
+
+def test_float64_loses_digits_and_it_is_said(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", [{"w": torch.rand(5, dtype=torch.float64)}] * 2)
+    report = unshard.average(run, tmp_path / "out")
+    assert any("float64 values are averaged in float32" in one for one in report.warnings)
+    assert merged(tmp_path / "out")["w"].dtype == torch.float64
+
+
+def test_nothing_at_all_has_no_average(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no checkpoint to average"):
+        unshard.average([], tmp_path / "out")
+
+
+def test_other_nodes_directories_complete_the_checkpoints(tmp_path: Path) -> None:
+    several = models(2)
+    here, there = tmp_path / "here", tmp_path / "there"
+    for step, tensors in enumerate(several, start=1):
+        actor = save_ranks(here / f"global_step_{step}" / "actor", tensors, 2)
+        other = there / f"global_step_{step}" / "actor"
+        other.mkdir(parents=True)
+        rank_path(actor, 2, 1).rename(rank_path(other, 2, 1))
+    with pytest.raises(unshard.IncompleteError):
+        unshard.average(here, tmp_path / "out")
+    unshard.average(steps(here, 2, 1), tmp_path / "out", options=MergeOptions(also=[there]))
+    assert bits_of(tmp_path / "out") == mean_of(several)
+
+
 def test_quantised_values_have_no_mean(tmp_path: Path) -> None:
     several = [
         {**model, "w": torch.full((4, 4), 1.0 + number).to(torch.float8_e4m3fn)}
@@ -297,7 +332,10 @@ def test_adapters_are_to_be_merged_first(tmp_path: Path) -> None:
         ({"ema_decay": 0.5, "coefficients": [1.0, 2.0]}, "both say"),
         ({"last": 0}, "at least 1"),
         ({"every": -1}, "at least 1"),
-        ({"options": MergeOptions(lora="both")}, "do not apply"),
+        ({"options": MergeOptions(lora="both")}, "no --lora"),
+        ({"coefficients": [0.3, -0.30000000001]}, "whose sum is not 0"),
+        ({"coefficients": [1e300, 1e300]}, "too large for float32"),
+        ({"coefficients": [1e-50, 1e-50]}, "too small"),
     ],
 )
 def test_requests_that_make_no_sense(

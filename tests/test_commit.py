@@ -4,11 +4,13 @@ A forked child kills itself at the n-th step that touches the disk, for every n 
 next run recovers, and what stands there must be one of the two.
 """
 
+import errno
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -16,7 +18,8 @@ import unshard.write.commit
 import unshard.write.files
 from unshard.errors import OutputError
 from unshard.write.commit import Mode
-from unshard.write.stage import Stage, choose_mode, recover
+from unshard.write.stage import Stage, recover
+from unshard.write.targets import choose_mode
 
 OLD = {
     "model-00001-of-00002.safetensors": "old 1",
@@ -179,7 +182,11 @@ STEPS = (
 )  # fmt: skip
 
 
-def die_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(number: int, monkeypatch: pytest.MonkeyPatch, die: Callable[[], None] = kill) -> None:
     """Kill this process just before the n-th call that touches the disk."""
     left = number
 
@@ -187,8 +194,8 @@ def die_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         def call(*args: object, **kwargs: object) -> object:
             nonlocal left
             left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if left == -1:
+                die()
             return function(*args, **kwargs)
 
         return call
@@ -263,6 +270,90 @@ def recovered(world: Path, target: Path, old: Texts, mode: str) -> str:
     if mode == "in place":
         assert target.stat().st_mtime_ns == 2_000_000_000
     return "new" if found == fresh else "old"
+
+
+def terminated(number: int, _frame: FrameType | None) -> None:
+    """What the torchrun engine does when it is told to stop."""
+    raise SystemExit(128 + number)
+
+
+def interrupted_at(number: int, sent: signal.Signals, action: Callable[[], None]) -> bool:
+    """Run an action in a child that gets a signal at its n-th step; tell whether it came."""
+    pid = os.fork()
+    if pid == 0:
+        came = False
+
+        def send() -> None:
+            nonlocal came
+            came = True
+            signal.raise_signal(sent)
+
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, terminated)
+            die_at(number, pytest.MonkeyPatch(), send)
+            action()
+        except (KeyboardInterrupt, SystemExit):
+            pass
+        except BaseException:  # noqa: BLE001 (the child must not return into pytest)
+            os._exit(1)
+        os._exit(3 if came else 0)
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in {0, 3}
+    return code == 3
+
+
+@pytest.mark.parametrize("mode", ["new", "exchange", "aside", "in place"])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_at_any_step_the_target_is_old_or_new_at_once(
+    tmp_path: Path, mode: str, sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a next run that recovers: Ctrl-C waits for a commit that has begun."""
+    if mode == "aside":
+        monkeypatch.setattr(unshard.write.commit, "exchange", lambda _a, _b: False)
+    fresh = {"new": FRESH, "in place": IN_PLACE}.get(mode, REPLACED)
+    for number, world in worlds(tmp_path):
+        target = world / "out"
+        world.mkdir()
+        sources: tuple[Path, ...] = ()
+        if mode != "new":
+            write(target, OLD)
+        if mode == "in place":
+            sources = (checkpoint(target),)
+        old = read(target) if target.is_dir() else {}
+        came = interrupted_at(number, sent, lambda: merge_into(target, sources))  # noqa: B023
+        found = read(target) if target.is_dir() else {}
+        shard = {name: text for name, text in old.items() if name.startswith("ckpt/")}
+        assert found in (old, fresh | shard), number
+        assert staged(world) == []
+        if not came:
+            break
+    assert number > 15
+
+
+def test_a_commit_that_fails_half_way_is_finished_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+    write(target, OLD)
+    sources = (checkpoint(target),)
+    real = Path.replace
+
+    def full(self: Path, to: Path) -> Path:
+        if self.name == "unshard.json":
+            raise OSError(errno.ENOSPC, "no space")
+        return real(self, to)
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OutputError, match="no space"):
+        merge_into(target, sources)
+    monkeypatch.undo()
+    assert len(staged(tmp_path)) == 1
+    recover(tmp_path)
+    expected = IN_PLACE | {"ckpt/model_world_size_1_rank_0.pt": "shard"}
+    assert read(target) == expected
+    assert staged(tmp_path) == []
 
 
 def age(directory: Path) -> None:

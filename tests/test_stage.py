@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from unshard.errors import OutputError
-from unshard.write.stage import Stage, check_space
+from unshard.write.stage import Stage
+from unshard.write.targets import check_space
 
 
 def staged(parent: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """torchrun: any number of processes make the bytes that one makes, or nothing at all."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import unshard
 from ranks import merged, save_ranks, snapshot
-from unshard.engines.crew import is_started_by_torchrun
+from unshard.engines.crew import is_launcher, is_started_by_torchrun
 from unshard.plan.operations import CopyRange
 from unshard.plan.work import share_of, unit_bytes
 from unshard.write.stage import recover
@@ -153,7 +154,10 @@ def test_a_damaged_shard_fails_all_of_them(checkpoint: Path, tmp_path: Path) -> 
     )
     done = torchrun(2, str(script), "merge", str(checkpoint), str(tmp_path / "new" / "out"))
     assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1, done.stderr
     assert "ends at byte" in done.stderr or "truncated" in done.stderr, done.stderr
+    assert "has died" not in done.stderr
+    assert re.search(r"exitcode  : 3", done.stderr)
     assert not (tmp_path / "new").exists()
 
 
@@ -165,9 +169,61 @@ def test_what_a_training_process_starts_works_alone(checkpoint: Path, tmp_path: 
     assert merged(tmp_path / "out").keys() == tensors().keys()
 
 
+def test_a_process_that_dies_after_its_share_changes_nothing(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, sys\n"
+        "from unshard.engines import torchrun\n"
+        "from unshard.cli.main import main\n"
+        "part = torchrun._take_part\n"
+        "def late(group, work, listener):\n"
+        "    results = part(group, work, listener)\n"
+        "    if group.rank:\n"
+        "        os._exit(0)\n"
+        "    return results\n"
+        "torchrun._take_part = late\n"
+        "main(sys.argv[1:])\n"
+    )
+    done = torchrun(2, str(script), "merge", str(checkpoint), str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert "saved to" in done.stdout
+    assert merged(tmp_path / "out").keys() == tensors().keys()
+
+
 def test_the_environment_alone_is_not_torchrun() -> None:
     assert not is_started_by_torchrun(ENVIRONMENT)
     assert not is_started_by_torchrun({})
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python /usr/bin/torchrun --nproc_per_node=2 x.py",
+        "python -u -m torch.distributed.run x.py",
+        "python -X dev -W error -m torch.distributed.run x.py",
+        "python3 /env/bin/accelerate launch x.py",
+        "/env/bin/torchrun x.py",
+    ],
+)
+def test_a_launcher_is_known(command: str) -> None:
+    assert is_launcher(command.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python train.py",
+        "python -u accelerate_train.py",
+        "python torchrun_sweep.py --launcher torchrun",
+        "python -m unshard eval serve",
+        "bash w.sh",
+        "",
+    ],
+)
+def test_whatever_else_has_its_name_somewhere_is_none(command: str) -> None:
+    assert not is_launcher(command.split())
 
 
 def test_several_nodes_are_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -464,6 +464,35 @@ def test_the_documented_resumption_of_training(verl: Path) -> None:
     assert {state.dtype for state in states} == {torch.uint8}
 
 
+# installed from a wheel
+
+
+def test_everything_is_in_the_wheel(lmms: Path, verl: Path, tmp_path: Path) -> None:
+    """Whatever a user types works where only the package is: no scripts, no source tree."""
+    site = tmp_path / "site"
+    python("-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(ROOT))
+    env = os.environ | {"PYTHONPATH": str(site)}
+
+    def installed(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, check=True, env=env,
+            cwd=tmp_path,
+        )  # fmt: skip
+        return done.stdout
+
+    assert str(site) in installed("-c", "import unshard; print(unshard.__file__)")
+    installed("-m", "unshard.merger", "--checkpoint_path", str(lmms), "--output_path", "a")
+    installed("-m", "unshard.compat.merge_fsdp", "--input_dir", str(lmms), "--output_dir", "b")
+    installed("-m", "unshard.compat.convert_checkpoint_simple", str(verl / "global_step_20"))
+    step = ("--checkpoint_path", str(verl / "global_step_20"), "--output_path", "c")
+    installed("-m", "unshard.compat.convert_fsdp_to_hf", *step)
+    assert "merge" in installed("-m", "unshard.compat.verl", "--help")
+    for name in ("a", "b"):
+        assert_same(merged(tmp_path / name), truth(lmms, 20))
+    for path in (tmp_path / "c", verl / "global_step_20_merged"):
+        assert_same(merged(path), truth(verl, 20))
+
+
 # python -m unshard.compat.verl
 
 
@@ -488,6 +517,8 @@ def test_verl_test_compares_with_a_model(verl: Path, tmp_path: Path) -> None:
     local = ("--local_dir", str(verl / "global_step_20" / "actor"))
     done = python(*command, str(tmp_path / "20"), *local)
     assert "FSDP checks passed: The merged state_dict matches" in done.stdout
+    unshard.merge(verl / "global_step_20", tmp_path / "float32")
+    assert "FSDP checks passed" in python(*command, str(tmp_path / "float32"), *local).stdout
     done = python(*command, str(tmp_path / "10"), *local, expected=1)
     assert "FSDP checks passed" not in done.stdout
     assert "the models are not the same" in done.stdout

@@ -5,8 +5,10 @@ from unshard.api.inspecting import inspect
 from unshard.api.lazy import LazyTensor, OpenCheckpoint
 from unshard.api.loading import Loaded
 from unshard.api.merging import merge, merge_all, merge_with
+from unshard.api.model_class import check_class
 from unshard.api.opening import load_into, load_state_dict, open_checkpoint
 from unshard.api.options import MergeOptions
+from unshard.api.preparing import Prepared
 from unshard.api.verifying import verify
 from unshard.engines.crew import crew
 from unshard.read.inspection import Inspection
@@ -20,8 +22,10 @@ __all__ = [
     "Loaded",
     "MergeOptions",
     "OpenCheckpoint",
+    "Prepared",
     "Report",
     "average",
+    "check_class",
     "crew",
     "inspect",
     "load_into",

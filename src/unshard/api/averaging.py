@@ -15,9 +15,13 @@ from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UsageError, raise_all
 from unshard.progress import Listener, Stage, Warned, ignore
 from unshard.read.discover import all_steps
+from unshard.write.hub import check_repo
 from unshard.write.report import Report
 
 __all__ = ["average"]
+
+_CANCELS = 1e-6  # of the sum of sizes: what is left is the error of rounding
+_FAR = 1e12
 
 
 def average(
@@ -37,7 +41,8 @@ def average(
     Every value is (sum of coefficient * value) / (sum of coefficients), added in float32 in the
     order given, and rounded once, to the dtype that is written. World sizes and formats may differ;
     names, shapes and dtypes may not. Integers and booleans are not averaged: those of the last
-    checkpoint are taken. Config and tokenizer are the last one's, too.
+    checkpoint are taken. Config and tokenizer are the last one's, too; scheduler and random state
+    are left out, for an average belongs to no step of training.
 
     Args:
         checkpoints: each as for `merge`; or one run, whose complete steps are averaged, the lowest
@@ -59,6 +64,8 @@ def average(
     chosen = options or MergeOptions()
     _check(chosen, coefficients, ema_decay, (last, every))
     paths = [checkpoints] if isinstance(checkpoints, str | Path) else list(checkpoints)
+    if not paths:
+        raise UsageError("no checkpoint to average")
     listener(Stage("reading"))
     if len(paths) == 1:
         sources = _steps_of(Path(paths[0]), chosen, last, every or 1, listener)
@@ -77,10 +84,10 @@ def _check(
     ema_decay: float | None,
     counts: tuple[int | None, int | None],
 ) -> None:
-    if options.lora != "fuse" or options.push_to_hub is not None or options.step is not None:
-        raise UsageError(
-            "an average is one whole model: --lora, --push-to-hub, --step do not apply"
-        )
+    if options.lora != "fuse" or options.step is not None:
+        raise UsageError("an average is one whole model of several steps: no --lora, no --step")
+    if options.push_to_hub is not None:
+        check_repo(options.push_to_hub)
     if coefficients is not None and ema_decay is not None:
         raise UsageError("--coefficients with --ema-decay: both say what each checkpoint counts")
     for name, count in zip(("last", "every"), counts, strict=True):
@@ -137,6 +144,11 @@ def _weights(
             f"--coefficients: {len(coefficients)} numbers for {count} checkpoints",
             expected="one for each, in their order",
         )
-    if not all(map(isfinite, coefficients)) or sum(coefficients) == 0:
+    total, sizes = abs(sum(coefficients)), sum(map(abs, coefficients))
+    if not all(map(isfinite, coefficients)) or total <= _CANCELS * sizes:
         raise UsageError("--coefficients: must be numbers whose sum is not 0")
+    if not 1 / _FAR < sizes < _FAR:
+        raise UsageError(
+            "--coefficients: too small or too large for float32", expected="numbers like 1,2,3"
+        )
     return tuple(map(float, coefficients))

@@ -12,7 +12,7 @@ from unshard.convert.recipes import stored_dtype
 from unshard.errors import ConversionError, raise_all
 from unshard.plan.pairs import make_pair
 from unshard.read.inflate import inflated_bytes
-from unshard.tensors.dtypes import Kind
+from unshard.tensors.dtypes import BY_NAME, Kind
 from unshard.write.unchanged import are_equal
 
 __all__ = ["combine"]
@@ -33,9 +33,15 @@ def combine(
     names = [str(one.checkpoint.location.weights_dir) for one in sources]
     mean = averaged([one.tensors for one in outcomes], names, weights)
     notes = dict.fromkeys(note for one in outcomes for note in one.notes)
+    if any(_is_wide(one) for one in mean.tensors if one.name not in mean.fixed):
+        notes["float64 values are averaged in float32, and lose digits"] = None
     if not any(inflated_bytes(one.checkpoint.catalog) for one in sources):  # else: after that
         notes |= dict.fromkeys(_differing(list(mean.fixed.values()), names))
     return Outcome(mean.tensors, outcomes[-1].config, tuple(notes))
+
+
+def _is_wide(tensor: Converted) -> bool:
+    return stored_dtype(tensor.recipe).itemsize > BY_NAME["float32"].itemsize
 
 
 def _differing(fixed: Sequence[tuple[Converted, ...]], names: Sequence[str]) -> list[str]:

@@ -3,7 +3,14 @@
 import time
 from pathlib import Path
 
-from unshard.api.making import Noticed, companion_files, make, places, weight_files
+from unshard.api.making import (
+    Noticed,
+    check_target,
+    companion_files,
+    make,
+    places,
+    weight_files,
+)
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import Prepared
 from unshard.engines.threads import RunPlan
@@ -11,7 +18,7 @@ from unshard.progress import Listener, Stage, Warned, ignore
 from unshard.write.hub import push
 from unshard.write.record import RECORD_NAME
 from unshard.write.report import Report, make_report
-from unshard.write.stage import choose_mode
+from unshard.write.targets import choose_mode
 from unshard.write.training_state import state_file_names
 
 __all__ = ["deliver"]
@@ -43,6 +50,7 @@ def deliver(
         listener(Warned(warning))
     noticed = Noticed()
     if options.dry_run:
+        check_target(prepared, target)
         choose_mode(target, places(prepared), overwrite=options.overwrite)
     else:
         noticed = make(prepared, target, options, listener, engine)

@@ -8,16 +8,18 @@ from unshard.api.options import MergeOptions
 from unshard.api.preparing import Prepared, prepare
 from unshard.engines.threads import RunPlan, run_plan, verify_full
 from unshard.plan.layout import INDEX_NAME, index_json
+from unshard.plan.operations import Plan
 from unshard.progress import Listener, Stage
 from unshard.read.inflate import inflate, inflated_bytes
 from unshard.write.companions import write_companions
 from unshard.write.record import RECORD_NAME, record_json
 from unshard.write.stage import Stage as Staging
-from unshard.write.training_state import write_training_state
+from unshard.write.targets import refuse_sources
+from unshard.write.training_state import state_file_names, write_training_state
 from unshard.write.unchanged import unchanged
 from unshard.write.verify import verify_light
 
-__all__ = ["Noticed", "companion_files", "make", "places", "weight_files"]
+__all__ = ["Noticed", "check_target", "companion_files", "make", "places", "weight_files"]
 
 _COMPANION_ALLOWANCE = 64 * 1024
 
@@ -34,6 +36,7 @@ def make(
     prepared: Prepared, target: Path, options: MergeOptions, listener: Listener, engine: RunPlan
 ) -> Noticed:
     """Make the output apart, and let it take its place in one commit; return what was noticed."""
+    check_target(prepared, target)
     needed, sources = _needed_bytes(prepared), places(prepared)
     with Staging(target, needed, sources=sources, overwrite=options.overwrite) as staging:
         inflated = _inflated(prepared, staging, options, listener)
@@ -71,7 +74,8 @@ def _write(
         (directory / name).write_bytes(text)
     write_training_state(prepared.training, directory)
     checkpoints = [source.checkpoint for source in prepared.sources]
-    record = record_json(checkpoints, prepared.weights, plan.layout, options.recorded)
+    state = state_file_names(prepared.training)
+    record = record_json(checkpoints, prepared.weights, plan.layout, options.recorded, state)
     (directory / RECORD_NAME).write_bytes(record)
     if prepared.adapter is not None:
         _write_adapter(prepared.adapter, directory / ADAPTER_FOLDER, options, listener)
@@ -83,8 +87,17 @@ def _write(
         verify_full(plan, prepared.catalogs, directory, options.settings, listener)
     noticed = _compare_with_base(prepared, listener)
     listener(Stage("committing"))
-    staging.commit()
-    return replace(noticed, warnings=(*noticed.warnings, *_overflow_warnings(overflows)))
+    staging.commit(replaced=_asked_for(prepared, options))
+    return replace(noticed, warnings=(*noticed.warnings, *_overflow_warnings(overflows, plan)))
+
+
+def _asked_for(prepared: Prepared, options: MergeOptions) -> tuple[str, ...]:
+    """Return the companions that the user named, by --config: a file, or a directory of them."""
+    if options.config is None:
+        return ()
+    if Path(options.config).is_dir():
+        return ("config.json", *prepared.checkpoint.catalog.companions.files)
+    return ("config.json",)
 
 
 def _write_adapter(
@@ -118,13 +131,16 @@ def _compare_with_base(prepared: Prepared, listener: Listener) -> Noticed:
     return Noticed((), (changed, len(compared)))
 
 
-def _overflow_warnings(overflows: dict[str, int]) -> list[str]:
+def _overflow_warnings(overflows: dict[str, int], plan: Plan) -> list[str]:
     if not overflows:
         return []
     worst = sorted(overflows.items(), key=lambda item: -item[1])[:5]
     listed = ", ".join(f"{name} ({count})" for name, count in worst)
-    what = f"{sum(overflows.values())} values of {len(overflows)} tensors are too large for float16"
-    return [f"{what} and became infinite: {listed}; bfloat16 holds them"]
+    tensors = (tensor for file in plan.layout.files for tensor in file.tensors)
+    dtypes = sorted({one.dtype.name for one in tensors if one.name in overflows})
+    what = f"{sum(overflows.values())} values of {len(overflows)} tensors are too large for "
+    hint = "; bfloat16 holds them" if dtypes == ["float16"] else ""
+    return [f"{what}{', '.join(dtypes)} and became infinite: {listed}{hint}"]
 
 
 def _needed_bytes(prepared: Prepared) -> int:
@@ -135,6 +151,17 @@ def _needed_bytes(prepared: Prepared) -> int:
     extra += 2 * prepared.training.size  # of the first rank it is written twice
     extra += sum(map(inflated_bytes, prepared.catalogs))
     return prepared.plan.bytes_written + extra + _COMPANION_ALLOWANCE
+
+
+def check_target(prepared: Prepared, target: Path) -> None:
+    """Refuse to replace the sources themselves.
+
+    Raises:
+        OutputError: the target holds the weights that are merged.
+    """
+    entries = (entry for catalog in prepared.catalogs for entry in catalog.tensors.values())
+    shared = {id(entry.chunks.paths): entry.chunks.paths for entry in entries}
+    refuse_sources(target, {path for paths in shared.values() for path in paths})
 
 
 def places(prepared: Prepared) -> tuple[Path, ...]:

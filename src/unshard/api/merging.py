@@ -1,12 +1,12 @@
 """`merge`: a checkpoint in, a Hugging Face directory out."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from unshard.api.delivering import deliver
 from unshard.api.options import MergeOptions
-from unshard.api.preparing import prepare, with_training_state
+from unshard.api.preparing import Prepared, prepare, with_training_state
 from unshard.api.sources import open_source
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UnknownFormatError, UsageError
@@ -164,7 +164,7 @@ def merge_all(
     for location in steps:
         target = None if output is None else Path(output) / location.default_output.name
         try:
-            reports.append(merge_with(location.step_dir, target, chosen, listener, engine))
+            reports.append(merge_with(location.step_dir, target, chosen, listener, engine=engine))
         except IncompleteError as error:
             listener(Warned(f"passed over an incomplete step: {error}"))
     return reports
@@ -175,9 +175,17 @@ def merge_with(
     output: str | Path | None,
     options: MergeOptions,
     listener: Listener,
+    *,
     engine: RunPlan = run_plan,
+    before: Callable[[Prepared], None] = lambda _prepared: None,
 ) -> Report:
-    """Merge as `merge` does, with the options as one value."""
+    """Merge as `merge` does, with the options as one value.
+
+    Args:
+        checkpoint, output, options, listener: as for `merge`.
+        engine: who makes the files; see `unshard.engines.crew`.
+        before: called with the plan before anything is written; what it raises ends the merge.
+    """
     started = time.monotonic()
     if options.push_to_hub is not None:
         check_repo(options.push_to_hub)
@@ -186,4 +194,5 @@ def merge_with(
     default = source.checkpoint.location.default_output
     target = default if output is None else Path(output)
     prepared = with_training_state(prepare([source], options), options)
+    before(prepared)
     return deliver(prepared, target, options, listener, engine=engine, started=started)

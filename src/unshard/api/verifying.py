@@ -12,6 +12,7 @@ from unshard.api.options import MergeOptions
 from unshard.api.preparing import prepare
 from unshard.api.sources import Source, open_source
 from unshard.convert.outputs import Converted
+from unshard.convert.precision import precision
 from unshard.convert.recipes import shape_of
 from unshard.engines.compare import compare
 from unshard.errors import UsageError
@@ -33,6 +34,7 @@ def verify(
     *,
     atol: float = 0.0,
     rtol: float = 0.0,
+    dtype: str | None = None,
     load: bool = False,
     names: str | None = None,
     base: str | Path | None = None,
@@ -61,6 +63,7 @@ def verify(
         against: a checkpoint or a model, taken as `merge` would convert it, dtypes kept.
         atol: allowed |ours - theirs|; with `rtol` added.
         rtol: allowed |ours - theirs| / |theirs|. Both 0: bit by bit.
+        dtype: cast both to this first: bfloat16, float16 or float32.
         load: also load names and shapes with transformers (extra `torch`).
         names, include, exclude, lora_alpha: what `merge` was told; by default what the output's
             own record says.
@@ -98,7 +101,7 @@ def verify(
     settings = options.settings
     listener(Stage("reading"))
     ours = open_whole(Path(output), options.reading)
-    mine = as_stored(ours.catalog)
+    mine = _cast(as_stored(ours.catalog), dtype)
     source = open_source(Path(against), options)
     with ExitStack() as stack:
         catalog = source.checkpoint.catalog
@@ -107,7 +110,7 @@ def verify(
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="_unshard-"))
             catalog = inflate(catalog, Path(scratch) / "items")
             source = replace(source, checkpoint=replace(source.checkpoint, catalog=catalog))
-        theirs = _theirs(source, options, {one.name for one in mine})
+        theirs = _cast(_theirs(source, options, {one.name for one in mine}), dtype)
         found = compare(mine, theirs, Tolerances(atol, rtol), settings, listener)
     if not load:
         return found
@@ -163,6 +166,14 @@ def _theirs(source: Source, options: MergeOptions, ours: set[str]) -> Sequence[C
         source.checkpoint.catalog.tensors, {}, load_config(source.checkpoint.catalog.companions)
     )
     return [one for one in stored if one.name in ours or one.name not in tied.equal]
+
+
+def _cast(tensors: Sequence[Converted], dtype: str | None) -> Sequence[Converted]:
+    """Return tensors that are cast to a dtype where a merge may cast them; None: as they are."""
+    if dtype is None:
+        return tensors
+    rule = precision(dtype, None, None, None)
+    return [replace(one, dtype=rule.dtype(one.name, one.dtype)) for one in tensors]
 
 
 def _recorded(output: Path) -> dict[str, str]:

@@ -7,6 +7,9 @@ import typer
 
 from unshard.cli.options import (
     AllowGlobal,
+    AllowMissing,
+    AllowUnexpected,
+    Also,
     AssumeDim0,
     Base,
     Config,
@@ -21,6 +24,8 @@ from unshard.cli.options import (
     Memory,
     Names,
     Overwrite,
+    Private,
+    PushToHub,
     Quiet,
     Role,
     Verify,
@@ -28,7 +33,7 @@ from unshard.cli.options import (
     Workers,
 )
 from unshard.cli.reports import print_reports
-from unshard.cli.show import listening
+from unshard.cli.show import working
 from unshard.errors import UsageError
 
 __all__ = ["average"]
@@ -64,10 +69,13 @@ def average(
     keep_fp32: KeepFp32 = None,
     names: Names = "hub",
     base: Base = None,
+    allow_missing: AllowMissing = False,
+    allow_unexpected: AllowUnexpected = False,
     include: Include = None,
     exclude: Exclude = None,
     weights: Weights = None,
     role: Role = None,
+    also: Also = None,
     config: Config = None,
     max_shard_size: MaxShardSize = None,
     workers: Workers = None,
@@ -78,6 +86,8 @@ def average(
     verify: Verify = "light",
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
+    push_to_hub: PushToHub = None,
+    private: Private = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -89,10 +99,13 @@ def average(
         keep_fp32=keep_fp32,
         names=names,
         base=base,
+        allow_missing=allow_missing,
+        allow_unexpected=allow_unexpected,
         include=include,
         exclude=exclude,
         weights=weights,
         role=role,
+        also=also or (),
         config=config,
         max_shard_size=max_shard_size,
         workers=workers,
@@ -103,27 +116,27 @@ def average(
         verify=verify,
         overwrite=overwrite,
         dry_run=dry_run,
+        push_to_hub=push_to_hub,
+        private=private,
     )
-    counts = None if coefficients is None else _numbers(coefficients)
-    with api.crew() as crew:
-        if not crew.leads:
-            return
-        with listening(quiet=quiet) as listener:
-            report = api.average(
-                checkpoints,
-                output,
-                coefficients=counts,
-                ema_decay=ema_decay,
-                last=last,
-                every=every,
-                options=options,
-                listener=listener,
-                engine=crew.engine,
-            )
+    with working(quiet=quiet) as (listener, engine):
+        report = api.average(
+            checkpoints,
+            output,
+            coefficients=_numbers(coefficients),
+            ema_decay=ema_decay,
+            last=last,
+            every=every,
+            options=options,
+            listener=listener,
+            engine=engine,
+        )
     print_reports([report], as_list=False, as_json=as_json, quiet=quiet)
 
 
-def _numbers(text: str) -> list[float]:
+def _numbers(text: str | None) -> list[float] | None:
+    if text is None:
+        return None
     try:
         return [float(part) for part in text.split(",")]
     except ValueError as error:

@@ -25,6 +25,8 @@ from unshard.cli.options import (
     Memory,
     Names,
     Overwrite,
+    Private,
+    PushToHub,
     Quiet,
     Role,
     Step,
@@ -33,7 +35,7 @@ from unshard.cli.options import (
     Workers,
 )
 from unshard.cli.reports import print_reports
-from unshard.cli.show import listening
+from unshard.cli.show import working
 
 __all__ = ["merge"]
 
@@ -85,12 +87,8 @@ def merge(
     ] = False,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
-    push_to_hub: Annotated[
-        str | None, typer.Option(metavar="REPO", help="Then upload it to this repository.")
-    ] = None,
-    private: Annotated[
-        bool, typer.Option("--private", help="Make that repository private, if it is new.")
-    ] = False,
+    push_to_hub: PushToHub = None,
+    private: Private = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -126,12 +124,10 @@ def merge(
         push_to_hub=push_to_hub,
         private=private,
     )
-    with api.crew() as crew:
-        if not crew.leads:
-            return
-        with listening(quiet=quiet) as listener:
-            if all_steps:
-                reports = api.merge_all(checkpoint, output, options, listener, crew.engine)
-            else:
-                reports = [api.merge_with(checkpoint, output, options, listener, crew.engine)]
+    with working(quiet=quiet) as (listener, engine):
+        what = (checkpoint, output, options, listener)
+        if all_steps:
+            reports = api.merge_all(*what, engine=engine)
+        else:
+            reports = [api.merge_with(*what, engine=engine)]
     print_reports(reports, as_list=all_steps, as_json=as_json, quiet=quiet)

@@ -25,6 +25,8 @@ __all__ = [
     "Memory",
     "Names",
     "Overwrite",
+    "Private",
+    "PushToHub",
     "Quiet",
     "Role",
     "Step",
@@ -135,3 +137,9 @@ Overwrite = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, write nothing.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]
+PushToHub = Annotated[
+    str | None, typer.Option(metavar="REPO", help="Then upload it to this repository.")
+]
+Private = Annotated[
+    bool, typer.Option("--private", help="Make that repository private, if it is new.")
+]

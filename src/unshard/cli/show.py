@@ -5,12 +5,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import typer
+
 from unshard.progress import Advanced, Event, Listener, Stage, Warned, ignore
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["listening", "size"]
+    from unshard.engines.threads import RunPlan
+
+__all__ = ["listening", "size", "working"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -34,6 +38,18 @@ def listening(*, quiet: bool) -> Iterator[Listener]:
             yield _on_terminal(progress)
     else:
         yield _as_lines
+
+
+@contextmanager
+def working(*, quiet: bool) -> Iterator[tuple[Listener, "RunPlan"]]:
+    """Yield who listens and who makes the files; end here for all but the leader of a torchrun."""
+    from unshard import api
+
+    with api.crew() as crew:
+        if not crew.leads:
+            raise typer.Exit
+        with listening(quiet=quiet) as listener:
+            yield listener, crew.engine
 
 
 def _as_lines(event: Event) -> None:

@@ -7,12 +7,12 @@ import argparse
 from typing import TYPE_CHECKING
 
 from unshard.compat.commands import DTYPES, run
-from unshard.compat.converting import Paths, convert, find_paths, opened
+from unshard.compat.converting import Paths, convert, find_paths, print_how_to_load
 
 if TYPE_CHECKING:
     from unshard.api import Report
-    from unshard.api.sources import Source
     from unshard.read.inspection import ShardCounts
+    from unshard.tensors.catalog import Catalog
 
 _RULE = "=" * 70
 
@@ -38,12 +38,14 @@ def main() -> None:
     paths = find_paths(arguments.checkpoint_path, arguments.actor_dir, arguments.output)
     _print_header(paths, arguments.dtype)
     options = api.MergeOptions(dtype=arguments.dtype, assume_dim0=True, overwrite=True)
-    source, counts = opened(paths, options)
-    _print_shards(source, counts)
-    print(f"\nSaving merged model to {paths.output}")
-    print("  Creating model from config... (not needed: bytes are moved, config.json is kept)")
-    print(f"  Saving model with dtype={arguments.dtype}...", flush=True)
-    _print_saved(convert(source, paths, options, run_plan), paths)
+
+    def before(catalog: "Catalog", counts: "ShardCounts") -> None:
+        _print_shards(catalog, counts)
+        print(f"\nSaving merged model to {paths.output}")
+        print("  Creating model from config... (not needed: bytes are moved, config.json is kept)")
+        print(f"  Saving model with dtype={arguments.dtype}...", flush=True)
+
+    _print_saved(convert(paths, options, run_plan, before), paths)
 
 
 def _print_header(paths: Paths, dtype: str) -> None:
@@ -57,8 +59,8 @@ def _print_header(paths: Paths, dtype: str) -> None:
     print(_RULE)
 
 
-def _print_shards(source: "Source", counts: "ShardCounts") -> None:
-    print(f"✓ Detected world_size={source.checkpoint.catalog.world_size} from checkpoint")
+def _print_shards(catalog: "Catalog", counts: "ShardCounts") -> None:
+    print(f"✓ Detected world_size={catalog.world_size} from checkpoint")
     print(f"\nLoading {len(counts.keys)} checkpoint shards...")
     for number, (name, keys) in enumerate(counts.keys.items(), start=1):
         print(f"  [{number}/{len(counts.keys)}] Loading {name}... ({keys} keys)")
@@ -84,9 +86,7 @@ def _print_saved(report: "Report", paths: Paths) -> None:
     print("✅ Conversion complete!")
     print(_RULE)
     print(f"\nMerged model saved to: {paths.output}")
-    print("\nYou can now load this model with:")
-    print("  from transformers import AutoModelForCausalLM")
-    print(f"  model = AutoModelForCausalLM.from_pretrained('{paths.output}')")
+    print_how_to_load(paths.output)
     print(_RULE)
 
 

@@ -7,10 +7,12 @@ import argparse
 from typing import TYPE_CHECKING
 
 from unshard.compat.commands import DTYPES, run
-from unshard.compat.converting import Paths, convert, find_paths, opened
+from unshard.compat.converting import Paths, convert, find_paths, print_how_to_load
 
 if TYPE_CHECKING:
     from unshard.api import Report
+    from unshard.read.inspection import ShardCounts
+    from unshard.tensors.catalog import Catalog
 
 _RULE = "=" * 60
 
@@ -47,11 +49,13 @@ def main() -> None:
         paths = find_paths(arguments.checkpoint_path, arguments.actor_subdir, arguments.output_path)
         _print_header(paths, arguments.torch_dtype)
         options = api.MergeOptions(dtype=arguments.torch_dtype, overwrite=True)
-        source, counts = opened(paths, options)
-        print(f"Detected world_size={source.checkpoint.catalog.world_size} from checkpoint")
-        print(f"\nLoading and merging {len(counts.keys)} checkpoint shards...")
-        print(f"\nSaving merged model with dtype={arguments.torch_dtype}...", flush=True)
-        report = convert(source, paths, options, crew.engine)
+
+        def before(catalog: "Catalog", counts: "ShardCounts") -> None:
+            print(f"Detected world_size={catalog.world_size} from checkpoint")
+            print(f"\nLoading and merging {len(counts.keys)} checkpoint shards...")
+            print(f"\nSaving merged model with dtype={arguments.torch_dtype}...", flush=True)
+
+        report = convert(paths, options, crew.engine, before)
     _print_saved(report, paths)
 
 
@@ -78,9 +82,7 @@ def _print_saved(report: "Report", paths: Paths) -> None:
     if SCHEDULER_NAME in report.companions:
         print(f"  Saved lr_scheduler state to {paths.output / SCHEDULER_NAME}")
     print(f"\n✅ Successfully saved merged checkpoint to {paths.output}")
-    print("\nYou can now load this model with:")
-    print("  from transformers import AutoModelForCausalLM")
-    print(f"  model = AutoModelForCausalLM.from_pretrained('{paths.output}')")
+    print_how_to_load(paths.output)
     print("\n✅ Conversion complete!")
 
 

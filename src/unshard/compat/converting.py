@@ -1,6 +1,6 @@
 """What both conversion scripts do: a checkpoint of verl becomes a model and its training state."""
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,11 +9,11 @@ from unshard.errors import UnknownFormatError, UsageError
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions, Report
-    from unshard.api.sources import Source
     from unshard.engines.threads import RunPlan
     from unshard.read.inspection import ShardCounts
+    from unshard.tensors.catalog import Catalog
 
-__all__ = ["Paths", "convert", "find_paths", "opened"]
+__all__ = ["Paths", "convert", "find_paths", "print_how_to_load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +46,34 @@ def find_paths(checkpoint: str, subfolder: str, output: str | None) -> Paths:
     return Paths(step, actor, Path(f"{step}_merged") if output is None else Path(output).resolve())
 
 
-def opened(paths: Paths, options: "MergeOptions") -> tuple["Source", "ShardCounts"]:
-    """Read a checkpoint, and count its shards."""
-    from unshard.api.sources import open_source
+def convert(
+    paths: Paths,
+    options: "MergeOptions",
+    engine: "RunPlan",
+    before: Callable[["Catalog", "ShardCounts"], None],
+) -> "Report":
+    """Make the output, and show how far it is.
+
+    Args:
+        paths: what becomes what.
+        options: how.
+        engine: who makes the files.
+        before: told what was read, before anything is written.
+    """
+    from unshard.api import Prepared, merge_with
+    from unshard.cli.show import listening
     from unshard.read.inspection import count_shards
 
-    source = open_source(paths.actor, options)
-    return source, count_shards(source.checkpoint.catalog)
+    def tell(prepared: Prepared) -> None:
+        catalog = prepared.checkpoint.catalog
+        before(catalog, count_shards(catalog))
 
-
-def convert(source: "Source", paths: Paths, options: "MergeOptions", engine: "RunPlan") -> "Report":
-    """Make the output, and show how far it is."""
-    from unshard.api.delivering import deliver
-    from unshard.api.preparing import prepare, with_training_state
-    from unshard.cli.show import listening
-
-    started = time.monotonic()
     with listening(quiet=False) as listener:
-        prepared = with_training_state(prepare([source], options), options)
-        return deliver(prepared, paths.output, options, listener, engine=engine, started=started)
+        return merge_with(paths.actor, paths.output, options, listener, engine=engine, before=tell)
+
+
+def print_how_to_load(output: Path) -> None:
+    """Print how the output is loaded."""
+    print("\nYou can now load this model with:")
+    print("  from transformers import AutoModelForCausalLM")
+    print(f"  model = AutoModelForCausalLM.from_pretrained('{output}')")

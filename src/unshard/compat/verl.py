@@ -60,6 +60,8 @@ def _merge(arguments: argparse.Namespace) -> None:
     with listening(quiet=False) as listener:
         report = api.merge_with(arguments.local_dir, arguments.target_dir, options, listener)
     print(f"Saving model to {report.output}")
+    if any(name.startswith("tokenizer") for name in report.companions):
+        print(f"Saving tokenizer to {report.output}")
     if report.url is not None:
         print(f"Uploaded to {report.url}")
 
@@ -75,6 +77,7 @@ def _test(arguments: argparse.Namespace) -> None:
             arguments.local_dir,
             atol=_TOLERANCE,
             rtol=_TOLERANCE,
+            dtype="bfloat16",
             listener=listener,
         )
     print_comparison(found)

@@ -67,10 +67,10 @@ def averaged(
             on the way.
     """
     by_name = [{tensor.name: tensor for tensor in model} for model in models]
-    _check_names(by_name, names)
-    first = by_name[0]
-    pairs = {name: tuple(model[name] for model in by_name) for name in first}
-    problems = [p for same in pairs.values() if (p := _mismatch(same, names)) is not None]
+    problems = _missing(by_name, names)
+    common = [name for name in by_name[0] if all(name in model for model in by_name)]
+    pairs = {name: tuple(model[name] for model in by_name) for name in common}
+    problems += [p for same in pairs.values() if (p := _mismatch(same, names)) is not None]
     raise_all(ConversionError, "the checkpoints are not of one model", problems)
     tensors, fixed = [], {}
     for name, same in pairs.items():
@@ -83,15 +83,17 @@ def averaged(
     return Averaged(tensors, fixed)
 
 
-def _check_names(models: Sequence[Mapping[str, Converted]], names: Sequence[str]) -> None:
+def _missing(
+    models: Sequence[Mapping[str, Converted]], names: Sequence[str]
+) -> list[ConversionError]:
+    """Return which tensors are in some of the models only."""
     union = dict.fromkeys(name for model in models for name in model)
-    problems = [
+    return [
         ConversionError(f"tensor {name}: is missing in {names[number]}")
         for name in union
         for number, model in enumerate(models)
         if name not in model
     ]
-    raise_all(ConversionError, "the checkpoints do not hold the same tensors", problems)
 
 
 def _mismatch(same: Sequence[Converted], names: Sequence[str]) -> ConversionError | None:

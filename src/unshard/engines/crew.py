@@ -1,17 +1,24 @@
 """Who moves the bytes of a plan: the threads of this process, or all processes of a torchrun."""
 
+import logging
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.engines.threads import RunPlan, run_plan
 
-__all__ = ["Crew", "crew", "is_started_by_torchrun"]
+__all__ = ["Crew", "crew", "is_launcher", "is_started_by_torchrun"]
 
-_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate")
+_log = logging.getLogger(__name__)
+
+_SCRIPTS = frozenset({"torchrun", "accelerate", "accelerate-launch"})
+_MODULES = frozenset(
+    {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
+)
+_WITH_VALUE = frozenset({"-W", "-X"})  # options of the interpreter that take the next word
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -58,8 +65,28 @@ def is_started_by_torchrun(environment: Mapping[str, str]) -> bool:
     """
     if not all(name in environment for name in _VARIABLES):
         return False
-    # the interpreter, perhaps an option of it, the launcher
-    return any(Path(word).name.startswith(_LAUNCHERS) for word in _parent_command()[:3])
+    if is_launcher(_parent_command()):
+        return True
+    if environment["WORLD_SIZE"] != "1":
+        _log.warning(
+            "torchrun's variables are set, but it did not start this process: working alone"
+        )
+    return False
+
+
+def is_launcher(command: Sequence[str]) -> bool:
+    """Tell whether a command line is torchrun's: by its script, or the module after `-m`."""
+    if command and Path(command[0]).name in _SCRIPTS:
+        return True
+    words = iter(command[1:])
+    for word in words:
+        if word == "-m":
+            return next(words, "") in _MODULES
+        if word in _WITH_VALUE:
+            next(words, None)
+        elif not word.startswith("-"):
+            return Path(word).name in _SCRIPTS
+    return False
 
 
 def _parent_command() -> list[str]:

@@ -14,7 +14,7 @@ import signal
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +34,7 @@ from unshard.plan.layout import Layout
 from unshard.plan.operations import Plan
 from unshard.plan.work import share_of, units
 from unshard.progress import Advanced, Event, Listener, ignore
+from unshard.write.interrupts import uninterrupted
 from unshard.write.stage import recover
 
 __all__ = ["Group", "follow", "joined", "lead"]
@@ -116,13 +117,14 @@ def joined() -> Iterator[Group]:
             hint="run it on one node that sees all files: torchrun --nproc_per_node=N",
         )
     before = signal.signal(signal.SIGTERM, _terminate)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dist.init_process_group("gloo", timeout=_PATIENCE)
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.init_process_group("gloo", timeout=_PATIENCE)
         yield Group(dist.get_rank(), size)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         signal.signal(signal.SIGTERM, before)
 
 
@@ -147,21 +149,29 @@ def lead(group: Group) -> Iterator[RunPlan]:
         bare = replace(plan, layout=Layout((), {}, 0))
         work = _Work(bare, outputs, shares(each))
         group.broadcast(work)
-        return named_overflows(_take_part(group, work, listener), plan)
+        return named_overflows(_united(_take_part(group, work, listener)), plan)
 
     try:
         yield run
     except _DeathError:
         raise
     except (UnshardError, OSError):
-        group.broadcast(_End(failed=True))
+        _dismiss(group, failed=True)
         raise
     # after anything else the others may wait for something else: they see this process leave
-    group.broadcast(_End(failed=False))
+    _dismiss(group, failed=False)
+
+
+def _dismiss(group: Group, *, failed: bool) -> None:
+    """Let the others go; that one of them is gone already changes nothing any more."""
+    with suppress(_DeathError):
+        group.broadcast(_End(failed))
 
 
 def follow(group: Group) -> None:
     """Do this process's share of whatever the leader plans, until it says that it is over.
+
+    That a share fails, here or elsewhere, is for the leader to say.
 
     Raises:
         SystemExit: the leader failed; it has said why.
@@ -173,19 +183,15 @@ def follow(group: Group) -> None:
             outputs = message.outputs
             _take_part(group, message, ignore)
     except BaseException:
-        _remove_what_is_left(outputs)
+        with uninterrupted():
+            _remove_what_is_left(outputs)
         raise
     if isinstance(message, _End) and message.failed:
         raise SystemExit(1)
 
 
-def _take_part(group: Group, work: _Work, listener: Listener) -> Overflows:
-    """Do this process's share, and wait for the others'; return what all noticed.
-
-    Raises:
-        UnshardError: the first error of any of them.
-        OSError: likewise.
-    """
+def _take_part(group: Group, work: _Work, listener: Listener) -> list[object]:
+    """Do this process's share, and wait for the others'; return what became of each share."""
     mine = share_of(units(work.plan, buffer_bytes=work.means.buffer_bytes), group.rank, group.size)
 
     def as_all(event: Event) -> None:
@@ -199,8 +205,18 @@ def _take_part(group: Group, work: _Work, listener: Listener) -> Overflows:
         result = run_units(mine, work.outputs, work.means, as_all)
     except (UnshardError, OSError) as error:
         result = error
+    return group.gather(result)
+
+
+def _united(results: list[object]) -> Overflows:
+    """Return what all noticed.
+
+    Raises:
+        UnshardError: the first error of any of them.
+        OSError: likewise.
+    """
     overflows: Overflows = Counter()
-    for said in group.gather(result):
+    for said in results:
         if isinstance(said, UnshardError | OSError):
             raise said
         if isinstance(said, Counter):

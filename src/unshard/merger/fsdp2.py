@@ -1,12 +1,11 @@
 """`FSDP2Merger`: sharded checkpoints in, a Hugging Face directory in bfloat16 out."""
 
-import time
 from pathlib import Path
 from typing import Literal
 
 from unshard.compat.commands import SavesItself, as_file
 from unshard.merger.base import CheckpointMerger
-from unshard.progress import Listener, Stage, ignore
+from unshard.progress import Listener, ignore
 
 __all__ = ["FSDP2Merger"]
 
@@ -63,14 +62,12 @@ class FSDP2Merger(CheckpointMerger):
         Raises:
             UnshardError: one of the tree in `unshard.errors`; the output is as it was then.
         """
-        from unshard.api.delivering import deliver
-        from unshard.api.model_class import check_class
-        from unshard.api.options import MergeOptions
-        from unshard.api.preparing import prepare
-        from unshard.api.sources import open_source
-        from unshard.engines.threads import run_plan
+        from unshard.api import MergeOptions, Prepared, check_class, merge_with
 
-        started = time.monotonic()
+        def check(prepared: Prepared) -> None:
+            if model_cls is not None:
+                check_class(prepared, model_cls)
+
         checkpoint = Path(checkpoint_path)
         target = checkpoint if output_path is None else Path(output_path)
         with as_file(config) as file:
@@ -81,9 +78,5 @@ class FSDP2Merger(CheckpointMerger):
                 overwrite=True,
                 extra_state=False,
             )
-            self._listener(Stage("reading"))
-            prepared = prepare([open_source(checkpoint, options)], options)
-            if model_cls is not None:
-                check_class(prepared, model_cls)
-            deliver(prepared, target, options, self._listener, engine=run_plan, started=started)
+            merge_with(checkpoint, target, options, self._listener, before=check)
         return target

@@ -13,6 +13,7 @@ twice. Trainers rotate checkpoints by modification time, so a merge in place giv
 
 import errno
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePath
@@ -64,8 +65,14 @@ class Journal:
     mtime_ns: int = 0
 
 
-def commit(staging: Path, target: Path, mode: Mode) -> None:
+def commit(staging: Path, target: Path, mode: Mode, replaced: Collection[str] = ()) -> None:
     """Make `staging/output` durable and let it take the target's place.
+
+    Args:
+        staging: the directory that holds `output`.
+        target: what to replace, or to put files into.
+        mode: how.
+        replaced: in place: names of companions that go over those that are there.
 
     Raises:
         OutputError: a new target has come to exist meanwhile.
@@ -73,7 +80,8 @@ def commit(staging: Path, target: Path, mode: Mode) -> None:
     """
     output = staging / _OUTPUT
     if mode is Mode.REPLACE:
-        carry_over(target, output)
+        stale = _stale_state(target, output)
+        carry_over(target, output, leave=stale)
         output.chmod(target.stat().st_mode & 0o7777)
     sync_tree(output)
     match mode:
@@ -82,12 +90,13 @@ def commit(staging: Path, target: Path, mode: Mode) -> None:
             sync(target.parent)
         case Mode.REPLACE:
             if exchange(output, target):
-                carry_over(output, target)  # what others put there since the first time
+                # what others put there since the first time
+                carry_over(output, target, leave=stale)
                 sync(target.parent)
             else:
                 _run(staging, Journal(mode, target.name))
         case Mode.IN_PLACE:
-            _run(staging, _journal_in_place(output, target))
+            _run(staging, _journal_in_place(output, target, replaced))
 
 
 def finish(staging: Path) -> None:
@@ -131,16 +140,27 @@ def _rename_new(output: Path, target: Path) -> None:
         raise
 
 
-def _journal_in_place(output: Path, target: Path) -> Journal:
+def _stale_state(target: Path, output: Path) -> list[str]:
+    """Return the training state that an earlier merge put there, and that this one has not."""
+    try:
+        recorded = json.loads((target / RECORD_NAME).read_bytes())["output"]["training_state"]
+        known = [name for name in (EXTRA_STATE_NAME, SCHEDULER_NAME) if name in recorded]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [name for name in known if not (output / name).exists()]
+
+
+def _journal_in_place(output: Path, target: Path, replaced: Collection[str]) -> Journal:
     """Weights first, then what belongs to them or is lacking, then what says that all is there."""
     names = [str(p.relative_to(output)) for p in sorted(output.rglob("*")) if p.is_file()]
     weights = [name for name in names if is_weight_file(name) and name != INDEX_NAME]
     last = [name for name in (INDEX_NAME, RECORD_NAME) if name in names]
-    state = [name for name in (EXTRA_STATE_NAME, SCHEDULER_NAME) if name in names]
+    over = {EXTRA_STATE_NAME, SCHEDULER_NAME, *replaced}
+    state = [name for name in names if name in over and name not in weights]
     known = {*weights, *state, *last}
     lacking = [name for name in names if name not in known and not (target / name).exists()]
     old = [p.name for p in sorted(target.iterdir()) if is_weight_file(p.name)]
-    remove = [name for name in old if name not in names]
+    remove = [name for name in old if name not in names] + _stale_state(target, output)
     place = (*weights, *state, *lacking, *last)
     return Journal(Mode.IN_PLACE, target.name, place, tuple(remove), target.stat().st_mtime_ns)
 

@@ -42,8 +42,8 @@ class Executor:
         buffer_bytes: how much memory it may use to copy where the kernel cannot.
 
     Attributes:
-        overflows: how many finite values became infinite as float16, by output file and the byte
-            where their tensor begins there.
+        overflows: how many finite values became infinite, as float16 or in a sum, by output file
+            and the byte where their tensor begins there.
     """
 
     def __init__(self, outputs: tuple[Path, ...], *, open_files: int, buffer_bytes: int) -> None:
@@ -99,7 +99,9 @@ class Executor:
     def _make_tile(self, tile: Tile) -> int:
         out = make_tile(tile, self._sources)
         target = tile.operation.target
-        if out.dtype == np.float16:
+        if isinstance(tile.operation, Reduce):
+            self._count_lost_sums(tile, tile.operation, out)
+        elif out.dtype == np.float16:
             self._count_overflows(tile, out)
         fd = self._targets.fd(self._outputs[target.file])
         for offset, part in tile_runs(tile.box, target, out.reshape(-1).view(np.uint8).data):
@@ -114,6 +116,14 @@ class Executor:
             before = make_tile(replace(tile, operation=_to(tile.operation, wide)), self._sources)
             target = tile.operation.target
             self.overflows[target.file, target.start] += infinite - int(np.isinf(before).sum())
+
+    def _count_lost_sums(self, tile: Tile, mean: Reduce, out: Elements) -> None:
+        """Count the values of a tile that are not finite, though all those that made them are."""
+        lost = ~np.isfinite(out)
+        if lost.any():
+            for _, source in mean.terms:
+                lost &= np.isfinite(_float32(source, tile.box, self._sources))
+            self.overflows[mean.target.file, mean.target.start] += int(lost.sum())
 
 
 def _to(operation: Tiled, dtype: DType) -> Tiled:
@@ -162,10 +172,11 @@ def make_tile(tile: Tile, files: OpenFiles) -> Elements:
             return _filled(out, tile.box, source.chunks, numpy_dtype(source.dtype), files)
         case Reduce(_, terms, to):
             total = np.zeros(tile.box.sizes, np.float32)  # as numpy's mean: -0.0 + -0.0 is 0.0
-            for weight, source in terms:
-                total += _weighted(weight, source, tile.box, files)
-            total /= np.float32(sum(weight for weight, _ in terms))
-            return total.astype(numpy_dtype(to), copy=False)
+            with np.errstate(all="ignore"):
+                for weight, source in terms:
+                    total += _weighted(weight, source, tile.box, files)
+                total /= np.float32(sum(weight for weight, _ in terms))
+                return total.astype(numpy_dtype(to), copy=False)
         case Fuse() as fuse:
             return _fused(fuse, tile.box, files)
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 __all__ = ["carry_over", "exchange", "is_weight_file", "set_mtime", "sync", "sync_tree"]
@@ -70,13 +71,13 @@ def exchange(first: Path, second: Path) -> bool:
     raise OSError(code, os.strerror(code), str(first), None, str(second))
 
 
-def carry_over(old: Path, new: Path) -> None:
-    """Give `new` everything of `old` that it lacks, but for weight files at the top.
+def carry_over(old: Path, new: Path, *, leave: Collection[str] = ()) -> None:
+    """Give `new` everything of `old` that it lacks, but for weight files and `leave` at the top.
 
     Files are hard-linked, or copied where that is impossible; `old` stays as it is.
     """
     for source in sorted(old.iterdir()):
-        if not is_weight_file(source.name):
+        if not is_weight_file(source.name) and source.name not in leave:
             _carry(source, new / source.name)
 
 

@@ -20,6 +20,7 @@ def record_json(
     weights: Sequence[float],
     layout: Layout,
     options: Mapping[str, object],
+    training_state: Sequence[str],
 ) -> bytes:
     """Return the record's bytes.
 
@@ -28,6 +29,7 @@ def record_json(
         weights: what each of them counted.
         layout: what was written.
         options: those that shape the output.
+        training_state: names of the files of scheduler and random state.
     """
     sources = [_source(one) for one in checkpoints]
     several = [{"weight": weight, **one} for weight, one in zip(weights, sources, strict=True)]
@@ -40,6 +42,7 @@ def record_json(
             "tensors": len(layout.weight_map),
             "parameters": layout.total_parameters,
             "bytes": layout.total_size,
+            **({"training_state": list(training_state)} if training_state else {}),
         },
         "skipped": {
             skipped.fqn: skipped.reason for one in checkpoints for skipped in one.catalog.skipped

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,58 +21,16 @@ from typing import Self
 from unshard.errors import OutputError
 from unshard.write.commit import Mode, commit, finish
 from unshard.write.files import set_mtime
+from unshard.write.interrupts import uninterrupted
 from unshard.write.owners import OWNER_NAME, claim, if_dead, made_for
+from unshard.write.targets import check_space, choose_mode
 
-__all__ = ["Stage", "check_space", "choose_mode", "recover"]
+__all__ = ["Stage", "recover"]
 
 _PREFIX = "_unshard-partial-"
 _MTIME = "-mtime-"
-_SLACK = 1 << 20
 
 _log = logging.getLogger(__name__)
-
-
-def choose_mode(target: Path, sources: Sequence[Path], *, overwrite: bool) -> Mode:
-    """Say how an output would take its place.
-
-    Args:
-        target: where the output goes.
-        sources: the directories that hold the checkpoint.
-        overwrite: whether weights that are there may be replaced.
-
-    Raises:
-        OutputError: the target exists and may not be replaced.
-    """
-    if not (target.exists() or target.is_symlink()):
-        return Mode.NEW
-    if not target.is_dir():
-        raise OutputError(f"{target}: exists already, and is no directory")
-    if not target.is_symlink() and not any(target.iterdir()):
-        return Mode.NEW
-    if not overwrite:
-        raise OutputError(
-            f"{target}: exists already",
-            hint="give another output, or replace its weights with --overwrite",
-        )
-    inside = any(source.resolve().is_relative_to(target.resolve()) for source in sources)
-    return Mode.IN_PLACE if inside else Mode.REPLACE
-
-
-def check_space(directory: Path, needed_bytes: int) -> None:
-    """Refuse to begin what the file system cannot hold.
-
-    Raises:
-        OutputError: there is not enough free space.
-    """
-    stats = os.statvfs(directory)
-    free = stats.f_bavail * stats.f_frsize
-    if free < needed_bytes + _SLACK:
-        raise OutputError(
-            f"{directory}: not enough free space",
-            expected=f"{needed_bytes + _SLACK:,} bytes",
-            found=f"{free:,} bytes",
-            hint="free some space, or give an output on another file system",
-        )
 
 
 def recover(directory: Path) -> None:
@@ -82,14 +40,16 @@ def recover(directory: Path) -> None:
     instruction to move files.
     """
     for staging in sorted(directory.glob(_PREFIX + "*")):
-        status = staging.lstat()
+        try:
+            status = staging.lstat()
+        except FileNotFoundError:  # its owner, or another run, has just removed it
+            continue
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             continue
         with if_dead(staging) as dead:
             if dead:
                 made = made_for(staging)
-                finish(staging)
-                _remove(staging)
+                _finish_and_remove(staging)
                 _remove_empty(made)
             else:
                 _log.info("left alone: %s, whose owner may be alive", staging)
@@ -162,14 +122,20 @@ class Stage:
         if isinstance(error, OSError):
             raise unwritable(self._target, error) from error
 
-    def commit(self) -> None:
-        """Make everything durable and let it take the target's place.
+    def commit(self, *, replaced: Collection[str] = ()) -> None:
+        """Make everything durable and let it take the target's place; Ctrl-C waits for that.
+
+        Args:
+            replaced: names of companions that take the place of those in a checkpoint's own
+                directory, because they were asked for.
 
         Raises:
             OutputError: a new target has come to exist meanwhile.
         """
-        commit(self._staging, self._target, self._mode)
-        self._made_parents.clear()
+        with uninterrupted():
+            commit(self._staging, self._target, self._mode, replaced)
+            self._made_parents.clear()
+            self._clean_up()
 
     def _enter(self) -> None:
         recover(self._target.parent)
@@ -200,11 +166,13 @@ class Stage:
             self._made_parents.append(parent)
 
     def _clean_up(self) -> None:
-        if self._root is not None and self._root.is_dir():
-            _remove(self._root)
-        while self._locks:
-            os.close(self._locks.pop())
-        _remove_empty(self._made_parents[::-1])
+        """Leave nothing; but finish a commit that has begun, now, or else at the next run."""
+        with uninterrupted():
+            if self._root is not None and self._root.is_dir():
+                _finish_and_remove(self._root)
+            while self._locks:
+                os.close(self._locks.pop())
+            _remove_empty(self._made_parents[::-1])
 
 
 def unwritable(target: Path, error: OSError) -> OutputError:
@@ -240,6 +208,16 @@ def _check_same_disk(target: Path) -> None:
             f"{target}: is a mount point, and cannot be replaced in one step",
             hint="give a directory inside it",
         )
+
+
+def _finish_and_remove(staging: Path) -> None:
+    """Do what a journal says, if there is one, and remove the staging directory."""
+    try:
+        finish(staging)
+    except OSError as error:
+        _log.warning("%s is left for the next run to finish: %s", staging, error)
+    else:
+        _remove(staging)
 
 
 def _remove_empty(made: Sequence[Path]) -> None:
