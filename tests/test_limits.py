@@ -12,6 +12,9 @@ from torch.distributed.tensor import Shard
 import unshard
 from ranks import assert_same, merged, save_ranks
 
+# The checkpoints take long to write: once, not once per worker.
+pytestmark = pytest.mark.xdist_group("limits")
+
 LIMIT = 128_000_000
 
 

@@ -110,7 +110,7 @@ def test_an_average_is_made_together_too(tmp_path: Path) -> None:
     assert torch.equal(merged(tmp_path / "out")["w"], merged(tmp_path / "alone")["w"])
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, 2])
 def test_a_process_killed_in_the_middle_leaves_nothing(
     checkpoint: Path, tmp_path: Path, victim: int
 ) -> None:
