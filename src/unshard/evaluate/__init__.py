@@ -1,1 +1,0 @@
-"""Evaluate every checkpoint while training goes on. Core commands never import this room."""
