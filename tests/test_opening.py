@@ -170,12 +170,12 @@ def test_what_is_decompressed_is_there_until_it_is_closed(compressed: Path) -> N
 def test_what_is_decompressed_is_removed_if_opening_fails(
     compressed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unshard.api import opening
+    from unshard.api import sources
 
     def failing(*_: object) -> None:
         raise CorruptError("broken")
 
-    monkeypatch.setattr(opening, "inflate", failing)
+    monkeypatch.setattr(sources, "inflate", failing)
     with pytest.raises(CorruptError, match="broken"):
         unshard.open_checkpoint(compressed)
     assert left(compressed) == []

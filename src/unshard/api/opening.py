@@ -1,11 +1,7 @@
 """`open_checkpoint`: a checkpoint as one state dict, without a merge; and loading it into torch."""
 
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
@@ -13,12 +9,11 @@ from unshard.api.converting import convert
 from unshard.api.lazy import OpenCheckpoint
 from unshard.api.loading import Loaded, Opened
 from unshard.api.options import MergeOptions
-from unshard.api.sources import Source, open_source
+from unshard.api.sources import inflated, open_source
 from unshard.containers.strided import Elements
 from unshard.engines.arrays import Reader
 from unshard.errors import UsageError
 from unshard.plan.pairs import as_stored
-from unshard.read.inflate import inflate, inflated_bytes
 from unshard.tensors.dtypes import DType, numpy_dtype
 
 if TYPE_CHECKING:
@@ -114,7 +109,7 @@ def open_checkpoint(
         allow_globals=allow_globals,
     )
     with ExitStack() as stack:
-        source = _inflated(open_source(Path(path), options), stack)
+        source = inflated(open_source(Path(path), options), stack)
         catalog = source.checkpoint.catalog
         found = as_stored(catalog) if names == "training" else convert(source, options).tensors
         reader = Reader(source.checkpoint.location.weights_dir)
@@ -166,20 +161,3 @@ def _maker(framework: str) -> "Callable[[Elements, DType], Elements | Tensor]":
         need_torch()
         return as_tensor
     raise UsageError(f"framework {framework!r}: unknown", expected='"np" or "pt"')
-
-
-def _inflated(source: Source, stack: ExitStack) -> Source:
-    """Return the source with nothing in it compressed; what that needs is removed by the stack."""
-    catalog = source.checkpoint.catalog
-    if not inflated_bytes(catalog):
-        return source
-    scratch = Path(tempfile.mkdtemp(prefix="_unshard-"))
-    stack.callback(_remove, scratch, os.getpid())
-    catalog = inflate(catalog, scratch / "items")
-    return replace(source, checkpoint=replace(source.checkpoint, catalog=catalog))
-
-
-def _remove(scratch: Path, owner: int) -> None:
-    """Remove a directory, unless this is a fork of the process that made it."""
-    if os.getpid() == owner:
-        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,5 +1,9 @@
 """What a merge starts from: a checkpoint, and the base model if one was named."""
 
+import os
+import shutil
+import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,9 +12,10 @@ from unshard.convert.lora_names import split_adapter
 from unshard.convert.recipes import take
 from unshard.read.base import Base, read_base
 from unshard.read.companions import completed
+from unshard.read.inflate import inflate, inflated_bytes
 from unshard.read.open import Checkpoint, open_latest
 
-__all__ = ["Source", "open_source"]
+__all__ = ["Source", "inflated", "open_source"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,3 +45,20 @@ def open_source(path: Path, options: MergeOptions) -> Source:
     companions = completed(checkpoint.catalog.companions, base.companions)
     catalog = replace(checkpoint.catalog, companions=companions)
     return Source(replace(checkpoint, catalog=catalog), base)
+
+
+def inflated(source: Source, stack: ExitStack) -> Source:
+    """Return the source with nothing in it compressed; what that needs is removed by the stack."""
+    catalog = source.checkpoint.catalog
+    if not inflated_bytes(catalog):
+        return source
+    scratch = Path(tempfile.mkdtemp(prefix="_unshard-"))
+    stack.callback(_remove, scratch, os.getpid())
+    catalog = inflate(catalog, scratch / "items")
+    return replace(source, checkpoint=replace(source.checkpoint, catalog=catalog))
+
+
+def _remove(scratch: Path, owner: int) -> None:
+    """Remove a directory, unless this is a fork of the process that made it."""
+    if os.getpid() == owner:
+        shutil.rmtree(scratch, ignore_errors=True)

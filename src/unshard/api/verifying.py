@@ -1,7 +1,6 @@
 """`verify`: a merged model compared with what it was merged from, or with another model."""
 
 import json
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import prepare
-from unshard.api.sources import Source, open_source
+from unshard.api.sources import Source, inflated, open_source
 from unshard.convert.outputs import Converted
 from unshard.convert.precision import precision
 from unshard.convert.recipes import shape_of
@@ -18,7 +17,7 @@ from unshard.engines.compare import compare
 from unshard.errors import UsageError
 from unshard.plan.pairs import as_stored
 from unshard.progress import Listener, Stage, ignore
-from unshard.read.inflate import inflate, inflated_bytes
+from unshard.read.inflate import inflated_bytes
 from unshard.read.open import open_whole
 from unshard.read.ties import find_ties
 from unshard.write.companions import load_config
@@ -104,12 +103,9 @@ def verify(
     mine = _cast(as_stored(ours.catalog), dtype)
     source = open_source(Path(against), options)
     with ExitStack() as stack:
-        catalog = source.checkpoint.catalog
-        if inflated_bytes(catalog):
+        if inflated_bytes(source.checkpoint.catalog):
             listener(Stage("decompressing"))
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="_unshard-"))
-            catalog = inflate(catalog, Path(scratch) / "items")
-            source = replace(source, checkpoint=replace(source.checkpoint, catalog=catalog))
+            source = inflated(source, stack)
         theirs = _cast(_theirs(source, options, {one.name for one in mine}), dtype)
         found = compare(mine, theirs, Tolerances(atol, rtol), settings, listener)
     if not load:
