@@ -1,0 +1,228 @@
+"""`unshard eval`: the server, and what speaks to it."""
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from unshard.cli.guard import guarded
+from unshard.cli.options import Json
+from unshard.errors import UsageError
+
+if TYPE_CHECKING:
+    from unshard.evaluate.client import EvalClient
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="eval",
+    help="Evaluate checkpoints while training goes on (extra `eval`).",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Url = Annotated[
+    str, typer.Option("--server", envvar="UNSHARD_EVAL_SERVER", help="Where the server is.")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(envvar="UNSHARD_EVAL_TOKEN_FILE", help="A file that holds the server's token."),
+]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
+Profile = Annotated[
+    str, typer.Option(metavar="NAME", help="An evaluator that the server is configured with.")
+]
+Tasks = Annotated[str, typer.Option(metavar="A,B", help="What to evaluate.")]
+WeightSets = Annotated[
+    str, typer.Option(metavar="model,ema", help="Which weights; a job for each.")
+]
+_URL = "http://127.0.0.1:8000"
+_FAILED = 1
+
+
+def _client(url: str, token_file: Path | None) -> "EvalClient":
+    from unshard.evaluate.client import EvalClient
+
+    token = None if token_file is None else token_file.read_text(encoding="utf-8").strip()
+    return EvalClient(url, token=token)
+
+
+@app.command()
+@guarded
+def serve(
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML file; everything in it has a default.")
+    ] = None,
+    root: Annotated[
+        list[Path] | None,
+        typer.Option(help="Where checkpoints may lie.  [default: the current directory]"),
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="0,1|N", help="The GPUs to use.  [default: none]")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="[default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="[default: 8000]")] = None,
+    token_file: TokenFile = None,
+    allow_unauthenticated: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CIDR", help="Networks whose addresses need no token."),
+    ] = None,
+    work_dir: Annotated[
+        Path | None, typer.Option(help="Jobs, logs, results.  [default: unshard-eval]")
+    ] = None,
+) -> None:
+    """Run the server."""
+    from unshard.evaluate.server.serve import Given, serve
+
+    serve(
+        Given(
+            config,
+            tuple(root or ()),
+            gpus,
+            host,
+            port,
+            token_file,
+            tuple(allow_unauthenticated or ()),
+            work_dir,
+        )
+    )
+
+
+@app.command()
+@guarded
+def submit(
+    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint.")],
+    tasks: Tasks,
+    profile: Profile = "lm-eval",
+    step: Annotated[
+        int | None, typer.Option(help="The training step.  [default: as the directory says]")
+    ] = None,
+    run: Annotated[
+        str, typer.Option(help="The training run.  [default: the run directory's name]")
+    ] = "",
+    weights: WeightSets = "model",
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Until it has ended; exit code 1 if it failed.")
+    ] = False,
+    server: Url = _URL,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Queue evaluations of a checkpoint."""
+    with _client(server, token_file) as client:
+        path = str(checkpoint.resolve())
+        names = tuple(tasks.split(","))
+        jobs = [
+            client.submit(path, step=step, profile=profile, tasks=names, weights=one, run=run)
+            for one in weights.split(",")
+        ]
+        if wait:
+            jobs = [_ended(client, job["id"]) for job in jobs]
+    _print_jobs(jobs, as_json=as_json)
+    if wait and any(job["status"] != "completed" for job in jobs):
+        raise typer.Exit(_FAILED)
+
+
+@app.command()
+@guarded
+def status(
+    job: Annotated[str | None, typer.Argument(metavar="JOB", help="[default: all]")] = None,
+    run: Annotated[str | None, typer.Option(help="Only of this run.")] = None,
+    server: Url = _URL,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show how jobs stand."""
+    with _client(server, token_file) as client:
+        jobs = [client.job(job)] if job else client.jobs(run=run)
+    _print_jobs(jobs, as_json=as_json)
+
+
+@app.command()
+@guarded
+def cancel(
+    job: JobId, server: Url = _URL, token_file: TokenFile = None, as_json: Json = False
+) -> None:
+    """Cancel a job, a running one too."""
+    with _client(server, token_file) as client:
+        _print_jobs([client.cancel(job)], as_json=as_json)
+
+
+@app.command()
+@guarded
+def logs(
+    job: JobId,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job ends.")] = False,
+    server: Url = _URL,
+    token_file: TokenFile = None,
+) -> None:
+    """Print what an evaluator says."""
+    with _client(server, token_file) as client:
+        offset = 0
+        while True:
+            part = client.log(job, offset)
+            print(part["text"], end="", flush=True)
+            if part["ended"] or not (follow or part["text"]):
+                return
+            if part["offset"] == offset:
+                time.sleep(1)
+            offset = part["offset"]
+
+
+@app.command()
+@guarded
+def results(
+    run: Annotated[str | None, typer.Option(help="Only of this run.")] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    server: Url = _URL,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Print all numbers, with the step that each belongs to."""
+    import csv
+    import sys
+
+    with _client(server, token_file) as client:
+        found = client.results(run=run)
+    if as_json:
+        print(json.dumps({"results": found}))
+        return
+    columns = ("run", "step", "weights", "profile", "task", "metric", "value")
+    if as_csv:
+        writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found)
+        return
+    for one in found:
+        print("  ".join(str(one[name]) for name in columns))
+
+
+def _ended(client: "EvalClient", job_id: str) -> dict[str, Any]:
+    while True:
+        job = client.job(job_id)
+        if job["completed_at"] is not None:
+            return job
+        time.sleep(1)
+
+
+def _print_jobs(jobs: list[dict[str, Any]], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"jobs": jobs}))
+        return
+    for job in jobs:
+        step = "-" if job["step"] is None else job["step"]
+        what = f"{job['run']}  step {step}  {job['weights']}  {job['profile']}"
+        print(f"{job['id']}  {job['status']:<9}  {what}  {','.join(job['tasks'])}")
+        for name, value in job["metrics"].items():
+            print(f"    {name} = {value:.6g}")
+        if job["error"]:
+            print(f"    {job['error']}")
+
+
+def _checked_tasks(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name)
+    if not names:
+        raise UsageError("--tasks: which?")
+    return names

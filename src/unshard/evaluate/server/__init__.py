@@ -1,0 +1,1 @@
+"""The server: who may ask, what for, and over which protocol. HTTP stands in this folder only."""

@@ -1,0 +1,210 @@
+"""lmms-eval's HTTP protocol, so that its clients and lmms-engine's trainer work unchanged.
+
+Source: lmms-eval 0.7.3, `entrypoints/protocol.py` and `http_server.py`; what it drops in silence
+(`lmms_engine_kwargs`) is honoured here, and so are keys that its documentation misplaces.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fastapi import APIRouter, HTTPException, Request
+
+from unshard.errors import CheckpointError, UnshardError, UsageError
+from unshard.evaluate.jobs import Request as Wanted
+from unshard.evaluate.jobs import Scalar, Status
+from unshard.evaluate.server.service import Service
+from unshard.evaluate.server.views import (
+    EvaluateRequest,
+    Health,
+    JobInfo,
+    MergeRequest,
+    MergeResponse,
+    Message,
+    Queue,
+    Submitted,
+    job_info,
+)
+from unshard.evaluate.validation import resolve_checkpoint
+
+__all__ = ["router", "wanted_of"]
+
+router = APIRouter(tags=["lmms-eval"])
+_CHECKPOINT_KEYS = ("pretrained", "model", "model_path", "checkpoint", "ckpt_path")
+_LIFTED = ("num_gpus", "batch_size")
+_WEIGHTS = {"regular": "model", "ema": "ema"}
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+@router.get("/health")
+def health(request: Request) -> Health:
+    """Say that the server lives."""
+    waiting = len(_service(request).queued())
+    return Health(status="healthy", timestamp=datetime.now(UTC).isoformat(), queue_size=waiting)
+
+
+@router.post("/evaluate")
+def evaluate(request: Request, asked: EvaluateRequest) -> Submitted:
+    """Queue a job."""
+    service = _service(request)
+    try:
+        job, is_new = service.submit(wanted_of(asked, service), None)
+    except UnshardError as error:
+        raise HTTPException(400, str(error)) from error
+    position = service.store.position(job.id) or 0
+    what = "Job queued successfully" if is_new else f"The same job is {job.status} already"
+    return Submitted(
+        job_id=job.id,
+        status=job.status,
+        position_in_queue=position,
+        message=f"{what}. Position in queue: {position}",
+    )
+
+
+@router.get("/jobs/{job_id}")
+def job(request: Request, job_id: str) -> JobInfo:
+    """Show a job."""
+    service = _service(request)
+    found = service.job(job_id)
+    if found is None:
+        raise HTTPException(404, f"Job {job_id} not found")
+    return job_info(found, service.store.position(job_id))
+
+
+@router.delete("/jobs/{job_id}")
+def cancel(request: Request, job_id: str) -> Message:
+    """Cancel a job, a running one too."""
+    service = _service(request)
+    before = service.job(job_id)
+    if before is None:
+        raise HTTPException(404, f"Job {job_id} not found")
+    if before.status.is_final:
+        raise HTTPException(400, f"Cannot cancel job with status {before.status}")
+    service.cancel(job_id)
+    return Message(message=f"Job {job_id} cancelled")
+
+
+@router.get("/queue")
+def queue(request: Request) -> Queue:
+    """Say how full the server is."""
+    service = _service(request)
+    counts = service.store.counts()
+    running = service.store.running()
+    return Queue(
+        queue_size=counts.get(Status.QUEUED, 0),
+        running_job=running[0].id if running else None,
+        queued_jobs=[job.id for job in service.queued()],
+        completed_jobs=counts.get(Status.COMPLETED, 0),
+        failed_jobs=counts.get(Status.FAILED, 0),
+    )
+
+
+@router.get("/tasks")
+def tasks(request: Request) -> dict[str, list[str]]:
+    """List the tasks that the server's profiles name; an empty list if they allow any."""
+    profiles = _service(request).profiles.values()
+    return {"tasks": sorted({task for one in profiles for task in one.allowed_tasks or ()})}
+
+
+@router.get("/models")
+def models(request: Request) -> dict[str, list[str]]:
+    """List the profiles: what may stand in `model`."""
+    return {"models": sorted(_service(request).profiles)}
+
+
+@router.post("/merge")
+async def merge(request: Request, asked: MergeRequest) -> MergeResponse:
+    """Merge a checkpoint; by default into `_unshard/merged` beside it."""
+    service = _service(request)
+    try:
+        path = await asyncio.to_thread(_merge, service, asked)
+    except UsageError as error:
+        raise HTTPException(400, str(error)) from error
+    except CheckpointError as error:
+        raise HTTPException(404, str(error)) from error
+    except UnshardError as error:
+        raise HTTPException(500, f"Merge failed: {error}") from error
+    return MergeResponse(
+        success=True, message="Checkpoint merged successfully", merged_path=str(path)
+    )
+
+
+def _merge(service: Service, asked: MergeRequest) -> Path:
+    from unshard import api
+    from unshard.progress import ignore
+
+    checkpoint = resolve_checkpoint(asked.checkpoint_path, service.roots)
+    if asked.output_path is None:
+        name = f"{checkpoint.name}-ema" if asked.checkpoint_type == "ema" else checkpoint.name
+        target = checkpoint.parent / "_unshard" / "merged" / name
+    else:
+        parent = resolve_checkpoint(str(Path(asked.output_path).parent), service.roots)
+        target = parent / Path(asked.output_path).name
+    options = api.MergeOptions(
+        dtype="bfloat16",
+        weights=_WEIGHTS[asked.checkpoint_type],
+        overwrite=True,
+        extra_state=False,
+    )
+    return Path(api.merge_with(checkpoint, target, options, ignore).output)
+
+
+def wanted_of(asked: EvaluateRequest, service: Service) -> Wanted:
+    """Return what a request of this protocol means.
+
+    `model` names a profile, or a type of model of the profile for lmms-eval. The checkpoint stands
+    in `lmms_engine_kwargs`, or in `model_args` under whichever key the type of model has for it.
+
+    Raises:
+        UsageError: no checkpoint is named, or there is no profile for it.
+    """
+    arguments = {key: value for key, value in (asked.model_args or {}).items() if value is not None}
+    lifted = {key: arguments.pop(key) for key in _LIFTED if key in arguments}
+    checkpoint = _checkpoint_of(arguments, asked.lmms_engine_kwargs or {})
+    kind = str((asked.lmms_engine_kwargs or {}).get("checkpoint_type") or "regular")
+    if kind not in _WEIGHTS:
+        raise UsageError(f"checkpoint_type {kind}: unknown", expected="regular or ema")
+    num_gpus = lifted.get("num_gpus", asked.num_gpus)
+    batch_size = lifted.get("batch_size", asked.batch_size)
+    return Wanted(
+        checkpoint=checkpoint,
+        profile=_profile_of(asked.model, service),
+        tasks=tuple(asked.tasks),
+        weights=_WEIGHTS[kind],
+        model_args=arguments,
+        num_fewshot=asked.num_fewshot,
+        batch_size=batch_size if isinstance(batch_size, int | str) else None,
+        limit=asked.limit,
+        gen_kwargs=asked.gen_kwargs,
+        num_gpus=num_gpus if isinstance(num_gpus, int) else None,
+    )
+
+
+def _checkpoint_of(arguments: dict[str, Scalar], engine: Mapping[str, Scalar | None]) -> str:
+    """Take the checkpoint out of the model's arguments."""
+    named = [key for key in _CHECKPOINT_KEYS if str(arguments.get(key, "")).startswith("/")]
+    found = [str(arguments.pop(key)) for key in named]
+    path = engine.get("model_path")
+    if path is not None:
+        found.insert(0, str(path))
+    if not found:
+        raise UsageError(
+            "model_args: no checkpoint",
+            expected=f"an absolute path under one of: {', '.join(_CHECKPOINT_KEYS)}",
+        )
+    return found[0]
+
+
+def _profile_of(model: str, service: Service) -> str:
+    if model in service.profiles:
+        return model
+    for name, profile in service.profiles.items():
+        if profile.kind == "lmms-eval":
+            return f"{name}:{model}"
+    known = ", ".join(sorted(service.profiles)) or "none"
+    raise UsageError(f"model {model}: no profile of this name", expected=f"one of: {known}")

@@ -1,0 +1,141 @@
+"""Our own protocol, under `/api/v1`: jobs, logs, results as numbers, events, pins."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from unshard.evaluate.jobs import Filters, Job
+from unshard.evaluate.server.service import Service
+from unshard.evaluate.server.views import (
+    JobFilter,
+    JobList,
+    JobView,
+    LogPart,
+    ResultFilter,
+    ResultList,
+    RunList,
+    Submission,
+    job_view,
+    result_view,
+)
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/api/v1", tags=["v1"])
+_POLL_S = 0.5
+_HEARTBEAT_S = 15.0
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _view(service: Service, job: Job) -> JobView:
+    return job_view(job, service.store.position(job.id))
+
+
+def _found(service: Service, job_id: str) -> Job:
+    job = service.job(job_id)
+    if job is None:
+        raise HTTPException(404, f"job {job_id}: there is none")
+    return job
+
+
+@router.post("/jobs", status_code=201, responses={200: {"model": JobView}})
+def submit(request: Request, response: Response, submission: Submission) -> JobView:
+    """Queue a job; the same one again (run, step, weights, profile, tasks) is not queued twice."""
+    service = _service(request)
+    job, is_new = service.submit(submission.request(), submission.pin)
+    if not is_new:
+        response.status_code = 200
+    return _view(service, job)
+
+
+@router.get("/jobs")
+def jobs(request: Request, wanted: Annotated[JobFilter, Query()]) -> JobList:
+    """List jobs, the newest first."""
+    service = _service(request)
+    found = service.store.jobs(Filters(**wanted.model_dump()))
+    return JobList(jobs=[_view(service, job) for job in found])
+
+
+@router.get("/jobs/{job_id}")
+def job(request: Request, job_id: str) -> JobView:
+    """Show a job."""
+    service = _service(request)
+    return _view(service, _found(service, job_id))
+
+
+@router.delete("/jobs/{job_id}")
+def cancel(request: Request, job_id: str) -> JobView:
+    """Cancel a job that waits or runs; one that has ended stays as it is."""
+    service = _service(request)
+    found = service.cancel(_found(service, job_id).id)
+    if found is None:
+        raise HTTPException(404, f"job {job_id}: there is none")
+    return _view(service, found)
+
+
+@router.get("/jobs/{job_id}/log")
+def log(request: Request, job_id: str, offset: Annotated[int, Query(ge=0)] = 0) -> LogPart:
+    """Read the log of a job's last attempt from a byte on."""
+    service = _service(request)
+    text, after, ended = service.log(_found(service, job_id), offset)
+    return LogPart(text=text, offset=after, ended=ended)
+
+
+@router.get("/results")
+def results(request: Request, wanted: Annotated[ResultFilter, Query()]) -> ResultList:
+    """List all numbers."""
+    found = _service(request).store.results(Filters(**wanted.model_dump()))
+    return ResultList(results=[result_view(one) for one in found])
+
+
+@router.get("/runs")
+def runs(request: Request) -> RunList:
+    """List the names of all runs."""
+    return RunList(runs=_service(request).runs())
+
+
+@router.get("/profiles")
+def profiles(request: Request) -> dict[str, list[dict[str, str | int]]]:
+    """List what may be run."""
+    known = _service(request).profiles
+    return {"profiles": [{"name": n, "kind": p.kind, "gpus": p.gpus} for n, p in known.items()]}
+
+
+@router.get("/events", response_class=StreamingResponse)
+def events(
+    request: Request,
+    since: Annotated[int, Query(ge=0)] = 0,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> StreamingResponse:
+    """Follow the changes of all jobs (server-sent events); each names the job as it stands."""
+    start = int(last_event_id) if last_event_id and last_event_id.isdigit() else since
+    return StreamingResponse(
+        _events(request, start),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-cache"},
+    )
+
+
+async def _events(request: Request, since: int) -> AsyncIterator[str]:
+    service, quiet = _service(request), 0.0
+    while not await request.is_disconnected():
+        found = await asyncio.to_thread(service.store.events, since)
+        for event in found:
+            since = event.number
+            job = await asyncio.to_thread(service.store.get, event.job_id)
+            view = None if job is None else _view(service, job).model_dump(mode="json")
+            data = json.dumps({"number": event.number, "status": event.status, "job": view})
+            yield f"id: {event.number}\nevent: job\ndata: {data}\n\n"
+        quiet = 0.0 if found else quiet + _POLL_S
+        if quiet >= _HEARTBEAT_S:
+            quiet = 0.0
+            yield ": alive\n\n"
+        await asyncio.sleep(_POLL_S)

@@ -1,0 +1,125 @@
+"""Watch a run's directory for checkpoints that are complete, for trainers that tell nobody.
+
+A checkpoint is complete when its writer's own mark says so, and its files have kept their sizes
+since the last look: verl's `latest_checkpointed_iteration.txt`, transformers' `trainer_state.json`,
+DCP's `.metadata`. Rank files without a mark (lmms-engine) are complete when every rank's are there,
+in the folder of the dataloader too, and every zip has its end.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from unshard.errors import UnshardError
+from unshard.read.discover import all_steps
+from unshard.read.format import Location, Request
+
+__all__ = ["Watcher", "why_incomplete"]
+
+_RANK_FILE = re.compile(r".*world_size_(\d+)_rank_(\d+)\.\w+")
+_LATEST = "latest_checkpointed_iteration.txt"
+_TRAINER_STATE = "trainer_state.json"
+_END_OF_ZIP = b"PK\x05\x06"
+_END_SIZE = 22 + 65535
+_ZIPS = frozenset({".pt", ".bin"})
+
+Sizes = dict[str, int]
+
+
+class Watcher:
+    """Looks at a run again and again; every complete checkpoint is returned once.
+
+    Args:
+        run: the directory that holds the steps.
+        weights: "model" or "ema".
+        role: "actor" or "critic", for verl's.
+    """
+
+    def __init__(self, run: Path, *, weights: str = "model", role: str | None = None) -> None:
+        self._run = run
+        self._request = Request(None, role, weights)
+        self._sizes: dict[Path, Sizes] = {}
+        self._seen: set[Path] = set()
+
+    def look(self) -> list[Location]:
+        """Return the checkpoints that are complete since the last look, the lowest step first."""
+        try:
+            steps = all_steps(self._run, self._request)
+        except (UnshardError, OSError):
+            return []
+        found = []
+        for location in steps:
+            if location.step_dir not in self._seen and self._is_ready(location):
+                self._seen.add(location.step_dir)
+                found.append(location)
+        return found
+
+    def _is_ready(self, location: Location) -> bool:
+        """Tell whether nothing has changed since the last look, and nothing is missing."""
+        before = self._sizes.get(location.step_dir)
+        try:
+            now = self._sizes[location.step_dir] = _sizes(location.step_dir)
+            return before == now and why_incomplete(location) is None
+        except OSError:  # rotated away while it was looked at
+            return False
+
+
+def why_incomplete(location: Location) -> str | None:
+    """Return what a checkpoint lacks; None if its writer has finished it.
+
+    Raises:
+        OSError: it has vanished.
+    """
+    step, latest = location.step, location.step_dir.parent / _LATEST
+    if latest.is_file():
+        written = latest.read_text(encoding="utf-8").strip()
+        if step is None or (written.isdigit() and int(written) >= step):
+            return None
+        return f"{latest.name} says {written or 'nothing'}"
+    state = location.step_dir / _TRAINER_STATE
+    if state.is_file():
+        return None if _step_of(state) == step else f"{state.name} is of another step"
+    names = {path.name for path in location.weights_dir.iterdir()}
+    if any(name.endswith(".distcp") for name in names):
+        has_metadata = ".metadata" in names and ".metadata.tmp" not in names
+        return None if has_metadata else ".metadata is missing"
+    folders = (location.weights_dir, location.step_dir / "dataloader_state")
+    return next((why for folder in folders if (why := _why_not_all(folder)) is not None), None)
+
+
+def _step_of(state: Path) -> int | None:
+    try:
+        step = json.loads(state.read_bytes())["global_step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def _why_not_all(folder: Path) -> str | None:
+    """Return which rank's file a folder lacks, or which is not finished."""
+    if not folder.is_dir():
+        return None
+    matches = [match for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name))]
+    for world in {int(match[1]) for match in matches}:
+        there = {int(match[2]) for match in matches if int(match[1]) == world}
+        missing = sorted(set(range(world)) - there)
+        if missing:
+            return f"{folder.name}: rank {missing[0]} of {world} is missing"
+    return _why_unfinished(path for path in folder.iterdir() if path.suffix in _ZIPS)
+
+
+def _why_unfinished(files: Iterable[Path]) -> str | None:
+    """Return which file has no end of a zip; legacy files of torch have none and are believed."""
+    for path in files:
+        with path.open("rb") as stream:
+            head = stream.read(4)
+            stream.seek(max(0, path.stat().st_size - _END_SIZE))
+            tail = stream.read()
+        if not head or (head[:2] == b"PK" and _END_OF_ZIP not in tail):
+            return f"{path.name} is not finished"
+    return None
+
+
+def _sizes(folder: Path) -> Sizes:
+    return {str(path): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
