@@ -1,0 +1,279 @@
+"""One attempt at a job, from its checkpoint to its metrics; or the rest of one, after a restart."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+
+from unshard.errors import UnshardError
+from unshard.evaluate.bounded_log import LOG_BYTES, last_lines
+from unshard.evaluate.environment import evaluator_environment
+from unshard.evaluate.jobs import Job, Phase, Process
+from unshard.evaluate.launching import start_supervisor
+from unshard.evaluate.merging import GivenUpError, GoneError, Merger, PassingError
+from unshard.evaluate.processes import is_alive, kill_group
+from unshard.evaluate.slots import visible_devices
+from unshard.evaluate.store import Store
+from unshard.evaluate.supervise import LOG_NAME, Exit, Order, read_exit
+from unshard.evaluate.work import Evaluator, Profile, Work
+
+__all__ = [
+    "Attempt",
+    "Cancelled",
+    "Completed",
+    "Expired",
+    "Failed",
+    "Halt",
+    "Left",
+    "Limits",
+    "Lost",
+    "Outcome",
+    "Runner",
+]
+
+_log = logging.getLogger(__name__)
+
+_SHOWN_LINES = 20
+_MARGIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Knobs of every attempt.
+
+    Attributes:
+        grace_s: how long processes may take to end when they are asked to.
+        poll_s: how often a running evaluator is looked at.
+        log_bytes: the bound of its log.
+    """
+
+    grace_s: float = 10.0
+    poll_s: float = 0.2
+    log_bytes: int = LOG_BYTES
+
+
+class Halt(Enum):
+    """Why an attempt should not go on."""
+
+    CANCELLED = auto()
+    LEAVE = auto()
+    END = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """It measured something."""
+
+    metrics: Mapping[str, float]
+    results: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It did not work; `may_retry`: it could another time."""
+
+    error: str
+    may_retry: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """The checkpoint is gone."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """It came to no end, through no fault of its own."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """Nobody wants it any more; its processes are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """It goes on without this server; the next one adopts it."""
+
+
+Outcome = Completed | Failed | Expired | Lost | Cancelled | Left
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A job, who evaluates it and where."""
+
+    job: Job
+    profile: Profile
+    evaluator: Evaluator
+    gpus: tuple[int, ...]
+    directory: Path
+
+    def work(self, model: Path) -> Work:
+        """Return what the evaluator is given."""
+        output = self.directory / "output"
+        return Work(model, output, self.directory, self.job.request, self.profile)
+
+
+class Runner:
+    """Runs attempts; any number at once, each in a thread of its own.
+
+    Args:
+        store: the truth.
+        merger: makes the models.
+        limits: of every attempt.
+        halt: why a job's attempt should not go on, if so; asked often.
+        changed: the files of a job's pin that were rewritten in place since it was pinned.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        merger: Merger,
+        limits: Limits,
+        *,
+        halt: Callable[[str], Halt | None],
+        changed: Callable[[Job], Sequence[str]],
+    ) -> None:
+        self._store = store
+        self._merger = merger
+        self._limits = limits
+        self._halt = halt
+        self._changed = changed
+
+    def run(self, attempt: Attempt) -> Outcome:
+        """Merge, evaluate, and read what was measured."""
+        job = attempt.job
+        try:
+            (attempt.directory / "output").mkdir(parents=True)
+            model = self._merger.prepare(
+                job,
+                directory=attempt.directory,
+                is_given_up=lambda: self._halt(job.id) is not None,
+            )
+            rewritten = self._rewritten(job)
+            return rewritten or self._evaluate(attempt, attempt.work(model))
+        except GoneError as error:
+            return Expired(str(error))
+        except GivenUpError:
+            is_cancelled = self._halt(job.id) is Halt.CANCELLED
+            return Cancelled() if is_cancelled else Lost("the server was stopped while it merged")
+        except (PassingError, OSError) as error:
+            return Failed(str(error), may_retry=True)
+        except UnshardError as error:
+            return Failed(str(error), may_retry=False)
+
+    def resume(self, attempt: Attempt, process: Process) -> Outcome:
+        """Go on with an attempt of an earlier server, as if this one had begun it."""
+        was_alive = is_alive(process)
+        outcome = self._conclude(attempt, attempt.work(self._merger.model_of(attempt.job)), process)
+        done = read_exit(attempt.directory)
+        is_lost = not was_alive and (done is None or done.reason == "stopped")
+        if is_lost and isinstance(outcome, Failed):
+            return Lost("its process ended with an earlier server")
+        return outcome
+
+    def end(self, process: Process) -> None:
+        """End all processes of an attempt, however long it takes: they hold its GPUs."""
+        while not kill_group(process, grace_s=self._limits.grace_s):
+            _log.error("process group %d cannot be ended; its slots stay taken", process.pid)
+
+    def _rewritten(self, job: Job) -> Failed | None:
+        files = self._changed(job)
+        if not files:
+            return None
+        shown = ", ".join(files[:_SHOWN_LINES])
+        return Failed(
+            f"the checkpoint was rewritten while it was waiting: {shown}", may_retry=False
+        )
+
+    def _evaluate(self, attempt: Attempt, work: Work) -> Outcome:
+        command = attempt.evaluator.command(work)
+        child = start_supervisor(gpus=attempt.gpus, directory=attempt.directory)
+        try:
+            self._store.attempt_started(attempt.job.id, child.process)
+            self._store.phase(attempt.job.id, Phase.EVALUATING)
+        except BaseException:
+            child.drop()
+            raise
+        child.give(self._order(attempt, command))
+        outcome = self._conclude(attempt, work, child.process)
+        if isinstance(outcome, Left):
+            child.leave()
+        else:
+            child.reap()
+        return outcome
+
+    def _order(self, attempt: Attempt, command: list[str]) -> Order:
+        environment = evaluator_environment(
+            attempt.profile.environment,
+            devices=visible_devices(attempt.gpus),
+            directory=str(attempt.directory),
+        )
+        return Order(
+            command,
+            environment,
+            str(attempt.directory),
+            attempt.profile.timeout_s,
+            self._limits.grace_s,
+            self._limits.log_bytes,
+        )
+
+    def _conclude(self, attempt: Attempt, work: Work, process: Process) -> Outcome:
+        """Wait for a process, leave nothing of it behind, and judge what it did."""
+        try:
+            halt = self._wait(attempt, process)
+        except BaseException:
+            self.end(process)
+            raise
+        if halt is Halt.LEAVE:
+            return Left()
+        self.end(process)
+        if halt is not None:
+            return Cancelled() if halt is Halt.CANCELLED else Lost("the server was stopped")
+        done = read_exit(attempt.directory)
+        if done is None:
+            return self._failed(attempt, "the evaluator and its supervisor were killed")
+        return self._judge(attempt, work, done)
+
+    def _wait(self, attempt: Attempt, process: Process) -> Halt | None:
+        """Wait until a process ends, or should: then return why."""
+        timeout_s = attempt.profile.timeout_s
+        # The supervisor keeps to the timeout; this is for one that cannot.
+        deadline = time.monotonic() + timeout_s + 2 * self._limits.grace_s + _MARGIN_S
+        while is_alive(process) and time.monotonic() < deadline:
+            halt = self._halt(attempt.job.id)
+            if halt is not None:
+                return halt
+            time.sleep(self._limits.poll_s)
+        return None
+
+    def _judge(self, attempt: Attempt, work: Work, done: Exit) -> Outcome:
+        match done.reason:
+            case "timeout":
+                return self._failed(attempt, f"timed out after {attempt.profile.timeout_s:g} s")
+            case "stopped":
+                return self._failed(attempt, "the evaluator was stopped by a signal")
+            case "not started":
+                return Failed(f"the evaluator cannot be started: {done.error}", may_retry=False)
+        try:
+            metrics = attempt.evaluator.metrics(work, done.returncode)
+            results = attempt.evaluator.results_file(work)
+        except (UnshardError, OSError) as error:
+            return self._failed(attempt, str(error))
+        odd = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if odd:
+            return self._failed(attempt, f"not finite: {', '.join(odd)}")
+        return self._rewritten(attempt.job) or Completed(metrics, results)
+
+    def _failed(self, attempt: Attempt, why: str) -> Failed:
+        lines = last_lines(attempt.directory / LOG_NAME, _SHOWN_LINES)
+        shown = f"\nThe log ends with:\n{lines}" if lines else ""
+        return Failed(f"{why}{shown}", may_retry=True)

@@ -1,0 +1,119 @@
+"""A log of bounded size: of one that is too long, the first and the last parts are kept.
+
+The file holds the first half of the bound as it was written, then, if anything was left out, one
+line of fixed width that says how many bytes, then the end. An offset into a log counts all bytes
+that were written, so it means the same before and after some were left out.
+"""
+
+import os
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+__all__ = ["LOG_BYTES", "BoundedLog", "last_lines", "read_log"]
+
+LOG_BYTES = 10_000_000
+
+_LINE = b"\n[... %020d bytes left out ...]\n"
+_LINE_PATTERN = re.compile(rb"\n\[\.\.\. ([0-9]{20}) bytes left out \.\.\.\]\n")
+_WIDTH = len(_LINE % 0)
+_TEXT_BYTES = 1 << 20
+
+
+class BoundedLog:
+    """A log file that is written at its end and never grows beyond a size.
+
+    Args:
+        path: of the file; what it held is lost.
+        most_bytes: its largest size, a few bytes more or less; at least 1,000.
+    """
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        self._most = max(most_bytes, 1000)
+        self._head = self._most // 2
+        self._size = 0
+        self._left_out = 0
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._fd)
+
+    def write(self, data: bytes) -> None:
+        """Append to the log."""
+        rest = memoryview(data)
+        while rest:
+            if self._size >= self._most:
+                self._cut()
+            part = rest[: self._most - self._size]
+            os.pwrite(self._fd, part, self._size)
+            self._size += len(part)
+            rest = rest[len(part) :]
+
+    def _cut(self) -> None:
+        """Leave out the older half of what follows the first part."""
+        kept = (self._most - self._head) // 2
+        had_line = _WIDTH if self._left_out else 0
+        self._left_out += self._size - self._head - had_line - kept
+        tail = os.pread(self._fd, kept, self._size - kept)
+        os.pwrite(self._fd, _LINE % self._left_out + tail, self._head)
+        self._size = self._head + _WIDTH + len(tail)
+        os.ftruncate(self._fd, self._size)
+
+
+def read_log(path: Path, offset: int, *, most_bytes: int = LOG_BYTES) -> tuple[str, int]:
+    """Return what follows an offset, at most a megabyte of it, and the offset after that.
+
+    Args:
+        path: of a log that may be growing, or not be there yet.
+        offset: as returned by the call before; 0 at first.
+        most_bytes: the bound that the log was written with.
+    """
+    head = max(most_bytes, 1000) // 2
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(head)
+            line = _LINE_PATTERN.fullmatch(file.read(_WIDTH))
+            left_out = int(line[1]) if line else 0
+            if line and head <= offset < head + left_out:
+                return f"\n[... {left_out} bytes left out ...]\n", head + left_out
+            end = head if line and offset < head else size
+            begin = offset if offset < head or not line else offset - left_out + _WIDTH
+            file.seek(begin)
+            found = file.read(max(0, min(end - begin, _TEXT_BYTES)))
+    except FileNotFoundError:
+        return "", offset
+    whole = _whole_characters(found)
+    return whole.decode("utf-8", "replace"), offset + len(whole)
+
+
+def _whole_characters(data: bytes) -> bytes:
+    """Leave a last character of UTF-8 that is not complete for the next time."""
+    for back in range(1, min(4, len(data)) + 1):
+        lead = data[-back]
+        if lead >= 0xC0:
+            length = 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
+            return data[:-back] if length > back and len(data) > back else data
+        if lead < 0x80:
+            break
+    return data
+
+
+def last_lines(path: Path, count: int) -> str:
+    """Return the last lines of a log; nothing if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 200 * count))
+            lines = file.read(200 * count).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-count:])

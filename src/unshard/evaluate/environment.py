@@ -1,0 +1,41 @@
+"""The environment of an evaluator: the server's own, without what is not meant for it."""
+
+import os
+import re
+from collections.abc import Mapping
+
+__all__ = ["MARK", "evaluator_environment", "scrubbed"]
+
+MARK = "UNSHARD_ATTEMPT"
+"""Names the attempt's directory in every process of it, so that they can be found again."""
+
+# What launchers (torchrun, Slurm, MPI) tell their own processes: an evaluator that started from one
+# of them would wait for the others.
+_LAUNCHER = re.compile(
+    r"(?:RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE)"
+    r"|(?:MASTER_|GROUP_|ROLE_|TORCHELASTIC_|SLURM_|PMIX_|PMI_|OMPI_|NCCL_ASYNC).*"
+)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL", re.IGNORECASE)
+
+
+def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without launchers' variables and secrets."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not _LAUNCHER.fullmatch(name) and not _SECRET.search(name)
+    }
+
+
+def evaluator_environment(
+    own: Mapping[str, str], *, devices: str, directory: str
+) -> dict[str, str]:
+    """Return the environment of an evaluator.
+
+    Args:
+        own: what its profile sets; wins over the server's, secrets included.
+        devices: CUDA_VISIBLE_DEVICES, which no profile can change.
+        directory: of the attempt.
+    """
+    chosen = {"CUDA_VISIBLE_DEVICES": devices, MARK: directory}
+    return scrubbed(os.environ) | dict(own) | chosen

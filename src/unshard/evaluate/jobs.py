@@ -1,0 +1,190 @@
+"""What is evaluated, and how it stands: jobs, requests, results, as plain values. Pure.
+
+A job is one checkpoint, one set of its weights, one profile and its tasks. It belongs to a step of
+a training run, under which its results are logged, whenever they come.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from unshard.errors import UnshardError
+
+__all__ = [
+    "EvaluationError",
+    "Event",
+    "Filters",
+    "Job",
+    "Phase",
+    "Process",
+    "Request",
+    "Result",
+    "Scalar",
+    "Status",
+]
+
+Scalar = str | int | float | bool
+
+
+class EvaluationError(UnshardError):
+    """An evaluator did not do what was asked of it."""
+
+
+class Status(StrEnum):
+    """How a job stands; the words are those of lmms-eval's server, and `expired` beside them."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job will not change by itself any more."""
+        return self not in {Status.QUEUED, Status.RUNNING}
+
+
+class Phase(StrEnum):
+    """What a running job is doing."""
+
+    MERGING = "merging"
+    EVALUATING = "evaluating"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asks for.
+
+    Attributes:
+        checkpoint: path, as the server sees it; sharded, or a Hugging Face directory.
+        profile: the name of an evaluator that the server is configured with.
+        tasks: what to evaluate.
+        step: the training step it belongs to; None where nobody knows.
+        run: the name of the training run.
+        weights: "model" or "ema".
+        model_args: arguments of the evaluator's model, beside the checkpoint.
+        num_fewshot, batch_size, limit, gen_kwargs: as the evaluators call them.
+        num_gpus: how many GPUs it needs; None: as the profile says.
+    """
+
+    checkpoint: str
+    profile: str
+    tasks: tuple[str, ...]
+    step: int | None = None
+    run: str = ""
+    weights: str = "model"
+    model_args: Mapping[str, Scalar] = field(default_factory=dict)
+    num_fewshot: int | None = None
+    batch_size: int | str | None = None
+    limit: int | float | None = None
+    gen_kwargs: str | None = None
+    num_gpus: int | None = None
+
+    @property
+    def key(self) -> str:
+        """What makes two requests the same: run, step, weights, profile, tasks, arguments.
+
+        The path counts only where the step is not known: a pinned checkpoint has another one.
+        """
+        place = self.checkpoint if self.step is None else ""
+        parts = [self.run, self.step, self.weights, self.profile, sorted(self.tasks), place]
+        arguments = [
+            dict(sorted(self.model_args.items())),
+            self.num_fewshot,
+            self.batch_size,
+            self.limit,
+            self.gen_kwargs,
+        ]
+        return hashlib.sha256(json.dumps([*parts, *arguments]).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """The process of an attempt, so that it can be told from another with its number later.
+
+    Attributes:
+        pid: of the leader of its process group.
+        started: when the kernel says that it started, clock ticks since boot.
+        boot: the kernel's identity of that boot.
+        gpus: the slots it has.
+        directory: of the attempt.
+    """
+
+    pid: int
+    started: int
+    boot: str
+    gpus: tuple[int, ...]
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request and how it stands; times are seconds since the epoch.
+
+    Attributes:
+        pin: the directory of hard links that keeps the checkpoint, if there is one.
+        attempts: how many were begun.
+        failures: how many of them failed since the job was last submitted; an attempt that was
+            lost with the server is none.
+        process: of the attempt that is running.
+        error: why it failed, was expired, or the last attempt did.
+        metrics: by "task/metric", or "task/metric,filter" where the filter is not "none".
+        results: the evaluator's own file, on the server.
+    """
+
+    id: str
+    request: Request
+    status: Status
+    created_at: float
+    phase: Phase | None = None
+    started_at: float | None = None
+    completed_at: float | None = None
+    pin: str | None = None
+    attempts: int = 0
+    process: Process | None = None
+    error: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    results: str | None = None
+    failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Which jobs or results are meant; None means any."""
+
+    status: Status | None = None
+    run: str | None = None
+    step: int | None = None
+    weights: str | None = None
+    profile: str | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One number, and where it belongs."""
+
+    job_id: str
+    run: str
+    step: int | None
+    weights: str
+    profile: str
+    task: str
+    metric: str
+    value: float
+    completed_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A change of a job; numbers rise."""
+
+    number: int
+    job_id: str
+    status: Status
+    phase: Phase | None
+    at: float

@@ -1,0 +1,181 @@
+"""From a job to a Hugging Face directory: merged in a process of its own, or taken as it is."""
+
+import json
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from unshard.api.options import MergeOptions
+from unshard.errors import UnshardError
+from unshard.evaluate.jobs import EvaluationError, Job
+from unshard.evaluate.launching import start_module
+from unshard.evaluate.merge_worker import ANSWER_NAME
+from unshard.evaluate.processes import identify, kill_group
+from unshard.read.discover import discover
+from unshard.read.format import Request as Wanted
+
+__all__ = ["GivenUpError", "GoneError", "Merger", "PassingError", "source_of"]
+
+_POLL_S = 0.05
+_WHOLE = ("model*.safetensors", "pytorch_model*.bin")
+_LOG_NAME = "merge.log"
+
+
+class GoneError(EvaluationError):
+    """The checkpoint is not there any more."""
+
+
+class PassingError(EvaluationError):
+    """A merge failed for something that may pass: no space, a killed process."""
+
+
+class GivenUpError(EvaluationError):
+    """A merge was interrupted because nobody wants it any more."""
+
+
+def source_of(job: Job) -> Path:
+    """Return where a job's checkpoint lies: its pin, where there is one."""
+    if job.pin is not None and Path(job.pin).exists():
+        return Path(job.pin)
+    return Path(job.request.checkpoint)
+
+
+class Merger:
+    """Merges checkpoints, so many at once, each in a process of its own.
+
+    Args:
+        directory: where the merged models lie, each named after its job.
+        options: of every merge, but for the weights, which the job says.
+        at_once: how many merges run at the same time; the others wait.
+    """
+
+    def __init__(self, directory: Path, options: MergeOptions, *, at_once: int) -> None:
+        self._directory = directory.absolute()
+        self._options = options
+        self._turns = threading.Semaphore(at_once)
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def merged(self, job_id: str) -> Path:
+        """Return where a job's merged model lies, if there is one."""
+        return self._directory / job_id
+
+    def model_of(self, job: Job) -> Path:
+        """Return the model that a job's evaluator was given."""
+        merged = self.merged(job.id)
+        return merged if merged.exists() else source_of(job).absolute()
+
+    def kept(self) -> list[str]:
+        """Return the jobs whose merged models are there."""
+        return [path.name for path in self._directory.iterdir() if path.name[:1] not in "._"]
+
+    def remove(self, job_id: str) -> None:
+        """Remove a job's merged model, if there is one."""
+        shutil.rmtree(self.merged(job_id), ignore_errors=True)
+
+    def prepare(self, job: Job, *, directory: Path, is_given_up: Callable[[], bool]) -> Path:
+        """Return a Hugging Face directory of a job's checkpoint.
+
+        Args:
+            job: what to merge; its own directory is returned where it holds a whole model.
+            directory: of the attempt.
+            is_given_up: asked often, while waiting too.
+
+        Raises:
+            GoneError: the checkpoint is not there, or went away meanwhile.
+            PassingError: it may be tried again.
+            GivenUpError: `is_given_up`.
+            UnshardError: it cannot be merged.
+        """
+        source = source_of(job).absolute()
+        try:
+            if _is_whole(source, job.request.weights):
+                return source
+            self.remove(job.id)
+            self._merge_in_turn(source, job, directory, is_given_up)
+        except (UnshardError, OSError) as error:
+            if source.exists() or isinstance(error, GivenUpError):
+                raise
+            raise _gone(source) from error
+        return self.merged(job.id)
+
+    def _merge_in_turn(
+        self, source: Path, job: Job, directory: Path, is_given_up: Callable[[], bool]
+    ) -> None:
+        if not source.exists():
+            raise _gone(source)
+        while not self._turns.acquire(timeout=_POLL_S):
+            if is_given_up():
+                raise GivenUpError(f"{source}: not wanted any more")
+        try:
+            self._merge(source, job, directory, is_given_up)
+        finally:
+            self._turns.release()
+
+    def _merge(
+        self, source: Path, job: Job, directory: Path, is_given_up: Callable[[], bool]
+    ) -> None:
+        options = replace(self._options, weights=job.request.weights)
+        order = {
+            "checkpoint": str(source),
+            "output": str(self.merged(job.id)),
+            "options": asdict(options),
+        }
+        log = directory / _LOG_NAME
+        with start_module("unshard.evaluate.merge_worker", directory=directory, log=log) as worker:
+            if worker.stdin is None:
+                raise RuntimeError("the worker has no stdin")
+            process = identify(worker.pid, gpus=(), directory=str(directory))
+            try:
+                worker.stdin.write(json.dumps(order, default=str).encode() + b"\n")
+                worker.stdin.flush()
+                _wait(worker, is_given_up)
+            except BrokenPipeError:
+                worker.wait()
+            finally:
+                kill_group(process, grace_s=0)
+        _judge(source, directory, worker.returncode)
+
+
+def _gone(source: Path) -> GoneError:
+    return GoneError(
+        f"{source}: is gone",
+        hint="pin checkpoints when they are submitted, or let more of them stay",
+    )
+
+
+def _wait(worker: "subprocess.Popen[bytes]", is_given_up: Callable[[], bool]) -> None:
+    while True:
+        try:
+            worker.wait(timeout=_POLL_S)
+        except subprocess.TimeoutExpired:
+            if is_given_up():
+                raise GivenUpError("the merge is not wanted any more") from None
+        else:
+            return
+
+
+def _judge(source: Path, directory: Path, returncode: int) -> None:
+    """Raise what a worker answered, if it failed."""
+    try:
+        answer = json.loads((directory / ANSWER_NAME).read_bytes())
+    except FileNotFoundError:
+        log = (directory / _LOG_NAME).read_text(errors="replace")[-2000:]
+        raise PassingError(
+            f"{source}: the process that merged it ended with code {returncode}", found=log
+        ) from None
+    if answer["error"] is not None:
+        kind = PassingError if answer["may_pass"] else EvaluationError
+        raise kind(answer["error"])
+
+
+def _is_whole(source: Path, weights: str) -> bool:
+    """Tell whether a directory is a whole model already, with its config and nothing sharded."""
+    if weights != "model" or not (source / "config.json").is_file():
+        return False
+    if not any(any(source.glob(pattern)) for pattern in _WHOLE):
+        return False
+    at = discover(source, Wanted(None, None, weights))[0]
+    return not at.format.sharded and at.weights_dir == source.resolve()

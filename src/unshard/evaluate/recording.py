@@ -1,0 +1,140 @@
+"""What becomes of a job and its merged model when an attempt has ended."""
+
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+from unshard.errors import UnshardError
+from unshard.evaluate.attempts import (
+    Attempt,
+    Cancelled,
+    Completed,
+    Expired,
+    Failed,
+    Left,
+    Lost,
+    Outcome,
+)
+from unshard.evaluate.jobs import Filters, Job, Status
+from unshard.evaluate.keeping import removable
+from unshard.evaluate.merging import Merger
+from unshard.evaluate.store import Store
+from unshard.evaluate.work import Evaluator, Profile
+
+__all__ = ["Backoff", "Recorder"]
+
+_log = logging.getLogger(__name__)
+
+_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How long a job waits after a failure: first so long, doubled every time, at most so long."""
+
+    first_s: float
+    most_s: float
+
+    def after(self, failures: int) -> float:
+        """Return the seconds to wait after one more than so many failures."""
+        return min(self.first_s * 2.0 ** min(failures, 32), self.most_s)
+
+
+class Recorder:
+    """Records outcomes, and removes the merged models that need not stay.
+
+    Args:
+        store: the truth.
+        merger: has the models.
+        backoff: between a failure and the next attempt.
+        ended: called when a job will not change by itself any more, perhaps more than once.
+    """
+
+    def __init__(
+        self, store: Store, merger: Merger, backoff: Backoff, *, ended: Callable[[Job], None]
+    ) -> None:
+        self._store = store
+        self._merger = merger
+        self._backoff = backoff
+        self._ended = ended
+        self._tidying = threading.Lock()
+
+    def record(self, attempt: Attempt, outcome: Outcome, *, is_stopped: Callable[[], bool]) -> None:
+        """Record what became of an attempt, whose processes are gone."""
+        job_id = attempt.job.id
+        if not isinstance(outcome, Completed):
+            self._merger.remove(job_id)
+        for step in (
+            lambda: self._write(attempt, outcome),
+            lambda: self._keep(job_id, attempt.profile),
+            lambda: self.tell_end(job_id),
+        ):
+            _persist(step, is_stopped)
+
+    def tell_end(self, job_id: str) -> None:
+        """Tell whoever asked to know, if a job has ended."""
+        job = self._store.get(job_id)
+        if job is not None and job.status.is_final:
+            self._ended(job)
+
+    def tidy_up(self, evaluators: Callable[[str], tuple[Profile, Evaluator]]) -> None:
+        """Remove the merged models that an earlier server did not come to remove."""
+        running = {job.id for job in self._store.running()}
+        for job_id in set(self._merger.kept()) - running:
+            job = self._store.get(job_id)
+            if job is None or job.status is not Status.COMPLETED:
+                self._merger.remove(job_id)
+                continue
+            try:
+                self._keep(job_id, evaluators(job.request.profile)[0])
+            except UnshardError:
+                _log.warning("the merged model of job %s stays: its profile is gone", job_id)
+
+    def _write(self, attempt: Attempt, outcome: Outcome) -> None:
+        job, store = attempt.job, self._store
+        match outcome:
+            case Completed(metrics, results):
+                store.complete(job.id, metrics, results)
+            case Failed(error, may_retry):
+                is_last = not may_retry or job.failures >= attempt.profile.retries
+                retry_at = time.time() + self._backoff.after(job.failures)
+                store.fail(job.id, error, None if is_last else retry_at)
+            case Expired(why):
+                store.expire(job.id, why)
+            case Lost(why):
+                store.requeue(job.id, why)
+            case Cancelled():
+                store.release(job.id)
+            case Left():
+                pass
+            case _:
+                assert_never(outcome)
+
+    def _keep(self, job_id: str, profile: Profile) -> None:
+        """Remove the merged models that need not stay, if a job is completed."""
+        with self._tidying:
+            job = self._store.get(job_id)
+            if job is None or job.status is not Status.COMPLETED:
+                return
+            run, weights = job.request.run, job.request.weights
+            alike = Filters(Status.COMPLETED, run=run, weights=weights, profile=job.request.profile)
+            for other in removable(job, profile, self._store.jobs(alike)):
+                self._merger.remove(other)
+
+
+def _persist(record: Callable[[], None], is_stopped: Callable[[], bool]) -> None:
+    """Try until the database takes it; after a stop the next server finds out by itself."""
+    while True:
+        try:
+            record()
+        except sqlite3.Error:
+            _log.exception("the database of jobs does not answer; trying again")
+            if is_stopped():
+                return
+            time.sleep(_AGAIN_S)
+        else:
+            return

@@ -1,0 +1,144 @@
+"""Reading the store: jobs, their places in the queue, results, events. A connection per thread."""
+
+import sqlite3
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from unshard.evaluate.jobs import Event, Filters, Job, Result, Status
+from unshard.evaluate.schema import (
+    JOB_COLUMNS,
+    as_event,
+    as_job,
+    as_result,
+    chosen,
+    connect,
+)
+
+__all__ = ["CLAIMABLE", "Records"]
+
+CLAIMABLE = """jobs.status = 'queued' AND jobs.not_before <= ? AND NOT EXISTS
+    (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id AND attempts.ended_at IS NULL)"""
+"""Which jobs may be claimed, at a time that is its one value."""
+
+
+class _Held:
+    """A connection that is closed with the thread it belongs to."""
+
+    def __init__(self, path: Path) -> None:
+        self.connection = connect(path)
+
+    def __del__(self) -> None:
+        connection = getattr(self, "connection", None)
+        if connection is not None:
+            connection.close()
+
+
+class Records:
+    """What the database says.
+
+    Args:
+        path: of the database; made if it is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._local = threading.local()
+        self._all: weakref.WeakSet[_Held] = weakref.WeakSet()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _ = self._connection
+
+    def close(self) -> None:
+        """Close the connections of all threads; nobody may be using the store."""
+        for held in list(self._all):
+            held.connection.close()
+        self._local = threading.local()
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        held: _Held | None = getattr(self._local, "held", None)
+        if held is None:
+            held = self._local.held = _Held(self._path)
+            self._all.add(held)
+        return held.connection
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        connection = self._connection
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            yield connection
+
+    def _one(self, connection: sqlite3.Connection, job_id: str) -> Job | None:
+        found = connection.execute(f"SELECT {JOB_COLUMNS} WHERE jobs.id = ?", (job_id,))
+        row = found.fetchone()
+        return None if row is None else as_job(row)
+
+    def _many(self, rest: str, values: list[str | int | float]) -> list[Job]:
+        rows = self._connection.execute(f"SELECT {JOB_COLUMNS} {rest}", values)
+        return [as_job(row) for row in rows.fetchall()]
+
+    def due(self, now: float) -> Job | None:
+        """Return the oldest job that could be claimed."""
+        found = self._many(f"WHERE {CLAIMABLE} ORDER BY queued_at, jobs.number LIMIT 1", [now])
+        return found[0] if found else None
+
+    def running(self) -> list[Job]:
+        """Return every job with an open attempt, those that are cancelled meanwhile too."""
+        return self._many("WHERE open.job_id IS NOT NULL ORDER BY jobs.number", [])
+
+    def get(self, job_id: str) -> Job | None:
+        """Return a job."""
+        return self._one(self._connection, job_id)
+
+    def jobs(self, filters: Filters) -> list[Job]:
+        """Return jobs, the newest first."""
+        where, values = chosen(filters)
+        limit = -1 if filters.limit is None else filters.limit
+        rest = f"WHERE {where} ORDER BY jobs.number DESC LIMIT ?"
+        return self._many(rest, [*values, limit])
+
+    def position(self, job_id: str) -> int | None:
+        """Return a queued job's place in the queue, 1 for the next; None if it is not queued."""
+        row = self._connection.execute(
+            "SELECT COUNT(*) FROM jobs AS other JOIN jobs AS own ON own.id = ?"
+            " WHERE own.status = 'queued' AND other.status = 'queued'"
+            " AND (other.queued_at, other.number) <= (own.queued_at, own.number)",
+            (job_id,),
+        ).fetchone()
+        return row[0] or None
+
+    def counts(self) -> dict[Status, int]:
+        """Return how many jobs there are of every status."""
+        rows = self._connection.execute("SELECT status, COUNT(*) FROM jobs GROUP BY status")
+        found = {row[0]: row[1] for row in rows.fetchall()}
+        return {status: found.get(status, 0) for status in Status}
+
+    def results(self, filters: Filters) -> list[Result]:
+        """Return the numbers of completed jobs, by run and step; `limit` counts numbers."""
+        where, values = chosen(filters)
+        limit = -1 if filters.limit is None else filters.limit
+        rows = self._connection.execute(
+            "SELECT * FROM results JOIN jobs ON jobs.id = results.job_id"  # noqa: S608  (our columns)
+            f" WHERE jobs.status = 'completed' AND {where}"
+            " ORDER BY run, step, jobs.number, metric LIMIT ?",
+            [*values, limit],
+        )
+        return [as_result(row) for row in rows.fetchall()]
+
+    def unexported(self, sink: str) -> list[Job]:
+        """Return the completed jobs that a sink has not got, the first completed first."""
+        return self._many(
+            "WHERE jobs.status = 'completed' AND NOT EXISTS (SELECT 1 FROM exports"
+            " WHERE exports.job_id = jobs.id AND sink = ?) ORDER BY completed_at, jobs.number",
+            [sink],
+        )
+
+    def events(self, since: int) -> list[Event]:
+        """Return the changes after the one of this number, the oldest first."""
+        rows = self._connection.execute(
+            "SELECT * FROM events WHERE number > ? ORDER BY 1", (since,)
+        )
+        return [as_event(row) for row in rows.fetchall()]

@@ -1,0 +1,262 @@
+"""The loop: claim a job when slots are free, run it in a thread, record what became of it."""
+
+import fcntl
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unshard.api.options import MergeOptions
+from unshard.errors import UnshardError, UsageError
+from unshard.evaluate.attempts import (
+    Attempt,
+    Failed,
+    Halt,
+    Left,
+    Limits,
+    Runner,
+)
+from unshard.evaluate.jobs import Job, Process, Status
+from unshard.evaluate.merging import Merger
+from unshard.evaluate.recording import Backoff, Recorder
+from unshard.evaluate.slots import Slots
+from unshard.evaluate.store import Store
+from unshard.evaluate.work import Evaluator, Profile
+
+__all__ = ["Scheduler", "Settings"]
+
+_log = logging.getLogger(__name__)
+
+_LOCK_NAME = "server.lock"
+
+
+def _nothing_changed(_job: Job) -> Sequence[str]:
+    return ()
+
+
+def _nobody_asks(_job: Job) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Knobs of a scheduler.
+
+    Attributes:
+        work_dir: for attempts, logs and merged models.
+        limits: of every attempt.
+        backoff_s: how long after its first failure a job is tried again; doubled every time.
+        most_backoff_s: the longest such wait.
+        merges: how many merges run at once.
+        options: of every merge.
+        changed: the files of a job's pin that were rewritten in place since it was pinned.
+        ended: called when a job will not change by itself any more, perhaps more than once.
+    """
+
+    work_dir: Path
+    limits: Limits = field(default_factory=Limits)
+    backoff_s: float = 30.0
+    most_backoff_s: float = 3600.0
+    merges: int = 2
+    options: MergeOptions = field(default_factory=lambda: MergeOptions(extra_state=False))
+    changed: Callable[[Job], Sequence[str]] = _nothing_changed
+    ended: Callable[[Job], None] = _nobody_asks
+
+
+class Scheduler:
+    """Runs the jobs of a store, the oldest first, as slots are free.
+
+    A job that needs more slots than are free waits, and those behind it with it: none starves.
+
+    Args:
+        store: the truth.
+        slots: the GPUs.
+        evaluators: from a profile's name to the profile and its evaluator; raises UnshardError
+            where there is none.
+        settings: the rest.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        slots: Slots,
+        evaluators: Callable[[str], tuple[Profile, Evaluator]],
+        settings: Settings,
+    ) -> None:
+        self._store = store
+        self._slots = slots
+        self._evaluators = evaluators
+        self._settings = settings
+        self._work_dir = settings.work_dir.absolute()
+        options, merges = settings.options, settings.merges
+        self._merger = Merger(self._work_dir / "merged", options, at_once=merges)
+        self._runner = Runner(
+            store, self._merger, settings.limits, halt=self._halt_of, changed=settings.changed
+        )
+        self._recorder = Recorder(
+            store,
+            self._merger,
+            Backoff(settings.backoff_s, settings.most_backoff_s),
+            ended=settings.ended,
+        )
+        self._halt: Halt | None = None
+        self._wake = threading.Event()
+        self._threads: set[threading.Thread] = set()
+        self._lock: int | None = None
+
+    def start(self) -> None:
+        """Take up what an earlier server left, then run jobs until `stop`.
+
+        Raises:
+            UsageError: another server uses the same directory.
+        """
+        self._lock = _locked(self._work_dir / _LOCK_NAME)
+        for job in self._store.running():
+            self._take_up(job)
+        self._recorder.tidy_up(self._evaluators)
+        self._spawn(self._loop, "scheduler")
+
+    def stop(self, *, end: bool) -> None:
+        """Begin no more jobs, and return when nothing more is recorded.
+
+        Args:
+            end: end running evaluators, whose jobs are queued again; or else leave them to the
+                next server. Merges are interrupted in any case.
+        """
+        self._halt = Halt.END if end else Halt.LEAVE
+        self._wake.set()
+        for thread in list(self._threads):
+            thread.join()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def wake(self) -> None:
+        """Look for jobs at once: one was submitted."""
+        self._wake.set()
+
+    def cancel(self, job_id: str) -> bool:
+        """Cancel a job that is queued or running; tell whether it was.
+
+        The processes of a running one are gone a little later.
+        """
+        done = self._store.cancel(job_id)
+        if done and job_id not in {job.id for job in self._store.running()}:
+            self._recorder.tell_end(job_id)
+        return done
+
+    def directory_of(self, job: Job) -> Path:
+        """Return the directory of a job's last attempt; the log lies in it."""
+        return self._work_dir / "jobs" / job.id / str(job.attempts)
+
+    def _spawn(self, target: Callable[[], None], name: str) -> None:
+        def body() -> None:
+            try:
+                target()
+            finally:
+                self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=body, name=name, daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _loop(self) -> None:
+        while self._halt is None:
+            self._wake.clear()
+            try:
+                while (job := self._store.due(time.time())) is not None and self._begin(job):
+                    pass
+            except sqlite3.Error:
+                _log.exception("the database of jobs does not answer; trying again")
+            self._wake.wait(self._settings.limits.poll_s)
+
+    def _halt_of(self, job_id: str) -> Halt | None:
+        if self._halt is not None:
+            return self._halt
+        try:
+            job = self._store.get(job_id)
+        except sqlite3.Error:
+            _log.exception("the database of jobs does not answer; trying again")
+            return None
+        return None if job is not None and job.status is Status.RUNNING else Halt.CANCELLED
+
+    def _begin(self, job: Job) -> bool:
+        """Begin an attempt at a job; tell whether another job may be looked at."""
+        if self._halt is not None:
+            return False
+        try:
+            profile, evaluator = self._evaluators(job.request.profile)
+            count = job.request.num_gpus or profile.gpus
+            self._slots.check(count)
+        except UnshardError as error:
+            if self._store.claim(time.time(), job.id) is not None:
+                self._store.fail(job.id, str(error), None)
+                self._recorder.tell_end(job.id)
+            return True
+        gpus = self._slots.take(count)
+        if gpus is None:
+            return False
+        claimed = None
+        try:
+            claimed = self._store.claim(time.time(), job.id)
+        finally:
+            if claimed is None:
+                self._slots.give_back(gpus)
+        if claimed is not None:
+            attempt = Attempt(claimed, profile, evaluator, gpus, self.directory_of(claimed))
+            self._spawn(lambda: self._perform(attempt, None), f"job {job.id}")
+        return True
+
+    def _take_up(self, job: Job) -> None:
+        """Adopt an attempt of an earlier server, or end what is left of it."""
+        process = job.process
+        if process is None:
+            self._store.requeue(job.id, "the server ended while it merged")
+            self._recorder.tell_end(job.id)
+            return
+        try:
+            profile, evaluator = self._evaluators(job.request.profile)
+        except UnshardError as error:
+            _log.warning("job %s cannot be adopted: %s", job.id, error)
+        else:
+            if self._slots.adopt(process.gpus):
+                directory = Path(process.directory)
+                attempt = Attempt(job, profile, evaluator, process.gpus, directory)
+                self._spawn(lambda: self._perform(attempt, process), f"job {job.id}")
+                return
+            _log.warning("job %s cannot be adopted: its GPUs are not this server's", job.id)
+        self._runner.end(process)
+        self._store.requeue(job.id, "the server that ran it was replaced by another")
+
+    def _perform(self, attempt: Attempt, process: Process | None) -> None:
+        """Run an attempt, or the rest of one, to its end, and record it."""
+        try:
+            if process is None:
+                outcome = self._runner.run(attempt)
+            else:
+                outcome = self._runner.resume(attempt, process)
+        except Exception as error:  # noqa: BLE001  an evaluator's mistake must not cost the server
+            _log.exception("job %s failed in an unforeseen way", attempt.job.id)
+            outcome = Failed(f"unforeseen: {error!r}", isinstance(error, sqlite3.Error))
+        if not isinstance(outcome, Left):
+            self._recorder.record(attempt, outcome, is_stopped=lambda: self._halt is not None)
+            self._slots.give_back(attempt.gpus)
+            self._wake.set()
+
+
+def _locked(path: Path) -> int:
+    """Lock a directory against other servers; return the descriptor that does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise UsageError(
+            f"{path.parent}: another server is using it", hint="give another directory"
+        ) from error
+    return fd

@@ -1,0 +1,210 @@
+"""The tables of the store, and how a row becomes a value.
+
+An attempt without an end is open: it may have a process, and while it is open its job is not begun
+again. Times are seconds since the epoch.
+"""
+
+import json
+import sqlite3
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from unshard.errors import UsageError
+from unshard.evaluate.jobs import Event, Filters, Job, Phase, Process, Request, Result, Status
+
+__all__ = [
+    "JOB_COLUMNS",
+    "as_event",
+    "as_job",
+    "as_result",
+    "chosen",
+    "connect",
+    "request_as_json",
+]
+
+VERSION = 1
+
+_TABLES = """
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    key TEXT NOT NULL UNIQUE,
+    request TEXT NOT NULL,
+    run TEXT NOT NULL,
+    step INTEGER,
+    weights TEXT NOT NULL,
+    profile TEXT NOT NULL,
+    status TEXT NOT NULL,
+    phase TEXT,
+    created_at REAL NOT NULL,
+    queued_at REAL NOT NULL,
+    not_before REAL NOT NULL DEFAULT 0,
+    started_at REAL,
+    completed_at REAL,
+    pin TEXT,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    failures INTEGER NOT NULL DEFAULT 0,
+    error TEXT,
+    results TEXT
+);
+CREATE INDEX jobs_by_status ON jobs (status, queued_at, number);
+CREATE TABLE attempts (
+    job_id TEXT NOT NULL REFERENCES jobs (id),
+    number INTEGER NOT NULL,
+    began_at REAL NOT NULL,
+    ended_at REAL,
+    outcome TEXT,
+    pid INTEGER,
+    started INTEGER,
+    boot TEXT,
+    gpus TEXT,
+    directory TEXT,
+    PRIMARY KEY (job_id, number)
+);
+CREATE UNIQUE INDEX one_open_attempt ON attempts (job_id) WHERE ended_at IS NULL;
+CREATE TABLE results (
+    job_id TEXT NOT NULL REFERENCES jobs (id),
+    metric TEXT NOT NULL,
+    value REAL NOT NULL,
+    PRIMARY KEY (job_id, metric)
+);
+CREATE TABLE exports (
+    job_id TEXT NOT NULL REFERENCES jobs (id),
+    sink TEXT NOT NULL,
+    at REAL NOT NULL,
+    PRIMARY KEY (job_id, sink)
+);
+CREATE TABLE events (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    job_id TEXT NOT NULL,
+    status TEXT NOT NULL,
+    phase TEXT,
+    at REAL NOT NULL
+);
+"""
+
+JOB_COLUMNS = """
+    jobs.*, open.pid, open.started, open.boot, open.gpus, open.directory,
+    (SELECT json_group_object(metric, value) FROM results WHERE job_id = jobs.id) AS metrics
+    FROM jobs LEFT JOIN attempts AS open ON open.job_id = jobs.id AND open.ended_at IS NULL
+"""
+"""What `as_job` reads, after SELECT."""
+
+_BUSY_S = 30.0
+_FILTERED = ("status", "run", "step", "weights", "profile")
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open the database, and make its tables if it is new.
+
+    Raises:
+        UsageError: another version of unshard made it.
+    """
+    connection = sqlite3.connect(
+        path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+    )
+    connection.row_factory = sqlite3.Row
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        if _version(connection) != VERSION:
+            _make_tables(connection, path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")
+        found = _version(connection)
+        if found not in (0, VERSION):
+            raise UsageError(
+                f"{path}: made by another version of unshard",
+                expected=f"version {VERSION} of its tables",
+                found=f"version {found}",
+                hint="give another directory, or the unshard that made it",
+            )
+        if found == 0:
+            for statement in _TABLES.split(";"):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def request_as_json(request: Request) -> str:
+    """Return a request as text."""
+    return json.dumps(asdict(request))
+
+
+def _as_request(text: str) -> Request:
+    found = json.loads(text)
+    known = {field.name for field in fields(Request)}
+    values = {name: value for name, value in found.items() if name in known}
+    values["tasks"] = tuple(values["tasks"])
+    return Request(**values)
+
+
+def as_job(row: sqlite3.Row) -> Job:
+    """Return a job from a row of `JOB_COLUMNS`."""
+    return Job(
+        id=row["id"],
+        request=_as_request(row["request"]),
+        status=Status(row["status"]),
+        created_at=row["created_at"],
+        phase=_as_phase(row["phase"]),
+        started_at=row["started_at"],
+        completed_at=row["completed_at"],
+        pin=row["pin"],
+        attempts=row["attempts"],
+        process=_as_process(row),
+        error=row["error"],
+        metrics=json.loads(row["metrics"]),
+        results=row["results"],
+        failures=row["failures"],
+    )
+
+
+def _as_phase(value: str | None) -> Phase | None:
+    return None if value is None else Phase(value)
+
+
+def _as_process(row: sqlite3.Row) -> Process | None:
+    if row["pid"] is None:
+        return None
+    gpus = tuple(json.loads(row["gpus"]))
+    return Process(row["pid"], row["started"], row["boot"], gpus, row["directory"])
+
+
+def as_event(row: sqlite3.Row) -> Event:
+    """Return an event from a row of its table."""
+    status, phase = Status(row["status"]), _as_phase(row["phase"])
+    return Event(row["number"], row["job_id"], status, phase, row["at"])
+
+
+def as_result(row: sqlite3.Row) -> Result:
+    """Return a result from a row of `results` joined with `jobs`."""
+    task, _, metric = row["metric"].partition("/")
+    return Result(
+        job_id=row["id"],
+        run=row["run"],
+        step=row["step"],
+        weights=row["weights"],
+        profile=row["profile"],
+        task=task,
+        metric=metric,
+        value=row["value"],
+        completed_at=row["completed_at"],
+    )
+
+
+def chosen(filters: Filters) -> tuple[str, list[str | int]]:
+    """Return the condition on jobs that filters mean, and its values."""
+    given = {name: getattr(filters, name) for name in _FILTERED}
+    kept = {name: value for name, value in given.items() if value is not None}
+    return " AND ".join(["TRUE", *(f"jobs.{name} = ?" for name in kept)]), list(kept.values())

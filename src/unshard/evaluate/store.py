@@ -1,0 +1,212 @@
+"""The jobs, their attempts and results in one SQLite database, which is the truth.
+
+Every method is one transaction: a process that is killed at any statement leaves the state before
+or after it. Any number of threads and processes may use one database; each thread has a connection.
+"""
+
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from unshard.evaluate.jobs import Job, Phase, Process, Request, Status
+from unshard.evaluate.records import CLAIMABLE, Records
+from unshard.evaluate.schema import request_as_json
+
+__all__ = ["Store"]
+
+_AGAIN = (Status.FAILED, Status.CANCELLED, Status.EXPIRED)
+
+
+class Store(Records):
+    """The jobs and what became of them: `Records`, and how they change."""
+
+    # What clients do.
+
+    def submit(self, request: Request, *, pin: str | None) -> tuple[Job, bool]:
+        """Queue a request; return its job, and whether there was none of its key.
+
+        The same key again returns the same job. A job that failed, was cancelled or expired is
+        queued anew, with the new request's checkpoint and pin.
+        """
+        now, key = time.time(), request.key
+        with self._transaction() as connection:
+            found = connection.execute("SELECT id, status FROM jobs WHERE key = ?", (key,))
+            row = found.fetchone()
+            if row is None:
+                job_id = secrets.token_hex(8)
+                connection.execute(
+                    "INSERT INTO jobs (id, key, request, run, step, weights, profile, status,"
+                    " created_at, queued_at, pin) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (
+                        *(job_id, key, request_as_json(request), request.run, request.step),
+                        *(request.weights, request.profile, Status.QUEUED, now, now, pin),
+                    ),
+                )
+                _tell(connection, job_id, now)
+            else:
+                job_id = row["id"]
+                if Status(row["status"]) in _AGAIN:
+                    connection.execute(
+                        "UPDATE jobs SET status = ?, request = ?, pin = ?, queued_at = ?,"
+                        " not_before = 0, failures = 0, phase = NULL, error = NULL,"
+                        " started_at = NULL, completed_at = NULL WHERE id = ?",
+                        (Status.QUEUED, request_as_json(request), pin, now, job_id),
+                    )
+                    _tell(connection, job_id, now)
+            job = self._one(connection, job_id)
+        if job is None:
+            raise RuntimeError(f"job {job_id}: not there after it was written")
+        return job, row is None
+
+    def cancel(self, job_id: str) -> bool:
+        """Cancel a job that is queued or running; tell whether it was.
+
+        The process of a running one is ended by the scheduler, and is open until then.
+        """
+        with self._transaction() as connection:
+            done = connection.execute(
+                "UPDATE jobs SET status = ?, phase = NULL, completed_at = ?"
+                " WHERE id = ? AND status IN (?, ?)",
+                (Status.CANCELLED, time.time(), job_id, Status.QUEUED, Status.RUNNING),
+            )
+            if done.rowcount:
+                _tell(connection, job_id, time.time())
+            return done.rowcount > 0
+
+    # What a scheduler does.
+
+    def claim(self, now: float, job_id: str | None = None) -> Job | None:
+        """Begin an attempt of the oldest job that is queued and due, or of this one if it is.
+
+        Whoever else claims at the same time gets another job.
+        """
+        only, values = ("", []) if job_id is None else ("AND jobs.id = ?", [job_id])
+        with self._transaction() as connection:
+            row = connection.execute(
+                "UPDATE jobs SET status = 'running', phase = 'merging', started_at = ?,"  # noqa: S608
+                " attempts = attempts + 1 WHERE id = (SELECT id FROM jobs"
+                f" WHERE {CLAIMABLE} {only} ORDER BY queued_at, jobs.number LIMIT 1)"
+                " RETURNING id, attempts",
+                [now, now, *values],
+            ).fetchone()
+            if row is None:
+                return None
+            connection.execute(
+                "INSERT INTO attempts (job_id, number, began_at) VALUES (?, ?, ?)",
+                (row["id"], row["attempts"], now),
+            )
+            _tell(connection, row["id"], now)
+            return self._one(connection, row["id"])
+
+    def attempt_started(self, job_id: str, process: Process) -> None:
+        """Record the process of the open attempt."""
+        gpus = str(list(process.gpus))
+        with self._transaction() as connection:
+            connection.execute(
+                "UPDATE attempts SET pid = ?, started = ?, boot = ?, gpus = ?, directory = ?"
+                " WHERE job_id = ? AND ended_at IS NULL",
+                (process.pid, process.started, process.boot, gpus, process.directory, job_id),
+            )
+
+    def phase(self, job_id: str, phase: Phase) -> None:
+        """Record what a running job is doing now."""
+        with self._transaction() as connection:
+            done = connection.execute(
+                "UPDATE jobs SET phase = ? WHERE id = ? AND status = ? AND phase IS NOT ?",
+                (phase, job_id, Status.RUNNING, phase),
+            )
+            if done.rowcount:
+                _tell(connection, job_id, time.time())
+
+    def complete(self, job_id: str, metrics: Mapping[str, float], results: Path | None) -> bool:
+        """End the open attempt with what was measured; tell whether the job was still running."""
+        file = None if results is None else str(results)
+        with self._ending(job_id, Status.COMPLETED) as (connection, still):
+            if still:
+                connection.execute(
+                    "UPDATE jobs SET status = ?, completed_at = ?, error = NULL, results = ?"
+                    " WHERE id = ?",
+                    (Status.COMPLETED, time.time(), file, job_id),
+                )
+                connection.execute("DELETE FROM results WHERE job_id = ?", (job_id,))
+                connection.executemany(
+                    "INSERT INTO results (job_id, metric, value) VALUES (?, ?, ?)",
+                    [(job_id, name, value) for name, value in metrics.items()],
+                )
+        return still
+
+    def fail(self, job_id: str, error: str, retry_at: float | None) -> bool:
+        """End the open attempt as failed; None: for good, else the job is due again then."""
+        status = Status.FAILED if retry_at is None else Status.QUEUED
+        completed = time.time() if retry_at is None else None
+        with self._ending(job_id, Status.FAILED) as (connection, still):
+            if still:
+                connection.execute(
+                    "UPDATE jobs SET status = ?, completed_at = ?, error = ?, not_before = ?,"
+                    " failures = failures + 1 WHERE id = ?",
+                    (status, completed, error, retry_at or 0, job_id),
+                )
+        return still
+
+    def expire(self, job_id: str, why: str) -> bool:
+        """End the open attempt: the checkpoint is gone."""
+        with self._ending(job_id, Status.EXPIRED) as (connection, still):
+            if still:
+                connection.execute(
+                    "UPDATE jobs SET status = ?, completed_at = ?, error = ? WHERE id = ?",
+                    (Status.EXPIRED, time.time(), why, job_id),
+                )
+        return still
+
+    def requeue(self, job_id: str, why: str) -> bool:
+        """End the open attempt as lost; the job keeps its place in the queue, and its retries."""
+        with self._ending(job_id, Status.QUEUED) as (connection, still):
+            if still:
+                connection.execute(
+                    "UPDATE jobs SET status = ?, started_at = NULL, not_before = 0, error = ?"
+                    " WHERE id = ?",
+                    (Status.QUEUED, why, job_id),
+                )
+        return still
+
+    def release(self, job_id: str) -> None:
+        """End the open attempt of a job that was cancelled: its process is gone."""
+        with self._ending(job_id, Status.CANCELLED):
+            pass
+
+    @contextmanager
+    def _ending(self, job_id: str, outcome: Status) -> Iterator[tuple[sqlite3.Connection, bool]]:
+        """End the open attempt; yield whether the job still is as the attempt left it."""
+        now = time.time()
+        with self._transaction() as connection:
+            found = connection.execute("SELECT status FROM jobs WHERE id = ?", (job_id,)).fetchone()
+            still = found is not None and found["status"] == Status.RUNNING
+            yield connection, still
+            connection.execute(
+                "UPDATE attempts SET ended_at = ?, outcome = ?"
+                " WHERE job_id = ? AND ended_at IS NULL",
+                (now, outcome if still else Status.CANCELLED, job_id),
+            )
+            if still:
+                connection.execute("UPDATE jobs SET phase = NULL WHERE id = ?", (job_id,))
+                _tell(connection, job_id, now)
+
+    def mark_exported(self, job_id: str, sink: str) -> None:
+        """Record that a sink has got a job's results."""
+        with self._transaction() as connection:
+            connection.execute(
+                "INSERT OR IGNORE INTO exports (job_id, sink, at) VALUES (?, ?, ?)",
+                (job_id, sink, time.time()),
+            )
+
+
+def _tell(connection: sqlite3.Connection, job_id: str, at: float) -> None:
+    """Append a job's change."""
+    connection.execute(
+        "INSERT INTO events (job_id, status, phase, at) SELECT id, status, phase, ? FROM jobs"
+        " WHERE id = ?",
+        (at, job_id),
+    )

@@ -1,0 +1,211 @@
+"""The process that stands between the server and an evaluator, and outlives the server.
+
+`python -m unshard.evaluate.supervise` reads an `Order` from stdin: without a whole one it ends, so
+nothing runs that the server has not recorded. It leads the process group, bounds the log, keeps to
+the timeout, ends whatever the evaluator leaves behind, and writes `exit.json` in one step. On Linux
+it also inherits the orphans of its descendants, so that they can be found, and the evaluator dies
+with it. Imports nothing heavy.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from unshard.evaluate.bounded_log import BoundedLog
+from unshard.evaluate.processes import identify, members, send
+
+__all__ = ["EXIT_NAME", "LOG_NAME", "Exit", "Order", "main", "read_exit"]
+
+EXIT_NAME = "exit.json"
+LOG_NAME = "log.txt"
+
+_POLL_S = 0.05
+_READ_BYTES = 1 << 20
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+_SET_PIPE_SIZE = 1031  # fcntl(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to run.
+
+    Attributes:
+        command: the evaluator's arguments, its interpreter first.
+        environment: its whole environment.
+        directory: of the attempt; its working directory, the log and `exit.json`.
+        timeout_s: how long it may run.
+        grace_s: how long it may take to end when it is asked to.
+        log_bytes: the bound of the log.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    directory: str
+    timeout_s: float
+    grace_s: float
+    log_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How an evaluator ended.
+
+    Attributes:
+        reason: "exited", "timeout", "stopped" (a signal) or "not started".
+        returncode: as of `subprocess`: negative for a signal.
+        error: why it could not be started.
+        seconds: how long it ran.
+    """
+
+    reason: str
+    returncode: int
+    error: str
+    seconds: float
+
+
+def read_exit(directory: Path) -> Exit | None:
+    """Return how the evaluator of an attempt ended; None where nobody was left to write it."""
+    try:
+        return Exit(**json.loads((directory / EXIT_NAME).read_bytes()))
+    except FileNotFoundError:
+        return None
+
+
+def main() -> int:
+    """Run what stdin says."""
+    try:
+        order = Order(**json.loads(sys.stdin.buffer.read()))
+    except (ValueError, TypeError):  # the server is gone
+        return 1
+    stops: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _frame: stops.append(number))
+    _control(_SET_CHILD_SUBREAPER, 1)
+    with BoundedLog(Path(order.directory) / LOG_NAME, order.log_bytes) as log:
+        done = supervise(order, log, lambda: bool(stops))
+    write_exit(Path(order.directory), done)
+    return 0
+
+
+def supervise(order: Order, log: BoundedLog, is_stopped: Callable[[], bool]) -> Exit:
+    """Run an evaluator to its end, and end what it leaves behind."""
+    started = time.monotonic()
+    try:
+        child = _start(order)
+    except OSError as error:
+        log.write(f"{error}\n".encode())
+        return Exit("not started", 127, str(error), 0.0)
+    watched = _Watched(child, log)
+    reason = "exited"
+    while not watched.is_over():
+        if is_stopped() or time.monotonic() - started > order.timeout_s:
+            reason = "stopped" if is_stopped() else "timeout"
+            break
+        watched.advance(_POLL_S)
+    seconds = time.monotonic() - started
+    _end_all(order, watched)
+    return Exit(reason, watched.returncode, "", seconds)
+
+
+class _Watched:
+    """A child, its output on the way to the log, and the orphans that are reaped with it."""
+
+    def __init__(self, child: "subprocess.Popen[bytes]", log: BoundedLog) -> None:
+        if child.stdout is None:
+            raise RuntimeError("the output of the child is not piped")
+        self._child = child
+        self._output = child.stdout
+        self._log = log
+        self._is_open = True
+
+    @property
+    def returncode(self) -> int:
+        return -signal.SIGKILL if self._child.returncode is None else self._child.returncode
+
+    def is_over(self) -> bool:
+        """Reap all that ended; tell whether the child did."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._child.pid:
+                    self._child.returncode = os.waitstatus_to_exitcode(ended[1])
+        return self._child.returncode is not None
+
+    def advance(self, seconds: float) -> bool:
+        """Move output into the log, or wait for some; tell whether there was any."""
+        if not self._is_open:
+            time.sleep(seconds)
+            return False
+        if not select.select([self._output], [], [], seconds)[0]:
+            return False
+        data = os.read(self._output.fileno(), _READ_BYTES)
+        if not data:
+            self._is_open = False
+            return False
+        with suppress(OSError):  # a full disk must not end the evaluation
+            self._log.write(data)
+        return True
+
+
+def _start(order: Order) -> "subprocess.Popen[bytes]":
+    child = subprocess.Popen(  # noqa: S603
+        order.command,
+        env=order.environment,
+        cwd=order.directory,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,
+        preexec_fn=_die_with_parent,  # noqa: PLW1509  there are no other threads
+    )
+    if sys.platform == "linux" and child.stdout is not None:
+        import fcntl
+
+        with suppress(OSError):
+            fcntl.fcntl(child.stdout.fileno(), _SET_PIPE_SIZE, _READ_BYTES)
+    return child
+
+
+def _die_with_parent() -> None:
+    _control(_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _control(option: int, value: int) -> None:
+    """Call prctl(2), where there is one."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _end_all(order: Order, watched: _Watched) -> None:
+    """End everything but this process; what still comes goes into the log."""
+    own = identify(os.getpid(), gpus=(), directory=order.directory)
+    send(members(own), signal.SIGTERM)
+    deadline = time.monotonic() + order.grace_s
+    while left := members(own):
+        if time.monotonic() > deadline:
+            send(left, signal.SIGKILL)
+        watched.advance(_POLL_S)
+        watched.is_over()
+    watched.is_over()
+    last = time.monotonic() + order.grace_s
+    while time.monotonic() < last and watched.advance(0):
+        pass
+
+
+def write_exit(directory: Path, done: Exit) -> None:
+    """Write `exit.json` in one step."""
+    draft = directory / f"{EXIT_NAME}.partial"
+    draft.write_text(json.dumps(asdict(done)))
+    draft.replace(directory / EXIT_NAME)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
