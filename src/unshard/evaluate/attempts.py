@@ -204,11 +204,14 @@ class Runner:
             child.drop()
             raise
         child.give(self._order(attempt, command))
-        outcome = self._conclude(attempt, work, child.process)
-        if isinstance(outcome, Left):
-            child.leave()
-        else:
-            child.reap()
+        outcome: Outcome | None = None
+        try:
+            outcome = self._conclude(attempt, work, child.process)
+        finally:
+            if isinstance(outcome, Left):
+                child.leave()
+            else:
+                child.reap()
         return outcome
 
     def _order(self, attempt: Attempt, command: list[str]) -> Order:

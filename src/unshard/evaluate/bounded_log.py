@@ -85,7 +85,7 @@ def read_log(path: Path, offset: int, *, most_bytes: int = LOG_BYTES) -> tuple[s
             line = _LINE_PATTERN.fullmatch(file.read(_WIDTH))
             left_out = int(line[1]) if line else 0
             if line and head <= offset < head + left_out:
-                return f"\n[... {left_out} bytes left out ...]\n", head + left_out
+                return (_LINE % left_out).decode(), head + left_out
             end = head if line and offset < head else size
             begin = offset if offset < head or not line else offset - left_out + _WIDTH
             file.seek(begin)
@@ -100,10 +100,10 @@ def _whole_characters(data: bytes) -> bytes:
     """Leave a last character of UTF-8 that is not complete for the next time."""
     for back in range(1, min(4, len(data)) + 1):
         lead = data[-back]
-        if lead >= 0xC0:
+        if 0xC0 <= lead < 0xF8:
             length = 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
             return data[:-back] if length > back and len(data) > back else data
-        if lead < 0x80:
+        if lead < 0x80 or lead >= 0xF8:
             break
     return data
 

@@ -111,6 +111,8 @@ def supervise(order: Order, log: BoundedLog, is_stopped: Callable[[], bool]) -> 
             reason = "stopped" if is_stopped() else "timeout"
             break
         watched.advance(_POLL_S)
+    if reason == "exited" and is_stopped() and watched.returncode != 0:
+        reason = "stopped"  # the signal went to the whole group, and the child was faster
     seconds = time.monotonic() - started
     _end_all(order, watched)
     return Exit(reason, watched.returncode, "", seconds)

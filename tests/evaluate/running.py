@@ -1,0 +1,174 @@
+"""Real evaluators for tests: small Python scripts, and a server to run them in a child process."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+import unshard
+from unshard.evaluate.attempts import Limits
+from unshard.evaluate.jobs import EvaluationError, Filters, Job, Request, Status
+from unshard.evaluate.scheduler import Scheduler, Settings
+from unshard.evaluate.slots import Slots
+from unshard.evaluate.store import Store
+from unshard.evaluate.work import Evaluator, Profile, Work
+
+TESTS = Path(__file__).parent.parent
+DEADLINE_S = 60.0
+
+SCORE = """
+import json, os, pathlib, sys, time
+model, output, step = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+def done(**metrics):
+    (output / "metrics.json").write_text(json.dumps({f"task/{k}": v for k, v in metrics.items()}))
+"""
+
+
+@dataclass(frozen=True)
+class ScriptProfile:
+    name: str = "script"
+    kind: str = "command"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 60.0
+    retries: int = 0
+    gpus: int = 1
+    keep: str = "none"
+    best_metric: str | None = None
+
+
+@dataclass(frozen=True)
+class ScriptEvaluator:
+    """Runs a script, which begins with `SCORE`, with the model, the output and the step."""
+
+    script: str
+
+    def command(self, work: Work) -> list[str]:
+        step = str(work.request.step)
+        places = [str(work.model), str(work.output)]
+        return [sys.executable, "-I", "-S", "-c", SCORE + self.script, *places, step]
+
+    def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
+        path = work.output / "metrics.json"
+        if returncode != 0 or not path.exists():
+            raise EvaluationError("no metrics", found=f"exit code {returncode}")
+        found: dict[str, float] = json.loads(path.read_text())
+        return found
+
+    def results_file(self, work: Work) -> Path | None:
+        return work.output / "metrics.json"
+
+
+def whole_model(directory: Path) -> Path:
+    """Make a Hugging Face directory, which is evaluated as it is."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({"weight": np.zeros(3, np.float32)}, directory / "model.safetensors")
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def request(checkpoint: Path, step: int = 1, **more: object) -> Request:
+    return Request(str(checkpoint), "script", ("task",), step, "run", **more)  # type: ignore[arg-type]
+
+
+def scheduler(
+    work_dir: Path,
+    script: str,
+    *,
+    gpus: str | int = 1,
+    profile: Profile | None = None,
+    **settings: object,
+) -> tuple[Store, Scheduler]:
+    """Return a store and a scheduler, not started, in a directory."""
+    store = Store(work_dir / "jobs.sqlite")
+    chosen: tuple[Profile, Evaluator] = (profile or ScriptProfile(), ScriptEvaluator(script))
+
+    def evaluators(name: str) -> tuple[Profile, Evaluator]:
+        if name != chosen[0].name:
+            raise EvaluationError(f"profile {name}: unknown")
+        return chosen
+
+    known = {"limits": Limits(grace_s=0.5, poll_s=0.02), "backoff_s": 0.05} | settings
+    made = Settings(work_dir, **known)  # type: ignore[arg-type]
+    return store, Scheduler(store, Slots.parse(gpus), evaluators, made)
+
+
+def wait_until(condition: Callable[[], bool], what: str = "") -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"still not: {what}"
+        time.sleep(0.01)
+
+
+def job_of(store: Store, job_id: str) -> Job:
+    job = store.get(job_id)
+    assert job is not None
+    return job
+
+
+def wait_for(store: Store, job_id: str, status: Status) -> Job:
+    """Wait for a job's status; another final one fails at once."""
+
+    def reached() -> bool:
+        job = job_of(store, job_id)
+        assert job.status is status or not job.status.is_final, job
+        return job.status is status
+
+    wait_until(reached, f"{job_id} {status}")
+    return job_of(store, job_id)
+
+
+def all_final(store: Store) -> bool:
+    return all(job.status.is_final for job in store.jobs(Filters())) and not store.running()
+
+
+def is_running(pid: int) -> bool:
+    """Tell whether a process is there and no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let no file of this process and its children grow beyond a size, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def child_environment() -> dict[str, str]:
+    source = str(Path(unshard.__file__).parent.parent)
+    return os.environ | {"PYTHONPATH": os.pathsep.join([source, str(TESTS)])}
+
+
+def start_server(work_dir: Path, script: str, *, gpus: str) -> "subprocess.Popen[bytes]":
+    """Start a scheduler in a process of its own, to be killed."""
+    command = [sys.executable, "-m", "evaluate.running", str(work_dir), script, gpus]
+    return subprocess.Popen(command, env=child_environment())
+
+
+def serve(work_dir: str, script: str, gpus: str) -> None:
+    store, server = scheduler(Path(work_dir), script, gpus=gpus)
+    server.start()
+    (Path(work_dir) / "ready").touch()
+    while True:
+        time.sleep(60)
+        store.counts()
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

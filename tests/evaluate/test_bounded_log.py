@@ -1,0 +1,77 @@
+import tempfile
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unshard.evaluate.bounded_log import BoundedLog, last_lines, read_log
+
+
+def read_all(path: Path, most: int) -> str:
+    text, offset = "", 0
+    while True:
+        part, offset = read_log(path, offset, most_bytes=most)
+        if not part:
+            return text
+        text += part
+
+
+def test_a_short_log_is_kept_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    with BoundedLog(path, 1000) as log:
+        log.write(b"one\n")
+        log.write("zwei ä\n".encode())
+    assert path.read_text() == "one\nzwei ä\n"
+    assert read_log(path, 0, most_bytes=1000) == ("one\nzwei ä\n", 12)
+    assert read_log(path, 12, most_bytes=1000) == ("", 12)
+    assert last_lines(path, 1) == "zwei ä"
+
+
+def test_a_log_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
+    assert read_log(tmp_path / "none", 0) == ("", 0)
+    assert last_lines(tmp_path / "none", 3) == ""
+
+
+@given(sizes=st.lists(st.integers(1, 3000), max_size=20))
+def test_of_a_long_log_the_first_and_the_last_parts_stay(
+    sizes: list[int],
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log.txt"
+        written = b""
+        with BoundedLog(path, 1000) as log:
+            for number, size in enumerate(sizes):
+                data = bytes([65 + number % 26]) * size
+                written += data
+                log.write(data)
+                assert path.stat().st_size <= 1000 + 60
+        kept = path.read_bytes()
+        shown = read_all(path, 1000)
+    assert kept[:500] == written[:500]
+    assert kept[-250:] == written[-250:] if len(written) > 500 else kept == written
+    assert shown == kept.decode()
+
+
+def test_a_reader_that_follows_knows_where_it_is_after_a_cut(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    with BoundedLog(path, 1000) as log:
+        log.write(b"a" * 900)
+        text, offset = read_log(path, 0, most_bytes=1000)
+        assert (len(text), offset) == (900, 900)
+        log.write(b"b" * 600)  # 1,500 in all, of which some are left out
+        text, offset = read_log(path, offset, most_bytes=1000)
+        if "left out" in text:
+            text, offset = read_log(path, offset, most_bytes=1000)
+        assert set(text) == {"b"}
+        assert offset == 1500
+
+
+def test_a_character_that_is_not_whole_is_read_when_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    with BoundedLog(path, 1000) as log:
+        log.write(b"a\xc3")
+        assert read_log(path, 0, most_bytes=1000) == ("a", 1)
+        log.write(b"\xa4")
+        assert read_log(path, 1, most_bytes=1000) == ("ä", 3)
+        log.write(b"\xff\xff")
+        assert read_log(path, 3, most_bytes=1000)[0] == "\ufffd\ufffd"

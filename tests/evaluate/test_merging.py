@@ -1,0 +1,147 @@
+import shutil
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from evaluate.running import largest_file, request, wait_until, whole_model
+from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
+from unshard.api.options import MergeOptions
+from unshard.evaluate.jobs import EvaluationError, Job, Status
+from unshard.evaluate.merging import GivenUpError, GoneError, Merger, PassingError, source_of
+
+
+def job(checkpoint: Path, weights: str = "model", pin: str | None = None) -> Job:
+    asked = request(checkpoint, weights=weights)
+    return Job("job", asked, Status.RUNNING, 0.0, pin=pin)
+
+
+@pytest.fixture
+def merger(tmp_path: Path) -> Merger:
+    return Merger(tmp_path / "merged", MergeOptions(extra_state=False), at_once=1)
+
+
+def prepare(merger: Merger, what: Job, directory: Path) -> Path:
+    attempt = directory / "attempt"
+    attempt.mkdir(exist_ok=True)
+    return merger.prepare(what, directory=attempt, is_given_up=lambda: False)
+
+
+def test_a_sharded_checkpoint_is_merged_and_not_touched(tmp_path: Path, merger: Merger) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    before = snapshot(checkpoint)
+    model = prepare(merger, job(checkpoint), tmp_path)
+    assert model == tmp_path / "merged" / "job" == merger.model_of(job(checkpoint))
+    assert_same(merged(model), some_tensors())
+    assert snapshot(checkpoint) == before
+    assert merger.kept() == ["job"]
+    merger.remove("job")
+    assert merger.kept() == []
+
+
+def test_the_ema_weights_are_merged_where_they_are_asked_for(
+    tmp_path: Path, merger: Merger
+) -> None:
+    step = tmp_path / "checkpoint-5"
+    save_ranks(step / "pytorch_model_fsdp_0", some_tensors(0), 2)
+    save_ranks(step / "pytorch_ema_model_fsdp_0", some_tensors(1), 2)
+    assert_same(merged(prepare(merger, job(step, "ema"), tmp_path)), some_tensors(1))
+
+
+def test_a_whole_model_is_taken_as_it_is(tmp_path: Path, merger: Merger) -> None:
+    model = whole_model(tmp_path / "model")
+    assert prepare(merger, job(model), tmp_path) == model
+    assert merger.kept() == []
+
+
+def test_whole_weights_beside_shards_or_without_a_config_are_merged(
+    tmp_path: Path, merger: Merger
+) -> None:
+    both = whole_model(tmp_path / "both")
+    save_ranks(both, some_tensors(), 2)
+    assert_same(merged(prepare(merger, job(both), tmp_path)), some_tensors())
+    bare = whole_model(tmp_path / "bare")
+    (bare / "config.json").unlink()
+    assert prepare(merger, job(bare), tmp_path) == tmp_path / "merged" / "job"
+
+
+def test_a_pin_comes_before_the_checkpoint(tmp_path: Path, merger: Merger) -> None:
+    pin = save_ranks(tmp_path / "pin", some_tensors(3), 2)
+    pinned = job(tmp_path / "gone", pin=str(pin))
+    assert_same(merged(prepare(merger, pinned, tmp_path)), some_tensors(3))
+    other = replace(pinned, pin=str(tmp_path / "unpinned"))
+    assert source_of(other) == tmp_path / "gone"
+
+
+def test_a_checkpoint_that_is_gone_is_told_from_a_bad_one(tmp_path: Path, merger: Merger) -> None:
+    with pytest.raises(GoneError, match="is gone"):
+        prepare(merger, job(tmp_path / "nothing"), tmp_path)
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    (checkpoint / "model_world_size_2_rank_1.pt").write_bytes(b"")
+    with pytest.raises(EvaluationError, match="rank_1") as caught:
+        prepare(merger, job(checkpoint), tmp_path)
+    assert type(caught.value) is EvaluationError
+    assert merger.kept() == []
+
+
+def test_a_checkpoint_that_goes_during_the_merge_is_gone(tmp_path: Path, merger: Merger) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    (checkpoint / "model_world_size_2_rank_1.pt").unlink()
+
+    def rotated() -> bool:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        return False
+
+    (tmp_path / "attempt").mkdir()
+    with pytest.raises(GoneError):
+        merger.prepare(job(checkpoint), directory=tmp_path / "attempt", is_given_up=rotated)
+
+
+def test_a_disk_without_space_may_pass(tmp_path: Path, merger: Merger) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", {"big": torch.zeros(500_000)}, 2)
+    with largest_file(100_000), pytest.raises(PassingError, match="cannot be written"):
+        prepare(merger, job(checkpoint), tmp_path)
+    assert merger.kept() == []
+    assert prepare(merger, job(checkpoint), tmp_path).is_dir()
+
+
+def test_a_worker_that_dies_may_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    merger = Merger(tmp_path / "merged", MergeOptions(), at_once=1)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises((PassingError, ProcessLookupError)):
+        prepare(merger, job(checkpoint), tmp_path)
+
+
+def test_who_waits_for_a_turn_or_merges_can_be_given_up(tmp_path: Path, merger: Merger) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    (tmp_path / "attempt").mkdir()
+    merger._turns.acquire()
+    with pytest.raises(GivenUpError):
+        merger.prepare(job(checkpoint), directory=tmp_path / "attempt", is_given_up=lambda: True)
+    merger._turns.release()
+    with pytest.raises(GivenUpError):
+        merger.prepare(job(checkpoint), directory=tmp_path / "attempt", is_given_up=lambda: True)
+    assert prepare(merger, job(checkpoint), tmp_path).is_dir()
+
+
+def test_merges_take_turns(tmp_path: Path, merger: Merger) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    found: list[Path] = []
+
+    def one(number: int) -> None:
+        what = replace(job(checkpoint), id=f"job-{number}")
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        found.append(merger.prepare(what, directory=directory, is_given_up=lambda: False))
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(found) == 2, "two merges")
+    for thread in threads:
+        thread.join()
+    assert sorted(merger.kept()) == ["job-0", "job-1"]

@@ -1,0 +1,108 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from evaluate.running import is_running, wait_until
+from unshard.evaluate.environment import MARK
+from unshard.evaluate.jobs import Process
+from unshard.evaluate.processes import boot, identify, is_alive, kill_group, members
+
+# A tree: a child that ignores SIGTERM, one in a session of its own, and an orphan of such a one.
+TREE = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+def note(name):
+    (folder / f"{name}.partial").write_text(str(os.getpid()))
+    (folder / f"{name}.partial").rename(folder / name)
+def live():
+    while True: time.sleep(60)
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN); note("stubborn"); live()
+if os.fork() == 0:
+    os.setsid(); note("apart"); live()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN); note("orphan"); live()
+    os._exit(0)
+note("leader"); live()
+"""
+NAMES = ("stubborn", "apart", "orphan", "leader")
+
+
+@contextmanager
+def tree(folder: Path) -> Iterator[tuple["subprocess.Popen[bytes]", Process, dict[str, int]]]:
+    command = [sys.executable, "-I", "-S", "-c", TREE, str(folder)]
+    child = subprocess.Popen(command, start_new_session=True, env={MARK: str(folder)})
+    pids: dict[str, int] = {}
+    try:
+        wait_until(lambda: all((folder / name).exists() for name in NAMES), "the tree")
+        pids = {name: int((folder / name).read_text()) for name in NAMES}
+        yield child, identify(child.pid, gpus=(), directory=str(folder)), pids
+    finally:
+        child.kill()
+        child.wait()
+        for pid in pids.values():
+            with suppress(ProcessLookupError):
+                if is_running(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are found by /proc")
+def test_the_whole_tree_ends_with_its_group(tmp_path: Path) -> None:
+    with tree(tmp_path) as (child, process, pids):
+        assert {entry.pid for entry in members(process)} == set(pids.values())
+        assert is_alive(process)
+        assert kill_group(process, grace_s=0.2)
+        assert not any(is_running(pid) for pid in pids.values())
+        assert not is_alive(process)  # though it is a zombie still
+        child.wait()
+        assert not is_alive(process)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are found by /proc")
+def test_what_outlives_its_leader_is_found(tmp_path: Path) -> None:
+    with tree(tmp_path) as (child, process, pids):
+        child.kill()
+        child.wait()
+        assert {entry.pid for entry in members(process)} == set(pids.values()) - {child.pid}
+        assert kill_group(process, grace_s=0)
+        assert not any(is_running(pid) for pid in pids.values())
+
+
+def test_another_process_with_the_same_number_is_left_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(command, start_new_session=True) as child:
+        own = identify(child.pid, gpus=(), directory=str(tmp_path))
+        for other in (replace(own, started=own.started - 1), replace(own, boot="another")):
+            assert not is_alive(other)
+            assert members(other) == []
+            assert kill_group(other, grace_s=0)
+        assert is_alive(own)
+        child.kill()
+
+
+def test_a_process_that_ends_by_itself_when_asked_is_not_waited_for(tmp_path: Path) -> None:
+    command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(command, start_new_session=True) as child:
+        process = identify(child.pid, gpus=(), directory=str(tmp_path))
+        begin = time.monotonic()
+        assert kill_group(process, grace_s=50)
+        assert time.monotonic() - begin < 40
+        assert child.wait() == -signal.SIGTERM
+
+
+def test_who_is_not_there_has_no_identity() -> None:
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", ""]) as child:
+        child.wait()
+    with pytest.raises(ProcessLookupError):
+        identify(child.pid, gpus=(), directory="")
+    assert boot()

@@ -1,0 +1,349 @@
+import json
+import shutil
+import sqlite3
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from evaluate.running import (
+    ScriptProfile,
+    all_final,
+    is_running,
+    job_of,
+    largest_file,
+    request,
+    scheduler,
+    wait_for,
+    wait_until,
+    whole_model,
+)
+from ranks import save_ranks, some_tensors
+from unshard.errors import UsageError
+from unshard.evaluate.jobs import Filters, Job, Phase, Status
+from unshard.evaluate.scheduler import Scheduler
+from unshard.evaluate.store import Store
+
+SCORED = "done(acc=0.5)"
+SLEEPS = "(output / 'pid').write_text(str(os.getpid())); time.sleep(600)"
+SEEN = """
+begin = time.monotonic()
+time.sleep(0.3)
+gpus = os.environ["CUDA_VISIBLE_DEVICES"]
+(output / "seen.json").write_text(json.dumps([gpus, begin, time.monotonic()]))
+done(acc=0.5)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return whole_model(tmp_path / "model")
+
+
+def submit(store: Store, server: Scheduler, model: Path, step: int = 1, **more: object) -> Job:
+    job, _ = store.submit(request(model, step, **more), pin=None)
+    server.wake()
+    return job
+
+
+def output_of(server: Scheduler, store: Store, job_id: str) -> Path:
+    return server.directory_of(job_of(store, job_id)) / "output"
+
+
+def pid_of(server: Scheduler, store: Store, job_id: str, name: str = "pid") -> int:
+    def there() -> bool:
+        path = output_of(server, store, job_id) / name
+        return path.exists() and path.read_text() != ""
+
+    wait_until(there, name)
+    return int((output_of(server, store, job_id) / name).read_text())
+
+
+def overlap(one: tuple[str, float, float], other: tuple[str, float, float]) -> bool:
+    return one[1] < other[2] and other[1] < one[2]
+
+
+def seen_by(server: Scheduler, store: Store) -> list[tuple[str, float, float]]:
+    files = [output_of(server, store, job.id) / "seen.json" for job in store.jobs(Filters())]
+    return [tuple(json.loads(file.read_text())) for file in files]
+
+
+def test_eight_jobs_share_four_gpus_and_no_gpu_is_shared(tmp_path: Path, model: Path) -> None:
+    # Each of the first four waits for the others, so four do run at once.
+    meet = f"""
+import pathlib
+place = pathlib.Path({str(tmp_path)!r}) / "met"
+place.mkdir(exist_ok=True)
+(place / step).touch()
+while len(list(place.iterdir())) < 4: time.sleep(0.01)
+"""
+    store, server = scheduler(tmp_path / "work", meet + SEEN, gpus="4,5,6,7")
+    for step in range(8):
+        submit(store, server, model, step)
+    server.start()
+    wait_until(lambda: all_final(store), "eight jobs")
+    server.stop(end=True)
+    assert store.counts()[Status.COMPLETED] == 8
+    seen = seen_by(server, store)
+    assert {gpus for gpus, _, _ in seen} == {"4", "5", "6", "7"}
+    assert not any(
+        one[0] == other[0] and overlap(one, other) for one, other in combinations(seen, 2)
+    )
+
+
+def test_a_job_gets_as_many_gpus_as_it_asks_for(tmp_path: Path, model: Path) -> None:
+    store, server = scheduler(tmp_path / "work", SEEN, gpus=3)
+    for step, count in enumerate((2, 2, 1)):
+        submit(store, server, model, step, num_gpus=count)
+    too_many = submit(store, server, model, 3, num_gpus=4)
+    server.start()
+    wait_until(lambda: all_final(store), "the jobs")
+    server.stop(end=True)
+    failed = job_of(store, too_many.id)
+    assert failed.status is Status.FAILED
+    assert "needs 4 GPUs" in str(failed.error)
+    files = (tmp_path / "work" / "jobs").glob("*/*/output/seen.json")
+    seen = [tuple(json.loads(file.read_text())) for file in files]
+    assert sorted(len(gpus.split(",")) for gpus, _, _ in seen) == [1, 2, 2]
+    for one, other in combinations(seen, 2):
+        assert not (set(one[0].split(",")) & set(other[0].split(",")) and overlap(one, other))
+
+
+def test_a_sharded_checkpoint_is_merged_evaluated_and_removed(tmp_path: Path) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    script = "done(size=sum(f.stat().st_size for f in model.glob('*.safetensors')))"
+    ended: list[Job] = []
+    store, server = scheduler(tmp_path / "work", script, ended=ended.append)
+    job = submit(store, server, checkpoint)
+    server.start()
+    done = wait_for(store, job.id, Status.COMPLETED)
+    server.stop(end=True)
+    assert done.metrics["task/size"] > 0
+    assert done.results is not None
+    assert json.loads(Path(done.results).read_text()) == done.metrics
+    assert list((tmp_path / "work" / "merged").iterdir()) == []
+    phases = [event.phase for event in store.events(0)]
+    assert phases == [None, Phase.MERGING, Phase.EVALUATING, None]
+    assert [one.id for one in ended] == [job.id]
+
+
+def test_only_the_best_merged_model_stays(tmp_path: Path) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    profile = ScriptProfile(keep="best", best_metric="task/acc")
+    script = "done(acc={'1': 0.9, '2': 0.5}[step])"
+    store, server = scheduler(tmp_path / "work", script, profile=profile)
+    jobs = [submit(store, server, checkpoint, step) for step in (1, 2)]
+    server.start()
+    wait_until(lambda: all_final(store), "two jobs")
+    server.stop(end=True)
+    kept = [path.name for path in (tmp_path / "work" / "merged").iterdir()]
+    assert kept == [jobs[0].id]
+
+
+TREE = """
+import signal, subprocess
+def child(name, setup):
+    code = f"import os, signal, time; {setup}; open({str(output / name)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-I", "-S", "-c", code])
+child("stubborn", "signal.signal(15, signal.SIG_IGN)")
+child("apart", "os.setsid()")
+child("orphan", "os.fork() and os._exit(0); os.setsid(); signal.signal(15, signal.SIG_IGN)")
+(output / "pid").write_text(str(os.getpid()))
+time.sleep(600)
+"""  # noqa: E501
+
+
+def test_cancelling_a_running_job_ends_its_whole_tree(tmp_path: Path, model: Path) -> None:
+    store, server = scheduler(tmp_path / "work", TREE)
+    job = submit(store, server, model)
+    server.start()
+    names = ("pid", "stubborn", "apart", "orphan")
+    pids = [pid_of(server, store, job.id, name) for name in names]
+    assert all(is_running(pid) for pid in pids)
+    assert server.cancel(job.id)
+    wait_until(lambda: store.running() == [], "the end of the tree")
+    assert not any(is_running(pid) for pid in pids)
+    assert job_of(store, job.id).status is Status.CANCELLED
+    assert not server.cancel(job.id)
+    server.stop(end=True)
+
+
+def test_a_queued_job_is_cancelled_and_one_submitted_again_waits_for_its_end(
+    tmp_path: Path, model: Path
+) -> None:
+    ended: list[str] = []
+    store, server = scheduler(tmp_path / "work", SLEEPS, ended=lambda job: ended.append(job.id))
+    first, second = submit(store, server, model, 1), submit(store, server, model, 2)
+    server.start()
+    pid = pid_of(server, store, first.id)
+    assert server.cancel(second.id)
+    assert ended == [second.id]
+    assert server.cancel(first.id)
+    submit(store, server, model, 1)
+    wait_until(lambda: job_of(store, first.id).attempts == 2, "the second attempt")
+    assert not is_running(pid)
+    assert is_running(pid_of(server, store, first.id))
+    server.stop(end=True)
+    assert job_of(store, first.id).status is Status.QUEUED
+
+
+def test_a_timeout_is_a_failure(tmp_path: Path, model: Path) -> None:
+    store, server = scheduler(tmp_path / "work", SLEEPS, profile=ScriptProfile(timeout_s=0.5))
+    job = submit(store, server, model)
+    server.start()
+    failed = wait_for(store, job.id, Status.FAILED)
+    server.stop(end=True)
+    assert "timed out after 0.5 s" in str(failed.error)
+    assert not is_running(pid_of(server, store, job.id))
+
+
+def test_a_crash_is_retried_and_shows_the_end_of_the_log(tmp_path: Path, model: Path) -> None:
+    script = "print('about to crash', flush=True); os.abort()"
+    store, server = scheduler(tmp_path / "work", script, profile=ScriptProfile(retries=2))
+    job = submit(store, server, model)
+    server.start()
+    failed = wait_for(store, job.id, Status.FAILED)
+    server.stop(end=True)
+    assert (failed.attempts, failed.failures) == (3, 3)
+    assert "exit code -6" in str(failed.error)
+    assert "about to crash" in str(failed.error)
+    began = began_at(tmp_path / "work" / "jobs.sqlite")
+    assert began[1] - began[0] >= 0.05
+    assert began[2] - began[1] >= 0.1
+
+
+def began_at(path: Path) -> list[float]:
+    connection = sqlite3.connect(path)
+    rows = connection.execute("SELECT began_at FROM attempts ORDER BY number").fetchall()
+    connection.close()
+    return [row[0] for row in rows]
+
+
+def test_a_second_attempt_may_succeed_and_starts_with_an_empty_output(
+    tmp_path: Path, model: Path
+) -> None:
+    script = (
+        "assert not list(output.iterdir())\n"
+        "done(acc=1)\n"
+        "if output.parent.name == '1': sys.exit(1)\n"
+    )
+    store, server = scheduler(tmp_path / "work", script, profile=ScriptProfile(retries=1))
+    job = submit(store, server, model)
+    server.start()
+    done = wait_for(store, job.id, Status.COMPLETED)
+    server.stop(end=True)
+    assert (done.attempts, done.failures, done.error) == (2, 1, None)
+    assert done.metrics == {"task/acc": 1}
+
+
+def test_a_checkpoint_that_is_gone_is_expired(tmp_path: Path) -> None:
+    profile = ScriptProfile(retries=5)
+    store, server = scheduler(tmp_path / "work", SCORED, profile=profile)
+    job = submit(store, server, tmp_path / "nothing")
+    server.start()
+    gone = wait_for(store, job.id, Status.EXPIRED)
+    server.stop(end=True)
+    assert "is gone" in str(gone.error)
+    assert gone.attempts == 1
+
+
+def test_a_bad_checkpoint_is_not_retried(tmp_path: Path) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    (checkpoint / "model_world_size_2_rank_1.pt").unlink()
+    profile = ScriptProfile(retries=5)
+    store, server = scheduler(tmp_path / "work", SCORED, profile=profile)
+    job = submit(store, server, checkpoint)
+    server.start()
+    failed = wait_for(store, job.id, Status.FAILED)
+    server.stop(end=True)
+    assert failed.attempts == 1
+
+
+def test_a_merge_without_space_is_retried(tmp_path: Path) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", {"big": torch.zeros(1_000_000)}, 2)
+    profile = ScriptProfile(retries=20)
+    store, server = scheduler(tmp_path / "work", SCORED, profile=profile)
+    job = submit(store, server, checkpoint)
+    with largest_file(3_000_000):
+        server.start()
+        wait_until(lambda: job_of(store, job.id).failures > 0, "a failure")
+    assert "cannot be written" in str(job_of(store, job.id).error)
+    done = wait_for(store, job.id, Status.COMPLETED)
+    server.stop(end=True)
+    assert done.failures >= 1
+
+
+def test_a_pin_that_was_rewritten_is_a_failure(tmp_path: Path, model: Path) -> None:
+    store, server = scheduler(tmp_path / "work", SCORED, changed=lambda _job: ["model.safetensors"])
+    job = submit(store, server, model)
+    server.start()
+    failed = wait_for(store, job.id, Status.FAILED)
+    server.stop(end=True)
+    assert "rewritten" in str(failed.error)
+    assert "model.safetensors" in str(failed.error)
+
+
+def test_an_unknown_profile_and_an_unforeseen_mistake_fail_their_job_only(
+    tmp_path: Path, model: Path
+) -> None:
+    script = "(output / 'metrics.json').write_text('[1]' if step == '1' else '{\"task/acc\": 1}')"
+    store, server = scheduler(tmp_path / "work", script)
+    unknown, _ = store.submit(replace(request(model), profile="other"), pin=None)
+    odd, good = submit(store, server, model, 1), submit(store, server, model, 2)
+    server.start()
+    assert "unknown" in str(wait_for(store, unknown.id, Status.FAILED).error)
+    assert "unforeseen" in str(wait_for(store, odd.id, Status.FAILED).error)
+    wait_for(store, good.id, Status.COMPLETED)
+    server.stop(end=True)
+
+
+def test_a_directory_has_one_server(tmp_path: Path) -> None:
+    _, server = scheduler(tmp_path / "work", SCORED)
+    server.start()
+    _, other = scheduler(tmp_path / "work", SCORED)
+    with pytest.raises(UsageError, match="another server"):
+        other.start()
+    server.stop(end=False)
+    other.start()
+    other.stop(end=False)
+
+
+def test_stopping_leaves_evaluators_to_the_next_server_or_ends_them(
+    tmp_path: Path, model: Path
+) -> None:
+    go = tmp_path / "go"
+    script = f"""
+(output / "pid").write_text(str(os.getpid()))
+while not os.path.exists({str(go)!r}): time.sleep(0.01)
+done(acc=1)
+"""
+    store, server = scheduler(tmp_path / "work", script)
+    job = submit(store, server, model)
+    server.start()
+    pid = pid_of(server, store, job.id)
+    server.stop(end=False)
+    assert is_running(pid)
+    assert job_of(store, job.id).status is Status.RUNNING
+    store, server = scheduler(tmp_path / "work", script)
+    server.start()
+    server.stop(end=True)
+    assert not is_running(pid)
+    assert job_of(store, job.id).status is Status.QUEUED
+    go.touch()
+    store, server = scheduler(tmp_path / "work", script)
+    server.start()
+    done = wait_for(store, job.id, Status.COMPLETED)
+    server.stop(end=True)
+    assert (done.attempts, done.failures) == (2, 0)
+
+
+def test_what_is_in_the_directory_of_merged_models_without_a_reason_is_removed(
+    tmp_path: Path, model: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "work" / "merged" / "left-over")
+    _, server = scheduler(tmp_path / "work", SCORED)
+    server.start()
+    server.stop(end=True)
+    assert not (tmp_path / "work" / "merged" / "left-over").exists()

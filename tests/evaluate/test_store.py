@@ -1,0 +1,263 @@
+import multiprocessing
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from evaluate.running import child_environment, job_of, request
+from unshard.errors import UsageError
+from unshard.evaluate.jobs import Filters, Job, Phase, Process, Request, Status
+from unshard.evaluate.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "jobs.sqlite")
+
+
+def submit(store: Store, step: int = 1, run: str = "run") -> Job:
+    return store.submit(Request(f"ckpt-{step}", "script", ("task",), step, run), pin=None)[0]
+
+
+def claim(store: Store) -> Job:
+    job = store.claim(time.time())
+    assert job is not None
+    return job
+
+
+def test_a_request_comes_back_as_it_was_submitted(store: Store) -> None:
+    asked = Request(
+        "ckpt", "script", ("a", "b"), 3, "run", "ema", {"dtype": "auto", "n": 1}, 5, "auto", 0.5
+    )
+    job, is_new = store.submit(asked, pin="/pin")
+    assert is_new
+    assert (job.request, job.pin, job.status) == (asked, "/pin", Status.QUEUED)
+    assert store.get(job.id) == job
+    assert store.get("other") is None
+
+
+def test_the_same_key_is_the_same_job(store: Store) -> None:
+    first, _ = store.submit(request(Path("a")), pin=None)
+    again, is_new = store.submit(request(Path("b")), pin="/pin")
+    assert not is_new
+    assert again == first
+    claim(store)
+    assert store.submit(request(Path("b")), pin=None)[0].status is Status.RUNNING
+
+
+def test_a_job_that_ended_badly_is_queued_anew_with_the_new_checkpoint(store: Store) -> None:
+    job = submit(store)
+    claim(store)
+    store.fail(job.id, "why", None)
+    again, is_new = store.submit(request(Path("new")), pin="/new")
+    assert (again.id, is_new, again.status) == (job.id, False, Status.QUEUED)
+    assert (again.error, again.failures, again.pin) == (None, 0, "/new")
+    assert again.request.checkpoint == "new"
+    store.claim(time.time())
+    store.complete(job.id, {"task/acc": 1.0}, None)
+    assert store.submit(request(Path("new")), pin=None)[0].status is Status.COMPLETED
+
+
+def test_the_oldest_is_claimed_first_and_only_when_it_is_due(store: Store) -> None:
+    first, second = submit(store, 1), submit(store, 2)
+    assert [store.position(job.id) for job in (first, second)] == [1, 2]
+    assert store.due(time.time()) == first
+    claimed = claim(store)
+    assert (claimed.id, claimed.status, claimed.phase) == (first.id, Status.RUNNING, Phase.MERGING)
+    assert claimed.attempts == 1
+    assert store.position(first.id) is None
+    store.fail(first.id, "again", time.time() + 1000)
+    assert claim(store).id == second.id
+    assert store.claim(time.time()) is None
+    later = store.claim(time.time() + 2000)
+    assert later is not None
+    assert (later.id, later.attempts, later.failures, later.error) == (first.id, 2, 1, "again")
+
+
+def test_one_job_can_be_claimed_by_its_id(store: Store) -> None:
+    submit(store, 1)
+    second = submit(store, 2)
+    claimed = store.claim(time.time(), second.id)
+    assert claimed is not None
+    assert claimed.id == second.id
+    assert store.claim(time.time(), second.id) is None
+
+
+def test_a_job_with_an_open_attempt_is_not_claimed(store: Store) -> None:
+    job = submit(store)
+    claim(store)
+    store.attempt_started(job.id, Process(1, 2, "boot", (0, 1), "/directory"))
+    assert store.cancel(job.id)
+    submit(store)
+    assert job_of(store, job.id).status is Status.QUEUED
+    assert store.claim(time.time()) is None
+    assert [one.process for one in store.running()] == [Process(1, 2, "boot", (0, 1), "/directory")]
+    store.release(job.id)
+    assert store.running() == []
+    assert claim(store).attempts == 2
+
+
+def test_what_an_attempt_says_after_its_job_was_cancelled_changes_nothing(store: Store) -> None:
+    job = submit(store)
+    claim(store)
+    assert store.cancel(job.id)
+    assert not store.cancel(job.id)
+    assert not store.complete(job.id, {"task/acc": 1.0}, None)
+    assert job_of(store, job.id).status is Status.CANCELLED
+    assert job_of(store, job.id).metrics == {}
+
+
+def test_results_stand_with_their_step_and_wait_for_their_sinks(store: Store) -> None:
+    for step in (20, 10):
+        submit(store, step)
+    for job in (claim(store), claim(store)):
+        metrics = {"task/acc": 0.5, "task/em,strict": 1.0}
+        assert store.complete(job.id, metrics, Path("/results.json"))
+    found = store.results(Filters(run="run"))
+    assert [(one.step, one.task, one.metric, one.value) for one in found] == [
+        (10, "task", "acc", 0.5),
+        (10, "task", "em,strict", 1.0),
+        (20, "task", "acc", 0.5),
+        (20, "task", "em,strict", 1.0),
+    ]
+    assert store.results(Filters(step=10, limit=1)) == found[:1]
+    assert store.results(Filters(run="other")) == []
+    waiting = store.unexported("wandb")
+    assert [job.request.step for job in waiting] == [20, 10]
+    assert waiting[0].results == "/results.json"
+    store.mark_exported(waiting[0].id, "wandb")
+    store.mark_exported(waiting[0].id, "wandb")
+    assert [job.request.step for job in store.unexported("wandb")] == [10]
+    assert len(store.unexported("jsonl")) == 2
+
+
+def test_a_lost_attempt_is_no_failure(store: Store) -> None:
+    job = submit(store)
+    claim(store)
+    assert store.requeue(job.id, "the server ended")
+    lost = job_of(store, job.id)
+    assert (lost.status, lost.attempts, lost.failures) == (Status.QUEUED, 1, 0)
+
+
+def test_jobs_are_listed_newest_first_and_counted(store: Store) -> None:
+    jobs = [submit(store, step) for step in range(4)]
+    claim(store)
+    store.expire(jobs[0].id, "gone")
+    store.cancel(jobs[3].id)
+    assert [job.request.step for job in store.jobs(Filters())] == [3, 2, 1, 0]
+    queued = store.jobs(Filters(status=Status.QUEUED, limit=1))
+    assert [job.request.step for job in queued] == [2]
+    assert store.jobs(Filters(step=0, run="run", profile="script", weights="ema")) == []
+    assert store.counts() == {
+        Status.QUEUED: 2,
+        Status.RUNNING: 0,
+        Status.COMPLETED: 0,
+        Status.FAILED: 0,
+        Status.CANCELLED: 1,
+        Status.EXPIRED: 1,
+    }
+
+
+def test_every_change_is_an_event(store: Store) -> None:
+    job = submit(store)
+    claim(store)
+    store.phase(job.id, Phase.EVALUATING)
+    store.phase(job.id, Phase.EVALUATING)
+    store.complete(job.id, {}, None)
+    events = store.events(0)
+    assert [(event.status, event.phase) for event in events] == [
+        (Status.QUEUED, None),
+        (Status.RUNNING, Phase.MERGING),
+        (Status.RUNNING, Phase.EVALUATING),
+        (Status.COMPLETED, None),
+    ]
+    assert store.events(events[1].number) == events[2:]
+
+
+def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(UsageError, match="another version"):
+        Store(path)
+
+
+def test_a_value_that_is_no_number_leaves_the_job_running(store: Store) -> None:
+    job = submit(store)
+    claim(store)
+    with pytest.raises(sqlite3.IntegrityError):
+        store.complete(job.id, {"task/a": 1.0, "task/b": float("nan")}, None)
+    assert job_of(store, job.id).status is Status.RUNNING
+    assert job_of(store, job.id).metrics == {}
+
+
+def test_submits_of_one_key_from_many_threads_make_one_job(store: Store) -> None:
+    barrier = threading.Barrier(8)
+
+    def one(_number: int) -> tuple[Job, bool]:
+        barrier.wait()
+        return store.submit(request(Path("ckpt")), pin=None)
+
+    with ThreadPoolExecutor(8) as pool:
+        done = list(pool.map(one, range(8)))
+    assert len({job.id for job, _ in done}) == 1
+    assert sum(is_new for _, is_new in done) == 1
+
+
+def claim_all(path: Path) -> list[str]:
+    store = Store(path)
+    found = []
+    while (job := store.claim(time.time())) is not None:
+        found.append(job.id)
+    store.close()
+    return found
+
+
+def claim_in_threads(path: Path) -> list[str]:
+    with ThreadPoolExecutor(3) as pool:
+        return [job for found in pool.map(claim_all, [path] * 3) for job in found]
+
+
+def test_no_job_is_claimed_twice_by_threads_of_several_processes(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    store = Store(path)
+    made = {submit(store, step).id for step in range(60)}
+    store.close()
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        found = pool.map(claim_in_threads, [path, path], chunksize=1)
+    claimed = [job for part in found for job in part]
+    assert len(claimed) == 60
+    assert set(claimed) == made
+
+
+SUBMITTING = """
+import itertools, pathlib, sys
+from unshard.evaluate.jobs import Request
+from unshard.evaluate.store import Store
+store = Store(pathlib.Path(sys.argv[1]))
+for step in itertools.count():
+    job, _ = store.submit(Request("c", "p", ("t",), step), pin=None)
+    print(job.id, flush=True)
+"""
+
+
+def test_what_was_answered_survives_a_killed_process(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    command = [sys.executable, "-c", SUBMITTING, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment()) as child:
+        assert child.stdout is not None
+        answered = [child.stdout.readline() for _ in range(20)]
+        os.kill(child.pid, signal.SIGKILL)
+        answered += [line for line in child.stdout if line.endswith(b"\n")]
+    store = Store(path)
+    jobs = {job.id for job in store.jobs(Filters())}
+    assert {line.decode().strip() for line in answered} <= jobs
+    assert len(store.events(0)) == len(jobs)

@@ -1,0 +1,165 @@
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evaluate.running import is_running, wait_until
+from unshard.evaluate.launching import Child, start_supervisor
+from unshard.evaluate.processes import kill_group
+from unshard.evaluate.supervise import Exit, Order, read_exit
+
+SLEEP = "import time; time.sleep(600)"
+
+
+def order(directory: Path, script: str, **changed: object) -> Order:
+    values = {"timeout_s": 60.0, "grace_s": 0.3, "log_bytes": 100_000} | changed
+    command = [sys.executable, "-I", "-S", "-c", script]
+    return Order(command, dict(os.environ), str(directory), **values)  # type: ignore[arg-type]
+
+
+def begin(directory: Path, script: str, **changed: object) -> Child:
+    child = start_supervisor(gpus=(), directory=directory)
+    child.give(order(directory, script, **changed))
+    return child
+
+
+def run(directory: Path, script: str, **changed: object) -> Exit:
+    begin(directory, script, **changed).reap()
+    done = read_exit(directory)
+    assert done is not None
+    return done
+
+
+@pytest.mark.parametrize(
+    ("script", "returncode"),
+    [("", 0), ("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)],
+)
+def test_the_exit_code_outlives_everybody(tmp_path: Path, script: str, returncode: int) -> None:
+    done = run(tmp_path, script)
+    assert (done.reason, done.returncode) == ("exited", returncode)
+
+
+def test_both_outputs_go_into_the_log(tmp_path: Path) -> None:
+    run(tmp_path, "import sys; print('out', flush=True); print('err', file=sys.stderr)")
+    assert (tmp_path / "log.txt").read_text() == "out\nerr\n"
+
+
+def test_who_cannot_be_started_is_told(tmp_path: Path) -> None:
+    child = start_supervisor(gpus=(), directory=tmp_path)
+    child.give(Order(["/nowhere"], {}, str(tmp_path), 60, 0.3, 1000))
+    child.reap()
+    done = read_exit(tmp_path)
+    assert done is not None
+    assert done.reason == "not started"
+    assert "/nowhere" in done.error
+
+
+def test_a_timeout_ends_what_does_not_want_to(tmp_path: Path) -> None:
+    script = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1); time.sleep(600)"
+    done = run(tmp_path, script, timeout_s=0.5)
+    assert (done.reason, done.returncode) == ("timeout", -signal.SIGKILL)
+
+
+def test_children_that_an_evaluator_leaves_behind_end_with_it(tmp_path: Path) -> None:
+    script = (
+        "import os, pathlib, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid(); pathlib.Path('pid').write_text(str(os.getpid())); time.sleep(600)\n"
+        "while not (pathlib.Path('pid').exists() and pathlib.Path('pid').read_text()): pass\n"
+    )
+    assert run(tmp_path, script).returncode == 0
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_an_evaluator_that_prints_a_gigabyte_fills_nothing(tmp_path: Path) -> None:
+    script = (
+        "import os\n"
+        "os.write(1, b'first\\n')\n"
+        "line = b'x' * 99 + b'\\n'\n"
+        "for _ in range(1000): os.write(1, line * 10000)\n"
+        "status = f'/proc/{os.getppid()}/status'\n"
+        "lines = open(status).readlines() if os.path.exists(status) else []\n"
+        "peaks = [line.split()[1] for line in lines if line.startswith('VmHWM')]\n"
+        "open('peak', 'w').write((peaks or ['0'])[0])\n"
+        "os.write(1, b'last\\n')\n"
+    )
+    assert run(tmp_path, script, log_bytes=10_000_000).returncode == 0
+    log = tmp_path / "log.txt"
+    assert log.stat().st_size <= 10_001_000
+    content = log.read_bytes()
+    assert content.startswith(b"first\n")
+    assert content.endswith(b"last\n")
+    assert b"bytes left out" in content
+    assert int((tmp_path / "peak").read_text()) < 100_000  # KiB, of the supervisor
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_evaluation(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    child = start_supervisor(gpus=(), directory=tmp_path)
+    if sys.platform == "linux":
+        resource.prlimit(child.popen.pid, resource.RLIMIT_FSIZE, (1000, hard))
+    child.give(order(tmp_path, "print('x' * 50_000); open('done', 'w').close()"))
+    child.reap()
+    done = read_exit(tmp_path)
+    assert done is not None
+    assert done.returncode == 0
+    assert (tmp_path / "done").exists()
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == soft
+
+
+def test_without_an_order_nothing_is_run(tmp_path: Path) -> None:
+    child = start_supervisor(gpus=(), directory=tmp_path)
+    child.drop()
+    assert child.popen.returncode == 1
+    half = start_supervisor(gpus=(), directory=tmp_path)
+    assert half.popen.stdin is not None
+    half.popen.stdin.write(json.dumps({"command": ["touch", "x"]}).encode()[:-3])
+    half.drop()
+    assert half.popen.returncode == 1
+    assert read_exit(tmp_path) is None
+    assert {path.name for path in tmp_path.iterdir()} == {"supervisor.txt"}
+
+
+PID = "import os, pathlib; pathlib.Path('pid').write_text(str(os.getpid()));"
+
+
+def pid_in(directory: Path) -> int:
+    path = directory / "pid"
+    wait_until(lambda: path.exists() and path.read_text() != "", "the evaluator")
+    return int(path.read_text())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
+def test_an_evaluator_ends_with_its_supervisor(tmp_path: Path) -> None:
+    child = begin(tmp_path, PID + SLEEP)
+    pid = pid_in(tmp_path)
+    child.popen.kill()
+    child.reap()
+    wait_until(lambda: not is_running(pid), "the evaluator's end")
+    assert read_exit(tmp_path) is None
+
+
+def test_a_stopped_group_says_so(tmp_path: Path) -> None:
+    child = begin(tmp_path, PID + SLEEP)
+    pid_in(tmp_path)
+    assert kill_group(child.process, grace_s=20)
+    child.reap()
+    done = read_exit(tmp_path)
+    assert done is not None
+    assert done.reason == "stopped"
+
+
+def test_the_supervisor_imports_nothing_heavy() -> None:
+    script = (
+        "import sys, unshard.evaluate.supervise\n"
+        "print(sorted({'numpy', 'torch', 'sqlite3', 'safetensors', 'typer'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
