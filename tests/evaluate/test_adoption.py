@@ -158,7 +158,7 @@ def test_a_job_cancelled_while_no_server_is_there_is_ended_by_the_next(tmp_path:
 
 
 def test_a_server_killed_while_it_merges_leaves_no_merge_and_merges_again(tmp_path: Path) -> None:
-    checkpoint = save_ranks(tmp_path / "ckpt", {"big": torch.zeros(20_000_000)}, 2)
+    checkpoint = save_ranks(tmp_path / "ckpt", {"big": torch.zeros(10_000_000)}, 2)
     work_dir = tmp_path / "work"
     store = Store(work_dir / "jobs.sqlite")
     job = store.submit(request(checkpoint), pin=None)[0]
@@ -177,9 +177,9 @@ def test_a_server_killed_again_and_again_runs_every_job_once_at_a_time(tmp_path:
     model, work_dir = whole_model(tmp_path / "model"), tmp_path / "work"
     store = Store(work_dir / "jobs.sqlite")
     (tmp_path / "go").touch()
-    for step in range(12):
+    for step in range(6):
         submit(store, model, step)
-    for number in range(6):
+    for number in range(3):
         with start_server(work_dir, WAITS, gpus="0,1") as child:
             target = 2 * number
             wait_until(lambda: store.counts()[Status.COMPLETED] >= target, "some jobs")  # noqa: B023
@@ -190,7 +190,7 @@ def test_a_server_killed_again_and_again_runs_every_job_once_at_a_time(tmp_path:
     server.start()
     wait_until(lambda: all_final(store), "all jobs")
     server.stop(end=True)
-    assert store.counts()[Status.COMPLETED] == 12
+    assert store.counts()[Status.COMPLETED] == 6
     connection = sqlite3.connect(work_dir / "jobs.sqlite")
     open_ones = connection.execute("SELECT COUNT(*) FROM attempts WHERE ended_at IS NULL")
     assert open_ones.fetchone()[0] == 0
