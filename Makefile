@@ -2,6 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 TEST_VENV := .venv-test
+LMMS_VENV := .venv-lmms
+LMMS_NEEDS := accelerate==1.15.0 datasets==5.2.0 evaluate==0.4.6 loguru==0.7.3 pillow==13.0.0 \
+	pytablewriter==1.2.1 pytz==2026.6 pyyaml==6.0.3 sacrebleu==2.6.0 tenacity==9.2.1 \
+	transformers==5.23.0
 DEMO_OUTPUT := demo-output
 
 .PHONY: demo test lint format bench clean
@@ -19,12 +23,21 @@ $(TEST_VENV)/.installed: pyproject.toml
 	$(TEST_VENV)/bin/pip install --quiet --disable-pip-version-check -e ".[test]"
 	touch $@
 
+# lmms-eval has an environment of its own. What it asks for is far more than its command line needs
+# for a model without weights, and a torchvision for another torch would break it.
+$(LMMS_VENV)/.installed: Makefile
+	$(PYTHON) -m venv $(LMMS_VENV)
+	$(LMMS_VENV)/bin/pip install --quiet --disable-pip-version-check "torch==2.13.0"
+	$(LMMS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps "lmms_eval==0.7.3"
+	$(LMMS_VENV)/bin/pip install --quiet --disable-pip-version-check $(LMMS_NEEDS)
+	touch $@
+
 demo: $(VENV)/.installed
 	@rm -rf $(DEMO_OUTPUT)
 	@VENV=$(VENV) OUTPUT=$(DEMO_OUTPUT) sh examples/demo.sh
 
-test: lint demo
-	$(TEST_VENV)/bin/python -m pytest -n 2 --dist loadgroup
+test: lint demo $(LMMS_VENV)/.installed
+	UNSHARD_LMMS_EVAL_PYTHON=$(CURDIR)/$(LMMS_VENV)/bin/python $(TEST_VENV)/bin/python -m pytest -n 2 --dist loadgroup
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .
@@ -39,4 +52,4 @@ bench: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python benchmarks/merge_against_cat.py
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache

@@ -6,44 +6,9 @@ from pathlib import Path
 from typing import Protocol
 
 from unshard.evaluate.jobs import Request
+from unshard.evaluate.profiles import Profile
 
 __all__ = ["Evaluator", "Profile", "Work"]
-
-
-class Profile(Protocol):
-    """An evaluator as the server is configured with it."""
-
-    @property
-    def name(self) -> str:
-        """What clients call it."""
-
-    @property
-    def kind(self) -> str:
-        """Which evaluator it is."""
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """Variables that are set for it, whatever is scrubbed from the server's own."""
-
-    @property
-    def timeout_s(self) -> float:
-        """How long one attempt may evaluate."""
-
-    @property
-    def retries(self) -> int:
-        """How many attempts follow one that failed."""
-
-    @property
-    def gpus(self) -> int:
-        """How many GPUs a job takes that does not say."""
-
-    @property
-    def keep(self) -> str:
-        """Which merged models stay after evaluation: none, best or all."""
-
-    @property
-    def best_metric(self) -> str | None:
-        """What "best" is measured by; with a leading "-", the lowest value is the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +18,8 @@ class Work:
     Attributes:
         model: a Hugging Face directory.
         output: where its results belong; fresh and empty when it starts.
-        directory: the attempt's own, for configuration files; it holds `output` and the log.
+        directory: the attempt's own, for configuration files; it holds `output` and the log, and
+            the evaluator runs in it.
         request: what was asked for.
         profile: how the evaluator is configured.
     """
@@ -63,6 +29,12 @@ class Work:
     directory: Path
     request: Request
     profile: Profile
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs the attempt has."""
+        asked = self.request.num_gpus
+        return self.profile.gpus if asked is None else asked
 
 
 class Evaluator(Protocol):
@@ -75,7 +47,7 @@ class Evaluator(Protocol):
         """
 
     def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
-        """Return what was measured, by "task/metric".
+        """Return what was measured, by "task/metric" or "task/metric,filter".
 
         Raises:
             EvaluationError: what was asked for is not there.

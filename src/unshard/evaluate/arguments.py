@@ -1,0 +1,73 @@
+"""`key=value` arguments as lmms-eval and lm-eval read them, and what cannot be written so. Pure.
+
+Both split at commas, but not inside quotes, braces or brackets (lmms_eval/utils.py,
+`_smart_comma_split`). So one unclosed quote swallows every argument after it, and a comma adds one.
+"""
+
+import math
+from collections.abc import Mapping
+
+from unshard.errors import UsageError
+from unshard.evaluate.jobs import Scalar
+
+__all__ = ["has_separator", "join_arguments", "parse_arguments"]
+
+_SEPARATORS = frozenset(",='\"`\\[]{}\n\r")
+
+
+def has_separator(text: str) -> bool:
+    """Tell whether a value would not come back as the one value that it is."""
+    return not _SEPARATORS.isdisjoint(text) or text != text.strip()
+
+
+def join_arguments(arguments: Mapping[str, Scalar], *, what: str) -> str:
+    """Return `key=value,key=value`.
+
+    Args:
+        arguments: the values by key.
+        what: names them in an error.
+
+    Raises:
+        UsageError: a key or value holds a comma, an equals sign, a quote, a bracket or a new line.
+    """
+    for key, value in arguments.items():
+        for part in (key, str(value)):
+            if has_separator(part):
+                raise UsageError(
+                    f"{what}: {key!r} cannot be handed over",
+                    expected="no comma, equals sign, quote, bracket, backslash or new line in it, "
+                    "and no blank at its ends",
+                    found=repr(part),
+                )
+    return ",".join(f"{key}={value}" for key, value in arguments.items())
+
+
+def parse_arguments(text: str, *, what: str) -> dict[str, Scalar]:
+    """Read `key=value,key=value`; numbers, true and false become what they say.
+
+    Raises:
+        UsageError: a part is no `key=value`, or a key comes twice.
+    """
+    pairs: dict[str, Scalar] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals or not key or key in pairs:
+            raise UsageError(
+                f"{what} cannot be read",
+                expected="key=value, separated by commas, every key once",
+                found=repr(part),
+            )
+        pairs[key] = _scalar(value)
+    return pairs
+
+
+def _scalar(text: str) -> Scalar:
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            number = kind(text)
+        except ValueError:
+            continue
+        return number if math.isfinite(number) else text
+    return text

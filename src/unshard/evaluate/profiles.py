@@ -1,0 +1,323 @@
+"""How the evaluation server is configured: its roots, GPUs and evaluators (profiles).
+
+Everything that decides which program runs, with which code, stands here, on the server; a client
+only chooses a profile by its name.
+"""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+
+import yaml
+
+from unshard.errors import UsageError
+from unshard.evaluate.arguments import join_arguments
+from unshard.evaluate.jobs import Scalar
+from unshard.evaluate.settings import Settings
+
+__all__ = [
+    "PLACEHOLDER",
+    "PLACEHOLDERS",
+    "Keep",
+    "Kind",
+    "Launcher",
+    "Profile",
+    "ServerConfig",
+    "gpus_here",
+]
+
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+PLACEHOLDERS = frozenset({"checkpoint", "output", "tasks", "step", "weights", "run"})
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", re.ASCII)
+
+
+class Kind(StrEnum):
+    """Which evaluators there are."""
+
+    LM_EVAL = "lm-eval"
+    LMMS_EVAL = "lmms-eval"
+    COMMAND = "command"
+
+
+class Keep(StrEnum):
+    """Which merged checkpoints stay after their evaluation."""
+
+    NONE = "none"
+    BEST = "best"
+    ALL = "all"
+
+
+class Launcher(StrEnum):
+    """How a job with several GPUs uses them.
+
+    Attributes:
+        ACCELERATE: one process per GPU, each with the whole model and a part of the data.
+        NONE: one process, whose model spreads over them by itself (vllm).
+    """
+
+    ACCELERATE = "accelerate"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """An evaluator, as the server is configured with it.
+
+    Attributes:
+        name: what clients call it.
+        kind: which program's command line and results it has.
+        interpreter: the Python that has the evaluator installed.
+        environment: variables it gets beside the server's own.
+        include_paths: directories with further tasks.
+        model: the type of model, as the evaluator calls it.
+        checkpoint_key: the argument of the model that takes the checkpoint.
+        model_args: arguments of the model that no client can change.
+        allowed_tasks: shell patterns, one of which a task must match; empty: every task may run.
+        timeout: seconds after which an attempt is ended.
+        retries: how many more attempts a failed one gets.
+        gpus: how many a job needs that does not say itself.
+        launcher: how several GPUs are used.
+        command: kind command: the arguments, with {checkpoint}, {output}, {tasks}, {step},
+            {weights} and {run}; no shell reads them.
+        results: kind command: the file below {output} that it writes its numbers to.
+    """
+
+    name: str
+    kind: Kind
+    interpreter: str = sys.executable
+    environment: Mapping[str, str] = field(default_factory=dict)
+    include_paths: tuple[Path, ...] = ()
+    model: str = "hf"
+    checkpoint_key: str = "pretrained"
+    model_args: Mapping[str, Scalar] = field(default_factory=dict)
+    allowed_tasks: tuple[str, ...] = ()
+    timeout: float = 24 * 3600.0
+    retries: int = 1
+    gpus: int = 0
+    launcher: Launcher = Launcher.ACCELERATE
+    command: tuple[str, ...] = ()
+    results: str = "results.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The server's configuration.
+
+    Attributes:
+        roots: checkpoints must lie under one of these; none: no checkpoint is accepted.
+        gpus: the numbers of the GPUs that jobs may have.
+        host, port: where it listens.
+        token_file: the file with the token that clients must show.
+        work_directory: where jobs have their directories; None: the server's default.
+        keep: which merged checkpoints stay.
+        pin_count, pin_bytes: how many checkpoints of a run, and how much of its disk, are kept from
+            rotation at most; None: no limit.
+        profiles: the evaluators, by name.
+    """
+
+    roots: tuple[Path, ...] = ()
+    gpus: tuple[int, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token_file: Path | None = None
+    work_directory: Path | None = None
+    keep: Keep = Keep.NONE
+    pin_count: int | None = 8
+    pin_bytes: int | None = None
+    profiles: Mapping[str, Profile] = field(default_factory=dict)
+
+    @classmethod
+    def default(cls) -> "ServerConfig":
+        """Return what holds without a file: this machine's GPUs, and the evaluators of this Python.
+
+        No evaluator is imported to find out. There are no roots: the caller must name some.
+        """
+        gpus = gpus_here()
+        return cls(gpus=gpus, profiles=_default_profiles(gpus))
+
+    @classmethod
+    def from_yaml(cls, path: Path) -> "ServerConfig":
+        """Read a configuration file; what it does not say is as in `default`.
+
+        Relative paths start at the file's directory.
+
+        Raises:
+            UsageError: the file cannot be read, or a key is unknown or has a wrong value.
+        """
+        settings = Settings(
+            _load(path), known=_SERVER_KEYS, where=str(path), base=path.absolute().parent
+        )
+        return _server(settings)
+
+
+_SERVER_KEYS = frozenset(
+    "roots gpus host port token_file work_directory keep pin_quota profiles".split()
+)
+_COMMON_KEYS = frozenset("kind environment allowed_tasks timeout retries gpus".split())
+_HARNESS_KEYS = _COMMON_KEYS | set(
+    "interpreter include_paths model checkpoint_key model_args launcher".split()
+)
+_PROFILE_KEYS: Mapping[Kind, frozenset[str]] = {
+    Kind.LM_EVAL: _HARNESS_KEYS,
+    Kind.LMMS_EVAL: _HARNESS_KEYS,
+    Kind.COMMAND: _COMMON_KEYS | {"command", "results"},
+}
+_MODULES: Mapping[Kind, str] = {Kind.LM_EVAL: "lm_eval", Kind.LMMS_EVAL: "lmms_eval"}
+_MODELS: Mapping[Kind, str] = {Kind.LM_EVAL: "hf", Kind.LMMS_EVAL: "huggingface"}
+
+
+def gpus_here() -> tuple[int, ...]:
+    """Return the numbers of NVIDIA's GPUs of this machine that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and re.fullmatch(r"[0-9, ]*", visible):
+        return tuple(int(number) for number in visible.split(",") if number.strip())
+    names = (device.name.removeprefix("nvidia") for device in Path("/dev").glob("nvidia[0-9]*"))
+    return tuple(sorted(int(name) for name in names if name.isdecimal()))
+
+
+def _default_profiles(gpus: tuple[int, ...]) -> dict[str, Profile]:
+    return {
+        kind.value: Profile(kind.value, kind, model=_MODELS.get(kind, "hf"), gpus=min(1, len(gpus)))
+        for kind, module in _MODULES.items()
+        if find_spec(module) is not None
+    }
+
+
+def _load(path: Path) -> object:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} cannot be read", found=str(error)) from error
+
+
+def _server(settings: Settings) -> ServerConfig:
+    default = ServerConfig()
+    gpus = _gpus(settings)
+    quota = Settings(
+        settings.raw("pin_quota"),
+        known=("count", "bytes"),
+        where=f"{settings.where}: pin_quota",
+        base=settings.base,
+    )
+    return ServerConfig(
+        roots=settings.paths("roots"),
+        gpus=gpus,
+        host=settings.text("host", default.host),
+        port=settings.count("port", default.port, most=65535),
+        token_file=settings.path("token_file"),
+        work_directory=settings.path("work_directory"),
+        keep=settings.choice("keep", default.keep),
+        pin_count=quota.count("count", 0) if "count" in quota else default.pin_count,
+        pin_bytes=quota.count("bytes", 0) if "bytes" in quota else default.pin_bytes,
+        profiles=_profiles(settings, gpus),
+    )
+
+
+def _gpus(settings: Settings) -> tuple[int, ...]:
+    value = settings.raw("gpus")
+    if value is None:
+        return gpus_here()
+    if not isinstance(value, list):
+        return tuple(range(settings.count("gpus", 0, most=1024)))
+    if not all(type(number) is int and number >= 0 for number in value):
+        raise settings.wrong("gpus", expected="how many, or a list of their numbers")
+    return tuple(dict.fromkeys(value))
+
+
+def _profiles(settings: Settings, gpus: tuple[int, ...]) -> dict[str, Profile]:
+    if "profiles" not in settings:
+        return _default_profiles(gpus)
+    profiles = {}
+    for name, value in settings.mapping("profiles").items():
+        where = f"{settings.where}: profiles.{name}"
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"{where} cannot be a name", expected="letters, digits, and `_`, `.`, `-`"
+            )
+        any_kind = frozenset[str]().union(*_PROFILE_KEYS.values())
+        loose = Settings(value, known=any_kind, where=where, base=settings.base)
+        if "kind" not in loose:
+            raise loose.wrong("kind", expected=", ".join(Kind))
+        kind = loose.choice("kind", Kind.LM_EVAL)
+        where = f"{where} (kind {kind})"
+        strict = Settings(value, known=_PROFILE_KEYS[kind], where=where, base=settings.base)
+        profiles[name] = _profile(name, kind, strict, gpus)
+    return profiles
+
+
+def _profile(name: str, kind: Kind, settings: Settings, gpus: tuple[int, ...]) -> Profile:
+    default = Profile(name, kind)
+    return Profile(
+        name=name,
+        kind=kind,
+        interpreter=_interpreter(settings, default.interpreter),
+        environment=_environment(settings),
+        include_paths=_include_paths(settings, kind),
+        model=settings.text("model", _MODELS.get(kind, default.model)),
+        checkpoint_key=settings.text("checkpoint_key", default.checkpoint_key),
+        model_args=_model_args(settings),
+        allowed_tasks=settings.texts("allowed_tasks"),
+        timeout=settings.seconds("timeout", default.timeout),
+        retries=settings.count("retries", default.retries, most=100),
+        gpus=settings.count("gpus", min(1, len(gpus)), most=len(gpus)),
+        launcher=settings.choice("launcher", default.launcher),
+        command=_command(settings, kind),
+        results=_results(settings, default.results),
+    )
+
+
+def _interpreter(settings: Settings, default: str) -> str:
+    """Return a program that is there; a link to it is not resolved, or its environment is lost."""
+    text = settings.text("interpreter", default)
+    if "/" in text:
+        text = str(settings.base / Path(text).expanduser())
+    if shutil.which(text) is None:
+        raise settings.wrong("interpreter", expected="a program that can be run")
+    return text
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    values = settings.scalars("environment")
+    for name, value in values.items():
+        if isinstance(value, bool) or "=" in name or "\0" in f"{name}{value}":
+            expected = 'a mapping of names to strings or numbers (`"true"` in quotes)'
+            raise settings.wrong("environment", expected=expected)
+    return {name: str(value) for name, value in values.items()}
+
+
+def _include_paths(settings: Settings, kind: Kind) -> tuple[Path, ...]:
+    paths = settings.paths("include_paths")
+    if kind is Kind.LMMS_EVAL and len(paths) > 1:
+        raise settings.wrong("include_paths", expected="one directory: lmms-eval takes no more")
+    if not all(path.is_dir() for path in paths):
+        raise settings.wrong("include_paths", expected="directories that are there")
+    return paths
+
+
+def _model_args(settings: Settings) -> dict[str, Scalar]:
+    """Return the model's fixed arguments, which lmms-eval must be able to read back."""
+    arguments = settings.scalars("model_args")
+    join_arguments(arguments, what=f"{settings.where}: model_args")
+    return arguments
+
+
+def _command(settings: Settings, kind: Kind) -> tuple[str, ...]:
+    command = settings.texts("command")
+    unknown = {name for part in command for name in PLACEHOLDER.findall(part)} - PLACEHOLDERS
+    if unknown or (kind is Kind.COMMAND and not command):
+        known = ", ".join(f"{{{name}}}" for name in sorted(PLACEHOLDERS))
+        raise settings.wrong("command", expected=f"a list of arguments, which may have {known}")
+    return command
+
+
+def _results(settings: Settings, default: str) -> str:
+    text = settings.text("results", default)
+    if Path(text).is_absolute() or ".." in Path(text).parts:
+        raise settings.wrong("results", expected="a file below the output directory")
+    return text

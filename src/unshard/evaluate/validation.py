@@ -1,0 +1,232 @@
+"""What a client may ask the server for. Pure, but for `resolve_checkpoint`, which follows links.
+
+A client chooses what is measured. Which code runs, with which rights, is the server's: so no task
+that is a path (a task's YAML file runs any Python), no argument of a model that loads code or
+another model, no character that an evaluator's parser would take for a separator.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from unshard.errors import UsageError, raise_all
+from unshard.evaluate.arguments import has_separator, parse_arguments
+from unshard.evaluate.jobs import Request, Scalar
+from unshard.evaluate.profiles import Kind, Profile, ServerConfig
+
+__all__ = ["check_request", "resolve_checkpoint"]
+
+_MOST_TASKS = 1000
+_MOST_ARGUMENTS = 64
+_LONGEST_NAME = 200
+_LONGEST_VALUE = 4000
+_LONGEST_PATH = 4096
+_LONGEST_RUN = 200
+_LARGEST = 2**53
+
+# Every name that lm-eval 0.4.13 and lmms-eval 0.7.3 know has this form. A dot stands before a digit
+# only, so that no file of the directory that the evaluator runs in can be meant.
+_TASK = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_()+-]|\.(?=[0-9]))*", re.ASCII)
+_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
+_BATCH = re.compile(r"auto(?::[1-9][0-9]{0,3})?", re.ASCII)
+_RUN = re.compile(r"[^\W_](?:[\w .+=@-]*[\w+=@-])?")
+
+_CODE = tuple(
+    "remote_code unsafe plugin worker_cls worker_extension executor overrides logits_processor "
+    "processor_cls model_class custom_generate custom_pipeline".split()
+)
+_CHECKPOINT = frozenset(
+    "pretrained model model_path model_name model_name_or_path model_id model_version checkpoint "
+    "checkpoint_path ckpt path peft delta adapter lora lora_path engine tokenizer tokenizer_path "
+    "processor base_url api_key token use_auth_token gguf_file cache_dir offload_folder "
+    "download_dir".split()
+)
+
+
+def check_request(request: Request, config: ServerConfig) -> None:
+    """Raise unless everything a request holds, but for its checkpoint, is allowed.
+
+    Raises:
+        UsageError: names every field that is not, and says what would be.
+    """
+    profile = config.profiles.get(request.profile)
+    if profile is None:
+        raise _wrong("profile", request.profile, expected=", ".join(config.profiles) or "none")
+    problems = [
+        *_tasks(request, profile),
+        *_arguments(request, profile),
+        *_numbers(request, config),
+    ]
+    problems += _labels(request)
+    raise_all(UsageError, "The request cannot be accepted", problems)
+
+
+def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
+    """Return a checkpoint's path without symbolic links, if it lies under one of the roots.
+
+    It need not be there any more: what is gone is for others to tell. Whoever may write under a
+    root can put a link in its place afterwards, which no check beforehand prevents: roots are for
+    directories whose writers are trusted with what the server can read.
+
+    Raises:
+        UsageError: it is not absolute, or lies elsewhere.
+    """
+    if not path.startswith("/") or len(path) > _LONGEST_PATH or not path.isprintable():
+        raise _wrong("checkpoint", path, expected="an absolute path")
+    try:
+        resolved = Path(path).resolve()
+        places = [root.resolve() for root in roots]
+    except (OSError, RuntimeError) as error:
+        raise _wrong("checkpoint", path, expected="a path that can be followed") from error
+    if any(resolved.is_relative_to(place) for place in places):
+        return resolved
+    raise UsageError(
+        "checkpoint: not under a directory that this server may read",
+        expected="a directory below one of: "
+        + (", ".join(map(str, roots)) or "none is configured"),
+        found=path,
+        hint="add its directory to the server's `roots`",
+    )
+
+
+def _tasks(request: Request, profile: Profile) -> Iterator[UsageError]:
+    if not 1 <= len(request.tasks) <= _MOST_TASKS:
+        yield _wrong("tasks", len(request.tasks), expected=f"1 to {_MOST_TASKS} names")
+    for task in request.tasks[:_MOST_TASKS]:
+        if not _is_name(task, _TASK):
+            yield _wrong(
+                "tasks",
+                task,
+                expected=f"a task's name: letters, digits, `_-+()`, at most {_LONGEST_NAME}",
+                hint="a task's file must be in a directory that the server is configured with",
+            )
+        elif profile.allowed_tasks and not _matches(task, profile.allowed_tasks):
+            yield _wrong("tasks", task, expected=", ".join(profile.allowed_tasks))
+
+
+def _matches(task: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(task, pattern) for pattern in patterns)
+
+
+def _arguments(request: Request, profile: Profile) -> Iterator[UsageError]:
+    if profile.kind is Kind.COMMAND:
+        yield from _no_arguments(request)
+        return
+    yield from _pairs("model_args", request.model_args)
+    fixed = {profile.checkpoint_key, *profile.model_args}
+    for key in sorted(fixed.intersection(request.model_args)):
+        yield _wrong("model_args", key, expected="no argument that the server sets itself")
+    if request.gen_kwargs is None:
+        return
+    if len(request.gen_kwargs) > _LONGEST_VALUE:
+        yield _wrong("gen_kwargs", request.gen_kwargs, expected="key=value, separated by commas")
+        return
+    try:
+        yield from _pairs("gen_kwargs", parse_arguments(request.gen_kwargs, what="gen_kwargs"))
+    except UsageError as error:
+        yield error
+
+
+def _no_arguments(request: Request) -> Iterator[UsageError]:
+    """A command takes what its template says: silence about anything else would mislead."""
+    for name in ("model_args", "num_fewshot", "batch_size", "limit", "gen_kwargs"):
+        if getattr(request, name) not in ({}, None):
+            yield _wrong(name, getattr(request, name), expected="nothing: a command takes none")
+
+
+def _pairs(field: str, pairs: Mapping[str, Scalar]) -> Iterator[UsageError]:
+    if len(pairs) > _MOST_ARGUMENTS:
+        yield _wrong(field, len(pairs), expected=f"at most {_MOST_ARGUMENTS}")
+        return
+    for key, value in pairs.items():
+        if not _is_name(key, _KEY):
+            yield _wrong(field, key, expected="an identifier of ASCII letters, digits and `_`")
+        elif key.lower() in _CHECKPOINT or any(part in key.lower() for part in _CODE):
+            yield _wrong(
+                field,
+                key,
+                expected="no argument that loads code, or another model",
+                hint="the server's configuration can set it in `model_args` of the profile",
+            )
+        elif not _is_plain(value):
+            yield _wrong(
+                f"{field}: {key}",
+                value,
+                expected="a finite number, a boolean, or one line of text without comma, equals "
+                "sign, quotes, brackets and slashes",
+            )
+
+
+def _is_name(value: object, form: re.Pattern[str]) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_NAME and bool(form.fullmatch(value))
+
+
+def _is_plain(value: object) -> bool:
+    """Tell whether a value is only a value: a slash makes a path, or a repository of code."""
+    if isinstance(value, bool):
+        return True
+    if isinstance(value, int | float):
+        return math.isfinite(value) and abs(value) <= _LARGEST
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= _LONGEST_VALUE
+        and value.isprintable()
+        and not has_separator(value)
+        and "/" not in value
+    )
+
+
+def _numbers(request: Request, config: ServerConfig) -> Iterator[UsageError]:
+    if not _is_count(request.step, least=0):
+        yield _wrong("step", request.step, expected="a whole number, at least 0")
+    if not _is_count(request.num_fewshot, least=0):
+        yield _wrong("num_fewshot", request.num_fewshot, expected="a whole number, at least 0")
+    if not _is_count(request.num_gpus, least=0, most=len(config.gpus)):
+        yield _wrong("num_gpus", request.num_gpus, expected=f"0 to {len(config.gpus)}")
+    batch = request.batch_size
+    named = isinstance(batch, str) and _BATCH.fullmatch(batch)
+    if not named and not _is_count(batch, least=1):
+        yield _wrong("batch_size", batch, expected="a whole number above 0, auto, or auto:N")
+    limit = request.limit
+    if limit is not None and not _is_limit(limit):
+        yield _wrong("limit", limit, expected="a number above 0; below 1 it is a share")
+
+
+def _is_count(value: object, *, least: int, most: int = _LARGEST) -> bool:
+    """Tell whether a value is None or a whole number between the two."""
+    if value is None:
+        return True
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_limit(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value <= _LARGEST  # type: ignore[operator]  # a number, by the first part
+
+
+def _labels(request: Request) -> Iterator[UsageError]:
+    if request.weights not in {"model", "ema"}:
+        yield _wrong("weights", request.weights, expected="model, ema")
+    run = request.run
+    if run == "":
+        return
+    if not _is_run(run):
+        yield _wrong(
+            "run",
+            run,
+            expected="like a file's name: letters, digits, `_.+=@-` and blanks inside, "
+            f"at most {_LONGEST_RUN} bytes",
+        )
+
+
+def _is_run(name: str) -> bool:
+    printable = name.isprintable() and len(name.encode()) <= _LONGEST_RUN
+    return printable and _RUN.fullmatch(name) is not None and ".." not in name
+
+
+def _wrong(field: str, found: object, *, expected: str, hint: str = "") -> UsageError:
+    return UsageError(
+        f"{field} cannot be accepted", expected=expected, found=f"{found!r:.200}", hint=hint
+    )

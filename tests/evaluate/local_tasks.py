@@ -1,0 +1,125 @@
+"""A tiny random model with its tokenizer, and tasks on local data, for the real evaluators."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+__all__ = ["OFFLINE", "lm_eval_tasks", "lmms_eval_tasks", "tiny_model"]
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_EVALUATE_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_UNKNOWN = "<unk>"
+_COLOURS = [("the sky is", "blue"), ("the grass is", "green"), ("the sun is", "yellow")]
+_CHOICES = ["blue", "green", "yellow"]
+
+_LM_TASK = """\
+task: {name}
+{tag}dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: ["blue", "green", "yellow"]
+doc_to_target: "{{{{label}}}}"
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+metadata:
+  version: 1.0
+"""
+_LM_GROUP = """\
+group: sights
+task: [colours_of_day, colours_of_night]
+aggregate_metric_list:
+  - metric: acc
+    weight_by_size: true
+metadata:
+  version: 1.0
+"""
+_LMMS_TASK = """\
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: generate_until
+doc_to_visual: !function visuals.none
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs:
+  max_new_tokens: 4
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+metadata:
+  - version: 0.0
+"""
+
+
+def tiny_model(directory: Path) -> Path:
+    """Save a random Qwen2 whose tokenizer knows one token per character."""
+    words = {chr(code): code - 31 for code in range(32, 127)} | {_UNKNOWN: 0}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))  # noqa: S106 - a word
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # untyped in transformers
+        tokenizer_object=tokenizer, unk_token=_UNKNOWN, eos_token=_UNKNOWN, pad_token=_UNKNOWN
+    )
+    fast.save_pretrained(directory)
+    torch.manual_seed(7)
+    config = Qwen2Config(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def lm_eval_tasks(directory: Path) -> Path:
+    """Write three tasks of lm-eval: the group "sights" has two, the tag "dim" the third."""
+    data = _write_data(directory)
+    for name in ["colours_of_day", "colours_of_night", "colours_of_dusk"]:
+        tag = "tag: dim\n" if name == "colours_of_dusk" else ""
+        text = _LM_TASK.format(name=name, tag=tag, data=data)
+        (directory / f"{name}.yaml").write_text(text)
+    (directory / "sights.yaml").write_text(_LM_GROUP)
+    return directory
+
+
+def lmms_eval_tasks(directory: Path) -> Path:
+    """Write two tasks of lmms-eval, and the group "sights" of both."""
+    data = _write_data(directory)
+    (directory / "visuals.py").write_text("def none(doc):\n    return []\n")
+    for name in ["colours_of_day", "colours_of_night"]:
+        (directory / f"{name}.yaml").write_text(_LMMS_TASK.format(name=name, data=data))
+    (directory / "sights.yaml").write_text(
+        "group: sights\ntask: [colours_of_day, colours_of_night]\n"
+    )
+    return directory
+
+
+def _write_data(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "colours.jsonl"
+    rows = [
+        {"text": text, "answer": answer, "label": _CHOICES.index(answer)}
+        for text, answer in _COLOURS
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
