@@ -64,10 +64,12 @@ def parse_arguments(text: str, *, what: str) -> dict[str, Scalar]:
 def _scalar(text: str) -> Scalar:
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            number = kind(text)
-        except ValueError:
-            continue
-        return number if math.isfinite(number) else text
-    return text
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return number if math.isfinite(number) else text

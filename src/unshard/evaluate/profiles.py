@@ -6,7 +6,6 @@ only chooses a profile by its name.
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,13 +16,18 @@ from pathlib import Path
 import yaml
 
 from unshard.errors import UsageError
-from unshard.evaluate.arguments import join_arguments
 from unshard.evaluate.jobs import Scalar
+from unshard.evaluate.profile_settings import (
+    read_command,
+    read_environment,
+    read_include_paths,
+    read_interpreter,
+    read_model_args,
+    read_results,
+)
 from unshard.evaluate.settings import Settings
 
 __all__ = [
-    "PLACEHOLDER",
-    "PLACEHOLDERS",
     "Keep",
     "Kind",
     "Launcher",
@@ -32,8 +36,6 @@ __all__ = [
     "gpus_here",
 ]
 
-PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
-PLACEHOLDERS = frozenset({"checkpoint", "output", "tasks", "step", "weights", "run"})
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", re.ASCII)
 
 
@@ -256,68 +258,17 @@ def _profile(name: str, kind: Kind, settings: Settings, gpus: tuple[int, ...]) -
     return Profile(
         name=name,
         kind=kind,
-        interpreter=_interpreter(settings, default.interpreter),
-        environment=_environment(settings),
-        include_paths=_include_paths(settings, kind),
+        interpreter=read_interpreter(settings, default.interpreter),
+        environment=read_environment(settings),
+        include_paths=read_include_paths(settings, most=1 if kind is Kind.LMMS_EVAL else 100),
         model=settings.text("model", _MODELS.get(kind, default.model)),
         checkpoint_key=settings.text("checkpoint_key", default.checkpoint_key),
-        model_args=_model_args(settings),
+        model_args=read_model_args(settings),
         allowed_tasks=settings.texts("allowed_tasks"),
         timeout=settings.seconds("timeout", default.timeout),
         retries=settings.count("retries", default.retries, most=100),
         gpus=settings.count("gpus", min(1, len(gpus)), most=len(gpus)),
         launcher=settings.choice("launcher", default.launcher),
-        command=_command(settings, kind),
-        results=_results(settings, default.results),
+        command=read_command(settings, needed=kind is Kind.COMMAND),
+        results=read_results(settings, default.results),
     )
-
-
-def _interpreter(settings: Settings, default: str) -> str:
-    """Return a program that is there; a link to it is not resolved, or its environment is lost."""
-    text = settings.text("interpreter", default)
-    if "/" in text:
-        text = str(settings.base / Path(text).expanduser())
-    if shutil.which(text) is None:
-        raise settings.wrong("interpreter", expected="a program that can be run")
-    return text
-
-
-def _environment(settings: Settings) -> dict[str, str]:
-    values = settings.scalars("environment")
-    for name, value in values.items():
-        if isinstance(value, bool) or "=" in name or "\0" in f"{name}{value}":
-            expected = 'a mapping of names to strings or numbers (`"true"` in quotes)'
-            raise settings.wrong("environment", expected=expected)
-    return {name: str(value) for name, value in values.items()}
-
-
-def _include_paths(settings: Settings, kind: Kind) -> tuple[Path, ...]:
-    paths = settings.paths("include_paths")
-    if kind is Kind.LMMS_EVAL and len(paths) > 1:
-        raise settings.wrong("include_paths", expected="one directory: lmms-eval takes no more")
-    if not all(path.is_dir() for path in paths):
-        raise settings.wrong("include_paths", expected="directories that are there")
-    return paths
-
-
-def _model_args(settings: Settings) -> dict[str, Scalar]:
-    """Return the model's fixed arguments, which lmms-eval must be able to read back."""
-    arguments = settings.scalars("model_args")
-    join_arguments(arguments, what=f"{settings.where}: model_args")
-    return arguments
-
-
-def _command(settings: Settings, kind: Kind) -> tuple[str, ...]:
-    command = settings.texts("command")
-    unknown = {name for part in command for name in PLACEHOLDER.findall(part)} - PLACEHOLDERS
-    if unknown or (kind is Kind.COMMAND and not command):
-        known = ", ".join(f"{{{name}}}" for name in sorted(PLACEHOLDERS))
-        raise settings.wrong("command", expected=f"a list of arguments, which may have {known}")
-    return command
-
-
-def _results(settings: Settings, default: str) -> str:
-    text = settings.text("results", default)
-    if Path(text).is_absolute() or ".." in Path(text).parts:
-        raise settings.wrong("results", expected="a file below the output directory")
-    return text

@@ -3,7 +3,6 @@
 Knows nothing of what the keys mean. An error names the file and the key and lists what is known.
 """
 
-import math
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -14,6 +13,7 @@ from unshard.evaluate.jobs import Scalar
 
 __all__ = ["Settings"]
 
+_LONGEST_TIME = 1e9
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
@@ -96,9 +96,9 @@ class Settings:
         if value is None:
             return default
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]  # a number, by the first part
+        if not number or not 0 < value <= _LONGEST_TIME:  # type: ignore[operator]  # a number
             raise self.wrong(key, expected="seconds, above zero")
-        return float(value)  # type: ignore[arg-type]  # likewise
+        return float(value)  # type: ignore[arg-type]  # a number
 
     def choice(self, key: str, default: _Choice) -> _Choice:
         """Return one of the members of the default's enumeration."""

@@ -5,7 +5,6 @@ that is a path (a task's YAML file runs any Python), no argument of a model that
 another model, no character that an evaluator's parser would take for a separator.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -168,7 +167,7 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, bool):
         return True
     if isinstance(value, int | float):
-        return math.isfinite(value) and abs(value) <= _LARGEST
+        return abs(value) <= _LARGEST  # which "not a number" is not
     return (
         isinstance(value, str)
         and 0 < len(value) <= _LONGEST_VALUE

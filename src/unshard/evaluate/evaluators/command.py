@@ -13,7 +13,7 @@ from unshard.evaluate.evaluators.documents import (
     demand_empty,
     read_document,
 )
-from unshard.evaluate.profiles import PLACEHOLDER
+from unshard.evaluate.profile_settings import PLACEHOLDER
 from unshard.evaluate.work import Work
 
 __all__ = ["CommandEvaluator"]

@@ -98,11 +98,11 @@ def check_tasks(
     """
     metrics = metrics_of(table(document, "results"))
     missing = without_numbers(_leaves(document, tasks, metrics), metrics)
-    if not missing:
+    if metrics and not missing:
         return metrics
     there = ", ".join(sorted(table(document, "results"))) or "no task"
     raise EvaluationError(
-        f"{program}'s results have no finite number for: {', '.join(missing)}",
+        f"{program}'s results have no finite number for: {', '.join(missing or tasks)}",
         expected=", ".join(tasks),
         found=there,
         hint=_LOG,

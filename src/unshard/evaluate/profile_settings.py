@@ -1,0 +1,80 @@
+"""The settings of a profile that are more than a number or a name: read, and checked.
+
+Knows what programs, directories and arguments must be like, not what a profile is.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+from unshard.evaluate.arguments import join_arguments
+from unshard.evaluate.jobs import Scalar
+from unshard.evaluate.settings import Settings
+
+__all__ = [
+    "PLACEHOLDER",
+    "read_command",
+    "read_environment",
+    "read_include_paths",
+    "read_interpreter",
+    "read_model_args",
+    "read_results",
+]
+
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+_PLACEHOLDERS = frozenset({"checkpoint", "output", "tasks", "step", "weights", "run"})
+
+
+def read_interpreter(settings: Settings, default: str) -> str:
+    """Return a program that is there; a link to it is not resolved, or its environment is lost."""
+    text = settings.text("interpreter", default)
+    if "/" in text:
+        text = str(settings.base / Path(text).expanduser())
+    if shutil.which(text) is None:
+        raise settings.wrong("interpreter", expected="a program that can be run")
+    return text
+
+
+def read_environment(settings: Settings) -> dict[str, str]:
+    """Return variables; a boolean is refused, because YAML makes one of yes, no, on and off."""
+    values = settings.scalars("environment")
+    for name, value in values.items():
+        if isinstance(value, bool) or "=" in name or "\0" in f"{name}{value}":
+            expected = 'a mapping of names to strings or numbers (`"true"` in quotes)'
+            raise settings.wrong("environment", expected=expected)
+    return {name: str(value) for name, value in values.items()}
+
+
+def read_include_paths(settings: Settings, *, most: int) -> tuple[Path, ...]:
+    """Return directories with tasks, `most` of them at most."""
+    paths = settings.paths("include_paths")
+    if len(paths) > most:
+        raise settings.wrong("include_paths", expected=f"at most {most}")
+    if not all(path.is_dir() for path in paths):
+        raise settings.wrong("include_paths", expected="directories that are there")
+    return paths
+
+
+def read_model_args(settings: Settings) -> dict[str, Scalar]:
+    """Return the model's fixed arguments, which lmms-eval must be able to read back."""
+    arguments = settings.scalars("model_args")
+    join_arguments(arguments, what=f"{settings.where}: model_args")
+    return arguments
+
+
+def read_command(settings: Settings, *, needed: bool) -> tuple[str, ...]:
+    """Return a command's arguments, whose placeholders are known ones."""
+    command = settings.texts("command")
+    unknown = {name for part in command for name in PLACEHOLDER.findall(part)} - _PLACEHOLDERS
+    if unknown or (needed and not command):
+        known = ", ".join(f"{{{name}}}" for name in sorted(_PLACEHOLDERS))
+        raise settings.wrong("command", expected=f"a list of arguments, which may have {known}")
+    return command
+
+
+def read_results(settings: Settings, default: str) -> str:
+    """Return the name of a file below the output directory."""
+    text = settings.text("results", default)
+    if Path(text).is_absolute() or ".." in Path(text).parts:
+        raise settings.wrong("results", expected="a file below the output directory")
+    return text
