@@ -1,15 +1,21 @@
 """A tiny random model with its tokenizer, and tasks on local data, for the real evaluators."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-__all__ = ["OFFLINE", "lm_eval_tasks", "lmms_eval_tasks", "tiny_model"]
+from unshard.evaluate.jobs import Request
+from unshard.evaluate.profiles import Profile
+from unshard.evaluate.work import Work
 
-OFFLINE = {
+__all__ = ["lm_eval_tasks", "lmms_eval_tasks", "run_evaluator", "tiny_model", "work_at"]
+
+_OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -112,6 +118,27 @@ def lmms_eval_tasks(directory: Path) -> Path:
         "group: sights\ntask: [colours_of_day, colours_of_night]\n"
     )
     return directory
+
+
+def work_at(directory: Path, model: Path, request: Request, profile: Profile) -> Work:
+    """Make the directories of an attempt."""
+    output = directory / "output"
+    output.mkdir(parents=True)
+    return Work(model, output, directory, request, profile)
+
+
+def run_evaluator(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command as the server does: in the attempt's directory, with its output in a log."""
+    return subprocess.run(
+        command,
+        cwd=directory,
+        env={**os.environ, **_OFFLINE},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        timeout=600,
+    )
 
 
 def _write_data(directory: Path) -> Path:

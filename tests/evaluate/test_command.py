@@ -1,0 +1,83 @@
+"""Any program as an evaluator: what it gets, and what it may write."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from local_tasks import run_evaluator, work_at
+
+from unshard.evaluate.evaluators import make_evaluator
+from unshard.evaluate.jobs import EvaluationError, Request
+from unshard.evaluate.profiles import Kind, Profile
+from unshard.evaluate.work import Work
+
+PROGRAM = """
+import json, pathlib, sys
+*rest, output = sys.argv[1:]
+pathlib.Path(output, "seen.json").write_text(json.dumps(rest))
+pathlib.Path(output, "results.json").write_text('{"gsm8k": {"exact_match": 0.5}}')
+"""
+
+
+def attempt(tmp_path: Path, *tasks: str, command: tuple[str, ...] = ("true",)) -> Work:
+    profile = Profile("own", Kind.COMMAND, command=command)
+    request = Request("/a", "own", tasks, step=300, run="a run; rm -rf $HOME", weights="ema")
+    return work_at(tmp_path / "attempt", tmp_path / "a model", request, profile)
+
+
+def measured(work: Work, document: object) -> dict[str, float]:
+    (work.output / "results.json").write_text(json.dumps(document))
+    return dict(make_evaluator(work.profile).metrics(work, 0))
+
+
+def test_the_program_gets_each_value_in_the_argument_that_names_it(tmp_path: Path) -> None:
+    arguments = ("--model={checkpoint}", "{tasks}", "{step}", "{weights}", "{run}", '{"a": 1}')
+    command = (sys.executable, "-c", PROGRAM, *arguments, "{output}")
+    work = attempt(tmp_path, "gsm8k", command=command)
+    evaluator = make_evaluator(work.profile)
+    done = run_evaluator(evaluator.command(work), work.directory)
+    assert done.returncode == 0, done.stdout
+    seen = json.loads((work.output / "seen.json").read_text())
+    model = f"--model={tmp_path}/a model"
+    assert seen == [model, "gsm8k", "300", "ema", "a run; rm -rf $HOME", '{"a": 1}']
+    assert evaluator.metrics(work, 0) == {"gsm8k/exact_match": 0.5}
+
+
+def test_what_is_filled_in_is_not_filled_in_again(tmp_path: Path) -> None:
+    profile = Profile("own", Kind.COMMAND, command=("x", "{run}"))
+    work = work_at(tmp_path, tmp_path, Request("/a", "own", ("t",), run="{output}"), profile)
+    assert make_evaluator(profile).command(work) == ["x", "{output}"]
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"a": {"acc": 1, "f1,macro": 0.5}}, {"a/acc": 1.0, "a/f1,macro": 0.5}),
+        ({"acc": 0.5, "loss": 2}, {"a/acc": 0.5, "a/loss": 2.0}),
+        ({"a": 0.5}, {"a/score": 0.5}),
+        ({"a/acc": 0.5, "b/acc": 1}, {"a/acc": 0.5, "b/acc": 1.0}),
+        ({"a": {"acc": 0.5}, "a/f1": 1, "note": "x"}, {"a/acc": 0.5, "a/f1": 1.0}),
+    ],
+)
+def test_forms_of_results(
+    tmp_path: Path, document: dict[str, object], expected: dict[str, float]
+) -> None:
+    assert measured(attempt(tmp_path, "a"), document) == expected
+
+
+@pytest.mark.parametrize(
+    "document", [{"acc": 0.5}, {"a": 0.5}, {"a": {"acc": True}, "b": {"acc": 1}}, {"a/x": 1}, {}]
+)
+def test_every_task_needs_a_number(tmp_path: Path, document: dict[str, object]) -> None:
+    with pytest.raises(EvaluationError, match="own's results have no finite number for"):
+        measured(attempt(tmp_path, "a", "b"), document)
+
+
+def test_a_program_that_fails_or_writes_nothing(tmp_path: Path) -> None:
+    work = attempt(tmp_path, "a")
+    with pytest.raises(EvaluationError, match=r"own wrote no results\n.*results\.json"):
+        make_evaluator(work.profile).metrics(work, 0)
+    (work.output / "results.json").write_text('{"a": 1}')
+    with pytest.raises(EvaluationError, match="exit code 3"):
+        make_evaluator(work.profile).metrics(work, 3)

@@ -1,0 +1,152 @@
+"""lm-eval 0.4.13 itself: offline, on the CPU, a random model and tasks on local data."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from local_tasks import lm_eval_tasks, run_evaluator, tiny_model, work_at
+
+from unshard.evaluate.evaluators import make_evaluator
+from unshard.evaluate.jobs import EvaluationError, Request
+from unshard.evaluate.profiles import Kind, Profile
+from unshard.evaluate.work import Work
+
+LM_EVAL = Profile("lm", Kind.LM_EVAL)
+
+
+def attempt(tmp_path: Path, *tasks: str, profile: Profile = LM_EVAL, **asked: object) -> Work:
+    request = Request("/runs/a", "lm", tasks, **asked)  # type: ignore[arg-type]  # its own fields
+    return work_at(tmp_path / "attempt", tmp_path / "model", request, profile)
+
+
+def write_results(work: Work, document: object) -> None:
+    (work.output / "results_2026-01-01T00-00-00.000000.json").write_text(json.dumps(document))
+
+
+def test_what_lm_eval_measures_is_read(tmp_path: Path) -> None:
+    """A group, and a tag beside it; the directory's name is longer than lm-eval could bear."""
+    deep = tmp_path / ("d" * 120) / ("e" * 120)
+    model = tiny_model(deep / "model")
+    paths = (lm_eval_tasks(tmp_path / "tasks"),)
+    profile = Profile("lm", Kind.LM_EVAL, include_paths=paths, model_args={"dtype": "float32"})
+    request = Request("/a", "lm", ("sights", "dim"), limit=2, batch_size=2, num_fewshot=0)
+    work = work_at(tmp_path / "attempt", model, request, profile)
+    evaluator = make_evaluator(profile)
+    done = run_evaluator(evaluator.command(work), work.directory)
+    metrics = evaluator.metrics(work, done.returncode)
+    assert metrics.keys() == {
+        "sights/acc",
+        *(f"colours_of_{when}/{name}" for when in ("day", "night") for name in ("acc", "acc_norm")),
+        *(f"colours_of_dusk/{name}" for name in ("acc", "acc_norm")),
+    }
+    assert all(0 <= value <= 1 for value in metrics.values())
+    assert metrics["colours_of_day/acc"] == metrics["colours_of_night/acc"] == metrics["sights/acc"]
+    results = evaluator.results_file(work)
+    assert results is not None
+    assert json.loads(results.read_bytes())["n-samples"]["colours_of_day"]["effective"] == 2
+
+
+def test_an_unknown_task_is_an_error(tmp_path: Path) -> None:
+    work = attempt(tmp_path, "nothing_of_that_name")
+    evaluator = make_evaluator(work.profile)
+    done = run_evaluator(evaluator.command(work), work.directory)
+    assert "Tasks not found: nothing_of_that_name" in done.stdout
+    with pytest.raises(EvaluationError, match="exit code 1"):
+        evaluator.metrics(work, done.returncode)
+    assert evaluator.results_file(work) is None
+
+
+def test_the_configuration_holds_values_as_they_are(tmp_path: Path) -> None:
+    """Nothing in a value can become another argument."""
+    profile = Profile("lm", Kind.LM_EVAL, model_args={"dtype": "a,trust_remote_code=true"}, gpus=1)
+    work = attempt(tmp_path, "a", "b", profile=profile, gen_kwargs="temperature=0.5,do_sample=true",
+                   model_args={"revision": "yes"}, limit=0.5, batch_size="auto:4")  # fmt: skip
+    command = make_evaluator(profile).command(work)
+    assert command[1:4] == ["-m", "lm_eval", "run"]
+    assert yaml.safe_load((work.directory / "job.yaml").read_text()) == {
+        "model": "hf",
+        "model_args": {
+            "revision": "yes",
+            "dtype": "a,trust_remote_code=true",
+            "pretrained": str(work.model),
+        },
+        "tasks": ["a", "b"],
+        "output_path": str(work.output / "results.json"),
+        "log_samples": True,
+        "batch_size": "auto:4",
+        "limit": 0.5,
+        "gen_kwargs": {"temperature": 0.5, "do_sample": True},
+    }
+
+
+def test_without_gpus_it_runs_on_the_cpu_and_with_several_under_accelerate(tmp_path: Path) -> None:
+    alone = attempt(tmp_path / "alone", "a")
+    assert make_evaluator(LM_EVAL).command(alone)[2] == "lm_eval"
+    assert yaml.safe_load((alone.directory / "job.yaml").read_text())["device"] == "cpu"
+    several = attempt(tmp_path / "several", "a", num_gpus=2)
+    command = make_evaluator(LM_EVAL).command(several)
+    assert command[2:] == [
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes=2",
+        "--num_machines=1",
+        "--main_process_port=0",
+        "-m",
+        "lm_eval",
+        "run",
+        f"--config={several.directory / 'job.yaml'}",
+    ]
+    assert "device" not in yaml.safe_load((several.directory / "job.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"results": {"other": {"acc,none": 1.0}}}, None),  # as a tag would look
+        ({"results": {"other": {"alias": "other"}}}, "no finite number for"),
+        ({"results": {"a": {"acc,none": float("nan")}}}, "no finite number for: a"),
+        ({"results": {"a": {"acc_stderr,none": 0.1}}}, "no finite number for: a"),
+        ({"results": []}, "no finite number for: a"),
+        ({"results": {"a": {"alias": "a"}}, "group_subtasks": {"a": ["a"]}}, "for"),
+        ([1], "expected: an object"),
+    ],
+)
+def test_results_without_what_was_asked_for(
+    tmp_path: Path, document: object, message: str | None
+) -> None:
+    work = attempt(tmp_path, "a")
+    write_results(work, document)
+    evaluator = make_evaluator(work.profile)
+    if message is None:
+        assert evaluator.metrics(work, 0) == {"other/acc": 1.0}
+        return
+    with pytest.raises(EvaluationError, match=message):
+        evaluator.metrics(work, 0)
+
+
+def test_results_that_end_in_the_middle_are_an_error(tmp_path: Path) -> None:
+    work = attempt(tmp_path, "a")
+    (work.output / "results_now.json").write_text('{"results": {"a": {"acc,none": 0.')
+    with pytest.raises(EvaluationError, match="cannot be read"):
+        make_evaluator(work.profile).metrics(work, 0)
+
+
+def test_no_results_after_a_good_end_are_an_error(tmp_path: Path) -> None:
+    """It says "Could not save results aggregated" in its log and ends with 0."""
+    work = attempt(tmp_path, "a")
+    with pytest.raises(EvaluationError, match="wrote no results"):
+        make_evaluator(work.profile).metrics(work, 0)
+
+
+def test_a_signal_is_named(tmp_path: Path) -> None:
+    work = attempt(tmp_path, "a")
+    with pytest.raises(EvaluationError, match="SIGKILL"):
+        make_evaluator(work.profile).metrics(work, -9)
+
+
+def test_an_output_that_is_not_empty_is_refused(tmp_path: Path) -> None:
+    work = attempt(tmp_path, "a")
+    write_results(work, {"results": {"a": {"acc,none": 1.0}}})
+    with pytest.raises(EvaluationError, match="holds files already"):
+        make_evaluator(work.profile).command(work)

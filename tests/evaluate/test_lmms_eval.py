@@ -1,0 +1,142 @@
+"""lmms-eval 0.7.3 itself, where an interpreter that has it is named; its results, where not.
+
+`make test` makes such an environment and names its interpreter in UNSHARD_LMMS_EVAL_PYTHON.
+"""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from local_tasks import lmms_eval_tasks, run_evaluator, work_at
+
+from unshard.errors import UsageError
+from unshard.evaluate.evaluators import make_evaluator
+from unshard.evaluate.jobs import EvaluationError, Request
+from unshard.evaluate.profiles import Kind, Profile
+from unshard.evaluate.work import Work
+
+PYTHON = os.environ.get("UNSHARD_LMMS_EVAL_PYTHON", "")
+LMMS_EVAL = Profile("lmms", Kind.LMMS_EVAL, interpreter=PYTHON or "python", model="dummy")
+needs_lmms_eval = pytest.mark.skipif(
+    not PYTHON, reason="UNSHARD_LMMS_EVAL_PYTHON names no interpreter with lmms_eval 0.7.3"
+)
+
+
+def attempt(tmp_path: Path, *tasks: str, profile: Profile = LMMS_EVAL, **asked: object) -> Work:
+    request = Request("/a", "lmms", tasks, **asked)  # type: ignore[arg-type]  # its own fields
+    return work_at(tmp_path / "attempt", tmp_path / "model", request, profile)
+
+
+def write_results(work: Work, document: object) -> None:
+    directory = work.output / "run__model"
+    directory.mkdir()
+    (directory / "20260101_080000_results.json").write_text(json.dumps(document))
+
+
+@needs_lmms_eval
+def test_what_lmms_eval_measures_is_read(tmp_path: Path) -> None:
+    """The dummy model says the same to every question; one of three answers is right."""
+    tasks = lmms_eval_tasks(tmp_path / "tasks")
+    profile = replace(LMMS_EVAL, include_paths=(tasks,), model_args={"response": "blue"})
+    work = attempt(tmp_path, "sights", profile=profile, batch_size=1, gen_kwargs="temperature=0")
+    evaluator = make_evaluator(profile)
+    done = run_evaluator(evaluator.command(work), work.directory)
+    assert done.returncode == 0, done.stdout
+    expected = dict.fromkeys(["colours_of_day/exact_match", "colours_of_night/exact_match"], 1 / 3)
+    assert evaluator.metrics(work, 0) == pytest.approx(expected)
+    results = evaluator.results_file(work)
+    assert results is not None
+    assert results.parent.name == f"{tmp_path.name}__model"
+
+
+@needs_lmms_eval
+def test_lmms_eval_ends_with_0_when_it_fails_and_is_not_believed(tmp_path: Path) -> None:
+    work = attempt(tmp_path, "nothing_of_that_name")
+    evaluator = make_evaluator(work.profile)
+    done = run_evaluator(evaluator.command(work), work.directory)
+    assert done.returncode == 0
+    assert "Tasks not found: nothing_of_that_name" in done.stdout
+    with pytest.raises(EvaluationError, match="lmms-eval wrote no results"):
+        evaluator.metrics(work, done.returncode)
+    write_results(work, {"results": {"another_task": {"acc,none": 0.5}}})
+    with pytest.raises(EvaluationError, match="no finite number for: nothing_of_that_name"):
+        evaluator.metrics(work, done.returncode)
+
+
+def test_the_results_of_a_group_are_those_of_its_tasks(tmp_path: Path) -> None:
+    """The form is that of a file which lmms-eval 0.7.3 wrote."""
+    work = attempt(tmp_path, "sights")
+    values = {
+        "exact_match,none": 0.25,
+        "exact_match_stderr,none": 0.1,
+        "exact_match_stderr_clt,none": 0.1,
+        "exact_match_stderr_clustered,none": "N/A",
+    }
+    results: dict[str, dict[str, object]] = {
+        "sights": {" ": " ", "alias": "sights"},
+        "day": {"alias": " - day", **values},
+        "night": {"alias": " - night", **values},
+    }
+    document = {"results": results, "group_subtasks": {"sights": ["day", "night"]}}
+    write_results(work, document)
+    evaluator = make_evaluator(work.profile)
+    expected = {"day/exact_match": 0.25, "night/exact_match": 0.25}
+    assert evaluator.metrics(work, 0) == expected
+    del results["night"]
+    (found,) = work.output.rglob("*_results.json")
+    found.write_text(json.dumps(document))
+    with pytest.raises(EvaluationError, match="no finite number for: night"):
+        evaluator.metrics(work, 0)
+
+
+def test_a_group_of_itself_has_no_numbers(tmp_path: Path) -> None:
+    work = attempt(tmp_path, "a")
+    groups = {"a": ["b"], "b": ["a"]}
+    write_results(work, {"results": {"a": {}, "b": {}}, "group_subtasks": groups})
+    with pytest.raises(EvaluationError, match="no finite number for: a"):
+        make_evaluator(work.profile).metrics(work, 0)
+
+
+def test_the_command_has_one_argument_per_option(tmp_path: Path) -> None:
+    profile = replace(LMMS_EVAL, model="qwen2_5_vl", model_args={"max_pixels": 100}, gpus=1)
+    work = attempt(tmp_path, "mme", "ai2d", profile=profile, limit=8, num_fewshot=0, batch_size=2)
+    assert make_evaluator(profile).command(work) == [
+        profile.interpreter,
+        "-m",
+        "lmms_eval",
+        "--model=qwen2_5_vl",
+        f"--model_args=max_pixels=100,pretrained={work.model}",
+        "--tasks=mme,ai2d",
+        f"--output_path={work.output}",
+        "--num_fewshot=0",
+        "--batch_size=2",
+        "--limit=8",
+        "--log_samples",
+    ]
+
+
+@pytest.mark.parametrize(
+    "value", ["a,trust_remote_code=True", "a=b", "a\nb", '"', "'", "[", "}", " a", "a\\"]
+)
+def test_a_value_that_would_be_more_than_one_is_refused(tmp_path: Path, value: str) -> None:
+    work = attempt(tmp_path, "a", model_args={"dtype": value})
+    with pytest.raises(UsageError, match="model_args: 'dtype' cannot be handed over"):
+        make_evaluator(work.profile).command(work)
+
+
+def test_a_path_that_would_be_more_than_one_argument_is_refused(tmp_path: Path) -> None:
+    work = attempt(tmp_path, "a")
+    with pytest.raises(UsageError, match="'pretrained' cannot be handed over"):
+        make_evaluator(work.profile).command(replace(work, model=Path("/runs/lr=1,seed=2/step")))
+    with pytest.raises(UsageError, match="'output_path' cannot be handed over"):
+        make_evaluator(work.profile).command(replace(work, output=Path("/out,token=x")))
+
+
+@pytest.mark.parametrize("returncode", [1, -11])
+def test_an_honest_failure_is_believed(tmp_path: Path, returncode: int) -> None:
+    work = attempt(tmp_path, "a")
+    write_results(work, {"results": {"a": {"acc,none": 1.0}}})
+    with pytest.raises(EvaluationError, match="lmms-eval failed"):
+        make_evaluator(work.profile).metrics(work, returncode)

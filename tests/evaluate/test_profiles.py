@@ -1,0 +1,186 @@
+"""The server's configuration: what it says, what holds without it, and what is refused."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from unshard.errors import UsageError
+from unshard.evaluate.profiles import Keep, Kind, Launcher, Profile, ServerConfig, gpus_here
+
+WHOLE = """
+roots: [runs, /data/runs]
+gpus: [0, 2]
+host: 0.0.0.0
+port: 9000
+token_file: secret/token
+work_directory: work
+keep: best
+pin_quota: {count: 3, bytes: 1000000}
+profiles:
+  math:
+    kind: lm-eval
+    environment: {HF_HOME: /data/hf, OMP_NUM_THREADS: 4}
+    include_paths: [tasks]
+    model: vllm
+    model_args: {dtype: bfloat16, gpu_memory_utilization: 0.8, enforce_eager: true}
+    allowed_tasks: [gsm8k, "mmlu*"]
+    timeout: 3600
+    retries: 0
+    gpus: 2
+    launcher: none
+  images:
+    kind: lmms-eval
+    checkpoint_key: model
+    model: qwen2_5_vl
+  own:
+    kind: command
+    command: [evaluate, --model, "{checkpoint}", "--out={output}"]
+    results: out/numbers.json
+"""
+
+
+def read(tmp_path: Path, text: str) -> ServerConfig:
+    path = tmp_path / "server.yaml"
+    path.write_text(text, encoding="utf-8")
+    return ServerConfig.from_yaml(path)
+
+
+def test_everything_that_can_be_said(tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    config = read(tmp_path, WHOLE)
+    assert config.roots == (tmp_path / "runs", Path("/data/runs"))
+    assert config.gpus == (0, 2)
+    assert (config.host, config.port) == ("0.0.0.0", 9000)  # noqa: S104 - read, not bound
+    assert config.token_file == tmp_path / "secret" / "token"
+    assert config.work_directory == tmp_path / "work"
+    assert (config.keep, config.pin_count, config.pin_bytes) == (Keep.BEST, 3, 1_000_000)
+    assert config.profiles["math"] == Profile(
+        "math",
+        Kind.LM_EVAL,
+        environment={"HF_HOME": "/data/hf", "OMP_NUM_THREADS": "4"},
+        include_paths=(tmp_path / "tasks",),
+        model="vllm",
+        model_args={"dtype": "bfloat16", "gpu_memory_utilization": 0.8, "enforce_eager": True},
+        allowed_tasks=("gsm8k", "mmlu*"),
+        timeout=3600.0,
+        retries=0,
+        gpus=2,
+        launcher=Launcher.NONE,
+    )
+    images = Profile("images", Kind.LMMS_EVAL, model="qwen2_5_vl", checkpoint_key="model", gpus=1)
+    assert config.profiles["images"] == images
+    own = ("evaluate", "--model", "{checkpoint}", "--out={output}")
+    assert config.profiles["own"] == Profile(
+        "own", Kind.COMMAND, command=own, results="out/numbers.json", gpus=1
+    )
+
+
+@pytest.mark.parametrize("text", ["", "{}", "profiles:"])
+def test_an_empty_file_says_what_no_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    config = read(tmp_path, text)
+    assert config == ServerConfig.default()
+    assert config.gpus == (1, 3)
+    assert config.roots == ()
+    assert config.host == "127.0.0.1"
+    assert config.profiles["lm-eval"] == Profile("lm-eval", Kind.LM_EVAL, gpus=1)
+    assert config.profiles["lm-eval"].interpreter == sys.executable
+    assert Kind.COMMAND not in {profile.kind for profile in config.profiles.values()}
+
+
+def test_an_evaluator_is_there_if_its_package_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found, and not imported."""
+    (tmp_path / "lmms_eval").mkdir()
+    (tmp_path / "lmms_eval" / "__init__.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    profile = ServerConfig.default().profiles["lmms-eval"]
+    assert (profile.kind, profile.model, profile.gpus) == (Kind.LMMS_EVAL, "huggingface", 0)
+    assert "lmms_eval" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [("", ()), ("0", (0,)), ("2, 1", (2, 1)), ("0,", (0,))]
+)
+def test_gpus_that_this_process_may_use(
+    monkeypatch: pytest.MonkeyPatch, visible: str, expected: tuple[int, ...]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus_here() == expected
+
+
+PROFILE = "gpus: 1\nprofiles: {a: {kind: lm-eval, %s}}"
+COMMAND = "profiles: {a: {kind: command, %s}}"
+LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rots: [a]", r"server\.yaml has the unknown key 'rots'\n  expected: gpus, host, keep"),
+        ("[1]", "server.yaml cannot be read\n  expected: a mapping"),
+        ("a: [", "cannot be read"),
+        ("!!python/object/apply:os.system ['true']", "cannot be read"),
+        ("port: 70000", "port cannot be read\n  expected: a whole number, 0 to 65535"),
+        ("port: true", "port cannot be read"),
+        ("port: '80'", r"port cannot be read\n.*\n  found:    '80' \(str\)"),
+        ("host: ''", "host cannot be read"),
+        ("roots: [1]", "roots cannot be read"),
+        ("gpus: [a]", "gpus cannot be read"),
+        ("gpus: [-1]", "gpus cannot be read"),
+        ("gpus: -1", "gpus cannot be read"),
+        ("keep: some", "keep cannot be read\n  expected: none, best, all"),
+        ("pin_quota: 8", "pin_quota cannot be read"),
+        ("pin_quota: {size: 8}", "pin_quota has the unknown key 'size'"),
+        ("pin_quota: {count: -1}", "pin_quota: count cannot be read"),
+        ("profiles: [a]", "profiles cannot be read"),
+        ("profiles: {'a/b': {kind: lm-eval}}", "cannot be a name"),
+        ("profiles: {a: {}}", "profiles.a: kind cannot be read"),
+        ("profiles: {a: {kind: other}}", "expected: lm-eval, lmms-eval, command"),
+        ("profiles: {a: lm-eval}", "profiles.a cannot be read"),
+        (PROFILE % "modle: x", "profiles.a has the unknown key 'modle'"),
+        (PROFILE % "command: [x]", r"profiles.a \(kind lm-eval\) has the unknown key 'command'"),
+        (PROFILE % "timeout: 0", "timeout cannot be read\n  expected: seconds"),
+        (PROFILE % "timeout: .inf", "timeout cannot be read"),
+        (PROFILE % "timeout: 1h", "timeout cannot be read"),
+        (PROFILE % "retries: -1", "retries cannot be read"),
+        (PROFILE % "gpus: 2", "gpus cannot be read\n  expected: a whole number, 0 to 1"),
+        (PROFILE % "launcher: torchrun", "expected: accelerate, none"),
+        (PROFILE % "interpreter: /nowhere/python", "interpreter cannot be read"),
+        (PROFILE % "interpreter: no-such-python", "interpreter cannot be read"),
+        (PROFILE % "include_paths: [nowhere]", "include_paths cannot be read"),
+        (PROFILE % "environment: {A: true}", "environment cannot be read"),
+        (PROFILE % "environment: {'A=B': c}", "environment cannot be read"),
+        (PROFILE % "environment: [A]", "environment cannot be read"),
+        (PROFILE % "model_args: {a: [1]}", "model_args cannot be read"),
+        (LMMS % "model_args: {a: 'b,c'}", "model_args: 'a' cannot be handed over"),
+        (LMMS % "include_paths: [a, b]", "expected: at most 1"),
+        (COMMAND % "timeout: 1", "command cannot be read"),
+        (COMMAND % "command: ['{chekpoint}']", "command cannot be read"),
+        (COMMAND % "command: [a], results: ../a", "results cannot be read"),
+        (COMMAND % "command: [a], results: /a", "results cannot be read"),
+        (COMMAND % "command: [a], model: hf", "unknown key 'model'"),
+    ],
+)
+def test_what_cannot_be(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        read(tmp_path, text)
+    assert "server.yaml" in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nothing\.yaml cannot be read"):
+        ServerConfig.from_yaml(tmp_path / "nothing.yaml")
+
+
+def test_an_interpreter_is_not_replaced_by_what_it_links_to(tmp_path: Path) -> None:
+    """The link is what makes it the interpreter of its environment."""
+    (tmp_path / "python").symlink_to(sys.executable)
+    text = yaml.safe_dump({"profiles": {"a": {"kind": "lm-eval", "interpreter": "./python"}}})
+    assert read(tmp_path, text).profiles["a"].interpreter == str(tmp_path / "python")

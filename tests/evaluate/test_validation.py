@@ -1,0 +1,286 @@
+"""What clients may ask for, and what they try."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unshard.errors import UsageError
+from unshard.evaluate.jobs import Request
+from unshard.evaluate.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.validation import check_request, resolve_checkpoint
+
+CONFIG = ServerConfig(
+    gpus=(0, 1),
+    profiles={
+        "lm": Profile("lm", Kind.LM_EVAL, model_args={"dtype": "bfloat16"}),
+        "few": Profile("few", Kind.LMMS_EVAL, allowed_tasks=("mme", "mmlu_*")),
+        "own": Profile("own", Kind.COMMAND, command=("x",)),
+    },
+)
+GOOD = Request(
+    "/runs/a/global_step_10",
+    "lm",
+    ("gsm8k", "mmlu_flan_n_shot_loglikelihood_stem", "wmt16-ro-en"),
+    step=0,
+    run="qwen 2.5 lr=1e-5 (Größe)".replace("(", "").replace(")", ""),
+    weights="ema",
+    model_args={"max_pixels": 12845056, "attn_implementation": "sdpa", "use_cache": True,
+                "system_prompt": "You are a helpful assistant."},
+    num_fewshot=0,
+    batch_size="auto:4",
+    limit=0.1,
+    gen_kwargs="temperature=0.7,do_sample=true,top_p=0.9",
+    num_gpus=2,
+)  # fmt: skip
+
+
+def refused(field: str, **changes: object) -> None:
+    with pytest.raises(UsageError, match=field):
+        check_request(replace(GOOD, **changes), CONFIG)  # type: ignore[arg-type]  # its own fields
+
+
+def test_a_good_request_and_a_small_one() -> None:
+    check_request(GOOD, CONFIG)
+    check_request(Request("/a", "lm", ("a",)), CONFIG)
+    check_request(Request("/a", "own", ("a",)), CONFIG)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        "bertaqa_en_mt_latxa-13b-v1.1",
+        "darijammlu_arabic_language_(general)",
+        "longproc_tom_tracking_0.5k",
+        "a",
+    ],
+)
+def test_names_that_evaluators_know(task: str) -> None:
+    check_request(replace(GOOD, tasks=(task,)), CONFIG)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        "/data/evil.yaml",
+        "evil.yaml",
+        "evil.yml",
+        "evil.YAML",
+        "evil.yaml ",
+        "../evil",
+        "..",
+        ".",
+        ".hidden",
+        "a/b",
+        "a\\b",
+        "~",
+        "-x",
+        "--trust_remote_code",
+        "log.txt",
+        "job.yaml",
+        "gsm8k,--trust_remote_code",
+        "a,b",
+        "a b",
+        " a",
+        "a\n",
+        "a\n--x",
+        "a\0",
+        "a\x1b[2J",
+        "*",
+        "mm?u",
+        "[a]",
+        "{checkpoint}",
+        "$HOME",
+        "gsm8\u212a",  # the kelvin sign, which casefolds to k
+        "\uff0fetc",  # a wide slash
+        "a\u202egnp",  # writes from right to left
+        "a\u200b",  # no width
+        "\u0661",  # a digit, but not of ASCII
+        "a\ud800",
+        "",
+        "a" * 201,
+        1,
+        None,
+    ],
+)
+def test_names_that_are_no_tasks(task: object) -> None:
+    refused("tasks cannot be accepted", tasks=("gsm8k", task))
+
+
+def test_how_many_tasks() -> None:
+    refused("tasks", tasks=())
+    refused("tasks", tasks=("a",) * 1001)
+
+
+def test_only_allowed_tasks() -> None:
+    changes = {"profile": "few", "model_args": {}}
+    check_request(replace(GOOD, tasks=("mme", "mmlu_stem"), **changes), CONFIG)  # type: ignore[arg-type]  # as above
+    refused("tasks", tasks=("mme", "mme_more"), **changes)
+    refused("tasks", tasks=("MMLU_stem",), **changes)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "trust_remote_code",
+        "TRUST_REMOTE_CODE",
+        "confirm_run_unsafe_code",
+        "pretrained",
+        "Pretrained",
+        "model",
+        "model_path",
+        "checkpoint",
+        "peft",
+        "tokenizer",
+        "hf_overrides",
+        "worker_cls",
+        "worker_extension_cls",
+        "logits_processors",
+        "custom_generate",
+        "dtype",  # the profile's own
+        "",
+        "a b",
+        "a-b",
+        "a=b",
+        "a,pretrained",
+        "a\nb",
+        "__class__",
+        "1a",
+        "prétrained",
+        "\uff50retrained",  # a wide p: the same identifier to Python's parser
+        "a" * 201,
+        1,
+    ],
+)
+def test_arguments_that_are_the_servers(key: object) -> None:
+    refused("model_args cannot be accepted", model_args={key: 1})
+    if key != "dtype" and isinstance(key, str) and key and not set(key) & set("=,"):
+        refused("gen_kwargs cannot be accepted", gen_kwargs=f"{key}=1")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "bf16,trust_remote_code=True",
+        "a=b",
+        "a\nb",
+        "a\r",
+        "a\x00",
+        "a\x1b",
+        '"',
+        "'",
+        '{"a":1}',
+        "[1",
+        "\\",
+        " a",
+        "",
+        "/etc/passwd",
+        "org/kernels",  # as attn_implementation: code from the hub
+        "../x",
+        "a\u2028b",
+        "a\u202eb",
+        "a\ud800",
+        "a" * 4001,
+        float("nan"),
+        float("inf"),
+        10**400,
+        None,
+        [1],
+        {"a": 1},
+    ],
+)
+def test_values_that_are_more_than_a_value(value: object) -> None:
+    refused("model_args: max_pixels cannot be accepted", model_args={"max_pixels": value})
+
+
+@pytest.mark.parametrize("text", ["a", "a=1,a=2", "=1", "until=/a", "a='1", "a" * 4001])
+def test_generation_arguments_that_cannot_be_read(text: str) -> None:
+    refused("gen_kwargs", gen_kwargs=text)
+
+
+def test_how_many_arguments() -> None:
+    refused("model_args", model_args={f"a{number}": 1 for number in range(65)})
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("profile", ["", "other", "lm-eval"]),
+        ("step", [-1, 1.5, True, "1", 2**53 + 1]),
+        ("num_fewshot", [-1, 0.5, False, "1"]),
+        ("num_gpus", [-1, 3, True, 1.0]),
+        ("batch_size", [0, -1, 1.5, True, "", "8", "auto:", "auto:0", "auto:4\n", "AUTO", 2**60]),
+        ("limit", [0, -1, float("nan"), float("inf"), True, "5", 10**400]),
+        ("weights", ["", "Model", "regular", None]),
+        ("run", ["a/b", "..", "a..b", ".a", "-a", "_a", " a", "a ", "a\n", "a\u202eb", "a\ud800",
+                 "x" * 201, "ä" * 101, "a\0", "~", "a:b", "<script>"]),
+    ],
+)  # fmt: skip
+def test_fields_with_other_values(field: str, values: list[object]) -> None:
+    for value in values:
+        refused(f"{field} cannot be accepted", **{field: value})
+
+
+def test_a_command_takes_no_arguments() -> None:
+    with pytest.raises(UsageError, match=r"5 problems") as caught:
+        check_request(replace(GOOD, profile="own"), CONFIG)
+    for field in ("model_args", "num_fewshot", "batch_size", "limit", "gen_kwargs"):
+        assert f"- {field} cannot be accepted" in str(caught.value)
+
+
+@given(st.text(), st.text(), st.text())
+def test_any_text_is_accepted_or_refused(task: str, key: str, value: str) -> None:
+    """Nothing else comes out, and what is accepted holds no separator."""
+    request = Request("/a", "lm", (task,), run=value, model_args={key: value}, gen_kwargs=value)
+    try:
+        check_request(request, CONFIG)
+    except UsageError:
+        return
+    assert not set(task + key + value) & set(",=\n/'\"")
+
+
+def test_a_checkpoint_under_a_root_is_resolved(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    (root / "a" / "step").mkdir(parents=True)
+    (root / "latest").symlink_to("a")
+    (tmp_path / "link").symlink_to(root)
+    expected = root / "a" / "step"
+    for path in (expected, root / "latest" / "step", root / "b" / ".." / "a" / "step"):
+        assert resolve_checkpoint(str(path), [root]) == expected
+        assert resolve_checkpoint(str(path), [tmp_path / "link"]) == expected
+    assert resolve_checkpoint(str(tmp_path / "link" / "a" / "step"), [root]) == expected
+    assert resolve_checkpoint(str(root / "gone"), [root]) == root / "gone"
+
+
+def test_a_checkpoint_elsewhere_is_refused(tmp_path: Path) -> None:
+    root, other = tmp_path / "runs", tmp_path / "runs-of-others"
+    root.mkdir()
+    (other / "a").mkdir(parents=True)
+    (root / "out").symlink_to(other)
+    (root / "loop").symlink_to("loop")
+    outside = ["out/a", "../runs-of-others/a", "../../etc/passwd", "out/../runs-of-others", ".."]
+    for path in [*(f"{root}/{name}" for name in outside), str(other), "/", "/etc"]:
+        with pytest.raises(UsageError, match="not under a directory that this server may read"):
+            resolve_checkpoint(path, [root])
+    with pytest.raises(UsageError, match="none is configured"):
+        resolve_checkpoint(str(root), [])
+
+
+@pytest.mark.parametrize(
+    "path", ["", "a", "~/a", "./a", "/a\0b", "/a\nb", "/a\u202eb", "/a" * 2049]
+)
+def test_what_is_no_absolute_path(tmp_path: Path, path: str) -> None:
+    with pytest.raises(UsageError, match="checkpoint cannot be accepted"):
+        resolve_checkpoint(path, [tmp_path, Path("/")])
+
+
+def test_names_that_are_too_long_and_links_that_go_round(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("loop", "loop/a", "x" * 300):
+        try:
+            resolved = resolve_checkpoint(str(tmp_path / name), [tmp_path])
+        except UsageError:
+            continue
+        assert resolved.is_relative_to(tmp_path)
