@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 import unshard
 from unshard.evaluate.attempts import Limits
 from unshard.evaluate.jobs import EvaluationError, Filters, Job, Request, Status
+from unshard.evaluate.profiles import Kind
 from unshard.evaluate.scheduler import Scheduler, Settings
 from unshard.evaluate.slots import Slots
 from unshard.evaluate.store import Store
@@ -33,16 +34,9 @@ def done(**metrics):
 """
 
 
-@dataclass(frozen=True)
-class ScriptProfile:
-    name: str = "script"
-    kind: str = "command"
-    environment: Mapping[str, str] = field(default_factory=dict)
-    timeout_s: float = 60.0
-    retries: int = 0
-    gpus: int = 1
-    keep: str = "none"
-    best_metric: str | None = None
+def script_profile(**changed: object) -> Profile:
+    profile = Profile("script", Kind.COMMAND, command=("x",), timeout_s=60.0, retries=0, gpus=1)
+    return replace(profile, **changed)  # type: ignore[arg-type]  # the fields' own types
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,7 @@ def scheduler(
 ) -> tuple[Store, Scheduler]:
     """Return a store and a scheduler, not started, in a directory."""
     store = Store(work_dir / "jobs.sqlite")
-    chosen: tuple[Profile, Evaluator] = (profile or ScriptProfile(), ScriptEvaluator(script))
+    chosen: tuple[Profile, Evaluator] = (profile or script_profile(), ScriptEvaluator(script))
 
     def evaluators(name: str) -> tuple[Profile, Evaluator]:
         if name != chosen[0].name:

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from evaluate.running import (
-    ScriptProfile,
     all_final,
     is_running,
     job_of,
     request,
     scheduler,
+    script_profile,
     start_server,
     wait_for,
     wait_until,
@@ -185,7 +185,7 @@ def test_a_server_killed_again_and_again_runs_every_job_once_at_a_time(tmp_path:
             wait_until(lambda: store.counts()[Status.COMPLETED] >= target, "some jobs")  # noqa: B023
             time.sleep(0.03 * number)
             os.kill(child.pid, signal.SIGKILL)
-    profile = ScriptProfile(retries=0)
+    profile = script_profile(retries=0)
     _, server = scheduler(work_dir, WAITS, gpus="0,1", profile=profile)
     server.start()
     wait_until(lambda: all_final(store), "all jobs")

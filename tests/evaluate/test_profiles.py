@@ -16,7 +16,6 @@ host: 0.0.0.0
 port: 9000
 token_file: secret/token
 work_directory: work
-keep: best
 pin_quota: {count: 3, bytes: 1000000}
 profiles:
   math:
@@ -27,6 +26,8 @@ profiles:
     model_args: {dtype: bfloat16, gpu_memory_utilization: 0.8, enforce_eager: true}
     allowed_tasks: [gsm8k, "mmlu*"]
     timeout: 3600
+    keep: best
+    best_metric: -gsm8k/loss
     retries: 0
     gpus: 2
     launcher: none
@@ -55,7 +56,7 @@ def test_everything_that_can_be_said(tmp_path: Path) -> None:
     assert (config.host, config.port) == ("0.0.0.0", 9000)  # noqa: S104 - read, not bound
     assert config.token_file == tmp_path / "secret" / "token"
     assert config.work_directory == tmp_path / "work"
-    assert (config.keep, config.pin_count, config.pin_bytes) == (Keep.BEST, 3, 1_000_000)
+    assert (config.pin_count, config.pin_bytes) == (3, 1_000_000)
     assert config.profiles["math"] == Profile(
         "math",
         Kind.LM_EVAL,
@@ -64,7 +65,9 @@ def test_everything_that_can_be_said(tmp_path: Path) -> None:
         model="vllm",
         model_args={"dtype": "bfloat16", "gpu_memory_utilization": 0.8, "enforce_eager": True},
         allowed_tasks=("gsm8k", "mmlu*"),
-        timeout=3600.0,
+        timeout_s=3600.0,
+        keep=Keep.BEST,
+        best_metric="-gsm8k/loss",
         retries=0,
         gpus=2,
         launcher=Launcher.NONE,
@@ -123,7 +126,10 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rots: [a]", r"server\.yaml has the unknown key 'rots'\n  expected: gpus, host, keep"),
+        (
+            "rots: [a]",
+            r"server\.yaml has the unknown key 'rots'\n  expected: gpus, host, pin_quota",
+        ),
         ("[1]", "server.yaml cannot be read\n  expected: a mapping"),
         ("a: [", "cannot be read"),
         ("!!python/object/apply:os.system ['true']", "cannot be read"),
@@ -135,7 +141,7 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         ("gpus: [a]", "gpus cannot be read"),
         ("gpus: [-1]", "gpus cannot be read"),
         ("gpus: -1", "gpus cannot be read"),
-        ("keep: some", "keep cannot be read\n  expected: none, best, all"),
+        (PROFILE % "keep: some", "keep cannot be read\n  expected: none, best, all"),
         ("pin_quota: 8", "pin_quota cannot be read"),
         ("pin_quota: {size: 8}", "pin_quota has the unknown key 'size'"),
         ("pin_quota: {count: -1}", "pin_quota: count cannot be read"),

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from evaluate.running import (
-    ScriptProfile,
     all_final,
     is_running,
     job_of,
     largest_file,
     request,
     scheduler,
+    script_profile,
     wait_for,
     wait_until,
     whole_model,
@@ -131,7 +131,7 @@ def test_a_sharded_checkpoint_is_merged_evaluated_and_removed(tmp_path: Path) ->
 
 def test_only_the_best_merged_model_stays(tmp_path: Path) -> None:
     checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
-    profile = ScriptProfile(keep="best", best_metric="task/acc")
+    profile = script_profile(keep="best", best_metric="task/acc")
     script = "done(acc={'1': 0.9, '2': 0.5}[step])"
     store, server = scheduler(tmp_path / "work", script, profile=profile)
     jobs = [submit(store, server, checkpoint, step) for step in (1, 2)]
@@ -190,7 +190,7 @@ def test_a_queued_job_is_cancelled_and_one_submitted_again_waits_for_its_end(
 
 
 def test_a_timeout_is_a_failure(tmp_path: Path, model: Path) -> None:
-    store, server = scheduler(tmp_path / "work", SLEEPS, profile=ScriptProfile(timeout_s=0.5))
+    store, server = scheduler(tmp_path / "work", SLEEPS, profile=script_profile(timeout_s=0.5))
     job = submit(store, server, model)
     server.start()
     failed = wait_for(store, job.id, Status.FAILED)
@@ -201,7 +201,7 @@ def test_a_timeout_is_a_failure(tmp_path: Path, model: Path) -> None:
 
 def test_a_crash_is_retried_and_shows_the_end_of_the_log(tmp_path: Path, model: Path) -> None:
     script = "print('about to crash', flush=True); os.abort()"
-    store, server = scheduler(tmp_path / "work", script, profile=ScriptProfile(retries=2))
+    store, server = scheduler(tmp_path / "work", script, profile=script_profile(retries=2))
     job = submit(store, server, model)
     server.start()
     failed = wait_for(store, job.id, Status.FAILED)
@@ -229,7 +229,7 @@ def test_a_second_attempt_may_succeed_and_starts_with_an_empty_output(
         "done(acc=1)\n"
         "if output.parent.name == '1': sys.exit(1)\n"
     )
-    store, server = scheduler(tmp_path / "work", script, profile=ScriptProfile(retries=1))
+    store, server = scheduler(tmp_path / "work", script, profile=script_profile(retries=1))
     job = submit(store, server, model)
     server.start()
     done = wait_for(store, job.id, Status.COMPLETED)
@@ -239,7 +239,7 @@ def test_a_second_attempt_may_succeed_and_starts_with_an_empty_output(
 
 
 def test_a_checkpoint_that_is_gone_is_expired(tmp_path: Path) -> None:
-    profile = ScriptProfile(retries=5)
+    profile = script_profile(retries=5)
     store, server = scheduler(tmp_path / "work", SCORED, profile=profile)
     job = submit(store, server, tmp_path / "nothing")
     server.start()
@@ -252,7 +252,7 @@ def test_a_checkpoint_that_is_gone_is_expired(tmp_path: Path) -> None:
 def test_a_bad_checkpoint_is_not_retried(tmp_path: Path) -> None:
     checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
     (checkpoint / "model_world_size_2_rank_1.pt").unlink()
-    profile = ScriptProfile(retries=5)
+    profile = script_profile(retries=5)
     store, server = scheduler(tmp_path / "work", SCORED, profile=profile)
     job = submit(store, server, checkpoint)
     server.start()
@@ -263,7 +263,7 @@ def test_a_bad_checkpoint_is_not_retried(tmp_path: Path) -> None:
 
 def test_a_merge_without_space_is_retried(tmp_path: Path) -> None:
     checkpoint = save_ranks(tmp_path / "ckpt", {"big": torch.zeros(1_000_000)}, 2)
-    profile = ScriptProfile(retries=20)
+    profile = script_profile(retries=20)
     store, server = scheduler(tmp_path / "work", SCORED, profile=profile)
     job = submit(store, server, checkpoint)
     with largest_file(3_000_000):

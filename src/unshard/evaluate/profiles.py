@@ -81,9 +81,12 @@ class Profile:
         checkpoint_key: the argument of the model that takes the checkpoint.
         model_args: arguments of the model that no client can change.
         allowed_tasks: shell patterns, one of which a task must match; empty: every task may run.
-        timeout: seconds after which an attempt is ended.
+        timeout_s: seconds after which an attempt is ended.
         retries: how many more attempts a failed one gets.
         gpus: how many a job needs that does not say itself.
+        keep: which merged models stay after evaluation.
+        best_metric: what "best" is measured by, "task/metric"; with a "-" before it, the lowest
+            value is the best.
         launcher: how several GPUs are used.
         command: kind command: the arguments, with {checkpoint}, {output}, {tasks}, {step},
             {weights} and {run}; no shell reads them.
@@ -99,9 +102,11 @@ class Profile:
     checkpoint_key: str = "pretrained"
     model_args: Mapping[str, Scalar] = field(default_factory=dict)
     allowed_tasks: tuple[str, ...] = ()
-    timeout: float = 24 * 3600.0
+    timeout_s: float = 24 * 3600.0
     retries: int = 1
     gpus: int = 0
+    keep: Keep = Keep.NONE
+    best_metric: str | None = None
     launcher: Launcher = Launcher.ACCELERATE
     command: tuple[str, ...] = ()
     results: str = "results.json"
@@ -117,7 +122,6 @@ class ServerConfig:
         host, port: where it listens.
         token_file: the file with the token that clients must show.
         work_directory: where jobs have their directories; None: the server's default.
-        keep: which merged checkpoints stay.
         pin_count, pin_bytes: how many checkpoints of a run, and how much of its disk, are kept from
             rotation at most; None: no limit.
         profiles: the evaluators, by name.
@@ -129,7 +133,6 @@ class ServerConfig:
     port: int = 8000
     token_file: Path | None = None
     work_directory: Path | None = None
-    keep: Keep = Keep.NONE
     pin_count: int | None = 8
     pin_bytes: int | None = None
     profiles: Mapping[str, Profile] = field(default_factory=dict)
@@ -159,9 +162,11 @@ class ServerConfig:
 
 
 _SERVER_KEYS = frozenset(
-    "roots gpus host port token_file work_directory keep pin_quota profiles".split()
+    "roots gpus host port token_file work_directory pin_quota profiles".split()
 )
-_COMMON_KEYS = frozenset("kind environment allowed_tasks timeout retries gpus".split())
+_COMMON_KEYS = frozenset(
+    "kind environment allowed_tasks timeout retries gpus keep best_metric".split()
+)
 _HARNESS_KEYS = _COMMON_KEYS | set(
     "interpreter include_paths model checkpoint_key model_args launcher".split()
 )
@@ -214,7 +219,6 @@ def _server(settings: Settings) -> ServerConfig:
         port=settings.count("port", default.port, most=65535),
         token_file=settings.path("token_file"),
         work_directory=settings.path("work_directory"),
-        keep=settings.choice("keep", default.keep),
         pin_count=quota.count("count", 0) if "count" in quota else default.pin_count,
         pin_bytes=quota.count("bytes", 0) if "bytes" in quota else default.pin_bytes,
         profiles=_profiles(settings, gpus),
@@ -265,9 +269,11 @@ def _profile(name: str, kind: Kind, settings: Settings, gpus: tuple[int, ...]) -
         checkpoint_key=settings.text("checkpoint_key", default.checkpoint_key),
         model_args=read_model_args(settings),
         allowed_tasks=settings.texts("allowed_tasks"),
-        timeout=settings.seconds("timeout", default.timeout),
+        timeout_s=settings.seconds("timeout", default.timeout_s),
         retries=settings.count("retries", default.retries, most=100),
         gpus=settings.count("gpus", min(1, len(gpus)), most=len(gpus)),
+        keep=settings.choice("keep", default.keep),
+        best_metric=settings.text("best_metric", "") or None,
         launcher=settings.choice("launcher", default.launcher),
         command=read_command(settings, needed=kind is Kind.COMMAND),
         results=read_results(settings, default.results),
