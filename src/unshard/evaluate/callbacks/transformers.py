@@ -1,0 +1,97 @@
+"""Evaluate the checkpoints of a Hugging Face Trainer while it trains.
+
+    from unshard.evaluate.callbacks.transformers import UnshardEvalCallback
+
+    trainer = Trainer(..., callbacks=[UnshardEvalCallback("eval.yaml")])
+
+Results go to `<output_dir>/_unshard/results.jsonl` and to the trackers that `report_to` opened.
+transformers calls `on_save` after it removed old checkpoints; the one just saved is still there,
+because rotation spares the newest (transformers 5.23, `rotate_checkpoints`: by mtime, which is why
+nothing here may touch the mtime of an old one).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.courier import ignoring_errors
+from unshard.evaluate.recorder import PacedSink
+from unshard.evaluate.sinks.base import Sink
+from unshard.evaluate.sinks.trainers import open_sinks
+from unshard.evaluate.submitter import Submitter
+
+__all__ = ["UnshardEvalCallback"]
+
+
+class UnshardEvalCallback(TrainerCallback):
+    """Submits what the Trainer saves, and logs the results as they come.
+
+    Args:
+        config: a file of YAML, its text, a mapping, or an `EvalConfig`.
+        sinks: further places for results.
+    """
+
+    def __init__(
+        self,
+        config: EvalConfig | Mapping[str, object] | str | Path,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        self.config = EvalConfig.of(config)
+        self.submitter: Submitter | None = None
+        self._sinks = tuple(sinks)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Begin; what an earlier process submitted goes on."""
+        del control
+        with ignoring_errors("checkpoints are not evaluated"):
+            found: list[Sink] = []
+            paced: list[PacedSink] = []
+            if state.is_world_process_zero:
+                logs = _tensorboard_dir(args)
+                with ignoring_errors("trackers get no results"):
+                    found, paced = open_sinks(tensorboard_dir=logs)
+            self.submitter = Submitter(
+                self.config,
+                Path(args.output_dir or "."),
+                sinks=[*found, *self._sinks],
+                paced=paced,
+                acts=state.is_world_process_zero,
+            )
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Submit the checkpoint that was just saved."""
+        del control
+        if self.submitter is not None and state.is_world_process_zero:
+            folder = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            self.submitter.submit(Path(args.output_dir or ".") / folder, state.global_step)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Log at most one result in the trainer's own run."""
+        del args, state, control
+        if self.submitter is not None:
+            self.submitter.tick()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Wait for the last results, for as long as the configuration allows."""
+        del args, state, control
+        if self.submitter is not None:
+            self.submitter.close()
+
+
+def _tensorboard_dir(args: TrainingArguments) -> Path | None:
+    """Return where transformers' own callback writes event files, if it does."""
+    if "tensorboard" not in (args.report_to or ()):
+        return None
+    return Path(os.environ.get("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir or ".") / "runs")

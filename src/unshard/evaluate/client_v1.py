@@ -1,0 +1,216 @@
+"""Our own protocol, under `/api/v1`: jobs, their logs, results and events, with errors of our tree.
+
+UnshardError
+├── ServerAwayError     nobody answers, or not sensibly: try again later
+├── EvaluationError     the server failed
+└── UsageError
+    └── RefusedError    the server answered that the request makes no sense; has the status
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+import httpx
+
+from unshard.errors import UnshardError, UsageError
+from unshard.evaluate.jobs import EvaluationError, Scalar
+
+__all__ = ["Answer", "RefusedError", "ServerAwayError", "V1Client"]
+
+_PREFIX = "/api/v1"
+_AWAY = frozenset({408, 425, 429, 502, 503, 504})
+_NOT_ALLOWED = frozenset({401, 403})
+_SHOWN = 300
+
+Answer = dict[str, object]
+
+
+class ServerAwayError(UnshardError):
+    """The evaluation server does not answer now."""
+
+
+class RefusedError(UsageError):
+    """The evaluation server refused a request.
+
+    Attributes:
+        status: of the HTTP answer.
+    """
+
+    status = 400
+
+
+class V1Client:
+    """The methods of our own protocol.
+
+    All of them raise:
+        ServerAwayError: nobody answers, or it is a gateway that does.
+        RefusedError: the request makes no sense to the server, or it is not allowed.
+        EvaluationError: the server failed.
+    """
+
+    base_url: str
+    client: httpx.Client
+
+    def submit(
+        self,
+        checkpoint: str,
+        step: int | None,
+        profile: str,
+        tasks: Sequence[str],
+        *,
+        weights: str = "model",
+        run: str | None = None,
+        pin: str | None = None,
+        model_args: Mapping[str, Scalar] | None = None,
+        num_fewshot: int | None = None,
+        batch_size: int | str | None = None,
+        limit: float | None = None,
+        gen_kwargs: str | None = None,
+        num_gpus: int | None = None,
+    ) -> Answer:
+        """Submit a job and return it; the same request again returns the same job.
+
+        Arguments are those of `jobs.Request`; `pin` is the linked checkpoint, if it is pinned.
+        """
+        body: dict[str, object] = {
+            "checkpoint": checkpoint,
+            "step": step,
+            "profile": profile,
+            "tasks": list(tasks),
+            "weights": weights,
+            "run": run,
+            "pin": pin,
+            "model_args": model_args,
+            "num_fewshot": num_fewshot,
+            "batch_size": batch_size,
+            "limit": limit,
+            "gen_kwargs": gen_kwargs,
+            "num_gpus": num_gpus,
+        }
+        return self.submit_body({key: value for key, value in body.items() if value is not None})
+
+    def submit_body(self, body: Mapping[str, object]) -> Answer:
+        """Submit a job as the protocol writes it; see `submit`."""
+        return self._call("POST", "/jobs", body=body)
+
+    def job(self, job_id: str) -> Answer:
+        """Return a job."""
+        return self._call("GET", f"/jobs/{job_id}")
+
+    def jobs(
+        self,
+        *,
+        status: str | None = None,
+        run: str | None = None,
+        step: int | None = None,
+        profile: str | None = None,
+        weights: str | None = None,
+        limit: int | None = None,
+    ) -> list[Answer]:
+        """Return the jobs that fit, the newest first."""
+        query = {"status": status, "run": run, "step": step, "profile": profile}
+        return self._list("jobs", {**query, "weights": weights, "limit": limit})
+
+    def results(
+        self, *, run: str | None = None, step: int | None = None, profile: str | None = None
+    ) -> list[Answer]:
+        """Return the numbers that fit, one by one."""
+        return self._list("results", {"run": run, "step": step, "profile": profile})
+
+    def cancel(self, job_id: str) -> Answer:
+        """Cancel a job, a running one, too; return it as it stands then."""
+        return self._call("DELETE", f"/jobs/{job_id}")
+
+    def log(self, job_id: str, offset: int = 0) -> Answer:
+        """Return the evaluator's log from a byte on: `text`, `offset` of the rest, `ended`."""
+        return self._call("GET", f"/jobs/{job_id}/log", query={"offset": offset})
+
+    def events(self, since: int = 0) -> Iterator[Answer]:
+        """Yield changes of jobs after the event `since`, as they happen, until no more are sent."""
+        url = f"{self.base_url}{_PREFIX}/events"
+        was = self.client.timeout
+        timeout = httpx.Timeout(connect=was.connect, read=None, write=was.write, pool=was.pool)
+        try:
+            with self.client.stream("GET", url, params={"since": since}, timeout=timeout) as answer:
+                if answer.is_error:
+                    answer.read()
+                    _raise_for(answer)
+                yield from _events(answer.iter_lines())
+        except (httpx.TransportError, httpx.StreamError) as error:
+            raise _away(url, error) from error
+
+    def _list(self, what: str, query: Mapping[str, Scalar | None]) -> list[Answer]:
+        found = self._call("GET", f"/{what}", query=query).get(what)
+        if not isinstance(found, list):
+            raise EvaluationError(f"{self.base_url}: the answer lists no {what}", found=str(found))
+        return found
+
+    def _call(
+        self,
+        method: str,
+        endpoint: str,
+        *,
+        query: Mapping[str, Scalar | None] | None = None,
+        body: Mapping[str, object] | None = None,
+    ) -> Answer:
+        url = f"{self.base_url}{_PREFIX}{endpoint}"
+        given = {key: value for key, value in (query or {}).items() if value is not None}
+        try:
+            answer = self.client.request(method, url, params=given, json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise _away(self.base_url, error) from error
+        if answer.is_error:
+            _raise_for(answer)
+        return _object(answer)
+
+
+def _object(answer: httpx.Response) -> Answer:
+    try:
+        found = answer.json()
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ServerAwayError(
+            f"{answer.url.copy_with(userinfo=b'')}: somebody else answers",
+            expected="a JSON object of an evaluation server",
+            found=f"{answer.status_code} {answer.text[:_SHOWN]}",
+        )
+    return found
+
+
+def _raise_for(answer: httpx.Response) -> None:
+    """Raise what the error of an answer means here."""
+    try:
+        fields = answer.json()["error"]
+        stated = {key: str(fields.get(key) or "") for key in ("expected", "found", "hint")}
+        message, is_ours = str(fields["message"]), True
+    except (ValueError, KeyError, TypeError, AttributeError):
+        stated = {"found": answer.text[:_SHOWN]}
+        message, is_ours = f"status {answer.status_code}", answer.status_code in _NOT_ALLOWED
+    where = f"{answer.request.method} {answer.request.url.path}: {message}"
+    if answer.status_code in _AWAY or not (is_ours or answer.is_server_error):
+        raise ServerAwayError(where, **stated)  # a gateway without its server answers 404, too
+    if answer.is_server_error:
+        raise EvaluationError(where, **stated)
+    error = RefusedError(where, **stated)
+    error.status = answer.status_code
+    raise error
+
+
+def _events(lines: Iterator[str]) -> Iterator[Answer]:
+    """Yield the objects of a stream of server-sent events."""
+    data: list[str] = []
+    for line in lines:
+        if line.startswith("data:"):
+            data.append(line.removeprefix("data:").removeprefix(" "))
+        elif not line and data:
+            yield json.loads("\n".join(data))
+            data = []
+
+
+def _away(url: str, error: Exception) -> ServerAwayError:
+    return ServerAwayError(
+        f"{httpx.URL(url).copy_with(userinfo=b'') if '@' in url else url}: no answer",
+        found=f"{type(error).__name__}: {error}",
+        hint="is the server running (`unshard eval serve`)? does a proxy stand between?",
+    )

@@ -1,0 +1,193 @@
+"""Carry a spool's submissions to the server and its results back: one round at a time, no thread.
+
+The server may be away, may have forgotten a job (then it is submitted again), or may refuse one
+(then that is set aside with the answer). Pins are removed when no job needs them any more.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from unshard.errors import UnshardError
+from unshard.evaluate.client import EvalClient
+from unshard.evaluate.client_v1 import Answer, RefusedError, ServerAwayError
+from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.jobs import EvaluationError, Status
+from unshard.evaluate.pins import ExpiredError, read_pin
+from unshard.evaluate.recorder import Recording
+from unshard.evaluate.sinks.base import metric_names
+from unshard.evaluate.spool import Entry, Fields, Spool, pins_in
+
+__all__ = ["Courier", "ignoring_errors"]
+
+_TIMEOUT = 10.0  # seconds for a request
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds between attempts while the server is away
+_NOT_ALLOWED = (401, 403)
+_FORGOTTEN = 404
+_RESUBMISSIONS = 3
+_JOB_ID = re.compile(r"[\w-][\w.-]{0,127}")
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def ignoring_errors(what: str, then: Callable[[], None] | None = None) -> Iterator[None]:
+    """Log whatever is raised inside and go on: evaluation must never hurt a training."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  (the one place where this is the contract)
+        log.warning("%s: %s: %s", what, type(error).__name__, error)
+        if then is not None:
+            then()
+
+
+class Courier:
+    """Carries a spool's submissions and results.
+
+    Args:
+        config: says where the server is, and what it calls paths.
+        spool: of the run.
+        take: is given every result.
+    """
+
+    patience = _TIMEOUT * 2
+
+    def __init__(self, config: EvalConfig, spool: Spool, take: Callable[[Recording], None]) -> None:
+        self._config = config
+        self._spool = spool
+        self._take = take
+        self._client: EvalClient | None = None
+        self._wait = 0.0
+
+    def send(self) -> float:
+        """Send what waits, in order; return the seconds after which to try again.
+
+        Raises:
+            UsageError: the token's file cannot be read.
+        """
+        failure: UnshardError | None = None
+        for entry in self._spool.waiting():
+            try:
+                self._send(entry)
+            except ServerAwayError as error:
+                return self._back_off(error)
+            except EvaluationError as error:
+                failure = error  # others may fare better
+            except RefusedError as error:
+                if error.status in _NOT_ALLOWED:
+                    return self._back_off(error)
+                log.error("step %s is not evaluated: %s", entry.fields.get("step"), error)  # noqa: TRY400
+                self._spool.refuse(entry, str(error))
+                self._release(entry)
+        if failure is not None:
+            return self._back_off(failure)
+        self._wait = 0.0
+        return _LONGEST_WAIT
+
+    def poll(self) -> None:
+        """Ask for every pending job; fetch the results of those that are final."""
+        for entry in self._spool.pending():
+            try:
+                job = self._connected().job(entry.name)
+            except ServerAwayError as error:
+                log.debug("the evaluation server does not answer: %s", error)
+                return
+            except RefusedError as error:
+                if error.status == _FORGOTTEN:
+                    self._submit_again(entry)
+                else:
+                    log.warning("job %s: %s", entry.name, error)
+            except UnshardError as error:
+                log.warning("job %s: %s", entry.name, error)
+            else:
+                self._look_at(entry, job)
+
+    def deliver_arrived(self) -> None:
+        """Hand over again what an earlier process fetched and did not record everywhere."""
+        for entry in self._spool.arrived():
+            self._take(_recording(entry))
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            self._client.close()
+
+    def _connected(self) -> EvalClient:
+        if self._client is None:
+            config = self._config
+            self._client = EvalClient(config.server_url, timeout=_TIMEOUT, token=config.token())
+        return self._client
+
+    def _send(self, entry: Entry) -> None:
+        job = self._connected().submit_body(self._body(entry.fields))
+        job_id = str(job.get("id", ""))
+        if not _JOB_ID.fullmatch(job_id):
+            raise EvaluationError("the server's answer names no job", found=str(job)[:300])
+        accepted = self._spool.accept(entry, job_id)
+        log.info("step %s: job %s", accepted.fields.get("step"), job_id)
+
+    def _body(self, fields: Fields) -> Fields:
+        """Return a submission as the server reads it: with its own paths."""
+        request = fields.get("request")
+        body: Fields = dict(request) if isinstance(request, dict) else {}
+        body["checkpoint"] = self._config.served(str(body.get("checkpoint")))
+        if pins := pins_in(fields):
+            body["pin"] = self._config.served(pins[-1])
+        return body
+
+    def _back_off(self, error: UnshardError) -> float:
+        level = logging.DEBUG if self._wait else logging.WARNING  # once per absence
+        log.log(level, "submissions wait until the evaluation server takes them: %s", error)
+        self._wait = min(max(self._wait * 2, _FIRST_WAIT), _LONGEST_WAIT)
+        return self._wait
+
+    def _submit_again(self, entry: Entry) -> None:
+        times = entry.fields.get("submitted_again")
+        times = times + 1 if isinstance(times, int) else 1
+        if times > _RESUBMISSIONS:
+            self._spool.refuse(entry, "the server forgets this job again and again")
+            self._release(entry)
+            return
+        log.warning("the server does not know job %s any more: submitted again", entry.name)
+        self._spool.requeue(Entry(entry.path, {**entry.fields, "submitted_again": times}))
+
+    def _look_at(self, entry: Entry, job: Answer) -> None:
+        status = job.get("status")
+        if status in (Status.QUEUED, Status.RUNNING):
+            return
+        if status == Status.COMPLETED:
+            self._take(_recording(self._spool.arrive(entry, {"metrics": _metrics(job)})))
+        else:
+            step = entry.fields.get("step")
+            log.warning("step %s: job %s %s: %s", step, entry.name, status, job.get("error"))
+            self._spool.remove(entry)
+        self._release(entry)
+
+    def _release(self, entry: Entry) -> None:
+        for pin in pins_in(entry.fields):
+            if not self._spool.is_pin_needed(pin):
+                try:
+                    read_pin(Path(pin)).unpin()
+                except ExpiredError:
+                    continue  # the quota, or the server, removed it
+
+
+def _metrics(job: Answer) -> dict[str, float]:
+    found = job.get("metrics")
+    if not isinstance(found, dict):
+        return {}
+    return {str(key): float(value) for key, value in found.items() if _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _recording(entry: Entry) -> Recording:
+    fields = entry.fields
+    request, step = fields.get("request"), fields.get("step")
+    weights = str(request.get("weights", "model")) if isinstance(request, dict) else "model"
+    metrics = metric_names(_metrics(fields), weights=weights)
+    return Recording(entry.name, step if isinstance(step, int) else None, metrics)

@@ -1,0 +1,85 @@
+"""Which files of a checkpoint a pin keeps, and a listing of them that shows whether it changed.
+
+A pin keeps weights of every kind and what makes them a model; not optimizer, not dataloader, not
+random state. Names are those of the writers that `read.discover` names. Opens no file.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+__all__ = ["Identity", "Listing", "identity", "list_checkpoint"]
+
+_LEFT_OUT_FOLDERS = re.compile(
+    r"optim(?:izer)?(?:_\d+)?"  # NeMo AutoModel, lmms-engine, accelerate
+    r"|extra_state|dataloader(?:_state)?"  # lmms-engine, NeMo AutoModel
+    r"|train|rng|eval"  # OLMo-core, NeMo AutoModel; results of lmms-engine
+    r"|merged|_unshard|\.cache"
+)
+_LEFT_OUT_FILES = re.compile(
+    r"optim(?:izer)?(?:_.*)?\.(?:pt|pth|bin|safetensors)"
+    r"|extra_state_.*\.pt|data(?:loader(?:_state)?)?(?:_.*)?\.pt"  # verl, lmms-engine
+    r"|(?:rng_state|random_states|scheduler|scaler|sampler)(?:_.*)?\.(?:pt|pth|pkl|bin)"
+    r"|.*_optim_states\.pt"  # DeepSpeed
+    r"|training_args\.bin"
+)
+
+Identity = tuple[int, int, int]  # inode, size in bytes, mtime in ns
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What lies in a checkpoint now.
+
+    Attributes:
+        files: what a pin keeps, by path relative to the checkpoint.
+        folders: mtime in ns of every directory that was read; any entry that comes or goes
+            changes it.
+    """
+
+    files: dict[str, Identity]
+    folders: dict[str, int]
+
+
+def identity(path: Path) -> Identity:
+    """Return what tells a file from one that replaced it or was written again in place."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def list_checkpoint(checkpoint: Path) -> Listing:
+    """List a checkpoint: a directory, or a file that is one (then named by its own name).
+
+    Raises:
+        FileNotFoundError: it is gone, or some of it went meanwhile.
+    """
+    if not checkpoint.is_dir():
+        return Listing({checkpoint.name: identity(checkpoint)}, {})
+    listing = Listing({}, {})
+    _list_folder(checkpoint, PurePosixPath(), listing, seen=set())
+    return listing
+
+
+def _list_folder(folder: Path, inside: PurePosixPath, into: Listing, *, seen: set[int]) -> None:
+    status = folder.stat()
+    if status.st_ino in seen:
+        return  # a link back up
+    seen.add(status.st_ino)
+    into.folders[str(inside)] = status.st_mtime_ns
+    for entry, is_folder in _entries(folder):
+        if is_folder:
+            _list_folder(folder / entry, inside / entry, into, seen=seen)
+        else:
+            into.files[str(inside / entry)] = identity(folder / entry)
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
+    """Yield names of a folder that a pin keeps, and whether they are folders."""
+    with os.scandir(folder) as entries:
+        found = sorted((entry.name, entry.is_dir()) for entry in entries)
+    for name, is_folder in found:
+        left_out = _LEFT_OUT_FOLDERS if is_folder else _LEFT_OUT_FILES
+        if not left_out.fullmatch(name):
+            yield name, is_folder

@@ -1,0 +1,51 @@
+"""Results as TensorBoard scalars, in a directory of their own below the training run's.
+
+TensorBoard follows only the newest event file of a directory, so that a second writer in the
+trainer's own would hide what the trainer writes. In `<log directory>/unshard_eval` the results are
+a run of their own, beside the trainer's on the same axis; steps may come in any order. Neither
+torch nor TensorFlow is needed.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from unshard.evaluate.sinks.base import PREFIX
+
+__all__ = ["TensorBoardSink"]
+
+
+class TensorBoardSink:
+    """Writes event files.
+
+    Args:
+        log_dir: the log directory of the training run.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self._directory = log_dir / PREFIX
+        self._writer: EventFileWriter | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the sink's name."""
+        return f"tensorboard-{self._directory.parent}"
+
+    def log(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
+        """Write one event and flush it."""
+        del job_id
+        if self._writer is None:
+            self._writer = EventFileWriter(str(self._directory))
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        event = Event(wall_time=time.time(), step=step or 0, summary=Summary(value=values))
+        self._writer.add_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,213 @@
+"""What all callbacks share: submit checkpoints, fetch results, and never hurt the training.
+
+In the trainer's thread only hard links and small files are made. A background thread talks to the
+server: it sends what is spooled, in order, polls what is pending, and puts results into a queue.
+The server may be away for an hour and the trainer may be killed: what was asked for lies in the
+spool, and the next trainer on the same directory goes on with it. No public method raises.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.courier import Courier, ignoring_errors
+from unshard.evaluate.pins import ExpiredError, PinError, pin_checkpoint
+from unshard.evaluate.recorder import PacedSink, Recorder, Recording
+from unshard.evaluate.sinks.base import Sink
+from unshard.evaluate.sinks.jsonl import JsonlSink
+from unshard.evaluate.spool import Fields, Spool
+
+__all__ = ["Submitter", "is_first_rank"]
+
+_STATE = Path("_unshard")
+_SHORTEST_WAIT = 0.01  # seconds
+_LOOK = 0.1  # seconds between looks at what is pending, when training has ended
+
+log = logging.getLogger(__name__)
+
+Completed = tuple[int, dict[str, float]]
+
+
+def is_first_rank() -> bool:
+    """Tell whether this process is global rank 0, as far as its launcher says."""
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    found = next((os.environ[name] for name in names if name in os.environ), "0")
+    return found == "0"
+
+
+class Submitter:
+    """Has the checkpoints of a run evaluated.
+
+    Args:
+        config: what, when, by whom.
+        run_dir: the run's directory, which holds its checkpoints; the spool lies there.
+        sinks: where results are written as they come, beside `<run>/_unshard/results.jsonl`.
+        paced: where they are written by `tick`, in the trainer's thread.
+        acts: whether this process is the one that submits; only global rank 0 is.
+    """
+
+    def __init__(
+        self,
+        config: EvalConfig,
+        run_dir: Path,
+        *,
+        sinks: Sequence[Sink] = (),
+        paced: Sequence[PacedSink] = (),
+        acts: bool | None = None,
+    ) -> None:
+        self.config = config
+        self.run_dir = Path(run_dir).absolute()
+        self.acts = is_first_rank() if acts is None else acts
+        self._results: queue.SimpleQueue[Completed] = queue.SimpleQueue()
+        self._previous: int | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        if self.acts:
+            self._start(sinks, paced)
+
+    def submit(self, checkpoint_dir: str | Path, step: int) -> bool:
+        """Have a saved checkpoint evaluated, if it is due; tell whether it was spooled.
+
+        Milliseconds: hard links and a file for each set of weights. The checkpoint must be whole.
+        """
+        submissions: list[Fields] = []
+        with ignoring_errors(f"step {step} is not evaluated"):
+            is_due = self.acts and self.config.is_due(step, self._previous)
+            self._previous = step
+            if is_due:
+                submissions = self._submissions(Path(checkpoint_dir).absolute(), step)
+            for fields in submissions:
+                self._spool.add(fields)
+            self._wake.set()
+        return bool(submissions)
+
+    def completed(self) -> list[Completed]:
+        """Return the results that came since the last call: step, metrics by their own names."""
+        found: list[Completed] = []
+        while not self._results.empty():
+            found.append(self._results.get())
+        return found
+
+    def tick(self) -> None:
+        """Write at most one result to the paced sinks: once per training log call."""
+        if self.acts:
+            with ignoring_errors("results are not logged now"):
+                self._recorder.tick()
+
+    def pending(self) -> list[tuple[str, int | None]]:
+        """Return name and step of what is not final: not sent yet, or on the server."""
+        if not self.acts:
+            return []
+        entries = (*self._spool.waiting(), *self._spool.pending())
+        return [(entry.name, _step_of(entry.fields)) for entry in entries]
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait until everything is final, `timeout` seconds at most, and write what came.
+
+        What is not final by then stays in the spool for the next trainer on this run.
+        """
+        if self._thread is None:
+            return
+        with ignoring_errors("not all results are logged"):
+            limit = self.config.flush_timeout if timeout is None else timeout
+            end = time.monotonic() + limit
+            while self.pending() and time.monotonic() < end:
+                time.sleep(min(_LOOK, max(0.0, end - time.monotonic())))
+            self._stop.set()
+            self._wake.set()
+            self._thread.join(self._courier.patience)
+            if self._thread.is_alive():
+                log.warning("the evaluation server is slow to answer; left behind")
+            self._recorder.close()
+        self._thread = None
+
+    def _start(self, sinks: Sequence[Sink], paced: Sequence[PacedSink]) -> None:
+        with ignoring_errors("checkpoints are not evaluated", then=self._give_up):
+            state = self.run_dir / _STATE
+            self._spool = Spool(self.run_dir)
+            self._recorder = Recorder(
+                [JsonlSink(state / "results.jsonl"), *sinks],
+                paced,
+                marks=state / "exports",
+                on_recorded=self._forget,
+            )
+            self._courier = Courier(self.config, self._spool, self._take)
+            self._thread = threading.Thread(
+                target=self._work, name="unshard-evaluation", daemon=True
+            )
+            self._thread.start()
+
+    def _give_up(self) -> None:
+        self.acts = False
+
+    def _submissions(self, checkpoint: Path, step: int) -> list[Fields]:
+        pins: list[str] = []
+        try:
+            pin = pin_checkpoint(checkpoint, quota=self.config.quota, step=step, run=self.run_dir)
+            pins, checkpoint = [str(pin.path)], pin.path
+        except PinError as error:
+            log.warning("not kept, it may be removed before it is evaluated: %s", error)
+        except ExpiredError as error:
+            log.error("step %s cannot be evaluated any more: %s", step, error)  # noqa: TRY400
+            return []
+        return [
+            {"step": step, "pins": pins, "request": {**request, "weights": weights}}
+            for request in [self._request(checkpoint, step)]
+            for weights in self.config.weights
+        ]
+
+    def _request(self, checkpoint: Path, step: int) -> Fields:
+        config = self.config
+        request: Fields = {
+            "checkpoint": str(checkpoint),
+            "step": step,
+            "profile": config.profile,
+            "tasks": list(config.tasks),
+            "run": config.run or self.run_dir.name,
+            "model_args": dict(config.model_args) or None,
+            "num_fewshot": config.num_fewshot,
+            "batch_size": config.batch_size,
+            "limit": config.limit,
+            "gen_kwargs": config.gen_kwargs,
+            "num_gpus": config.num_gpus,
+        }
+        return {key: value for key, value in request.items() if value is not None}
+
+    def _take(self, recording: Recording) -> None:
+        self._recorder.add(recording)
+        if recording.step is not None:
+            self._results.put((recording.step, dict(recording.metrics)))
+
+    def _forget(self, job_id: str) -> None:
+        for entry in self._spool.arrived():
+            if entry.name == job_id:
+                self._spool.remove(entry)
+
+    def _work(self) -> None:
+        """Do the background thread's work: send, poll, wait; until the trainer ends."""
+        with ignoring_errors("results of an earlier process are not logged"):
+            self._courier.deliver_arrived()
+        polled = float("-inf")
+        while not self._stop.is_set():
+            wait = self.config.poll_interval
+            with ignoring_errors("evaluation goes on later"):
+                wait = min(wait, self._courier.send())
+                if time.monotonic() - polled >= self.config.poll_interval:
+                    polled = time.monotonic()
+                    self._courier.poll()
+                    self._recorder.retry()
+            next_poll = polled + self.config.poll_interval - time.monotonic()
+            self._wake.wait(max(_SHORTEST_WAIT, min(wait, next_poll)))
+            self._wake.clear()
+        self._courier.close()
+
+
+def _step_of(fields: Fields) -> int | None:
+    step = fields.get("step")
+    return step if isinstance(step, int) else None
