@@ -1,0 +1,151 @@
+"""Our client speaks lmms-eval's protocol as the original does, and our own with our errors."""
+
+import asyncio
+import base64
+import inspect
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from server_stub import Stub, free_port, scores, serving
+
+from unshard.errors import UsageError
+from unshard.evaluate.client import AsyncEvalClient, EvalClient
+from unshard.evaluate.client_v1 import RefusedError, ServerAwayError
+
+
+@pytest.fixture
+def server() -> Iterator[Stub]:
+    with serving(Stub()) as stub:
+        yield stub
+
+
+def test_it_speaks_lmms_evals_protocol(server: Stub) -> None:
+    with EvalClient(server.url + "/") as client:
+        assert client.health()["status"] == "healthy"
+        assert client.is_healthy()
+        assert client.list_tasks() == ["mmmu_val"]
+        assert client.list_models() == ["qwen_vl"]
+        assert client.get_queue_status()["queued_jobs"] == []
+        job = client.evaluate("qwen_vl", ["mmmu_val"], {"a": 1}, lmms_engine_kwargs={"x": "y"})
+        assert server.evaluations[0] == {
+            "model": "qwen_vl",
+            "tasks": ["mmmu_val"],
+            "model_args": {"a": 1},
+            "log_samples": True,
+            "predict_only": False,
+            "num_gpus": 1,
+            "lmms_engine_kwargs": {"x": "y"},
+        }
+        assert client.wait_for_job(str(job["job_id"]))["status"] == "completed"
+        assert client.cancel_job("j") == {"message": "cancelled j"}
+        assert client.merge_checkpoint("/c", "/o")["merged_path"] == "/o"
+
+
+def test_its_lmms_methods_raise_what_the_original_raises(server: Stub) -> None:
+    client = EvalClient(server.url)
+    with pytest.raises(httpx.HTTPStatusError):
+        client.get_job("unknown")
+    server.jobs["bad"] = {"status": "failed", "error": "out of memory"}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        client.wait_for_job("bad")
+    server.jobs["slow"] = {"status": "running"}
+    with pytest.raises(TimeoutError, match="slow"):
+        client.wait_for_job("slow", poll_interval=0.01, timeout=0.02)
+    client.close()
+    away = EvalClient(f"http://127.0.0.1:{free_port()}")
+    assert not away.is_healthy()
+    with pytest.raises(httpx.ConnectError):
+        away.health()
+    away.close()
+
+
+def test_the_asynchronous_client_does_the_same(server: Stub) -> None:
+    async def use() -> object:
+        async with AsyncEvalClient(server.url) as client:
+            assert (await client.health())["status"] == "healthy"
+            job = await client.evaluate("m", ["t"], limit=None, num_gpus=2)
+            await client.get_queue_status()
+            await client.cancel_job("x")
+            return (await client.wait_for_job(str(job["job_id"])))["status"]
+
+    assert asyncio.run(use()) == "completed"
+    assert server.evaluations == [{"model": "m", "tasks": ["t"], "num_gpus": 2}]
+
+
+def test_it_has_what_lmms_evals_client_has() -> None:
+    """Names and defaults of lmms_eval 0.7.3's client, where it is installed."""
+    theirs = pytest.importorskip("lmms_eval.entrypoints.client")
+    for ours, original in (
+        (EvalClient, theirs.EvalClient),
+        (AsyncEvalClient, theirs.AsyncEvalClient),
+    ):
+        for name, method in inspect.getmembers(original, inspect.isfunction):
+            if name.startswith("_") and name != "__init__":
+                continue
+            parameters = inspect.signature(method).parameters
+            mine = inspect.signature(getattr(ours, name)).parameters
+            shared = [one for one in mine if one in parameters or one in ("kwargs", "arguments")]
+            assert len(shared) == len(parameters), name
+            assert [p.default for p in parameters.values()] == [mine[n].default for n in shared]
+
+
+def test_it_submits_and_follows_jobs_of_our_own_protocol(server: Stub) -> None:
+    server.finishes = scores
+    with EvalClient(server.url) as client:
+        job = client.submit("/c", 50, "qwen", ["mmlu"], weights="ema", model_args={"a": "b"})
+        assert server.submissions == [
+            {
+                "checkpoint": "/c",
+                "step": 50,
+                "profile": "qwen",
+                "tasks": ["mmlu"],
+                "weights": "ema",
+                "model_args": {"a": "b"},
+            }
+        ]
+        assert job["metrics"] == {"mmlu/acc": 0.5}
+        job_id = str(job["id"])
+        assert client.submit("/c", 50, "qwen", ["mmlu"], weights="ema", model_args={"a": "b"}) == job
+        assert client.job(job_id) == job
+        assert client.jobs(status="completed") == [job]
+        assert client.jobs(status="failed") == []
+        assert client.results(step=50) == [{"step": 50, "metric": "acc", "value": 0.5}]
+        assert client.log(job_id, 4) == {"text": f"of {job_id}", "offset": 11, "ended": True}
+        assert [event["number"] for event in client.events(since=4)] == [5, 6, 7]
+        assert client.cancel(job_id)["status"] == "cancelled"
+
+
+def test_refusals_are_usage_errors_with_what_the_server_says(server: Stub) -> None:
+    client = EvalClient(server.url)
+    with pytest.raises(RefusedError, match="no job nobody") as caught:
+        client.job("nobody")
+    assert caught.value.status == 404
+    assert isinstance(caught.value, UsageError)
+    assert (caught.value.expected, caught.value.found, caught.value.hint) == ("this", "that", "do so")
+    client.close()
+
+
+def test_who_does_not_answer_or_is_somebody_else_is_away(server: Stub) -> None:
+    away = EvalClient(f"http://user:secret@127.0.0.1:{free_port()}")
+    with pytest.raises(ServerAwayError, match="ConnectError") as caught:
+        away.jobs()
+    assert "secret" not in str(caught.value)
+    away.close()
+    gateway = EvalClient(f"{server.url}/nothing-here")
+    with pytest.raises(ServerAwayError, match="404"):
+        gateway.job("x")
+    with pytest.raises(ServerAwayError, match="404"):
+        next(gateway.events())
+    gateway.close()
+
+
+def test_a_token_and_a_password_are_sent(server: Stub) -> None:
+    with EvalClient(server.url, token="t0") as client:
+        client.jobs()
+    assert server.headers[-1]["authorization"] == "Bearer t0"
+    with EvalClient(server.url.replace("http://", "http://any:t1@")) as client:
+        client.jobs()
+        client.health()
+    expected = "Basic " + base64.b64encode(b"any:t1").decode()
+    assert [found["authorization"] for found in server.headers[-2:]] == [expected] * 2

@@ -1,0 +1,146 @@
+"""lmms-engine's YAML is read as it is documented, with what is misplaced in it."""
+
+from pathlib import Path
+
+import pytest
+
+from unshard.errors import UsageError
+from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.pins import DEFAULT_QUOTA, Quota
+
+LMMS = """
+trainer_type: fsdp2_trainer
+trainer_args:
+  output_dir: ./out
+  eval_strategy: steps
+  eval_steps: 500
+  save_steps: 500
+  eval_config:
+    server_url: http://192.168.8.249:8000
+    poll_interval: 20.0
+    checkpoint_key: model
+    model: qwen_vl
+    tasks: [mmmu_val, mme]
+    model_args:
+      model: placeholder
+      num_gpus: 8
+      batch_size: 256
+      attn_implementation: flash_attention_2
+"""
+LEAST: dict[str, object] = {"server_url": "http://s", "profile": "p", "tasks": ["t"]}
+
+
+def test_the_documented_form_is_read_and_misplaced_keys_are_lifted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text(LMMS)
+    config = EvalConfig.from_yaml(file)
+    assert config == EvalConfig.from_yaml(LMMS) == EvalConfig.from_yaml(str(file))
+    assert (config.server_url, config.profile) == ("http://192.168.8.249:8000", "qwen_vl")
+    assert config.tasks == ("mmmu_val", "mme")
+    assert (config.num_gpus, config.batch_size) == (8, 256)
+    assert config.model_args == {"attn_implementation": "flash_attention_2"}
+    assert (config.eval_steps, config.save_steps, config.poll_interval) == (500, 500, 20.0)
+    assert "num_gpus does not belong into model_args" in caplog.text
+    assert "batch_size does not belong into model_args" in caplog.text
+
+
+def test_what_stands_in_the_right_place_wins_over_what_is_lifted() -> None:
+    given = {**LEAST, "batch_size": "auto", "model_args": {"batch_size": 1}}
+    assert EvalConfig.from_dict(given).batch_size == "auto"
+
+
+def test_our_own_keys_are_read() -> None:
+    config = EvalConfig.from_yaml(
+        "server_url: http://s\nprofile: small\nmodel: qwen_vl\ntasks: mmlu, arc\n"
+        "weights: [model, ema]\nrun: big\npath_map: {/mnt/a: /data/a}\ntoken_file: /t\n"
+        "quota: {count: 3, bytes: null}\nlimit: 0.5\nflush_timeout: 5\n"
+    )
+    assert (config.profile, config.tasks, config.run) == ("small", ("mmlu", "arc"), "big")
+    assert (config.weights, config.token_file) == (("model", "ema"), Path("/t"))
+    assert (config.quota, config.limit, config.flush_timeout) == (Quota(3, None), 0.5, 5)
+    assert EvalConfig.from_dict(LEAST).quota == DEFAULT_QUOTA
+
+
+def test_keys_one_level_too_high_are_lifted(caplog: pytest.LogCaptureFixture) -> None:
+    eval_config = {"server_url": "http://s", "model": "m"}
+    trainer = {"tasks": ["t"], "eval_steps": 5, "learning_rate": 1, "eval_config": eval_config}
+    assert EvalConfig.from_dict({"trainer_args": trainer}).tasks == ("t",)
+    assert "tasks does not belong into trainer_args" in caplog.text
+    top = {"trainer_args": {"eval_steps": 7}, "eval_config": {**eval_config, "tasks": ["t"]}}
+    assert EvalConfig.from_dict(top).eval_steps == 7
+    assert "belongs into trainer_args" in caplog.text
+
+
+def test_other_steps_are_a_warning_and_the_first_checkpoint_after_one_is_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = EvalConfig.from_dict({**LEAST, "eval_steps": 300, "save_steps": 200})
+    assert "eval_steps 300 differs from save_steps 200" in caplog.text
+    previous: int | None = None
+    due = []
+    for step in range(200, 1401, 200):
+        if config.is_due(step, previous):
+            due.append(step)
+        previous = step
+    assert due == [400, 600, 1000, 1200]
+
+
+def test_other_strategies_mean_every_checkpoint_or_none() -> None:
+    assert not EvalConfig.from_yaml("server_url: h:1\nmodel: m\ntasks: t\neval_strategy: no").is_due(
+        5, None
+    )
+    assert EvalConfig.from_dict({**LEAST, "eval_strategy": "epoch"}).is_due(5, 4)
+    assert EvalConfig.from_dict(LEAST).is_due(5, 4)
+
+
+def test_paths_are_translated_by_the_longest_beginning() -> None:
+    config = EvalConfig.from_dict(
+        {**LEAST, "path_map": {"/mnt": "/a", "/mnt/runs": "/b", "/m": "/c"}}
+    )
+    assert config.served("/mnt/runs/x/checkpoint-1") == "/b/x/checkpoint-1"
+    assert config.served("/mnt/other") == "/a/other"
+    assert config.served("/mnt-more/x") == "/mnt-more/x"
+
+
+def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    config = EvalConfig.from_dict({**LEAST, "token_file": str(tmp_path / "token")})
+    assert config.token() == "secret"
+    assert EvalConfig.from_dict(LEAST).token() is None
+    with pytest.raises(UsageError, match="cannot be read"):
+        EvalConfig.from_dict({**LEAST, "token_file": str(tmp_path / "none")}).token()
+
+
+def test_unknown_keys_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    EvalConfig.from_dict({**LEAST, "pol_interval": 3})
+    assert "pol_interval" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"server_url": None}, "too little"),
+        ({"tasks": []}, "too little"),
+        ({"tasks": [1]}, "tasks"),
+        ({"eval_steps": -1}, "eval_steps"),
+        ({"eval_steps": True}, "eval_steps"),
+        ({"poll_interval": "soon"}, "poll_interval"),
+        ({"poll_interval": float("nan")}, "poll_interval"),
+        ({"model_args": [1]}, "model_args"),
+        ({"model_args": {"a": [1]}}, "model_args.a"),
+        ({"weights": ["best"]}, "weights"),
+        ({"path_map": {"here": "/there"}}, "path_map"),
+        ({"quota": {"size": 1}}, "quota"),
+    ],
+)
+def test_what_is_wrong_is_named(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        EvalConfig.from_dict({**LEAST, **wrong})
+
+
+@pytest.mark.parametrize("text", ["a: [", "- list\n- of: things\n", "/nowhere.yaml"])
+def test_what_is_no_configuration_is_a_usage_error(text: str) -> None:
+    with pytest.raises(UsageError):
+        EvalConfig.from_yaml(text)
