@@ -1,0 +1,318 @@
+"""Checkpoints are evaluated while training goes on, whatever becomes of server and trainer."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs import lmms_checkpoint, rotate_like_lmms_engine
+from server_stub import Stub, free_port, scores, serving, until
+
+from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.pins import pins_of
+from unshard.evaluate.sinks.jsonl import JsonlSink
+from unshard.evaluate.spool import Spool
+from unshard.evaluate.submitter import Submitter, is_first_rank
+
+
+def config_for(url: str, **more: object) -> EvalConfig:
+    fields = {"server_url": url, "profile": "p", "tasks": ["t"], "poll_interval": 0.02}
+    return EvalConfig.from_dict({**fields, **more})
+
+
+@pytest.fixture
+def server() -> Iterator[Stub]:
+    with serving(Stub(finishes=scores)) as stub:
+        yield stub
+
+
+def test_a_checkpoint_is_submitted_and_its_result_comes_back(
+    tmp_path: Path, server: Stub
+) -> None:
+    run = tmp_path / "myrun"
+    submitter = Submitter(config_for(server.url, batch_size=4, model_args={"a": "b"}), run)
+    assert submitter.submit(lmms_checkpoint(run, 10), 10)
+    submitter.close(20)
+    assert submitter.completed() == [(10, {"unshard_eval/t/acc": 0.1})]
+    (body,) = server.submissions
+    assert body["checkpoint"] == body["pin"]
+    assert Path(str(body["pin"])).parts[-4:-2] == ("_unshard", "pins")
+    assert (body["step"], body["run"], body["weights"]) == (10, "myrun", "model")
+    assert (body["batch_size"], body["model_args"]) == (4, {"a": "b"})
+    line = (run / "_unshard" / "results.jsonl").read_text()
+    assert '"step": 10' in line
+    assert pins_of(run) == []
+    assert not list((run / "_unshard" / "spool").rglob("*.json"))
+
+
+def test_the_pinned_bytes_are_there_until_the_job_is_final(tmp_path: Path, server: Stub) -> None:
+    server.finishes = lambda body: None  # noqa: ARG005
+    submitter = Submitter(config_for(server.url), tmp_path)
+    submitter.submit(lmms_checkpoint(tmp_path, 10), 10)
+    lmms_checkpoint(tmp_path, 20)
+    rotate_like_lmms_engine(tmp_path, 1)
+    until(lambda: server.jobs)
+    assert Path(str(server.submissions[0]["checkpoint"]), "config.json").is_file()
+    assert len(pins_of(tmp_path)) == 1
+    server.finish("job1", **{"t/acc": 0.5})
+    until(lambda: not pins_of(tmp_path))
+    submitter.close(20)
+    assert submitter.completed() == [(10, {"unshard_eval/t/acc": 0.5})]
+
+
+def test_nothing_is_lost_while_the_server_is_away(tmp_path: Path) -> None:
+    port = free_port()
+    submitter = Submitter(config_for(f"http://127.0.0.1:{port}"), tmp_path)
+    for step in (1, 2, 3):
+        submitter.submit(lmms_checkpoint(tmp_path, step), step)
+        rotate_like_lmms_engine(tmp_path, 1)
+    time.sleep(0.1)
+    assert [step for _, step in submitter.pending()] == [1, 2, 3]
+    with serving(Stub(finishes=scores), port) as stub:
+        submitter.close(30)
+        assert [body["step"] for body in stub.submissions] == [1, 2, 3]
+    assert [step for step, _ in submitter.completed()] == [1, 2, 3]
+
+
+def test_the_server_may_go_away_between_submission_and_result(tmp_path: Path) -> None:
+    with serving(Stub()) as first:
+        submitter = Submitter(config_for(first.url), tmp_path)
+        submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
+        until(lambda: first.jobs)
+        until(lambda: Spool(tmp_path).pending())
+    time.sleep(0.1)
+    first.finish("job1", **{"t/acc": 1.0})
+    with serving(first, first.port):
+        submitter.close(30)
+    assert submitter.completed() == [(1, {"unshard_eval/t/acc": 1.0})]
+
+
+def test_a_restarted_trainer_gets_what_came_meanwhile(tmp_path: Path, server: Stub) -> None:
+    server.finishes = lambda body: None  # noqa: ARG005
+    first = Submitter(config_for(server.url), tmp_path)
+    first.submit(lmms_checkpoint(tmp_path, 1), 1)
+    until(lambda: server.jobs)
+    first.close(0.0)
+    assert first.completed() == []
+    server.finish("job1", **{"t/acc": 0.7})
+    second = Submitter(config_for(server.url), tmp_path)
+    second.close(20)
+    assert second.completed() == [(1, {"unshard_eval/t/acc": 0.7})]
+    assert len(server.submissions) == 1
+
+
+def test_a_killed_trainers_submissions_are_sent_by_the_next(tmp_path: Path) -> None:
+    """Killed while the server was away, right after `submit` returned."""
+    port = free_port()
+    checkpoint = lmms_checkpoint(tmp_path, 5)
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from unshard.evaluate.config import EvalConfig\n"
+        "from unshard.evaluate.submitter import Submitter\n"
+        "given = {'server_url': sys.argv[1], 'profile': 'p', 'tasks': ['t']}\n"
+        "submitter = Submitter(EvalConfig.from_dict(given), Path(sys.argv[2]))\n"
+        "submitter.submit(sys.argv[3], 5)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    url = f"http://127.0.0.1:{port}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, url, str(tmp_path), str(checkpoint)], check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    shutil.rmtree(checkpoint)
+    with serving(Stub(finishes=scores), port) as stub:
+        submitter = Submitter(config_for(url), tmp_path)
+        submitter.close(20)
+        assert [body["step"] for body in stub.submissions] == [5]
+    assert submitter.completed() == [(5, {"unshard_eval/t/acc": 0.05})]
+
+
+def test_a_result_that_came_and_was_not_recorded_is_recorded_by_the_next(
+    tmp_path: Path, server: Stub
+) -> None:
+    spool = Spool(tmp_path)
+    request = {"weights": "ema"}
+    job = spool.accept(spool.add({"step": 3, "request": request}), "old")
+    spool.arrive(job, {"metrics": {"t/acc": 0.3}})
+    submitter = Submitter(config_for(server.url), tmp_path)
+    submitter.close(20)
+    assert submitter.completed() == [(3, {"unshard_eval/ema/t/acc": 0.3})]
+    assert spool.arrived() == []
+
+
+def test_a_job_that_the_server_forgot_is_submitted_again(tmp_path: Path, server: Stub) -> None:
+    server.finishes = lambda body: None  # noqa: ARG005
+    submitter = Submitter(config_for(server.url), tmp_path)
+    submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
+    until(lambda: server.jobs)
+    server.finishes = scores
+    server.jobs.clear()
+    submitter.close(20)
+    assert submitter.completed() == [(1, {"unshard_eval/t/acc": 0.01})]
+    assert pins_of(tmp_path) == []
+
+
+def test_a_refused_submission_is_set_aside_and_the_others_go_on(
+    tmp_path: Path, server: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.refuses = (400, "no such profile")
+    submitter = Submitter(config_for(server.url), tmp_path)
+    submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
+    until(lambda: "no such profile" in caplog.text)
+    server.refuses = None
+    submitter.submit(lmms_checkpoint(tmp_path, 2), 2)
+    submitter.close(20)
+    assert [step for step, _ in submitter.completed()] == [2]
+    (refused,) = (tmp_path / "_unshard" / "spool" / "refused").iterdir()
+    assert "no such profile" in refused.read_text()
+    assert pins_of(tmp_path) == []
+
+
+def test_a_wrong_token_loses_nothing(tmp_path: Path, server: Stub) -> None:
+    server.refuses = (401, "who are you?")
+    submitter = Submitter(config_for(server.url), tmp_path)
+    submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
+    until(lambda: len(server.paths) > 1 or server.paths)
+    server.refuses = None
+    submitter.close(20)
+    assert [step for step, _ in submitter.completed()] == [1]
+
+
+def test_failed_jobs_end_and_are_told(
+    tmp_path: Path, server: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.finishes = lambda body: {"status": "failed", "error": "no memory"}  # noqa: ARG005
+    submitter = Submitter(config_for(server.url), tmp_path)
+    submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
+    submitter.close(20)
+    assert (submitter.completed(), submitter.pending(), pins_of(tmp_path)) == ([], [], [])
+    assert "no memory" in caplog.text
+
+
+def test_both_sets_of_weights_share_one_pin(tmp_path: Path, server: Stub) -> None:
+    submitter = Submitter(config_for(server.url, weights=["model", "ema"]), tmp_path)
+    submitter.submit(lmms_checkpoint(tmp_path, 10, ema=True), 10)
+    submitter.close(20)
+    assert len({str(body["pin"]) for body in server.submissions}) == 1
+    names = sorted(name for _, metrics in submitter.completed() for name in metrics)
+    assert names == ["unshard_eval/ema/t/acc", "unshard_eval/t/acc"]
+    assert pins_of(tmp_path) == []
+
+
+def test_the_server_is_told_its_own_paths(tmp_path: Path, server: Stub) -> None:
+    mapped = config_for(server.url, path_map={str(tmp_path): "/there"})
+    submitter = Submitter(mapped, tmp_path)
+    submitter.submit(lmms_checkpoint(tmp_path, 10), 10)
+    submitter.close(20)
+    (body,) = server.submissions
+    assert str(body["checkpoint"]).startswith("/there/_unshard/pins/")
+    assert str(body["pin"]).startswith("/there/_unshard/pins/")
+    assert pins_of(tmp_path) == []
+
+
+def test_what_cannot_be_pinned_is_submitted_as_it_lies(tmp_path: Path, server: Stub) -> None:
+    unpinned = config_for(server.url, quota={"count": 0, "bytes": None})
+    submitter = Submitter(unpinned, tmp_path)
+    checkpoint = lmms_checkpoint(tmp_path, 10)
+    submitter.submit(checkpoint, 10)
+    submitter.close(20)
+    (body,) = server.submissions
+    assert (body["checkpoint"], "pin" in body) == (str(checkpoint), False)
+
+
+def test_a_checkpoint_that_is_gone_is_not_submitted(
+    tmp_path: Path, server: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    submitter = Submitter(config_for(server.url), tmp_path)
+    assert not submitter.submit(tmp_path / "checkpoint-1", 1)
+    submitter.close(5)
+    assert server.submissions == []
+    assert "cannot be evaluated any more" in caplog.text
+
+
+def test_only_the_first_rank_acts(
+    tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert not is_first_rank()
+    submitter = Submitter(config_for(server.url), tmp_path)
+    assert not submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
+    submitter.tick()
+    submitter.close(5)
+    assert (submitter.completed(), submitter.pending()) == ([], [])
+    assert not (tmp_path / "_unshard").exists()
+    monkeypatch.setenv("RANK", "0")
+    assert is_first_rank()
+
+
+def test_no_network_is_used_in_the_trainers_thread(
+    tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callers: list[str] = []
+    connect = socket.socket.connect
+
+    def noting(self: socket.socket, address: tuple[str, int]) -> None:
+        callers.append(threading.current_thread().name)
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", noting)
+    submitter = Submitter(config_for(server.url), tmp_path)
+    submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
+    until(lambda: (submitter.tick(), (tmp_path / "_unshard" / "results.jsonl").exists())[1])
+    submitter.completed()
+    submitter.close(20)
+    assert set(callers) == {"unshard-evaluation"}
+
+
+def test_a_directory_that_cannot_be_written_does_not_hurt_the_trainer(
+    tmp_path: Path, server: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = lmms_checkpoint(tmp_path, 1)
+    (tmp_path / "_unshard").write_text("in the way")
+    submitter = Submitter(config_for(server.url), tmp_path)
+    assert not submitter.submit(checkpoint, 1)
+    submitter.tick()
+    submitter.close(1)
+    assert submitter.completed() == []
+    assert caplog.text
+
+
+def test_closing_is_bounded_while_the_server_is_away(tmp_path: Path) -> None:
+    submitter = Submitter(config_for(f"http://127.0.0.1:{free_port()}"), tmp_path)
+    submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
+    start = time.monotonic()
+    submitter.close(0.2)
+    assert time.monotonic() - start < submitter._courier.patience
+    assert [step for _, step in submitter.pending()] == [1]
+    submitter.close(0.2)
+
+
+class Broken(JsonlSink):
+    """A tracker that is away for the first two results."""
+
+    failures = 2
+
+    def log(self, step: int | None, metrics: object, job_id: str) -> None:
+        del metrics
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("tracker is away")
+        super().log(step, {}, job_id)
+
+
+def test_a_tracker_that_is_away_gets_its_results_later(tmp_path: Path, server: Stub) -> None:
+    sink = Broken(tmp_path / "broken.jsonl")
+    submitter = Submitter(config_for(server.url), tmp_path, sinks=[sink])
+    submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
+    until(lambda: (tmp_path / "broken.jsonl").exists())
+    submitter.close(20)
+    assert Spool(tmp_path).arrived() == []
+    assert len((tmp_path / "_unshard" / "results.jsonl").read_text().splitlines()) == 1
+    assert os.listdir(tmp_path / "_unshard" / "exports")  # noqa: PTH208
