@@ -1,0 +1,65 @@
+"""A real Lightning Trainer on the CPU that keeps one checkpoint."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from server_stub import Stub, scores, serving
+
+from unshard.evaluate.pins import pins_of
+
+pytest.importorskip("lightning", reason="pip install lightning; nothing of it was run")
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from unshard.evaluate.callbacks.lightning import UnshardEvalCallback
+
+
+class Tiny(LightningModule):  # type: ignore[misc]  # lightning may be absent
+    """One layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        del batch_idx
+        loss: torch.Tensor = self.layer(batch).sum()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def server() -> Iterator[Stub]:
+    with serving(Stub(finishes=scores)) as stub:
+        yield stub
+
+
+@pytest.mark.filterwarnings("ignore")  # lightning's own advice about workers and devices
+def test_every_checkpoint_is_evaluated_although_one_is_kept(tmp_path: Path, server: Stub) -> None:
+    server.finishes = lambda body: scores(body)
+    callback = UnshardEvalCallback(
+        {"server_url": server.url, "profile": "p", "tasks": ["t"], "poll_interval": 0.02}
+    )
+    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=1, save_last=True)
+    trainer = Trainer(
+        max_steps=6,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[saver, callback],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Tiny(), torch.utils.data.DataLoader(torch.ones(12, 2)))
+    assert len(list(tmp_path.glob("epoch*.ckpt"))) == 1
+    assert [body["step"] for body in server.submissions] == [2, 4, 6]
+    assert str(server.submissions[0]["checkpoint"]).endswith("step=2.ckpt")
+    assert callback.submitter is not None
+    assert [step for step, _ in callback.submitter.completed()] == [2, 4, 6]
+    assert pins_of(tmp_path) == []
+    assert trainer.loggers == []

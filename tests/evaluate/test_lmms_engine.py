@@ -1,0 +1,137 @@
+"""lmms-engine 0.1.4: its own backend with our client, and our backend in its place."""
+
+import importlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from runs import lmms_checkpoint, rotate_like_lmms_engine
+from server_stub import Stub, free_port, scores, serving, until
+
+from unshard.evaluate import lmms_engine as ours
+from unshard.evaluate.client import EvalClient
+
+EVAL_CONFIG: dict[str, object] = {
+    "model": "qwen_vl",
+    "checkpoint_key": "pretrained",
+    "tasks": ["mmmu_val"],
+    "model_args": {"max_pixels": 10},
+}
+
+
+@pytest.fixture
+def backends() -> Iterator[ModuleType]:
+    pytest.importorskip("lmms_engine.eval.backends", reason="pip install --no-deps lmms_engine")
+    kept = {name: module for name, module in sys.modules.items() if _is_theirs(name)}
+    yield importlib.import_module("lmms_engine.eval.backends")
+    for name in [name for name in sys.modules if _is_theirs(name)]:
+        del sys.modules[name]
+    sys.modules.update({name: module for name, module in kept.items() if "lmms_eval" not in name})
+
+
+def _is_theirs(name: str) -> bool:
+    return name.split(".")[0] in {"lmms_engine", "lmms_eval"}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Stub]:
+    with serving(Stub(finishes=scores, results_dir=tmp_path)) as stub:
+        yield stub
+
+
+def wait_as_lmms_engine_does(backend: object) -> list[tuple[int, dict[str, float]]]:
+    """`_check_eval_results(wait_until_complete=True)` of its FSDP2 trainer."""
+    logged = []
+    while len(backend.pending_evals) > 0:  # type: ignore[attr-defined]  # theirs or ours
+        for step, metrics in backend.check_and_get_completed():  # type: ignore[attr-defined]
+            logged.append((step, metrics))
+        time.sleep(backend.poll_interval)  # type: ignore[attr-defined]
+    return logged
+
+
+def test_their_own_backend_works_with_our_client(
+    tmp_path: Path, server: Stub, backends: ModuleType
+) -> None:
+    ours.install_client()
+    backend = backends.EvalServerBackend(server.url, poll_interval=0.05, eval_config=EVAL_CONFIG)
+    assert isinstance(backend.client, EvalClient)
+    checkpoint = str(tmp_path / "checkpoint-5")
+    job = backend.submit_eval(checkpoint, 5, f"{checkpoint}/eval", checkpoint_type="regular")
+    assert job == "lmms1"
+    (asked,) = server.evaluations
+    assert asked["model_args"] == {"max_pixels": 10, "pretrained": checkpoint}
+    kwargs = {"model_path": checkpoint, "checkpoint_type": "regular", "output_path": None}
+    assert asked["lmms_engine_kwargs"] == kwargs
+    until(lambda: not backend.results_queue.empty())
+    assert backend.check_and_get_completed() == [(5, {"eval/mmmu_val_acc": 0.25})]
+    backend.close()
+
+
+def test_install_puts_our_backend_in_its_place(backends: ModuleType) -> None:
+    package = importlib.import_module("lmms_engine.eval")
+    ours.install()
+    assert backends.EvalServerBackend is ours.UnshardEvalBackend
+    assert vars(package)["EvalServerBackend"] is ours.UnshardEvalBackend
+
+
+def test_no_result_is_lost_at_the_end_and_all_come_with_their_steps(
+    tmp_path: Path, server: Stub
+) -> None:
+    backend = ours.UnshardEvalBackend(server.url, 0.02, EVAL_CONFIG)
+    for step in (10, 20, 30):
+        checkpoint = lmms_checkpoint(tmp_path / "run", step)
+        rotate_like_lmms_engine(tmp_path / "run", 1)
+        backend.submit_eval(str(checkpoint), step, "ignored", checkpoint_type="regular")
+    logged = wait_as_lmms_engine_does(backend)
+    assert sorted(logged) == [
+        (step, {"eval/mmmu_val_acc": step / 100}) for step in (10, 20, 30)
+    ]
+    assert [body["profile"] for body in server.submissions] == ["qwen_vl"] * 3
+    assert server.submissions[0]["model_args"] == {"max_pixels": 10}
+    backend.close()
+
+
+def test_one_result_is_handed_over_at_a_time_while_training_goes_on(
+    tmp_path: Path, server: Stub
+) -> None:
+    backend = ours.UnshardEvalBackend(server.url, 0.02, EVAL_CONFIG)
+    for step in (10, 20):
+        backend.submit_eval(str(lmms_checkpoint(tmp_path / "run", step)), step)
+    results = tmp_path / "run" / "_unshard" / "results.jsonl"
+    until(lambda: results.exists() and len(results.read_text().splitlines()) == 2)
+    assert backend._submitter is not None
+    submitter = backend._submitter
+    until(lambda: not submitter.pending())
+    handed = [backend.check_and_get_completed() for _ in range(3)]
+    assert sorted(len(one) for one in handed) == [0, 1, 1]
+    backend.close()
+
+
+def test_ema_runs_are_evaluated_with_their_ema_weights(tmp_path: Path, server: Stub) -> None:
+    backend = ours.UnshardEvalBackend(server.url, 0.02, EVAL_CONFIG)
+    checkpoint = lmms_checkpoint(tmp_path / "run", 10, ema=True)
+    backend.submit_eval(str(checkpoint), 10, checkpoint_type="ema")
+    assert wait_as_lmms_engine_does(backend) == [(10, {"eval/ema/mmmu_val_acc": 0.1})]
+    assert server.submissions[0]["weights"] == "ema"
+    backend.close()
+
+
+def test_the_trainer_comes_to_its_end_without_a_server(tmp_path: Path) -> None:
+    absent = f"http://127.0.0.1:{free_port()}"
+    backend = ours.UnshardEvalBackend(absent, 0.01, {**EVAL_CONFIG, "flush_timeout": 0.1})
+    backend.submit_eval(str(lmms_checkpoint(tmp_path / "run", 10)), 10)
+    assert wait_as_lmms_engine_does(backend) == []
+    backend.close()
+
+
+def test_a_configuration_that_says_too_little_does_not_stop_the_trainer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = ours.UnshardEvalBackend("http://127.0.0.1:9", 0.01, {"tasks": ["t"]})
+    assert backend.submit_eval(str(tmp_path / "run" / "checkpoint-1"), 1) is None
+    assert (backend.pending_evals, backend.check_and_get_completed()) == ({}, [])
+    backend.close()
+    assert "says too little" in caplog.text

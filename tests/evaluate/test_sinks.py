@@ -1,0 +1,227 @@
+"""Results reach the real trackers under their own steps, whatever order they come in."""
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import mlflow
+import pytest
+import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from wandb_file import definitions, history, run_record
+
+from unshard.evaluate.recorder import Recorder, Recording
+from unshard.evaluate.sinks.base import STEP_METRIC, Marks, Sink, metric_names
+from unshard.evaluate.sinks.jsonl import JsonlSink
+from unshard.evaluate.sinks.mlflow import MlflowSink
+from unshard.evaluate.sinks.tensorboard import TensorBoardSink
+from unshard.evaluate.sinks.trainers import open_sinks
+from unshard.evaluate.sinks.wandb import TrainerWandbSink, WandbSink
+
+NAME = "unshard_eval/mmlu/acc"
+OUT_OF_ORDER = ((30, 0.3), (10, 0.1), (20, 0.2))
+
+
+def log_all(sink: Sink) -> None:
+    for step, value in OUT_OF_ORDER:
+        sink.log(step, {NAME: value}, f"job{step}")
+
+
+def ignore(job_id: str) -> None:
+    del job_id
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    yield tmp_path
+    wandb.teardown()
+
+
+def wandb_file(place: Path, run_id: str) -> Path:
+    (file,) = place.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
+    return file
+
+
+def test_names_carry_the_weights() -> None:
+    assert metric_names({"mmlu/acc": 1}, weights="model") == {NAME: 1.0}
+    assert metric_names({"t/a,f": 1}, weights="ema") == {"unshard_eval/ema/t/a,f": 1.0}
+
+
+def test_jsonl_has_a_line_for_every_job_once(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "results.jsonl"
+    log_all(JsonlSink(file))
+    with file.open("ab") as stream:
+        stream.write(b'{"job": "to')
+    again = JsonlSink(file)
+    log_all(again)
+    again.log(None, {NAME: 1.0}, "other")
+    lines = file.read_text().splitlines()
+    assert lines.pop(3) == '{"job": "to'
+    rows = [json.loads(line) for line in lines]
+    assert [(row["job"], row["step"]) for row in rows] == [
+        ("job30", 30),
+        ("job10", 10),
+        ("job20", 20),
+        ("other", None),
+    ]
+    assert rows[0]["metrics"] == {NAME: 0.3}
+
+
+def test_tensorboard_shows_every_step_beside_what_the_trainer_writes(tmp_path: Path) -> None:
+    trainer = EventFileWriter(str(tmp_path))
+    trainer.close()
+    for _ in range(2):  # a restarted trainer appends a second file
+        sink = TensorBoardSink(tmp_path)
+        log_all(sink)
+        sink.close()
+    events = EventAccumulator(str(tmp_path / "unshard_eval"), purge_orphaned_data=False)
+    events.Reload()
+    found = {(event.step, round(event.value, 3)) for event in events.Scalars(NAME)}
+    assert found == set(OUT_OF_ORDER)
+    assert len(list(tmp_path.glob("events.*"))) == 1
+
+
+def test_mlflow_has_every_step(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.create_experiment("e", artifact_location=str(tmp_path))
+    run_id = client.create_run(experiment).info.run_id
+    sink = MlflowSink(run_id, uri)
+    log_all(sink)
+    sink.log(5, {"unshard_eval/t/match,strict": 0.5}, "job5")
+    sink.close()
+    found = [(metric.step, metric.value) for metric in client.get_metric_history(run_id, NAME)]
+    assert sorted(found) == sorted(OUT_OF_ORDER)
+    assert client.get_metric_history(run_id, "unshard_eval/t/match_strict")[0].step == 5
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_trackio_has_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_own: bool
+) -> None:
+    trackio = pytest.importorskip("trackio")
+    from trackio import sqlite_storage, utils
+
+    from unshard.evaluate.sinks.trackio import TrackioSink
+
+    for module in (utils, sqlite_storage):
+        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path)
+    project = f"project-{int(is_own)}"
+    if is_own:
+        sink = TrackioSink.beside(project, "training")
+        log_all(sink)
+        sink.close()
+    else:
+        run = trackio.init(project, name="training", auto_log_gpu=False, embed=False)
+        run.log({"loss": 1.0}, step=40)
+        sink = TrackioSink(run)
+        log_all(sink)
+        sink.close()
+        run.finish()
+    (database,) = tmp_path.glob(f"{project}*.db")
+    rows = sqlite3.connect(database).execute("SELECT run_name, step, metrics FROM metrics")
+    found = {(name, step, json.loads(text).get(NAME)) for name, step, text in rows}
+    name = "training-eval" if is_own else "training"
+    assert {(name, step, value) for step, value in OUT_OF_ORDER} <= found
+
+
+def test_wandb_rows_of_the_trainer_carry_one_result_each(offline: Path) -> None:
+    run = wandb.init(project="p", dir=str(offline))
+    run.define_metric("*", step_metric="train/global_step")
+    recorder = Recorder(
+        [], [TrainerWandbSink(run)], marks=offline / "marks", on_recorded=ignore
+    )
+    for step, value in OUT_OF_ORDER:
+        recorder.add(Recording(f"job{step}", step, {NAME: value}))
+    for step in (40, 41):
+        run.log({"loss": 1.0, "train/global_step": step}, step=step)
+        recorder.tick()
+    recorder.close()
+    run.log({"loss": 1.0, "train/global_step": 42})
+    run_id = run.id
+    run.finish()
+    file = wandb_file(offline, run_id)
+    rows = history(file)
+    found = [(row[STEP_METRIC], row[NAME]) for row in rows if NAME in row]
+    assert found == [(str(step), str(value)) for step, value in OUT_OF_ORDER]
+    assert [row["train/global_step"] for row in rows if "loss" in row] == ["40", "41", "42"]
+    assert definitions(file)[NAME] == STEP_METRIC
+
+
+def test_wandb_loses_no_row_of_a_trainer_that_counts_steps_itself(offline: Path) -> None:
+    """Ten results at once, while the trainer logs with `step=`: W&B drops lower steps silently."""
+    run = wandb.init(project="p", dir=str(offline))
+    recorder = Recorder(
+        [], [TrainerWandbSink(run)], marks=offline / "marks", on_recorded=ignore
+    )
+    for step in range(10):
+        recorder.add(Recording(f"job{step}", step, {NAME: step / 10}))
+    for step in range(100, 106):
+        run.log({"loss": 1.0, "train/global_step": step}, step=step)
+        recorder.tick()
+    recorder.close()
+    run_id = run.id
+    run.finish()
+    rows = history(wandb_file(offline, run_id))
+    losses = [row["train/global_step"] for row in rows if "loss" in row]
+    assert losses == [str(step) for step in range(100, 106)]
+    assert [row[STEP_METRIC] for row in rows if NAME in row] == [str(step) for step in range(10)]
+
+
+def test_wandb_from_another_process_is_a_run_of_its_own_in_the_group(offline: Path) -> None:
+    trainer = wandb.init(project="p", dir=str(offline))
+    sink = WandbSink("p", group="training")
+    log_all(sink)
+    assert wandb.run is trainer
+    run_id = sink._run.id
+    sink.close()
+    trainer.finish()
+    file = wandb_file(offline, run_id)
+    record = run_record(file).run
+    assert (record.run_group, record.job_type) == ("training", "eval")
+    rows = [(row[STEP_METRIC], row[NAME]) for row in history(file) if NAME in row]
+    assert rows == [(str(step), str(value)) for step, value in OUT_OF_ORDER]
+
+
+def test_what_is_open_in_the_process_is_found(tmp_path: Path, offline: Path) -> None:
+    del offline
+    assert open_sinks() == ([], [])
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    mlflow.set_tracking_uri(uri)
+    run = wandb.init(project="p", dir=str(tmp_path))
+    with mlflow.start_run():
+        sinks, paced = open_sinks(tensorboard_dir=tmp_path)
+    assert [type(sink) for sink in sinks] == [TensorBoardSink, MlflowSink]
+    assert [type(sink) for sink in paced] == [TrainerWandbSink]
+    run.finish()
+
+
+class Counting(JsonlSink):
+    """Counts what it is asked to write."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: list[str] = []
+
+    def log(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
+        self.asked.append(job_id)
+        super().log(step, metrics, job_id)
+
+
+def test_a_job_is_written_once_to_each_sink_also_by_the_next_process(tmp_path: Path) -> None:
+    recorded: list[str] = []
+    for _ in range(2):
+        sink = Counting(tmp_path / "a.jsonl")
+        recorder = Recorder([sink], [], marks=tmp_path / "m", on_recorded=recorded.append)
+        recorder.add(Recording("one", 1, {NAME: 1.0}))
+        recorder.add(Recording("one", 1, {NAME: 1.0}))
+        recorder.close()
+    assert sink.asked == []
+    assert set(recorded) == {"one"}
+    assert "one" in Marks(tmp_path / "m", "jsonl-a.jsonl")
+    assert "two" not in Marks(tmp_path / "m", "jsonl-a.jsonl")
