@@ -36,6 +36,4 @@ def rotate_like_lmms_engine(run: Path, limit: int) -> None:
 
 
 def files_in(directory: Path) -> set[str]:
-    return {
-        str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()
-    }
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}

@@ -106,7 +106,9 @@ def test_it_submits_and_follows_jobs_of_our_own_protocol(server: Stub) -> None:
         ]
         assert job["metrics"] == {"mmlu/acc": 0.5}
         job_id = str(job["id"])
-        assert client.submit("/c", 50, "qwen", ["mmlu"], weights="ema", model_args={"a": "b"}) == job
+        assert (
+            client.submit("/c", 50, "qwen", ["mmlu"], weights="ema", model_args={"a": "b"}) == job
+        )
         assert client.job(job_id) == job
         assert client.jobs(status="completed") == [job]
         assert client.jobs(status="failed") == []
@@ -122,7 +124,11 @@ def test_refusals_are_usage_errors_with_what_the_server_says(server: Stub) -> No
         client.job("nobody")
     assert caught.value.status == 404
     assert isinstance(caught.value, UsageError)
-    assert (caught.value.expected, caught.value.found, caught.value.hint) == ("this", "that", "do so")
+    assert (caught.value.expected, caught.value.found, caught.value.hint) == (
+        "this",
+        "that",
+        "do so",
+    )
     client.close()
 
 
@@ -141,7 +147,7 @@ def test_who_does_not_answer_or_is_somebody_else_is_away(server: Stub) -> None:
 
 
 def test_a_token_and_a_password_are_sent(server: Stub) -> None:
-    with EvalClient(server.url, token="t0") as client:
+    with EvalClient(server.url, token="t0") as client:  # noqa: S106  (of this test)
         client.jobs()
     assert server.headers[-1]["authorization"] == "Bearer t0"
     with EvalClient(server.url.replace("http://", "http://any:t1@")) as client:

@@ -33,7 +33,7 @@ def backends() -> Iterator[ModuleType]:
 
 
 def _is_theirs(name: str) -> bool:
-    return name.split(".")[0] in {"lmms_engine", "lmms_eval"}
+    return name.split(".", maxsplit=1)[0] in {"lmms_engine", "lmms_eval"}
 
 
 @pytest.fixture
@@ -86,9 +86,7 @@ def test_no_result_is_lost_at_the_end_and_all_come_with_their_steps(
         rotate_like_lmms_engine(tmp_path / "run", 1)
         backend.submit_eval(str(checkpoint), step, "ignored", checkpoint_type="regular")
     logged = wait_as_lmms_engine_does(backend)
-    assert sorted(logged) == [
-        (step, {"eval/mmmu_val_acc": step / 100}) for step in (10, 20, 30)
-    ]
+    assert sorted(logged) == [(step, {"eval/mmmu_val_acc": step / 100}) for step in (10, 20, 30)]
     assert [body["profile"] for body in server.submissions] == ["qwen_vl"] * 3
     assert server.submissions[0]["model_args"] == {"max_pixels": 10}
     backend.close()

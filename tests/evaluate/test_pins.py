@@ -11,7 +11,6 @@ import pytest
 from runs import files_in, lmms_checkpoint, rotate_like_lmms_engine
 from transformers.trainer_utils import rotate_checkpoints
 
-from unshard.evaluate import pin_links
 from unshard.evaluate.pins import (
     ExpiredError,
     GoneError,
@@ -257,7 +256,7 @@ def test_where_linking_fails_the_error_says_why(
     def refuse(source: Path, target: Path) -> None:
         raise OSError(number, os.strerror(number), str(source), None, str(target))
 
-    monkeypatch.setattr(pin_links.os, "link", refuse)
+    monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(PinError, match=said) as caught:
         pin_checkpoint(lmms_checkpoint(tmp_path, 1), quota=ANY)
     assert "merge it at once" in caught.value.hint

@@ -42,8 +42,11 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     wandb.teardown()
 
 
-def wandb_file(place: Path, run_id: str) -> Path:
-    (file,) = place.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
+def written(run: wandb.Run, place: Path) -> Path:
+    """Finish a run and return its file; only when the service has ended all is in it."""
+    run.finish()
+    wandb.teardown()
+    (file,) = place.glob(f"wandb/offline-run-*/run-{run.id}.wandb")
     return file
 
 
@@ -86,8 +89,9 @@ def test_tensorboard_shows_every_step_beside_what_the_trainer_writes(tmp_path: P
     assert len(list(tmp_path.glob("events.*"))) == 1
 
 
-def test_mlflow_has_every_step(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+def test_mlflow_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlruns").as_uri()
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.create_experiment("e", artifact_location=str(tmp_path))
     run_id = client.create_run(experiment).info.run_id
@@ -122,7 +126,7 @@ def test_trackio_has_every_step(
         sink = TrackioSink(run)
         log_all(sink)
         sink.close()
-        run.finish()
+        trackio.finish()
     (database,) = tmp_path.glob(f"{project}*.db")
     rows = sqlite3.connect(database).execute("SELECT run_name, step, metrics FROM metrics")
     found = {(name, step, json.loads(text).get(NAME)) for name, step, text in rows}
@@ -133,9 +137,7 @@ def test_trackio_has_every_step(
 def test_wandb_rows_of_the_trainer_carry_one_result_each(offline: Path) -> None:
     run = wandb.init(project="p", dir=str(offline))
     run.define_metric("*", step_metric="train/global_step")
-    recorder = Recorder(
-        [], [TrainerWandbSink(run)], marks=offline / "marks", on_recorded=ignore
-    )
+    recorder = Recorder([], [TrainerWandbSink(run)], marks=offline / "marks", on_recorded=ignore)
     for step, value in OUT_OF_ORDER:
         recorder.add(Recording(f"job{step}", step, {NAME: value}))
     for step in (40, 41):
@@ -143,9 +145,7 @@ def test_wandb_rows_of_the_trainer_carry_one_result_each(offline: Path) -> None:
         recorder.tick()
     recorder.close()
     run.log({"loss": 1.0, "train/global_step": 42})
-    run_id = run.id
-    run.finish()
-    file = wandb_file(offline, run_id)
+    file = written(run, offline)
     rows = history(file)
     found = [(row[STEP_METRIC], row[NAME]) for row in rows if NAME in row]
     assert found == [(str(step), str(value)) for step, value in OUT_OF_ORDER]
@@ -154,20 +154,17 @@ def test_wandb_rows_of_the_trainer_carry_one_result_each(offline: Path) -> None:
 
 
 def test_wandb_loses_no_row_of_a_trainer_that_counts_steps_itself(offline: Path) -> None:
-    """Ten results at once, while the trainer logs with `step=`: W&B drops lower steps silently."""
+    """Ten results at once, while the trainer logs with `step=`: W&B drops what goes back."""
     run = wandb.init(project="p", dir=str(offline))
-    recorder = Recorder(
-        [], [TrainerWandbSink(run)], marks=offline / "marks", on_recorded=ignore
-    )
+    recorder = Recorder([], [TrainerWandbSink(run)], marks=offline / "marks", on_recorded=ignore)
     for step in range(10):
         recorder.add(Recording(f"job{step}", step, {NAME: step / 10}))
     for step in range(100, 106):
         run.log({"loss": 1.0, "train/global_step": step}, step=step)
         recorder.tick()
+        recorder.tick()
     recorder.close()
-    run_id = run.id
-    run.finish()
-    rows = history(wandb_file(offline, run_id))
+    rows = history(written(run, offline))
     losses = [row["train/global_step"] for row in rows if "loss" in row]
     assert losses == [str(step) for step in range(100, 106)]
     assert [row[STEP_METRIC] for row in rows if NAME in row] == [str(step) for step in range(10)]
@@ -178,20 +175,22 @@ def test_wandb_from_another_process_is_a_run_of_its_own_in_the_group(offline: Pa
     sink = WandbSink("p", group="training")
     log_all(sink)
     assert wandb.run is trainer
-    run_id = sink._run.id
     sink.close()
     trainer.finish()
-    file = wandb_file(offline, run_id)
+    file = written(sink._run, offline)
     record = run_record(file).run
     assert (record.run_group, record.job_type) == ("training", "eval")
     rows = [(row[STEP_METRIC], row[NAME]) for row in history(file) if NAME in row]
     assert rows == [(str(step), str(value)) for step, value in OUT_OF_ORDER]
 
 
-def test_what_is_open_in_the_process_is_found(tmp_path: Path, offline: Path) -> None:
+def test_what_is_open_in_the_process_is_found(
+    tmp_path: Path, offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     del offline
     assert open_sinks() == ([], [])
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = (tmp_path / "mlruns").as_uri()
     mlflow.set_tracking_uri(uri)
     run = wandb.init(project="p", dir=str(tmp_path))
     with mlflow.start_run():

@@ -91,7 +91,12 @@ def test_every_checkpoint_is_evaluated_although_only_one_is_kept(tmp_path: Path)
         again = UnshardEvalCallback(config_for(stub.url))
         train(tmp_path / "run", again)
     assert [body["step"] for body in stub.submissions][:3] == [2, 4, 6]
-    assert seen[0] == ["config.json", "generation_config.json", "model.safetensors", "trainer_state.json"]
+    assert seen[0] == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "trainer_state.json",
+    ]
     lines = (tmp_path / "run" / "_unshard" / "results.jsonl").read_text().splitlines()
     assert {json.loads(line)["step"] for line in lines} == {2, 4, 6}
     assert pins_of(tmp_path / "run") == []

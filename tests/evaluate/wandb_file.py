@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from wandb.proto.wandb_internal_pb2 import Record
+from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # generated
 
 _BLOCK = 32768
 _HEADER = 7  # of the file and of each chunk

@@ -24,6 +24,10 @@ Write = Callable[[int | None, Mapping[str, float], str], None]
 class PacedSink(Sink, Protocol):
     """A sink that is written to from the trainer's thread only, one result per call of it."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can take a result now: `log` is not called otherwise."""
+
     def log_now(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
         """Write a result when the trainer logs no more."""
 
@@ -84,7 +88,8 @@ class Recorder:
         """Write one queued result to the paced sinks, in the trainer's thread; never waits."""
         if self._queue and self._lock.acquire(blocking=False):
             try:
-                self._write_next(lambda sink: sink.log)
+                if all(sink.is_ready for sink in self._paced):
+                    self._write_next(lambda sink: sink.log)
             finally:
                 self._lock.release()
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import trackio
+from trackio import context_vars
 from trackio.run import Run
 
 __all__ = ["TrackioSink"]
@@ -47,4 +48,6 @@ class TrackioSink:
 class _OwnRun(TrackioSink):
     def close(self) -> None:
         """Finish the run."""
+        if context_vars.current_run.get() is self._run:
+            context_vars.current_run.set(None)
         self._run.finish()  # type: ignore[no-untyped-call]  # trackio's own lacks its types

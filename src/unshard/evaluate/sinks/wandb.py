@@ -27,6 +27,7 @@ class TrainerWandbSink:
     def __init__(self, run: wandb.Run) -> None:
         self._run = run
         self._defined: set[str] = set()
+        self._waiting_at: int | None = None  # W&B's step of the row that holds a result
 
     @property
     def name(self) -> str:
@@ -37,15 +38,24 @@ class TrainerWandbSink:
         """Add a result to the row that the trainer commits next."""
         del job_id
         self._run.log(_row(self._run, self._defined, step, metrics), commit=False)
+        self._waiting_at = self._run.step
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the trainer has committed the row that holds the last result."""
+        return self._waiting_at != self._run.step
 
     def log_now(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
         """Write a result as a row of its own: when the trainer logs no more."""
         del job_id
+        self.close()
         self._run.log(_row(self._run, self._defined, step, metrics), commit=True)
 
     def close(self) -> None:
-        """Commit what waits for a row; the run stays open."""
-        self._run.log({}, commit=True)
+        """Commit the row that holds the last result, if it waits; the run stays open."""
+        if not self.is_ready:
+            self._run.log({}, commit=True)
+            self._waiting_at = None
 
 
 class WandbSink:
