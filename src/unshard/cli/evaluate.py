@@ -9,9 +9,10 @@ import typer
 
 from unshard.cli.guard import guarded
 from unshard.cli.options import Json
-from unshard.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from unshard.evaluate.client import EvalClient
 
 __all__ = ["app"]
@@ -119,7 +120,7 @@ def submit(
             for one in weights.split(",")
         ]
         if wait:
-            jobs = [_ended(client, job["id"]) for job in jobs]
+            jobs = [_ended(client, str(job["id"])) for job in jobs]
     _print_jobs(jobs, as_json=as_json)
     if wait and any(job["status"] != "completed" for job in jobs):
         raise typer.Exit(_FAILED)
@@ -166,9 +167,10 @@ def logs(
             print(part["text"], end="", flush=True)
             if part["ended"] or not (follow or part["text"]):
                 return
-            if part["offset"] == offset:
+            after = int(str(part["offset"]))
+            if after == offset:
                 time.sleep(1)
-            offset = part["offset"]
+            offset = after
 
 
 @app.command()
@@ -199,7 +201,7 @@ def results(
         print("  ".join(str(one[name]) for name in columns))
 
 
-def _ended(client: "EvalClient", job_id: str) -> dict[str, Any]:
+def _ended(client: "EvalClient", job_id: str) -> dict[str, object]:
     while True:
         job = client.job(job_id)
         if job["completed_at"] is not None:
@@ -207,9 +209,9 @@ def _ended(client: "EvalClient", job_id: str) -> dict[str, Any]:
         time.sleep(1)
 
 
-def _print_jobs(jobs: list[dict[str, Any]], *, as_json: bool) -> None:
+def _print_jobs(jobs: "Sequence[Mapping[str, Any]]", *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"jobs": jobs}))
+        print(json.dumps({"jobs": list(jobs)}))
         return
     for job in jobs:
         step = "-" if job["step"] is None else job["step"]
@@ -219,10 +221,3 @@ def _print_jobs(jobs: list[dict[str, Any]], *, as_json: bool) -> None:
             print(f"    {name} = {value:.6g}")
         if job["error"]:
             print(f"    {job['error']}")
-
-
-def _checked_tasks(text: str) -> tuple[str, ...]:
-    names = tuple(name for name in text.split(",") if name)
-    if not names:
-        raise UsageError("--tasks: which?")
-    return names

@@ -4,6 +4,7 @@ import typer
 
 from unshard import __version__
 from unshard.cli.average import average
+from unshard.cli.evaluate import app as evaluate
 from unshard.cli.guard import guarded
 from unshard.cli.inspect import inspect
 from unshard.cli.merge import merge
@@ -23,6 +24,7 @@ app.command()(guarded(merge))
 app.command()(guarded(inspect))
 app.command()(guarded(verify))
 app.command()(guarded(average))
+app.add_typer(evaluate)
 
 
 def _print_version(wanted: bool) -> None:

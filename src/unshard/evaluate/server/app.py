@@ -1,8 +1,5 @@
 """The application: both protocols, errors as JSON, the guard around it all."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -19,25 +16,17 @@ __all__ = ["make_app"]
 _V1 = "/api/"
 
 
-def make_app(service: Service, rules: Rules, on_stop: Callable[[], None]) -> FastAPI:
+def make_app(service: Service, rules: Rules) -> FastAPI:
     """Return the application of a server.
 
     Args:
         service: what it does.
         rules: who may ask for it.
-        on_stop: called when the server stops.
     """
-
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        yield
-        on_stop()
-
     app = FastAPI(
         title="unshard eval",
         description="Evaluate checkpoints while training goes on.",
         version=__version__,
-        lifespan=lifespan,
     )
     app.state.service = service
     app.include_router(v1.router)
@@ -67,7 +56,7 @@ async def _on_error(_request: Request, error: Exception) -> JSONResponse:
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, StarletteError):
         raise error
-    body = {"detail": error.detail}
+    body: dict[str, object] = {"detail": error.detail}
     if request.url.path.startswith(_V1):
         body = {"error": {"type": "HTTPError", "code": error.status_code, "message": error.detail}}
     return JSONResponse(body, error.status_code, headers=getattr(error, "headers", None))

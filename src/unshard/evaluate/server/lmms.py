@@ -138,12 +138,12 @@ def _merge(service: Service, asked: MergeRequest) -> Path:
     from unshard import api
     from unshard.progress import ignore
 
-    checkpoint = resolve_checkpoint(asked.checkpoint_path, service.roots)
+    checkpoint = resolve_checkpoint(asked.checkpoint_path, service.config.roots)
     if asked.output_path is None:
         name = f"{checkpoint.name}-ema" if asked.checkpoint_type == "ema" else checkpoint.name
         target = checkpoint.parent / "_unshard" / "merged" / name
     else:
-        parent = resolve_checkpoint(str(Path(asked.output_path).parent), service.roots)
+        parent = resolve_checkpoint(str(Path(asked.output_path).parent), service.config.roots)
         target = parent / Path(asked.output_path).name
     options = api.MergeOptions(
         dtype="bfloat16",

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from local_tasks import lmms_eval_tasks, run_evaluator, work_at
 
+from evaluation.local_tasks import lmms_eval_tasks, run_evaluator, work_at
 from unshard.errors import UsageError
 from unshard.evaluate.evaluators import make_evaluator
 from unshard.evaluate.jobs import EvaluationError, Request

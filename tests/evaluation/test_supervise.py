@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluate.running import is_running, wait_until
+from evaluation.running import is_running, wait_until
 from unshard.evaluate.launching import Child, start_supervisor
 from unshard.evaluate.processes import kill_group
 from unshard.evaluate.supervise import Exit, Order, read_exit

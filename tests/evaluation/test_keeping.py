@@ -1,6 +1,6 @@
 import pytest
 
-from evaluate.running import script_profile
+from evaluation.running import script_profile
 from unshard.evaluate.jobs import Job, Request, Status
 from unshard.evaluate.keeping import removable
 

@@ -151,7 +151,7 @@ def child_environment() -> dict[str, str]:
 
 def start_server(work_dir: Path, script: str, *, gpus: str) -> "subprocess.Popen[bytes]":
     """Start a scheduler in a process of its own, to be killed."""
-    command = [sys.executable, "-m", "evaluate.running", str(work_dir), script, gpus]
+    command = [sys.executable, "-m", "evaluation.running", str(work_dir), script, gpus]
     return subprocess.Popen(command, env=child_environment())
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-from server_stub import Stub, free_port, scores, serving
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
-from wandb_file import definitions, history
 
+from evaluation.server_stub import Stub, free_port, scores, serving
+from evaluation.wandb_file import definitions, history
 from unshard.evaluate.callbacks.transformers import UnshardEvalCallback
 from unshard.evaluate.pins import pins_of
 

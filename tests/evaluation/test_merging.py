@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evaluate.running import largest_file, request, wait_until, whole_model
+from evaluation.running import largest_file, request, wait_until, whole_model
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard.api.options import MergeOptions
 from unshard.evaluate.jobs import EvaluationError, Job, Status

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluate.running import child_environment, job_of, request
+from evaluation.running import child_environment, job_of, request
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Filters, Job, Phase, Process, Request, Status
 from unshard.evaluate.store import Store

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evaluate.running import (
+from evaluation.running import (
     all_final,
     is_running,
     job_of,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from server_stub import Stub, free_port, scores, serving
 
+from evaluation.server_stub import Stub, free_port, scores, serving
 from unshard.errors import UsageError
 from unshard.evaluate.client import AsyncEvalClient, EvalClient
 from unshard.evaluate.client_v1 import RefusedError, ServerAwayError

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import files_in, lmms_checkpoint, rotate_like_lmms_engine
 from transformers.trainer_utils import rotate_checkpoints
 
+from evaluation.runs import files_in, lmms_checkpoint, rotate_like_lmms_engine
 from unshard.evaluate.pins import (
     ExpiredError,
     GoneError,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_stub import Stub, scores, serving
 
+from evaluation.server_stub import Stub, scores, serving
 from unshard.evaluate.pins import pins_of
 
 pytest.importorskip("lightning", reason="pip install lightning; nothing of it was run")

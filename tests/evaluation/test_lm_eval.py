@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from local_tasks import lm_eval_tasks, run_evaluator, tiny_model, work_at
 
+from evaluation.local_tasks import lm_eval_tasks, run_evaluator, tiny_model, work_at
 from unshard.evaluate.evaluators import make_evaluator
 from unshard.evaluate.jobs import EvaluationError, Request
 from unshard.evaluate.profiles import Kind, Profile

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluate.running import is_running, wait_until
+from evaluation.running import is_running, wait_until
 from unshard.evaluate.environment import MARK
 from unshard.evaluate.jobs import Process
 from unshard.evaluate.processes import boot, identify, is_alive, kill_group, members

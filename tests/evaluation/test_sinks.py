@@ -10,8 +10,8 @@ import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
-from wandb_file import definitions, history, run_record
 
+from evaluation.wandb_file import definitions, history, run_record
 from unshard.evaluate.recorder import Recorder, Recording
 from unshard.evaluate.sinks.base import STEP_METRIC, Marks, Sink, metric_names
 from unshard.evaluate.sinks.jsonl import JsonlSink

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import lmms_checkpoint, rotate_like_lmms_engine
-from server_stub import Stub, free_port, scores, serving, until
 
+from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine
+from evaluation.server_stub import Stub, free_port, scores, serving, until
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.pins import pins_of
 from unshard.evaluate.sinks.jsonl import JsonlSink

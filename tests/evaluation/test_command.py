@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from local_tasks import run_evaluator, work_at
 
+from evaluation.local_tasks import run_evaluator, work_at
 from unshard.evaluate.evaluators import make_evaluator
 from unshard.evaluate.jobs import EvaluationError, Request
 from unshard.evaluate.profiles import Kind, Profile

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from runs import lmms_checkpoint, rotate_like_lmms_engine
-from server_stub import Stub, free_port, scores, serving, until
 
+from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine
+from evaluation.server_stub import Stub, free_port, scores, serving, until
 from unshard.evaluate import lmms_engine as ours
 from unshard.evaluate.client import EvalClient
 

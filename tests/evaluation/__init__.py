@@ -1,0 +1,1 @@
+"""Tests of `unshard.evaluate`; helpers that several share."""
