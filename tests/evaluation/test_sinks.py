@@ -3,6 +3,7 @@
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import mlflow
@@ -132,6 +133,33 @@ def test_trackio_has_every_step(
     found = {(name, step, json.loads(text).get(NAME)) for name, step, text in rows}
     name = "training-eval" if is_own else "training"
     assert {(name, step, value) for step, value in OUT_OF_ORDER} <= found
+
+
+def test_trackio_goes_on_counting_the_steps_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer names no steps, and finishes the run before the last result comes."""
+    trackio = pytest.importorskip("trackio")
+    from trackio import sqlite_storage, utils
+
+    from unshard.evaluate.sinks.trackio import TrackioSink
+
+    for module in (utils, sqlite_storage):
+        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path)
+    run = trackio.init("counting", name="training", auto_log_gpu=False, embed=False)
+    sink = TrackioSink(run)
+    for number in range(3):
+        run.log({"loss": 1.0})
+        sink.log(500 + number, {NAME: number / 10}, f"job{number}")
+    trackio.finish()
+    sink.log(503, {NAME: 0.3}, "job3")
+    sink.close()
+    (database,) = tmp_path.glob("counting*.db")
+    with closing(sqlite3.connect(database)) as connection:
+        rows = connection.execute("SELECT step, metrics FROM metrics").fetchall()
+    found = {(step, *json.loads(text)) for step, text in rows}
+    losses = {(step, "loss") for step in range(3)}
+    assert found == losses | {(step, NAME) for step in range(500, 504)}
 
 
 def test_wandb_rows_of_the_trainer_carry_one_result_each(offline: Path) -> None:

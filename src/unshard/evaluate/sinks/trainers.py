@@ -28,7 +28,7 @@ def open_sinks(*, tensorboard_dir: Path | None = None) -> tuple[list[Sink], list
         from unshard.evaluate.sinks.tensorboard import TensorBoardSink
 
         sinks.append(TensorBoardSink(tensorboard_dir))
-    return [*sinks, *_mlflow(), *_trackio()], _wandb()
+    return [*sinks, *_mlflow()], [*_trackio(), *_wandb()]
 
 
 def _mlflow() -> list[Sink]:
@@ -41,7 +41,7 @@ def _mlflow() -> list[Sink]:
     return [MlflowSink(run.info.run_id)]
 
 
-def _trackio() -> list[Sink]:
+def _trackio() -> list[PacedSink]:
     variables = _imported("trackio.context_vars")
     run = None if variables is None else variables.current_run.get()
     if run is None:
