@@ -13,13 +13,22 @@ from unshard.evaluate.jobs import Request
 from unshard.evaluate.profiles import Profile
 from unshard.evaluate.work import Work
 
-__all__ = ["lm_eval_tasks", "lmms_eval_tasks", "run_evaluator", "tiny_model", "work_at"]
+__all__ = [
+    "OFFLINE",
+    "lm_eval_tasks",
+    "lmms_eval_tasks",
+    "run_evaluator",
+    "surprise_task",
+    "tiny_model",
+    "tiny_tokenizer",
+    "work_at",
+]
 
-_OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "HF_EVALUATE_OFFLINE": "1",
+OFFLINE = {
+    "HF_HUBOFFLINE": "1",
+    "HF_DATASETSOFFLINE": "1",
+    "TRANSFORMERSOFFLINE": "1",
+    "HF_EVALUATEOFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
 _UNKNOWN = "<unk>"
@@ -52,6 +61,22 @@ aggregate_metric_list:
 metadata:
   version: 1.0
 """
+_SURPRISE_TASK = """\
+task: colours_surprise
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{{{text}}}}"
+doc_to_target: " {{{{answer}}}}"
+metric_list:
+  - metric: perplexity
+  - metric: acc
+metadata:
+  version: 1.0
+"""
 _LMMS_TASK = """\
 task: {name}
 dataset_path: json
@@ -74,18 +99,23 @@ metadata:
 """
 
 
-def tiny_model(directory: Path) -> Path:
-    """Save a random Qwen2 whose tokenizer knows one token per character."""
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that knows one token per character."""
     words = {chr(code): code - 31 for code in range(32, 127)} | {_UNKNOWN: 0}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))  # noqa: S106 - a word
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # untyped in transformers
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # untyped in transformers
         tokenizer_object=tokenizer, unk_token=_UNKNOWN, eos_token=_UNKNOWN, pad_token=_UNKNOWN
     )
-    fast.save_pretrained(directory)
+
+
+def tiny_model(directory: Path) -> Path:
+    """Save a random Qwen2 with its tokenizer."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(directory)
     torch.manual_seed(7)
     config = Qwen2Config(
-        vocab_size=len(words),
+        vocab_size=len(tokenizer),
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
@@ -105,6 +135,13 @@ def lm_eval_tasks(directory: Path) -> Path:
         text = _LM_TASK.format(name=name, tag=tag, data=data)
         (directory / f"{name}.yaml").write_text(text)
     (directory / "sights.yaml").write_text(_LM_GROUP)
+    return directory
+
+
+def surprise_task(directory: Path) -> Path:
+    """Write a task of lm-eval whose perplexity tells apart models that differ a little."""
+    text = _SURPRISE_TASK.format(data=_write_data(directory))
+    (directory / "colours_surprise.yaml").write_text(text)
     return directory
 
 
@@ -132,7 +169,7 @@ def run_evaluator(command: list[str], directory: Path) -> subprocess.CompletedPr
     return subprocess.run(
         command,
         cwd=directory,
-        env={**os.environ, **_OFFLINE},
+        env={**os.environ, **OFFLINE},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
