@@ -50,6 +50,7 @@ format: $(TEST_VENV)/.installed
 
 bench: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python benchmarks/merge_against_cat.py
+	$(TEST_VENV)/bin/python benchmarks/trainer_step.py
 
 clean:
 	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache
