@@ -102,7 +102,7 @@ def place(tmp_path: Path) -> Place:
     }
     config = {
         "roots": [str(tmp_path / "runs")],
-        "gpus": 2,  # there is none: what matters are two jobs at once
+        "gpus": [98, 99],  # there are none: what matters are two jobs at once, on the CPU
         "port": place.port,
         "work_directory": str(tmp_path / "work"),
         "profiles": {"tiny": profile},
