@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 TEST_VENV := .venv-test
 LMMS_VENV := .venv-lmms
-LMMS_NEEDS := accelerate==1.15.0 datasets==5.2.0 evaluate==0.4.6 loguru==0.7.3 pillow==13.0.0 \
-	pytablewriter==1.2.1 pytz==2026.6 pyyaml==6.0.3 sacrebleu==2.6.0 tenacity==9.2.1 \
-	transformers==5.23.0
+LMMS_NEEDS := accelerate==1.15.0 datasets==5.2.0 evaluate==0.4.6 fastapi==0.165.0 httpx==0.28.1 \
+	loguru==0.7.3 pillow==13.0.0 pytablewriter==1.2.1 pytz==2026.6 pyyaml==6.0.3 sacrebleu==2.6.0 tenacity==9.2.1 \
+	transformers==5.23.0 uvicorn==0.54.0
 DEMO_OUTPUT := demo-output
 
 .PHONY: demo test lint format bench clean

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("merge", "inspect", "verify", "average")
+COMMANDS = (
+    *("merge", "inspect", "verify", "average", "eval", "eval serve", "eval submit"),
+    *("eval status", "eval cancel", "eval logs", "eval results"),
+)
 
 
 def run(*arguments: str) -> str:
@@ -27,7 +30,7 @@ def run(*arguments: str) -> str:
 def help_page() -> str:
     parts = ["# The command line\n", "Generated from `unshard --help`; a test keeps it true.\n"]
     for command in COMMANDS:
-        text = run(command, "--help").strip().replace("python -m unshard", "unshard")
+        text = run(*command.split(), "--help").strip().replace("python -m unshard", "unshard")
         parts.append(f"## unshard {command}\n\n```\n{text}\n```\n")
     parts.append(EXIT_CODES)
     return "\n".join(parts)

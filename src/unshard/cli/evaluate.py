@@ -2,6 +2,7 @@
 
 import json
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from unshard.cli.guard import guarded
 from unshard.cli.options import Json
+from unshard.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,10 +46,23 @@ _FAILED = 1
 
 
 def _client(url: str, token_file: Path | None) -> "EvalClient":
+    _check_extra("httpx")
     from unshard.evaluate.client import EvalClient
 
-    token = None if token_file is None else token_file.read_text(encoding="utf-8").strip()
-    return EvalClient(url, token=token)
+    return EvalClient(url, token=None if token_file is None else _read_token(token_file))
+
+
+def _read_token(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--token-file {file}: cannot be read", found=str(error)) from error
+
+
+def _check_extra(*modules: str) -> None:
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"not installed: {', '.join(missing)}", hint="pip install 'unshard[eval]'")
 
 
 @app.command()
@@ -75,6 +90,7 @@ def serve(
     ] = None,
 ) -> None:
     """Run the server."""
+    _check_extra("fastapi", "uvicorn", "httpx", "pydantic", "yaml")
     from unshard.evaluate.server.serve import Given, serve
 
     serve(
@@ -114,10 +130,10 @@ def submit(
     """Queue evaluations of a checkpoint."""
     with _client(server, token_file) as client:
         path = str(checkpoint.resolve())
-        names = tuple(tasks.split(","))
+        names = _listed(tasks)
         jobs = [
             client.submit(path, step=step, profile=profile, tasks=names, weights=one, run=run)
-            for one in weights.split(",")
+            for one in _listed(weights)
         ]
         if wait:
             jobs = [_ended(client, str(job["id"])) for job in jobs]
@@ -199,6 +215,10 @@ def results(
         return
     for one in found:
         print("  ".join(str(one[name]) for name in columns))
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _ended(client: "EvalClient", job_id: str) -> dict[str, object]:

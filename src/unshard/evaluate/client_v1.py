@@ -9,6 +9,7 @@ UnshardError
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from urllib.parse import quote
 
 import httpx
 
@@ -95,7 +96,7 @@ class V1Client:
 
     def job(self, job_id: str) -> Answer:
         """Return a job."""
-        return self._call("GET", f"/jobs/{job_id}")
+        return self._call("GET", f"/jobs/{_part(job_id)}")
 
     def jobs(
         self,
@@ -119,11 +120,11 @@ class V1Client:
 
     def cancel(self, job_id: str) -> Answer:
         """Cancel a job, a running one, too; return it as it stands then."""
-        return self._call("DELETE", f"/jobs/{job_id}")
+        return self._call("DELETE", f"/jobs/{_part(job_id)}")
 
     def log(self, job_id: str, offset: int = 0) -> Answer:
         """Return the evaluator's log from a byte on: `text`, `offset` of the rest, `ended`."""
-        return self._call("GET", f"/jobs/{job_id}/log", query={"offset": offset})
+        return self._call("GET", f"/jobs/{_part(job_id)}/log", query={"offset": offset})
 
     def events(self, since: int = 0) -> Iterator[Answer]:
         """Yield changes of jobs after the event `since`, as they happen, until no more are sent."""
@@ -162,6 +163,11 @@ class V1Client:
         if answer.is_error:
             _raise_for(answer)
         return _object(answer)
+
+
+def _part(text: str) -> str:
+    """Return a text as one part of a path, whatever it holds."""
+    return quote(text, safe="") if text.strip(".") else "-"
 
 
 def _object(answer: httpx.Response) -> Answer:

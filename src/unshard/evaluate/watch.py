@@ -1,9 +1,10 @@
 """Watch a run's directory for checkpoints that are complete, for trainers that tell nobody.
 
-A checkpoint is complete when its writer's own mark says so, and its files have kept their sizes
-since the last look: verl's `latest_checkpointed_iteration.txt`, transformers' `trainer_state.json`,
-DCP's `.metadata`. Rank files without a mark (lmms-engine) are complete when every rank's are there,
-in the folder of the dataloader too, and every zip has its end.
+A checkpoint is complete when its writer's own mark says so, and its files have kept their sizes and
+times since the last look: verl's `latest_checkpointed_iteration.txt`, transformers'
+`trainer_state.json`, DCP's `.metadata`. Rank files without a mark (lmms-engine) are complete when
+every rank's are there, in the folder of the dataloader too, and every zip has its end; safetensors
+files are complete when they are as long as their headers say.
 """
 
 import json
@@ -11,6 +12,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from unshard.containers.safetensors_file import read_safetensors
 from unshard.errors import UnshardError
 from unshard.read.discover import all_steps
 from unshard.read.format import Location, Request
@@ -24,7 +26,7 @@ _END_OF_ZIP = b"PK\x05\x06"
 _END_SIZE = 22 + 65535
 _ZIPS = frozenset({".pt", ".bin"})
 
-Sizes = dict[str, int]
+Stamps = dict[str, tuple[int, int]]
 
 
 class Watcher:
@@ -39,7 +41,7 @@ class Watcher:
     def __init__(self, run: Path, *, weights: str = "model", role: str | None = None) -> None:
         self._run = run
         self._request = Request(None, role, weights)
-        self._sizes: dict[Path, Sizes] = {}
+        self._stamps: dict[Path, Stamps] = {}
         self._seen: set[Path] = set()
 
     def look(self) -> list[Location]:
@@ -57,9 +59,9 @@ class Watcher:
 
     def _is_ready(self, location: Location) -> bool:
         """Tell whether nothing has changed since the last look, and nothing is missing."""
-        before = self._sizes.get(location.step_dir)
+        before = self._stamps.get(location.step_dir)
         try:
-            now = self._sizes[location.step_dir] = _sizes(location.step_dir)
+            now = self._stamps[location.step_dir] = _stamps(location.step_dir)
             return before == now and why_incomplete(location) is None
         except OSError:  # rotated away while it was looked at
             return False
@@ -73,8 +75,8 @@ def why_incomplete(location: Location) -> str | None:
     """
     step, latest = location.step, location.step_dir.parent / _LATEST
     if latest.is_file():
-        written = latest.read_text(encoding="utf-8").strip()
-        if step is None or (written.isdigit() and int(written) >= step):
+        written = latest.read_text(encoding="ascii", errors="replace").strip()
+        if step is None or (written.isdecimal() and int(written) >= step):
             return None
         return f"{latest.name} says {written or 'nothing'}"
     state = location.step_dir / _TRAINER_STATE
@@ -85,7 +87,8 @@ def why_incomplete(location: Location) -> str | None:
         has_metadata = ".metadata" in names and ".metadata.tmp" not in names
         return None if has_metadata else ".metadata is missing"
     folders = (location.weights_dir, location.step_dir / "dataloader_state")
-    return next((why for folder in folders if (why := _why_not_all(folder)) is not None), None)
+    ranks = next((why for folder in folders if (why := _why_not_all(folder)) is not None), None)
+    return ranks or _why_cut(location.weights_dir.glob("*.safetensors"))
 
 
 def _step_of(state: Path) -> int | None:
@@ -110,16 +113,29 @@ def _why_not_all(folder: Path) -> str | None:
 
 
 def _why_unfinished(files: Iterable[Path]) -> str | None:
-    """Return which file has no end of a zip; legacy files of torch have none and are believed."""
+    """Return which file is empty, or has no end of a zip; legacy files of torch have none."""
     for path in files:
         with path.open("rb") as stream:
             head = stream.read(4)
             stream.seek(max(0, path.stat().st_size - _END_SIZE))
             tail = stream.read()
-        if not head or (head[:2] == b"PK" and _END_OF_ZIP not in tail):
+        has_end = head[:2] != b"PK" or _END_OF_ZIP in tail
+        if not head.strip(b"\0") or not has_end:
             return f"{path.name} is not finished"
     return None
 
 
-def _sizes(folder: Path) -> Sizes:
-    return {str(path): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+def _why_cut(files: Iterable[Path]) -> str | None:
+    """Return which safetensors file is shorter than its header says."""
+    for path in files:
+        try:
+            read_safetensors(path)
+        except UnshardError:
+            return f"{path.name} is not finished"
+    return None
+
+
+def _stamps(folder: Path) -> Stamps:
+    """Return size and mtime of every file."""
+    found = {str(path): path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {name: (status.st_size, status.st_mtime_ns) for name, status in found.items()}

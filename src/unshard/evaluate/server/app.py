@@ -1,4 +1,10 @@
-"""The application: both protocols, errors as JSON, the guard around it all."""
+"""The application: both protocols, errors as JSON, the guard around it all.
+
+/openapi.json describes it. The pages that FastAPI makes of that, /docs and /redoc, are not served:
+they load their scripts from another site, which a cluster without internet does not reach.
+"""
+
+from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -6,10 +12,11 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteError
 
 from unshard._version import __version__
-from unshard.errors import UnshardError
+from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.server import lmms, v1
 from unshard.evaluate.server.security import Guard, Rules
 from unshard.evaluate.server.service import Service
+from unshard.evaluate.server.views import ErrorBody, ErrorFields, error_body
 
 __all__ = ["make_app"]
 
@@ -27,6 +34,8 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
         title="unshard eval",
         description="Evaluate checkpoints while training goes on.",
         version=__version__,
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.service = service
     app.include_router(v1.router)
@@ -34,6 +43,7 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
     app.add_exception_handler(UnshardError, _on_error)
     app.add_exception_handler(StarletteError, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(Exception, _on_mistake)
     app.add_middleware(Guard, rules=rules)
     return app
 
@@ -42,32 +52,40 @@ async def _on_error(_request: Request, error: Exception) -> JSONResponse:
     """Answer with one of our errors: the request's fault unless it says otherwise."""
     if not isinstance(error, UnshardError):
         raise error
-    fields = {
-        "type": type(error).__name__,
-        "code": error.exit_code,
-        "message": error.subject,
-        "expected": error.expected,
-        "found": error.found,
-        "hint": error.hint,
-    }
-    return JSONResponse({"error": fields}, 400)
+    return JSONResponse(error_body(error).model_dump(), 400)
 
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, StarletteError):
         raise error
-    body: dict[str, object] = {"detail": error.detail}
-    if request.url.path.startswith(_V1):
-        body = {"error": {"type": "HTTPError", "code": error.status_code, "message": error.detail}}
-    return JSONResponse(body, error.status_code, headers=getattr(error, "headers", None))
+    fields = ErrorFields(type="HTTPError", code=error.status_code, message=error.detail)
+    return _answer(request, fields, error.status_code, getattr(error, "headers", None))
+
+
+async def _on_mistake(request: Request, _error: Exception) -> JSONResponse:
+    """Answer for a mistake of ours; the log has it."""
+    message = "the server made a mistake: its log says which"
+    return _answer(request, ErrorFields(type="HTTPError", code=500, message=message), 500)
 
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, RequestValidationError):
         raise error
-    problems = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors()]
-    message = "; ".join(problems[:8])
-    if request.url.path.startswith(_V1):
-        body: dict[str, object] = {"error": {"type": "UsageError", "code": 2, "message": message}}
-        return JSONResponse(body, 400)
-    return JSONResponse({"detail": message}, 422)
+    problems = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors()[:8]]
+    message = "; ".join(f"{one:.300}" for one in problems).encode("ascii", "backslashreplace")
+    fields = ErrorFields(type="UsageError", code=UsageError.exit_code, message=message.decode())
+    return _answer(request, fields, 400 if _is_ours(request) else 422)
+
+
+def _is_ours(request: Request) -> bool:
+    return request.url.path.startswith(_V1)
+
+
+def _answer(
+    request: Request, fields: ErrorFields, status: int, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """Return an error in the words of the protocol that was spoken."""
+    body: dict[str, object] = {"detail": fields.message}
+    if _is_ours(request):
+        body = ErrorBody(error=fields).model_dump()
+    return JSONResponse(body, status, headers=headers)

@@ -7,30 +7,31 @@ Source: lmms-eval 0.7.3, `entrypoints/protocol.py` and `http_server.py`; what it
 import asyncio
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 
 from fastapi import APIRouter, HTTPException, Request
 
 from unshard.errors import CheckpointError, UnshardError, UsageError
 from unshard.evaluate.jobs import Request as Wanted
 from unshard.evaluate.jobs import Scalar, Status
-from unshard.evaluate.server.service import Service
-from unshard.evaluate.server.views import (
+from unshard.evaluate.server.lmms_views import (
     EvaluateRequest,
     Health,
     JobInfo,
     MergeRequest,
     MergeResponse,
     Message,
+    Models,
+    Problem,
     Queue,
     Submitted,
+    TaskNames,
     job_info,
 )
-from unshard.evaluate.validation import resolve_checkpoint
+from unshard.evaluate.server.service import Service
 
 __all__ = ["router", "wanted_of"]
 
-router = APIRouter(tags=["lmms-eval"])
+router = APIRouter(tags=["lmms-eval"], responses={"4XX": {"model": Problem}})
 _CHECKPOINT_KEYS = ("pretrained", "model", "model_path", "checkpoint", "ckpt_path")
 _LIFTED = ("num_gpus", "batch_size")
 _WEIGHTS = {"regular": "model", "ema": "ema"}
@@ -73,7 +74,7 @@ def job(request: Request, job_id: str) -> JobInfo:
     found = service.job(job_id)
     if found is None:
         raise HTTPException(404, f"Job {job_id} not found")
-    return job_info(found, service.store.position(job_id))
+    return job_info(found, service.store.position(job_id), service.results_file(found))
 
 
 @router.delete("/jobs/{job_id}")
@@ -105,53 +106,39 @@ def queue(request: Request) -> Queue:
 
 
 @router.get("/tasks")
-def tasks(request: Request) -> dict[str, list[str]]:
+def tasks(request: Request) -> TaskNames:
     """List the tasks that the server's profiles name; an empty list if they allow any."""
     profiles = _service(request).profiles.values()
-    return {"tasks": sorted({task for one in profiles for task in one.allowed_tasks or ()})}
+    return TaskNames(tasks=sorted({task for one in profiles for task in one.allowed_tasks}))
 
 
 @router.get("/models")
-def models(request: Request) -> dict[str, list[str]]:
+def models(request: Request) -> Models:
     """List the profiles: what may stand in `model`."""
-    return {"models": sorted(_service(request).profiles)}
+    return Models(models=sorted(_service(request).profiles))
 
 
 @router.post("/merge")
 async def merge(request: Request, asked: MergeRequest) -> MergeResponse:
-    """Merge a checkpoint; by default into `_unshard/merged` beside it."""
+    """Merge a checkpoint into `_unshard/merged` beside it, and say where that is.
+
+    Which directory that is is not for clients to choose: `output_path` is left out.
+    """
     service = _service(request)
     try:
-        path = await asyncio.to_thread(_merge, service, asked)
+        async with service.merging:
+            path = await asyncio.to_thread(
+                service.merge, asked.checkpoint_path, _WEIGHTS[asked.checkpoint_type]
+            )
     except UsageError as error:
         raise HTTPException(400, str(error)) from error
     except CheckpointError as error:
         raise HTTPException(404, str(error)) from error
-    except UnshardError as error:
+    except (UnshardError, OSError) as error:
         raise HTTPException(500, f"Merge failed: {error}") from error
     return MergeResponse(
         success=True, message="Checkpoint merged successfully", merged_path=str(path)
     )
-
-
-def _merge(service: Service, asked: MergeRequest) -> Path:
-    from unshard import api
-    from unshard.progress import ignore
-
-    checkpoint = resolve_checkpoint(asked.checkpoint_path, service.config.roots)
-    if asked.output_path is None:
-        name = f"{checkpoint.name}-ema" if asked.checkpoint_type == "ema" else checkpoint.name
-        target = checkpoint.parent / "_unshard" / "merged" / name
-    else:
-        parent = resolve_checkpoint(str(Path(asked.output_path).parent), service.config.roots)
-        target = parent / Path(asked.output_path).name
-    options = api.MergeOptions(
-        dtype="bfloat16",
-        weights=_WEIGHTS[asked.checkpoint_type],
-        overwrite=True,
-        extra_state=False,
-    )
-    return Path(api.merge_with(checkpoint, target, options, ignore).output)
 
 
 def wanted_of(asked: EvaluateRequest, service: Service) -> Wanted:
@@ -169,7 +156,8 @@ def wanted_of(asked: EvaluateRequest, service: Service) -> Wanted:
     kind = str((asked.lmms_engine_kwargs or {}).get("checkpoint_type") or "regular")
     if kind not in _WEIGHTS:
         raise UsageError(f"checkpoint_type {kind}: unknown", expected="regular or ema")
-    num_gpus = lifted.get("num_gpus", asked.num_gpus)
+    # Their client always sends num_gpus, 1 unless told: that is no wish.
+    num_gpus = lifted.get("num_gpus", None if asked.num_gpus == 1 else asked.num_gpus)
     batch_size = lifted.get("batch_size", asked.batch_size)
     return Wanted(
         checkpoint=checkpoint,
@@ -178,11 +166,17 @@ def wanted_of(asked: EvaluateRequest, service: Service) -> Wanted:
         weights=_WEIGHTS[kind],
         model_args=arguments,
         num_fewshot=asked.num_fewshot,
-        batch_size=batch_size if isinstance(batch_size, int | str) else None,
+        batch_size=batch_size if isinstance(batch_size, str) else _whole(batch_size, "batch_size"),
         limit=asked.limit,
         gen_kwargs=asked.gen_kwargs,
-        num_gpus=num_gpus if isinstance(num_gpus, int) else None,
+        num_gpus=_whole(num_gpus, "num_gpus"),
     )
+
+
+def _whole(value: Scalar | None, name: str) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise UsageError(f"{name} {value!r:.200}: unknown", expected="a whole number")
 
 
 def _checkpoint_of(arguments: dict[str, Scalar], engine: Mapping[str, Scalar | None]) -> str:

@@ -1,16 +1,25 @@
 """Who may speak to the server: address, token, host, origin, size. An ASGI layer around everything.
 
-Loopback needs no token. Any other address needs one, unless networks are named that do not. The
-Host header must name this server, and a browser's Origin must be it: a page of another site can
-reach a loopback server, but cannot forge those.
+Loopback needs no token. Any other address needs one, unless networks are named that do not. Who
+shows no token must name this server in the Host header, and a browser's Origin must always be it: a
+page of another site can reach the server through a name of its own (DNS rebinding), but it cannot
+forge those. An address as Host is no such name. What proxies say about clients is not believed.
 """
 
 import hmac
+import socket
 from base64 import b64decode
 from binascii import Error as Base64Error
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from ipaddress import (
+    IPv4Address,
+    IPv4Network,
+    IPv6Address,
+    IPv6Network,
+    ip_address,
+    ip_network,
+)
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +39,7 @@ Network = IPv4Network | IPv6Network
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _MAX_BODY = 1 << 20
+_DRAINED = 16  # so many times as much is read and thrown away, that the client reads the refusal
 _MIN_TOKEN = 16
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -41,7 +51,7 @@ class Rules:
     Attributes:
         token: what everybody must show; None: nobody needs one.
         free: networks whose addresses need none all the same.
-        hosts: names under which the server may be addressed; empty: any.
+        hosts: names under which those without a token may address the server; addresses always.
         max_body: bytes of a request.
     """
 
@@ -66,14 +76,16 @@ def rules_for(
     except ValueError as error:
         raise UsageError(f"--allow-unauthenticated: {error}") from error
     if is_loopback(host):
-        return Rules(token, free, frozenset(_LOOPBACK))
+        return Rules(token, free if token else (), frozenset(_LOOPBACK))
     if token is None and not free:
         raise UsageError(
             f"--host {host}: others can reach it",
             expected="--token-file, or --allow-unauthenticated CIDR",
             hint="write a long random text into a file that only you can read",
         )
-    return Rules(token, free)
+    name = socket.gethostname().lower()
+    names = {host.lower(), name, name.partition(".")[0], *_LOOPBACK}
+    return Rules(token, free, frozenset(names))
 
 
 def is_loopback(host: str) -> bool:
@@ -110,55 +122,89 @@ class Guard:
         self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
-        if scope["type"] != "http":
+        """Serve one connection; the application gets a body only when all of it is there."""
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
         headers = {
-            key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
+            key.decode("latin-1").lower(): value.decode("latin-1")
+            for key, value in scope["headers"]
         }
         refusal = self._refusal(scope, headers)
-        if refusal is not None:
+        body = b""
+        if refusal is None and (scope["method"] not in _SAFE or "content-type" in headers):
+            found = await _read(receive, self._rules.max_body)
+            body = found or b""
+            refusal = self._too_large() if found is None else _not_json(body, headers)
+        if refusal is None:
+            await self._app(scope, _replayed(body, receive), send)
+        else:
             await refusal(scope, receive, send)
-            return
-        await self._app(scope, _bounded(receive, self._rules.max_body), send)
 
     def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> JSONResponse | None:
-        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-        if self._rules.hosts and host not in self._rules.hosts:
-            return _refused(403, f"Host {host!r} is not this server")
-        origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
-            return _refused(403, f"Origin {origin!r} is not this server")
-        if not self._is_known(scope, headers.get("authorization", "")):
-            response = _refused(401, "a token is needed: Authorization: Bearer TOKEN")
-            response.headers["WWW-Authenticate"] = 'Basic realm="unshard", charset="UTF-8"'
-            return response
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self._shows_token(headers.get("authorization", "")):
+            if self._needs_token(scope.get("client")):
+                response = _refused(401, "a token is needed: Authorization: Bearer TOKEN")
+                response.headers["WWW-Authenticate"] = 'Basic realm="unshard", charset="UTF-8"'
+                return response
+            if not self._is_own_name(_host_in(f"//{host}")):
+                return _refused(403, f"Host {host!r:.200} is not this server")
+        if origin is not None and _netloc_in(origin) != host.lower():
+            return _refused(403, f"Origin {origin!r:.200} is not this server")
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > self._rules.max_body:
-            return _refused(413, f"at most {self._rules.max_body} bytes")
-        if scope["method"] not in _SAFE and int(length) and not _is_json(headers):
-            return _refused(415, "Content-Type must be application/json")
+        if not (length.isascii() and length.isdecimal() and len(length) < 20):
+            return self._too_large()
+        if int(length) > _DRAINED * self._rules.max_body:
+            return self._too_large()
         return None
 
-    def _is_known(self, scope: Scope, authorization: str) -> bool:
-        if self._rules.token is None and not self._rules.free:
-            return True
-        if self._is_free(scope.get("client")):
-            return True
+    def _too_large(self) -> JSONResponse:
+        return _refused(413, f"the body is too large: at most {self._rules.max_body} bytes")
+
+    def _shows_token(self, authorization: str) -> bool:
         if self._rules.token is None:
             return False
-        shown = _shown_token(authorization)
-        return hmac.compare_digest(shown.encode(), self._rules.token.encode())
+        return hmac.compare_digest(_shown_token(authorization).encode(), self._rules.token.encode())
+
+    def _needs_token(self, client: object) -> bool:
+        is_open = self._rules.token is None and not self._rules.free
+        return not is_open and not self._is_free(client)
+
+    def _is_own_name(self, name: str) -> bool:
+        return name in self._rules.hosts or _address(name) is not None
 
     def _is_free(self, client: object) -> bool:
         if not self._rules.free or not isinstance(client, tuple | list) or not client:
             return False
-        try:
-            address = ip_address(str(client[0]))
-        except ValueError:
-            return False
-        return any(address in network for network in self._rules.free)
+        address = _address(str(client[0]))
+        return address is not None and any(address in network for network in self._rules.free)
+
+
+def _address(text: str) -> IPv4Address | IPv6Address | None:
+    """Return an address, of IPv4 where IPv6 only wraps it; None for a name."""
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return None
+    return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address
+
+
+def _host_in(url: str) -> str:
+    try:
+        return (urlsplit(url).hostname or "").lower()
+    except ValueError:
+        return ""
+
+
+def _netloc_in(url: str) -> str:
+    try:
+        return urlsplit(url).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def _shown_token(authorization: str) -> str:
@@ -174,24 +220,45 @@ def _shown_token(authorization: str) -> str:
         return ""
 
 
-def _is_json(headers: Mapping[str, str]) -> bool:
-    """Tell whether a body is JSON: other kinds a browser sends to other sites without asking."""
-    return headers.get("content-type", "").partition(";")[0].strip() == "application/json"
+def _not_json(body: bytes, headers: Mapping[str, str]) -> JSONResponse | None:
+    """Refuse a body that is not JSON: other kinds a browser sends to other sites without asking."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not body or kind == "application/json":
+        return None
+    return _refused(415, "Content-Type must be application/json")
 
 
 def _refused(status: int, message: str) -> JSONResponse:
-    error = {"type": "Refused", "code": status, "message": message}
+    stated = {"expected": "", "found": "", "hint": ""}
+    error = {"type": "Refused", "code": status, "message": message, **stated}
     return JSONResponse({"detail": message, "error": error}, status)
 
 
-def _bounded(receive: Receive, limit: int) -> Receive:
-    """Return `receive`, which ends the connection where a body without a length grows too long."""
-    seen = 0
+async def _read(receive: Receive, limit: int) -> bytes | None:
+    """Return a body; None if it is too large, or its sender went away."""
+    kept, seen, is_more = bytearray(), 0, True
+    while is_more:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        part, is_more = message.get("body", b""), message.get("more_body", False)
+        seen += len(part)
+        if seen <= limit:
+            kept += part
+        elif seen > _DRAINED * limit:
+            return None
+    return bytes(kept) if seen <= limit else None
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body that was read already, and then what follows."""
+    is_given = False
 
     async def take() -> Message:
-        nonlocal seen
-        message = await receive()
-        seen += len(message.get("body", b""))
-        return {"type": "http.disconnect"} if seen > limit else message
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
 
     return take

@@ -1,6 +1,8 @@
 """From a configuration to a running server, and to its orderly end."""
 
 import logging
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +16,9 @@ from unshard.evaluate.pins import Quota, read_pin
 from unshard.evaluate.profiles import ServerConfig
 from unshard.evaluate.scheduler import Scheduler, Settings
 from unshard.evaluate.server.app import make_app
+from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.security import rules_for
-from unshard.evaluate.server.service import Service, let_go, profile_named
+from unshard.evaluate.server.service import Service, profile_named
 from unshard.evaluate.slots import Slots
 from unshard.evaluate.store import Store
 from unshard.evaluate.work import Evaluator, Profile
@@ -23,6 +26,8 @@ from unshard.evaluate.work import Evaluator, Profile
 __all__ = ["Given", "configured", "make_service", "serve"]
 
 _WORK_DIR = Path("unshard-eval")
+_DATABASE = "jobs.sqlite"
+_GRACE_S = 3
 _log = logging.getLogger(__name__)
 
 
@@ -77,21 +82,56 @@ def _gpus(text: str) -> tuple[int, ...]:
 
 def make_service(config: ServerConfig) -> Service:
     """Return what a server does: its jobs, and a scheduler that has not begun."""
-    work = (config.work_directory or _WORK_DIR).absolute()
-    work.mkdir(parents=True, exist_ok=True)
-    work.chmod(0o700)
-    store = Store(work / "jobs.sqlite")
+    work = _own_directory((config.work_directory or _WORK_DIR).absolute())
+    store = Store(work / _DATABASE)
+    pins = Pins(store, config.roots, Quota(config.pin_count, config.pin_bytes))
 
     def evaluators(name: str) -> tuple[Profile, Evaluator]:
         profile = profile_named(config.profiles, name)
         return profile, make_evaluator(profile)
 
     def ended(job: Job) -> None:
-        let_go(store, job.pin)
+        pins.let_go(job.pin)
 
     settings = Settings(work, changed=_changed, ended=ended)
     scheduler = Scheduler(store, Slots(config.gpus), evaluators, settings)
-    return Service(store, scheduler, config, Quota(config.pin_count, config.pin_bytes))
+    return Service(store, scheduler, config, pins)
+
+
+def _own_directory(work: Path) -> Path:
+    """Return the work directory, which only this user can read.
+
+    Raises:
+        UsageError: it is another user's, or holds other things that others may read.
+    """
+    try:
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = work.stat()
+        if status.st_uid != os.geteuid():
+            raise UsageError(f"--work-dir {work}: another user's")
+        is_ours = (work / _DATABASE).is_file() or not any(work.iterdir())
+        if status.st_mode & 0o077 and not is_ours:
+            raise UsageError(
+                f"--work-dir {work}: holds other things, and others may read it",
+                expected="a directory of the server's own",
+            )
+        work.chmod(0o700)
+    except OSError as error:
+        raise UsageError(f"--work-dir {work}: cannot be used", found=str(error)) from error
+    return work
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        UsageError: the address is taken, or not of this machine.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=128)
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"--host {host} --port {port}: cannot listen", found=str(error)) from error
 
 
 def serve(given: Given) -> None:
@@ -103,15 +143,27 @@ def serve(given: Given) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     config = configured(given)
     rules = rules_for(config.host, config.token_file, given.allow_unauthenticated)
-    service = make_service(config)
-    service.scheduler.start()
-    _log.info("roots %s, profiles %s", list(map(str, config.roots)), list(config.profiles))
-    try:
-        app = make_app(service, rules)
-        uvicorn.run(app, host=config.host, port=config.port, log_level="warning")
-    finally:
-        service.scheduler.stop(end=False)
-        service.store.close()
+    with _listening(config.host, config.port) as listening:
+        service = make_service(config)
+        service.scheduler.start()
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        _log.info("roots %s, profiles %s", list(map(str, config.roots)), list(config.profiles))
+        _log.info("listening on http://%s:%d", shown, port)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                make_app(service, rules),
+                log_level="warning",
+                proxy_headers=False,  # anybody could claim to be a proxy, and to speak for anyone
+                server_header=False,
+                timeout_graceful_shutdown=_GRACE_S,  # who follows events would stay for ever
+            )
+        )
+        try:
+            server.run(sockets=[listening])
+        finally:
+            service.scheduler.stop(end=False)
+            service.store.close()
 
 
 def _changed(job: Job) -> Sequence[str]:

@@ -1,30 +1,35 @@
 """What the server does, whatever the protocol: take jobs, show them, cancel them, read logs."""
 
-import logging
+import asyncio
+import json
 import re
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from unshard.errors import UnshardError, UsageError
+from unshard.api.merging import merge_with
+from unshard.api.options import MergeOptions
+from unshard.errors import IncompleteError, UnshardError, UsageError
 from unshard.evaluate.bounded_log import read_log
 from unshard.evaluate.jobs import Filters, Job, Request, Status
-from unshard.evaluate.pins import PinError, Quota, pin_checkpoint, read_pin, unpin
-from unshard.evaluate.profiles import Profile, ServerConfig
+from unshard.evaluate.pins import ExpiredError
+from unshard.evaluate.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.scheduler import Scheduler
+from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.store import Store
 from unshard.evaluate.validation import check_request, resolve_checkpoint
+from unshard.progress import ignore
 from unshard.read.discover import discover
 from unshard.read.format import Request as Wanted
 
-__all__ = ["Service", "let_go", "profile_named"]
+__all__ = ["Service", "profile_named"]
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
-_log = logging.getLogger(__name__)
 
 
 def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
-    """Return a profile; "name:type" is the profile with another type of model.
+    """Return a profile; "name:type" is a profile of lmms-eval with another type of model.
 
     Raises:
         UsageError: there is none of this name, or the type cannot be one.
@@ -32,11 +37,15 @@ def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
     base, _, model = name.partition(":")
     if base not in profiles:
         known = ", ".join(sorted(profiles)) or "none"
-        raise UsageError(f"profile {base!r}: unknown", expected=f"one of: {known}")
-    if not model:
+        raise UsageError(f"profile {base!r:.200}: unknown", expected=f"one of: {known}")
+    if name == base:
         return profiles[base]
+    if profiles[base].kind is not Kind.LMMS_EVAL:
+        raise UsageError(f"profile {base}: its model cannot be chosen", found=f"{name!r:.200}")
     if not _MODEL.fullmatch(model):
-        raise UsageError(f"model {model!r}: cannot be one", expected="letters, digits, _ and -")
+        raise UsageError(
+            f"model {model!r:.200}: cannot be one", expected="letters, digits, _ and -"
+        )
     return replace(profiles[base], model=model)
 
 
@@ -48,13 +57,15 @@ class Service:
         store: the jobs.
         scheduler: runs them.
         config: what may be run, and where checkpoints may lie.
-        quota: of the pins of one run.
+        pins: what keeps checkpoints while their jobs wait.
+        merging: held by whoever merges for a client: one at a time.
     """
 
     store: Store
     scheduler: Scheduler
     config: ServerConfig
-    quota: Quota
+    pins: Pins
+    merging: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def profiles(self) -> Mapping[str, Profile]:
@@ -64,7 +75,8 @@ class Service:
     def submit(self, request: Request, pin: str | None) -> tuple[Job, bool]:
         """Queue a job; return it, and whether it is new.
 
-        A checkpoint that its client has not pinned is pinned here, if that is possible.
+        A checkpoint that its client has not pinned is pinned here, if that is possible. One whose
+        pin is gone, and which is gone itself, becomes a job that expires.
 
         Raises:
             UnshardError: the request is refused.
@@ -73,24 +85,63 @@ class Service:
         known = {**self.profiles, request.profile: profile}
         check_request(request, replace(self.config, profiles=known))
         checkpoint = resolve_checkpoint(request.checkpoint, self.config.roots)
-        request = _completed(replace(request, checkpoint=str(checkpoint)))
-        if pin is None:
-            request, pin = self._pinned(request)
-        else:
-            pin = str(resolve_checkpoint(pin, self.config.roots))
-        job, is_new = self.store.submit(request, pin=pin)
-        if job.pin != pin:  # the same job again, which has its own
-            let_go(self.store, pin)
+        request, run = _placed(replace(request, checkpoint=str(checkpoint)))
+        resolve_checkpoint(request.checkpoint, self.config.roots)
+        with self.pins.lock:
+            kept = None if self._is_known(request) else self._pinned(request, run, pin)
+            job, is_new = self.store.submit(request, pin=kept)
         self.scheduler.wake()
         return job, is_new
 
-    def _pinned(self, request: Request) -> tuple[Request, str | None]:
+    def _is_known(self, request: Request) -> bool:
+        """Tell whether a job like this waits, runs or is completed: it needs no further pin."""
+        labels = Filters(None, request.run, request.step, request.weights, request.profile)
+        alike = (job for job in self.store.jobs(labels) if job.request.key == request.key)
+        return any(job.status is Status.COMPLETED or not job.status.is_final for job in alike)
+
+    def _pinned(self, request: Request, run: Path, pin: str | None) -> str | None:
+        kept = None if pin is None else self.pins.of_client(pin)
+        if kept is not None:
+            return kept
         try:
-            pin = pin_checkpoint(Path(request.checkpoint), quota=self.quota, step=request.step)
-        except PinError as error:
-            _log.warning("not pinned, it may be rotated away: %s", error)
-            return request, None
-        return replace(request, checkpoint=str(pin.path)), str(pin.path)
+            return self.pins.made(Path(request.checkpoint), request.step, run)
+        except ExpiredError:
+            if pin is None:
+                raise
+            return None
+
+    def merge(self, checkpoint: str, weights: str) -> Path:
+        """Merge a checkpoint into `_unshard/merged` of its run; return where it lies.
+
+        Raises:
+            UnshardError: it cannot be, or lies outside the roots.
+        """
+        path = resolve_checkpoint(checkpoint, self.config.roots)
+        if not path.exists():
+            raise IncompleteError(f"{path}: is not there")
+        name = path.name if weights == "model" else f"{path.name}-{weights}"
+        target = resolve_checkpoint(
+            str(path.parent / "_unshard" / "merged" / name), self.config.roots
+        )
+        options = MergeOptions(dtype="bfloat16", weights=weights, overwrite=True, extra_state=False)
+        return Path(merge_with(path, target, options, ignore).output)
+
+    def results_file(self, job: Job) -> str | None:
+        """Return a file of a job's results in the form of lmms-eval's; None if it has none.
+
+        What lm-eval and lmms-eval write has this form; for other programs one is written.
+        """
+        if job.status is not Status.COMPLETED or job.results is None:
+            return None
+        profile = self.profiles.get(job.request.profile.partition(":")[0])
+        if profile is None or profile.kind is not Kind.COMMAND:
+            return job.results
+        path = self.scheduler.directory_of(job) / "lmms_results.json"
+        if not path.is_file():
+            draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+            draft.write_text(json.dumps({"results": _by_task(job.metrics)}), encoding="utf-8")
+            draft.replace(path)
+        return str(path)
 
     def job(self, job_id: str) -> Job | None:
         """Return a job."""
@@ -125,26 +176,36 @@ class Service:
         return self.store.jobs(Filters(status=Status.QUEUED))[::-1]
 
 
-def let_go(store: Store, pin: str | None) -> None:
-    """Remove a pin that no job needs any more."""
-    if pin is None:
-        return
-    waiting = (Filters(status=Status.QUEUED), Filters(status=Status.RUNNING))
-    if any(job.pin == pin for filters in waiting for job in store.jobs(filters)):
-        return
-    try:
-        unpin(read_pin(Path(pin)))
-    except (UnshardError, OSError) as error:
-        _log.debug("pin %s: %s", pin, error)
+def _by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return numbers as both evaluators write them, by task and "metric,filter"."""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in metrics.items():
+        task, _, metric = key.rpartition("/")
+        name, comma, chosen = metric.partition(",")
+        found.setdefault(task, {})[f"{name},{chosen if comma else 'none'}"] = value
+    return found
 
 
-def _completed(request: Request) -> Request:
-    """Fill in what the path says: the step, and the name of the run."""
-    step, run = request.step, request.run
+def _placed(request: Request) -> tuple[Request, Path]:
+    """Fill in what the path says: the step, and the name of the run; return its directory too.
+
+    The directory of a run means its newest step.
+    """
     path = Path(request.checkpoint)
     try:
         found = discover(path, Wanted(weights=request.weights))[0]
-    except UnshardError:
-        return replace(request, run=run or path.parent.name)
-    folder = found.step_dir.parent if found.step is not None else found.step_dir
-    return replace(request, step=found.step if step is None else step, run=run or folder.name)
+    except (UnshardError, OSError):
+        return replace(request, run=request.run or _name(path.parent)), path.parent
+    if path in found.step_dir.parents:
+        path = found.step_dir
+    step = found.step if request.step is None else request.step
+    folder = found.step_dir.parent
+    run = request.run or _name(found.step_dir if found.step is None else folder)
+    return replace(request, checkpoint=str(path), step=step, run=run), folder
+
+
+def _name(folder: Path) -> str:
+    """Return the name of a directory as a run may have it; it may become a command's argument."""
+    if folder.parent.name == "pins" and folder.parent.parent.name == "_unshard":
+        folder = folder.parents[2]
+    return re.sub(r"[^\w.+=@-]+", "_", folder.name).lstrip("-._")[:100] or "run"

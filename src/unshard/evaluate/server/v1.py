@@ -8,26 +8,35 @@ from typing import Annotated
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from unshard.evaluate.jobs import Filters, Job
+from unshard.evaluate.jobs import Event, Filters, Job
+from unshard.evaluate.server.pinning import PinInUseError
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.views import (
+    ErrorBody,
     JobFilter,
     JobList,
     JobView,
     LogPart,
+    Number,
+    PinList,
+    PinView,
+    ProfileList,
+    ProfileView,
     ResultFilter,
     ResultList,
     RunList,
     Submission,
     job_view,
+    pin_view,
     result_view,
 )
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/api/v1", tags=["v1"])
+router = APIRouter(prefix="/api/v1", tags=["v1"], responses={"4XX": {"model": ErrorBody}})
 _POLL_S = 0.5
-_HEARTBEAT_S = 15.0
+_HEARTBEAT_S = 5.0
+_LARGEST = 2**53
 
 
 def _service(request: Request) -> Service:
@@ -82,7 +91,7 @@ def cancel(request: Request, job_id: str) -> JobView:
 
 
 @router.get("/jobs/{job_id}/log")
-def log(request: Request, job_id: str, offset: Annotated[int, Query(ge=0)] = 0) -> LogPart:
+def log(request: Request, job_id: str, offset: Number = 0) -> LogPart:
     """Read the log of a job's last attempt from a byte on."""
     service = _service(request)
     text, after, ended = service.log(_found(service, job_id), offset)
@@ -103,39 +112,69 @@ def runs(request: Request) -> RunList:
 
 
 @router.get("/profiles")
-def profiles(request: Request) -> dict[str, list[dict[str, str | int]]]:
+def profiles(request: Request) -> ProfileList:
     """List what may be run."""
-    known = _service(request).profiles
-    return {"profiles": [{"name": n, "kind": p.kind, "gpus": p.gpus} for n, p in known.items()]}
-
-
-@router.get("/events", response_class=StreamingResponse)
-def events(
-    request: Request,
-    since: Annotated[int, Query(ge=0)] = 0,
-    last_event_id: Annotated[str | None, Header()] = None,
-) -> StreamingResponse:
-    """Follow the changes of all jobs (server-sent events); each names the job as it stands."""
-    start = int(last_event_id) if last_event_id and last_event_id.isdigit() else since
-    return StreamingResponse(
-        _events(request, start),
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-cache"},
+    known = _service(request).profiles.values()
+    return ProfileList(
+        profiles=[ProfileView(name=one.name, kind=one.kind, gpus=one.gpus) for one in known]
     )
 
 
+@router.get("/pins")
+def pins(request: Request) -> PinList:
+    """List the checkpoints that are kept by hard links, and the jobs that need them."""
+    kept = _service(request).pins
+    return PinList(pins=[pin_view(pin, kept.jobs_of(pin)) for pin in kept.everywhere()])
+
+
+@router.delete("/pins/{name}")
+def unpin(request: Request, name: str) -> PinView:
+    """Remove a pin that no job needs any more."""
+    try:
+        pin = _service(request).pins.remove(name)
+    except PinInUseError as error:
+        raise HTTPException(409, str(error)) from error
+    if pin is None:
+        raise HTTPException(404, f"pin {name}: there is none")
+    return pin_view(pin, [])
+
+
+class _Events(StreamingResponse):
+    """Server-sent events."""
+
+    media_type = "text/event-stream"
+
+
+@router.get("/events", response_class=_Events)
+def events(
+    request: Request, since: Number = 0, last_event_id: Annotated[str | None, Header()] = None
+) -> _Events:
+    """Follow the changes of all jobs (server-sent events); each names the job as it stands."""
+    start = since if last_event_id is None else _number_of(last_event_id, since)
+    return _Events(_events(request, start), headers={"Cache-Control": "no-cache"})
+
+
+def _number_of(text: str, otherwise: int) -> int:
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(_LARGEST))
+    return min(int(text), _LARGEST) if is_number else otherwise
+
+
 async def _events(request: Request, since: int) -> AsyncIterator[str]:
-    service, quiet = _service(request), 0.0
+    service, quiet = _service(request), _HEARTBEAT_S  # the first heartbeat comes at once
     while not await request.is_disconnected():
         found = await asyncio.to_thread(service.store.events, since)
         for event in found:
             since = event.number
-            job = await asyncio.to_thread(service.store.get, event.job_id)
-            view = None if job is None else _view(service, job).model_dump(mode="json")
-            data = json.dumps({"number": event.number, "status": event.status, "job": view})
-            yield f"id: {event.number}\nevent: job\ndata: {data}\n\n"
+            yield await asyncio.to_thread(_told, service, event)
         quiet = 0.0 if found else quiet + _POLL_S
         if quiet >= _HEARTBEAT_S:
             quiet = 0.0
             yield ": alive\n\n"
         await asyncio.sleep(_POLL_S)
+
+
+def _told(service: Service, event: Event) -> str:
+    job = service.store.get(event.job_id)
+    view = None if job is None else _view(service, job).model_dump(mode="json")
+    data = json.dumps({"number": event.number, "status": event.status, "job": view})
+    return f"id: {event.number}\nevent: job\ndata: {data}\n\n"

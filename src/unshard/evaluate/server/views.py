@@ -1,39 +1,59 @@
 """What the server takes and gives, as pydantic models: they make its OpenAPI description."""
 
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Job, Request, Result, Scalar, Status
+from unshard.evaluate.pins import Pin
 
 __all__ = [
-    "EvaluateRequest",
-    "Health",
+    "ErrorBody",
+    "ErrorFields",
     "JobFilter",
-    "JobInfo",
     "JobList",
     "JobView",
     "LogPart",
-    "MergeRequest",
-    "MergeResponse",
-    "Message",
-    "Queue",
+    "Number",
+    "PinList",
+    "PinView",
+    "ProfileList",
+    "ProfileView",
     "ResultFilter",
     "ResultList",
     "ResultView",
     "RunList",
     "Submission",
-    "Submitted",
-    "job_info",
+    "Tasks",
+    "Text",
+    "error_body",
     "job_view",
+    "pin_view",
     "result_view",
 ]
 
 Weights = Literal["model", "ema"]
 Text = Annotated[str, Field(max_length=4096)]
 Tasks = Annotated[list[Text], Field(min_length=1, max_length=256)]
+Number = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class ErrorFields(BaseModel):
+    """What is wrong; `code` is the exit code of our errors, or else the HTTP status."""
+
+    type: str
+    code: int
+    message: str
+    expected: str = ""
+    found: str = ""
+    hint: str = ""
+
+
+class ErrorBody(BaseModel):
+    """An error."""
+
+    error: ErrorFields
 
 
 class Submission(BaseModel):
@@ -85,10 +105,10 @@ class JobView(BaseModel):
 class ResultFilter(BaseModel):
     """Which results are meant."""
 
-    run: str | None = None
-    step: int | None = None
-    weights: str | None = None
-    profile: str | None = None
+    run: Text | None = None
+    step: Number | None = None
+    weights: Weights | None = None
+    profile: Text | None = None
 
 
 class JobFilter(ResultFilter):
@@ -138,85 +158,70 @@ class LogPart(BaseModel):
     ended: bool
 
 
-class Health(BaseModel):
-    """That the server lives (lmms-eval's protocol)."""
+class ProfileView(BaseModel):
+    """An evaluator that the server is configured with."""
 
-    status: str
-    timestamp: str
-    queue_size: int
-
-
-class EvaluateRequest(BaseModel):
-    """A job to queue (lmms-eval's protocol); keys that it does not know are left out."""
-
-    model: Text
-    tasks: Tasks
-    model_args: dict[str, Scalar | None] | None = None
-    num_fewshot: int | None = None
-    batch_size: int | str | None = None
-    device: str | None = None
-    limit: int | float | None = None
-    gen_kwargs: str | None = None
-    log_samples: bool = True
-    predict_only: bool = False
-    num_gpus: int = 1
-    output_dir: str | None = None
-    lmms_engine_kwargs: dict[str, Scalar | None] | None = None
+    name: str
+    kind: str
+    gpus: int
 
 
-class Submitted(BaseModel):
-    """That a job was queued (lmms-eval's protocol)."""
+class ProfileList(BaseModel):
+    """What may be run."""
 
-    job_id: str
-    status: str
-    position_in_queue: int
-    message: str
+    profiles: list[ProfileView]
 
 
-class JobInfo(BaseModel):
-    """A job and how it stands (lmms-eval's protocol)."""
+class PinView(BaseModel):
+    """A checkpoint that is kept by hard links; `size` is the bytes of its files."""
 
-    job_id: str
-    status: str
-    created_at: str
-    started_at: str | None
-    completed_at: str | None
-    request: EvaluateRequest
-    result: dict[str, dict[str, object]] | None
-    error: str | None
-    position_in_queue: int | None
-
-
-class Queue(BaseModel):
-    """How full the server is (lmms-eval's protocol)."""
-
-    queue_size: int
-    running_job: str | None
-    queued_jobs: list[str]
-    completed_jobs: int
-    failed_jobs: int
+    name: str
+    run: str
+    path: str
+    checkpoint: str
+    step: int | None
+    created: float
+    size: int
+    jobs: list[str]
 
 
-class Message(BaseModel):
-    """What happened (lmms-eval's protocol)."""
+class PinList(BaseModel):
+    """Pins, the oldest of each run first."""
 
-    message: str
-
-
-class MergeRequest(BaseModel):
-    """A checkpoint to merge (lmms-eval's protocol)."""
-
-    checkpoint_path: Text
-    output_path: Text | None = None
-    checkpoint_type: Literal["regular", "ema"] = "regular"
+    pins: list[PinView]
 
 
-class MergeResponse(BaseModel):
-    """Where the merged checkpoint lies (lmms-eval's protocol)."""
+def error_body(error: UnshardError) -> ErrorBody:
+    """Return what clients see of an error."""
+    return ErrorBody(
+        error=ErrorFields(
+            type=type(error).__name__,
+            code=error.exit_code,
+            message=error.subject,
+            expected=error.expected,
+            found=error.found,
+            hint=error.hint,
+        )
+    )
 
-    success: bool
-    message: str
-    merged_path: str | None
+
+def pin_view(pin: Pin, jobs: list[str]) -> PinView:
+    """Return what clients see of a pin.
+
+    Args:
+        pin: which.
+        jobs: the ids of those that have not ended and need it.
+    """
+    return PinView(
+        name=pin.name,
+        run=pin.directory.parents[2].name,
+        path=str(pin.path),
+        checkpoint=str(pin.checkpoint),
+        step=pin.step,
+        created=pin.created,
+        size=pin.size,
+        jobs=jobs,
+    )
 
 
 def job_view(job: Job, position: int | None) -> JobView:
@@ -246,40 +251,3 @@ def result_view(result: Result) -> ResultView:
     """Return what clients see of a number."""
     names = ResultView.model_fields
     return ResultView(**{name: getattr(result, name) for name in names})
-
-
-def job_info(job: Job, position: int | None) -> JobInfo:
-    """Return what clients of lmms-eval's protocol see of a job."""
-    request = job.request
-    result: dict[str, dict[str, object]] | None = None
-    if job.status is Status.COMPLETED:
-        file = job.results
-        result = {
-            Path(request.checkpoint).name: {"results": file, "samples": []},
-            "metrics": dict(job.metrics),
-        }
-    expired = job.status is Status.EXPIRED
-    return JobInfo(
-        job_id=job.id,
-        status=Status.FAILED if expired else job.status,
-        created_at=_iso(job.created_at) or "",
-        started_at=_iso(job.started_at),
-        completed_at=_iso(job.completed_at),
-        request=EvaluateRequest(
-            model=request.profile,
-            tasks=list(request.tasks),
-            model_args={"pretrained": request.checkpoint, **request.model_args},
-            num_fewshot=request.num_fewshot,
-            batch_size=request.batch_size,
-            limit=request.limit,
-            gen_kwargs=request.gen_kwargs,
-            num_gpus=request.num_gpus or 1,
-        ),
-        result=result,
-        error=job.error,
-        position_in_queue=position,
-    )
-
-
-def _iso(seconds: float | None) -> str | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,163 @@
+"""The pins that the server makes for clients that make none, and what it knows of all pins.
+
+A pin of a client is the client's to remove: it may need it for jobs that are not submitted yet.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unshard.errors import UnshardError, UsageError
+from unshard.evaluate.jobs import Filters, Job, Status
+from unshard.evaluate.pins import (
+    ExpiredError,
+    Pin,
+    PinError,
+    Quota,
+    pin_checkpoint,
+    pins_of,
+    read_pin,
+    unpin,
+)
+from unshard.evaluate.store import Store
+from unshard.evaluate.validation import resolve_checkpoint
+
+__all__ = ["PinInUseError", "Pins"]
+
+_PLACE = ("_unshard", "pins")
+_MARK = "made-by-the-server"
+_DEPTHS = ("", "*/", "*/*/")  # of runs below a root
+_log = logging.getLogger(__name__)
+
+
+class PinInUseError(UsageError):
+    """A job needs a pin that is to be removed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pins:
+    """The pins below the roots.
+
+    Attributes:
+        store: the jobs that need them.
+        roots: no pin elsewhere is made, used, listed or removed.
+        quota: of the pins of one run.
+        lock: held while a job gets its pin, and while a pin that no job has is removed.
+    """
+
+    store: Store
+    roots: Sequence[Path]
+    quota: Quota
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def of_client(self, pin: str) -> str | None:
+        """Return the linked checkpoint of a client's pin; None if it is gone.
+
+        Raises:
+            UsageError: it is not one, or outside the roots.
+        """
+        path = resolve_checkpoint(pin, self.roots)
+        if path.parts[-4:-2] != _PLACE:
+            raise UsageError(
+                "pin cannot be accepted", expected="RUN/_unshard/pins/NAME/CHECKPOINT", found=pin
+            )
+        try:
+            found = read_pin(path)
+        except ExpiredError:
+            return None
+        return str(path) if found.path == path and path.exists() else None
+
+    def made(self, checkpoint: Path, step: int | None, run: Path) -> str | None:
+        """Pin a checkpoint, or find the pin that another job has of it; None: not possible.
+
+        Raises:
+            GoneError: the checkpoint is gone.
+        """
+        for job in self._open():
+            if job.pin is not None and _is_of(Path(job.pin), checkpoint):
+                return job.pin
+        if not self._is_inside(run):
+            _log.warning("%s: not pinned, its run's directory is outside the roots", checkpoint)
+            return None
+        try:
+            pin = pin_checkpoint(checkpoint, quota=self.quota, step=step, run=run)
+        except PinError as error:
+            _log.warning("not pinned, it may be rotated away: %s", error)
+            return None
+        (pin.directory / _MARK).touch()
+        return str(pin.path)
+
+    def let_go(self, pin: str | None) -> None:
+        """Remove a pin of the server's that no job needs any more."""
+        with self.lock:
+            if pin is None or any(job.pin == pin for job in self._open()):
+                return
+            try:
+                found = read_pin(Path(pin))
+                if (found.directory / _MARK).is_file():
+                    unpin(found)
+            except (UnshardError, OSError) as error:
+                _log.debug("pin %s: %s", pin, error)
+
+    def everywhere(self) -> list[Pin]:
+        """Return all pins of runs below the roots, or that a job has."""
+        return [pin for run in self._runs() for pin in pins_of(run)]
+
+    def jobs_of(self, pin: Pin) -> list[str]:
+        """Return the jobs that need a pin."""
+        return [job.id for job in self._open() if job.pin == str(pin.path)]
+
+    def remove(self, name: str) -> Pin | None:
+        """Remove the pin of this name; return it, or None if there is none.
+
+        Raises:
+            PinInUseError: a job needs it.
+        """
+        with self.lock:
+            pin = next((pin for pin in self.everywhere() if pin.name == name), None)
+            if pin is None:
+                return None
+            if jobs := self.jobs_of(pin):
+                raise PinInUseError(f"pin {name}: needed by job {', '.join(jobs)}")
+            unpin(pin)
+            return pin
+
+    def _open(self) -> list[Job]:
+        waiting = (Filters(status=Status.QUEUED), Filters(status=Status.RUNNING))
+        return [job for filters in waiting for job in self.store.jobs(filters)]
+
+    def _runs(self) -> list[Path]:
+        return sorted({run.resolve() for run in self._places() if self._is_inside(run)})
+
+    def _places(self) -> Iterator[Path]:
+        for root in self.roots:
+            for depth in _DEPTHS:
+                yield from (place.parents[1] for place in root.glob(depth + "/".join(_PLACE)))
+        for job in self._open():
+            if job.pin is not None:
+                yield Path(job.pin).parents[3]
+
+    def _is_inside(self, run: Path) -> bool:
+        """Tell whether a run and its pins, links followed, lie below a root."""
+        roots = [root.resolve() for root in self.roots]
+        places = (run.resolve(), run.joinpath(*_PLACE).resolve())
+        return all(any(place.is_relative_to(root) for root in roots) for place in places)
+
+
+def _is_of(pin: Path, checkpoint: Path) -> bool:
+    """Tell whether a pin keeps what a checkpoint is now."""
+    try:
+        found = read_pin(pin)
+    except (UnshardError, OSError):
+        return False
+    return found.checkpoint == checkpoint and not found.changed() and _same(found, checkpoint)
+
+
+def _same(pin: Pin, checkpoint: Path) -> bool:
+    place = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    try:
+        return all((place / name).stat().st_ino == was[0] for name, was in pin.files.items())
+    except OSError:
+        return False
