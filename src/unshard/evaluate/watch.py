@@ -23,7 +23,8 @@ _RANK_FILE = re.compile(r".*world_size_(\d+)_rank_(\d+)\.\w+")
 _LATEST = "latest_checkpointed_iteration.txt"
 _TRAINER_STATE = "trainer_state.json"
 _END_OF_ZIP = b"PK\x05\x06"
-_END_SIZE = 22 + 65535
+_END_SIZE = 22  # without the comment, whose length is its last two bytes (APPNOTE.TXT 4.3.16)
+_MOST_COMMENT = 65535
 _ZIPS = frozenset({".pt", ".bin"})
 
 Stamps = dict[str, tuple[int, int]]
@@ -117,12 +118,19 @@ def _why_unfinished(files: Iterable[Path]) -> str | None:
     for path in files:
         with path.open("rb") as stream:
             head = stream.read(4)
-            stream.seek(max(0, path.stat().st_size - _END_SIZE))
+            stream.seek(max(0, path.stat().st_size - _END_SIZE - _MOST_COMMENT))
             tail = stream.read()
-        has_end = head[:2] != b"PK" or _END_OF_ZIP in tail
+        has_end = head[:2] != b"PK" or _has_end(tail)
         if not head.strip(b"\0") or not has_end:
             return f"{path.name} is not finished"
     return None
+
+
+def _has_end(tail: bytes) -> bool:
+    """Tell whether a zip ends with the whole record that stands at its end."""
+    at = tail.rfind(_END_OF_ZIP)
+    comment = int.from_bytes(tail[at + _END_SIZE - 2 : at + _END_SIZE], "little")
+    return at >= 0 and len(tail) >= at + _END_SIZE + comment
 
 
 def _why_cut(files: Iterable[Path]) -> str | None:

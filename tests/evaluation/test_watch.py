@@ -1,0 +1,123 @@
+"""Which checkpoints of a run are complete, whoever writes them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from evaluation.running import whole_model
+from ranks import save_ranks, some_tensors
+from unshard.evaluate.watch import Watcher, why_incomplete
+from unshard.read.discover import discover
+from unshard.read.format import Request
+
+
+def why(place: Path) -> str | None:
+    return why_incomplete(discover(place, Request(None, None, "model"))[0])
+
+
+def steps(watcher: Watcher) -> list[int | None]:
+    return [location.step for location in watcher.look()]
+
+
+def lmms(run: Path, step: int) -> Path:
+    place = run / f"checkpoint-{step}"
+    save_ranks(place / "pytorch_model_fsdp_0", some_tensors(), 2)
+    loader = place / "dataloader_state"
+    loader.mkdir()
+    for rank in range(2):
+        torch.save({"rank": rank}, loader / f"dataloader_state_world_size_2_rank_{rank}.pt")
+    (place / "config.json").write_text("{}")
+    return place
+
+
+def test_a_checkpoint_is_returned_once_and_not_before_it_rests(tmp_path: Path) -> None:
+    watcher = Watcher(tmp_path)
+    assert steps(watcher) == []
+    lmms(tmp_path, 10)
+    lmms(tmp_path, 5)
+    assert steps(watcher) == []
+    assert steps(watcher) == [5, 10]
+    assert steps(watcher) == []
+
+
+def test_files_that_grow_or_are_written_in_place_are_waited_for(tmp_path: Path) -> None:
+    place = lmms(tmp_path, 5)
+    watcher = Watcher(tmp_path)
+    for number in range(3):
+        assert steps(watcher) == []
+        with (place / "trainer.log").open("a") as growing:
+            growing.write("more")
+        assert steps(watcher) == []
+        os.utime(place / "config.json", ns=(number, number))
+    assert steps(watcher) == []
+    assert steps(watcher) == [5]
+
+
+@pytest.mark.parametrize("folder", ["pytorch_model_fsdp_0", "dataloader_state"])
+def test_every_rank_of_lmms_engine_is_needed(tmp_path: Path, folder: str) -> None:
+    place = lmms(tmp_path, 5)
+    assert why(place) is None
+    (file,) = (place / folder).glob("*rank_1.pt")
+    content = file.read_bytes()
+    file.unlink()
+    assert why(place) == f"{folder}: rank 1 of 2 is missing"
+    for partial in (b"", content[: len(content) // 2], content[:-1], bytes(len(content))):
+        file.write_bytes(partial)
+        assert why(place) == f"{file.name} is not finished"
+    file.write_bytes(content)
+    assert why(place) is None
+
+
+def test_verl_says_itself_what_is_complete(tmp_path: Path) -> None:
+    place = save_ranks(tmp_path / "global_step_20" / "actor", some_tensors(), 2).parent
+    latest = tmp_path / "latest_checkpointed_iteration.txt"
+    for text, reason in (("10", "says 10"), ("", "says nothing"), ("\u00b2", "says ")):
+        latest.write_text(text, encoding="utf-8")
+        assert reason in str(why(place))
+    for text in ("20", "30\n"):
+        latest.write_text(text)
+        assert why(place) is None
+
+
+def test_transformers_says_at_the_end_which_step_it_was(tmp_path: Path) -> None:
+    place = whole_model(tmp_path / "checkpoint-7")
+    state = place / "trainer_state.json"
+    for text in ("", "[]", '{"global_step": 6}', '{"global_step": "7"}', '{"global_st'):
+        state.write_text(text)
+        assert why(place) == "trainer_state.json is of another step"
+    state.write_text(json.dumps({"global_step": 7}))
+    assert why(place) is None
+
+
+def test_a_safetensors_file_is_as_long_as_it_says(tmp_path: Path) -> None:
+    place = whole_model(tmp_path / "checkpoint-7")
+    save_file(some_tensors(), place / "model.safetensors")
+    location = discover(place, Request(None, None, "model"))[0]
+    assert why_incomplete(location) is None
+    content = (place / "model.safetensors").read_bytes()
+    (place / "model.safetensors").write_bytes(content[:-1])
+    assert why_incomplete(location) == "model.safetensors is not finished"
+
+
+def test_dcp_needs_its_metadata(tmp_path: Path) -> None:
+    place = tmp_path / "step-3"
+    place.mkdir()
+    for name in (".metadata", "__0_0.distcp"):
+        (place / name).write_bytes(b"x")
+    location = discover(place, Request(None, None, "model"))[0]
+    assert why_incomplete(location) is None
+    (place / ".metadata").rename(place / ".metadata.tmp")
+    assert why_incomplete(location) == ".metadata is missing"
+
+
+def test_a_checkpoint_that_is_rotated_away_meanwhile_is_passed_over(tmp_path: Path) -> None:
+    place = lmms(tmp_path, 5)
+    watcher = Watcher(tmp_path)
+    assert steps(watcher) == []
+    place.rename(tmp_path / "gone")
+    assert steps(watcher) == []
+    assert steps(Watcher(tmp_path / "nowhere")) == []
