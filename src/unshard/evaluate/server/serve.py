@@ -2,10 +2,12 @@
 
 import logging
 import os
+import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -150,6 +152,7 @@ def serve(given: Given) -> None:
         shown = f"[{host}]" if ":" in host else host
         _log.info("roots %s, profiles %s", list(map(str, config.roots)), list(config.profiles))
         _log.info("listening on http://%s:%d", shown, port)
+        signal.signal(signal.SIGTERM, _end)
         server = uvicorn.Server(
             uvicorn.Config(
                 make_app(service, rules),
@@ -164,6 +167,11 @@ def serve(given: Given) -> None:
         finally:
             service.scheduler.stop(end=False)
             service.store.close()
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    """End in an orderly way: uvicorn raises the signal again when it has closed its connections."""
+    raise SystemExit(0)
 
 
 def _changed(job: Job) -> Sequence[str]:

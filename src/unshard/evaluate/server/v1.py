@@ -139,19 +139,20 @@ def unpin(request: Request, name: str) -> PinView:
     return pin_view(pin, [])
 
 
-class _Events(StreamingResponse):
-    """Server-sent events."""
-
-    media_type = "text/event-stream"
+_STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
 
-@router.get("/events", response_class=_Events)
+@router.get("/events", response_model=None, responses={200: _STREAM})
 def events(
     request: Request, since: Number = 0, last_event_id: Annotated[str | None, Header()] = None
-) -> _Events:
+) -> StreamingResponse:
     """Follow the changes of all jobs (server-sent events); each names the job as it stands."""
     start = since if last_event_id is None else _number_of(last_event_id, since)
-    return _Events(_events(request, start), headers={"Cache-Control": "no-cache"})
+    return StreamingResponse(
+        _events(request, start),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-cache"},
+    )
 
 
 def _number_of(text: str, otherwise: int) -> int:

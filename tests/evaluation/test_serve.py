@@ -1,0 +1,183 @@
+"""A server through all that happens to it: killed, out of space, checkpoints taken away."""
+
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from evaluation.live import Fields, Live, all_gone, checkpoint, cli, live, until
+from ranks import save_ranks
+from unshard.evaluate.pins import Quota, pin_checkpoint
+
+pytestmark = pytest.mark.xdist_group("eval-serve")  # a server for most
+QUOTA = Quota(8, None)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with live(tmp_path_factory.mktemp("server")) as started:
+        yield started
+
+
+@pytest.fixture
+def busy(server: Live) -> Iterator[Fields]:
+    """A job that has all GPUs until it is cancelled, so that others wait."""
+    place = checkpoint(server.root / "busy", 1)
+    (server.control / "began-1").unlink(missing_ok=True)
+    job = server.submit(place, "waits", num_gpus=4)
+    server.began(1)
+    yield job
+    server.v1("DELETE", f"/jobs/{job['id']}")
+
+
+def pins(run: Path) -> list[str]:
+    place = run / "_unshard" / "pins"
+    return sorted(path.name for path in place.iterdir()) if place.exists() else []
+
+
+def cancel(server: Live, job: Fields) -> None:
+    server.v1("DELETE", f"/jobs/{job['id']}")
+
+
+def test_a_checkpoint_that_is_rotated_away_while_it_waits_is_evaluated(
+    server: Live, busy: Fields
+) -> None:
+    run = server.root / "rotated"
+    place = checkpoint(run, 5)
+    job = server.submit(place)
+    again = server.submit(place)
+    assert again["id"] == job["id"]
+    assert len(pins(run)) == 1
+    shutil.rmtree(place)
+    cancel(server, busy)
+    assert server.ended(job)["step"] == 5
+    until(lambda: pins(run) == [], "the end of its pin")
+    assert server.submit(run / "checkpoint-5", step=5, run="rotated")["id"] == job["id"]
+
+
+def test_a_pin_of_two_jobs_goes_with_the_last(server: Live, busy: Fields) -> None:
+    run = server.root / "shared"
+    place = checkpoint(run, 5, ema=True)
+    model, ema = server.submit(place), server.submit(place, weights="ema")
+    assert len(pins(run)) == 1
+    shutil.rmtree(place)
+    cancel(server, model)
+    assert len(pins(run)) == 1
+    cancel(server, busy)
+    assert server.ended(ema)["weights"] == "ema"
+    until(lambda: pins(run) == [], "the end of the pin")
+
+
+def test_a_clients_pin_is_the_clients(server: Live) -> None:
+    run = server.root / "pinned"
+    pin = pin_checkpoint(checkpoint(run, 5), quota=QUOTA)
+    shutil.rmtree(run / "checkpoint-5")
+    job = server.ended(server.submit(pin.path, step=5, run="pinned", pin=str(pin.path)))
+    assert (job["run"], pins(run)) == ("pinned", [pin.name])
+    listed = server.v1("GET", "/pins")["pins"]
+    assert isinstance(listed, list)
+    assert pin.name in {one["name"] for one in listed}
+    assert server.v1("DELETE", f"/pins/{pin.name}")["name"] == pin.name
+    assert pins(run) == []
+
+
+def test_a_pin_that_is_gone_with_its_checkpoint_expires(server: Live) -> None:
+    run = server.root / "expired"
+    pin = pin_checkpoint(checkpoint(run, 5), quota=QUOTA)
+    shutil.rmtree(run / "checkpoint-5")
+    pin.unpin()
+    job = server.submit(pin.path, step=5, run="expired", pin=str(pin.path))
+    assert "is gone" in str(server.ended(job, "expired")["error"])
+    found = server.call("GET", f"/jobs/{job['id']}").json()
+    assert (found["status"], "is gone" in found["error"]) == ("failed", True)
+
+
+def test_a_pin_that_is_rewritten_in_place_fails(server: Live, busy: Fields) -> None:
+    place = checkpoint(server.root / "rewritten", 5)
+    job = server.submit(place)
+    file = place / "pytorch_model_fsdp_0" / "model_world_size_2_rank_0.pt"
+    with file.open("r+b") as stream:
+        stream.write(stream.read(4))
+    cancel(server, busy)
+    error = str(server.ended(job, "failed")["error"])
+    assert "rewritten while it was waiting" in error
+    assert file.name in error
+
+
+def test_eight_jobs_share_four_gpus(tmp_path: Path) -> None:
+    with live(tmp_path) as server:
+        place = checkpoint(server.root / "run", 1)
+        jobs = [server.submit(place, "waits", step=step) for step in range(8)]
+        gpus = sorted(str(server.began(step)["gpus"]) for step in range(4))
+        assert gpus == ["0", "1", "2", "3"]
+        assert server.call("GET", "/queue").json()["queue_size"] == 4
+        server.go()
+        done = [server.ended(job) for job in jobs]
+        assert [one["metrics"]["waits/acc"] for one in done] == [  # type: ignore[index]  # a mapping
+            step / 100 for step in range(8)
+        ]
+        assert {str(server.began(step)["gpus"]) for step in range(8)} == {"0", "1", "2", "3"}
+
+
+def test_a_killed_server_is_followed_by_one_that_goes_on(tmp_path: Path) -> None:
+    server = Live(tmp_path)
+    server.configure()
+    server.start()
+    place = checkpoint(server.root / "run", 5)
+    first = server.ended(server.submit(place))
+    running = server.submit(place, "waits")
+    pids = server.began(5)["pids"]
+    waiting = server.submit(place, "later", num_gpus=4)
+    server.kill()
+    assert not all_gone(pids)
+    server.configure(pin_quota={"count": 0})
+    server.start()
+    try:
+        assert server.job(first) == first
+        assert server.job(running)["status"] == "running"
+        unpinned = checkpoint(server.root / "run", 6)
+        lost = server.submit(unpinned)
+        shutil.rmtree(unpinned)
+        server.go()
+        assert server.ended(running)["attempts"] == 1
+        assert server.ended(waiting)["status"] == "completed"
+        assert "is gone" in str(server.ended(lost, "expired")["error"])
+    finally:
+        assert server.stop() == 0
+
+
+def test_a_full_disk_is_reported_and_the_merge_tried_again(tmp_path: Path) -> None:
+    with live(tmp_path) as server:
+        server.configure()
+        run = server.root / "run"
+        place = run / "checkpoint-5"
+        save_ranks(place / "pytorch_model_fsdp_0", {"big": torch.zeros(5_000_000)}, 1)
+        (place / "config.json").write_text("{}")
+        assert server.process is not None
+        _, hard = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (8_000_000, hard))
+        job = server.submit(place)
+        failed = server.ended(job, "failed")
+        assert "large" in str(failed["error"]) or "space" in str(failed["error"])
+        assert list((server.work / "merged").iterdir()) == []
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+        assert server.submit(place)["id"] == job["id"]
+        assert server.ended(job)["attempts"] == 2
+
+
+def test_a_server_ends_though_somebody_follows_its_events(server: Live, tmp_path: Path) -> None:
+    other = Live(tmp_path)
+    other.configure()
+    other.start()
+    with httpx.stream("GET", f"{other.url}/api/v1/events", timeout=60) as answer:
+        assert next(answer.iter_lines()) == ": alive"
+        assert other.stop() == 0
+    taken = server.url.rpartition(":")[2]
+    done = cli("", "serve", "--port", taken, "--work-dir", str(tmp_path / "work"))
+    assert (done.returncode, "cannot listen" in done.stderr) == (2, True)
+    done = cli("", "serve", "--port", "0", "--work-dir", str(server.work))
+    assert (done.returncode, "another server is using it" in done.stderr) == (2, True)
