@@ -1,0 +1,94 @@
+"""`unshard eval` on the command line, against a real server."""
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evaluation.live import Fields, Live, checkpoint, cli, live
+from evaluation.server_stub import free_port
+
+pytestmark = pytest.mark.xdist_group("eval-cli")  # one server for all
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    directory = tmp_path_factory.mktemp("server")
+    file = directory / "token"
+    file.write_text("correct-horse-battery-staple\n")
+    file.chmod(0o600)
+    with live(directory, "--token-file", str(file)) as started:
+        started.headers = {"Authorization": "Bearer correct-horse-battery-staple"}
+        checkpoint(started.root / "run", 5, ema=True)
+        yield started
+
+
+def call(server: Live, *arguments: str) -> tuple[int, str, str]:
+    token = str(server.directory / "token")
+    done = cli(server.url, *arguments, UNSHARD_EVAL_TOKEN_FILE=token)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def submitted(server: Live, *arguments: str) -> tuple[int, list[Fields]]:
+    place = str(server.root / "run" / "checkpoint-5")
+    code, out, _ = call(server, "submit", place, "--profile", "script", "--json", *arguments)
+    jobs: list[Fields] = json.loads(out)["jobs"]
+    return code, jobs
+
+
+def test_a_checkpoint_is_submitted_waited_for_and_its_numbers_printed(server: Live) -> None:
+    code, jobs = submitted(server, "--tasks", "score, other", "--weights", "model,ema", "--wait")
+    assert (code, [job["weights"] for job in jobs]) == (0, ["model", "ema"])
+    assert [job["status"] for job in jobs] == ["completed", "completed"]
+    code, out, _ = call(server, "results", "--run", "run", "--csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert {(row["step"], row["weights"]) for row in rows} == {("5", "model"), ("5", "ema")}
+    assert {row["value"] for row in rows if row["metric"] == "acc"} == {"0.05"}
+    code, out, _ = call(server, "results", "--json")
+    assert (code, len(json.loads(out)["results"])) == (0, len(rows))
+    code, out, _ = call(server, "status", str(jobs[0]["id"]))
+    assert (code, "score/acc = 0.05" in out, "run  step 5  model" in out) == (0, True, True)
+    code, out, _ = call(server, "logs", str(jobs[1]["id"]), "--follow")
+    assert (code, out) == (0, "evaluating step 5 with ema\n")
+
+
+def test_waiting_for_a_failed_evaluation_fails(server: Live) -> None:
+    code, jobs = submitted(server, "--tasks", "fails", "--wait")
+    assert (code, jobs[0]["status"]) == (1, "failed")
+    assert "nothing was measured" in str(jobs[0]["error"])
+
+
+def test_a_job_is_cancelled(server: Live) -> None:
+    code, jobs = submitted(server, "--tasks", "waits", "--step", "6")
+    assert code == 0
+    server.began(6)
+    code, out, _ = call(server, "cancel", str(jobs[0]["id"]))
+    assert (code, "cancelled" in out) == (0, True)
+
+
+@pytest.mark.parametrize("job", ["none", "../../health", "..", "a/b?c#d"])
+def test_a_job_that_is_not_there_is_said_so(server: Live, job: str) -> None:
+    code, _, error = call(server, "status", job)
+    assert (code, error.startswith("error: GET /api/v1/jobs/")) == (2, True)
+
+
+def test_a_refusal_names_what_is_allowed(server: Live, tmp_path: Path) -> None:
+    place = str(checkpoint(tmp_path / "elsewhere", 1))
+    code, out, error = call(server, "submit", place, "--tasks", "score", "--profile", "script")
+    assert (code, out) == (2, "")
+    assert str(server.root) in error
+    done = cli(server.url, "status", "--json")
+    assert (done.returncode, json.loads(done.stdout)["error"]["type"]) == (2, "RefusedError")
+    missing = cli(server.url, "status", "--token-file", str(tmp_path / "none"))
+    assert (missing.returncode, "cannot be read" in missing.stderr) == (2, True)
+
+
+def test_a_server_that_is_away_is_said_so() -> None:
+    done = cli(f"http://127.0.0.1:{free_port()}", "status")
+    assert done.returncode == 1
+    assert "no answer" in done.stderr
+    assert "unshard eval serve" in done.stderr
