@@ -90,12 +90,14 @@ def _add_v1(app: FastAPI, stub: Stub) -> None:  # noqa: C901  (a list of endpoin
         job_id = f"job{len(stub.submissions)}"
         key = {**body, "checkpoint": None, "pin": None}
         view = {"id": job_id, "status": "queued", "metrics": {}, "error": None, "request": key}
+        view["tasks"] = body.get("tasks")
         stub.jobs[job_id] = {**view, "step": body.get("step"), **(stub.finishes(body) or {})}
         return JSONResponse(stub.jobs[job_id], status_code=201)
 
     @app.get("/api/v1/jobs")
-    async def jobs(status: str | None = None) -> Fields:
-        found = [job for job in stub.jobs.values() if status in (None, job["status"])]
+    async def jobs(status: str | None = None, step: int | None = None) -> Fields:
+        known = [job for job in stub.jobs.values() if step in (None, job["step"])]
+        found = [job for job in known if status in (None, job["status"])]
         return {"jobs": found[::-1]}
 
     @app.get("/api/v1/jobs/{job_id}")

@@ -5,6 +5,7 @@ import typer
 from unshard import __version__
 from unshard.cli.average import average
 from unshard.cli.evaluate import app as evaluate
+from unshard.cli.evaluate_runs import export, watch
 from unshard.cli.guard import guarded
 from unshard.cli.inspect import inspect
 from unshard.cli.merge import merge
@@ -24,6 +25,8 @@ app.command()(guarded(merge))
 app.command()(guarded(inspect))
 app.command()(guarded(verify))
 app.command()(guarded(average))
+evaluate.command()(guarded(watch))
+evaluate.command()(guarded(export))
 app.add_typer(evaluate)
 
 

@@ -71,21 +71,31 @@ class Submitter:
         if self.acts:
             self._start(sinks, paced)
 
-    def submit(self, checkpoint_dir: str | Path, step: int) -> bool:
+    def submit(
+        self, checkpoint_dir: str | Path, step: int, weights: Sequence[str] | None = None
+    ) -> bool:
         """Have a saved checkpoint evaluated, if it is due; tell whether it was spooled.
 
         Milliseconds: hard links and a file for each set of weights. The checkpoint must be whole.
+
+        Args:
+            checkpoint_dir: the checkpoint.
+            step: the training step.
+            weights: of these only; None: as the configuration says.
         """
-        submissions: list[Fields] = []
+        is_spooled = False
         with ignoring_errors(f"step {step} is not evaluated"):
             is_due = self.acts and self.config.is_due(step, self._previous)
             self._previous = step
+            submissions: list[Fields] = []
             if is_due:
-                submissions = self._submissions(Path(checkpoint_dir).absolute(), step)
+                place = Path(checkpoint_dir).absolute()
+                submissions = self._submissions(place, step, weights or self.config.weights)
             for fields in submissions:
                 self._spool.add(fields)
+            is_spooled = bool(submissions)
             self._wake.set()
-        return bool(submissions)
+        return is_spooled
 
     def completed(self) -> list[Completed]:
         """Return the results that came since the last call: step, metrics by their own names."""
@@ -146,7 +156,7 @@ class Submitter:
     def _give_up(self) -> None:
         self.acts = False
 
-    def _submissions(self, checkpoint: Path, step: int) -> list[Fields]:
+    def _submissions(self, checkpoint: Path, step: int, sets: Sequence[str]) -> list[Fields]:
         pins: list[str] = []
         try:
             pin = pin_checkpoint(checkpoint, quota=self.config.quota, step=step, run=self.run_dir)
@@ -159,7 +169,7 @@ class Submitter:
         return [
             {"step": step, "pins": pins, "request": {**request, "weights": weights}}
             for request in [self._request(checkpoint, step)]
-            for weights in self.config.weights
+            for weights in sets
         ]
 
     def _request(self, checkpoint: Path, step: int) -> Fields:

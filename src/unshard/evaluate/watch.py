@@ -10,10 +10,11 @@ files are complete when they are as long as their headers say.
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from unshard.containers.safetensors_file import read_safetensors
-from unshard.errors import UnshardError
+from unshard.errors import UnshardError, UsageError
 from unshard.read.discover import all_steps
 from unshard.read.format import Location, Request
 
@@ -36,7 +37,7 @@ class Watcher:
     Args:
         run: the directory that holds the steps.
         weights: "model" or "ema".
-        role: "actor" or "critic", for verl's.
+        role: "actor" or "critic", for verl's; None: the actor, where a step holds both.
     """
 
     def __init__(self, run: Path, *, weights: str = "model", role: str | None = None) -> None:
@@ -48,7 +49,7 @@ class Watcher:
     def look(self) -> list[Location]:
         """Return the checkpoints that are complete since the last look, the lowest step first."""
         try:
-            steps = all_steps(self._run, self._request)
+            steps = self._steps()
         except (UnshardError, OSError):
             return []
         found = []
@@ -57,6 +58,14 @@ class Watcher:
                 self._seen.add(location.step_dir)
                 found.append(location)
         return found
+
+    def _steps(self) -> list[Location]:
+        try:
+            return all_steps(self._run, self._request)
+        except UsageError:  # an actor and a critic: a model that generates is what one evaluates
+            if self._request.role is not None:
+                raise
+            return all_steps(self._run, replace(self._request, role="actor"))
 
     def _is_ready(self, location: Location) -> bool:
         """Tell whether nothing has changed since the last look, and nothing is missing."""

@@ -9,6 +9,7 @@ from mlflow.entities import Metric
 
 __all__ = ["MlflowSink"]
 
+_TAG = "unshard_eval.run"
 _NOT_ALLOWED = re.compile(r"[^\w\-. /:]")
 
 
@@ -23,6 +24,22 @@ class MlflowSink:
     def __init__(self, run_id: str, tracking_uri: str | None = None) -> None:
         self._run_id = run_id
         self._client = mlflow.MlflowClient(tracking_uri=tracking_uri)
+
+    @classmethod
+    def beside(cls, project: str, group: str) -> "MlflowSink":
+        """Write from another process: to a run of its own in the experiment `project`.
+
+        The same names again continue that run; the process's own tracking URI says where it is.
+        """
+        client, name = mlflow.MlflowClient(), f"{group}-eval"
+        experiment = client.get_experiment_by_name(project)
+        place = (
+            client.create_experiment(project) if experiment is None else experiment.experiment_id
+        )
+        tagged = [run for run in client.search_runs([place]) if run.data.tags.get(_TAG) == group]
+        if tagged:
+            return cls(tagged[0].info.run_id)
+        return cls(client.create_run(place, run_name=name, tags={_TAG: group}).info.run_id)
 
     @property
     def name(self) -> str:

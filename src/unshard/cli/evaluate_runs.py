@@ -1,0 +1,176 @@
+"""`unshard eval watch` and `unshard eval export`: commands about whole runs."""
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unshard.cli.evaluate import TokenFile
+from unshard.cli.options import Json
+
+if TYPE_CHECKING:
+    from unshard.evaluate.config import EvalConfig
+    from unshard.evaluate.watching import Watching
+
+__all__ = ["export", "watch"]
+
+_URL = "http://127.0.0.1:8000"
+_FAILED = 1
+_SEND_S = 30.0  # how long --once waits for a server
+_SETTLE_S = 2.0  # how far apart the two looks of --once are, at most
+
+Server = Annotated[
+    str | None,
+    typer.Option(envvar="UNSHARD_EVAL_SERVER", help=f"Where the server is.  [default: {_URL}]"),
+]
+
+
+def watch(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The directory that holds the checkpoints.")
+    ],
+    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="What to evaluate.")] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="An evaluator that the server is configured with.  [default: lm-eval]",
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="model,ema", help="Which weights.  [default: model]"),
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Only the first checkpoint at or after every N-th step."
+        ),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(help="The training run.  [default: the directory's name]")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A YAML file as the callbacks take it; options here win over it."),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(min=0.05, metavar="SECONDS", help="Time between two looks.")
+    ] = 30.0,
+    once: Annotated[
+        bool,
+        typer.Option(
+            "--once", help="Submit what is complete, then end; exit code 1 if it was not sent."
+        ),
+    ] = False,
+    server: Server = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Evaluate a run's checkpoints as they come, whoever writes them.
+
+    A checkpoint is submitted once, when it is complete, and kept by hard links until it is
+    evaluated. Ctrl-C ends it; started again, it goes on.
+    """
+    from unshard.evaluate.watching import Watching
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    given: dict[str, object] = {
+        "server_url": server,
+        "profile": profile,
+        "tasks": tasks,
+        "weights": weights,
+        "eval_steps": every,
+        "run": run,
+        "token_file": None if token_file is None else str(token_file),
+    }
+    chosen = {key: value for key, value in given.items() if value is not None}
+    with Watching(directory, _configured(config, chosen, interval)) as watching:
+        if once:
+            _watch_once(watching, min(interval, _SETTLE_S))
+            return
+        while True:
+            _look(watching)
+            time.sleep(interval)
+
+
+def export(
+    to: Annotated[
+        str,
+        typer.Option(metavar="tensorboard|wandb|mlflow|trackio|jsonl", help="Which tracker."),
+    ],
+    run: Annotated[
+        str | None, typer.Option(help="Only this run.  [default: all runs, each by itself]")
+    ] = None,
+    directory: Annotated[
+        Path,
+        typer.Option(
+            help="Where files are written (tensorboard: a training run's log directory), and "
+            "what was written is remembered."
+        ),
+    ] = Path("unshard-exports"),
+    project: Annotated[
+        str, typer.Option(help="The project of wandb or trackio, or mlflow's experiment.")
+    ] = "",
+    server: Server = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Write results into a tracker, each under its own step, and each once."""
+    from unshard.cli.evaluate import _client
+    from unshard.errors import UsageError
+    from unshard.evaluate.exporting import Destination, Target, export_all
+
+    if to not in list(Target):
+        raise UsageError(f"--to {to}: unknown", expected=", ".join(Target))
+    destination = Destination(Target(to), directory, project, is_for_one=run is not None)
+    destination.check()
+    with _client(server or _URL, token_file) as client:
+        found = client.results(run=run)
+    with contextlib.redirect_stdout(sys.stderr):  # trackers print
+        done = export_all(found, destination)
+    if as_json:
+        names = ("run", "written", "present", "without_step")
+        print(json.dumps({"runs": [{name: getattr(one, name) for name in names} for one in done]}))
+        return
+    for one in done:
+        left = f", {one.without_step} left out: they have no step" if one.without_step else ""
+        print(f"{one.run}: {one.written} jobs written, {one.present} there already{left}")
+    if not done:
+        print("the server has no results" + (f" of {run}" if run else ""))
+
+
+def _configured(file: Path | None, chosen: dict[str, object], interval: float) -> "EvalConfig":
+    """Return what a file says, if there is one, with what the options say in its place."""
+    from dataclasses import replace
+
+    from unshard.evaluate.config import EvalConfig
+
+    if file is None:
+        default = {"server_url": _URL, "profile": "lm-eval", "poll_interval": interval}
+        return EvalConfig.from_dict({**default, **chosen})
+    base = EvalConfig.from_yaml(file)
+    least = {"server_url": base.server_url, "profile": base.profile, "tasks": base.tasks}
+    read = EvalConfig.from_dict({**least, **chosen})
+    return replace(base, **{key: getattr(read, key) for key in chosen})
+
+
+def _watch_once(watching: "Watching", apart: float) -> None:
+    _look(watching)
+    time.sleep(apart)  # a file that still grows is not complete
+    _look(watching)
+    if not watching.sent(_SEND_S):
+        print("not sent: the server is away; the next `watch` sends it", file=sys.stderr)
+        raise typer.Exit(_FAILED)
+
+
+def _look(watching: "Watching") -> None:
+    for step, weights in watching.look():
+        print(f"step {step}: submitted ({', '.join(weights)})", flush=True)
+    for step, metrics in watching.completed():
+        for name, value in metrics.items():
+            print(f"step {step}: {name} = {value:.6g}", flush=True)

@@ -1,0 +1,166 @@
+"""Write the results that a server has into a tracker, each job once, under its own step.
+
+`<directory>/unshard_exports/` remembers which jobs were written where; a process that is killed
+between writing and remembering writes the same values under the same steps again.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from unshard.errors import UsageError
+from unshard.evaluate.sinks.base import Marks, Sink, metric_names
+
+__all__ = ["Destination", "Exported", "Target", "export", "export_all"]
+
+_MARKS = "unshard_exports"
+
+
+class Target(StrEnum):
+    """Where results can be written."""
+
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+    TRACKIO = "trackio"
+    JSONL = "jsonl"
+
+
+_FILES = frozenset({Target.TENSORBOARD, Target.JSONL})
+_PACKAGES = {Target.MLFLOW: "mlflow or mlflow-skinny"}
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where results are written.
+
+    Attributes:
+        target: the kind of tracker.
+        directory: of the files, and of what is remembered.
+        project: of W&B or trackio; MLflow's experiment.
+        is_for_one: whether one run is exported, into `directory` itself, or each into its own.
+    """
+
+    target: Target
+    directory: Path
+    project: str = ""
+    is_for_one: bool = True
+
+    def check(self) -> None:
+        """Raise UsageError unless everything is said that the target needs."""
+        if self.target not in _FILES and not self.project:
+            raise UsageError(f"--to {self.target}", expected="--project NAME")
+
+    def place(self, run: str) -> Path:
+        """Return the directory of a run's files."""
+        return self.directory if self.is_for_one else self.directory / run
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What became of a run's results, counted in jobs.
+
+    Attributes:
+        run: its name.
+        written: now.
+        present: written before.
+        without_step: left out, because a tracker would draw them at a step that is not theirs.
+    """
+
+    run: str
+    written: int
+    present: int
+    without_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    job_id: str
+    step: int | None
+    metrics: Mapping[str, float]
+
+
+def export_all(results: Iterable[Mapping[str, object]], to: Destination) -> list[Exported]:
+    """Write results as the server lists them; see `export`."""
+    to.check()
+    runs: dict[str, list[Mapping[str, object]]] = {}
+    for one in results:
+        runs.setdefault(str(one["run"]), []).append(one)
+    return [export(run, runs[run], to) for run in sorted(runs)]
+
+
+def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -> Exported:
+    """Write the results of one run, the lowest step first.
+
+    Raises:
+        UsageError: the tracker is not installed.
+    """
+    if run in {"", ".", ".."} or Path(run).name != run:
+        raise UsageError(f"run {run!r}: cannot name a file")
+    marks = Marks(to.directory / _MARKS, "-".join(filter(None, [to.target, to.project, run])))
+    jobs = _by_job(results)
+    fitting = [job for job in jobs if job.step is not None or to.target is Target.JSONL]
+    new = [job for job in fitting if job.job_id not in marks]
+    if new:
+        _write(_sink(run, to), new, marks)
+    return Exported(run, len(new), len(fitting) - len(new), len(jobs) - len(fitting))
+
+
+def _by_job(results: Sequence[Mapping[str, object]]) -> list[_Measured]:
+    metrics: dict[str, dict[str, float]] = {}
+    about: dict[str, Mapping[str, object]] = {}
+    for one in results:
+        job = str(one["job_id"])
+        about[job] = one
+        metrics.setdefault(job, {})[f"{one['task']}/{one['metric']}"] = float(str(one["value"]))
+    found = []
+    for job, one in about.items():
+        step = one["step"]
+        named = metric_names(metrics[job], weights=str(one["weights"]))
+        found.append(_Measured(job, step if isinstance(step, int) else None, named))
+    return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.job_id))
+
+
+def _write(sink: Sink, jobs: Sequence[_Measured], marks: Marks) -> None:
+    """Remember a job only when the sink is closed: some trackers send from a thread of theirs."""
+    written = []
+    try:
+        for job in jobs:
+            sink.log(job.step, job.metrics, job.job_id)
+            written.append(job.job_id)
+    finally:
+        sink.close()
+        for job_id in written:
+            marks.add(job_id)
+
+
+def _sink(run: str, to: Destination) -> Sink:
+    """Open a tracker; none is imported before it is asked for."""
+    try:
+        match to.target:
+            case Target.TENSORBOARD:
+                from unshard.evaluate.sinks.tensorboard import TensorBoardSink
+
+                return TensorBoardSink(to.place(run))
+            case Target.JSONL:
+                from unshard.evaluate.sinks.jsonl import JsonlSink
+
+                return JsonlSink(to.directory / f"{run}.jsonl")
+            case Target.WANDB:
+                from unshard.evaluate.sinks.wandb import WandbSink
+
+                return WandbSink(to.project, run)
+            case Target.MLFLOW:
+                from unshard.evaluate.sinks.mlflow import MlflowSink
+
+                return MlflowSink.beside(to.project, run)
+            case Target.TRACKIO:
+                from unshard.evaluate.sinks.trackio import TrackioSink
+
+                return TrackioSink.beside(to.project, run)
+    except ImportError as error:
+        needed = _PACKAGES.get(to.target, str(to.target))
+        raise UsageError(
+            f"--to {to.target}: {error}", hint=f"install {needed} beside unshard"
+        ) from error

@@ -1,0 +1,241 @@
+"""Submit the checkpoints of a run as they become complete, for trainers that tell nobody (verl).
+
+What is submitted twice would be evaluated twice where the first time failed. So the server is asked
+whether it has the job, in whatever state; while it is away, `<run>/_unshard/watched.txt` says what
+was handed to the spool before. Where the pins have no room, checkpoints wait, instead of taking
+the place of those that wait already.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from unshard.errors import UnshardError, UsageError
+from unshard.evaluate.client import EvalClient
+from unshard.evaluate.client_v1 import ServerAwayError
+from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.jobs import EvaluationError
+from unshard.evaluate.pin_files import list_checkpoint
+from unshard.evaluate.pins import pins_of
+from unshard.evaluate.sinks.base import Marks
+from unshard.evaluate.spool import Fields, Spool
+from unshard.evaluate.submitter import Completed, Submitter
+from unshard.evaluate.watch import Watcher
+from unshard.read.discover import discover
+from unshard.read.format import Location, Request
+
+__all__ = ["Watching"]
+
+_STATE = "_unshard"
+_TIMEOUT = 10.0  # seconds for a request
+_LOOK = 0.05  # seconds between looks at the spool
+
+log = logging.getLogger(__name__)
+
+
+class Watching:
+    """A run that is watched, by one process at a time.
+
+    Args:
+        run: the directory that holds the checkpoints; it may come later.
+        config: what is evaluated, and by whom. Its `eval_steps` count from multiple to multiple:
+            of the checkpoints from one to the next, the first that is complete is evaluated.
+
+    Raises:
+        UsageError: `run` is a checkpoint itself, or another process watches it.
+    """
+
+    def __init__(self, run: Path, config: EvalConfig) -> None:
+        self.run = run.absolute()
+        self._check_is_run()
+        self._lock = _locked(self.run)
+        self._config = config
+        self._every = config.eval_steps
+        self._watchers = {weights: Watcher(self.run, weights=weights) for weights in config.weights}
+        self._complete: dict[Path, set[str]] = {}
+        self._ready: list[Location] = []
+        self._marks = Marks(self.run / _STATE, "watched")
+        self._spool = Spool(self.run)
+        self._client = EvalClient(config.server_url, timeout=_TIMEOUT, token=config.token())
+        always = replace(config, eval_strategy="steps", eval_steps=None, save_steps=None)
+        self._submitter = Submitter(always, self.run, acts=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def look(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Submit what is complete; return step and weights of each checkpoint.
+
+        Raises:
+            RefusedError: the server does not let this client ask.
+        """
+        self._collect()
+        submitted = []
+        while self._ready and self._has_room(_checkpoint(self._ready[0])):
+            location = self._ready[0]
+            weights = self._unknown(location)
+            if weights and not self._submitter.submit(
+                _checkpoint(location), location.step or 0, weights
+            ):
+                if _checkpoint(location).exists():
+                    break  # it could not be written down: later
+                weights = None  # gone, and said so
+            self._ready.pop(0)
+            if weights is not None:
+                self._mark(location)
+            if weights:
+                submitted.append((location.step or 0, weights))
+        return submitted
+
+    @property
+    def held_back(self) -> int:
+        """How many complete checkpoints wait until the pins have room."""
+        return len(self._ready)
+
+    def completed(self) -> list[Completed]:
+        """Return the results that came since the last call: step, metrics by their own names."""
+        return self._submitter.completed()
+
+    def sent(self, timeout: float) -> bool:
+        """Wait until the server has everything, `timeout` seconds at most; tell whether it has."""
+        end = time.monotonic() + timeout
+        while self._spool.waiting() and time.monotonic() < end:
+            time.sleep(_LOOK)
+        return not self._spool.waiting()
+
+    def close(self) -> None:
+        """Stop; what is not final goes on with the next that watches."""
+        self._submitter.close(0.0)
+        self._client.close()
+        os.close(self._lock)
+
+    def _check_is_run(self) -> None:
+        try:
+            found = discover(self.run, Request(None, "actor", None))
+        except (UnshardError, OSError):
+            return  # nothing yet
+        place = self.run.resolve()
+        if not any(place in one.step_dir.parents for one in found):
+            raise UsageError(
+                f"{self.run}: is a checkpoint", expected="the directory that holds checkpoints"
+            )
+
+    def _collect(self) -> None:
+        """Queue the checkpoints that are complete with all weights that are wanted."""
+        for weights, watcher in self._watchers.items():
+            for location in watcher.look():
+                there = self._complete.setdefault(location.step_dir, set())
+                there.add(weights)
+                if len(there) == len(self._watchers):
+                    self._ready.append(location)
+        self._ready.sort(key=lambda location: location.step or 0)
+
+    def _unknown(self, location: Location) -> tuple[str, ...] | None:
+        """Return the weights that nobody submitted yet; None if the step is not wanted."""
+        step = location.step
+        if step is None or not self._is_due(step):
+            return None
+        return tuple(one for one in self._config.weights if not self._is_known(step, one))
+
+    def _is_due(self, step: int) -> bool:
+        """Tell whether no other checkpoint stands for the same stretch of steps."""
+        window = self._window(step)
+        own = f"{window}/{step}"
+        return (
+            window is None
+            or own in self._marks
+            or (not window.startswith("0/") and window not in self._marks)
+        )
+
+    def _window(self, step: int) -> str | None:
+        return f"{step // self._every}/{self._every}/{self._what('')}" if self._every else None
+
+    def _is_known(self, step: int, weights: str) -> bool:
+        """Tell whether a job was submitted before: to the spool, or to the server."""
+        entries = (*self._spool.waiting(), *self._spool.pending())
+        if any(self._is_same(entry.fields, step, weights) for entry in entries):
+            return True
+        name, profile = self._config.run or self.run.name, self._config.profile
+        try:
+            jobs = self._client.jobs(run=name, step=step, profile=profile, weights=weights)
+        except (ServerAwayError, EvaluationError):
+            return f"{step}/{self._what(weights)}" in self._marks
+        return any(_names(job.get("tasks")) == set(self._config.tasks) for job in jobs)
+
+    def _is_same(self, fields: Fields, step: int, weights: str) -> bool:
+        request = fields.get("request")
+        if not isinstance(request, dict) or fields.get("step") != step:
+            return False
+        asked = (request.get("profile"), request.get("weights"), _names(request.get("tasks")))
+        return asked == (self._config.profile, weights, set(self._config.tasks))
+
+    def _mark(self, location: Location) -> None:
+        step = location.step or 0
+        for weights in self._config.weights:
+            self._marks.add(f"{step}/{self._what(weights)}")
+        if (window := self._window(step)) is not None:
+            self._marks.add(window)
+            self._marks.add(f"{window}/{step}")
+
+    def _what(self, weights: str) -> str:
+        """Name what is asked of a checkpoint, in a few letters."""
+        config = self._config
+        asked = [config.server_url, config.run, config.profile, sorted(config.tasks), weights]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:12]
+
+    def _has_room(self, checkpoint: Path) -> bool:
+        """Tell whether a checkpoint can be pinned without the loss of another pin."""
+        pins, quota = pins_of(self.run), self._config.quota
+        if not pins or quota.count == 0:
+            return True
+        if quota.count is not None and len(pins) >= quota.count:
+            return False
+        if quota.bytes is None:
+            return True
+        try:
+            new = list_checkpoint(checkpoint).files.values()
+        except OSError:  # gone: whoever submits it is told
+            return True
+        files = [*(file for pin in pins for file in pin.files.values()), *new]
+        return sum({inode: size for inode, size, _ in files}.values()) <= quota.bytes
+
+
+def _checkpoint(location: Location) -> Path:
+    """Return what is submitted: the step, or the role's part of it (verl)."""
+    return location.step_dir if location.role is None else location.weights_dir
+
+
+def _names(found: object) -> set[str]:
+    return set(map(str, found)) if isinstance(found, Sequence) else set()
+
+
+def _locked(run: Path) -> int:
+    """Lock a run against others that watch it; return the descriptor that does."""
+    state = run / _STATE
+    before = run.stat() if run.is_dir() else None
+    state.mkdir(parents=True, exist_ok=True)
+    if before is not None:
+        os.utime(run, ns=(before.st_atime_ns, before.st_mtime_ns))
+    fd = os.open(state / "watch.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise UsageError(f"{run}: another process watches it") from error
+    return fd

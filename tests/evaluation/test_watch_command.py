@@ -1,0 +1,271 @@
+"""`unshard eval watch` on checkpoints of verl and lmms-engine, with a real server, or without."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from evaluation.real_server import FAIL, Server, server, unshard, write_config
+from evaluation.running import child_environment
+from evaluation.server_stub import Stub, free_port, scores, serving, until
+from ranks import save_ranks
+from unshard.errors import UsageError
+from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.pins import pins_of
+from unshard.evaluate.watching import Watching
+
+WEIGHTS = {"layer.weight": torch.arange(24.0).reshape(8, 3)}
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+def verl_step(run: Path, step: int, *roles: str) -> Path:
+    """Save as verl does; the run's own mark comes last."""
+    for role in roles or ("actor",):
+        place = run / f"global_step_{step}" / role
+        save_ranks(place, WEIGHTS, 2)
+        (place / "config.json").write_text('{"model_type": "qwen2"}')
+    (run / f"global_step_{step}" / "data.pt").write_bytes(b"")
+    (run / LATEST).write_text(str(step))
+    return run / f"global_step_{step}"
+
+
+def lmms_step(run: Path, step: int, *folders: str) -> Path:
+    place = run / f"checkpoint-{step}"
+    for folder in folders:
+        save_ranks(place / folder, WEIGHTS, 2)
+    (place / "config.json").write_text('{"model_type": "qwen2"}')
+    return place
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "runs" / "my-run").mkdir(parents=True)
+    return tmp_path / "runs" / "my-run"
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Iterator[Server]:
+    with server(write_config(tmp_path / "server", tmp_path / "runs")) as running:
+        yield running
+
+
+def watch_once(run: Path, url: str, *more: object) -> str:
+    arguments = (run, "--tasks=t", "--profile=score", "--once", "--interval=0.2")
+    return unshard("eval", "watch", *arguments, f"--server={url}", *more).stdout
+
+
+@contextmanager
+def watching(run: Path, url: str) -> "Iterator[subprocess.Popen[str]]":
+    command = [sys.executable, "-m", "unshard", "eval", "watch", str(run), "--tasks=t"]
+    command += ["--profile=score", f"--server={url}", "--interval=0.1"]
+    process = subprocess.Popen(
+        command, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def results_in(run: Path) -> dict[int, dict[str, float]]:
+    file = run / "_unshard" / "results.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    found = {line["step"]: line["metrics"] for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def test_checkpoints_of_verl_are_evaluated_as_they_come(run: Path, real: Server) -> None:
+    """The actor's weights, where there is a critic too; rotation takes them while they wait."""
+    verl_step(run, 10, "actor", "critic")
+    half = run / "global_step_20" / "actor"
+    save_ranks(half, WEIGHTS, 2)
+    with watching(run, real.url) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "step 10: submitted (model)\n"
+        shutil.rmtree(run / "global_step_10")
+        assert [job["step"] for job in real.ended(1)] == [10]
+        verl_step(run, 20, "actor", "critic")
+        assert real.ended(2)[1]["status"] == "completed"
+        said = [process.stdout.readline() for _ in range(3)]
+        until(lambda: not pins_of(run))
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert said[2] == "step 20: unshard_eval/t/acc = 0.02\n"
+    assert results_in(run) == {10: {"unshard_eval/t/acc": 0.01}, 20: {"unshard_eval/t/acc": 0.02}}
+
+
+def test_a_restart_submits_nothing_again(run: Path, tmp_path: Path) -> None:
+    """Not even what has failed, which the server itself would queue anew."""
+    config = write_config(tmp_path / "server", tmp_path / "runs", script=FAIL)
+    with server(config) as failing:
+        verl_step(run, 10)
+        assert watch_once(run, failing.url) == "step 10: submitted (model)\n"
+        (job,) = failing.ended(1)
+        assert job["status"] == "failed"
+        for forgotten in (False, True):
+            if forgotten:  # the server knows, if nobody else does
+                (run / "_unshard" / "watched.txt").unlink()
+            assert watch_once(run, failing.url) == ""
+        assert [(one["id"], one["attempts"]) for one in failing.ended(1)] == [(job["id"], 1)]
+    absent = f"http://127.0.0.1:{free_port()}"
+    arguments = (run, "--tasks=t", "--profile=score", "--once", "--interval=0.1")
+    assert unshard("eval", "watch", *arguments, f"--server={failing.url}").stdout == ""
+    assert pins_of(run) == []
+    assert "submitted" in watch_away(run, absent)  # another server is another matter
+
+
+def watch_away(run: Path, url: str) -> str:
+    """Watch with a server that is away: what cannot be sent is said."""
+    given = EvalConfig.from_dict({"server_url": url, "profile": "score", "tasks": ["t"]})
+    with Watching(run, given) as one:
+        one.look()
+        found = one.look()
+        assert not one.sent(0.1)
+    return " ".join(f"submitted {step}" for step, _ in found)
+
+
+def test_what_is_submitted_while_the_server_is_away_is_sent_later(
+    run: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    verl_step(run, 10)
+    assert watch_away(run, f"http://127.0.0.1:{port}") == "submitted 10"
+    shutil.rmtree(run / "global_step_10")
+    assert watch_away(run, f"http://127.0.0.1:{port}") == ""
+    assert len(pins_of(run)) == 1
+    config = write_config(tmp_path / "server", tmp_path / "runs")
+    with server(config, port=port) as running:
+        watch_once(run, running.url)
+        assert [job["status"] for job in running.ended(1)] == ["completed"]
+        watch_once(run, running.url)
+    assert results_in(run) == {10: {"unshard_eval/t/acc": 0.01}}
+
+
+def test_the_exit_code_of_once_says_that_nothing_was_sent(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unshard.cli import evaluate_runs
+    from unshard.cli.main import main
+
+    monkeypatch.setattr(evaluate_runs, "_SEND_S", 0.1)
+    verl_step(run, 10)
+    absent = f"--server=http://127.0.0.1:{free_port()}"
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "watch", str(run), "--tasks=t", "--once", "--interval=0.1", absent])
+    assert ended.value.code == 1
+    assert "not sent: the server is away" in capsys.readouterr().err
+
+
+def config_for(url: str, **more: object) -> EvalConfig:
+    given = {"server_url": url, "profile": "score", "tasks": ["t"], "poll_interval": 0.02}
+    return EvalConfig.from_dict({**given, **more})
+
+
+def looked(run: Path, config: EvalConfig) -> list[tuple[int, tuple[str, ...]]]:
+    with Watching(run, config) as one:
+        assert one.look() == []  # sizes may still change
+        found = one.look()
+        assert one.sent(20)
+        return found
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with serving(Stub(finishes=scores)) as running:
+        yield running
+
+
+def finished(stub: Stub) -> bool:
+    for job in list(stub.jobs):
+        stub.finish(job, **{"t/acc": 1.0})
+    return True
+
+
+def test_more_checkpoints_than_pins_lose_none(run: Path, stub: Stub) -> None:
+    """A late start on a long run: they are submitted as room among the pins allows."""
+    stub.finishes = lambda body: None  # noqa: ARG005
+    for step in range(1, 6):
+        verl_step(run, step)
+    with Watching(run, config_for(stub.url, quota={"count": 2, "bytes": None})) as one:
+        one.look()
+        assert [step for step, _ in one.look()] == [1, 2]
+        assert (one.held_back, one.look()) == (3, [])
+        submitted = [1, 2]
+        while one.held_back:
+            until(lambda: finished(stub) and not pins_of(run))
+            submitted += [step for step, _ in one.look()]
+    assert submitted == [1, 2, 3, 4, 5]
+    assert all("checkpoint" in body for body in stub.submissions)
+
+
+def test_room_is_counted_in_bytes_too(run: Path, stub: Stub) -> None:
+    stub.finishes = lambda body: None  # noqa: ARG005
+    size = sum(path.stat().st_size for path in verl_step(run, 1).rglob("*.pt"))
+    verl_step(run, 2)
+    with Watching(run, config_for(stub.url, quota={"count": 8, "bytes": int(size * 1.5)})) as one:
+        one.look()
+        assert [step for step, _ in one.look()] == [1]
+        assert one.held_back == 1
+
+
+def test_both_sets_of_weights_are_awaited(run: Path, stub: Stub) -> None:
+    config = config_for(stub.url, weights=["model", "ema"])
+    place = lmms_step(run, 10, "pytorch_model_fsdp_0")
+    assert looked(run, config) == []
+    save_ranks(place / "pytorch_ema_model_fsdp_0", WEIGHTS, 2)
+    assert looked(run, config) == [(10, ("model", "ema"))]
+    assert [body["weights"] for body in stub.submissions] == ["model", "ema"]
+    assert len({body["pin"] for body in stub.submissions}) == 1
+
+
+def test_the_first_checkpoint_after_every_nth_step(run: Path, stub: Stub) -> None:
+    for step in (200, 400, 600, 800, 1000, 1200):
+        verl_step(run, step)
+    config = config_for(stub.url, eval_steps=500)
+    assert [step for step, _ in looked(run, config)] == [600, 1000]
+    shutil.rmtree(run / "global_step_600")
+    verl_step(run, 1500)
+    assert [step for step, _ in looked(run, config)] == [1500]
+
+
+def test_a_file_says_what_the_options_do_not(run: Path, tmp_path: Path, stub: Stub) -> None:
+    verl_step(run, 10)
+    file = tmp_path / "eval.yaml"
+    file.write_text(
+        "server_url: http://127.0.0.1:9\nprofile: other\ntasks: [a, b]\nlimit: 8\n"
+        "quota: {count: 3, bytes: null}\n"
+    )
+    out = watch_once(run, stub.url, f"--config={file}", "--run=named")
+    assert out.splitlines()[0] == "step 10: submitted (model)"
+    (body,) = stub.submissions
+    assert (body["tasks"], body["profile"]) == (["t"], "score")
+    assert (body["limit"], body["run"]) == (8, "named")
+
+
+def test_one_process_watches_a_run_and_a_checkpoint_is_none(run: Path, stub: Stub) -> None:
+    verl_step(run, 10)
+    with Watching(run, config_for(stub.url)), pytest.raises(UsageError, match="another process"):
+        Watching(run, config_for(stub.url))
+    for inside in ("global_step_10", "global_step_10/actor"):
+        with pytest.raises(UsageError, match="is a checkpoint"):
+            Watching(run / inside, config_for(stub.url))
+    done = unshard("eval", "watch", run / "global_step_10", "--tasks=t", check=False)
+    assert done.returncode == 2
+
+
+def test_a_run_that_comes_later_is_awaited(tmp_path: Path, stub: Stub) -> None:
+    with Watching(tmp_path / "later", config_for(stub.url)) as one:
+        assert one.look() == []
+        verl_step(tmp_path / "later", 10)
+        one.look()
+        assert one.look() == [(10, ("model",))]
