@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 COMMANDS = (
     *("merge", "inspect", "verify", "average", "eval", "eval serve", "eval submit"),
-    *("eval status", "eval cancel", "eval logs", "eval results"),
+    *("eval status", "eval cancel", "eval logs", "eval results", "eval watch", "eval export"),
 )
 
 

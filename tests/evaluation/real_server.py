@@ -60,11 +60,11 @@ def write_config(directory: Path, *roots: Path, script: str = SCORE) -> Path:
 
 
 @contextmanager
-def server(config: Path, *, port: int | None = None) -> Iterator[Server]:
+def server(config: Path, *more: str, port: int | None = None) -> Iterator[Server]:
     """Run `unshard eval serve` until the block ends; its work directory lies beside the file."""
     port, work = port or free_port(), config.parent / "work"
     command = [sys.executable, "-m", "unshard", "eval", "serve", f"--config={config}"]
-    command += [f"--port={port}", f"--work-dir={work}"]
+    command += [f"--port={port}", f"--work-dir={work}", *more]
     log = config.parent / "server.log"
     with log.open("ab") as stream:
         process = subprocess.Popen(command, env=child_environment(), stdout=stream, stderr=stream)
