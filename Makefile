@@ -37,7 +37,7 @@ demo: $(VENV)/.installed
 	@VENV=$(VENV) OUTPUT=$(DEMO_OUTPUT) sh examples/demo.sh
 
 test: lint demo $(LMMS_VENV)/.installed
-	UNSHARD_LMMS_EVAL_PYTHON=$(CURDIR)/$(LMMS_VENV)/bin/python $(TEST_VENV)/bin/python -m pytest -n 2 --dist loadgroup
+	UNSHARD_LMMS_EVAL_PYTHON=$(CURDIR)/$(LMMS_VENV)/bin/python $(TEST_VENV)/bin/python -m pytest -n 3 --dist loadgroup
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .
