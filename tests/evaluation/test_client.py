@@ -155,3 +155,12 @@ def test_a_token_and_a_password_are_sent(server: Stub) -> None:
         client.health()
     expected = "Basic " + base64.b64encode(b"any:t1").decode()
     assert [found["authorization"] for found in server.headers[-2:]] == [expected] * 2
+
+
+def test_the_room_gives_what_a_trainer_needs() -> None:
+    from unshard import evaluate
+
+    assert evaluate.EvalClient is EvalClient
+    assert evaluate.AsyncEvalClient is AsyncEvalClient
+    with pytest.raises(AttributeError, match="Nothing"):
+        getattr(evaluate, "Nothing")  # noqa: B009 (a name that mypy must not look for)
