@@ -83,7 +83,10 @@ class Live:
             "gpus": 1,
             "environment": {"TEST_PASSWORD": "a-secret-of-the-profile"},
         }
-        lmms = {"kind": "lmms-eval", "interpreter": sys.executable, "gpus": 0}
+        python = self.directory / "python"  # another than the server's own, as far as it knows
+        python.unlink(missing_ok=True)
+        python.symlink_to(sys.executable)
+        lmms = {"kind": "lmms-eval", "interpreter": str(python), "gpus": 0}
         config = {
             "roots": [str(self.root)],
             "gpus": 4,
@@ -93,10 +96,11 @@ class Live:
         }
         (self.directory / "server.yaml").write_text(yaml.safe_dump(config | changed))
 
-    def start(self) -> "Live":
-        """Start it, and wait until it says where it listens."""
+    def start(self, *options: str) -> "Live":
+        """Start it, and wait until it says where it listens; with no options, as configured."""
         command = [sys.executable, "-m", "unshard", "eval", "serve"]
-        command += ["--config", str(self.directory / "server.yaml"), *self.options]
+        configured = ("--config", str(self.directory / "server.yaml"), *self.options)
+        command += options or configured
         begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(

@@ -25,10 +25,10 @@ __all__ = [
 ]
 
 OFFLINE = {
-    "HF_HUBOFFLINE": "1",
-    "HF_DATASETSOFFLINE": "1",
-    "TRANSFORMERSOFFLINE": "1",
-    "HF_EVALUATEOFFLINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_EVALUATE_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
 _UNKNOWN = "<unk>"

@@ -194,7 +194,7 @@ def test_the_options_of_lmms_eval_are_its_own() -> None:
     if python is None:
         pytest.skip("UNSHARD_LMMS_EVAL_PYTHON names no Python with lmms-eval")
     line = blocks(DOCS / "guides" / "evaluate-by-hand.md", "bash")[2]
-    shown = run([python, "-m", "lmms_eval", "--help"], ROOT)
+    shown = run([python, "-m", "lmms_eval", "eval", "--help"], ROOT)
     assert all(option in shown for option in re.findall(r"--\w+", line))
 
 

@@ -1,7 +1,6 @@
 """lmms-engine 0.1.4: its own backend with our client, and our backend in its place."""
 
 import importlib
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,20 +19,6 @@ EVAL_CONFIG: dict[str, object] = {
     "tasks": ["mmmu_val"],
     "model_args": {"max_pixels": 10},
 }
-
-
-@pytest.fixture
-def backends() -> Iterator[ModuleType]:
-    pytest.importorskip("lmms_engine.eval.backends", reason="pip install --no-deps lmms_engine")
-    kept = {name: module for name, module in sys.modules.items() if _is_theirs(name)}
-    yield importlib.import_module("lmms_engine.eval.backends")
-    for name in [name for name in sys.modules if _is_theirs(name)]:
-        del sys.modules[name]
-    sys.modules.update({name: module for name, module in kept.items() if "lmms_eval" not in name})
-
-
-def _is_theirs(name: str) -> bool:
-    return name.split(".", maxsplit=1)[0] in {"lmms_engine", "lmms_eval"}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evaluation.live import Fields, Live, all_gone, checkpoint, cli, live, until
-from ranks import save_ranks
+from ranks import save_ranks, some_tensors
 from unshard.evaluate.pins import Quota, pin_checkpoint
 
 pytestmark = pytest.mark.xdist_group("eval-serve")  # a server for most
@@ -121,6 +121,24 @@ def test_eight_jobs_share_four_gpus(tmp_path: Path) -> None:
             step / 100 for step in range(8)
         ]
         assert {str(server.began(step)["gpus"]) for step in range(8)} == {"0", "1", "2", "3"}
+
+
+def test_a_server_without_any_configuration(tmp_path: Path) -> None:
+    server = Live(tmp_path)
+    place = checkpoint(tmp_path / "run", 5)
+    server.start("--port=0", "--gpus=0")
+    try:
+        profiles = server.v1("GET", "/profiles")["profiles"]
+        kinds = ("lm-eval", "lmms-eval", "command")
+        assert profiles == [{"name": kind, "kind": kind, "gpus": 0} for kind in kinds]
+        assert server.url.startswith("http://127.0.0.1:")
+        job = server.submit(place, "size", "values", profile="command", weights="model")
+        metrics = server.ended(job)["metrics"]
+        tensors = some_tensors(5).values()
+        assert metrics["size/parameters"] == sum(one.numel() for one in tensors)  # type: ignore[index]
+        assert metrics["values/nonfinite"] == 0  # type: ignore[index]  # a mapping
+    finally:
+        assert server.stop() == 0
 
 
 def test_a_killed_server_is_followed_by_one_that_goes_on(tmp_path: Path) -> None:

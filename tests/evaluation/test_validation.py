@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unshard.errors import UsageError
+from unshard.evaluate import validation
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.validation import check_request, resolve_checkpoint
@@ -16,7 +17,9 @@ CONFIG = ServerConfig(
     gpus=(0, 1),
     profiles={
         "lm": Profile("lm", Kind.LM_EVAL, model_args={"dtype": "bfloat16"}),
-        "few": Profile("few", Kind.LMMS_EVAL, allowed_tasks=("mme", "mmlu_*")),
+        "few": Profile(
+            "few", Kind.LMMS_EVAL, interpreter="python3", allowed_tasks=("mme", "mmlu_*")
+        ),
         "own": Profile("own", Kind.COMMAND, command=("x",)),
     },
 )
@@ -221,6 +224,17 @@ def test_how_many_arguments() -> None:
 def test_fields_with_other_values(field: str, values: list[object]) -> None:
     for value in values:
         refused(f"{field} cannot be accepted", **{field: value})
+
+
+def test_an_evaluator_that_the_servers_python_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "find_spec", {"lm_eval": "there"}.get)
+    profiles = {kind.value: Profile(kind.value, kind) for kind in Kind}
+    here = replace(CONFIG, profiles=profiles)
+    check_request(Request("/a", "lm-eval", ("a",)), here)
+    check_request(Request("/a", "command", ("a",)), here)
+    with pytest.raises(UsageError, match="lmms_eval is not installed") as caught:
+        check_request(Request("/a", "lmms-eval", ("a",)), here)
+    assert "interpreter" in caught.value.hint
 
 
 def test_a_command_takes_no_arguments() -> None:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
@@ -139,9 +138,10 @@ class ServerConfig:
 
     @classmethod
     def default(cls) -> "ServerConfig":
-        """Return what holds without a file: this machine's GPUs, and the evaluators of this Python.
+        """Return what holds without a file: this machine's GPUs, and a profile of every kind.
 
-        No evaluator is imported to find out. There are no roots: the caller must name some.
+        lm-eval and lmms-eval are those of this Python, where it has them; the command measures the
+        weights themselves. There are no roots: the caller must name some.
         """
         gpus = gpus_here()
         return cls(gpus=gpus, profiles=_default_profiles(gpus))
@@ -175,7 +175,6 @@ _PROFILE_KEYS: Mapping[Kind, frozenset[str]] = {
     Kind.LMMS_EVAL: _HARNESS_KEYS,
     Kind.COMMAND: _COMMON_KEYS | {"command", "results"},
 }
-_MODULES: Mapping[Kind, str] = {Kind.LM_EVAL: "lm_eval", Kind.LMMS_EVAL: "lmms_eval"}
 _MODELS: Mapping[Kind, str] = {Kind.LM_EVAL: "hf", Kind.LMMS_EVAL: "huggingface"}
 
 
@@ -189,11 +188,18 @@ def gpus_here() -> tuple[int, ...]:
 
 
 def _default_profiles(gpus: tuple[int, ...]) -> dict[str, Profile]:
-    return {
-        kind.value: Profile(kind.value, kind, model=_MODELS.get(kind, "hf"), gpus=min(1, len(gpus)))
-        for kind, module in _MODULES.items()
-        if find_spec(module) is not None
-    }
+    count = min(1, len(gpus))
+    harnesses = [
+        Profile(kind.value, kind, model=model, gpus=count) for kind, model in _MODELS.items()
+    ]
+    program = (sys.executable, "-m", "unshard.evaluate.weights")
+    own = Profile(
+        Kind.COMMAND.value,
+        Kind.COMMAND,
+        command=(*program, "{checkpoint}", "{output}/results.json", "{tasks}"),
+        allowed_tasks=("size", "values"),
+    )
+    return {one.name: one for one in (*harnesses, own)}
 
 
 def _load(path: Path) -> object:

@@ -1,4 +1,7 @@
-"""What a client may ask the server for. Pure, but for `resolve_checkpoint`, which follows links.
+"""What a client may ask the server for.
+
+Pure, but for a look at which evaluators are installed, and `resolve_checkpoint`, which follows
+links.
 
 A client chooses what is measured. Which code runs, with which rights, is the server's: so no task
 that is a path (a task's YAML file runs any Python), no argument of a model that loads code or
@@ -6,8 +9,10 @@ another model, no character that an evaluator's parser would take for a separato
 """
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 
 from unshard.errors import UsageError, raise_all
@@ -29,6 +34,7 @@ _LARGEST = 2**53
 # only, so that no file of the directory that the evaluator runs in can be meant.
 _TASK = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_()+-]|\.(?=[0-9]))*", re.ASCII)
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
+_MODULES: Mapping[Kind, str] = {Kind.LM_EVAL: "lm_eval", Kind.LMMS_EVAL: "lmms_eval"}
 _BATCH = re.compile(r"auto(?::[1-9][0-9]{0,3})?", re.ASCII)
 _RUN = re.compile(r"[^\W_](?:[\w .+=@-]*[\w+=@-])?")
 
@@ -54,6 +60,7 @@ def check_request(request: Request, config: ServerConfig) -> None:
     if profile is None:
         raise _wrong("profile", request.profile, expected=", ".join(config.profiles) or "none")
     problems = [
+        *_installed(profile),
         *_tasks(request, profile),
         *_arguments(request, profile),
         *_numbers(request, config),
@@ -88,6 +95,17 @@ def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
         found=path,
         hint="add its directory to the server's `roots`",
     )
+
+
+def _installed(profile: Profile) -> Iterator[UsageError]:
+    """Another interpreter than the server's own is not asked: its job tells."""
+    module = _MODULES.get(profile.kind)
+    if module is not None and profile.interpreter == sys.executable and find_spec(module) is None:
+        yield UsageError(
+            f"profile {profile.name}: {module} is not installed for the server's Python",
+            found=sys.executable,
+            hint="install it there, or name another `interpreter` in the server's configuration",
+        )
 
 
 def _tasks(request: Request, profile: Profile) -> Iterator[UsageError]:
