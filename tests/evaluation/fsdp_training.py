@@ -1,8 +1,7 @@
 """A real transformers Trainer with FSDP2 on two CPU processes: what torchrun starts for a test.
 
-It saves shards (SHARDED_STATE_DICT) and keeps one checkpoint. Such checkpoints hold weights only:
-config and tokenizer are written into the run's directory at the start. The whole weights of every
-saved step are left in `truth-N.pt`, gathered by torch. Where the order tells it to, the training
+It saves shards (SHARDED_STATE_DICT) and keeps one checkpoint. The whole weights of every saved step
+are left in `truth-N.pt`, gathered by torch. Where the order tells it to, the training
 waits for a file, so that a test can do something else meanwhile; nothing of it changes by that.
 """
 
@@ -30,7 +29,7 @@ from evaluation.local_tasks import tiny_tokenizer
 from oracle.accelerate_writers import launched
 from oracle.hub_models import full_state
 
-__all__ = ["LOGGING_STEPS", "WORLD", "Order", "gate", "log_of", "tiny_config", "truth_of"]
+__all__ = ["LOGGING_STEPS", "WORLD", "Order", "gate", "tiny_config", "truth_of"]
 
 WORLD, LOGGING_STEPS = 2, 2
 _PATIENCE_S = 600.0
@@ -68,11 +67,6 @@ def truth_of(run: Path, step: int) -> Path:
     return run.with_name(f"{run.name}-truth-{step}.pt")
 
 
-def log_of(run: Path) -> Path:
-    """Return where what the Trainer logged lies, with the time of every step."""
-    return run.with_name(f"{run.name}-log.json")
-
-
 def tiny_config() -> Qwen2Config:
     return Qwen2Config(
         vocab_size=len(tiny_tokenizer()),
@@ -102,14 +96,12 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
 
 
 class Watcher(TrainerCallback):
-    """Leaves the truth of what is saved, and the time of every step; waits where it should."""
+    """Leaves the truth of what is saved; waits where it should."""
 
     def __init__(self, order: Order, rank: int) -> None:
         self._order = order
         self._rank = rank
-        self._began = 0.0
         self.trainer: Trainer | None = None
-        self.seconds: list[float] = []
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -117,13 +109,13 @@ class Watcher(TrainerCallback):
         del args, control
         if state.global_step in self._order.gates:
             _wait_for(gate(Path(self._order.run), state.global_step))
-        self._began = time.perf_counter()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        del args, state, control
-        self.seconds.append(time.perf_counter() - self._began)
+        """Have the last step not saved for being the last: more is logged after the last save."""
+        del args
+        control.should_save &= state.global_step % self._order.save_steps == 0
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -168,23 +160,22 @@ def _arguments(order: Order) -> TrainingArguments:
 
 def train(order: Order, rank: int) -> None:
     torch.manual_seed(0)
-    model, run = Qwen2ForCausalLM(tiny_config()), Path(order.run)
-    if rank == 0:
-        model.config.save_pretrained(run)
-        tiny_tokenizer().save_pretrained(run)
+    model = Qwen2ForCausalLM(tiny_config())
     watcher = Watcher(order, rank)
     callbacks: list[TrainerCallback] = [watcher]
     if order.evaluation is not None:
         from unshard.evaluate.callbacks.transformers import UnshardEvalCallback
 
         callbacks.append(UnshardEvalCallback(order.evaluation))
-    trainer = Trainer(model, _arguments(order), train_dataset=Texts(), callbacks=callbacks)
+    trainer = Trainer(
+        model,
+        _arguments(order),
+        train_dataset=Texts(),
+        callbacks=callbacks,
+        processing_class=tiny_tokenizer(),
+    )
     watcher.trainer = trainer
     trainer.train()
-    if rank == 0:
-        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-        found = {"losses": losses, "seconds": watcher.seconds}
-        log_of(run).write_text(json.dumps(found))
 
 
 def main() -> None:

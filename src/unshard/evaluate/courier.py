@@ -78,7 +78,7 @@ class Courier:
             except RefusedError as error:
                 if error.status in _NOT_ALLOWED:
                     return self._back_off(error)
-                log.error("step %s is not evaluated: %s", entry.fields.get("step"), error)  # noqa: TRY400
+                log.error("step %s is not evaluated: %s", entry.step, error)  # noqa: TRY400
                 self._spool.refuse(entry, str(error))
                 self._release(entry)
         if failure is not None:
@@ -126,7 +126,7 @@ class Courier:
         if not _JOB_ID.fullmatch(job_id):
             raise EvaluationError("the server's answer names no job", found=str(job)[:300])
         accepted = self._spool.accept(entry, job_id)
-        log.info("step %s: job %s", accepted.fields.get("step"), job_id)
+        log.info("step %s: job %s", accepted.step, job_id)
 
     def _body(self, fields: Fields) -> Fields:
         """Return a submission as the server reads it: with its own paths."""
@@ -160,8 +160,7 @@ class Courier:
         if status == Status.COMPLETED:
             self._take(_recording(self._spool.arrive(entry, {"metrics": _metrics(job)})))
         else:
-            step = entry.fields.get("step")
-            log.warning("step %s: job %s %s: %s", step, entry.name, status, job.get("error"))
+            log.warning("step %s: job %s %s: %s", entry.step, entry.name, status, job.get("error"))
             self._spool.remove(entry)
         self._release(entry)
 
@@ -187,7 +186,7 @@ def _is_number(value: object) -> bool:
 
 def _recording(entry: Entry) -> Recording:
     fields = entry.fields
-    request, step = fields.get("request"), fields.get("step")
+    request = fields.get("request")
     weights = str(request.get("weights", "model")) if isinstance(request, dict) else "model"
     metrics = metric_names(_metrics(fields), weights=weights)
-    return Recording(entry.name, step if isinstance(step, int) else None, metrics)
+    return Recording(entry.name, entry.step, metrics)

@@ -127,7 +127,7 @@ def _write(sink: Sink, jobs: Sequence[_Measured], marks: Marks) -> None:
     written = []
     try:
         for job in jobs:
-            sink.log(job.step, job.metrics, job.job_id)
+            sink.log(job.step, job.metrics, job.job_id)  # type: ignore[arg-type]  # None: JSONL's
             written.append(job.job_id)
     finally:
         sink.close()

@@ -109,7 +109,7 @@ class UnshardEvalBackend:
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
         if now - self._waiting_since > self._config.flush_timeout:
             return {}
-        pending = {name: step or 0 for name, step in self._submitter.pending()}
+        pending = dict(self._submitter.pending())
         self._undelivered += self._submitter.completed()
         return pending | {f"result-{n}": step for n, (step, _) in enumerate(self._undelivered)}
 

@@ -18,7 +18,7 @@ __all__ = ["PacedSink", "Recorder", "Recording"]
 
 log = logging.getLogger(__name__)
 
-Write = Callable[[int | None, Mapping[str, float], str], None]
+Write = Callable[[int, Mapping[str, float], str], None]
 
 
 class PacedSink(Sink, Protocol):
@@ -28,7 +28,7 @@ class PacedSink(Sink, Protocol):
     def is_ready(self) -> bool:
         """Whether it can take a result now: `log` is not called otherwise."""
 
-    def log_now(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
+    def log_now(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write a result when the trainer logs no more."""
 
 
@@ -37,7 +37,7 @@ class Recording:
     """A result on its way to the sinks."""
 
     job_id: str
-    step: int | None
+    step: int
     metrics: Mapping[str, float]
 
 

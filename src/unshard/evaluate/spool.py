@@ -34,6 +34,11 @@ class Entry:
         """Return the entry's name: of a job, its id."""
         return self.path.stem
 
+    @property
+    def step(self) -> int:
+        """Return the training step that it belongs to."""
+        return int(str(self.fields["step"]))
+
 
 def pins_in(fields: Fields) -> list[str]:
     """Return the pins that a submission, or the job it became, needs."""
@@ -53,7 +58,7 @@ class Spool:
         self._place = run / "_unshard" / "spool"
 
     def add(self, fields: Fields) -> Entry:
-        """Add a submission, behind all others."""
+        """Add a submission, which names its step, behind all others."""
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
         return self._write("queue", name, fields)
 
@@ -105,7 +110,7 @@ class Spool:
                 continue
             except ValueError:
                 fields = None
-            if isinstance(fields, dict):
+            if isinstance(fields, dict) and isinstance(fields.get("step"), int):
                 entries.append(Entry(path, fields))
             else:
                 log.warning("%s: not readable, left out", path)

@@ -110,12 +110,12 @@ class Submitter:
             with ignoring_errors("results are not logged now"):
                 self._recorder.tick()
 
-    def pending(self) -> list[tuple[str, int | None]]:
+    def pending(self) -> list[tuple[str, int]]:
         """Return name and step of what is not final: not sent yet, or on the server."""
         if not self.acts:
             return []
         entries = (*self._spool.waiting(), *self._spool.pending())
-        return [(entry.name, _step_of(entry.fields)) for entry in entries]
+        return [(entry.name, entry.step) for entry in entries]
 
     def close(self, timeout: float | None = None) -> None:
         """Wait until everything is final, `timeout` seconds at most, and write what came.
@@ -191,8 +191,7 @@ class Submitter:
 
     def _take(self, recording: Recording) -> None:
         self._recorder.add(recording)
-        if recording.step is not None:
-            self._results.put((recording.step, dict(recording.metrics)))
+        self._results.put((recording.step, dict(recording.metrics)))
 
     def _forget(self, job_id: str) -> None:
         for entry in self._spool.arrived():
@@ -216,8 +215,3 @@ class Submitter:
             self._wake.wait(max(_SHORTEST_WAIT, min(wait, next_poll)))
             self._wake.clear()
         self._courier.close()
-
-
-def _step_of(fields: Fields) -> int | None:
-    step = fields.get("step")
-    return step if isinstance(step, int) else None

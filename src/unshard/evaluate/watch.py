@@ -8,6 +8,7 @@ files are complete when they are as long as their headers say.
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -30,6 +31,8 @@ _ZIPS = frozenset({".pt", ".bin"})
 
 Stamps = dict[str, tuple[int, int]]
 
+log = logging.getLogger(__name__)
+
 
 class Watcher:
     """Looks at a run again and again; every complete checkpoint is returned once.
@@ -45,12 +48,14 @@ class Watcher:
         self._request = Request(None, role, weights)
         self._stamps: dict[Path, Stamps] = {}
         self._seen: set[Path] = set()
+        self._why = ""
 
     def look(self) -> list[Location]:
         """Return the checkpoints that are complete since the last look, the lowest step first."""
         try:
             steps = self._steps()
-        except (UnshardError, OSError):
+        except (UnshardError, OSError) as error:
+            self._tell(f"no checkpoint yet: {error}")
             return []
         found = []
         for location in steps:
@@ -58,6 +63,12 @@ class Watcher:
                 self._seen.add(location.step_dir)
                 found.append(location)
         return found
+
+    def _tell(self, why: str) -> None:
+        """Log why nothing is found, once until it is for another reason."""
+        if why != self._why:
+            log.warning("%s", why)
+        self._why = why
 
     def _steps(self) -> list[Location]:
         try:

@@ -7,7 +7,8 @@
 Results go to `<output_dir>/_unshard/results.jsonl` and to the trackers that `report_to` opened.
 transformers calls `on_save` after it removed old checkpoints; the one just saved is still there,
 because rotation spares the newest (transformers 5.23, `rotate_checkpoints`: by mtime, which is why
-nothing here may touch the mtime of an old one).
+nothing here may touch the mtime of an old one). Where neither the checkpoint nor the run has a
+config, it is written into the run's directory, and the tokenizer with it.
 """
 
 import os
@@ -23,6 +24,7 @@ from unshard.evaluate.recorder import PacedSink
 from unshard.evaluate.sinks.base import Sink
 from unshard.evaluate.sinks.trainers import open_sinks
 from unshard.evaluate.submitter import Submitter
+from unshard.read.companions import companions_in
 
 __all__ = ["UnshardEvalCallback"]
 
@@ -65,13 +67,23 @@ class UnshardEvalCallback(TrainerCallback):
             )
 
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: object = None,
+        processing_class: object = None,
+        **_: object,
     ) -> None:
         """Submit the checkpoint that was just saved."""
         del control
         if self.submitter is not None and state.is_world_process_zero:
-            folder = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            self.submitter.submit(Path(args.output_dir or ".") / folder, state.global_step)
+            run = Path(args.output_dir or ".")
+            checkpoint = run / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            with ignoring_errors("what is evaluated may lack its config"):
+                _complete(checkpoint, run, model, processing_class)
+            self.submitter.submit(checkpoint, state.global_step)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -88,6 +100,20 @@ class UnshardEvalCallback(TrainerCallback):
         del args, state, control
         if self.submitter is not None:
             self.submitter.close()
+
+
+def _complete(checkpoint: Path, run: Path, model: object, processing_class: object) -> None:
+    """Write config and tokenizer into the run's directory, if nothing has a config so far.
+
+    With FSDP's sharded state dicts the Trainer saves neither (transformers 5.23, `save_model`).
+    """
+    if companions_in(checkpoint).config or companions_in(run).config:
+        return
+    configs = (getattr(model, name, None) for name in ("config", "generation_config"))
+    for one in (*configs, processing_class):
+        save = getattr(one, "save_pretrained", None)
+        if save is not None:
+            save(run)
 
 
 def _tensorboard_dir(args: TrainingArguments) -> Path | None:

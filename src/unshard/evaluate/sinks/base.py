@@ -23,7 +23,7 @@ class Sink(Protocol):
     def name(self) -> str:
         """Return the sink's name."""
 
-    def log(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write the metrics of a job under their own step; the same job again does no harm."""
 
     def close(self) -> None:

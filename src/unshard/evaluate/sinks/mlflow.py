@@ -46,13 +46,12 @@ class MlflowSink:
         """Return the sink's name."""
         return f"mlflow-{self._run_id}"
 
-    def log(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write the metrics, all or none; a character that MLflow refuses becomes `_`."""
         del job_id
         now = int(time.time() * 1000)
         batch = [
-            Metric(_NOT_ALLOWED.sub("_", name), value, now, step or 0)
-            for name, value in metrics.items()
+            Metric(_NOT_ALLOWED.sub("_", name), value, now, step) for name, value in metrics.items()
         ]
         self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
 

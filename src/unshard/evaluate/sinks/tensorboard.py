@@ -35,13 +35,13 @@ class TensorBoardSink:
         """Return the sink's name."""
         return f"tensorboard-{self._directory.parent}"
 
-    def log(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write one event and flush it."""
         del job_id
         if self._writer is None:
             self._writer = EventFileWriter(str(self._directory))
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        event = Event(wall_time=time.time(), step=step or 0, summary=Summary(value=values))
+        event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
         self._writer.add_event(event)
         self._writer.flush()
 

@@ -46,15 +46,14 @@ class TrackioSink:
         """Whether it can take a result now: always, a result is a row of its own."""
         return True
 
-    def log(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write the metrics; trackio sends them from a thread of its own."""
         del job_id
         following = self._run._next_step  # noqa: SLF001  (no public name)
         self._run.log(dict(metrics), step=step)
-        if step is not None:
-            self._run._next_step = following  # noqa: SLF001
+        self._run._next_step = following  # noqa: SLF001
 
-    def log_now(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
+    def log_now(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write the metrics when the trainer logs no more."""
         self.log(step, metrics, job_id)
 

@@ -34,7 +34,7 @@ class TrainerWandbSink:
         """Return the sink's name."""
         return f"wandb-{self._run.id}"
 
-    def log(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Add a result to the row that the trainer commits next."""
         del job_id
         self._run.log(_row(self._run, self._defined, step, metrics), commit=False)
@@ -45,7 +45,7 @@ class TrainerWandbSink:
         """Whether the trainer has committed the row that holds the last result."""
         return self._waiting_at != self._run.step
 
-    def log_now(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
+    def log_now(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write a result as a row of its own: when the trainer logs no more."""
         del job_id
         self.close()
@@ -88,7 +88,7 @@ class WandbSink:
         """Return the sink's name."""
         return f"wandb-{self._run.id}"
 
-    def log(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write a row."""
         del job_id
         self._run.log(_row(self._run, self._defined, step, metrics), commit=True)
@@ -99,11 +99,9 @@ class WandbSink:
 
 
 def _row(
-    run: wandb.Run, defined: set[str], step: int | None, metrics: Mapping[str, float]
+    run: wandb.Run, defined: set[str], step: int, metrics: Mapping[str, float]
 ) -> dict[str, float | int]:
     """Return a row with its own step; what is not known yet is defined first."""
-    if step is None:
-        return dict(metrics)
     if not defined:
         run.define_metric(STEP_METRIC)
     for name in metrics:
