@@ -77,7 +77,7 @@ def scheduler(
     work_dir: Path,
     script: str,
     *,
-    gpus: str | int = 1,
+    gpus: str = "0",
     profile: Profile | None = None,
     **settings: object,
 ) -> tuple[Store, Scheduler]:
@@ -92,7 +92,7 @@ def scheduler(
 
     known = {"limits": Limits(grace_s=0.5, poll_s=0.02), "backoff_s": 0.05} | settings
     made = Settings(work_dir, **known)  # type: ignore[arg-type]
-    return store, Scheduler(store, Slots.parse(gpus), evaluators, made)
+    return store, Scheduler(store, Slots(map(int, filter(None, gpus.split(",")))), evaluators, made)
 
 
 def wait_until(condition: Callable[[], bool], what: str = "") -> None:

@@ -13,6 +13,8 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from unshard.evaluate.pin_files import fingerprint
+
 Fields = dict[str, object]
 
 
@@ -91,6 +93,7 @@ def _add_v1(app: FastAPI, stub: Stub) -> None:  # noqa: C901  (a list of endpoin
         key = {**body, "checkpoint": None, "pin": None}
         view = {"id": job_id, "status": "queued", "metrics": {}, "error": None, "request": key}
         view["tasks"] = body.get("tasks")
+        view["fingerprint"] = fingerprint(Path(body["checkpoint"]))
         stub.jobs[job_id] = {**view, "step": body.get("step"), **(stub.finishes(body) or {})}
         return JSONResponse(stub.jobs[job_id], status_code=201)
 

@@ -94,7 +94,7 @@ while len(list(place.iterdir())) < 4: time.sleep(0.01)
 
 
 def test_a_job_gets_as_many_gpus_as_it_asks_for(tmp_path: Path, model: Path) -> None:
-    store, server = scheduler(tmp_path / "work", SEEN, gpus=3)
+    store, server = scheduler(tmp_path / "work", SEEN, gpus="0,1,2")
     for step, count in enumerate((2, 2, 1)):
         submit(store, server, model, step, num_gpus=count)
     too_many = submit(store, server, model, 3, num_gpus=4)
@@ -247,6 +247,21 @@ def test_a_checkpoint_that_is_gone_is_expired(tmp_path: Path) -> None:
     server.stop(end=True)
     assert "is gone" in str(gone.error)
     assert gone.attempts == 1
+
+
+def test_a_job_whose_error_is_no_text_gives_its_gpu_back(tmp_path: Path, model: Path) -> None:
+    """The name of a file may hold bytes that are no UTF-8, which SQLite does not take."""
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / "model-\udcff.safetensors").write_bytes(b"no safetensors")
+    store, server = scheduler(tmp_path / "work", SCORED)
+    bad, good = (submit(store, server, place, step) for step, place in enumerate((odd, model)))
+    server.start()
+    wait_until(lambda: all_final(store), "both ends")
+    server.stop(end=True)
+    failed = job_of(store, bad.id)
+    assert (failed.status, "\\udcff" in str(failed.error)) == (Status.FAILED, True)
+    assert job_of(store, good.id).status is Status.COMPLETED
 
 
 def test_a_bad_checkpoint_is_not_retried(tmp_path: Path) -> None:

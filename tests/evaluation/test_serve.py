@@ -59,6 +59,20 @@ def test_a_checkpoint_that_is_rotated_away_while_it_waits_is_evaluated(
     assert server.submit(run / "checkpoint-5", step=5, run="rotated")["id"] == job["id"]
 
 
+def test_what_lies_under_the_same_names_is_told_apart(server: Live) -> None:
+    """Two runs of one name; and a training begun anew in the same place."""
+    places = [checkpoint(server.root / name / "output", 5) for name in ("one", "other")]
+    jobs = [server.ended(server.submit(place)) for place in places]
+    assert [(job["run"], job["step"]) for job in jobs] == [("output", 5)] * 2
+    pin = pin_checkpoint(places[1], quota=QUOTA)
+    again = server.submit(pin.path, step=5, run="output", pin=str(pin.path))
+    anew = server.ended(server.submit(checkpoint(server.root / "one" / "output", 5)))
+    ids = [job["id"] for job in (*jobs, again, anew)]
+    assert (ids[2], len(set(ids))) == (ids[1], 3)
+    shutil.rmtree(places[0])
+    assert server.submit(places[0], step=5, run="output")["id"] == anew["id"]
+
+
 def test_a_pin_of_two_jobs_goes_with_the_last(server: Live, busy: Fields) -> None:
     run = server.root / "shared"
     place = checkpoint(run, 5, ema=True)

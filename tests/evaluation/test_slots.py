@@ -7,38 +7,28 @@ from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.slots import Slots, visible_devices
 
 
-@pytest.mark.parametrize(
-    ("text", "first", "total"),
-    [("0,1", (0, 1), 2), (" 3 ", (3,), 1), (2, (0, 1), 2), (0, (), 1), (None, (), 1), ("", (), 1)],
-)
-def test_text_counts_and_nothing_are_understood(
-    text: str | int | None, first: tuple[int, ...], total: int
-) -> None:
-    slots = Slots.parse(text)
-    assert slots.total == slots.free == total
-    assert slots.take(total) == first
-
-
-@pytest.mark.parametrize("text", ["0,0", "a", "0;1", "-1", "1,", -1])
-def test_what_means_no_gpus_is_refused(text: str | int) -> None:
-    with pytest.raises(UsageError):
-        Slots.parse(text)
+@pytest.mark.parametrize("gpus", [(0, 0), (-1,)])
+def test_what_cannot_be_gpus_is_refused(gpus: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match="a number of its own"):
+        Slots(gpus)
 
 
 def test_a_job_for_more_than_there_are_is_refused_with_both_numbers() -> None:
     with pytest.raises(EvaluationError, match="needs 3 GPUs") as caught:
-        Slots.parse("4,5").check(3)
+        Slots((4, 5)).check(3)
     assert "at most 2" in str(caught.value)
     with pytest.raises(EvaluationError, match="one CPU slot"):
-        Slots.parse(None).check(2)
-    Slots.parse(None).check(1)
+        Slots(()).check(2)
+    Slots(()).check(1)
 
 
-def test_the_cpu_has_one_slot() -> None:
-    slots = Slots(())
-    assert slots.take(1) == ()
-    assert slots.take(1) is None
+@pytest.mark.parametrize(("gpus", "count"), [((), 1), ((), 0), ((0, 1), 0)])
+def test_the_cpu_has_one_slot(gpus: tuple[int, ...], count: int) -> None:
+    slots = Slots(gpus)
+    assert slots.take(count) == ()
+    assert slots.take(count) is None
     assert not slots.adopt(())
+    assert slots.take(len(gpus) or 1) == (gpus or None)
     slots.give_back(())
     assert slots.adopt(())
 
@@ -65,17 +55,22 @@ def test_no_slot_is_ever_lent_twice(gpus: set[int], steps: list[Step]) -> None:
     slots = Slots(sorted(gpus))
     lent: list[tuple[int, ...]] = []
     for what, number in steps:
+        free = gpus.difference(*lent)
         if what == "take":
-            taken = slots.take(number)
-            assert (taken is None) == (slots.free < max(number, 1) if taken is None else False)
+            count = min(number, len(gpus) or 1)
+            taken = slots.take(count)
+            needs_cpu = count == 0 or not gpus
+            assert (taken is not None) == (() not in lent if needs_cpu else len(free) >= count)
+            assert taken is None or len(taken) == (0 if needs_cpu else count)
             lent += [] if taken is None else [taken]
         elif what == "adopt":
-            wanted = (number,) if gpus else ()
-            lent += [wanted] if slots.adopt(wanted) else []
+            wanted = (number,) if number % 2 else ()
+            adopted = slots.adopt(wanted)
+            assert adopted == (free.issuperset(wanted) if wanted else () not in lent)
+            lent += [wanted] if adopted else []
         elif lent:
             slots.give_back(lent.pop(number % len(lent)))
         flat = [gpu for taken in lent for gpu in taken]
         assert len(flat) == len(set(flat))
         assert set(flat) <= gpus
-        used = len(flat) if gpus else len(lent)
-        assert slots.free == slots.total - used >= 0
+        assert lent.count(()) <= 1

@@ -69,6 +69,8 @@ class Request:
         model_args: arguments of the evaluator's model, beside the checkpoint.
         num_fewshot, batch_size, limit, gen_kwargs: as the evaluators call them.
         num_gpus: how many GPUs it needs; None: as the profile says.
+        fingerprint: of the checkpoint's files: names of runs are not unique, and a training may
+            begin anew in the same place.
     """
 
     checkpoint: str
@@ -83,16 +85,20 @@ class Request:
     limit: int | float | None = None
     gen_kwargs: str | None = None
     num_gpus: int | None = None
+    fingerprint: str = ""
 
     @property
     def key(self) -> str:
-        """What makes two requests the same: run, step, weights, profile, tasks, arguments.
+        """What makes two requests the same: checkpoint, weights, profile, tasks, arguments.
 
-        The path counts only where the step is not known: a pinned checkpoint has another one.
+        The checkpoint is known by run, step and fingerprint. Its path counts only where the step
+        is not known: a pinned checkpoint has another one.
         """
         place = self.checkpoint if self.step is None else ""
-        parts = [self.run, self.step, self.weights, self.profile, sorted(self.tasks), place]
+        parts = [self.run, self.step, self.fingerprint, self.weights, self.profile]
         arguments = [
+            sorted(self.tasks),
+            place,
             dict(sorted(self.model_args.items())),
             self.num_fewshot,
             self.batch_size,

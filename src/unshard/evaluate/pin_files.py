@@ -4,13 +4,14 @@ A pin keeps weights of every kind and what makes them a model; not optimizer, no
 random state. Names are those of the writers that `read.discover` names. Opens no file.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["Identity", "Listing", "identity", "list_checkpoint"]
+__all__ = ["Identity", "Listing", "fingerprint", "identity", "list_checkpoint"]
 
 _LEFT_OUT_FOLDERS = re.compile(
     r"optim(?:izer)?(?:_\d+)?"  # NeMo AutoModel, lmms-engine, accelerate
@@ -25,6 +26,8 @@ _LEFT_OUT_FILES = re.compile(
     r"|.*_optim_states\.pt"  # DeepSpeed
     r"|training_args\.bin"
 )
+
+_WEIGHTS = frozenset({".bin", ".ckpt", ".distcp", ".pt", ".pth", ".safetensors"})
 
 Identity = tuple[int, int, int]  # inode, size in bytes, mtime in ns
 
@@ -60,6 +63,21 @@ def list_checkpoint(checkpoint: Path) -> Listing:
     listing = Listing({}, {})
     _list_folder(checkpoint, PurePosixPath(), listing, seen=set())
     return listing
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """Return what tells a checkpoint from another that lies, or lay, under the same step and name.
+
+    Made of names, sizes and times of the weights' files, which a pin shares with its original;
+    empty if there is nothing.
+    """
+    try:
+        files = list_checkpoint(checkpoint).files
+    except OSError:
+        return ""
+    paths = {PurePosixPath(name): (size, mtime) for name, (_, size, mtime) in files.items()}
+    stamps = sorted((path.name, *of) for path, of in paths.items() if path.suffix in _WEIGHTS)
+    return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16] if stamps else ""
 
 
 def _list_folder(folder: Path, inside: PurePosixPath, into: Listing, *, seen: set[int]) -> None:

@@ -190,7 +190,8 @@ class Scheduler:
             return False
         try:
             profile, evaluator = self._evaluators(job.request.profile)
-            count = job.request.num_gpus or profile.gpus
+            asked = job.request.num_gpus
+            count = profile.gpus if asked is None else asked
             self._slots.check(count)
         except UnshardError as error:
             if self._store.claim(time.time(), job.id) is not None:
@@ -242,8 +243,11 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001  an evaluator's mistake must not cost the server
             _log.exception("job %s failed in an unforeseen way", attempt.job.id)
             outcome = Failed(f"unforeseen: {error!r}", isinstance(error, sqlite3.Error))
-        if not isinstance(outcome, Left):
+        if isinstance(outcome, Left):
+            return
+        try:
             self._recorder.record(attempt, outcome, is_stopped=lambda: self._halt is not None)
+        finally:
             self._slots.give_back(attempt.gpus)
             self._wake.set()
 

@@ -1,8 +1,7 @@
-"""GPU slots: each is lent to one job at a time. Without GPUs there is one slot, on the CPU."""
+"""GPU slots: each is lent to one job at a time. Jobs without a GPU take turns on the CPU."""
 
 import threading
 from collections.abc import Iterable
-from typing import Self
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError
@@ -11,10 +10,10 @@ __all__ = ["Slots", "visible_devices"]
 
 
 class Slots:
-    """The GPUs of the server, and which of them are free. Any thread may use it.
+    """The GPUs of the server and one slot of its CPU, and which are free. Any thread may use it.
 
     Args:
-        gpus: their numbers; none: one slot on the CPU, which a job for one GPU gets, too.
+        gpus: their numbers; none: a job for one GPU gets the CPU, too.
 
     Raises:
         UsageError: a number is negative or stands there twice.
@@ -25,39 +24,8 @@ class Slots:
         if len(set(self._all)) < len(self._all) or any(gpu < 0 for gpu in self._all):
             raise UsageError(f"GPUs {_shown(self._all)}: each needs a number of its own, from 0 on")
         self._free = set(self._all)
-        self._cpu_is_free = not self._all
+        self._cpu_is_free = True
         self._lock = threading.Lock()
-
-    @classmethod
-    def parse(cls, text: str | int | None) -> Self:
-        """Return the slots that "0,1", a count, or None or "" for the CPU, mean.
-
-        A text of one number is that GPU; only an integer is a count.
-
-        Raises:
-            UsageError: the text means none.
-        """
-        if isinstance(text, int):
-            if text < 0:
-                raise UsageError(f"{text} GPUs: there cannot be fewer than none")
-            return cls(range(text))
-        names = [name.strip() for name in (text or "").split(",")]
-        if names in ([""], ["none"]):
-            return cls(())
-        if not all(name.isascii() and name.isdigit() for name in names):
-            raise UsageError(f"GPUs {text!r}: not understood", expected='numbers, as in "0,1"')
-        return cls(int(name) for name in names)
-
-    @property
-    def total(self) -> int:
-        """How many slots there are."""
-        return len(self._all) or 1
-
-    @property
-    def free(self) -> int:
-        """How many slots nobody has."""
-        with self._lock:
-            return len(self._free) + self._cpu_is_free
 
     def check(self, count: int) -> None:
         """Refuse a job that would wait for ever.
@@ -65,30 +33,31 @@ class Slots:
         Raises:
             EvaluationError: it needs more GPUs than there are.
         """
-        if count > self.total:
+        most = len(self._all) or 1
+        if count > most:
             there = f"{len(self._all)} ({_shown(self._all)})" if self._all else "none: one CPU slot"
             raise EvaluationError(
                 f"the job needs {count} GPUs, more than the server has",
-                expected=f"at most {self.total}",
+                expected=f"at most {most}",
                 found=there,
                 hint="ask for fewer, or start the server with more",
             )
 
     def take(self, count: int) -> tuple[int, ...] | None:
-        """Take slots, the lowest numbers first, at least one; None where too few are free.
+        """Take slots, the lowest numbers first; None where too few are free.
+
+        Args:
+            count: of GPUs, as `check` allows it.
 
         Returns:
             The numbers of the GPUs: none of them where the slot is the CPU's.
         """
-        needed = max(count, 1)
         with self._lock:
-            if not self._all:
-                taken = self._cpu_is_free and needed == 1
-                self._cpu_is_free = self._cpu_is_free and not taken
-                return () if taken else None
-            if len(self._free) < needed:
+            chosen = tuple(sorted(self._free)[:count])
+            if not chosen and (count == 0 or not self._all):
+                return () if self._take_cpu() else None
+            if len(chosen) < count:
                 return None
-            chosen = tuple(sorted(self._free)[:needed])
             self._free.difference_update(chosen)
             return chosen
 
@@ -96,8 +65,7 @@ class Slots:
         """Take exactly these, which an earlier server lent; tell whether they were free."""
         with self._lock:
             if not gpus:
-                adopted, self._cpu_is_free = self._cpu_is_free, False
-                return adopted
+                return self._take_cpu()
             if len(set(gpus)) < len(gpus) or not self._free.issuperset(gpus):
                 return False
             self._free.difference_update(gpus)
@@ -107,10 +75,14 @@ class Slots:
         """Give back what `take` returned or `adopt` took."""
         with self._lock:
             lent = set(self._all) - self._free
-            if not lent.issuperset(gpus) or (not gpus and (self._all or self._cpu_is_free)):
+            if not lent.issuperset(gpus) or (not gpus and self._cpu_is_free):
                 raise RuntimeError(f"slots {_shown(gpus)} are not lent")
             self._free.update(gpus)
-            self._cpu_is_free = not self._all
+            self._cpu_is_free = self._cpu_is_free or not gpus
+
+    def _take_cpu(self) -> bool:
+        taken, self._cpu_is_free = self._cpu_is_free, False
+        return taken
 
 
 def visible_devices(gpus: tuple[int, ...]) -> str:

@@ -134,7 +134,7 @@ class Store(Records):
                 connection.execute("DELETE FROM results WHERE job_id = ?", (job_id,))
                 connection.executemany(
                     "INSERT INTO results (job_id, metric, value) VALUES (?, ?, ?)",
-                    [(job_id, name, value) for name, value in metrics.items()],
+                    [(job_id, _storable(name), value) for name, value in metrics.items()],
                 )
         return still
 
@@ -147,7 +147,7 @@ class Store(Records):
                 connection.execute(
                     "UPDATE jobs SET status = ?, completed_at = ?, error = ?, not_before = ?,"
                     " failures = failures + 1 WHERE id = ?",
-                    (status, completed, error, retry_at or 0, job_id),
+                    (status, completed, _storable(error), retry_at or 0, job_id),
                 )
         return still
 
@@ -157,7 +157,7 @@ class Store(Records):
             if still:
                 connection.execute(
                     "UPDATE jobs SET status = ?, completed_at = ?, error = ? WHERE id = ?",
-                    (Status.EXPIRED, time.time(), why, job_id),
+                    (Status.EXPIRED, time.time(), _storable(why), job_id),
                 )
         return still
 
@@ -168,7 +168,7 @@ class Store(Records):
                 connection.execute(
                     "UPDATE jobs SET status = ?, started_at = NULL, not_before = 0, error = ?"
                     " WHERE id = ?",
-                    (Status.QUEUED, why, job_id),
+                    (Status.QUEUED, _storable(why), job_id),
                 )
         return still
 
@@ -201,6 +201,11 @@ class Store(Records):
                 "INSERT OR IGNORE INTO exports (job_id, sink, at) VALUES (?, ?, ?)",
                 (job_id, sink, time.time()),
             )
+
+
+def _storable(text: str) -> str:
+    """Return a text that SQLite takes: a file's name may hold bytes that are no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _tell(connection: sqlite3.Connection, job_id: str, at: float) -> None:

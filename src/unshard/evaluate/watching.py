@@ -23,7 +23,7 @@ from unshard.evaluate.client import EvalClient
 from unshard.evaluate.client_v1 import ServerAwayError
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.jobs import EvaluationError
-from unshard.evaluate.pin_files import list_checkpoint
+from unshard.evaluate.pin_files import fingerprint, list_checkpoint
 from unshard.evaluate.pins import pins_of
 from unshard.evaluate.sinks.base import Marks
 from unshard.evaluate.spool import Fields, Spool
@@ -151,7 +151,8 @@ class Watching:
         step = location.step
         if step is None or not self._is_due(step):
             return None
-        return tuple(one for one in self._config.weights if not self._is_known(step, one))
+        version = fingerprint(_checkpoint(location))
+        return tuple(one for one in self._config.weights if not self._is_known(step, version, one))
 
     def _is_due(self, step: int) -> bool:
         """Tell whether no other checkpoint stands for the same stretch of steps."""
@@ -166,7 +167,7 @@ class Watching:
     def _window(self, step: int) -> str | None:
         return f"{step // self._every}/{self._every}/{self._what('')}" if self._every else None
 
-    def _is_known(self, step: int, weights: str) -> bool:
+    def _is_known(self, step: int, version: str, weights: str) -> bool:
         """Tell whether a job was submitted before: to the spool, or to the server."""
         entries = (*self._spool.waiting(), *self._spool.pending())
         if any(self._is_same(entry.fields, step, weights) for entry in entries):
@@ -175,8 +176,9 @@ class Watching:
         try:
             jobs = self._client.jobs(run=name, step=step, profile=profile, weights=weights)
         except (ServerAwayError, EvaluationError):
-            return f"{step}/{self._what(weights)}" in self._marks
-        return any(_names(job.get("tasks")) == set(self._config.tasks) for job in jobs)
+            return f"{step}/{version}/{self._what(weights)}" in self._marks
+        asked = (set(self._config.tasks), version)
+        return any((_names(job.get("tasks")), job.get("fingerprint")) == asked for job in jobs)
 
     def _is_same(self, fields: Fields, step: int, weights: str) -> bool:
         request = fields.get("request")
@@ -186,9 +188,9 @@ class Watching:
         return asked == (self._config.profile, weights, set(self._config.tasks))
 
     def _mark(self, location: Location) -> None:
-        step = location.step or 0
+        step, version = location.step or 0, fingerprint(_checkpoint(location))
         for weights in self._config.weights:
-            self._marks.add(f"{step}/{self._what(weights)}")
+            self._marks.add(f"{step}/{version}/{self._what(weights)}")
         if (window := self._window(step)) is not None:
             self._marks.add(window)
             self._marks.add(f"{window}/{step}")

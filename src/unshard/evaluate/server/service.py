@@ -13,6 +13,7 @@ from unshard.api.options import MergeOptions
 from unshard.errors import IncompleteError, UnshardError, UsageError
 from unshard.evaluate.bounded_log import read_log
 from unshard.evaluate.jobs import Filters, Job, Request, Status
+from unshard.evaluate.pin_files import fingerprint
 from unshard.evaluate.pins import ExpiredError
 from unshard.evaluate.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.scheduler import Scheduler
@@ -87,17 +88,34 @@ class Service:
         checkpoint = resolve_checkpoint(request.checkpoint, self.config.roots)
         request, run = _placed(replace(request, checkpoint=str(checkpoint)))
         resolve_checkpoint(request.checkpoint, self.config.roots)
+        request = replace(request, fingerprint=self._fingerprint(request, pin))
         with self.pins.lock:
             kept = None if self._is_known(request) else self._pinned(request, run, pin)
             job, is_new = self.store.submit(request, pin=kept)
         self.scheduler.wake()
         return job, is_new
 
+    def _fingerprint(self, request: Request, pin: str | None) -> str:
+        """Return the checkpoint's fingerprint; where it is gone, that of the last job like it."""
+        kept = None if pin is None else self.pins.of_client(pin)
+        found = fingerprint(Path(kept or request.checkpoint))
+        if found:
+            return found
+        for job in self._alike(request):
+            known = job.request.fingerprint
+            if job.request.key == replace(request, fingerprint=known).key:
+                return known
+        return ""
+
+    def _alike(self, request: Request) -> list[Job]:
+        return self.store.jobs(
+            Filters(None, request.run, request.step, request.weights, request.profile)
+        )
+
     def _is_known(self, request: Request) -> bool:
         """Tell whether a job like this waits, runs or is completed: it needs no further pin."""
-        labels = Filters(None, request.run, request.step, request.weights, request.profile)
-        alike = (job for job in self.store.jobs(labels) if job.request.key == request.key)
-        return any(job.status is Status.COMPLETED or not job.status.is_final for job in alike)
+        same = (job for job in self._alike(request) if job.request.key == request.key)
+        return any(job.status is Status.COMPLETED or not job.status.is_final for job in same)
 
     def _pinned(self, request: Request, run: Path, pin: str | None) -> str | None:
         kept = None if pin is None else self.pins.of_client(pin)

@@ -93,6 +93,7 @@ class JobView(BaseModel):
     profile: str
     tasks: list[str]
     checkpoint: str
+    fingerprint: str
     created_at: float
     started_at: float | None
     completed_at: float | None
@@ -237,6 +238,7 @@ def job_view(job: Job, position: int | None) -> JobView:
         profile=request.profile,
         tasks=list(request.tasks),
         checkpoint=request.checkpoint,
+        fingerprint=request.fingerprint,
         created_at=job.created_at,
         started_at=job.started_at,
         completed_at=job.completed_at,
