@@ -8,13 +8,14 @@ others may wait for it; the next run starts new ones. `close` ends them.
 
 import gc
 import logging
+import sys
 import tempfile
 import time
 import traceback
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import _lru_cache_wrapper
+from functools import _lru_cache_wrapper, lru_cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -31,6 +32,7 @@ __all__ = ["RankError", "WorkerPool"]
 _GROUP_TIMEOUT = timedelta(seconds=60)
 _RUN_SECONDS = 120.0
 _GRACE_SECONDS = 3.0
+_DISTRIBUTED = "torch.distributed"
 
 
 class RankError(Exception):
@@ -170,11 +172,17 @@ def _serve(connection: "Connection[str | None, _Task | None]") -> None:
 def _forget_groups() -> None:
     """Clear what torch remembers by mesh: a mesh of the next group equals one of this."""
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-    for cached in gc.get_objects():
-        if isinstance(cached, _lru_cache_wrapper):
-            module = getattr(cached, "__module__", None) or ""
-            if module.startswith("torch.distributed"):
-                cached.cache_clear()
+    loaded = sum(name.startswith(_DISTRIBUTED) for name in sys.modules)
+    for cached in _caches(loaded):
+        cached.cache_clear()
+
+
+@lru_cache(maxsize=1)
+def _caches(loaded: int) -> "list[_lru_cache_wrapper[object]]":
+    """Return what torch remembers; looked for again (among a million objects) with every import."""
+    del loaded
+    found = [one for one in gc.get_objects() if isinstance(one, _lru_cache_wrapper)]
+    return [one for one in found if str(getattr(one, "__module__", "")).startswith(_DISTRIBUTED)]
 
 
 def _attempt(task: _Task) -> str | None:
