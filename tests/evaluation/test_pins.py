@@ -1,6 +1,7 @@
 """A pin keeps a checkpoint's weights while its trainer removes them, and disturbs nothing."""
 
 import errno
+import itertools
 import os
 import shutil
 import threading
@@ -134,26 +135,38 @@ def test_a_checkpoint_that_is_gone_cannot_be_pinned(tmp_path: Path) -> None:
 
 
 def test_a_pin_is_whole_or_not_there_when_the_trainer_removes_at_the_same_time(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real rmtree in another thread, many times, at growing delays."""
-    whole = gone = 0
-    for attempt in range(60):
-        checkpoint = lmms_checkpoint(tmp_path, attempt)
+    """Real rmtree in another thread, begun at every link, and every other time awaited there."""
+    whole, count, link = [], 2 + 2 + 40, os.link
+    for number in range(count + 4):
+        checkpoint = lmms_checkpoint(tmp_path, number)
         for extra in range(40):
             (checkpoint / f"model-{extra:05}-of-00040.safetensors").write_bytes(b"x")
-        expected = 2 + 2 + 40
-        remover = threading.Timer(attempt * 0.0002, shutil.rmtree, [checkpoint])
-        remover.start()
+        remover, links = (
+            threading.Thread(target=shutil.rmtree, args=[checkpoint]),
+            itertools.count(),
+        )
+
+        def link_and_remove(source: Path, target: Path) -> None:
+            link(source, target)
+            if next(links) == number:  # noqa: B023  (called in this round only)
+                remover.start()  # noqa: B023
+                if number % 2:  # noqa: B023
+                    remover.join()  # noqa: B023
+
+        monkeypatch.setattr(os, "link", link_and_remove)
         try:
             pin = pin_checkpoint(checkpoint, quota=Quota(count=1, bytes=None))
-            whole += 1
-            assert len(files_in(pin.path)) == expected
+            whole.append(number)
+            assert len(files_in(pin.path)) == count
             assert pin.changed() == []
         except GoneError:
-            gone += 1
-        remover.join()
-    assert (whole + gone, bool(whole), bool(gone)) == (60, True, True)
+            assert number < count
+        if remover.ident is not None:
+            remover.join()
+    assert {count, count + 1, count + 2, count + 3} <= set(whole)
+    assert not {number for number in whole if number % 2 and number < count}
     assert not list((tmp_path / "_unshard" / "pins").glob("*.partial"))
 
 
