@@ -3,9 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 TEST_VENV := .venv-test
 LMMS_VENV := .venv-lmms
-LMMS_NEEDS := accelerate==1.15.0 datasets==5.2.0 evaluate==0.4.6 fastapi==0.165.0 httpx==0.28.1 \
-	loguru==0.7.3 pillow==13.0.0 pytablewriter==1.2.1 pytz==2026.6 pyyaml==6.0.3 sacrebleu==2.6.0 tenacity==9.2.1 \
-	transformers==5.23.0 uvicorn==0.54.0
+LMMS_EVAL := lmms_eval==0.7.3 tenacity==9.2.1 pytz==2026.6
 DEMO_OUTPUT := demo-output
 # Trainers that callbacks are written for; what they depend on would replace torch or take gigabytes.
 WITHOUT_DEPENDENCIES := lightning==2.6.1 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
@@ -27,13 +25,14 @@ $(TEST_VENV)/.installed: pyproject.toml
 	$(TEST_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(WITHOUT_DEPENDENCIES)
 	touch $@
 
-# lmms-eval has an environment of its own. What it asks for is far more than its command line needs
-# for a model without weights, and a torchvision for another torch would break it.
-$(LMMS_VENV)/.installed: Makefile
+# lmms-eval has an environment of its own, which sees the packages of the tests' one. What it asks for
+# is far more than its command line needs for a model without weights, and its torchvision would
+# replace torch.
+SITE_PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+$(LMMS_VENV)/.installed: $(TEST_VENV)/.installed Makefile
 	$(PYTHON) -m venv $(LMMS_VENV)
-	$(LMMS_VENV)/bin/pip install --quiet --disable-pip-version-check "torch==2.13.0"
-	$(LMMS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps "lmms_eval==0.7.3"
-	$(LMMS_VENV)/bin/pip install --quiet --disable-pip-version-check $(LMMS_NEEDS)
+	$(TEST_VENV)/bin/python $(SITE_PACKAGES) > `$(LMMS_VENV)/bin/python $(SITE_PACKAGES)`/tests.pth
+	$(LMMS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(LMMS_EVAL)
 	touch $@
 
 demo: $(VENV)/.installed
