@@ -5,6 +5,8 @@ TEST_VENV := .venv-test
 LMMS_VENV := .venv-lmms
 LMMS_EVAL := lmms_eval==0.7.3 tenacity==9.2.1 pytz==2026.6
 DEMO_OUTPUT := demo-output
+# What is imported is compiled then: all of torch and transformers would take minutes.
+INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 # Trainers that callbacks are written for; what they depend on would replace torch or take gigabytes.
 WITHOUT_DEPENDENCIES := lightning==2.6.1 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
 	lmms-engine==0.1.4 loguru==0.7.3
@@ -14,15 +16,15 @@ WITHOUT_DEPENDENCIES := lightning==2.6.1 lightning-utilities==0.15.3 torchmetric
 # The demonstration has an environment of its own, without torch.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -e .
+	$(VENV)/bin/$(INSTALL) -e .
 	touch $@
 
 # torch first and by exact version: a CPU build, and nothing that follows may replace it.
 $(TEST_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(TEST_VENV)
-	$(TEST_VENV)/bin/pip install --quiet --disable-pip-version-check "torch==2.13.0"
-	$(TEST_VENV)/bin/pip install --quiet --disable-pip-version-check -e ".[test]"
-	$(TEST_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(WITHOUT_DEPENDENCIES)
+	$(TEST_VENV)/bin/$(INSTALL) "torch==2.13.0"
+	$(TEST_VENV)/bin/$(INSTALL) -e ".[test]"
+	$(TEST_VENV)/bin/$(INSTALL) --no-deps $(WITHOUT_DEPENDENCIES)
 	touch $@
 
 # lmms-eval has an environment of its own, which sees the packages of the tests' one. What it asks for
@@ -32,7 +34,7 @@ SITE_PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 $(LMMS_VENV)/.installed: $(TEST_VENV)/.installed Makefile
 	$(PYTHON) -m venv $(LMMS_VENV)
 	$(TEST_VENV)/bin/python $(SITE_PACKAGES) > `$(LMMS_VENV)/bin/python $(SITE_PACKAGES)`/tests.pth
-	$(LMMS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps $(LMMS_EVAL)
+	$(LMMS_VENV)/bin/$(INSTALL) --no-deps $(LMMS_EVAL)
 	touch $@
 
 demo: $(VENV)/.installed
