@@ -149,11 +149,11 @@ def test_lmms_engines_arguments_choose_the_weights(server: Live, run: Path) -> N
 
 def test_misplaced_arguments_are_lifted(server: Live, run: Path) -> None:
     blocker = evaluate(server, tasks=["waits"], model_args={"model": str(run), "num_gpus": 4})
-    arguments = {"pretrained": str(run / "checkpoint-5"), "num_gpus": 2, "batch_size": 4, "x": 1}
-    job = evaluate(server, model="qwen_vl", model_args=arguments)
+    arguments = {"pretrained": str(run / "checkpoint-5"), "num_gpus": 2, "batch_size": 4}
+    job = evaluate(server, model="qwen2_vl", model_args={**arguments, "max_pixels": 1})
     asked = info(server, job).request
-    assert (asked.model, asked.num_gpus, asked.batch_size) == ("lmms-eval:qwen_vl", 2, 4)
-    assert asked.model_args == {"pretrained": str(run / "checkpoint-5"), "x": 1}
+    assert (asked.model, asked.num_gpus, asked.batch_size) == ("lmms-eval:qwen2_vl", 2, 4)
+    assert asked.model_args == {"pretrained": str(run / "checkpoint-5"), "max_pixels": 1}
     for one in (job, blocker):
         message = server.call("DELETE", f"/jobs/{one['job_id']}").json()["message"]
         assert message == f"Job {one['job_id']} cancelled"

@@ -18,7 +18,11 @@ CONFIG = ServerConfig(
     profiles={
         "lm": Profile("lm", Kind.LM_EVAL, model_args={"dtype": "bfloat16"}),
         "few": Profile(
-            "few", Kind.LMMS_EVAL, interpreter="python3", allowed_tasks=("mme", "mmlu_*")
+            "few",
+            Kind.LMMS_EVAL,
+            interpreter="python3",
+            allowed_tasks=("mme", "mmlu_*"),
+            allowed_model_args=("codec_*", "revision"),
         ),
         "own": Profile("own", Kind.COMMAND, command=("x",)),
     },
@@ -142,6 +146,18 @@ def test_only_allowed_tasks() -> None:
         "worker_extension_cls",
         "logits_processors",
         "custom_generate",
+        "weights_only",  # False: pickles run what they like
+        "subfolder",
+        "use_kernels",
+        "revision",
+        "load_format",
+        "config",
+        "generation_config",
+        "vision_tower",
+        "chat_template",
+        "output_dir",
+        "penalty_alpha",  # transformers fetches code for it
+        "DTYPE",
         "dtype",  # the profile's own
         "",
         "a b",
@@ -158,14 +174,27 @@ def test_only_allowed_tasks() -> None:
     ],
 )
 def test_arguments_that_are_the_servers(key: object) -> None:
-    refused("model_args cannot be accepted", model_args={key: 1})
+    refused("model_args cannot be accepted", model_args={"max_pixels": 1, key: 1})
     if key != "dtype" and isinstance(key, str) and key and not set(key) & set("=,"):
         refused("gen_kwargs cannot be accepted", gen_kwargs=f"{key}=1")
+
+
+def test_a_profile_allows_more_arguments() -> None:
+    more: dict[str, str | int] = {"codec_patch": 14, "revision": "main"}
+    asked = replace(GOOD, profile="few", tasks=("mme",), model_args=more, gen_kwargs="codec_x=1")
+    check_request(asked, CONFIG)
+    for key in ("weights_only", "subfolder", "Revision", "codec"):
+        with pytest.raises(UsageError, match="`allowed_model_args`"):
+            check_request(replace(asked, model_args={key: False}), CONFIG)
+    with pytest.raises(UsageError, match="slashes"):
+        check_request(replace(asked, model_args={"revision": "refs/pr/1"}), CONFIG)
 
 
 @pytest.mark.parametrize(
     "value",
     [
+        "..",
+        ".",
         "bf16,trust_remote_code=True",
         "a=b",
         "a\nb",

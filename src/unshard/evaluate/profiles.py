@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from unshard.errors import UsageError
+from unshard.evaluate.harmless import MODEL_TYPES
 from unshard.evaluate.jobs import Scalar
 from unshard.evaluate.profile_settings import (
     read_command,
@@ -79,6 +80,10 @@ class Profile:
         model: the type of model, as the evaluator calls it.
         checkpoint_key: the argument of the model that takes the checkpoint.
         model_args: arguments of the model that no client can change.
+        allowed_model_args: shell patterns of the arguments, of the model and of generation, that
+            clients may choose beside those known to be harmless.
+        allowed_models: kind lmms-eval: shell patterns of the other types of model that clients may
+            choose.
         allowed_tasks: shell patterns, one of which a task must match; empty: every task may run.
         timeout_s: seconds after which an attempt is ended.
         retries: how many more attempts a failed one gets.
@@ -100,6 +105,8 @@ class Profile:
     model: str = "hf"
     checkpoint_key: str = "pretrained"
     model_args: Mapping[str, Scalar] = field(default_factory=dict)
+    allowed_model_args: tuple[str, ...] = ()
+    allowed_models: tuple[str, ...] = MODEL_TYPES
     allowed_tasks: tuple[str, ...] = ()
     timeout_s: float = 24 * 3600.0
     retries: int = 1
@@ -168,11 +175,11 @@ _COMMON_KEYS = frozenset(
     "kind environment allowed_tasks timeout retries gpus keep best_metric".split()
 )
 _HARNESS_KEYS = _COMMON_KEYS | set(
-    "interpreter include_paths model checkpoint_key model_args launcher".split()
+    "interpreter include_paths model checkpoint_key model_args allowed_model_args launcher".split()
 )
 _PROFILE_KEYS: Mapping[Kind, frozenset[str]] = {
     Kind.LM_EVAL: _HARNESS_KEYS,
-    Kind.LMMS_EVAL: _HARNESS_KEYS,
+    Kind.LMMS_EVAL: _HARNESS_KEYS | {"allowed_models"},
     Kind.COMMAND: _COMMON_KEYS | {"command", "results"},
 }
 _MODELS: Mapping[Kind, str] = {Kind.LM_EVAL: "hf", Kind.LMMS_EVAL: "huggingface"}
@@ -274,6 +281,10 @@ def _profile(name: str, kind: Kind, settings: Settings, gpus: tuple[int, ...]) -
         model=settings.text("model", _MODELS.get(kind, default.model)),
         checkpoint_key=settings.text("checkpoint_key", default.checkpoint_key),
         model_args=read_model_args(settings),
+        allowed_model_args=settings.texts("allowed_model_args"),
+        allowed_models=settings.texts("allowed_models")
+        if "allowed_models" in settings
+        else default.allowed_models,
         allowed_tasks=settings.texts("allowed_tasks"),
         timeout_s=settings.seconds("timeout", default.timeout_s),
         retries=settings.count("retries", default.retries, most=100),

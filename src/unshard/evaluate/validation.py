@@ -4,19 +4,20 @@ Pure, but for a look at which evaluators are installed, and `resolve_checkpoint`
 links.
 
 A client chooses what is measured. Which code runs, with which rights, is the server's: so no task
-that is a path (a task's YAML file runs any Python), no argument of a model that loads code or
-another model, no character that an evaluator's parser would take for a separator.
+that is a path (a task's YAML file runs any Python), no argument but those known to load nothing and
+those that the profile allows, no character that an evaluator's parser would take for a separator.
 """
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 
 from unshard.errors import UsageError, raise_all
 from unshard.evaluate.arguments import has_separator, parse_arguments
+from unshard.evaluate.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
 from unshard.evaluate.jobs import Request, Scalar
 from unshard.evaluate.profiles import Kind, Profile, ServerConfig
 
@@ -37,17 +38,6 @@ _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 _MODULES: Mapping[Kind, str] = {Kind.LM_EVAL: "lm_eval", Kind.LMMS_EVAL: "lmms_eval"}
 _BATCH = re.compile(r"auto(?::[1-9][0-9]{0,3})?", re.ASCII)
 _RUN = re.compile(r"[^\W_](?:[\w .+=@-]*[\w+=@-])?")
-
-_CODE = tuple(
-    "remote_code unsafe plugin worker_cls worker_extension executor overrides logits_processor "
-    "processor_cls model_class custom_generate custom_pipeline".split()
-)
-_CHECKPOINT = frozenset(
-    "pretrained model model_path model_name model_name_or_path model_id model_version checkpoint "
-    "checkpoint_path ckpt path peft delta adapter lora lora_path engine tokenizer tokenizer_path "
-    "processor base_url api_key token use_auth_token gguf_file cache_dir offload_folder "
-    "download_dir".split()
-)
 
 
 def check_request(request: Request, config: ServerConfig) -> None:
@@ -123,15 +113,16 @@ def _tasks(request: Request, profile: Profile) -> Iterator[UsageError]:
             yield _wrong("tasks", task, expected=", ".join(profile.allowed_tasks))
 
 
-def _matches(task: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(task, pattern) for pattern in patterns)
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _arguments(request: Request, profile: Profile) -> Iterator[UsageError]:
     if profile.kind is Kind.COMMAND:
         yield from _no_arguments(request)
         return
-    yield from _pairs("model_args", request.model_args)
+    more = profile.allowed_model_args
+    yield from _pairs("model_args", request.model_args, MODEL_ARGUMENTS, more)
     fixed = {profile.checkpoint_key, *profile.model_args}
     for key in sorted(fixed.intersection(request.model_args)):
         yield _wrong("model_args", key, expected="no argument that the server sets itself")
@@ -141,9 +132,11 @@ def _arguments(request: Request, profile: Profile) -> Iterator[UsageError]:
         yield _wrong("gen_kwargs", request.gen_kwargs, expected="key=value, separated by commas")
         return
     try:
-        yield from _pairs("gen_kwargs", parse_arguments(request.gen_kwargs, what="gen_kwargs"))
+        pairs = parse_arguments(request.gen_kwargs, what="gen_kwargs")
     except UsageError as error:
         yield error
+    else:
+        yield from _pairs("gen_kwargs", pairs, GENERATION_ARGUMENTS, more)
 
 
 def _no_arguments(request: Request) -> Iterator[UsageError]:
@@ -153,26 +146,28 @@ def _no_arguments(request: Request) -> Iterator[UsageError]:
             yield _wrong(name, getattr(request, name), expected="nothing: a command takes none")
 
 
-def _pairs(field: str, pairs: Mapping[str, Scalar]) -> Iterator[UsageError]:
+def _pairs(
+    field: str, pairs: Mapping[str, Scalar], harmless: Collection[str], more: Sequence[str]
+) -> Iterator[UsageError]:
     if len(pairs) > _MOST_ARGUMENTS:
         yield _wrong(field, len(pairs), expected=f"at most {_MOST_ARGUMENTS}")
         return
     for key, value in pairs.items():
         if not _is_name(key, _KEY):
             yield _wrong(field, key, expected="an identifier of ASCII letters, digits and `_`")
-        elif key.lower() in _CHECKPOINT or any(part in key.lower() for part in _CODE):
+        elif key not in harmless and not _matches(key, more):
             yield _wrong(
                 field,
                 key,
-                expected="no argument that loads code, or another model",
-                hint="the server's configuration can set it in `model_args` of the profile",
+                expected="an argument that is known to load neither code nor another model",
+                hint="the profile can allow it by `allowed_model_args`, or set it by `model_args`",
             )
         elif not _is_plain(value):
             yield _wrong(
                 f"{field}: {key}",
                 value,
                 expected="a finite number, a boolean, or one line of text without comma, equals "
-                "sign, quotes, brackets and slashes",
+                "sign, quotes, brackets and slashes, and not only dots",
             )
 
 
@@ -192,6 +187,7 @@ def _is_plain(value: object) -> bool:
         and value.isprintable()
         and not has_separator(value)
         and "/" not in value
+        and set(value) != {"."}
     )
 
 

@@ -27,7 +27,7 @@ from unshard.evaluate.server.lmms_views import (
     TaskNames,
     job_info,
 )
-from unshard.evaluate.server.service import Service
+from unshard.evaluate.server.service import Service, allows_model
 
 __all__ = ["router", "wanted_of"]
 
@@ -195,10 +195,14 @@ def _checkpoint_of(arguments: dict[str, Scalar], engine: Mapping[str, Scalar | N
 
 
 def _profile_of(model: str, service: Service) -> str:
+    """Return a profile's name, or "name:type": best one of this type, else one that allows it."""
     if model in service.profiles:
         return model
-    for name, profile in service.profiles.items():
-        if profile.kind == "lmms-eval":
-            return f"{name}:{model}"
+    found = {name: one for name, one in service.profiles.items() if one.kind == "lmms-eval"}
+    for name, profile in found.items():
+        if profile.model == model:
+            return name
+    for name in sorted(found, key=lambda name: not allows_model(found[name], model)):
+        return f"{name}:{model}"
     known = ", ".join(sorted(service.profiles)) or "none"
     raise UsageError(f"model {model}: no profile of this name", expected=f"one of: {known}")

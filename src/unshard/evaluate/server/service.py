@@ -6,12 +6,14 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from unshard.api.merging import merge_with
 from unshard.api.options import MergeOptions
 from unshard.errors import IncompleteError, UnshardError, UsageError
 from unshard.evaluate.bounded_log import read_log
+from unshard.evaluate.harmless import CHECKPOINT_KEYS
 from unshard.evaluate.jobs import Filters, Job, Request, Status
 from unshard.evaluate.pin_files import fingerprint
 from unshard.evaluate.pins import ExpiredError
@@ -24,7 +26,7 @@ from unshard.progress import ignore
 from unshard.read.discover import discover
 from unshard.read.format import Request as Wanted
 
-__all__ = ["Service", "profile_named"]
+__all__ = ["Service", "allows_model", "profile_named"]
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 
@@ -33,21 +35,32 @@ def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
     """Return a profile; "name:type" is a profile of lmms-eval with another type of model.
 
     Raises:
-        UsageError: there is none of this name, or the type cannot be one.
+        UsageError: there is none of this name, or it does not allow the type.
     """
     base, _, model = name.partition(":")
     if base not in profiles:
         known = ", ".join(sorted(profiles)) or "none"
         raise UsageError(f"profile {base!r:.200}: unknown", expected=f"one of: {known}")
+    profile = profiles[base]
     if name == base:
-        return profiles[base]
-    if profiles[base].kind is not Kind.LMMS_EVAL:
+        return profile
+    if profile.kind is not Kind.LMMS_EVAL:
         raise UsageError(f"profile {base}: its model cannot be chosen", found=f"{name!r:.200}")
-    if not _MODEL.fullmatch(model):
+    if model == profile.model:
+        return profile
+    if not _MODEL.fullmatch(model) or not allows_model(profile, model):
         raise UsageError(
-            f"model {model!r:.200}: cannot be one", expected="letters, digits, _ and -"
+            f"profile {base}: model {model!r:.200} is not allowed",
+            expected=", ".join([profile.model, *profile.allowed_models]),
+            hint="other types may run code of a checkpoint: the profile can allow them by "
+            "`allowed_models`",
         )
-    return replace(profiles[base], model=model)
+    return replace(profile, model=model, checkpoint_key=CHECKPOINT_KEYS.get(model, "pretrained"))
+
+
+def allows_model(profile: Profile, model: str) -> bool:
+    """Tell whether a client may choose a type of model."""
+    return any(fnmatchcase(model, pattern) for pattern in profile.allowed_models)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
