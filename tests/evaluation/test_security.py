@@ -3,12 +3,13 @@
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 
-from evaluation.live import Fields, Live, checkpoint, cli, live
+from evaluation.live import Fields, Live, checkpoint, cli, live, until
 from unshard.errors import UsageError
 from unshard.evaluate.server.security import rules_for
 
@@ -193,6 +194,35 @@ def test_a_huge_length_is_refused_before_anything_is_sent(server: Live) -> None:
     head = b"POST /evaluate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     answer = raw(server, head + b"Content-Length: 99999999999\r\n\r\n")
     assert b" 413 " in answer.partition(b"\r\n")[0]
+
+
+def test_connections_without_a_request_keep_nobody_out(guarded: Live) -> None:
+    """The newest drive out the oldest, and none stays for long, whatever it sends in between."""
+    port = int(guarded.url.rpartition(":")[2])
+    body = b"POST /evaluate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n1"
+    held_open: list[socket.socket] = []
+    with ExitStack() as stack:
+        for number in range(700):
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            one.sendall(b"GET / HTTP/1.1\r\nX: " if number % 2 else body)
+            held_open.append(one)
+            answer = guarded.call("GET", "/health") if number % 100 == 99 else None
+            assert answer is None or answer.status_code == 401
+        assert guarded.process is not None
+        held = len(list(Path(f"/proc/{guarded.process.pid}/fd").iterdir()))
+        assert held < 700
+        last = held_open[-2:]
+        until(lambda: not any(map(_is_open, last)), "the end of the last ones")
+    assert "Too many open files" not in guarded.log.read_text()
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Send a byte, and tell whether anybody listens."""
+    try:
+        connection.sendall(b"x")
+    except OSError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])

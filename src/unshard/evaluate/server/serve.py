@@ -18,6 +18,7 @@ from unshard.evaluate.pins import Quota, read_pin
 from unshard.evaluate.profiles import ServerConfig
 from unshard.evaluate.scheduler import Scheduler, Settings
 from unshard.evaluate.server.app import make_app
+from unshard.evaluate.server.connections import BoundedProtocol, raise_file_limit
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.security import rules_for
 from unshard.evaluate.server.service import Service, profile_named
@@ -143,6 +144,7 @@ def serve(given: Given) -> None:
         UsageError: the configuration makes no sense, or another server uses the work directory.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    raise_file_limit()
     config = configured(given)
     rules = rules_for(config.host, config.token_file, given.allow_unauthenticated)
     with _listening(config.host, config.port) as listening:
@@ -156,6 +158,8 @@ def serve(given: Given) -> None:
         server = uvicorn.Server(
             uvicorn.Config(
                 make_app(service, rules),
+                http=BoundedProtocol,
+                ws="none",
                 log_level="warning",
                 proxy_headers=False,  # anybody could claim to be a proxy, and to speak for anyone
                 server_header=False,
