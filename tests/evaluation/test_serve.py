@@ -2,6 +2,7 @@
 
 import resource
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -199,6 +200,27 @@ def test_a_full_disk_is_reported_and_the_merge_tried_again(tmp_path: Path) -> No
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
         assert server.submit(place)["id"] == job["id"]
         assert server.ended(job)["attempts"] == 2
+
+
+def test_a_server_ends_though_it_merges_for_a_client(tmp_path: Path) -> None:
+    server = Live(tmp_path)
+    server.configure()
+    place = server.root / "run" / "checkpoint-5"
+    save_ranks(place / "pytorch_model_fsdp_0", {"big": torch.zeros(150_000_000)}, 1)
+    (place / "config.json").write_text("{}")
+    server.start()
+    answers: list[httpx.Response] = []
+    asked = {"checkpoint_path": str(place)}
+    merging = threading.Thread(
+        target=lambda: answers.append(server.call("POST", "/merge", json=asked))
+    )
+    merging.start()
+    target = place.parent / "_unshard" / "merged"
+    until(lambda: target.exists() and any(target.iterdir()), "a merge that has begun")
+    assert server.stop() == 0
+    merging.join()
+    assert [answer.status_code for answer in answers] == [503]
+    assert not (target / "checkpoint-5").exists()
 
 
 def test_a_server_ends_though_somebody_follows_its_events(server: Live, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from evaluation.live import Fields, Live, all_gone, checkpoint, live, until
+from ranks import assert_same, merged, some_tensors
 from unshard.evaluate import lmms_engine as ours
 from unshard.evaluate.server import lmms_views
 
@@ -181,9 +182,27 @@ def test_errors_are_told_as_its_clients_expect(
     assert isinstance(answer.json()["detail"], str)
 
 
-def test_a_checkpoint_that_is_not_there_is_not_merged(server: Live, run: Path) -> None:
-    answer = server.call("POST", "/merge", json={"checkpoint_path": str(run / "checkpoint-9")})
-    assert answer.status_code == 404
+@pytest.mark.parametrize(("name", "status"), [("checkpoint-9", 404), ("x" * 300, 400)])
+def test_a_checkpoint_that_is_not_there_is_not_merged(
+    server: Live, run: Path, name: str, status: int
+) -> None:
+    answer = server.call("POST", "/merge", json={"checkpoint_path": str(run / name)})
+    assert answer.status_code == status
+
+
+def test_a_merge_is_exact(server: Live, run: Path) -> None:
+    """The tensors of a run are float32, among others: none is cast."""
+    asked = {"checkpoint_path": str(run / "checkpoint-5"), "checkpoint_type": "ema"}
+    answer = server.call("POST", "/merge", json=asked)
+    assert_same(merged(Path(answer.json()["merged_path"])), some_tensors(1005))
+
+
+def test_a_damaged_checkpoint_is_not_merged(server: Live, run: Path) -> None:
+    place = checkpoint(run, 20)
+    (place / "pytorch_model_fsdp_0" / "model_world_size_2_rank_1.pt").write_bytes(b"")
+    answer = server.call("POST", "/merge", json={"checkpoint_path": str(place)})
+    assert (answer.status_code, "rank_1" in answer.json()["detail"]) == (500, True)
+    assert not (run / "_unshard" / "merged" / "checkpoint-20").exists()
 
 
 def test_lmms_engines_backend_gets_the_numbers(

@@ -17,7 +17,14 @@ from unshard.evaluate.processes import identify, kill_group
 from unshard.read.discover import discover
 from unshard.read.format import Request as Wanted
 
-__all__ = ["GivenUpError", "GoneError", "Merger", "PassingError", "source_of"]
+__all__ = [
+    "GivenUpError",
+    "GoneError",
+    "Merger",
+    "PassingError",
+    "merge_in_process",
+    "source_of",
+]
 
 _POLL_S = 0.05
 _WHOLE = ("model*.safetensors", "pytorch_model*.bin")
@@ -109,34 +116,56 @@ class Merger:
         while not self._turns.acquire(timeout=_POLL_S):
             if is_given_up():
                 raise GivenUpError(f"{source}: not wanted any more")
+        options = replace(self._options, weights=job.request.weights)
         try:
-            self._merge(source, job, directory, is_given_up)
+            merge_in_process(
+                source,
+                self.merged(job.id),
+                options,
+                directory=directory,
+                is_given_up=is_given_up,
+            )
         finally:
             self._turns.release()
 
-    def _merge(
-        self, source: Path, job: Job, directory: Path, is_given_up: Callable[[], bool]
-    ) -> None:
-        options = replace(self._options, weights=job.request.weights)
-        order = {
-            "checkpoint": str(source),
-            "output": str(self.merged(job.id)),
-            "options": asdict(options),
-        }
-        log = directory / _LOG_NAME
-        with start_module("unshard.evaluate.merge_worker", directory=directory, log=log) as worker:
-            if worker.stdin is None:
-                raise RuntimeError("the worker has no stdin")
-            process = identify(worker.pid, gpus=(), directory=str(directory))
-            try:
-                worker.stdin.write(json.dumps(order, default=str).encode() + b"\n")
-                worker.stdin.flush()
-                _wait(worker, is_given_up)
-            except BrokenPipeError:
-                worker.wait()
-            finally:
-                kill_group(process, grace_s=0)
-        _judge(source, directory, worker.returncode)
+
+def merge_in_process(
+    source: Path,
+    output: Path,
+    options: MergeOptions,
+    *,
+    directory: Path,
+    is_given_up: Callable[[], bool],
+) -> None:
+    """Merge a checkpoint in a process of its own.
+
+    Args:
+        source: the checkpoint.
+        output: where the model goes.
+        options: of the merge.
+        directory: where the process works and leaves its log and its answer.
+        is_given_up: asked often; the process is then ended.
+
+    Raises:
+        PassingError: it may be tried again.
+        GivenUpError: `is_given_up`.
+        EvaluationError: it cannot be merged.
+    """
+    order = {"checkpoint": str(source), "output": str(output), "options": asdict(options)}
+    log = directory / _LOG_NAME
+    with start_module("unshard.evaluate.merge_worker", directory=directory, log=log) as worker:
+        if worker.stdin is None:
+            raise RuntimeError("the worker has no stdin")
+        process = identify(worker.pid, gpus=(), directory=str(directory))
+        try:
+            worker.stdin.write(json.dumps(order, default=str).encode() + b"\n")
+            worker.stdin.flush()
+            _wait(worker, is_given_up)
+        except BrokenPipeError:
+            worker.wait()
+        finally:
+            kill_group(process, grace_s=0)
+    _judge(source, directory, worker.returncode)
 
 
 def _gone(source: Path) -> GoneError:

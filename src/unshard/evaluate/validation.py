@@ -73,6 +73,7 @@ def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
         raise _wrong("checkpoint", path, expected="an absolute path")
     try:
         resolved = Path(path).resolve()
+        resolved.exists()  # raises where no file can have this name
         places = [root.resolve() for root in roots]
     except (OSError, RuntimeError) as error:
         raise _wrong("checkpoint", path, expected="a path that can be followed") from error

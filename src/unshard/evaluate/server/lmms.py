@@ -10,9 +10,10 @@ from datetime import UTC, datetime
 
 from fastapi import APIRouter, HTTPException, Request
 
-from unshard.errors import CheckpointError, UnshardError, UsageError
+from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Request as Wanted
 from unshard.evaluate.jobs import Scalar, Status
+from unshard.evaluate.merging import GivenUpError, GoneError
 from unshard.evaluate.server.lmms_views import (
     EvaluateRequest,
     Health,
@@ -132,8 +133,10 @@ async def merge(request: Request, asked: MergeRequest) -> MergeResponse:
             )
     except UsageError as error:
         raise HTTPException(400, str(error)) from error
-    except CheckpointError as error:
+    except GoneError as error:
         raise HTTPException(404, str(error)) from error
+    except GivenUpError as error:
+        raise HTTPException(503, str(error)) from error
     except (UnshardError, OSError) as error:
         raise HTTPException(500, f"Merge failed: {error}") from error
     return MergeResponse(

@@ -155,7 +155,8 @@ def serve(given: Given) -> None:
         _log.info("roots %s, profiles %s", list(map(str, config.roots)), list(config.profiles))
         _log.info("listening on http://%s:%d", shown, port)
         signal.signal(signal.SIGTERM, _end)
-        server = uvicorn.Server(
+        server = _Server(
+            service,
             uvicorn.Config(
                 make_app(service, rules),
                 http=BoundedProtocol,
@@ -164,13 +165,26 @@ def serve(given: Given) -> None:
                 proxy_headers=False,  # anybody could claim to be a proxy, and to speak for anyone
                 server_header=False,
                 timeout_graceful_shutdown=_GRACE_S,  # who follows events would stay for ever
-            )
+            ),
         )
         try:
             server.run(sockets=[listening])
         finally:
             service.scheduler.stop(end=False)
             service.store.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, but merges for clients end when it is told to."""
+
+    def __init__(self, service: Service, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end."""
+        self._service.stopping.set()
+        super().handle_exit(sig, frame)
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:

@@ -4,17 +4,19 @@ import asyncio
 import json
 import re
 import secrets
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from unshard.api.merging import merge_with
 from unshard.api.options import MergeOptions
-from unshard.errors import IncompleteError, UnshardError, UsageError
+from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.bounded_log import read_log
 from unshard.evaluate.harmless import CHECKPOINT_KEYS
 from unshard.evaluate.jobs import Filters, Job, Request, Status
+from unshard.evaluate.merging import GoneError, merge_in_process
 from unshard.evaluate.pin_files import fingerprint
 from unshard.evaluate.pins import ExpiredError
 from unshard.evaluate.profiles import Kind, Profile, ServerConfig
@@ -22,7 +24,6 @@ from unshard.evaluate.scheduler import Scheduler
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.store import Store
 from unshard.evaluate.validation import check_request, resolve_checkpoint
-from unshard.progress import ignore
 from unshard.read.discover import discover
 from unshard.read.format import Request as Wanted
 
@@ -73,6 +74,7 @@ class Service:
         config: what may be run, and where checkpoints may lie.
         pins: what keeps checkpoints while their jobs wait.
         merging: held by whoever merges for a client: one at a time.
+        stopping: set when the server is told to end.
     """
 
     store: Store
@@ -80,6 +82,7 @@ class Service:
     config: ServerConfig
     pins: Pins
     merging: asyncio.Lock = field(default_factory=asyncio.Lock)
+    stopping: threading.Event = field(default_factory=threading.Event)
 
     @property
     def profiles(self) -> Mapping[str, Profile]:
@@ -145,17 +148,28 @@ class Service:
         """Merge a checkpoint into `_unshard/merged` of its run; return where it lies.
 
         Raises:
-            UnshardError: it cannot be, or lies outside the roots.
+            UsageError: it lies outside the roots.
+            GoneError: it is not there.
+            GivenUpError: the server ends.
+            UnshardError: it cannot be merged.
         """
         path = resolve_checkpoint(checkpoint, self.config.roots)
         if not path.exists():
-            raise IncompleteError(f"{path}: is not there")
+            raise GoneError(f"{path}: is not there")
         name = path.name if weights == "model" else f"{path.name}-{weights}"
         target = resolve_checkpoint(
             str(path.parent / "_unshard" / "merged" / name), self.config.roots
         )
-        options = MergeOptions(dtype="bfloat16", weights=weights, overwrite=True, extra_state=False)
-        return Path(merge_with(path, target, options, ignore).output)
+        options = MergeOptions(weights=weights, overwrite=True, extra_state=False)
+        with TemporaryDirectory(prefix="unshard-merge-") as directory:
+            merge_in_process(
+                path,
+                target,
+                options,
+                directory=Path(directory),
+                is_given_up=self.stopping.is_set,
+            )
+        return target
 
     def results_file(self, job: Job) -> str | None:
         """Return a file of a job's results in the form of lmms-eval's; None if it has none.
