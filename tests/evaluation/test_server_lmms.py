@@ -162,6 +162,24 @@ def test_misplaced_arguments_are_lifted(server: Live, run: Path) -> None:
     assert (again.status_code, "cancelled" in again.json()["detail"]) == (400, True)
 
 
+def test_files_of_samples_are_listed(server: Live, run: Path) -> None:
+    job = evaluate(server, tasks=["samples"], model_args={"pretrained": str(run / "checkpoint-5")})
+    server.ended({"id": job["job_id"]})
+    result = info(server, job).result
+    assert result is not None
+    samples = result["checkpoint-5"]["samples"]
+    assert isinstance(samples, list)
+    assert [Path(path).name for path in samples] == ["now_samples_samples.jsonl"]
+    assert Path(samples[0]).is_file()
+
+
+def test_what_would_measure_nothing_is_refused(server: Live, run: Path) -> None:
+    place = str(run / "checkpoint-5")
+    body = {"model": "script", "tasks": ["score"], "model_args": {"pretrained": place}}
+    answer = server.call("POST", "/evaluate", json={**body, "predict_only": True})
+    assert (answer.status_code, "predict_only" in answer.json()["detail"]) == (400, True)
+
+
 def test_a_running_job_can_be_cancelled(server: Live, run: Path) -> None:
     job = evaluate(server, tasks=["waits", "long"], model_args={"model": str(run / "checkpoint-5")})
     pids = server.began(5)["pids"]

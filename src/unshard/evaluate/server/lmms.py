@@ -75,7 +75,8 @@ def job(request: Request, job_id: str) -> JobInfo:
     found = service.job(job_id)
     if found is None:
         raise HTTPException(404, f"Job {job_id} not found")
-    return job_info(found, service.store.position(job_id), service.results_file(found))
+    position = service.store.position(job_id)
+    return job_info(found, position, service.results_file(found), service.sample_files(found))
 
 
 @router.delete("/jobs/{job_id}")
@@ -151,8 +152,10 @@ def wanted_of(asked: EvaluateRequest, service: Service) -> Wanted:
     in `lmms_engine_kwargs`, or in `model_args` under whichever key the type of model has for it.
 
     Raises:
-        UsageError: no checkpoint is named, or there is no profile for it.
+        UsageError: no checkpoint is named, there is no profile for it, or nothing would be measured.
     """
+    if asked.predict_only:
+        raise UsageError("predict_only: nothing would be measured", expected="false")
     arguments = {key: value for key, value in (asked.model_args or {}).items() if value is not None}
     lifted = {key: arguments.pop(key) for key in _LIFTED if key in arguments}
     checkpoint = _checkpoint_of(arguments, asked.lmms_engine_kwargs or {})

@@ -1,5 +1,6 @@
 """What lmms-eval's protocol takes and gives, as pydantic models."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -124,19 +125,22 @@ class MergeResponse(BaseModel):
     merged_path: str | None
 
 
-def job_info(job: Job, position: int | None, results: str | None) -> JobInfo:
+def job_info(
+    job: Job, position: int | None, results: str | None, samples: Sequence[str]
+) -> JobInfo:
     """Return what clients of lmms-eval's protocol see of a job.
 
     Args:
         job: whose.
         position: in the queue.
         results: a file of results as lmms-eval writes them.
+        samples: the files of samples beside it.
     """
     request = job.request
     result: dict[str, dict[str, object]] | None = None
     if job.status is Status.COMPLETED:
         result = {
-            Path(request.checkpoint).name: {"results": results, "samples": []},
+            Path(request.checkpoint).name: {"results": results, "samples": list(samples)},
             "metrics": dict(job.metrics),
         }
     expired = job.status is Status.EXPIRED

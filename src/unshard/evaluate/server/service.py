@@ -188,6 +188,11 @@ class Service:
             draft.replace(path)
         return str(path)
 
+    def sample_files(self, job: Job) -> list[str]:
+        """Return the files of a job's samples, as both evaluators call them."""
+        output = self.scheduler.directory_of(job) / "output"
+        return sorted(map(str, output.rglob("*samples_*.jsonl")))
+
     def job(self, job_id: str) -> Job | None:
         """Return a job."""
         return self.store.get(job_id)
