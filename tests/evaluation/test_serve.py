@@ -111,6 +111,16 @@ def test_a_pin_that_is_gone_with_its_checkpoint_expires(server: Live) -> None:
     assert (found["status"], "is gone" in found["error"]) == ("failed", True)
 
 
+def test_a_checkpoint_that_is_gone_before_it_is_pinned_expires(server: Live) -> None:
+    run = checkpoint(server.root / "early", 5).parent
+    job = server.submit(run / "checkpoint-4", step=4, run="early")
+    assert "is gone" in str(server.ended(job, "expired")["error"])
+    nowhere = {"pretrained": str(server.root / "nowhere" / "checkpoint-4")}
+    body = {"model": "script", "tasks": ["score"], "model_args": nowhere}
+    answer = server.call("POST", "/evaluate", json=body)
+    assert (answer.status_code, "is there" in answer.text) == (400, True)
+
+
 def test_a_pin_that_is_rewritten_in_place_fails(server: Live, busy: Fields) -> None:
     place = checkpoint(server.root / "rewritten", 5)
     job = server.submit(place)

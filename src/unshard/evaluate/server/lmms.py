@@ -152,7 +152,7 @@ def wanted_of(asked: EvaluateRequest, service: Service) -> Wanted:
     in `lmms_engine_kwargs`, or in `model_args` under whichever key the type of model has for it.
 
     Raises:
-        UsageError: no checkpoint is named, there is no profile for it, or nothing would be measured.
+        UsageError: no checkpoint is named, no profile is there for it, or nothing is measured.
     """
     if asked.predict_only:
         raise UsageError("predict_only: nothing would be measured", expected="false")

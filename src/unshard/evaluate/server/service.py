@@ -92,8 +92,8 @@ class Service:
     def submit(self, request: Request, pin: str | None) -> tuple[Job, bool]:
         """Queue a job; return it, and whether it is new.
 
-        A checkpoint that its client has not pinned is pinned here, if that is possible. One whose
-        pin is gone, and which is gone itself, becomes a job that expires.
+        A checkpoint that its client has not pinned is pinned here, if that is possible. One that is
+        gone from its run's directory becomes a job that expires.
 
         Raises:
             UnshardError: the request is refused.
@@ -137,11 +137,14 @@ class Service:
         kept = None if pin is None else self.pins.of_client(pin)
         if kept is not None:
             return kept
+        checkpoint = Path(request.checkpoint)
+        if pin is None and not checkpoint.parent.exists():
+            raise UsageError(
+                "checkpoint: neither it nor its run's directory is there", found=request.checkpoint
+            )
         try:
-            return self.pins.made(Path(request.checkpoint), request.step, run)
+            return self.pins.made(checkpoint, request.step, run)
         except ExpiredError:
-            if pin is None:
-                raise
             return None
 
     def merge(self, checkpoint: str, weights: str) -> Path:
