@@ -11,6 +11,7 @@ import pytest
 
 from evaluation.live import Fields, Live, checkpoint, cli, live, until
 from unshard.errors import UsageError
+from unshard.evaluate.pins import Quota, pin_checkpoint
 from unshard.evaluate.server.security import rules_for
 
 pytestmark = pytest.mark.xdist_group("eval-security")  # two servers for all
@@ -323,6 +324,41 @@ def test_a_checkpoint_outside_the_roots_is_refused(server: Live, number: int) ->
     ]
     assert [answer.status_code for answer in answers] == [400] * 4
     assert not (server.directory / "outside" / "_unshard").exists()
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "config", "step", "pin"])
+def test_links_inside_a_checkpoint_do_not_lead_out(server: Live, what: str) -> None:
+    outside = server.directory / "outside" / "checkpoint-7"
+    folder = outside / "pytorch_model_fsdp_0"
+    place = checkpoint(server.root / f"links-{what}", 8)
+    own = place / "pytorch_model_fsdp_0"
+    more: Fields = {}
+    match what:
+        case "file":
+            name = "model_world_size_2_rank_0.pt"
+            (own / name).unlink()
+            (own / name).symlink_to(folder / name)
+        case "folder":
+            own.rename(place.parent / "aside")
+            own.symlink_to(folder)
+        case "config":
+            (place.parent / "tokenizer.json").symlink_to(outside / "config.json")
+        case "step":
+            (place.parent / "checkpoint-9").symlink_to(outside)
+            place = place.parent
+        case _:
+            pin = pin_checkpoint(place, quota=Quota(8, None)).path
+            (pin / "model.safetensors").symlink_to(outside / "config.json")
+            more = {"pin": str(pin)}
+    asked = {"checkpoint": str(place), "tasks": ["links"], **more}
+    answers = [submit(server, **asked)]
+    if what != "pin":
+        answers += [
+            evaluate(server, model_args={"pretrained": str(place)}),
+            server.call("POST", "/merge", json={"checkpoint_path": str(place)}),
+        ]
+    for answer in answers:
+        assert (answer.status_code, "may read" in answer.text) == (400, True)
 
 
 def test_a_root_that_is_a_link_is_a_root(server: Live) -> None:

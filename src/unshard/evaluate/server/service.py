@@ -16,6 +16,7 @@ from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.bounded_log import read_log
 from unshard.evaluate.harmless import CHECKPOINT_KEYS
 from unshard.evaluate.jobs import Filters, Job, Request, Status
+from unshard.evaluate.links import check_links
 from unshard.evaluate.merging import GoneError, merge_in_process
 from unshard.evaluate.pin_files import fingerprint
 from unshard.evaluate.pins import ExpiredError
@@ -136,12 +137,14 @@ class Service:
     def _pinned(self, request: Request, run: Path, pin: str | None) -> str | None:
         kept = None if pin is None else self.pins.of_client(pin)
         if kept is not None:
+            check_links(Path(kept), Path(kept).parent, self.config.roots)
             return kept
         checkpoint = Path(request.checkpoint)
         if pin is None and not checkpoint.parent.exists():
             raise UsageError(
                 "checkpoint: neither it nor its run's directory is there", found=request.checkpoint
             )
+        check_links(checkpoint, run, self.config.roots)
         try:
             return self.pins.made(checkpoint, request.step, run)
         except ExpiredError:
@@ -151,7 +154,7 @@ class Service:
         """Merge a checkpoint into `_unshard/merged` of its run; return where it lies.
 
         Raises:
-            UsageError: it lies outside the roots.
+            UsageError: it, or a file of it, lies outside the roots.
             GoneError: it is not there.
             GivenUpError: the server ends.
             UnshardError: it cannot be merged.
@@ -159,6 +162,8 @@ class Service:
         path = resolve_checkpoint(checkpoint, self.config.roots)
         if not path.exists():
             raise GoneError(f"{path}: is not there")
+        request, run = _placed(Request(str(path), "", (), weights=weights))
+        check_links(Path(request.checkpoint), run, self.config.roots)
         name = path.name if weights == "model" else f"{path.name}-{weights}"
         target = resolve_checkpoint(
             str(path.parent / "_unshard" / "merged" / name), self.config.roots
