@@ -16,7 +16,7 @@ PROGRAM = """
 import json, pathlib, sys
 *rest, output = sys.argv[1:]
 pathlib.Path(output, "seen.json").write_text(json.dumps(rest))
-pathlib.Path(output, "results.json").write_text('{"gsm8k": {"exact_match": 0.5}}')
+pathlib.Path(output, "results.json").write_text('{{"gsm8k": {{"exact_match": 0.5}}}}')
 """
 
 
@@ -42,6 +42,23 @@ def test_the_program_gets_each_value_in_the_argument_that_names_it(tmp_path: Pat
     model = f"--model={tmp_path}/a model"
     assert seen == [model, "gsm8k", "300", "ema", "a run; rm -rf $HOME", '{"a": 1}']
     assert evaluator.metrics(work, 0) == {"gsm8k/exact_match": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ("awk '{{print}}'", "awk '{print}'"),
+        ("{{run}} {run}", "{run} {run}"),
+        ("{{{weights}}}", "{ema}"),
+        ('{"a": 1} {A} {}', '{"a": 1} {A} {}'),
+        ("${{HOME}}", "${HOME}"),
+    ],
+)
+def test_braces_that_stay_are_doubled(tmp_path: Path, part: str, expected: str) -> None:
+    profile = Profile("own", Kind.COMMAND, command=("x", part))
+    request = Request("/a", "own", ("t",), run="{run}", weights="ema")
+    work = work_at(tmp_path, tmp_path, request, profile)
+    assert make_evaluator(profile).command(work) == ["x", expected]
 
 
 def test_what_is_filled_in_is_not_filled_in_again(tmp_path: Path) -> None:

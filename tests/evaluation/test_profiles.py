@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from unshard.errors import UsageError
-from unshard.evaluate.profiles import Keep, Kind, Launcher, Profile, ServerConfig, gpus_here
+from unshard.evaluate.profiles import Keep, Kind, Launcher, Profile, ServerConfig
+from unshard.evaluate.server.serve import Given, configured
 
 WHOLE = """
 roots: [runs, /data/runs]
@@ -98,16 +99,6 @@ def test_an_empty_file_says_what_no_file_says(
     }
 
 
-@pytest.mark.parametrize(
-    ("visible", "expected"), [("", ()), ("0", (0,)), ("2, 1", (2, 1)), ("0,", (0,))]
-)
-def test_gpus_that_this_process_may_use(
-    monkeypatch: pytest.MonkeyPatch, visible: str, expected: tuple[int, ...]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpus_here() == expected
-
-
 PROFILE = "gpus: 1\nprofiles: {a: {kind: lm-eval, %s}}"
 COMMAND = "profiles: {a: {kind: command, %s}}"
 LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
@@ -131,6 +122,7 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         ("gpus: [a]", "gpus cannot be read"),
         ("gpus: [-1]", "gpus cannot be read"),
         ("gpus: -1", "gpus cannot be read"),
+        (PROFILE % "keep: best", "best_metric cannot be read\n  expected: TASK/METRIC"),
         (PROFILE % "keep: some", "keep cannot be read\n  expected: none, best, all"),
         ("pin_quota: 8", "pin_quota cannot be read"),
         ("pin_quota: {size: 8}", "pin_quota has the unknown key 'size'"),
@@ -159,6 +151,11 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         (LMMS % "include_paths: [a, b]", "expected: at most 1"),
         (COMMAND % "timeout: 1", "command cannot be read"),
         (COMMAND % "command: ['{chekpoint}']", "command cannot be read"),
+        (COMMAND % "command: [./nothing]", r"command cannot be read\n.*a program"),
+        (
+            COMMAND % "command: [./server.yaml]",
+            r"command cannot be read\n.*a program",
+        ),
         (COMMAND % "command: [a], results: ../a", "results cannot be read"),
         (COMMAND % "command: [a], results: /a", "results cannot be read"),
         (COMMAND % "command: [a], model: hf", "unknown key 'model'"),
@@ -173,6 +170,30 @@ def test_what_cannot_be(tmp_path: Path, text: str, message: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nothing\.yaml cannot be read"):
         ServerConfig.from_yaml(tmp_path / "nothing.yaml")
+
+
+def test_a_program_that_is_a_path_starts_at_the_files_directory(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").touch(mode=0o755)
+    config = read(tmp_path, COMMAND % "command: [./run.sh, ./run.sh, 'awk {{print}}']")
+    own = (str(tmp_path / "run.sh"), "./run.sh", "awk {{print}}")
+    assert config.profiles["a"].command == own
+
+
+@pytest.mark.parametrize("gpus", [None, 2, [4, 5, 6]])
+def test_given_gpus_are_known_before_the_profiles_are_read(tmp_path: Path, gpus: object) -> None:
+    text = yaml.safe_dump(
+        {"gpus": gpus, "profiles": {"a": {"kind": "lm-eval", "gpus": 2}, "b": {"kind": "lm-eval"}}}
+    )
+    path = tmp_path / "server.yaml"
+    path.write_text(text)
+    config = configured(Given(config=path, gpus="0,1,2,3"))
+    assert config.gpus == (0, 1, 2, 3)
+    assert [one.gpus for one in config.profiles.values()] == [2, 1]
+    default = configured(Given(gpus="3,"))
+    assert default.gpus == (3,)
+    assert [one.gpus for one in default.profiles.values()] == [1, 1, 0]
+    with pytest.raises(UsageError, match=r"profiles\.a .*gpus cannot be read"):
+        configured(Given(config=path, gpus="1"))
 
 
 def test_an_interpreter_is_not_replaced_by_what_it_links_to(tmp_path: Path) -> None:

@@ -76,7 +76,10 @@ def serve(
         typer.Option(help="Where checkpoints may lie.  [default: the current directory]"),
     ] = None,
     gpus: Annotated[
-        str | None, typer.Option(metavar="0,1|N", help="The GPUs to use.  [default: none]")
+        str | None,
+        typer.Option(
+            metavar="0,1|N", help="Their numbers (3, for one), or how many.  [default: all found]"
+        ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="[default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="[default: 8000]")] = None,

@@ -5,6 +5,7 @@ Knows what programs, directories and arguments must be like, not what a profile 
 
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from unshard.evaluate.arguments import join_arguments
@@ -12,7 +13,7 @@ from unshard.evaluate.jobs import Scalar
 from unshard.evaluate.settings import Settings
 
 __all__ = [
-    "PLACEHOLDER",
+    "filled",
     "read_command",
     "read_environment",
     "read_include_paths",
@@ -21,17 +22,20 @@ __all__ = [
     "read_results",
 ]
 
-PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([a-z_]+)\}")
 _PLACEHOLDERS = frozenset({"checkpoint", "output", "tasks", "step", "weights", "run"})
 
 
 def read_interpreter(settings: Settings, default: str) -> str:
     """Return a program that is there; a link to it is not resolved, or its environment is lost."""
-    text = settings.text("interpreter", default)
+    return _program(settings, "interpreter", settings.text("interpreter", default))
+
+
+def _program(settings: Settings, key: str, text: str) -> str:
     if "/" in text:
         text = str(settings.base / Path(text).expanduser())
     if shutil.which(text) is None:
-        raise settings.wrong("interpreter", expected="a program that can be run")
+        raise settings.wrong(key, expected="a program that can be run")
     return text
 
 
@@ -63,13 +67,27 @@ def read_model_args(settings: Settings) -> dict[str, Scalar]:
 
 
 def read_command(settings: Settings, *, needed: bool) -> tuple[str, ...]:
-    """Return a command's arguments, whose placeholders are known ones."""
+    """Return a command's arguments, whose placeholders are known ones.
+
+    A program that is a path starts at the file's directory, and is there.
+    """
     command = settings.texts("command")
-    unknown = {name for part in command for name in PLACEHOLDER.findall(part)} - _PLACEHOLDERS
-    if unknown or (needed and not command):
+    names = {name for part in command for name in _PLACEHOLDER.findall(part) if name}
+    if names - _PLACEHOLDERS or (needed and not command):
         known = ", ".join(f"{{{name}}}" for name in sorted(_PLACEHOLDERS))
-        raise settings.wrong("command", expected=f"a list of arguments, which may have {known}")
+        expected = f"a list of arguments, which may have {known}; {{{{ and }}}} are braces"
+        raise settings.wrong("command", expected=expected)
+    if command and "/" in command[0]:
+        return (_program(settings, "command", command[0]), *command[1:])
     return command
+
+
+def filled(argument: str, values: Mapping[str, str]) -> str:
+    """Return an argument of a command with values in the places of its placeholders."""
+    return _PLACEHOLDER.sub(
+        lambda found: values[found[1]] if found[1] else found[0][0],
+        argument,
+    )
 
 
 def read_results(settings: Settings, default: str) -> str:

@@ -4,7 +4,6 @@ Everything that decides which program runs, with which code, stands here, on the
 only chooses a profile by its name.
 """
 
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from unshard.errors import UsageError
+from unshard.evaluate.gpus import gpus_here
 from unshard.evaluate.harmless import MODEL_TYPES
 from unshard.evaluate.jobs import Scalar
 from unshard.evaluate.profile_settings import (
@@ -33,7 +33,6 @@ __all__ = [
     "Launcher",
     "Profile",
     "ServerConfig",
-    "gpus_here",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", re.ASCII)
@@ -144,20 +143,27 @@ class ServerConfig:
     profiles: Mapping[str, Profile] = field(default_factory=dict)
 
     @classmethod
-    def default(cls) -> "ServerConfig":
+    def default(cls, gpus: tuple[int, ...] | None = None) -> "ServerConfig":
         """Return what holds without a file: this machine's GPUs, and a profile of every kind.
 
         lm-eval and lmms-eval are those of this Python, where it has them; the command measures the
         weights themselves. There are no roots: the caller must name some.
+
+        Args:
+            gpus: others than this machine's.
         """
-        gpus = gpus_here()
+        gpus = gpus_here() if gpus is None else gpus
         return cls(gpus=gpus, profiles=_default_profiles(gpus))
 
     @classmethod
-    def from_yaml(cls, path: Path) -> "ServerConfig":
+    def from_yaml(cls, path: Path, gpus: tuple[int, ...] | None = None) -> "ServerConfig":
         """Read a configuration file; what it does not say is as in `default`.
 
         Relative paths start at the file's directory.
+
+        Args:
+            path: of the file.
+            gpus: others than the file's.
 
         Raises:
             UsageError: the file cannot be read, or a key is unknown or has a wrong value.
@@ -165,7 +171,7 @@ class ServerConfig:
         settings = Settings(
             _load(path), known=_SERVER_KEYS, where=str(path), base=path.absolute().parent
         )
-        return _server(settings)
+        return _server(settings, gpus)
 
 
 _SERVER_KEYS = frozenset(
@@ -183,15 +189,6 @@ _PROFILE_KEYS: Mapping[Kind, frozenset[str]] = {
     Kind.COMMAND: _COMMON_KEYS | {"command", "results"},
 }
 _MODELS: Mapping[Kind, str] = {Kind.LM_EVAL: "hf", Kind.LMMS_EVAL: "huggingface"}
-
-
-def gpus_here() -> tuple[int, ...]:
-    """Return the numbers of NVIDIA's GPUs of this machine that this process may use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and re.fullmatch(r"[0-9, ]*", visible):
-        return tuple(int(number) for number in visible.split(",") if number.strip())
-    names = (device.name.removeprefix("nvidia") for device in Path("/dev").glob("nvidia[0-9]*"))
-    return tuple(sorted(int(name) for name in names if name.isdecimal()))
 
 
 def _default_profiles(gpus: tuple[int, ...]) -> dict[str, Profile]:
@@ -216,9 +213,9 @@ def _load(path: Path) -> object:
         raise UsageError(f"{path} cannot be read", found=str(error)) from error
 
 
-def _server(settings: Settings) -> ServerConfig:
+def _server(settings: Settings, given: tuple[int, ...] | None) -> ServerConfig:
     default = ServerConfig()
-    gpus = _gpus(settings)
+    gpus = _gpus(settings) if given is None else given
     quota = Settings(
         settings.raw("pin_quota"),
         known=("count", "bytes"),
@@ -272,6 +269,9 @@ def _profiles(settings: Settings, gpus: tuple[int, ...]) -> dict[str, Profile]:
 
 def _profile(name: str, kind: Kind, settings: Settings, gpus: tuple[int, ...]) -> Profile:
     default = Profile(name, kind)
+    keep = settings.choice("keep", default.keep)
+    if keep is Keep.BEST and "best_metric" not in settings:
+        raise settings.wrong("best_metric", expected="TASK/METRIC, because of `keep: best`")
     return Profile(
         name=name,
         kind=kind,
@@ -289,7 +289,7 @@ def _profile(name: str, kind: Kind, settings: Settings, gpus: tuple[int, ...]) -
         timeout_s=settings.seconds("timeout", default.timeout_s),
         retries=settings.count("retries", default.retries, most=100),
         gpus=settings.count("gpus", min(1, len(gpus)), most=len(gpus)),
-        keep=settings.choice("keep", default.keep),
+        keep=keep,
         best_metric=settings.text("best_metric", "") or None,
         launcher=settings.choice("launcher", default.launcher),
         command=read_command(settings, needed=kind is Kind.COMMAND),

@@ -13,7 +13,7 @@ from unshard.evaluate.evaluators.documents import (
     demand_empty,
     read_document,
 )
-from unshard.evaluate.profile_settings import PLACEHOLDER
+from unshard.evaluate.profile_settings import filled
 from unshard.evaluate.work import Work
 
 __all__ = ["CommandEvaluator"]
@@ -34,9 +34,7 @@ class CommandEvaluator:
             "weights": request.weights,
             "run": request.run,
         }
-        return [
-            PLACEHOLDER.sub(lambda found: values[found[1]], part) for part in work.profile.command
-        ]
+        return [filled(part, values) for part in work.profile.command]
 
     def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
         """Return the numbers of all tasks."""

@@ -13,6 +13,7 @@ import uvicorn
 
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.evaluators import make_evaluator
+from unshard.evaluate.gpus import gpus_in
 from unshard.evaluate.jobs import Job
 from unshard.evaluate.pins import Quota, read_pin
 from unshard.evaluate.profiles import ServerConfig
@@ -54,33 +55,19 @@ def configured(given: Given) -> ServerConfig:
     Raises:
         UsageError: something of it makes no sense.
     """
-    config = ServerConfig.default()
-    if given.config is not None:
-        config = ServerConfig.from_yaml(given.config)
-    gpus = config.gpus if given.gpus is None else _gpus(given.gpus)
-    profiles = {
-        name: replace(one, gpus=min(one.gpus, len(gpus))) for name, one in config.profiles.items()
-    }
+    gpus = None if given.gpus is None else gpus_in(given.gpus)
+    if given.config is None:
+        config = ServerConfig.default(gpus)
+    else:
+        config = ServerConfig.from_yaml(given.config, gpus)
     return replace(
         config,
         roots=given.roots or config.roots or (Path.cwd(),),
-        gpus=gpus,
         host=given.host or config.host,
         port=config.port if given.port is None else given.port,
         token_file=given.token_file or config.token_file,
         work_directory=given.work_dir or config.work_directory or _WORK_DIR,
-        profiles=profiles,
     )
-
-
-def _gpus(text: str) -> tuple[int, ...]:
-    """Return the GPUs that "0,1" names, or how many "2" means."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise UsageError(f"--gpus {text}: unknown", expected="numbers, 0,1, or how many: 2")
-    if len(parts) == 1 and "," not in text:
-        return tuple(range(int(parts[0])))
-    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def make_service(config: ServerConfig) -> Service:

@@ -1,0 +1,46 @@
+"""Which GPUs a text or this process's environment means."""
+
+import pytest
+
+from unshard.errors import UsageError
+from unshard.evaluate.gpus import gpus_here, gpus_in
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", ()),
+        ("2", (0, 1)),
+        ("3,", (3,)),
+        ("0,1", (0, 1)),
+        (" 2, 1, 2 ", (2, 1)),
+        ("1,2,", (1, 2)),
+    ],
+)
+def test_gpus_that_are_given(text: str, expected: tuple[int, ...]) -> None:
+    assert gpus_in(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", ",", "1,,2", "1,2,,", "2-3", "-1", "all", "\u0663"])
+def test_what_means_no_gpus(text: str) -> None:
+    with pytest.raises(UsageError, match="--gpus"):
+        gpus_in(text)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [("", ()), ("-1", ()), ("NoDevFiles", ()), ("0", (0,)), ("2, 1", (2, 1)), ("0,", (0,))],
+)
+def test_gpus_that_this_process_may_use(
+    monkeypatch: pytest.MonkeyPatch, visible: str, expected: tuple[int, ...]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus_here() == expected
+
+
+@pytest.mark.parametrize("visible", ["GPU-8f3a", "MIG-xx", "0,-1", "1,x"])
+def test_gpus_that_have_other_names(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES") as caught:
+        gpus_here()
+    assert "--gpus" in caught.value.hint
