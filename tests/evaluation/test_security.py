@@ -146,6 +146,25 @@ def test_no_secret_is_shown(guarded: Live) -> None:
     assert "a-secret-of-the-profile" not in text
 
 
+def test_the_description_says_how_the_token_is_shown(guarded: Live, server: Live) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    spec = guarded.call("GET", "/openapi.json", headers=headers).json()
+    assert spec["security"] == [{"bearer": []}, {"basic": []}]
+    schemes = spec["components"]["securitySchemes"]
+    assert schemes["basic"] == {"type": "http", "scheme": "basic"}
+    assert "security" not in server.call("GET", "/openapi.json").json()
+
+
+def test_without_a_token_clients_on_loopback_are_free(tmp_path: Path) -> None:
+    with live(tmp_path, "--host", ANY, "--allow-unauthenticated", "192.0.2.0/24") as open_to_some:
+        assert open_to_some.call("GET", "/health").status_code == 200
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    networks = map(str, rules_for(ANY, token, ("192.0.2.0/24",)).free)
+    assert list(networks) == ["192.0.2.0/24"]
+
+
 # From where.
 
 
@@ -164,7 +183,8 @@ def test_its_own_names_are_taken(server: Live, host: str) -> None:
 
 def test_networks_without_a_token_still_name_the_server() -> None:
     rules = rules_for("192.0.2.1", None, ("192.0.2.0/24",))
-    assert {"192.0.2.1", socket.gethostname().lower()} <= rules.hosts
+    own = {"192.0.2.1", socket.gethostname().lower(), socket.getfqdn().lower()}
+    assert own <= rules.hosts
     assert rules_for("127.0.0.1", None, ("192.0.2.0/24",)).free == ()
 
 

@@ -13,7 +13,7 @@ import pytest
 from evaluation.live import Fields, Live, all_gone, checkpoint, live, until
 from ranks import assert_same, merged, some_tensors
 from unshard.evaluate import lmms_engine as ours
-from unshard.evaluate.server import lmms_views
+from unshard.evaluate.server import lmms_views, service
 
 pytestmark = pytest.mark.xdist_group("eval-lmms")  # one server for all
 TOKEN = "correct-horse-battery-staple"  # noqa: S105  (of the test)
@@ -171,6 +171,11 @@ def test_files_of_samples_are_listed(server: Live, run: Path) -> None:
     assert isinstance(samples, list)
     assert [Path(path).name for path in samples] == ["now_samples_samples.jsonl"]
     assert Path(samples[0]).is_file()
+
+
+def test_metrics_with_a_slash_belong_to_their_task() -> None:
+    found = service.by_task({"mme/acc": 1.0, "mme/a/b,strict": 2.0})
+    assert found == {"mme": {"acc,none": 1.0, "a/b,strict": 2.0}}
 
 
 def test_what_would_measure_nothing_is_refused(server: Live, run: Path) -> None:

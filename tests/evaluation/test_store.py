@@ -43,6 +43,14 @@ def test_a_request_comes_back_as_it_was_submitted(store: Store) -> None:
     assert store.get("other") is None
 
 
+def test_names_of_runs_and_jobs_that_wait_are_read_without_the_jobs(store: Store) -> None:
+    jobs = [submit(store, step, run) for step, run in enumerate(["b", "a", "b"])]
+    claim(store)
+    assert store.runs() == ["a", "b"]
+    assert store.queued_ids() == [job.id for job in jobs[1:]]
+    assert store.events(0, 2) == store.events(0)[:2]
+
+
 def test_the_same_key_is_the_same_job(store: Store) -> None:
     first, _ = store.submit(request(Path("a")), pin=None)
     again, is_new = store.submit(request(Path("b")), pin="/pin")

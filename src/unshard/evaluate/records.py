@@ -116,6 +116,18 @@ class Records:
         found = {row[0]: row[1] for row in rows.fetchall()}
         return {status: found.get(status, 0) for status in Status}
 
+    def queued_ids(self) -> list[str]:
+        """Return the jobs that wait, the next first."""
+        rows = self._connection.execute(
+            "SELECT id FROM jobs WHERE status = 'queued' ORDER BY queued_at, number"
+        )
+        return [row[0] for row in rows.fetchall()]
+
+    def runs(self) -> list[str]:
+        """Return the names of all runs."""
+        rows = self._connection.execute("SELECT DISTINCT run FROM jobs ORDER BY run")
+        return [row[0] for row in rows.fetchall()]
+
     def results(self, filters: Filters) -> list[Result]:
         """Return the numbers of completed jobs, by run and step; `limit` counts numbers."""
         where, values = chosen(filters)
@@ -136,9 +148,9 @@ class Records:
             [sink],
         )
 
-    def events(self, since: int) -> list[Event]:
-        """Return the changes after the one of this number, the oldest first."""
+    def events(self, since: int, limit: int = -1) -> list[Event]:
+        """Return the changes after the one of this number, the oldest first; -1: all of them."""
         rows = self._connection.execute(
-            "SELECT * FROM events WHERE number > ? ORDER BY 1", (since,)
+            "SELECT * FROM events WHERE number > ? ORDER BY 1 LIMIT ?", (since, limit)
         )
         return [as_event(row) for row in rows.fetchall()]

@@ -21,9 +21,9 @@ from unshard.evaluate.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
 from unshard.evaluate.jobs import Request, Scalar
 from unshard.evaluate.profiles import Kind, Profile, ServerConfig
 
-__all__ = ["check_request", "resolve_checkpoint"]
+__all__ = ["MOST_TASKS", "check_request", "resolve_checkpoint"]
 
-_MOST_TASKS = 1000
+MOST_TASKS = 1000
 _MOST_ARGUMENTS = 64
 _LONGEST_NAME = 200
 _LONGEST_VALUE = 4000
@@ -100,9 +100,9 @@ def _installed(profile: Profile) -> Iterator[UsageError]:
 
 
 def _tasks(request: Request, profile: Profile) -> Iterator[UsageError]:
-    if not 1 <= len(request.tasks) <= _MOST_TASKS:
-        yield _wrong("tasks", len(request.tasks), expected=f"1 to {_MOST_TASKS} names")
-    for task in request.tasks[:_MOST_TASKS]:
+    if not 1 <= len(request.tasks) <= MOST_TASKS:
+        yield _wrong("tasks", len(request.tasks), expected=f"1 to {MOST_TASKS} names")
+    for task in request.tasks[:MOST_TASKS]:
         if not _is_name(task, _TASK):
             yield _wrong(
                 "tasks",

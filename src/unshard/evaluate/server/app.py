@@ -45,7 +45,17 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(Exception, _on_mistake)
     app.add_middleware(Guard, rules=rules)
+    if rules.token is not None:
+        _declare_token(app)
     return app
+
+
+def _declare_token(app: FastAPI) -> None:
+    """Let /openapi.json say how the token is shown; `Guard` looks at it."""
+    spec = app.openapi()
+    schemes = {kind: {"type": "http", "scheme": kind} for kind in ("bearer", "basic")}
+    spec.setdefault("components", {})["securitySchemes"] = schemes
+    spec["security"] = [{kind: []} for kind in schemes]
 
 
 async def _on_error(_request: Request, error: Exception) -> JSONResponse:

@@ -46,7 +46,7 @@ def _service(request: Request) -> Service:
 @router.get("/health")
 def health(request: Request) -> Health:
     """Say that the server lives."""
-    waiting = len(_service(request).queued())
+    waiting = _service(request).store.counts()[Status.QUEUED]
     return Health(status="healthy", timestamp=datetime.now(UTC).isoformat(), queue_size=waiting)
 
 
@@ -99,11 +99,11 @@ def queue(request: Request) -> Queue:
     counts = service.store.counts()
     running = service.store.running()
     return Queue(
-        queue_size=counts.get(Status.QUEUED, 0),
+        queue_size=counts[Status.QUEUED],
         running_job=running[0].id if running else None,
-        queued_jobs=[job.id for job in service.queued()],
-        completed_jobs=counts.get(Status.COMPLETED, 0),
-        failed_jobs=counts.get(Status.FAILED, 0),
+        queued_jobs=service.store.queued_ids(),
+        completed_jobs=counts[Status.COMPLETED],
+        failed_jobs=counts[Status.FAILED],
     )
 
 

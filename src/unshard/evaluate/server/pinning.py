@@ -105,9 +105,13 @@ class Pins:
         """Return all pins of runs below the roots, or that a job has."""
         return [pin for run in self._runs() for pin in pins_of(run)]
 
-    def jobs_of(self, pin: Pin) -> list[str]:
-        """Return the jobs that need a pin."""
-        return [job.id for job in self._open() if job.pin == str(pin.path)]
+    def jobs(self) -> dict[str, list[str]]:
+        """Return the jobs that need each pin, by the path of its linked checkpoint."""
+        found: dict[str, list[str]] = {}
+        for job in self._open():
+            if job.pin is not None:
+                found.setdefault(job.pin, []).append(job.id)
+        return found
 
     def remove(self, name: str) -> Pin | None:
         """Remove the pin of this name; return it, or None if there is none.
@@ -119,7 +123,7 @@ class Pins:
             pin = next((pin for pin in self.everywhere() if pin.name == name), None)
             if pin is None:
                 return None
-            if jobs := self.jobs_of(pin):
+            if jobs := self.jobs().get(str(pin.path)):
                 raise PinInUseError(f"pin {name}: needed by job {', '.join(jobs)}")
             unpin(pin)
             return pin

@@ -1,9 +1,10 @@
 """Who may speak to the server: address, token, host, origin, size. An ASGI layer around everything.
 
-Loopback needs no token. Any other address needs one, unless networks are named that do not. Who
-shows no token must name this server in the Host header, and a browser's Origin must always be it: a
-page of another site can reach the server through a name of its own (DNS rebinding), but it cannot
-forge those. An address as Host is no such name. What proxies say about clients is not believed.
+A server on loopback needs no token. Any other needs one, or networks that are free of it; if there
+is no token, clients on loopback are free, too. Who shows no token must name this server in the Host
+header, and a browser's Origin must always be it: a page of another site can reach the server
+through a name of its own (DNS rebinding), but it cannot forge those. An address as Host is no such
+name. What proxies say about clients is not believed.
 """
 
 import hmac
@@ -38,6 +39,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Network = IPv4Network | IPv6Network
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LOOPBACK_NETWORKS = ("127.0.0.0/8", "::1/128")
 _MAX_BODY = 1 << 20
 _DRAINED = 16  # so many times as much is read and thrown away, that the client reads the refusal
 _MIN_TOKEN = 16
@@ -83,8 +85,10 @@ def rules_for(
             expected="--token-file, or --allow-unauthenticated CIDR",
             hint="write a long random text into a file that only you can read",
         )
+    if token is None:
+        free += tuple(map(ip_network, _LOOPBACK_NETWORKS))
     name = socket.gethostname().lower()
-    names = {host.lower(), name, name.partition(".")[0], *_LOOPBACK}
+    names = {host.lower(), name, name.partition(".")[0], socket.getfqdn().lower(), *_LOOPBACK}
     return Rules(token, free, frozenset(names))
 
 

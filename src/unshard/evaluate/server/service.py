@@ -28,7 +28,7 @@ from unshard.evaluate.validation import check_request, resolve_checkpoint
 from unshard.read.discover import discover
 from unshard.read.format import Request as Wanted
 
-__all__ = ["Service", "allows_model", "profile_named"]
+__all__ = ["Service", "allows_model", "by_task", "profile_named"]
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 
@@ -192,7 +192,7 @@ class Service:
         path = self.scheduler.directory_of(job) / "lmms_results.json"
         if not path.is_file():
             draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-            draft.write_text(json.dumps({"results": _by_task(job.metrics)}), encoding="utf-8")
+            draft.write_text(json.dumps({"results": by_task(job.metrics)}), encoding="utf-8")
             draft.replace(path)
         return str(path)
 
@@ -225,20 +225,12 @@ class Service:
             text, after = "", offset
         return text, after, job.status.is_final and not text
 
-    def runs(self) -> list[str]:
-        """Return the names of all runs."""
-        return sorted({job.request.run for job in self.store.jobs(Filters())})
 
-    def queued(self) -> list[Job]:
-        """Return the jobs that wait, the oldest first."""
-        return self.store.jobs(Filters(status=Status.QUEUED))[::-1]
-
-
-def _by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return numbers as both evaluators write them, by task and "metric,filter"."""
     found: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
-        task, _, metric = key.rpartition("/")
+        task, _, metric = key.partition("/")
         name, comma, chosen = metric.partition(",")
         found.setdefault(task, {})[f"{name},{chosen if comma else 'none'}"] = value
     return found

@@ -36,6 +36,7 @@ __all__ = ["router"]
 router = APIRouter(prefix="/api/v1", tags=["v1"], responses={"4XX": {"model": ErrorBody}})
 _POLL_S = 0.5
 _HEARTBEAT_S = 5.0
+_AT_ONCE = 100
 _LARGEST = 2**53
 
 
@@ -108,7 +109,7 @@ def results(request: Request, wanted: Annotated[ResultFilter, Query()]) -> Resul
 @router.get("/runs")
 def runs(request: Request) -> RunList:
     """List the names of all runs."""
-    return RunList(runs=_service(request).runs())
+    return RunList(runs=_service(request).store.runs())
 
 
 @router.get("/profiles")
@@ -124,7 +125,8 @@ def profiles(request: Request) -> ProfileList:
 def pins(request: Request) -> PinList:
     """List the checkpoints that are kept by hard links, and the jobs that need them."""
     kept = _service(request).pins
-    return PinList(pins=[pin_view(pin, kept.jobs_of(pin)) for pin in kept.everywhere()])
+    jobs = kept.jobs()
+    return PinList(pins=[pin_view(pin, jobs.get(str(pin.path), [])) for pin in kept.everywhere()])
 
 
 @router.delete("/pins/{name}")
@@ -163,7 +165,7 @@ def _number_of(text: str, otherwise: int) -> int:
 async def _events(request: Request, since: int) -> AsyncIterator[str]:
     service, quiet = _service(request), _HEARTBEAT_S  # the first heartbeat comes at once
     while not await request.is_disconnected():
-        found = await asyncio.to_thread(service.store.events, since)
+        found = await asyncio.to_thread(service.store.events, since, _AT_ONCE)
         for event in found:
             since = event.number
             yield await asyncio.to_thread(_told, service, event)
@@ -171,7 +173,8 @@ async def _events(request: Request, since: int) -> AsyncIterator[str]:
         if quiet >= _HEARTBEAT_S:
             quiet = 0.0
             yield ": alive\n\n"
-        await asyncio.sleep(_POLL_S)
+        if len(found) < _AT_ONCE:
+            await asyncio.sleep(_POLL_S)
 
 
 def _told(service: Service, event: Event) -> str:

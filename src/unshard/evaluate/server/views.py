@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Job, Request, Result, Scalar, Status
 from unshard.evaluate.pins import Pin
+from unshard.evaluate.validation import MOST_TASKS
 
 __all__ = [
     "ErrorBody",
@@ -35,7 +36,7 @@ __all__ = [
 
 Weights = Literal["model", "ema"]
 Text = Annotated[str, Field(max_length=4096)]
-Tasks = Annotated[list[Text], Field(min_length=1, max_length=256)]
+Tasks = Annotated[list[Text], Field(min_length=1, max_length=MOST_TASKS)]
 Number = Annotated[int, Field(ge=0, le=2**53)]
 
 
