@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -162,6 +163,8 @@ def merge_in_process(
             worker.stdin.flush()
             _wait(worker, is_given_up)
         except BrokenPipeError:
+            with suppress(BrokenPipeError):  # what was not written cannot be written now
+                worker.stdin.close()
             worker.wait()
         finally:
             kill_group(process, grace_s=0)
