@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from evaluation.live import Fields, Live, all_gone, checkpoint, live, until
-from ranks import assert_same, merged, some_tensors
+from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard.evaluate import lmms_engine as ours
 from unshard.evaluate.server import lmms_views, service
 
@@ -218,6 +218,19 @@ def test_a_merge_is_exact(server: Live, run: Path) -> None:
     asked = {"checkpoint_path": str(run / "checkpoint-5"), "checkpoint_type": "ema"}
     answer = server.call("POST", "/merge", json=asked)
     assert_same(merged(Path(answer.json()["merged_path"])), some_tensors(1005))
+
+
+def test_a_merge_of_a_part_of_a_step_leaves_the_step_alone(server: Live) -> None:
+    """verl's actor: rotation goes by the times of steps, and takes all that is in one."""
+    step = server.root / "verl" / "global_step_7"
+    save_ranks(step / "actor", some_tensors(7), 2)
+    (step / "actor" / "config.json").write_text('{"model_type": "qwen2"}')
+    before = step.stat().st_mtime_ns
+    answer = server.call("POST", "/merge", json={"checkpoint_path": str(step / "actor")})
+    place = step.parent / "_unshard" / "merged" / "global_step_7-actor"
+    assert answer.json()["merged_path"] == str(place)
+    assert_same(merged(place), some_tensors(7))
+    assert step.stat().st_mtime_ns == before
 
 
 def test_a_damaged_checkpoint_is_not_merged(server: Live, run: Path) -> None:

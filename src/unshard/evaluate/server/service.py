@@ -164,10 +164,10 @@ class Service:
             raise GoneError(f"{path}: is not there")
         request, run = _placed(Request(str(path), "", (), weights=weights))
         check_links(Path(request.checkpoint), run, self.config.roots)
-        name = path.name if weights == "model" else f"{path.name}-{weights}"
-        target = resolve_checkpoint(
-            str(path.parent / "_unshard" / "merged" / name), self.config.roots
-        )
+        parts = Path(request.checkpoint).relative_to(run).parts
+        name = "-".join(parts if weights == "model" else (*parts, weights))
+        place = run / "_unshard" / "merged" / name  # never in a checkpoint: rotation goes by mtimes
+        target = resolve_checkpoint(str(place), self.config.roots)
         options = MergeOptions(weights=weights, overwrite=True, extra_state=False)
         with TemporaryDirectory(prefix="unshard-merge-") as directory:
             merge_in_process(
