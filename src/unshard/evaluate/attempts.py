@@ -3,13 +3,14 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
 from unshard.errors import UnshardError
 from unshard.evaluate.bounded_log import LOG_BYTES, last_lines
+from unshard.evaluate.endings import Cancelled, Completed, Expired, Failed, Left, Lost, Outcome
 from unshard.evaluate.environment import evaluator_environment
 from unshard.evaluate.jobs import Job, Phase, Process
 from unshard.evaluate.launching import start_supervisor
@@ -20,19 +21,7 @@ from unshard.evaluate.store import Store
 from unshard.evaluate.supervise import LOG_NAME, Exit, Order, read_exit
 from unshard.evaluate.work import Evaluator, Profile, Work
 
-__all__ = [
-    "Attempt",
-    "Cancelled",
-    "Completed",
-    "Expired",
-    "Failed",
-    "Halt",
-    "Left",
-    "Limits",
-    "Lost",
-    "Outcome",
-    "Runner",
-]
+__all__ = ["Attempt", "Halt", "Limits", "Runner"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,49 +50,6 @@ class Halt(Enum):
     CANCELLED = auto()
     LEAVE = auto()
     END = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """It measured something."""
-
-    metrics: Mapping[str, float]
-    results: Path | None
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """It did not work; `may_retry`: it could another time."""
-
-    error: str
-    may_retry: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Expired:
-    """The checkpoint is gone."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """It came to no end, through no fault of its own."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """Nobody wants it any more; its processes are gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """It goes on without this server; the next one adopts it."""
-
-
-Outcome = Completed | Failed | Expired | Lost | Cancelled | Left
 
 
 @dataclass(frozen=True, slots=True)

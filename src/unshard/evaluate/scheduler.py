@@ -12,17 +12,11 @@ from pathlib import Path
 
 from unshard.api.options import MergeOptions
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.attempts import (
-    Attempt,
-    Failed,
-    Halt,
-    Left,
-    Limits,
-    Runner,
-)
+from unshard.evaluate.attempts import Attempt, Halt, Limits, Runner
+from unshard.evaluate.endings import Failed, Left
 from unshard.evaluate.jobs import Job, Process, Status
 from unshard.evaluate.merging import Merger
-from unshard.evaluate.recording import Backoff, Recorder
+from unshard.evaluate.outcomes import Backoff, Outcomes
 from unshard.evaluate.slots import Slots
 from unshard.evaluate.store import Store
 from unshard.evaluate.work import Evaluator, Profile
@@ -97,7 +91,7 @@ class Scheduler:
         self._runner = Runner(
             store, self._merger, settings.limits, halt=self._halt_of, changed=settings.changed
         )
-        self._recorder = Recorder(
+        self._outcomes = Outcomes(
             store,
             self._merger,
             Backoff(settings.backoff_s, settings.most_backoff_s),
@@ -117,7 +111,7 @@ class Scheduler:
         self._lock = _locked(self._work_dir / _LOCK_NAME)
         for job in self._store.running():
             self._take_up(job)
-        self._recorder.tidy_up(self._evaluators)
+        self._outcomes.tidy_up(self._evaluators)
         self._spawn(self._loop, "scheduler")
 
     def stop(self, *, end: bool) -> None:
@@ -146,7 +140,7 @@ class Scheduler:
         """
         done = self._store.cancel(job_id)
         if done and job_id not in {job.id for job in self._store.running()}:
-            self._recorder.tell_end(job_id)
+            self._outcomes.tell_end(job_id)
         return done
 
     def directory_of(self, job: Job) -> Path:
@@ -196,7 +190,7 @@ class Scheduler:
         except UnshardError as error:
             if self._store.claim(time.time(), job.id) is not None:
                 self._store.fail(job.id, str(error), None)
-                self._recorder.tell_end(job.id)
+                self._outcomes.tell_end(job.id)
             return True
         gpus = self._slots.take(count)
         if gpus is None:
@@ -217,7 +211,7 @@ class Scheduler:
         process = job.process
         if process is None:
             self._store.requeue(job.id, "the server ended while it merged")
-            self._recorder.tell_end(job.id)
+            self._outcomes.tell_end(job.id)
             return
         try:
             profile, evaluator = self._evaluators(job.request.profile)
@@ -246,7 +240,7 @@ class Scheduler:
         if isinstance(outcome, Left):
             return
         try:
-            self._recorder.record(attempt, outcome, is_stopped=lambda: self._halt is not None)
+            self._outcomes.record(attempt, outcome, is_stopped=lambda: self._halt is not None)
         finally:
             self._slots.give_back(attempt.gpus)
             self._wake.set()

@@ -9,23 +9,15 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from unshard.errors import UnshardError
-from unshard.evaluate.attempts import (
-    Attempt,
-    Cancelled,
-    Completed,
-    Expired,
-    Failed,
-    Left,
-    Lost,
-    Outcome,
-)
+from unshard.evaluate.attempts import Attempt
+from unshard.evaluate.endings import Cancelled, Completed, Expired, Failed, Left, Lost, Outcome
 from unshard.evaluate.jobs import Filters, Job, Status
 from unshard.evaluate.keeping import removable
 from unshard.evaluate.merging import Merger
 from unshard.evaluate.store import Store
 from unshard.evaluate.work import Evaluator, Profile
 
-__all__ = ["Backoff", "Recorder"]
+__all__ = ["Backoff", "Outcomes"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +36,7 @@ class Backoff:
         return min(self.first_s * 2.0 ** min(failures, 32), self.most_s)
 
 
-class Recorder:
+class Outcomes:
     """Records outcomes, and removes the merged models that need not stay.
 
     Args:

@@ -1,0 +1,50 @@
+"""How an attempt can end. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Cancelled", "Completed", "Expired", "Failed", "Left", "Lost", "Outcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """It measured something."""
+
+    metrics: Mapping[str, float]
+    results: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It did not work; `may_retry`: it could another time."""
+
+    error: str
+    may_retry: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """The checkpoint is gone."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """It came to no end, through no fault of its own."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """Nobody wants it any more; its processes are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """It goes on without this server; the next one adopts it."""
+
+
+Outcome = Completed | Failed | Expired | Lost | Cancelled | Left
