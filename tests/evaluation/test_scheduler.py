@@ -1,6 +1,7 @@
 import json
 import shutil
 import sqlite3
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -22,6 +23,7 @@ from evaluation.running import (
 )
 from ranks import save_ranks, some_tensors
 from unshard.errors import UsageError
+from unshard.evaluate import outcomes
 from unshard.evaluate.jobs import Filters, Job, Phase, Status
 from unshard.evaluate.scheduler import Scheduler
 from unshard.evaluate.store import Store
@@ -261,6 +263,49 @@ def test_a_job_whose_error_is_no_text_gives_its_gpu_back(tmp_path: Path, model: 
     server.stop(end=True)
     failed = job_of(store, bad.id)
     assert (failed.status, "\\udcff" in str(failed.error)) == (Status.FAILED, True)
+    assert job_of(store, good.id).status is Status.COMPLETED
+
+
+def failing_once(done: Callable[..., object], error: Exception) -> Callable[..., object]:
+    """Return what raises an error when it is called first, and then is what it was."""
+    errors = [error]
+
+    def called(*arguments: object) -> object:
+        if errors:
+            raise errors.pop()
+        return done(*arguments)
+
+    return called
+
+
+def test_what_cannot_be_recorded_is_a_failure(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, server = scheduler(tmp_path / "work", SCORED)
+    monkeypatch.setattr(store, "complete", failing_once(store.complete, TypeError("no number")))
+    bad, good = submit(store, server, model, 1), submit(store, server, model, 2)
+    server.start()
+    wait_until(lambda: all_final(store), "both ends")
+    server.stop(end=True)
+    failed = job_of(store, bad.id)
+    assert (failed.status, failed.error) == (Status.FAILED, "TypeError('no number')")
+    assert job_of(store, good.id).status is Status.COMPLETED
+
+
+def test_a_database_that_does_not_answer_is_waited_for(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outcomes, "_AGAIN_S", 0)
+    full = sqlite3.OperationalError("database or disk is full")
+    store, server = scheduler(tmp_path / "work", SCORED)
+    for name in ("fail", "complete", "due"):
+        monkeypatch.setattr(store, name, failing_once(getattr(store, name), full))
+    unknown, _ = store.submit(replace(request(model), profile="other"), pin=None)
+    good = submit(store, server, model)
+    server.start()
+    wait_until(lambda: all_final(store), "both ends")
+    server.stop(end=True)
+    assert "unknown" in str(job_of(store, unknown.id).error)
     assert job_of(store, good.id).status is Status.COMPLETED
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 from unshard.errors import UnshardError
@@ -44,19 +45,30 @@ class Outcomes:
         merger: has the models.
         backoff: between a failure and the next attempt.
         ended: called when a job will not change by itself any more, perhaps more than once.
+        is_stopped: whether the database is not to be waited for any more.
     """
 
     def __init__(
-        self, store: Store, merger: Merger, backoff: Backoff, *, ended: Callable[[Job], None]
+        self,
+        store: Store,
+        merger: Merger,
+        backoff: Backoff,
+        *,
+        ended: Callable[[Job], None],
+        is_stopped: Callable[[], bool],
     ) -> None:
         self._store = store
         self._merger = merger
         self._backoff = backoff
         self._ended = ended
+        self._is_stopped = is_stopped
         self._tidying = threading.Lock()
 
-    def record(self, attempt: Attempt, outcome: Outcome, *, is_stopped: Callable[[], bool]) -> None:
-        """Record what became of an attempt, whose processes are gone."""
+    def record(self, attempt: Attempt, outcome: Outcome) -> None:
+        """Record what became of an attempt, whose processes are gone.
+
+        What cannot be recorded is a failure.
+        """
         job_id = attempt.job.id
         if not isinstance(outcome, Completed):
             self._merger.remove(job_id)
@@ -65,7 +77,16 @@ class Outcomes:
             lambda: self._keep(job_id, attempt.profile),
             lambda: self.tell_end(job_id),
         ):
-            _persist(step, is_stopped)
+            try:
+                self._persist(step)
+            except Exception as error:  # noqa: BLE001  or else it would run for ever
+                _log.exception("job %s: what became of it cannot be recorded", job_id)
+                self._persist(partial(self._store.fail, job_id, repr(error), None))
+
+    def fail(self, job_id: str, error: str) -> None:
+        """Record that a job failed for good, if it runs."""
+        self._persist(lambda: self._store.fail(job_id, error, None))
+        self._persist(lambda: self.tell_end(job_id))
 
     def tell_end(self, job_id: str) -> None:
         """Tell whoever asked to know, if a job has ended."""
@@ -117,16 +138,15 @@ class Outcomes:
             for other in removable(job, profile, self._store.jobs(alike)):
                 self._merger.remove(other)
 
-
-def _persist(record: Callable[[], None], is_stopped: Callable[[], bool]) -> None:
-    """Try until the database takes it; after a stop the next server finds out by itself."""
-    while True:
-        try:
-            record()
-        except sqlite3.Error:
-            _log.exception("the database of jobs does not answer; trying again")
-            if is_stopped():
+    def _persist(self, record: Callable[[], object]) -> None:
+        """Try until the database takes it; after a stop the next server finds out by itself."""
+        while True:
+            try:
+                record()
+            except sqlite3.OperationalError:
+                _log.exception("the database of jobs does not answer; trying again")
+                if self._is_stopped():
+                    return
+                time.sleep(_AGAIN_S)
+            else:
                 return
-            time.sleep(_AGAIN_S)
-        else:
-            return

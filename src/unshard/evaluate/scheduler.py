@@ -96,6 +96,7 @@ class Scheduler:
             self._merger,
             Backoff(settings.backoff_s, settings.most_backoff_s),
             ended=settings.ended,
+            is_stopped=lambda: self._halt is not None,
         )
         self._halt: Halt | None = None
         self._wake = threading.Event()
@@ -164,8 +165,8 @@ class Scheduler:
             try:
                 while (job := self._store.due(time.time())) is not None and self._begin(job):
                     pass
-            except sqlite3.Error:
-                _log.exception("the database of jobs does not answer; trying again")
+            except Exception:  # noqa: BLE001  the jobs after it must not wait for ever
+                _log.exception("jobs cannot be begun; trying again")
             self._wake.wait(self._settings.limits.poll_s)
 
     def _halt_of(self, job_id: str) -> Halt | None:
@@ -189,8 +190,7 @@ class Scheduler:
             self._slots.check(count)
         except UnshardError as error:
             if self._store.claim(time.time(), job.id) is not None:
-                self._store.fail(job.id, str(error), None)
-                self._outcomes.tell_end(job.id)
+                self._outcomes.fail(job.id, str(error))
             return True
         gpus = self._slots.take(count)
         if gpus is None:
@@ -240,7 +240,7 @@ class Scheduler:
         if isinstance(outcome, Left):
             return
         try:
-            self._outcomes.record(attempt, outcome, is_stopped=lambda: self._halt is not None)
+            self._outcomes.record(attempt, outcome)
         finally:
             self._slots.give_back(attempt.gpus)
             self._wake.set()
