@@ -90,6 +90,21 @@ def test_another_process_with_the_same_number_is_left_alone(tmp_path: Path) -> N
         child.kill()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="marks are seen in /proc")
+def test_a_strangers_group_whose_leader_has_ended_is_left_alone(tmp_path: Path) -> None:
+    command = ["sh", "-c", "sleep 600 >&- 2>&- & echo $!"]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as shell:
+        assert shell.stdout is not None
+        stranger = int(shell.stdout.read())
+    try:
+        once = Process(shell.pid, 1, boot(), (), str(tmp_path))  # had the number of the shell
+        assert members(once) == []
+        assert kill_group(once, grace_s=0)
+        assert is_running(stranger)
+    finally:
+        os.kill(stranger, signal.SIGKILL)
+
+
 def test_a_process_that_ends_by_itself_when_asked_is_not_waited_for(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(command, start_new_session=True) as child:

@@ -66,17 +66,20 @@ def is_alive(process: Process) -> bool:
 
 
 def members(process: Process) -> list[Entry]:
-    """Return all living processes of an attempt that can be found, this one excepted."""
+    """Return all living processes of an attempt that can be found, this one excepted.
+
+    Without its leader a group may be a stranger's that was given the number since.
+    """
     if process.boot != boot():
         return []
     entries = list(table())
+    found = {entry.pid for entry in entries if _is_marked(entry, process)}
     leader = next((entry for entry in entries if entry.pid == process.pid), None)
-    # A number is not given away while a group has it: another leader means that the group is gone.
-    is_other = leader is not None and leader.started != process.started
-    found = set() if is_other else _family(process.pid, entries)
-    found |= {
-        entry.pid for entry in entries if entry.pid not in found and _is_marked(entry, process)
-    }
+    # Where no marks are seen, a group without a leader is taken to be the attempt's.
+    is_ours = sys.platform != "linux" if leader is None else leader.started == process.started
+    if is_ours:
+        found |= {entry.pid for entry in entries if entry.group == process.pid}
+    found = _with_descendants(found, entries)
     return [entry for entry in entries if entry.pid in found and entry.pid != os.getpid()]
 
 
@@ -109,9 +112,8 @@ def send(entries: Iterable[Entry], number: signal.Signals) -> None:
             os.kill(entry.pid, number)
 
 
-def _family(pid: int, entries: list[Entry]) -> set[int]:
-    """Return the leader's group, and all who descend from it."""
-    found = {entry.pid for entry in entries if pid in (entry.group, entry.pid)}
+def _with_descendants(found: set[int], entries: list[Entry]) -> set[int]:
+    """Return processes, and all who descend from them."""
     size = -1
     while size != len(found):
         size = len(found)
