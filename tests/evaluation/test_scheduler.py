@@ -1,5 +1,7 @@
 import json
+import os
 import shutil
+import signal
 import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
@@ -189,6 +191,25 @@ def test_a_queued_job_is_cancelled_and_one_submitted_again_waits_for_its_end(
     assert is_running(pid_of(server, store, first.id))
     server.stop(end=True)
     assert job_of(store, first.id).status is Status.QUEUED
+
+
+def test_an_evaluator_that_is_stopped_from_outside_is_run_again(
+    tmp_path: Path, model: Path
+) -> None:
+    """systemd and scancel send SIGTERM to the server and the supervisors at once."""
+    script = (
+        f"{SLEEPS}\n" if False else "if output.parent.name == '2': sys.exit(done(acc=1))\n" + SLEEPS
+    )
+    store, server = scheduler(tmp_path / "work", script)
+    job = submit(store, server, model)
+    server.start()
+    pid_of(server, store, job.id)
+    process = job_of(store, job.id).process
+    assert process is not None
+    os.kill(process.pid, signal.SIGTERM)
+    done = wait_for(store, job.id, Status.COMPLETED)
+    server.stop(end=True)
+    assert (done.attempts, done.failures) == (2, 0)
 
 
 def test_a_timeout_is_a_failure(tmp_path: Path, model: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from evaluation.running import is_running, wait_until
 from unshard.evaluate.launching import Child, start_supervisor
 from unshard.evaluate.processes import kill_group
-from unshard.evaluate.supervise import Exit, Order, read_exit
+from unshard.evaluate.supervise import Exit, Order, read_exit, was_stopped
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -152,6 +152,23 @@ def test_a_stopped_group_says_so(tmp_path: Path) -> None:
     done = read_exit(tmp_path)
     assert done is not None
     assert done.reason == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "signals", "expected"),
+    [
+        (-15, [False, False, True], True),
+        (143, [False, False, True], True),
+        (1, [True], True),
+        (1, [False], False),
+        (0, [True], False),
+    ],
+)
+def test_an_evaluator_may_be_faster_than_the_signal_to_its_supervisor(
+    returncode: int, signals: list[bool], *, expected: bool
+) -> None:
+    seen = iter(signals)
+    assert was_stopped(returncode, lambda: next(seen, signals[-1])) is expected
 
 
 def test_the_supervisor_imports_nothing_heavy() -> None:

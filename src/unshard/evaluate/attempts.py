@@ -120,8 +120,7 @@ class Runner:
         """Go on with an attempt of an earlier server, as if this one had begun it."""
         was_alive = is_alive(process)
         outcome = self._conclude(attempt, attempt.work(self._merger.model_of(attempt.job)), process)
-        done = read_exit(attempt.directory)
-        is_lost = not was_alive and (done is None or done.reason == "stopped")
+        is_lost = not was_alive and read_exit(attempt.directory) is None
         if is_lost and isinstance(outcome, Failed):
             return Lost("its process ended with an earlier server")
         return outcome
@@ -209,7 +208,7 @@ class Runner:
             case "timeout":
                 return self._failed(attempt, f"timed out after {attempt.profile.timeout_s:g} s")
             case "stopped":
-                return self._failed(attempt, "the evaluator was stopped by a signal")
+                return Lost("the evaluator was stopped by a signal")
             case "not started":
                 return Failed(f"the evaluator cannot be started: {done.error}", may_retry=False)
         try:

@@ -29,6 +29,8 @@ EXIT_NAME = "exit.json"
 LOG_NAME = "log.txt"
 
 _POLL_S = 0.05
+_MOMENT_S = 1.0
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _READ_BYTES = 1 << 20
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _SET_PIPE_SIZE = 1031  # fcntl(2)
@@ -87,7 +89,7 @@ def main() -> int:
     except (ValueError, TypeError):  # the server is gone
         return 1
     stops: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _STOPS:
         signal.signal(number, lambda number, _frame: stops.append(number))
     _control(_SET_CHILD_SUBREAPER, 1)
     with BoundedLog(Path(order.directory) / LOG_NAME, order.log_bytes) as log:
@@ -111,11 +113,20 @@ def supervise(order: Order, log: BoundedLog, is_stopped: Callable[[], bool]) -> 
             reason = "stopped" if is_stopped() else "timeout"
             break
         watched.advance(_POLL_S)
-    if reason == "exited" and is_stopped() and watched.returncode != 0:
-        reason = "stopped"  # the signal went to the whole group, and the child was faster
+    if reason == "exited" and was_stopped(watched.returncode, is_stopped):
+        reason = "stopped"
     seconds = time.monotonic() - started
     _end_all(order, watched)
     return Exit(reason, watched.returncode, "", seconds)
+
+
+def was_stopped(returncode: int, is_stopped: Callable[[], bool]) -> bool:
+    """Tell whether a signal that ended the evaluator goes to us too: it may have been faster."""
+    if returncode in {code for number in _STOPS for code in (-number, 128 + number)}:
+        deadline = time.monotonic() + _MOMENT_S
+        while not is_stopped() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+    return returncode != 0 and is_stopped()
 
 
 class _Watched:
