@@ -134,7 +134,7 @@ def test_an_evaluator_on_gpus_of_another_server_is_ended_and_run_again(
     for path in tmp_path.glob("running-*"):
         path.unlink()
     server.start()
-    assert not any(is_running(pid) for pid in pids)
+    wait_until(lambda: not any(is_running(pid) for pid in pids), "their end")
     (tmp_path / "go").touch()
     for job in jobs:
         assert wait_for(store, job.id, Status.COMPLETED).failures == 0

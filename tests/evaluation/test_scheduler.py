@@ -3,6 +3,7 @@ import os
 import shutil
 import signal
 import sqlite3
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
@@ -25,8 +26,9 @@ from evaluation.running import (
 )
 from ranks import save_ranks, some_tensors
 from unshard.errors import UsageError
-from unshard.evaluate import outcomes
+from unshard.evaluate import attempts, outcomes
 from unshard.evaluate.jobs import Filters, Job, Phase, Status
+from unshard.evaluate.merging import Merger, PassingError
 from unshard.evaluate.scheduler import Scheduler
 from unshard.evaluate.store import Store
 
@@ -342,18 +344,94 @@ def test_a_bad_checkpoint_is_not_retried(tmp_path: Path) -> None:
     assert failed.attempts == 1
 
 
-def test_a_merge_without_space_is_retried(tmp_path: Path) -> None:
+def test_a_merge_without_space_is_tried_again_and_has_not_failed(tmp_path: Path) -> None:
     checkpoint = save_ranks(tmp_path / "ckpt", {"big": torch.zeros(1_000_000)}, 2)
-    profile = script_profile(retries=20)
-    store, server = scheduler(tmp_path / "work", SCORED, profile=profile)
+    store, server = scheduler(tmp_path / "work", SCORED)
     job = submit(store, server, checkpoint)
     with largest_file(3_000_000):
         server.start()
-        wait_until(lambda: job_of(store, job.id).failures > 0, "a failure")
+        wait_until(lambda: job_of(store, job.id).error is not None, "a merge that fails")
     assert "cannot be written" in str(job_of(store, job.id).error)
     done = wait_for(store, job.id, Status.COMPLETED)
     server.stop(end=True)
-    assert done.failures >= 1
+    assert (done.attempts > 1, done.failures) == (True, 0)
+
+
+def test_a_merge_that_can_never_be_written_fails_in_the_end(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> Path:
+        raise PassingError("no space")
+
+    monkeypatch.setattr(Merger, "prepare", full)
+    store, server = scheduler(tmp_path / "work", SCORED, backoff_s=0.0)
+    job = submit(store, server, model)
+    server.start()
+    failed = wait_for(store, job.id, Status.FAILED)
+    assert (failed.attempts, failed.failures) == (21, 1)
+    assert "no space" in str(failed.error)
+    submit(store, server, model)
+    failed = wait_for(store, job.id, Status.FAILED)
+    server.stop(end=True)
+    assert (failed.attempts, failed.failures) == (42, 1)
+
+
+def test_a_job_for_which_there_is_no_thread_is_queued_again(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, server = scheduler(tmp_path / "work", SCORED)
+    spawn = failing_once(server._spawn, RuntimeError("can't start new thread"))
+    server.start()
+    monkeypatch.setattr(server, "_spawn", spawn)
+    job = submit(store, server, model)
+    done = wait_for(store, job.id, Status.COMPLETED)
+    server.stop(end=True)
+    assert (done.attempts, done.failures) == (2, 0)
+
+
+def test_a_job_that_begins_while_the_server_stops_is_waited_for(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, server = scheduler(tmp_path / "work", SLEEPS)
+    claim, claimed = store.claim, threading.Event()
+
+    def slowly(now: float, job_id: str | None = None) -> Job | None:
+        job = claim(now, job_id)
+        claimed.set()
+        wait_until(lambda: server._halt is not None, "the stop")
+        return job
+
+    monkeypatch.setattr(store, "claim", slowly)
+    job = submit(store, server, model)
+    server.start()
+    claimed.wait()
+    server.stop(end=True)
+    assert not server._threads
+    assert (job_of(store, job.id).status, store.running()) == (Status.QUEUED, [])
+
+
+def test_processes_that_cannot_be_ended_hold_up_neither_a_stop_nor_a_start(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, server = scheduler(tmp_path / "work", SLEEPS)
+    job = submit(store, server, model)
+    server.start()
+    pid = pid_of(server, store, job.id)
+    with monkeypatch.context() as patch:
+        patch.setattr(attempts, "kill_group", lambda _process, grace_s: grace_s < 0)
+        assert server.cancel(job.id)
+        server.stop(end=False)
+        ended: list[str] = []
+        store, server = scheduler(
+            tmp_path / "work", SLEEPS, gpus="1", ended=lambda one: ended.append(one.id)
+        )
+        server.start()
+        assert [one.id for one in store.running()] == [job.id]
+        assert is_running(pid)
+    wait_until(lambda: ended == [job.id], "the end")
+    assert not is_running(pid)
+    assert store.running() == []
+    server.stop(end=True)
 
 
 def test_a_pin_that_was_rewritten_is_a_failure(tmp_path: Path, model: Path) -> None:

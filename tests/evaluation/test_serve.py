@@ -204,10 +204,13 @@ def test_a_full_disk_is_reported_and_the_merge_tried_again(tmp_path: Path) -> No
         _, hard = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (8_000_000, hard))
         job = server.submit(place)
-        failed = server.ended(job, "failed")
-        assert "large" in str(failed["error"]) or "space" in str(failed["error"])
+        until(lambda: server.job(job)["error"], "a merge that fails")
+        waits = server.job(job)
+        assert waits["status"] == "queued"
+        assert "large" in str(waits["error"]) or "space" in str(waits["error"])
         assert list((server.work / "merged").iterdir()) == []
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+        cancel(server, job)  # and submitted again it need not wait
         assert server.submit(place)["id"] == job["id"]
         assert server.ended(job)["attempts"] == 2
 

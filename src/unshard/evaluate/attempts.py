@@ -10,7 +10,16 @@ from pathlib import Path
 
 from unshard.errors import UnshardError
 from unshard.evaluate.bounded_log import LOG_BYTES, last_lines
-from unshard.evaluate.endings import Cancelled, Completed, Expired, Failed, Left, Lost, Outcome
+from unshard.evaluate.endings import (
+    Cancelled,
+    Completed,
+    Expired,
+    Failed,
+    Left,
+    Lost,
+    Outcome,
+    Postponed,
+)
 from unshard.evaluate.environment import evaluator_environment
 from unshard.evaluate.jobs import Job, Phase, Process
 from unshard.evaluate.launching import start_supervisor
@@ -112,7 +121,7 @@ class Runner:
             is_cancelled = self._halt(job.id) is Halt.CANCELLED
             return Cancelled() if is_cancelled else Lost("the server was stopped while it merged")
         except (PassingError, OSError) as error:
-            return Failed(str(error), may_retry=True)
+            return Postponed(str(error))
         except UnshardError as error:
             return Failed(str(error), may_retry=False)
 
@@ -125,10 +134,17 @@ class Runner:
             return Lost("its process ended with an earlier server")
         return outcome
 
-    def end(self, process: Process) -> None:
-        """End all processes of an attempt, however long it takes: they hold its GPUs."""
+    def end(self, job_id: str, process: Process) -> bool:
+        """End all processes of an attempt, however long it takes: they hold its GPUs.
+
+        Returns:
+            Whether they are gone: who cannot be ended is left to the next server.
+        """
         while not kill_group(process, grace_s=self._limits.grace_s):
             _log.error("process group %d cannot be ended; its slots stay taken", process.pid)
+            if self._halt(job_id) in {Halt.LEAVE, Halt.END}:
+                return False
+        return True
 
     def _rewritten(self, job: Job) -> Failed | None:
         files = self._changed(job)
@@ -179,11 +195,11 @@ class Runner:
         try:
             halt = self._wait(attempt, process)
         except BaseException:
-            self.end(process)
+            if not self.end(attempt.job.id, process):
+                return Left()
             raise
-        if halt is Halt.LEAVE:
+        if halt is Halt.LEAVE or not self.end(attempt.job.id, process):
             return Left()
-        self.end(process)
         if halt is not None:
             return Cancelled() if halt is Halt.CANCELLED else Lost("the server was stopped")
         done = read_exit(attempt.directory)

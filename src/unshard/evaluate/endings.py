@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Cancelled", "Completed", "Expired", "Failed", "Left", "Lost", "Outcome"]
+__all__ = ["Cancelled", "Completed", "Expired", "Failed", "Left", "Lost", "Outcome", "Postponed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,13 @@ class Failed:
 
     error: str
     may_retry: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Postponed:
+    """It could not be begun or merged, for something that may pass: no space, a killed worker."""
+
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +54,4 @@ class Left:
     """It goes on without this server; the next one adopts it."""
 
 
-Outcome = Completed | Failed | Expired | Lost | Cancelled | Left
+Outcome = Completed | Failed | Postponed | Expired | Lost | Cancelled | Left

@@ -11,7 +11,16 @@ from typing import assert_never
 
 from unshard.errors import UnshardError
 from unshard.evaluate.attempts import Attempt
-from unshard.evaluate.endings import Cancelled, Completed, Expired, Failed, Left, Lost, Outcome
+from unshard.evaluate.endings import (
+    Cancelled,
+    Completed,
+    Expired,
+    Failed,
+    Left,
+    Lost,
+    Outcome,
+    Postponed,
+)
 from unshard.evaluate.jobs import Filters, Job, Status
 from unshard.evaluate.keeping import removable
 from unshard.evaluate.merging import Merger
@@ -23,6 +32,7 @@ __all__ = ["Backoff", "Outcomes"]
 _log = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
+_MOST_POSTPONED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,11 @@ class Outcomes:
         self._persist(lambda: self._store.fail(job_id, error, None))
         self._persist(lambda: self.tell_end(job_id))
 
+    def requeue(self, job_id: str, why: str) -> None:
+        """Record that an attempt was lost."""
+        self._persist(lambda: self._store.requeue(job_id, why))
+        self._persist(lambda: self.tell_end(job_id))
+
     def tell_end(self, job_id: str) -> None:
         """Tell whoever asked to know, if a job has ended."""
         job = self._store.get(job_id)
@@ -116,6 +131,12 @@ class Outcomes:
                 is_last = not may_retry or job.failures >= attempt.profile.retries
                 retry_at = time.time() + self._backoff.after(job.failures)
                 store.fail(job.id, error, None if is_last else retry_at)
+            case Postponed(why):
+                count = store.postponed(job.id)
+                if count < _MOST_POSTPONED:
+                    store.postpone(job.id, why, time.time() + self._backoff.after(count))
+                else:
+                    store.fail(job.id, f"{why}\nSo it was {count + 1} times in a row.", None)
             case Expired(why):
                 store.expire(job.id, why)
             case Lost(why):

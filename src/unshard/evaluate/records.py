@@ -17,7 +17,10 @@ from unshard.evaluate.schema import (
     connect,
 )
 
-__all__ = ["CLAIMABLE", "Records"]
+__all__ = ["CLAIMABLE", "POSTPONED", "Records"]
+
+POSTPONED = "postponed"
+"""The outcome of an attempt that was hindered by what may pass."""
 
 CLAIMABLE = """jobs.status = 'queued' AND jobs.not_before <= ? AND NOT EXISTS
     (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id AND attempts.ended_at IS NULL)"""
@@ -109,6 +112,17 @@ class Records:
             (job_id,),
         ).fetchone()
         return row[0] or None
+
+    def postponed(self, job_id: str) -> int:
+        """Return how many attempts in a row were postponed, since the job was last submitted."""
+        row = self._connection.execute(
+            "SELECT COUNT(*) FROM attempts JOIN jobs ON jobs.id = attempts.job_id"
+            " WHERE jobs.id = :id AND outcome = :postponed AND began_at >= queued_at"
+            " AND attempts.number > (SELECT COALESCE(MAX(number), 0) FROM attempts AS other"
+            " WHERE other.job_id = :id AND outcome != :postponed)",
+            {"id": job_id, "postponed": POSTPONED},
+        ).fetchone()
+        return int(row[0])
 
     def counts(self) -> dict[Status, int]:
         """Return how many jobs there are of every status."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from unshard.api.options import MergeOptions
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.attempts import Attempt, Halt, Limits, Runner
-from unshard.evaluate.endings import Failed, Left
+from unshard.evaluate.endings import Failed, Left, Outcome, Postponed
 from unshard.evaluate.jobs import Job, Process, Status
 from unshard.evaluate.merging import Merger
 from unshard.evaluate.outcomes import Backoff, Outcomes
@@ -101,6 +101,7 @@ class Scheduler:
         self._halt: Halt | None = None
         self._wake = threading.Event()
         self._threads: set[threading.Thread] = set()
+        self._loop_thread: threading.Thread | None = None
         self._lock: int | None = None
 
     def start(self) -> None:
@@ -113,7 +114,7 @@ class Scheduler:
         for job in self._store.running():
             self._take_up(job)
         self._outcomes.tidy_up(self._evaluators)
-        self._spawn(self._loop, "scheduler")
+        self._loop_thread = self._spawn(self._loop, "scheduler")
 
     def stop(self, *, end: bool) -> None:
         """Begin no more jobs, and return when nothing more is recorded.
@@ -124,8 +125,11 @@ class Scheduler:
         """
         self._halt = Halt.END if end else Halt.LEAVE
         self._wake.set()
-        for thread in list(self._threads):
-            thread.join()
+        if self._loop_thread is not None:
+            self._loop_thread.join()  # it begins others
+        while self._threads:
+            for thread in list(self._threads):
+                thread.join()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -148,7 +152,7 @@ class Scheduler:
         """Return the directory of a job's last attempt; the log lies in it."""
         return self._work_dir / "jobs" / job.id / str(job.attempts)
 
-    def _spawn(self, target: Callable[[], None], name: str) -> None:
+    def _spawn(self, target: Callable[[], None], name: str) -> threading.Thread:
         def body() -> None:
             try:
                 target()
@@ -157,7 +161,12 @@ class Scheduler:
 
         thread = threading.Thread(target=body, name=name, daemon=True)
         self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:
+            self._threads.discard(thread)
+            raise
+        return thread
 
     def _loop(self) -> None:
         while self._halt is None:
@@ -203,7 +212,17 @@ class Scheduler:
                 self._slots.give_back(gpus)
         if claimed is not None:
             attempt = Attempt(claimed, profile, evaluator, gpus, self.directory_of(claimed))
-            self._spawn(lambda: self._perform(attempt, None), f"job {job.id}")
+            return self._spawn_attempt(attempt)
+        return True
+
+    def _spawn_attempt(self, attempt: Attempt) -> bool:
+        """Run an attempt in a thread; tell whether there is one."""
+        try:
+            self._spawn(lambda: self._perform(attempt, None), f"job {attempt.job.id}")
+        except RuntimeError as error:  # too many processes or threads of this user
+            _log.exception("job %s cannot be begun", attempt.job.id)
+            self._close(attempt, Postponed(f"it could not be begun: {error}"))
+            return False
         return True
 
     def _take_up(self, job: Job) -> None:
@@ -213,19 +232,30 @@ class Scheduler:
             self._store.requeue(job.id, "the server ended while it merged")
             self._outcomes.tell_end(job.id)
             return
+        has_slots = self._slots.adopt(process.gpus)
         try:
             profile, evaluator = self._evaluators(job.request.profile)
         except UnshardError as error:
             _log.warning("job %s cannot be adopted: %s", job.id, error)
         else:
-            if self._slots.adopt(process.gpus):
+            if has_slots:
                 directory = Path(process.directory)
                 attempt = Attempt(job, profile, evaluator, process.gpus, directory)
                 self._spawn(lambda: self._perform(attempt, process), f"job {job.id}")
                 return
             _log.warning("job %s cannot be adopted: its GPUs are not this server's", job.id)
-        self._runner.end(process)
-        self._store.requeue(job.id, "the server that ran it was replaced by another")
+        self._spawn(lambda: self._discard(job, process, has_slots=has_slots), f"job {job.id}")
+
+    def _discard(self, job: Job, process: Process, *, has_slots: bool) -> None:
+        """End an attempt of an earlier server, and queue its job again."""
+        if not self._runner.end(job.id, process):
+            return
+        try:
+            self._outcomes.requeue(job.id, "the server that ran it was replaced by another")
+        finally:
+            if has_slots:
+                self._slots.give_back(process.gpus)
+            self._wake.set()
 
     def _perform(self, attempt: Attempt, process: Process | None) -> None:
         """Run an attempt, or the rest of one, to its end, and record it."""
@@ -237,8 +267,11 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001  an evaluator's mistake must not cost the server
             _log.exception("job %s failed in an unforeseen way", attempt.job.id)
             outcome = Failed(f"unforeseen: {error!r}", isinstance(error, sqlite3.Error))
-        if isinstance(outcome, Left):
-            return
+        if not isinstance(outcome, Left):
+            self._close(attempt, outcome)
+
+    def _close(self, attempt: Attempt, outcome: Outcome) -> None:
+        """Record what became of an attempt, and give its slots back."""
         try:
             self._outcomes.record(attempt, outcome)
         finally:

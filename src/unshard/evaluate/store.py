@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from unshard.evaluate.jobs import Job, Phase, Process, Request, Status
-from unshard.evaluate.records import CLAIMABLE, Records
+from unshard.evaluate.records import CLAIMABLE, POSTPONED, Records
 from unshard.evaluate.schema import request_as_json
 
 __all__ = ["Store"]
@@ -163,12 +163,19 @@ class Store(Records):
 
     def requeue(self, job_id: str, why: str) -> bool:
         """End the open attempt as lost; the job keeps its place in the queue, and its retries."""
-        with self._ending(job_id, Status.QUEUED) as (connection, still):
+        return self._queue_again(job_id, "lost", why, 0)
+
+    def postpone(self, job_id: str, why: str, due_at: float) -> bool:
+        """End the open attempt for what may pass; the job is due again then, with its retries."""
+        return self._queue_again(job_id, POSTPONED, why, due_at)
+
+    def _queue_again(self, job_id: str, outcome: str, why: str, due_at: float) -> bool:
+        with self._ending(job_id, outcome) as (connection, still):
             if still:
                 connection.execute(
-                    "UPDATE jobs SET status = ?, started_at = NULL, not_before = 0, error = ?"
+                    "UPDATE jobs SET status = ?, started_at = NULL, not_before = ?, error = ?"
                     " WHERE id = ?",
-                    (Status.QUEUED, _storable(why), job_id),
+                    (Status.QUEUED, due_at, _storable(why), job_id),
                 )
         return still
 
@@ -178,7 +185,7 @@ class Store(Records):
             pass
 
     @contextmanager
-    def _ending(self, job_id: str, outcome: Status) -> Iterator[tuple[sqlite3.Connection, bool]]:
+    def _ending(self, job_id: str, outcome: str) -> Iterator[tuple[sqlite3.Connection, bool]]:
         """End the open attempt; yield whether the job still is as the attempt left it."""
         now = time.time()
         with self._transaction() as connection:
