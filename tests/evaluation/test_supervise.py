@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.running import is_running, wait_until
+from unshard.evaluate import supervise
 from unshard.evaluate.launching import Child, start_supervisor
 from unshard.evaluate.processes import kill_group
 from unshard.evaluate.supervise import Exit, Order, read_exit, was_stopped
@@ -169,6 +170,31 @@ def test_an_evaluator_may_be_faster_than_the_signal_to_its_supervisor(
 ) -> None:
     seen = iter(signals)
     assert was_stopped(returncode, lambda: next(seen, signals[-1])) is expected
+
+
+def test_how_it_ended_is_written_as_soon_as_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "_AGAIN_S", 0)
+    place, done = tmp_path / "attempt", Exit("exited", 0, "", 1.0)
+    rounds = iter([None, None, place.mkdir])
+
+    def later() -> bool:
+        act = next(rounds)
+        if act is not None:
+            act()
+        return False
+
+    supervise.write_exit(place, done, later)
+    assert read_exit(place) == done
+    supervise.write_exit(tmp_path / "nowhere", done, lambda: True)
+    assert list(place.iterdir()) == [place / "exit.json"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"reason": "exited"}', "\udcff"])
+def test_an_exit_that_is_not_whole_is_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "exit.json").write_bytes(os.fsencode(content))
+    assert read_exit(tmp_path) is None
 
 
 def test_the_supervisor_imports_nothing_heavy() -> None:

@@ -30,6 +30,7 @@ LOG_NAME = "log.txt"
 
 _POLL_S = 0.05
 _MOMENT_S = 1.0
+_AGAIN_S = 1.0
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _READ_BYTES = 1 << 20
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
@@ -75,10 +76,10 @@ class Exit:
 
 
 def read_exit(directory: Path) -> Exit | None:
-    """Return how the evaluator of an attempt ended; None where nobody was left to write it."""
+    """Return how the evaluator of an attempt ended; None where nobody wrote it, or not whole."""
     try:
         return Exit(**json.loads((directory / EXIT_NAME).read_bytes()))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError, TypeError):
         return None
 
 
@@ -94,7 +95,7 @@ def main() -> int:
     _control(_SET_CHILD_SUBREAPER, 1)
     with BoundedLog(Path(order.directory) / LOG_NAME, order.log_bytes) as log:
         done = supervise(order, log, lambda: bool(stops))
-    write_exit(Path(order.directory), done)
+    write_exit(Path(order.directory), done, lambda: bool(stops))
     return 0
 
 
@@ -213,11 +214,22 @@ def _end_all(order: Order, watched: _Watched) -> None:
         pass
 
 
-def write_exit(directory: Path, done: Exit) -> None:
-    """Write `exit.json` in one step."""
+def write_exit(directory: Path, done: Exit, is_stopped: Callable[[], bool]) -> None:
+    """Write `exit.json` in one step; on a full disk try until it is there, or a signal comes."""
     draft = directory / f"{EXIT_NAME}.partial"
-    draft.write_text(json.dumps(asdict(done)))
-    draft.replace(directory / EXIT_NAME)
+    while True:
+        try:
+            with draft.open("wb") as file:
+                file.write(json.dumps(asdict(done)).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(directory / EXIT_NAME)
+        except OSError:
+            if is_stopped():
+                return
+            time.sleep(_AGAIN_S)
+        else:
+            return
 
 
 if __name__ == "__main__":
