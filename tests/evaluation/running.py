@@ -144,6 +144,21 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+STAGING = """
+import os, pathlib, sys
+from unshard.write.stage import Stage
+Stage(pathlib.Path(sys.argv[1]), 10).__enter__()
+os._exit(0)
+"""
+
+
+def leave_staging(directory: Path) -> Path:
+    """Leave a staging directory, as a killed worker does."""
+    command = [sys.executable, "-c", STAGING, str(directory / "model")]
+    subprocess.run(command, env=child_environment(), check=True)
+    return next(directory.glob("_unshard-partial-*"))
+
+
 def child_environment() -> dict[str, str]:
     source = str(Path(unshard.__file__).parent.parent)
     return os.environ | {"PYTHONPATH": os.pathsep.join([source, str(TESTS)])}

@@ -1,13 +1,14 @@
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from evaluation.running import largest_file, request, wait_until, whole_model
+from evaluation.running import largest_file, leave_staging, request, wait_until, whole_model
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard.api.options import MergeOptions
 from unshard.evaluate.jobs import EvaluationError, Job, Status
@@ -27,7 +28,13 @@ def merger(tmp_path: Path) -> Merger:
 def prepare(merger: Merger, what: Job, directory: Path) -> Path:
     attempt = directory / "attempt"
     attempt.mkdir(exist_ok=True)
-    return merger.prepare(what, directory=attempt, is_given_up=lambda: False)
+    return prepare_in(merger, what, attempt)
+
+
+def prepare_in(
+    merger: Merger, what: Job, attempt: Path, is_given_up: Callable[[], bool] = lambda: False
+) -> Path:
+    return merger.prepare(what, directory=attempt, timeout_s=60, is_given_up=is_given_up)
 
 
 def test_a_sharded_checkpoint_is_merged_and_not_touched(tmp_path: Path, merger: Merger) -> None:
@@ -38,6 +45,7 @@ def test_a_sharded_checkpoint_is_merged_and_not_touched(tmp_path: Path, merger: 
     assert_same(merged(model), some_tensors())
     assert snapshot(checkpoint) == before
     assert merger.kept() == ["job"]
+    assert (tmp_path / "attempt" / "merge.log").read_text() == ""  # the worker ended well
     merger.remove("job")
     assert merger.kept() == []
 
@@ -97,7 +105,9 @@ def test_a_checkpoint_that_goes_during_the_merge_is_gone(tmp_path: Path, merger:
 
     (tmp_path / "attempt").mkdir()
     with pytest.raises(GoneError):
-        merger.prepare(job(checkpoint), directory=tmp_path / "attempt", is_given_up=rotated)
+        merger.prepare(
+            job(checkpoint), directory=tmp_path / "attempt", timeout_s=60, is_given_up=rotated
+        )
 
 
 def test_a_disk_without_space_may_pass(tmp_path: Path, merger: Merger) -> None:
@@ -121,11 +131,27 @@ def test_who_waits_for_a_turn_or_merges_can_be_given_up(tmp_path: Path, merger: 
     (tmp_path / "attempt").mkdir()
     merger._turns.acquire()
     with pytest.raises(GivenUpError):
-        merger.prepare(job(checkpoint), directory=tmp_path / "attempt", is_given_up=lambda: True)
+        merger.prepare(
+            job(checkpoint), directory=tmp_path / "attempt", timeout_s=60, is_given_up=lambda: True
+        )
     merger._turns.release()
     with pytest.raises(GivenUpError):
-        merger.prepare(job(checkpoint), directory=tmp_path / "attempt", is_given_up=lambda: True)
+        merger.prepare(
+            job(checkpoint), directory=tmp_path / "attempt", timeout_s=60, is_given_up=lambda: True
+        )
     assert prepare(merger, job(checkpoint), tmp_path).is_dir()
+
+
+def test_a_merge_ends_in_time_and_leaves_nothing(tmp_path: Path, merger: Merger) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    (tmp_path / "attempt").mkdir()
+    left = leave_staging(tmp_path / "merged")
+    with pytest.raises(PassingError, match="more than 0 s"):
+        merger.prepare(
+            job(checkpoint), directory=tmp_path / "attempt", timeout_s=0, is_given_up=lambda: False
+        )
+    assert not left.exists()
+    assert list((tmp_path / "merged").iterdir()) == []
 
 
 def test_merges_take_turns(tmp_path: Path, merger: Merger) -> None:
@@ -136,7 +162,7 @@ def test_merges_take_turns(tmp_path: Path, merger: Merger) -> None:
         what = replace(job(checkpoint), id=f"job-{number}")
         directory = tmp_path / str(number)
         directory.mkdir()
-        found.append(merger.prepare(what, directory=directory, is_given_up=lambda: False))
+        found.append(prepare_in(merger, what, directory))
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
     for thread in threads:

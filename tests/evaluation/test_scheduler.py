@@ -17,6 +17,7 @@ from evaluation.running import (
     is_running,
     job_of,
     largest_file,
+    leave_staging,
     request,
     scheduler,
     script_profile,
@@ -199,9 +200,7 @@ def test_an_evaluator_that_is_stopped_from_outside_is_run_again(
     tmp_path: Path, model: Path
 ) -> None:
     """systemd and scancel send SIGTERM to the server and the supervisors at once."""
-    script = (
-        f"{SLEEPS}\n" if False else "if output.parent.name == '2': sys.exit(done(acc=1))\n" + SLEEPS
-    )
+    script = f"if output.parent.name == '2': sys.exit(done(acc=1))\n{SLEEPS}"
     store, server = scheduler(tmp_path / "work", script)
     job = submit(store, server, model)
     server.start()
@@ -501,8 +500,10 @@ done(acc=1)
 def test_what_is_in_the_directory_of_merged_models_without_a_reason_is_removed(
     tmp_path: Path, model: Path
 ) -> None:
-    shutil.copytree(model, tmp_path / "work" / "merged" / "left-over")
+    merged = tmp_path / "work" / "merged"
+    shutil.copytree(model, merged / "left-over")
+    leave_staging(merged)
     _, server = scheduler(tmp_path / "work", SCORED)
     server.start()
     server.stop(end=True)
-    assert not (tmp_path / "work" / "merged" / "left-over").exists()
+    assert list(merged.iterdir()) == []

@@ -111,6 +111,7 @@ class Runner:
             model = self._merger.prepare(
                 job,
                 directory=attempt.directory,
+                timeout_s=attempt.profile.timeout_s,
                 is_given_up=lambda: self._halt(job.id) is not None,
             )
             rewritten = self._rewritten(job)

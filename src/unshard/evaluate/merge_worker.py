@@ -48,7 +48,8 @@ def _merge(checkpoint: str, output: str, options: dict[str, object]) -> None:
 
 
 def _die_with_server() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # not sys.stdin, whose lock would be missed when the interpreter ends
+        pass
     os.killpg(0, signal.SIGKILL)
 
 

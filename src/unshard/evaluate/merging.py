@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -17,6 +18,7 @@ from unshard.evaluate.merge_worker import ANSWER_NAME
 from unshard.evaluate.processes import identify, kill_group
 from unshard.read.discover import discover
 from unshard.read.format import Request as Wanted
+from unshard.write.stage import recover
 
 __all__ = [
     "GivenUpError",
@@ -37,7 +39,7 @@ class GoneError(EvaluationError):
 
 
 class PassingError(EvaluationError):
-    """A merge failed for something that may pass: no space, a killed process."""
+    """A merge failed for something that may pass: no space, a killed process, time."""
 
 
 class GivenUpError(EvaluationError):
@@ -83,12 +85,19 @@ class Merger:
         """Remove a job's merged model, if there is one."""
         shutil.rmtree(self.merged(job_id), ignore_errors=True)
 
-    def prepare(self, job: Job, *, directory: Path, is_given_up: Callable[[], bool]) -> Path:
+    def recover(self) -> None:
+        """Remove what merges that were killed have left."""
+        recover(self._directory)
+
+    def prepare(
+        self, job: Job, *, directory: Path, timeout_s: float, is_given_up: Callable[[], bool]
+    ) -> Path:
         """Return a Hugging Face directory of a job's checkpoint.
 
         Args:
             job: what to merge; its own directory is returned where it holds a whole model.
             directory: of the attempt.
+            timeout_s: how long the merge itself may take.
             is_given_up: asked often, while waiting too.
 
         Raises:
@@ -102,7 +111,7 @@ class Merger:
             if _is_whole(source, job.request.weights):
                 return source
             self.remove(job.id)
-            self._merge_in_turn(source, job, directory, is_given_up)
+            self._merge_in_turn(source, job, directory, timeout_s, is_given_up)
         except (UnshardError, OSError) as error:
             if source.exists() or isinstance(error, GivenUpError):
                 raise
@@ -110,7 +119,12 @@ class Merger:
         return self.merged(job.id)
 
     def _merge_in_turn(
-        self, source: Path, job: Job, directory: Path, is_given_up: Callable[[], bool]
+        self,
+        source: Path,
+        job: Job,
+        directory: Path,
+        timeout_s: float,
+        is_given_up: Callable[[], bool],
     ) -> None:
         if not source.exists():
             raise _gone(source)
@@ -124,9 +138,10 @@ class Merger:
                 self.merged(job.id),
                 options,
                 directory=directory,
-                is_given_up=is_given_up,
+                is_given_up=_in_time(is_given_up, timeout_s),
             )
         finally:
+            self.recover()
             self._turns.release()
 
 
@@ -169,6 +184,18 @@ def merge_in_process(
         finally:
             kill_group(process, grace_s=0)
     _judge(source, directory, worker.returncode)
+
+
+def _in_time(is_given_up: Callable[[], bool], timeout_s: float) -> Callable[[], bool]:
+    """Return what asks the same, and raises PassingError when the time is up."""
+    deadline = time.monotonic() + timeout_s
+
+    def asked() -> bool:
+        if time.monotonic() > deadline:
+            raise PassingError(f"the merge took more than {timeout_s:g} s")
+        return is_given_up()
+
+    return asked
 
 
 def _gone(source: Path) -> GoneError:

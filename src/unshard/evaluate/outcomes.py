@@ -111,6 +111,7 @@ class Outcomes:
 
     def tidy_up(self, evaluators: Callable[[str], tuple[Profile, Evaluator]]) -> None:
         """Remove the merged models that an earlier server did not come to remove."""
+        self._merger.recover()
         running = {job.id for job in self._store.running()}
         for job_id in set(self._merger.kept()) - running:
             job = self._store.get(job_id)
