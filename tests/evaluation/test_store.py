@@ -53,11 +53,23 @@ def test_names_of_runs_and_jobs_that_wait_are_read_without_the_jobs(store: Store
 
 def test_the_same_key_is_the_same_job(store: Store) -> None:
     first, _ = store.submit(request(Path("a")), pin=None)
-    again, is_new = store.submit(request(Path("b")), pin="/pin")
+    again, is_new = store.submit(request(Path("b")), pin=None)
     assert not is_new
     assert again == first
     claim(store)
     assert store.submit(request(Path("b")), pin=None)[0].status is Status.RUNNING
+
+
+def test_a_job_that_waits_gets_another_pin_where_its_own_is_gone(
+    store: Store, tmp_path: Path
+) -> None:
+    pins = [tmp_path / name for name in ("one", "two", "three")]
+    pins[1].touch()
+    found = [store.submit(request(Path("a")), pin=str(pin))[0].pin for pin in pins]
+    assert found == [str(pins[0]), str(pins[1]), str(pins[1])]
+    claim(store)
+    pins[1].unlink()
+    assert store.submit(request(Path("a")), pin=str(pins[2]))[0].pin == str(pins[1])
 
 
 def test_a_job_that_ended_badly_is_queued_anew_with_the_new_checkpoint(store: Store) -> None:
@@ -122,7 +134,7 @@ def test_what_an_attempt_says_after_its_job_was_cancelled_changes_nothing(store:
     assert job_of(store, job.id).metrics == {}
 
 
-def test_results_stand_with_their_step_and_wait_for_their_sinks(store: Store) -> None:
+def test_results_stand_with_their_step(store: Store) -> None:
     for step in (20, 10):
         submit(store, step)
     for job in (claim(store), claim(store)):
@@ -137,13 +149,6 @@ def test_results_stand_with_their_step_and_wait_for_their_sinks(store: Store) ->
     ]
     assert store.results(Filters(step=10, limit=1)) == found[:1]
     assert store.results(Filters(run="other")) == []
-    waiting = store.unexported("wandb")
-    assert [job.request.step for job in waiting] == [20, 10]
-    assert waiting[0].results == "/results.json"
-    store.mark_exported(waiting[0].id, "wandb")
-    store.mark_exported(waiting[0].id, "wandb")
-    assert [job.request.step for job in store.unexported("wandb")] == [10]
-    assert len(store.unexported("jsonl")) == 2
 
 
 def test_a_lost_attempt_is_no_failure(store: Store) -> None:

@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,7 +116,12 @@ def _identity_of(path: Path) -> Identity | None:
 
 
 def pin_checkpoint(
-    checkpoint: Path, *, quota: Quota, step: int | None = None, run: Path | None = None
+    checkpoint: Path,
+    *,
+    quota: Quota,
+    step: int | None = None,
+    run: Path | None = None,
+    spare: Collection[str] = (),
 ) -> Pin:
     """Keep a checkpoint by hard links.
 
@@ -125,6 +130,7 @@ def pin_checkpoint(
         quota: what all pins of the run may keep; the oldest others are removed to make room.
         step: the training step; else the number at the end of the checkpoint's name.
         run: the run's directory; else the one that holds the checkpoint.
+        spare: the names of pins that make no room.
 
     Raises:
         GoneError: the checkpoint is gone, or was being removed.
@@ -146,7 +152,7 @@ def pin_checkpoint(
         if isinstance(error, OSError):
             raise refusal(checkpoint, error) from error
         raise
-    enforce_quota(run, quota, spare=pin.name)
+    enforce_quota(run, quota, spare={*spare, pin.name})
     return pin
 
 
@@ -235,16 +241,16 @@ def unpin(pin: Pin) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def enforce_quota(run: Path, quota: Quota, *, spare: str = "") -> list[Pin]:
+def enforce_quota(run: Path, quota: Quota, *, spare: Collection[str] = ()) -> list[Pin]:
     """Remove the oldest pins of a run until the quota is kept; return those removed.
 
     Args:
         run: the run's directory.
         quota: what the pins of the run may keep.
-        spare: the name of a pin that stays whatever its age.
+        spare: the names of pins that stay whatever their age.
     """
     kept, removed = pins_of(run), []
-    for pin in [pin for pin in kept if pin.name != spare]:
+    for pin in [pin for pin in kept if pin.name not in spare]:
         if not _is_exceeded(kept, quota):
             break
         log.warning("%s: step %s is no longer kept: the quota of pins is used up", run, pin.step)

@@ -60,6 +60,11 @@ class Records:
         self._local = threading.local()
 
     @property
+    def identity(self) -> int:
+        """What tells this database from others."""
+        return int(self._connection.execute("PRAGMA application_id").fetchone()[0])
+
+    @property
     def _connection(self) -> sqlite3.Connection:
         held: _Held | None = getattr(self._local, "held", None)
         if held is None:
@@ -153,14 +158,6 @@ class Records:
             [*values, limit],
         )
         return [as_result(row) for row in rows.fetchall()]
-
-    def unexported(self, sink: str) -> list[Job]:
-        """Return the completed jobs that a sink has not got, the first completed first."""
-        return self._many(
-            "WHERE jobs.status = 'completed' AND NOT EXISTS (SELECT 1 FROM exports"
-            " WHERE exports.job_id = jobs.id AND sink = ?) ORDER BY completed_at, jobs.number",
-            [sink],
-        )
 
     def events(self, since: int, limit: int = -1) -> list[Event]:
         """Return the changes after the one of this number, the oldest first; -1: all of them."""

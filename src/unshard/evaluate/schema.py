@@ -5,6 +5,7 @@ again. Times are seconds since the epoch.
 """
 
 import json
+import secrets
 import sqlite3
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -68,12 +69,6 @@ CREATE TABLE results (
     value REAL NOT NULL,
     PRIMARY KEY (job_id, metric)
 );
-CREATE TABLE exports (
-    job_id TEXT NOT NULL REFERENCES jobs (id),
-    sink TEXT NOT NULL,
-    at REAL NOT NULL,
-    PRIMARY KEY (job_id, sink)
-);
 CREATE TABLE events (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     job_id TEXT NOT NULL,
@@ -134,6 +129,7 @@ def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
         if found == 0:
             for statement in _TABLES.split(";"):
                 connection.execute(statement)
+            connection.execute(f"PRAGMA application_id = {secrets.randbits(31)}")
             connection.execute(f"PRAGMA user_version = {VERSION}")
 
 

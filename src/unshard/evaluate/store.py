@@ -29,11 +29,12 @@ class Store(Records):
         """Queue a request; return its job, and whether there was none of its key.
 
         The same key again returns the same job. A job that failed, was cancelled or expired is
-        queued anew, with the new request's checkpoint and pin.
+        queued anew, with the new request's checkpoint and pin; one that waits gets the pin where
+        its own is gone.
         """
         now, key = time.time(), request.key
         with self._transaction() as connection:
-            found = connection.execute("SELECT id, status FROM jobs WHERE key = ?", (key,))
+            found = connection.execute("SELECT id, status, pin FROM jobs WHERE key = ?", (key,))
             row = found.fetchone()
             if row is None:
                 job_id = secrets.token_hex(8)
@@ -56,6 +57,10 @@ class Store(Records):
                         (Status.QUEUED, request_as_json(request), pin, now, job_id),
                     )
                     _tell(connection, job_id, now)
+                elif (
+                    row["status"] == Status.QUEUED and pin and not Path(row["pin"] or "-").exists()
+                ):
+                    connection.execute("UPDATE jobs SET pin = ? WHERE id = ?", (pin, job_id))
             job = self._one(connection, job_id)
         if job is None:
             raise RuntimeError(f"job {job_id}: not there after it was written")
@@ -201,13 +206,9 @@ class Store(Records):
                 connection.execute("UPDATE jobs SET phase = NULL WHERE id = ?", (job_id,))
                 _tell(connection, job_id, now)
 
-    def mark_exported(self, job_id: str, sink: str) -> None:
-        """Record that a sink has got a job's results."""
-        with self._transaction() as connection:
-            connection.execute(
-                "INSERT OR IGNORE INTO exports (job_id, sink, at) VALUES (?, ?, ?)",
-                (job_id, sink, time.time()),
-            )
+
+def _is_gone(pin: str | None) -> bool:
+    return pin is None or not Path(pin).exists()
 
 
 def _storable(text: str) -> str:

@@ -82,24 +82,32 @@ class Pins:
             _log.warning("%s: not pinned, its run's directory is outside the roots", checkpoint)
             return None
         try:
-            pin = pin_checkpoint(checkpoint, quota=self.quota, step=step, run=run)
+            running = {Path(job.pin).parent.name for job in self.store.running() if job.pin}
+            pin = pin_checkpoint(checkpoint, quota=self.quota, step=step, run=run, spare=running)
         except PinError as error:
             _log.warning("not pinned, it may be rotated away: %s", error)
             return None
-        (pin.directory / _MARK).touch()
+        (pin.directory / _MARK).write_text(self._mark())
         return str(pin.path)
 
-    def let_go(self, pin: str | None) -> None:
-        """Remove a pin of the server's that no job needs any more."""
+    def let_go(self, pin: str | None = None) -> None:
+        """Remove the pins of this server that no job needs: those of a pin's run, or of all."""
         with self.lock:
-            if pin is None or any(job.pin == pin for job in self._open()):
-                return
-            try:
-                found = read_pin(Path(pin))
-                if (found.directory / _MARK).is_file():
-                    unpin(found)
-            except (UnshardError, OSError) as error:
-                _log.debug("pin %s: %s", pin, error)
+            needed = {job.pin for job in self._open()}
+            for run in self._runs() if pin is None else [Path(pin).parents[3]]:
+                for found in pins_of(run):
+                    if str(found.path) not in needed and self._is_ours(found):
+                        unpin(found)
+
+    def _is_ours(self, pin: Pin) -> bool:
+        """Tell whether this server made a pin: runs may be shared with others."""
+        try:
+            return (pin.directory / _MARK).read_text() == self._mark()
+        except (OSError, ValueError):
+            return False
+
+    def _mark(self) -> str:
+        return str(self.store.identity)
 
     def everywhere(self) -> list[Pin]:
         """Return all pins of runs below the roots, or that a job has."""
@@ -129,8 +137,8 @@ class Pins:
             return pin
 
     def _open(self) -> list[Job]:
-        waiting = (Filters(status=Status.QUEUED), Filters(status=Status.RUNNING))
-        return [job for filters in waiting for job in self.store.jobs(filters)]
+        waiting = self.store.jobs(Filters(status=Status.QUEUED))
+        return list({job.id: job for job in [*waiting, *self.store.running()]}.values())
 
     def _runs(self) -> list[Path]:
         return sorted({run.resolve() for run in self._places() if self._is_inside(run)})

@@ -81,7 +81,8 @@ def make_service(config: ServerConfig) -> Service:
         return profile, make_evaluator(profile)
 
     def ended(job: Job) -> None:
-        pins.let_go(job.pin)
+        if job.pin is not None:
+            pins.let_go(job.pin)
 
     settings = Settings(work, changed=_changed, ended=ended)
     scheduler = Scheduler(store, Slots(config.gpus), evaluators, settings)
@@ -137,6 +138,7 @@ def serve(given: Given) -> None:
     with _listening(config.host, config.port) as listening:
         service = make_service(config)
         service.scheduler.start()
+        service.pins.let_go()
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         _log.info("roots %s, profiles %s", list(map(str, config.roots)), list(config.profiles))

@@ -107,8 +107,11 @@ class Service:
         resolve_checkpoint(request.checkpoint, self.config.roots)
         request = replace(request, fingerprint=self._fingerprint(request, pin))
         with self.pins.lock:
-            kept = None if self._is_known(request) else self._pinned(request, run, pin)
+            is_done = self._status_of(request) is Status.COMPLETED
+            kept = None if is_done else self._pinned(request, run, pin)
             job, is_new = self.store.submit(request, pin=kept)
+            if kept is not None and job.pin != kept:
+                self.pins.let_go(kept)
         self.scheduler.wake()
         return job, is_new
 
@@ -129,10 +132,10 @@ class Service:
             Filters(None, request.run, request.step, request.weights, request.profile)
         )
 
-    def _is_known(self, request: Request) -> bool:
-        """Tell whether a job like this waits, runs or is completed: it needs no further pin."""
-        same = (job for job in self._alike(request) if job.request.key == request.key)
-        return any(job.status is Status.COMPLETED or not job.status.is_final for job in same)
+    def _status_of(self, request: Request) -> Status | None:
+        """Return how the job of a request stands, if there is one."""
+        same = (job.status for job in self._alike(request) if job.request.key == request.key)
+        return next(same, None)
 
     def _pinned(self, request: Request, run: Path, pin: str | None) -> str | None:
         kept = None if pin is None else self.pins.of_client(pin)

@@ -1,0 +1,121 @@
+"""The server's pins, with a real database and no server."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from evaluation.running import job_of, script_profile, whole_model
+from unshard.evaluate.jobs import Job, Request
+from unshard.evaluate.pins import DEFAULT_QUOTA, Quota, pin_checkpoint, pins_of
+from unshard.evaluate.profiles import ServerConfig
+from unshard.evaluate.server.pinning import Pins
+from unshard.evaluate.server.serve import make_service
+from unshard.evaluate.server.service import Service
+from unshard.evaluate.store import Store
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in range(4):
+        whole_model(tmp_path / "root" / "run" / f"checkpoint-{step}")
+    return tmp_path / "root" / "run"
+
+
+def service_in(run: Path, quota: Quota = DEFAULT_QUOTA, name: str = "work") -> Service:
+    config = ServerConfig(
+        roots=(run.parent,),
+        work_directory=run.parents[1] / name,
+        pin_count=quota.count,
+        pin_bytes=quota.bytes,
+        profiles={"script": script_profile(gpus=0)},
+    )
+    return make_service(config)
+
+
+@pytest.fixture
+def service(run: Path) -> Service:
+    return service_in(run)
+
+
+def submit(service: Service, run: Path, step: int, pin: str | None = None) -> Job:
+    asked = Request(str(run / f"checkpoint-{step}"), "script", ("task",), step, "run")
+    return service.submit(asked, pin)[0]
+
+
+def steps(run: Path) -> list[int | None]:
+    return [pin.step for pin in pins_of(run)]
+
+
+def test_pins_that_no_job_needs_are_removed(run: Path, service: Service) -> None:
+    pins = service.pins
+    needed = submit(service, run, 0)
+    pins.made(run / "checkpoint-1", 1, run)  # and killed before it was submitted
+    pin_checkpoint(run / "checkpoint-2", quota=DEFAULT_QUOTA)  # a client's
+    Pins(Store(run.parent / "other"), pins.roots, pins.quota).made(run / "checkpoint-3", 3, run)
+    pins.let_go()
+    assert steps(run) == [0, 2, 3]
+    assert needed.pin is not None
+    service.store.cancel(needed.id)
+    pins.let_go(needed.pin)
+    assert steps(run) == [2, 3]
+
+
+def test_a_job_submitted_again_while_its_attempt_ends_leaves_no_pin(
+    run: Path, service: Service
+) -> None:
+    submit(service, run, 0)
+    job = service.store.claim(time.time())
+    assert job is not None
+    assert service.store.cancel(job.id)
+    again = submit(service, run, 0)
+    service.store.release(job.id)
+    assert service.store.cancel(again.id)
+    service.pins.let_go(again.pin)
+    assert steps(run) == []
+
+
+def test_the_quota_spares_pins_of_running_jobs(run: Path) -> None:
+    service = service_in(run, Quota(2, None))
+    submit(service, run, 0)
+    assert service.store.claim(time.time()) is not None
+    for step in (1, 2):
+        submit(service, run, step)
+    assert steps(run) == [0, 2]
+
+
+def test_a_job_that_fails_while_it_is_submitted_again_gets_a_pin(
+    run: Path, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = submit(service, run, 0)
+    service.store.claim(time.time())
+    real = service.store.submit
+
+    def after_the_end(request: Request, *, pin: str | None) -> tuple[Job, bool]:
+        service.store.fail(job.id, "just now", None)
+        return real(request, pin=pin)
+
+    monkeypatch.setattr(service.store, "submit", after_the_end)
+    again = submit(service, run, 0)
+    assert again.pin is not None
+    assert Path(again.pin).exists()
+
+
+def test_a_pin_that_its_client_replaces_is_taken(run: Path, service: Service) -> None:
+    first, second = (pin_checkpoint(run / "checkpoint-0", quota=DEFAULT_QUOTA) for _ in "12")
+    job = submit(service, run, 0, str(first.path))
+    first.unpin()
+    assert submit(service, run, 0, str(second.path)).pin == str(second.path)
+    shutil.rmtree(run / "checkpoint-0")
+    assert submit(service, run, 0, str(second.path)).id == job.id
+    assert job_of(service.store, job.id).pin == str(second.path)
+
+
+def test_a_completed_job_gets_no_further_pin(run: Path, service: Service) -> None:
+    job = submit(service, run, 0)
+    service.store.claim(time.time())
+    service.store.complete(job.id, {"task/acc": 1.0}, None)
+    service.pins.let_go()
+    assert submit(service, run, 0).id == job.id
+    assert steps(run) == []
