@@ -1,6 +1,8 @@
+import os
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +66,41 @@ def test_a_reader_that_follows_knows_where_it_is_after_a_cut(tmp_path: Path) -> 
             text, offset = read_log(path, offset, most_bytes=1000)
         assert set(text) == {"b"}
         assert offset == 1500
+
+
+def test_what_is_left_out_while_it_is_read_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, pread = tmp_path / "log.txt", os.pread
+    with BoundedLog(path, 1000) as log:
+        log.write(b"a" * 900)
+        more = [b"b" * 600]
+
+        def meanwhile(fd: int, count: int, where: int) -> bytes:
+            if where == 800 and more:  # the part itself, after the bounds
+                log.write(more.pop())
+            return pread(fd, count, where)
+
+        monkeypatch.setattr(os, "pread", meanwhile)
+        text, offset = read_log(path, 800, most_bytes=1000)
+        if "left out" in text:
+            text, offset = read_log(path, offset, most_bytes=1000)
+    assert (set(text), offset) == ({"b"}, 1500)
+
+
+def test_a_follower_of_an_earlier_attempts_log_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_bytes(b"short\n")
+    assert read_log(path, 900, most_bytes=1000) == ("short\n", 6)
+
+
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    for path in (tmp_path / "whole", tmp_path / "short"):
+        with BoundedLog(path, 1000) as log:
+            log.write(b"a" * 900 + b"b" * 600)
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, where: pwrite(fd, data[:7], where))
+    assert (tmp_path / "short").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_a_character_that_is_not_whole_is_read_when_it_is(tmp_path: Path) -> None:

@@ -54,9 +54,14 @@ class BoundedLog:
             if self._size >= self._most:
                 self._cut()
             part = rest[: self._most - self._size]
-            os.pwrite(self._fd, part, self._size)
-            self._size += len(part)
+            self._append(part)
             rest = rest[len(part) :]
+
+    def _append(self, data: bytes | memoryview) -> None:
+        while data:
+            written = os.pwrite(self._fd, data, self._size)
+            self._size += written
+            data = data[written:]
 
     def _cut(self) -> None:
         """Leave out the older half of what follows the first part."""
@@ -64,8 +69,8 @@ class BoundedLog:
         had_line = _WIDTH if self._left_out else 0
         self._left_out += self._size - self._head - had_line - kept
         tail = os.pread(self._fd, kept, self._size - kept)
-        os.pwrite(self._fd, _LINE % self._left_out + tail, self._head)
-        self._size = self._head + _WIDTH + len(tail)
+        self._size = self._head
+        self._append(_LINE % self._left_out + tail)
         os.ftruncate(self._fd, self._size)
 
 
@@ -74,26 +79,37 @@ def read_log(path: Path, offset: int, *, most_bytes: int = LOG_BYTES) -> tuple[s
 
     Args:
         path: of a log that may be growing, or not be there yet.
-        offset: as returned by the call before; 0 at first.
+        offset: as returned by the call before; 0 at first. One beyond the end is of another log,
+            of an earlier attempt, and means the beginning of this one.
         most_bytes: the bound that the log was written with.
     """
-    head = max(most_bytes, 1000) // 2
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(head)
-            line = _LINE_PATTERN.fullmatch(file.read(_WIDTH))
-            left_out = int(line[1]) if line else 0
-            if line and head <= offset < head + left_out:
-                return (_LINE % left_out).decode(), head + left_out
-            end = head if line and offset < head else size
-            begin = offset if offset < head or not line else offset - left_out + _WIDTH
-            file.seek(begin)
-            found = file.read(max(0, min(end - begin, _TEXT_BYTES)))
+            found, after = _read(file.fileno(), offset, head=max(most_bytes, 1000) // 2)
     except FileNotFoundError:
         return "", offset
-    whole = _whole_characters(found)
-    return whole.decode("utf-8", "replace"), offset + len(whole)
+    return found.decode("utf-8", "replace"), after
+
+
+def _read(fd: int, offset: int, *, head: int) -> tuple[bytes, int]:
+    while True:
+        left_out, size = _bounds(fd, head)
+        start = offset if offset <= (size if not left_out else size - _WIDTH + left_out) else 0
+        if left_out and head <= start < head + left_out:
+            return _LINE % left_out, head + left_out
+        end = head if left_out and start < head else size
+        begin = start if start < head or not left_out else start - left_out + _WIDTH
+        found = os.pread(fd, max(0, min(end - begin, _TEXT_BYTES)), begin)
+        left_out_now, size_now = _bounds(fd, head)
+        if left_out_now == left_out and size_now >= size:  # or else the bytes have moved meanwhile
+            whole = _whole_characters(found)
+            return whole, start + len(whole)
+
+
+def _bounds(fd: int, head: int) -> tuple[int, int]:
+    """Return how many bytes a log says that it lacks, and its size."""
+    line = _LINE_PATTERN.fullmatch(os.pread(fd, _WIDTH, head))
+    return int(line[1]) if line else 0, os.fstat(fd).st_size
 
 
 def _whole_characters(data: bytes) -> bytes:
