@@ -260,6 +260,7 @@ def test_a_second_attempt_may_succeed_and_starts_with_an_empty_output(
     server.stop(end=True)
     assert (done.attempts, done.failures, done.error) == (2, 1, None)
     assert done.metrics == {"task/acc": 1}
+    assert [path.name for path in server.directory_of(done).parent.iterdir()] == ["2"]
 
 
 def test_a_checkpoint_that_is_gone_is_expired(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import pytest
 
 from evaluation.running import child_environment, job_of, request
 from unshard.errors import UsageError
+from unshard.evaluate import store as jobs_store
 from unshard.evaluate.jobs import Filters, Job, Phase, Process, Request, Status
+from unshard.evaluate.records import LONGEST_WAIT_S
 from unshard.evaluate.store import Store
 
 
@@ -192,6 +194,38 @@ def test_every_change_is_an_event(store: Store) -> None:
         (Status.COMPLETED, None),
     ]
     assert store.events(events[1].number) == events[2:]
+
+
+def test_old_events_are_forgotten_and_few_are_told_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs_store, "_EVENTS", 1200)
+    job = submit(store)
+    with store._transaction() as connection:
+        for _ in range(1299):
+            jobs_store._tell(connection, job.id, 0.0)
+    events = store.events(0)
+    assert (events[0].number, len(events)) == (101, 1000)
+    assert len(store.events(events[-1].number)) == 200
+
+
+def test_numbers_come_back_bit_for_bit(store: Store) -> None:
+    metrics = {"t/a": 0.1 + 0.2, "t/b": 1 / 3, "t/c": 1.7976931348623157e308, "t/d": 5e-324}
+    job = submit(store)
+    claim(store)
+    store.complete(job.id, metrics, None)
+    assert job_of(store, job.id).metrics == metrics
+    assert {f"{one.task}/{one.metric}": one.value for one in store.results(Filters())} == metrics
+
+
+def test_a_clock_that_is_set_back_makes_no_job_wait_longer(store: Store) -> None:
+    job = submit(store)
+    now = time.time()
+    store.claim(now)
+    store.postpone(job.id, "full", now + LONGEST_WAIT_S)
+    assert store.due(now + 1) is None
+    assert store.due(now - 10) is not None
+    assert store.claim(now - 10) is not None
 
 
 def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:

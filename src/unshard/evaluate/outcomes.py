@@ -1,12 +1,14 @@
 """What becomes of a job and its merged model when an attempt has ended."""
 
 import logging
+import shutil
 import sqlite3
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import assert_never
 
 from unshard.errors import UnshardError
@@ -127,7 +129,8 @@ class Outcomes:
         job, store = attempt.job, self._store
         match outcome:
             case Completed(metrics, results):
-                store.complete(job.id, metrics, results)
+                if store.complete(job.id, metrics, results):
+                    _remove_others(attempt.directory)
             case Failed(error, may_retry):
                 is_last = not may_retry or job.failures >= attempt.profile.retries
                 retry_at = time.time() + self._backoff.after(job.failures)
@@ -172,3 +175,9 @@ class Outcomes:
                 time.sleep(_AGAIN_S)
             else:
                 return
+
+
+def _remove_others(directory: Path) -> None:
+    """Remove the directories of a job's other attempts."""
+    for other in set(directory.parent.iterdir()) - {directory}:
+        shutil.rmtree(other, ignore_errors=True)

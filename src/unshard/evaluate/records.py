@@ -17,13 +17,17 @@ from unshard.evaluate.schema import (
     connect,
 )
 
-__all__ = ["CLAIMABLE", "POSTPONED", "Records"]
+__all__ = ["CLAIMABLE", "LONGEST_WAIT_S", "POSTPONED", "Records"]
 
 POSTPONED = "postponed"
 """The outcome of an attempt that was hindered by what may pass."""
 
-CLAIMABLE = """jobs.status = 'queued' AND jobs.not_before <= ? AND NOT EXISTS
-    (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id AND attempts.ended_at IS NULL)"""
+LONGEST_WAIT_S = 3600.0
+"""No job waits longer for its next attempt: one that seems to had its clock set back."""
+
+CLAIMABLE = f"""jobs.status = 'queued' AND jobs.not_before - ? NOT BETWEEN 1e-6 AND {LONGEST_WAIT_S}
+    AND NOT EXISTS
+    (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id AND attempts.ended_at IS NULL)"""  # noqa: S608  (a number of ours)
 """Which jobs may be claimed, at a time that is its one value."""
 
 
@@ -80,13 +84,11 @@ class Records:
             yield connection
 
     def _one(self, connection: sqlite3.Connection, job_id: str) -> Job | None:
-        found = connection.execute(f"SELECT {JOB_COLUMNS} WHERE jobs.id = ?", (job_id,))
-        row = found.fetchone()
-        return None if row is None else as_job(row)
+        found = _jobs(connection, "WHERE jobs.id = ?", [job_id])
+        return found[0] if found else None
 
     def _many(self, rest: str, values: list[str | int | float]) -> list[Job]:
-        rows = self._connection.execute(f"SELECT {JOB_COLUMNS} {rest}", values)
-        return [as_job(row) for row in rows.fetchall()]
+        return _jobs(self._connection, rest, values)
 
     def due(self, now: float) -> Job | None:
         """Return the oldest job that could be claimed."""
@@ -159,9 +161,22 @@ class Records:
         )
         return [as_result(row) for row in rows.fetchall()]
 
-    def events(self, since: int, limit: int = -1) -> list[Event]:
-        """Return the changes after the one of this number, the oldest first; -1: all of them."""
+    def events(self, since: int) -> list[Event]:
+        """Return the changes after the one of this number, the oldest first, 1,000 at most."""
         rows = self._connection.execute(
-            "SELECT * FROM events WHERE number > ? ORDER BY 1 LIMIT ?", (since, limit)
+            "SELECT * FROM events WHERE number > ? ORDER BY 1 LIMIT 1000", (since,)
         )
         return [as_event(row) for row in rows.fetchall()]
+
+
+def _jobs(connection: sqlite3.Connection, rest: str, values: list[str | int | float]) -> list[Job]:
+    rows = connection.execute(f"SELECT {JOB_COLUMNS} {rest}", values).fetchall()
+    return [as_job(row, _metrics(connection, row)) for row in rows]
+
+
+def _metrics(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, float]:
+    """Return the results of a job; SQLite's JSON would round them."""
+    if row["status"] != Status.COMPLETED:
+        return {}
+    found = connection.execute("SELECT metric, value FROM results WHERE job_id = ?", (row["id"],))
+    return dict(found.fetchall())

@@ -17,6 +17,7 @@ from unshard.evaluate.endings import Failed, Left, Outcome, Postponed
 from unshard.evaluate.jobs import Job, Process, Status
 from unshard.evaluate.merging import Merger
 from unshard.evaluate.outcomes import Backoff, Outcomes
+from unshard.evaluate.records import LONGEST_WAIT_S
 from unshard.evaluate.slots import Slots
 from unshard.evaluate.store import Store
 from unshard.evaluate.work import Evaluator, Profile
@@ -43,8 +44,8 @@ class Settings:
     Attributes:
         work_dir: for attempts, logs and merged models.
         limits: of every attempt.
-        backoff_s: how long after its first failure a job is tried again; doubled every time.
-        most_backoff_s: the longest such wait.
+        backoff_s: how long after its first failure a job is tried again; doubled every time, an
+            hour at most.
         merges: how many merges run at once.
         options: of every merge.
         changed: the files of a job's pin that were rewritten in place since it was pinned.
@@ -54,7 +55,6 @@ class Settings:
     work_dir: Path
     limits: Limits = field(default_factory=Limits)
     backoff_s: float = 30.0
-    most_backoff_s: float = 3600.0
     merges: int = 2
     options: MergeOptions = field(default_factory=lambda: MergeOptions(extra_state=False))
     changed: Callable[[Job], Sequence[str]] = _nothing_changed
@@ -94,7 +94,7 @@ class Scheduler:
         self._outcomes = Outcomes(
             store,
             self._merger,
-            Backoff(settings.backoff_s, settings.most_backoff_s),
+            Backoff(settings.backoff_s, LONGEST_WAIT_S),
             ended=settings.ended,
             is_stopped=lambda: self._halt is not None,
         )

@@ -7,6 +7,7 @@ again. Times are seconds since the epoch.
 import json
 import secrets
 import sqlite3
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -79,8 +80,7 @@ CREATE TABLE events (
 """
 
 JOB_COLUMNS = """
-    jobs.*, open.pid, open.started, open.boot, open.gpus, open.directory,
-    (SELECT json_group_object(metric, value) FROM results WHERE job_id = jobs.id) AS metrics
+    jobs.*, open.pid, open.started, open.boot, open.gpus, open.directory
     FROM jobs LEFT JOIN attempts AS open ON open.job_id = jobs.id AND open.ended_at IS NULL
 """
 """What `as_job` reads, after SELECT."""
@@ -146,8 +146,8 @@ def _as_request(text: str) -> Request:
     return Request(**values)
 
 
-def as_job(row: sqlite3.Row) -> Job:
-    """Return a job from a row of `JOB_COLUMNS`."""
+def as_job(row: sqlite3.Row, metrics: Mapping[str, float]) -> Job:
+    """Return a job from a row of `JOB_COLUMNS`, and its results."""
     return Job(
         id=row["id"],
         request=_as_request(row["request"]),
@@ -160,7 +160,7 @@ def as_job(row: sqlite3.Row) -> Job:
         attempts=row["attempts"],
         process=_as_process(row),
         error=row["error"],
-        metrics=json.loads(row["metrics"]),
+        metrics=metrics,
         results=row["results"],
         failures=row["failures"],
     )

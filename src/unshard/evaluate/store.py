@@ -18,6 +18,7 @@ from unshard.evaluate.schema import request_as_json
 __all__ = ["Store"]
 
 _AGAIN = (Status.FAILED, Status.CANCELLED, Status.EXPIRED)
+_EVENTS = 100_000
 
 
 class Store(Records):
@@ -217,9 +218,12 @@ def _storable(text: str) -> str:
 
 
 def _tell(connection: sqlite3.Connection, job_id: str, at: float) -> None:
-    """Append a job's change."""
+    """Append a job's change, and forget the oldest."""
     connection.execute(
         "INSERT INTO events (job_id, status, phase, at) SELECT id, status, phase, ? FROM jobs"
         " WHERE id = ?",
         (at, job_id),
+    )
+    connection.execute(
+        "DELETE FROM events WHERE number <= (SELECT MAX(number) FROM events) - ?", (_EVENTS,)
     )
