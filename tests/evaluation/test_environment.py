@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from unshard.evaluate.environment import evaluator_environment, scrubbed
@@ -5,15 +7,33 @@ from unshard.evaluate.environment import evaluator_environment, scrubbed
 LAUNCHER = (
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GROUP_RANK ROLE_NAME"
     " TORCHELASTIC_RUN_ID SLURM_JOB_ID PMIX_ID PMI_RANK OMPI_COMM NCCL_ASYNC_ERROR_HANDLING"
+    " ACCELERATE_USE_FSDP"
 )
 SECRETS = "HF_TOKEN AWS_SECRET_X password OPENAI_API_KEY Google_Credentials"
+
+
+def environment(
+    own: dict[str, str], *, program: str = sys.executable, devices: str = ""
+) -> dict[str, str]:
+    return evaluator_environment(own, program=program, devices=devices, directory="/attempt")
+
+
+def test_only_the_servers_own_interpreter_is_told_where_its_modules_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paths = {"PYTHONPATH": "/ours", "PYTHONHOME": "/home"}
+    for name, value in paths.items():
+        monkeypatch.setenv(name, value)
+    assert paths.items() <= environment({}).items()
+    assert not paths.keys() & environment({}, program="/other/bin/python").keys()
+    assert environment({"PYTHONPATH": "/own"}, program="/other")["PYTHONPATH"] == "/own"
 
 
 def test_launchers_and_secrets_do_not_reach_an_evaluator(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*LAUNCHER.split(), *SECRETS.split()]:
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("HF_HOME", "/cache")
-    found = evaluator_environment({"HF_TOKEN": "own"}, devices="0,1", directory="/attempt")
+    found = environment({"HF_TOKEN": "own"}, devices="0,1")
     assert not {*LAUNCHER.split(), *SECRETS.split()} & (found.keys() - {"HF_TOKEN"})
     assert [found[name] for name in ("HF_TOKEN", "HF_HOME")] == ["own", "/cache"]
     assert (found["CUDA_VISIBLE_DEVICES"], found["UNSHARD_ATTEMPT"]) == ("0,1", "/attempt")
@@ -21,7 +41,7 @@ def test_launchers_and_secrets_do_not_reach_an_evaluator(monkeypatch: pytest.Mon
 
 def test_a_profile_cannot_take_other_gpus() -> None:
     own = {"CUDA_VISIBLE_DEVICES": "0,1,2"}
-    found = evaluator_environment(own, devices="", directory="/attempt")
+    found = environment(own)
     assert found["CUDA_VISIBLE_DEVICES"] == ""
 
 

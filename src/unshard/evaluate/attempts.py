@@ -179,6 +179,7 @@ class Runner:
     def _order(self, attempt: Attempt, command: list[str]) -> Order:
         environment = evaluator_environment(
             attempt.profile.environment,
+            program=command[0],
             devices=visible_devices(attempt.gpus),
             directory=str(attempt.directory),
         )

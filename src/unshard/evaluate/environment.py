@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 
 __all__ = ["MARK", "evaluator_environment", "scrubbed"]
@@ -9,12 +10,14 @@ __all__ = ["MARK", "evaluator_environment", "scrubbed"]
 MARK = "UNSHARD_ATTEMPT"
 """Names the attempt's directory in every process of it, so that they can be found again."""
 
-# What launchers (torchrun, Slurm, MPI) tell their own processes: an evaluator that started from one
+# What launchers (torchrun, accelerate, Slurm, MPI) tell their own processes: an evaluator that started from one
 # of them would wait for the others.
 _LAUNCHER = re.compile(
     r"(?:RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE)"
-    r"|(?:MASTER_|GROUP_|ROLE_|TORCHELASTIC_|SLURM_|PMIX_|PMI_|OMPI_|NCCL_ASYNC).*"
+    r"|(?:MASTER_|GROUP_|ROLE_|TORCHELASTIC_|SLURM_|PMIX_|PMI_|OMPI_|NCCL_ASYNC|ACCELERATE_).*"
 )
+# What this interpreter finds, another one should not.
+_PYTHON = frozenset({"PYTHONHOME", "PYTHONPATH"})
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL", re.IGNORECASE)
 
 
@@ -28,14 +31,17 @@ def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def evaluator_environment(
-    own: Mapping[str, str], *, devices: str, directory: str
+    own: Mapping[str, str], *, program: str, devices: str, directory: str
 ) -> dict[str, str]:
     """Return the environment of an evaluator.
 
     Args:
         own: what its profile sets; wins over the server's, secrets included.
+        program: what is started: only this interpreter gets what tells it where its modules are.
         devices: CUDA_VISIBLE_DEVICES, which no profile can change.
         directory: of the attempt.
     """
-    chosen = {"CUDA_VISIBLE_DEVICES": devices, MARK: directory}
-    return scrubbed(os.environ) | dict(own) | chosen
+    found = scrubbed(os.environ)
+    if program != sys.executable:
+        found = {name: value for name, value in found.items() if name not in _PYTHON}
+    return found | dict(own) | {"CUDA_VISIBLE_DEVICES": devices, MARK: directory}
