@@ -10,8 +10,8 @@ __all__ = ["MARK", "evaluator_environment", "scrubbed"]
 MARK = "UNSHARD_ATTEMPT"
 """Names the attempt's directory in every process of it, so that they can be found again."""
 
-# What launchers (torchrun, accelerate, Slurm, MPI) tell their own processes: an evaluator that started from one
-# of them would wait for the others.
+# What launchers (torchrun, accelerate, Slurm, MPI) tell their own processes: an evaluator that
+# started from one of them would wait for the others.
 _LAUNCHER = re.compile(
     r"(?:RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE)"
     r"|(?:MASTER_|GROUP_|ROLE_|TORCHELASTIC_|SLURM_|PMIX_|PMI_|OMPI_|NCCL_ASYNC|ACCELERATE_).*"
