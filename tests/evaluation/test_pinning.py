@@ -62,6 +62,18 @@ def test_pins_that_no_job_needs_are_removed(run: Path, service: Service) -> None
     assert steps(run) == [2, 3]
 
 
+def test_a_pin_that_cannot_be_removed_harms_nobody(
+    run: Path, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_path: Path, _to: Path) -> Path:
+        raise PermissionError
+
+    service.pins.made(run / "checkpoint-1", 1, run)
+    monkeypatch.setattr(Path, "rename", refused)
+    service.pins.let_go()
+    assert steps(run) == [1]
+
+
 def test_a_job_submitted_again_while_its_attempt_ends_leaves_no_pin(
     run: Path, service: Service
 ) -> None:

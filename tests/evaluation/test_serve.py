@@ -13,6 +13,8 @@ import torch
 from evaluation.live import Fields, Live, all_gone, checkpoint, cli, live, until
 from ranks import save_ranks, some_tensors
 from unshard.evaluate.pins import Quota, pin_checkpoint
+from unshard.evaluate.server.pinning import Pins
+from unshard.evaluate.store import Store
 
 pytestmark = pytest.mark.xdist_group("eval-serve")  # a server for most
 QUOTA = Quota(8, None)
@@ -177,9 +179,16 @@ def test_a_killed_server_is_followed_by_one_that_goes_on(tmp_path: Path) -> None
     waiting = server.submit(place, "later", num_gpus=4)
     server.kill()
     assert not all_gone(pids)
+    store = Store(server.work / "jobs.sqlite")
+    unneeded = Pins(store, [server.root], QUOTA).made(
+        checkpoint(server.root / "left", 5), 5, server.root / "left"
+    )
+    store.close()
     server.configure(pin_quota={"count": 0})
     server.start()
     try:
+        assert unneeded is not None
+        assert not Path(unneeded).exists()
         assert server.job(first) == first
         assert server.job(running)["status"] == "running"
         unpinned = checkpoint(server.root / "run", 6)

@@ -159,6 +159,8 @@ def test_a_lost_attempt_is_no_failure(store: Store) -> None:
     assert store.requeue(job.id, "the server ended")
     lost = job_of(store, job.id)
     assert (lost.status, lost.attempts, lost.failures) == (Status.QUEUED, 1, 0)
+    with store._transaction() as connection:
+        assert connection.execute("SELECT outcome FROM attempts").fetchone()[0] == "lost"
 
 
 def test_jobs_are_listed_newest_first_and_counted(store: Store) -> None:

@@ -97,7 +97,7 @@ class Pins:
             for run in self._runs() if pin is None else [Path(pin).parents[3]]:
                 for found in pins_of(run):
                     if str(found.path) not in needed and self._is_ours(found):
-                        unpin(found)
+                        _remove(found)
 
     def _is_ours(self, pin: Pin) -> bool:
         """Tell whether this server made a pin: runs may be shared with others."""
@@ -156,6 +156,13 @@ class Pins:
         roots = [root.resolve() for root in self.roots]
         places = (run.resolve(), run.joinpath(*_PLACE).resolve())
         return all(any(place.is_relative_to(root) for root in roots) for place in places)
+
+
+def _remove(pin: Pin) -> None:
+    try:
+        unpin(pin)
+    except OSError as error:
+        _log.warning("pin %s: cannot be removed: %s", pin.directory, error)
 
 
 def _is_of(pin: Path, checkpoint: Path) -> bool:
