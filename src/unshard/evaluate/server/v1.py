@@ -36,7 +36,6 @@ __all__ = ["router"]
 router = APIRouter(prefix="/api/v1", tags=["v1"], responses={"4XX": {"model": ErrorBody}})
 _POLL_S = 0.5
 _HEARTBEAT_S = 5.0
-_AT_ONCE = 100
 _LARGEST = 2**53
 
 
@@ -165,7 +164,7 @@ def _number_of(text: str, otherwise: int) -> int:
 async def _events(request: Request, since: int) -> AsyncIterator[str]:
     service, quiet = _service(request), _HEARTBEAT_S  # the first heartbeat comes at once
     while not await request.is_disconnected():
-        found = await asyncio.to_thread(service.store.events, since, _AT_ONCE)
+        found = await asyncio.to_thread(service.store.events, since)
         for event in found:
             since = event.number
             yield await asyncio.to_thread(_told, service, event)
@@ -173,7 +172,7 @@ async def _events(request: Request, since: int) -> AsyncIterator[str]:
         if quiet >= _HEARTBEAT_S:
             quiet = 0.0
             yield ": alive\n\n"
-        if len(found) < _AT_ONCE:
+        if not found:
             await asyncio.sleep(_POLL_S)
 
 
