@@ -16,6 +16,7 @@ import pytest
 from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine
 from evaluation.server_stub import Stub, free_port, scores, serving, until
 from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.courier import Courier
 from unshard.evaluate.pins import pins_of
 from unshard.evaluate.sinks.jsonl import JsonlSink
 from unshard.evaluate.spool import Spool
@@ -181,6 +182,47 @@ def test_a_wrong_token_loses_nothing(tmp_path: Path, server: Stub) -> None:
     server.refuses = None
     submitter.close(20)
     assert [step for step, _ in submitter.completed()] == [1]
+
+
+def test_whatever_fails_on_one_submission_the_others_are_sent_and_it_waits(
+    tmp_path: Path, server: Stub
+) -> None:
+    spool = Spool(tmp_path)
+    for step in (1, 2):
+        spool.add({"step": step, "request": {"checkpoint": "/c", "step": step, "tasks": ["t"]}})
+    bad = spool.add({"step": 3, "request": {"checkpoint": "/c", "limit": float("inf")}})
+    courier = Courier(config_for(server.url), spool, lambda recording: None)
+    assert courier.send() == 1.0
+    assert courier.send() == 2.0
+    assert [body["step"] for body in server.submissions] == [1, 2]
+    assert spool.waiting() == [bad]
+    courier.close()
+
+
+def test_a_job_is_not_submitted_again_and_again_where_that_cannot_be_written_down(
+    tmp_path: Path, server: Stub
+) -> None:
+    spool = Spool(tmp_path)
+    spool.add({"step": 1, "request": {"checkpoint": "/c", "step": 1, "tasks": ["t"]}})
+    (tmp_path / "_unshard" / "spool" / "jobs").write_text("in the way")
+    courier = Courier(config_for(server.url), spool, lambda recording: None)
+    assert [courier.send(), courier.send()] == [1.0, 2.0]
+    courier.close()
+
+
+def test_results_come_while_nothing_can_be_sent(
+    tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(courier: Courier) -> float:
+        raise RuntimeError(courier)
+
+    spool = Spool(tmp_path)
+    spool.accept(spool.add({"step": 3}), "job1")
+    server.jobs["job1"] = {"id": "job1", "status": "completed", "metrics": {"t/acc": 0.5}}
+    monkeypatch.setattr(Courier, "send", fail)
+    submitter = Submitter(config_for(server.url), tmp_path)
+    submitter.close(20)
+    assert submitter.completed() == [(3, {"unshard_eval/t/acc": 0.5})]
 
 
 def test_failed_jobs_end_and_are_told(

@@ -1,7 +1,9 @@
 """Values of a configuration that a person wrote: what they should be, or an error that says so."""
 
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import PurePosixPath
+from typing import TypeGuard
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Scalar
@@ -60,7 +62,7 @@ def a_number(given: Mapping[str, object], key: str) -> float | int | None:
     found = given.get(key)
     if found is None:
         return None
-    if isinstance(found, bool) or not isinstance(found, int | float) or not found >= 0:
+    if not _is_number(found) or found < 0:
         raise _wrong(key, "a number", found)
     return found
 
@@ -90,7 +92,7 @@ def scalars(found: Mapping[str, object], key: str) -> dict[str, Scalar]:
     """Return a mapping of texts, numbers and booleans."""
     kept: dict[str, Scalar] = {}
     for name, value in found.items():
-        if not isinstance(value, str | int | float | bool):
+        if not isinstance(value, str | bool) and not _is_number(value):
             raise _wrong(f"{key}.{name}", "a text, a number or a boolean", value)
         kept[name] = value
     return kept
@@ -104,6 +106,11 @@ def a_quota(given: Mapping[str, object], key: str) -> Quota:
     count = a_whole(found, "count") if "count" in found else DEFAULT_QUOTA.count
     size = a_number(found, "bytes") if "bytes" in found else DEFAULT_QUOTA.bytes
     return Quota(count, None if size is None else int(size))
+
+
+def _is_number(found: object) -> TypeGuard[int | float]:
+    """Tell whether something is a number that JSON can hold."""
+    return isinstance(found, int | float) and not isinstance(found, bool) and isfinite(found)
 
 
 def _wrong(key: str, expected: str, found: object) -> UsageError:

@@ -62,25 +62,21 @@ class Courier:
         self._wait = 0.0
 
     def send(self) -> float:
-        """Send what waits, in order; return the seconds after which to try again.
-
-        Raises:
-            UsageError: the token's file cannot be read.
-        """
-        failure: UnshardError | None = None
+        """Send what waits, in order; return the seconds after which to try again."""
+        failure: Exception | None = None
         for entry in self._spool.waiting():
             try:
                 self._send(entry)
             except ServerAwayError as error:
                 return self._back_off(error)
-            except EvaluationError as error:
-                failure = error  # others may fare better
             except RefusedError as error:
                 if error.status in _NOT_ALLOWED:
                     return self._back_off(error)
                 log.error("step %s is not evaluated: %s", entry.step, error)  # noqa: TRY400
                 self._spool.refuse(entry, str(error))
                 self._release(entry)
+            except Exception as error:  # noqa: BLE001  (whatever it is: others may fare better)
+                failure = error
         if failure is not None:
             return self._back_off(failure)
         self._wait = 0.0
@@ -137,7 +133,7 @@ class Courier:
             body["pin"] = self._config.served(pins[-1])
         return body
 
-    def _back_off(self, error: UnshardError) -> float:
+    def _back_off(self, error: Exception) -> float:
         level = logging.DEBUG if self._wait else logging.WARNING  # once per absence
         log.log(level, "submissions wait until the evaluation server takes them: %s", error)
         self._wait = min(max(self._wait * 2, _FIRST_WAIT), _LONGEST_WAIT)

@@ -205,10 +205,11 @@ class Submitter:
         polled = float("-inf")
         while not self._stop.is_set():
             wait = self.config.poll_interval
-            with ignoring_errors("evaluation goes on later"):
+            with ignoring_errors("submissions wait"):
                 wait = min(wait, self._courier.send())
-                if time.monotonic() - polled >= self.config.poll_interval:
-                    polled = time.monotonic()
+            if time.monotonic() - polled >= self.config.poll_interval:
+                polled = time.monotonic()
+                with ignoring_errors("results wait"):
                     self._courier.poll()
                     self._recorder.retry()
             next_poll = polled + self.config.poll_interval - time.monotonic()
