@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from evaluation.wandb_file import definitions, history, run_record
+from unshard.evaluate import recorder as recorders
 from unshard.evaluate.recorder import Recorder, Recording
 from unshard.evaluate.sinks.base import STEP_METRIC, Marks, Sink, metric_names
 from unshard.evaluate.sinks.jsonl import JsonlSink
@@ -171,7 +172,7 @@ def test_wandb_rows_of_the_trainer_carry_one_result_each(offline: Path) -> None:
     for step in (40, 41):
         run.log({"loss": 1.0, "train/global_step": step}, step=step)
         recorder.tick()
-    recorder.close()
+    recorder.close(20)
     run.log({"loss": 1.0, "train/global_step": 42})
     file = written(run, offline)
     rows = history(file)
@@ -191,7 +192,7 @@ def test_wandb_loses_no_row_of_a_trainer_that_counts_steps_itself(offline: Path)
         run.log({"loss": 1.0, "train/global_step": step}, step=step)
         recorder.tick()
         recorder.tick()
-    recorder.close()
+    recorder.close(20)
     rows = history(written(run, offline))
     losses = [row["train/global_step"] for row in rows if "loss" in row]
     assert losses == [str(step) for step in range(100, 106)]
@@ -228,6 +229,76 @@ def test_what_is_open_in_the_process_is_found(
     run.finish()
 
 
+class Pages:
+    """A paced sink that has a result only when its page is turned, and is away at first."""
+
+    name = "pages"
+
+    def __init__(self) -> None:
+        self.failures = 1
+        self.is_ready = True
+        self.got: list[int] = []
+
+    def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
+        del metrics, job_id
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("away")
+        self.got.append(step)
+        self.is_ready = False
+
+    def log_now(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
+        self.log(step, metrics, job_id)
+        self.is_ready = True
+
+    def close(self) -> None:
+        self.is_ready = True
+
+
+def test_a_paced_sink_that_failed_gets_its_result_later_and_has_it_when_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorders, "_FIRST_WAIT", 0.0)
+    recorded: list[str] = []
+    pages = Pages()
+    recorder = Recorder([], [pages], marks=tmp_path / "m", on_recorded=recorded.append)
+    for step in (1, 2, 3):
+        recorder.add(Recording(f"job{step}", step, {NAME: 1.0}))
+    recorder.tick()
+    assert pages.got == [2]  # the first failed, and comes last
+    recorder.tick()
+    assert (pages.got, recorded) == ([2], [])
+    pages.is_ready = True
+    recorder.tick()
+    assert (pages.got, recorded) == ([2, 3], ["job2"])
+    recorder.close(20)
+    assert (pages.got, recorded) == ([2, 3, 1], ["job2", "job3", "job1"])
+
+
+class Away(JsonlSink):
+    """Counts how often it was tried."""
+
+    tried = 0
+
+    def log(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
+        del step, metrics, job_id
+        self.tried += 1
+        raise ConnectionError("away")
+
+
+def test_a_tracker_that_is_away_is_left_alone_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorders, "_FIRST_WAIT", 1000.0)
+    away, last = Away(tmp_path / "away"), JsonlSink(tmp_path / "last")
+    recorder = Recorder([away, last], [], marks=tmp_path / "m", on_recorded=ignore)
+    for number in range(5):
+        recorder.add(Recording(f"job{number}", number, {NAME: 1.0}))
+    recorder.close(20)
+    assert len((tmp_path / "last").read_text().splitlines()) == 5
+    assert away.tried == 2  # the first time, and at the end
+
+
 class Counting(JsonlSink):
     """Counts what it is asked to write."""
 
@@ -247,7 +318,7 @@ def test_a_job_is_written_once_to_each_sink_also_by_the_next_process(tmp_path: P
         recorder = Recorder([sink], [], marks=tmp_path / "m", on_recorded=recorded.append)
         recorder.add(Recording("one", 1, {NAME: 1.0}))
         recorder.add(Recording("one", 1, {NAME: 1.0}))
-        recorder.close()
+        recorder.close(20)
     assert sink.asked == []
     assert set(recorded) == {"one"}
     assert "one" in Marks(tmp_path / "m", "jsonl-a.jsonl")

@@ -15,9 +15,11 @@ import pytest
 
 from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine
 from evaluation.server_stub import Stub, free_port, scores, serving, until
+from unshard.evaluate import recorder
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.courier import Courier
 from unshard.evaluate.pins import pins_of
+from unshard.evaluate.recorder import Recording
 from unshard.evaluate.sinks.jsonl import JsonlSink
 from unshard.evaluate.spool import Spool
 from unshard.evaluate.submitter import Submitter, is_first_rank
@@ -26,6 +28,10 @@ from unshard.evaluate.submitter import Submitter, is_first_rank
 def config_for(url: str, **more: object) -> EvalConfig:
     fields = {"server_url": url, "profile": "p", "tasks": ["t"], "poll_interval": 0.02}
     return EvalConfig.from_dict({**fields, **more})
+
+
+def ignore(recording: Recording) -> None:
+    del recording
 
 
 @pytest.fixture
@@ -191,7 +197,7 @@ def test_whatever_fails_on_one_submission_the_others_are_sent_and_it_waits(
     for step in (1, 2):
         spool.add({"step": step, "request": {"checkpoint": "/c", "step": step, "tasks": ["t"]}})
     bad = spool.add({"step": 3, "request": {"checkpoint": "/c", "limit": float("inf")}})
-    courier = Courier(config_for(server.url), spool, lambda recording: None)
+    courier = Courier(config_for(server.url), spool, ignore)
     assert courier.send() == 1.0
     assert courier.send() == 2.0
     assert [body["step"] for body in server.submissions] == [1, 2]
@@ -205,7 +211,7 @@ def test_a_job_is_not_submitted_again_and_again_where_that_cannot_be_written_dow
     spool = Spool(tmp_path)
     spool.add({"step": 1, "request": {"checkpoint": "/c", "step": 1, "tasks": ["t"]}})
     (tmp_path / "_unshard" / "spool" / "jobs").write_text("in the way")
-    courier = Courier(config_for(server.url), spool, lambda recording: None)
+    courier = Courier(config_for(server.url), spool, ignore)
     assert [courier.send(), courier.send()] == [1.0, 2.0]
     courier.close()
 
@@ -330,7 +336,7 @@ def test_closing_is_bounded_while_the_server_is_away(tmp_path: Path) -> None:
     submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
     start = time.monotonic()
     submitter.close(0.2)
-    assert time.monotonic() - start < submitter._courier.patience
+    assert time.monotonic() - start < 60
     assert [step for _, step in submitter.pending()] == [1]
     submitter.close(0.2)
 
@@ -348,7 +354,10 @@ class Broken(JsonlSink):
         super().log(step, {}, job_id)
 
 
-def test_a_tracker_that_is_away_gets_its_results_later(tmp_path: Path, server: Stub) -> None:
+def test_a_tracker_that_is_away_gets_its_results_later(
+    tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_FIRST_WAIT", 0.01)
     sink = Broken(tmp_path / "broken.jsonl")
     submitter = Submitter(config_for(server.url), tmp_path, sinks=[sink])
     submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
@@ -357,3 +366,35 @@ def test_a_tracker_that_is_away_gets_its_results_later(tmp_path: Path, server: S
     assert Spool(tmp_path).arrived() == []
     assert len((tmp_path / "_unshard" / "results.jsonl").read_text().splitlines()) == 1
     assert os.listdir(tmp_path / "_unshard" / "exports")  # noqa: PTH208
+
+
+class Stuck(JsonlSink):
+    """A tracker that does not answer before the test is over."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.is_over = threading.Event()
+        self.threads: set[str] = set()
+
+    def log(self, step: int | None, metrics: object, job_id: str) -> None:
+        del step, metrics, job_id
+        self.threads.add(threading.current_thread().name)
+        self.is_over.wait(60)
+        raise ConnectionError("tracker is away")
+
+
+def test_a_stuck_tracker_holds_up_neither_the_file_nor_the_end_of_training(
+    tmp_path: Path, server: Stub
+) -> None:
+    sink = Stuck(tmp_path / "stuck.jsonl")
+    submitter = Submitter(config_for(server.url), tmp_path, sinks=[sink])
+    for step in (1, 2, 3):
+        submitter.submit(lmms_checkpoint(tmp_path, step), step)
+    lines = tmp_path / "_unshard" / "results.jsonl"
+    until(lambda: lines.exists() and len(lines.read_text().splitlines()) == 3)
+    until(lambda: not submitter.pending())
+    submitter.close(0.0)
+    assert not sink.is_over.is_set()
+    assert sink.threads == {"unshard-trackers"}
+    assert [entry.step for entry in Spool(tmp_path).arrived()] == [1, 2, 3]
+    sink.is_over.set()

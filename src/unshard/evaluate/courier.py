@@ -52,8 +52,6 @@ class Courier:
         take: is given every result.
     """
 
-    patience = _TIMEOUT * 2
-
     def __init__(self, config: EvalConfig, spool: Spool, take: Callable[[Recording], None]) -> None:
         self._config = config
         self._spool = spool

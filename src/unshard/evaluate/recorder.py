@@ -1,11 +1,13 @@
-"""Hand results to sinks, each job once: at once from any thread, or one by one at a trainer's pace.
+"""Hand results to sinks, each job once: from a thread of their own, or at a trainer's pace.
 
-A sink that cannot write now (a tracker that is away) gets the result again later; a result counts
-as recorded when every sink has it. What is not recorded when the process ends is kept by the spool.
+The first sink is a file and gets every result at once. Trackers may be slow or away: they are
+written to in one thread, and one that fails is left alone for a while. A result counts as recorded
+when every sink has it. What is not recorded when the process ends is kept by the spool.
 """
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from typing import Protocol
 from unshard.evaluate.sinks.base import Marks, Sink
 
 __all__ = ["PacedSink", "Recorder", "Recording"]
+
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0  # seconds for which a sink that failed is left alone
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +30,7 @@ class PacedSink(Sink, Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can take a result now: `log` is not called otherwise."""
+        """Whether it has what it was given, and takes more: `log` is not called otherwise."""
 
     def log_now(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write a result when the trainer logs no more."""
@@ -41,12 +45,65 @@ class Recording:
     metrics: Mapping[str, float]
 
 
+class _Outlet:
+    """A sink, what it has, and when it may be tried again."""
+
+    def __init__(self, sink: Sink, marks: Marks) -> None:
+        self._sink = sink
+        self._marks = marks
+        self._uncommitted: list[str] = []
+        self._lock = threading.Lock()
+        self._wait = 0.0
+        self.not_before = float("-inf")
+
+    def has(self, job_id: str) -> bool:
+        return job_id in self._marks
+
+    def lacks(self, job_id: str) -> bool:
+        return job_id not in self._marks and job_id not in self._uncommitted
+
+    def write(self, recording: Recording, write: Write) -> bool:
+        """Write a result if that is possible now; tell whether it was written."""
+        with self._lock:
+            if not self.lacks(recording.job_id) or time.monotonic() < self.not_before:
+                return False
+            try:
+                write(recording.step, recording.metrics, recording.job_id)
+                self._uncommitted.append(recording.job_id)
+                self._mark()
+            except Exception as error:  # noqa: BLE001  (whatever a tracker raises, training goes on)
+                self._wait = min(max(self._wait * 2, _FIRST_WAIT), _LONGEST_WAIT)
+                self.not_before = time.monotonic() + self._wait
+                name, step = self._sink.name, recording.step
+                log.warning("%s: step %s not written, tried again later: %s", name, step, error)
+                return False
+            self._wait = 0.0
+            return True
+
+    def commit(self) -> None:
+        """Mark what the sink has by now."""
+        with self._lock:
+            self._mark()
+
+    def close(self) -> None:
+        try:
+            self._sink.close()
+            self.commit()
+        except Exception as error:  # noqa: BLE001  (a tracker must not end a training)
+            log.warning("%s: not closed: %s", self._sink.name, error)
+
+    def _mark(self) -> None:
+        while self._uncommitted and getattr(self._sink, "is_ready", True):
+            self._marks.add(self._uncommitted[0])
+            self._uncommitted.pop(0)
+
+
 class Recorder:
     """Hands results to sinks.
 
     Args:
-        sinks: written to as soon as a result comes, from whatever thread.
-        paced: written to by `tick` and `flush`.
+        sinks: the first is written to by `add`, and never waits; the others by a thread.
+        paced: written to by `tick` and `close`.
         marks: the directory that remembers which sink has which job.
         on_recorded: called with a job's id when every sink has it.
     """
@@ -61,77 +118,96 @@ class Recorder:
     ) -> None:
         self._sinks = tuple(sinks)
         self._paced = tuple(paced)
-        self._marks = {sink.name: Marks(marks, sink.name) for sink in (*sinks, *paced)}
+        self._outlets = {
+            sink.name: _Outlet(sink, Marks(marks, sink.name)) for sink in (*sinks, *paced)
+        }
         self._on_recorded = on_recorded
         self._late: dict[str, Recording] = {}  # by job: what a sink still lacks
-        self._queue: deque[Recording] = deque()
-        self._lock = threading.Lock()
+        self._queue: deque[Recording] = deque()  # what a paced sink still lacks
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="unshard-trackers", daemon=True)
+        self._thread.start()
 
     def add(self, recording: Recording) -> None:
-        """Record a result: at once where that is possible; else queue it."""
-        with self._lock:
-            if recording.job_id in self._late:
-                return
-            self._late[recording.job_id] = recording
-            self._queue.append(recording)
-        self.retry()
-
-    def retry(self) -> None:
-        """Write what sinks still lack that are not paced. May wait for a tracker."""
-        with self._lock:
-            for recording in list(self._late.values()):
-                for sink in self._sinks:
-                    self._write(sink, recording, sink.log)
-                self._settle(recording)
+        """Write a result to the first sink, and queue it for the others."""
+        if recording.job_id in self._late:
+            return
+        self._late[recording.job_id] = recording
+        for sink in self._sinks[:1]:
+            self._outlets[sink.name].write(recording, sink.log)
+        self._queue.append(recording)
+        self._settle()
+        self._wake.set()
 
     def tick(self) -> None:
         """Write one queued result to the paced sinks, in the trainer's thread; never waits."""
-        if self._queue and self._lock.acquire(blocking=False):
-            try:
-                if all(sink.is_ready for sink in self._paced):
-                    self._write_next(lambda sink: sink.log)
-            finally:
-                self._lock.release()
+        for sink in self._paced:
+            self._outlets[sink.name].commit()
+        if all(sink.is_ready for sink in self._paced):
+            self._write_next(lambda sink: sink.log)
+        self._settle()
 
-    def flush(self) -> None:
-        """Write every queued result: the trainer logs no more."""
-        with self._lock:
-            while self._queue:
-                self._write_next(lambda sink: sink.log_now)
+    def close(self, timeout: float) -> None:
+        """Write what is queued and close the sinks: the trainer logs no more.
 
-    def close(self) -> None:
-        """Flush and close the sinks."""
-        self.flush()
-        self.retry()
-        for sink in (*self._sinks, *self._paced):
-            try:
-                sink.close()
-            except Exception as error:  # noqa: BLE001  (a tracker must not end a training)
-                log.warning("%s: not closed: %s", sink.name, error)
+        After `timeout` seconds a tracker is left behind; what it lacks stays in the spool.
+        """
+        end = time.monotonic() + timeout
+        self._stop.set()
+        self._wake.set()
+        for sink in self._paced:
+            self._outlets[sink.name].not_before = float("-inf")
+        while self._write_next(lambda sink: sink.log_now) and time.monotonic() < end:
+            pass
+        for sink in self._paced:
+            self._outlets[sink.name].close()
+        self._thread.join(max(0.0, end - time.monotonic()))
+        if self._thread.is_alive():
+            log.warning("a tracker is slow to take results; it gets them when training goes on")
+        self._settle()
 
-    def _write_next(self, how: Callable[[PacedSink], Write]) -> None:
-        """Write the next result that a paced sink lacks."""
-        while self._queue:
+    def _work(self) -> None:
+        """Do the thread's work: write to the sinks that are not paced."""
+        while not self._stop.is_set():
+            self._wake.wait(self._write_late())
+            self._wake.clear()
+        for sink in self._sinks:
+            self._outlets[sink.name].not_before = float("-inf")
+        self._write_late()
+        for sink in self._sinks:
+            self._outlets[sink.name].close()
+
+    def _write_late(self) -> float | None:
+        """Write what sinks lack; return the seconds after which to try again."""
+        late = list(self._late.values())
+        for sink in self._sinks:
+            outlet = self._outlets[sink.name]
+            for recording in late:
+                outlet.write(recording, sink.log)
+        self._settle()
+        lacking = [
+            outlet.not_before
+            for outlet in (self._outlets[sink.name] for sink in self._sinks)
+            if not all(outlet.has(recording.job_id) for recording in late)
+        ]
+        return max(0.0, min(lacking) - time.monotonic()) if lacking else None
+
+    def _write_next(self, how: Callable[[PacedSink], Write]) -> bool:
+        """Write the next result that a paced sink lacks; tell whether there was one."""
+        for _ in range(len(self._queue)):
             recording = self._queue.popleft()
-            written = [self._write(sink, recording, how(sink)) for sink in self._paced]
-            self._settle(recording)
+            outlets = [(self._outlets[sink.name], how(sink)) for sink in self._paced]
+            written = [outlet.write(recording, write) for outlet, write in outlets]
+            if any(outlet.lacks(recording.job_id) for outlet, _ in outlets):
+                self._queue.append(recording)
             if any(written):
-                return
+                return True
+        return False
 
-    def _write(self, sink: Sink, recording: Recording, write: Write) -> bool:
-        """Write a result unless the sink has it; tell whether it was written now."""
-        marks = self._marks[sink.name]
-        if recording.job_id in marks:
-            return False
-        try:
-            write(recording.step, recording.metrics, recording.job_id)
-            marks.add(recording.job_id)
-        except Exception as error:  # noqa: BLE001  (whatever a tracker raises, training goes on)
-            log.warning("%s: step %s not written: %s", sink.name, recording.step, error)
-            return False
-        return True
-
-    def _settle(self, recording: Recording) -> None:
-        if all(recording.job_id in marks for marks in self._marks.values()):
-            self._late.pop(recording.job_id, None)
-            self._on_recorded(recording.job_id)
+    def _settle(self) -> None:
+        """Tell of every result that all sinks have."""
+        for job_id in list(self._late):
+            if all(outlet.has(job_id) for outlet in self._outlets.values()):
+                self._late.pop(job_id, None)
+                self._on_recorded(job_id)

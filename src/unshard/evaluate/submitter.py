@@ -1,7 +1,8 @@
 """What all callbacks share: submit checkpoints, fetch results, and never hurt the training.
 
 In the trainer's thread only hard links and small files are made. A background thread talks to the
-server: it sends what is spooled, in order, polls what is pending, and puts results into a queue.
+server: it sends what is spooled, in order, polls what is pending, and puts results into a queue;
+another writes them to trackers.
 The server may be away for an hour and the trainer may be killed: what was asked for lies in the
 spool, and the next trainer on the same directory goes on with it. No public method raises.
 """
@@ -27,6 +28,7 @@ __all__ = ["Submitter", "is_first_rank"]
 _STATE = Path("_unshard")
 _SHORTEST_WAIT = 0.01  # seconds
 _LOOK = 0.1  # seconds between looks at what is pending, when training has ended
+_GRACE = 2.0  # seconds that a thread has to end, if there is no time left
 
 log = logging.getLogger(__name__)
 
@@ -120,21 +122,24 @@ class Submitter:
     def close(self, timeout: float | None = None) -> None:
         """Wait until everything is final, `timeout` seconds at most, and write what came.
 
-        What is not final by then stays in the spool for the next trainer on this run.
+        What is not final by then stays in the spool for the next trainer on this run, and so do
+        results that a tracker did not take in that time.
         """
         if self._thread is None:
             return
         with ignoring_errors("not all results are logged"):
             limit = self.config.flush_timeout if timeout is None else timeout
             end = time.monotonic() + limit
+            if limit and (count := len(self.pending())):
+                log.warning("training waits for %d evaluations, %g s at most", count, limit)
             while self.pending() and time.monotonic() < end:
                 time.sleep(min(_LOOK, max(0.0, end - time.monotonic())))
             self._stop.set()
             self._wake.set()
-            self._thread.join(self._courier.patience)
+            self._thread.join(max(_GRACE, end - time.monotonic()))
             if self._thread.is_alive():
                 log.warning("the evaluation server is slow to answer; left behind")
-            self._recorder.close()
+            self._recorder.close(max(_GRACE, end - time.monotonic()))
         self._thread = None
 
     def _start(self, sinks: Sequence[Sink], paced: Sequence[PacedSink]) -> None:
@@ -211,7 +216,6 @@ class Submitter:
                 polled = time.monotonic()
                 with ignoring_errors("results wait"):
                     self._courier.poll()
-                    self._recorder.retry()
             next_poll = polled + self.config.poll_interval - time.monotonic()
             self._wake.wait(max(_SHORTEST_WAIT, min(wait, next_poll)))
             self._wake.clear()
