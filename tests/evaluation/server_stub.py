@@ -93,7 +93,7 @@ def _add_v1(app: FastAPI, stub: Stub) -> None:  # noqa: C901  (a list of endpoin
         key = {**body, "checkpoint": None, "pin": None}
         view = {"id": job_id, "status": "queued", "metrics": {}, "error": None, "request": key}
         view["tasks"] = body.get("tasks")
-        view["fingerprint"] = fingerprint(Path(body["checkpoint"]))
+        view["fingerprint"] = fingerprint(Path(body.get("pin") or body["checkpoint"]))
         stub.jobs[job_id] = {**view, "step": body.get("step"), **(stub.finishes(body) or {})}
         return JSONResponse(stub.jobs[job_id], status_code=201)
 

@@ -68,7 +68,7 @@ def test_every_checkpoint_is_evaluated_although_one_is_kept(tmp_path: Path, serv
     trainer.fit(Tiny(), torch.utils.data.DataLoader(Ones()))
     assert len(list(tmp_path.glob("epoch*.ckpt"))) == 1
     assert [body["step"] for body in server.submissions] == [2, 4, 6]
-    assert str(server.submissions[0]["checkpoint"]).endswith("step=2.ckpt")
+    assert str(server.submissions[0]["pin"]).endswith("step=2.ckpt")
     assert callback.submitter is not None
     assert [step for step, _ in callback.submitter.completed()] == [2, 4, 6]
     assert pins_of(tmp_path) == []

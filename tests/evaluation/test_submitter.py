@@ -43,11 +43,12 @@ def server() -> Iterator[Stub]:
 def test_a_checkpoint_is_submitted_and_its_result_comes_back(tmp_path: Path, server: Stub) -> None:
     run = tmp_path / "myrun"
     submitter = Submitter(config_for(server.url, batch_size=4, model_args={"a": "b"}), run)
-    assert submitter.submit(lmms_checkpoint(run, 10), 10)
+    checkpoint = lmms_checkpoint(run, 10)
+    assert submitter.submit(checkpoint, 10)
     submitter.close(20)
     assert submitter.completed() == [(10, {"unshard_eval/t/acc": 0.1})]
     (body,) = server.submissions
-    assert body["checkpoint"] == body["pin"]
+    assert body["checkpoint"] == str(checkpoint)
     assert Path(str(body["pin"])).parts[-4:-2] == ("_unshard", "pins")
     assert (body["step"], body["run"], body["weights"]) == (10, "myrun", "model")
     assert (body["batch_size"], body["model_args"]) == (4, {"a": "b"})
@@ -64,7 +65,7 @@ def test_the_pinned_bytes_are_there_until_the_job_is_final(tmp_path: Path, serve
     lmms_checkpoint(tmp_path, 20)
     rotate_like_lmms_engine(tmp_path, 1)
     until(lambda: server.jobs)
-    assert Path(str(server.submissions[0]["checkpoint"]), "config.json").is_file()
+    assert Path(str(server.submissions[0]["pin"]), "config.json").is_file()
     assert len(pins_of(tmp_path)) == 1
     server.finish("job1", **{"t/acc": 0.5})
     until(lambda: not pins_of(tmp_path))
@@ -252,13 +253,27 @@ def test_both_sets_of_weights_share_one_pin(tmp_path: Path, server: Stub) -> Non
     assert pins_of(tmp_path) == []
 
 
+def test_the_server_is_told_its_own_paths_through_links_too(tmp_path: Path, server: Stub) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    run = tmp_path / "link" / "lr=0.1,bs=8."
+    mapped = config_for(server.url, path_map={str(tmp_path / "link"): "/there"})
+    submitter = Submitter(mapped, run)
+    submitter.submit(lmms_checkpoint(run, 10), 10)
+    submitter.close(20)
+    (body,) = server.submissions
+    assert body["checkpoint"] == "/there/lr=0.1,bs=8./checkpoint-10"
+    assert str(body["pin"]).startswith("/there/lr=0.1,bs=8./_unshard/pins/")
+    assert body["run"] == "lr=0.1_bs=8"
+
+
 def test_the_server_is_told_its_own_paths(tmp_path: Path, server: Stub) -> None:
     mapped = config_for(server.url, path_map={str(tmp_path): "/there"})
     submitter = Submitter(mapped, tmp_path)
     submitter.submit(lmms_checkpoint(tmp_path, 10), 10)
     submitter.close(20)
     (body,) = server.submissions
-    assert str(body["checkpoint"]).startswith("/there/_unshard/pins/")
+    assert body["checkpoint"] == "/there/checkpoint-10"
     assert str(body["pin"]).startswith("/there/_unshard/pins/")
     assert pins_of(tmp_path) == []
 

@@ -79,7 +79,7 @@ def test_every_checkpoint_is_evaluated_although_only_one_is_kept(tmp_path: Path)
     stub, seen = Stub(), []
 
     def look(body: dict[str, object]) -> dict[str, object] | None:
-        seen.append(sorted(path.name for path in Path(str(body["checkpoint"])).iterdir()))
+        seen.append(sorted(path.name for path in Path(str(body["pin"])).iterdir()))
         return scores(body)
 
     stub.finishes = look

@@ -173,11 +173,15 @@ class EvalConfig:
         return step // self.eval_steps > before
 
     def served(self, path: str) -> str:
-        """Return what the server calls a path; the longest beginning that fits counts."""
+        """Return what the server calls a path; the longest beginning that fits counts.
+
+        A beginning fits without its symbolic links, too: those of a pin are resolved.
+        """
         here = PurePosixPath(path)
         for ours in sorted(self.path_map, key=len, reverse=True):
-            if here.is_relative_to(ours):
-                return str(PurePosixPath(self.path_map[ours]) / here.relative_to(ours))
+            for start in (ours, str(Path(ours).resolve())):
+                if here.is_relative_to(start):
+                    return str(PurePosixPath(self.path_map[ours]) / here.relative_to(start))
         return path
 
     def token(self) -> str | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.courier import Courier, ignoring_errors
+from unshard.evaluate.naming import run_name
 from unshard.evaluate.pins import ExpiredError, PinError, pin_checkpoint
 from unshard.evaluate.recorder import PacedSink, Recorder, Recording
 from unshard.evaluate.sinks.base import Sink
@@ -165,7 +166,7 @@ class Submitter:
         pins: list[str] = []
         try:
             pin = pin_checkpoint(checkpoint, quota=self.config.quota, step=step, run=self.run_dir)
-            pins, checkpoint = [str(pin.path)], pin.path
+            pins = [str(pin.path)]
         except PinError as error:
             log.warning("not kept, it may be removed before it is evaluated: %s", error)
         except ExpiredError as error:
@@ -184,7 +185,7 @@ class Submitter:
             "step": step,
             "profile": config.profile,
             "tasks": list(config.tasks),
-            "run": config.run or self.run_dir.name,
+            "run": config.run or run_name(self.run_dir),
             "model_args": dict(config.model_args) or None,
             "num_fewshot": config.num_fewshot,
             "batch_size": config.batch_size,

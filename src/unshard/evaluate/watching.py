@@ -23,6 +23,7 @@ from unshard.evaluate.client import EvalClient
 from unshard.evaluate.client_v1 import ServerAwayError
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.jobs import EvaluationError
+from unshard.evaluate.naming import run_name
 from unshard.evaluate.pin_files import fingerprint, list_checkpoint
 from unshard.evaluate.pins import pins_of
 from unshard.evaluate.sinks.base import Marks
@@ -172,7 +173,7 @@ class Watching:
         entries = (*self._spool.waiting(), *self._spool.pending())
         if any(self._is_same(entry.fields, step, weights) for entry in entries):
             return True
-        name, profile = self._config.run or self.run.name, self._config.profile
+        name, profile = self._config.run or run_name(self.run), self._config.profile
         try:
             jobs = self._client.jobs(run=name, step=step, profile=profile, weights=weights)
         except (ServerAwayError, EvaluationError):

@@ -18,6 +18,7 @@ from unshard.evaluate.harmless import CHECKPOINT_KEYS
 from unshard.evaluate.jobs import Filters, Job, Request, Status
 from unshard.evaluate.links import check_links
 from unshard.evaluate.merging import GoneError, merge_in_process
+from unshard.evaluate.naming import run_name as _name
 from unshard.evaluate.pin_files import fingerprint
 from unshard.evaluate.pins import ExpiredError
 from unshard.evaluate.profiles import Kind, Profile, ServerConfig
@@ -255,10 +256,3 @@ def _placed(request: Request) -> tuple[Request, Path]:
     folder = found.step_dir.parent
     run = request.run or _name(found.step_dir if found.step is None else folder)
     return replace(request, checkpoint=str(path), step=step, run=run), folder
-
-
-def _name(folder: Path) -> str:
-    """Return the name of a directory as a run may have it; it may become a command's argument."""
-    if folder.parent.name == "pins" and folder.parent.parent.name == "_unshard":
-        folder = folder.parents[2]
-    return re.sub(r"[^\w.+=@-]+", "_", folder.name).lstrip("-._")[:100] or "run"

@@ -1,0 +1,25 @@
+"""A run whose name nobody chose has one that the server takes."""
+
+from pathlib import Path
+
+import pytest
+
+from unshard.evaluate.naming import run_name
+from unshard.evaluate.validation import _RUN
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("lr=0.1,bs=8", "lr=0.1_bs=8"),
+        ("--help", "help"),
+        ("=x.", "x"),
+        ("...", "run"),
+        ("a" * 99 + ".b", "a" * 99),
+        ("run/_unshard/pins/0f", "run"),
+        ("a b", "a_b"),
+    ],
+)
+def test_a_directorys_name_becomes_one_that_a_run_may_have(folder: str, name: str) -> None:
+    assert run_name(Path("/runs") / folder) == name
+    assert _RUN.fullmatch(name)
