@@ -12,7 +12,9 @@ from unshard.evaluate.pins import pins_of
 pytest.importorskip("lightning", reason="pip install lightning; nothing of it was run")
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from unshard.evaluate.callbacks.lightning import UnshardEvalCallback
 
@@ -50,22 +52,40 @@ def server() -> Iterator[Stub]:
         yield stub
 
 
-@pytest.mark.filterwarnings("ignore")  # lightning's own advice about workers and devices
-def test_every_checkpoint_is_evaluated_although_one_is_kept(tmp_path: Path, server: Stub) -> None:
-    callback = UnshardEvalCallback(
-        {"server_url": server.url, "profile": "p", "tasks": ["t"], "poll_interval": 0.02}
-    )
-    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=1, save_last=True)
+class Using(Callback):
+    """What users' code does with the loggers of a trainer."""
+
+    def on_train_batch_start(self, trainer: Trainer, *args: object) -> None:
+        del args
+        for one in trainer.loggers:
+            assert one.experiment  # type: ignore[attr-defined]  # every logger has it
+
+
+def train(place: Path, saver: ModelCheckpoint, callback: Callback, **more: object) -> Trainer:
     trainer = Trainer(
         max_steps=6,
         accelerator="cpu",
-        logger=False,
-        callbacks=[saver, callback],
+        callbacks=[saver, callback, Using()],
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=tmp_path,
+        default_root_dir=place,
+        **{"logger": False, **more},  # type: ignore[arg-type]  # whatever a test wants
     )
     trainer.fit(Tiny(), torch.utils.data.DataLoader(Ones()))
+    return trainer
+
+
+def callback_for(server: Stub) -> UnshardEvalCallback:
+    return UnshardEvalCallback(
+        {"server_url": server.url, "profile": "p", "tasks": ["t"], "poll_interval": 0.02}
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # lightning's own advice about workers and devices
+def test_every_checkpoint_is_evaluated_although_one_is_kept(tmp_path: Path, server: Stub) -> None:
+    callback = callback_for(server)
+    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=1, save_last=True)
+    trainer = train(tmp_path, saver, callback)
     assert len(list(tmp_path.glob("epoch*.ckpt"))) == 1
     assert [body["step"] for body in server.submissions] == [2, 4, 6]
     assert str(server.submissions[0]["pin"]).endswith("step=2.ckpt")
@@ -73,3 +93,23 @@ def test_every_checkpoint_is_evaluated_although_one_is_kept(tmp_path: Path, serv
     assert [step for step, _ in callback.submitter.completed()] == [2, 4, 6]
     assert pins_of(tmp_path) == []
     assert trainer.loggers == []
+
+
+@pytest.mark.filterwarnings("ignore")  # lightning's own advice about workers and devices
+def test_loggers_stay_what_they_are_and_checkpoints_written_by_a_thread_are_whole(
+    tmp_path: Path, server: Stub
+) -> None:
+    seen: list[object] = []
+
+    def look(body: dict[str, object]) -> dict[str, object] | None:
+        seen.append(torch.load(str(body["pin"]), weights_only=False)["global_step"])
+        return scores(body)
+
+    server.finishes = look
+    logger = CSVLogger(tmp_path, name="my", version="v7")
+    saver = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)
+    using = {"logger": logger, "plugins": [AsyncCheckpointIO()]}
+    trainer = train(tmp_path, saver, callback_for(server), **using)
+    assert trainer.loggers == [logger]
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert {body["run"] for body in server.submissions} == {"v7"}

@@ -2,7 +2,7 @@
 
 import importlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -60,6 +60,71 @@ def test_install_puts_our_backend_in_its_place(backends: ModuleType) -> None:
     ours.install()
     assert backends.EvalServerBackend is ours.UnshardEvalBackend
     assert vars(package)["EvalServerBackend"] is ours.UnshardEvalBackend
+
+
+def test_what_the_yaml_says_comes_through_lmms_engines_launch(backends: ModuleType) -> None:
+    """`create_train_task` of its launch/cli.py: `EvalConfig(**eval_config).to_dict()`."""
+    del backends
+    package = importlib.import_module("lmms_engine.eval")
+    ours.install()
+    given = {**EVAL_CONFIG, "weights": ["model", "ema"], "run": "r7", "flush_timeout": 60}
+    config = vars(package)["EvalConfig"](**given)
+    assert (config.to_dict(), config.run, config.device) == (given, "r7", None)
+    backend = vars(package)["EvalServerBackend"](url=None, eval_config=config.to_dict())
+    read = backend._config
+    assert (read.weights, read.run, read.num_fewshot, read.batch_size) == (
+        ("model", "ema"),
+        "r7",
+        None,
+        None,
+    )
+    assert (read.server_url, read.model_args) == ("http://localhost:8000", {"max_pixels": 10})
+
+
+class Rows:
+    """Takes results as W&B's sink does: one for every row that the trainer commits."""
+
+    name = "rows"
+    is_ready = True
+
+    def __init__(self) -> None:
+        self.got: list[tuple[int, bool]] = []
+
+    def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
+        del metrics, job_id
+        self.got.append((step, False))
+        self.is_ready = False
+
+    def log_now(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
+        del metrics, job_id
+        self.got.append((step, True))
+        self.is_ready = True
+
+    def close(self) -> None:
+        self.is_ready = True
+
+
+def test_where_wandb_is_open_results_come_into_its_rows_and_not_through_lmms_engine(
+    tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = Rows()
+    monkeypatch.setattr(ours, "open_wandb", lambda: rows)
+    backend = ours.UnshardEvalBackend(server.url, 0.02, EVAL_CONFIG)
+    for step in (10, 20, 30):
+        backend.submit_eval(str(lmms_checkpoint(tmp_path / "run", step)), step)
+    assert backend._submitter is not None
+    submitter = backend._submitter
+    results = tmp_path / "run" / "_unshard" / "results.jsonl"
+    until(lambda: results.exists() and len(results.read_text().splitlines()) == 3)
+    until(lambda: not submitter.pending())
+    assert [backend.check_and_get_completed() for _ in range(3)] == [[], [], []]
+    assert len(rows.got) == 1
+    rows.is_ready = True  # the trainer has committed its row
+    assert backend.check_and_get_completed() == []
+    assert wait_as_lmms_engine_does(backend) == []
+    assert sorted(step for step, _ in rows.got) == [10, 20, 30]
+    assert [is_own for _, is_own in rows.got] == [False, False, True]
+    backend.close()
 
 
 def test_no_result_is_lost_at_the_end_and_all_come_with_their_steps(

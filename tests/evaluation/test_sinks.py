@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -226,6 +227,11 @@ def test_what_is_open_in_the_process_is_found(
         sinks, paced = open_sinks(tensorboard_dir=tmp_path)
     assert [type(sink) for sink in sinks] == [TensorBoardSink, MlflowSink]
     assert [type(sink) for sink in paced] == [TrainerWandbSink]
+    sinks, _ = open_sinks(tensorboard_dir=tmp_path, mlflow_run=("theirs", uri))
+    assert [sink.name for sink in sinks][1] == "mlflow-theirs"
+    monkeypatch.setitem(sys.modules, "unshard.evaluate.sinks.mlflow", None)
+    sinks, paced = open_sinks(tensorboard_dir=tmp_path, mlflow_run=("theirs", uri))
+    assert [type(sink) for sink in (*sinks, *paced)] == [TensorBoardSink, TrainerWandbSink]
     run.finish()
 
 

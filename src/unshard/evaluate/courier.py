@@ -6,6 +6,7 @@ The server may be away, may have forgotten a job (then it is submitted again), o
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,9 @@ class Courier:
         config: says where the server is, and what it calls paths.
         spool: of the run.
         take: is given every result.
+
+    Attributes:
+        handing_over: held while a result leaves the spool's jobs and until `take` has it.
     """
 
     def __init__(self, config: EvalConfig, spool: Spool, take: Callable[[Recording], None]) -> None:
@@ -58,6 +62,7 @@ class Courier:
         self._take = take
         self._client: EvalClient | None = None
         self._wait = 0.0
+        self.handing_over = threading.Lock()
 
     def send(self) -> float:
         """Send what waits, in order; return the seconds after which to try again."""
@@ -152,7 +157,8 @@ class Courier:
         if status in (Status.QUEUED, Status.RUNNING):
             return
         if status == Status.COMPLETED:
-            self._take(_recording(self._spool.arrive(entry, {"metrics": _metrics(job)})))
+            with self.handing_over:
+                self._take(_recording(self._spool.arrive(entry, {"metrics": _metrics(job)})))
         else:
             log.warning("step %s: job %s %s: %s", entry.step, entry.name, status, job.get("error"))
             self._spool.remove(entry)

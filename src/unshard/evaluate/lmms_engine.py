@@ -11,8 +11,9 @@ or say in code, before the trainer is made:
 
 `install` puts `UnshardEvalBackend` in the place of `EvalServerBackend` (lmms-engine 0.1.4), which
 loses the last result, drops a job after one failed poll, and whose every submission ends in a
-TypeError. `install_client` leaves lmms-engine's backend as it is and gives it only a client that
-works, under the name it imports: `lmms_eval.entrypoints.EvalClient`.
+TypeError; and `UnshardEvalConfig` in that of `EvalConfig`. `install_client` leaves lmms-engine's
+backend as it is and gives it only a client that works, under the name it imports:
+`lmms_eval.entrypoints.EvalClient`.
 """
 
 import importlib
@@ -27,13 +28,17 @@ from types import ModuleType
 from unshard.evaluate.client import AsyncEvalClient, EvalClient
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.courier import ignoring_errors
+from unshard.evaluate.recorder import PacedSink
 from unshard.evaluate.sinks.base import PREFIX
+from unshard.evaluate.sinks.trainers import open_wandb
 from unshard.evaluate.submitter import Submitter
 
-__all__ = ["UnshardEvalBackend", "install", "install_client"]
+__all__ = ["UnshardEvalBackend", "UnshardEvalConfig", "install", "install_client"]
 
 _BACKENDS = "lmms_engine.eval.backends"
-_USERS = ("lmms_engine.eval", "lmms_engine.train.fsdp2.fsdp2_trainer")
+_CONFIG = "lmms_engine.eval.config"
+_USERS = ("lmms_engine.eval", "lmms_engine.train.fsdp2.fsdp2_trainer", "lmms_engine.launch.cli")
+_DEFAULT_URL = "http://localhost:8000"
 _COMMAND = "lmms_engine.launch.cli"
 
 log = logging.getLogger(__name__)
@@ -43,17 +48,18 @@ class UnshardEvalBackend:
     """Submits checkpoints and returns results, as lmms-engine's `EvalServerBackend` does.
 
     Args:
-        url: of the evaluation server.
+        url: of the evaluation server; None: lmms-engine's own default.
         poll_interval: seconds between polls.
         eval_config: of lmms-engine's form, with our own keys if there are any.
     """
 
     def __init__(
         self,
-        url: str,
+        url: str | None,
         poll_interval: float = 20.0,
         eval_config: Mapping[str, object] | None = None,
     ) -> None:
+        url = url or _DEFAULT_URL
         given = {**(eval_config or {}), "server_url": url, "poll_interval": poll_interval}
         self.url = url
         self.poll_interval = poll_interval
@@ -61,6 +67,7 @@ class UnshardEvalBackend:
         self._submitter: Submitter | None = None
         self._undelivered: list[tuple[int, dict[str, float]]] = []
         self._waiting_since: float | None = None
+        self._wandb: PacedSink | None = None
         self._config: EvalConfig | None = None
         with ignoring_errors("checkpoints are not evaluated"):
             self._config = EvalConfig.from_dict(given)
@@ -88,11 +95,13 @@ class UnshardEvalBackend:
     def check_and_get_completed(self) -> list[tuple[int, dict[str, float]]]:
         """Return results that came: step and metrics, named as lmms-engine names them.
 
-        One at a time while training goes on, because lmms-engine logs each as a W&B row, which
-        counts W&B's step up; all of them when the trainer only waits.
+        One at a time while training goes on, all of them when the trainer only waits. None where
+        W&B is in use: lmms-engine would log each as a row of its own, which counts W&B's step up,
+        so that the trainer's own rows are dropped. They are added to the trainer's rows here.
         """
         if self._submitter is not None:
-            self._undelivered += self._submitter.completed()
+            self._submitter.tick()
+            self._take(self._submitter)
         count = 1 if self._waiting_since is None else len(self._undelivered)
         handed, self._undelivered = self._undelivered[:count], self._undelivered[count:]
         return [(step, _lmms_names(metrics)) for step, metrics in handed]
@@ -108,10 +117,18 @@ class UnshardEvalBackend:
         now = time.monotonic()
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
         if now - self._waiting_since > self._config.flush_timeout:
+            self._submitter.close(0.0)
             return {}
         pending = dict(self._submitter.pending())
-        self._undelivered += self._submitter.completed()
-        return pending | {f"result-{n}": step for n, (step, _) in enumerate(self._undelivered)}
+        self._take(self._submitter)
+        left = pending | {f"result-{n}": step for n, (step, _) in enumerate(self._undelivered)}
+        if not left and self._wandb is not None:
+            self._submitter.close(0.0)  # nobody else tells that W&B's run is about to end
+        return left
+
+    def _take(self, submitter: Submitter) -> None:
+        results = submitter.completed()
+        self._undelivered += [] if self._wandb is not None else results
 
     def close(self) -> None:
         """Stop without waiting; what is not final goes on with the next trainer."""
@@ -124,7 +141,10 @@ class UnshardEvalBackend:
                 config = self._config
                 if checkpoint_type == "ema" and "weights" not in self.eval_config:
                     config = EvalConfig.from_dict({**self.eval_config, "weights": ["ema"]})
-                self._submitter = Submitter(config, run_dir)
+                with ignoring_errors("lmms-engine logs the results itself"):
+                    self._wandb = open_wandb()
+                paced = [] if self._wandb is None else [self._wandb]
+                self._submitter = Submitter(config, run_dir, paced=paced)
         return self._submitter
 
 
@@ -134,16 +154,38 @@ def _lmms_names(metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"eval/{names[key][0]}_{names[key][2]}": value for key, value in metrics.items()}
 
 
+class UnshardEvalConfig:
+    """The `eval_config` of a YAML file as it was written.
+
+    lmms-engine's own class drops every key that it does not know, and fills in defaults
+    (`num_fewshot: 0`, `model_args` for vllm) that nobody asked for.
+    """
+
+    def __init__(self, **given: object) -> None:
+        vars(self).update(given)
+
+    def __getattr__(self, name: str) -> object:
+        """Return nothing for what was not written."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return what was written."""
+        return dict(vars(self))
+
+
 def install() -> None:
-    """Put our backend in the place of lmms-engine's, wherever it was imported already.
+    """Put our backend, and our `EvalConfig`, in the place of lmms-engine's, wherever imported.
 
     Raises:
         ImportError: lmms-engine is not installed.
     """
     importlib.import_module(_BACKENDS)
-    for name in (_BACKENDS, *_USERS):
-        if name in sys.modules:
-            vars(sys.modules[name])["EvalServerBackend"] = UnshardEvalBackend
+    ours = {"EvalServerBackend": UnshardEvalBackend, "EvalConfig": UnshardEvalConfig}
+    for name in (_BACKENDS, _CONFIG, *_USERS):
+        there = vars(sys.modules[name]) if name in sys.modules else {}
+        there.update({key: ours[key] for key in ours.keys() & there.keys()})
 
 
 def install_client() -> None:

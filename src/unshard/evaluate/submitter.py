@@ -114,10 +114,14 @@ class Submitter:
                 self._recorder.tick()
 
     def pending(self) -> list[tuple[str, int]]:
-        """Return name and step of what is not final: not sent yet, or on the server."""
+        """Return name and step of what is not final: not sent yet, or on the server.
+
+        The result of what is no longer among them is among `completed`.
+        """
         if not self.acts:
             return []
-        entries = (*self._spool.waiting(), *self._spool.pending())
+        with self._courier.handing_over:
+            entries = (*self._spool.waiting(), *self._spool.pending())
         return [(entry.name, entry.step) for entry in entries]
 
     def close(self, timeout: float | None = None) -> None:

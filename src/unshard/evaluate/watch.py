@@ -19,7 +19,7 @@ from unshard.errors import UnshardError, UsageError
 from unshard.read.discover import all_steps
 from unshard.read.format import Location, Request
 
-__all__ = ["Watcher", "why_incomplete"]
+__all__ = ["Watcher", "why_incomplete", "why_unfinished"]
 
 _RANK_FILE = re.compile(r".*world_size_(\d+)_rank_(\d+)\.\w+")
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -130,10 +130,10 @@ def _why_not_all(folder: Path) -> str | None:
         missing = sorted(set(range(world)) - there)
         if missing:
             return f"{folder.name}: rank {missing[0]} of {world} is missing"
-    return _why_unfinished(path for path in folder.iterdir() if path.suffix in _ZIPS)
+    return why_unfinished(path for path in folder.iterdir() if path.suffix in _ZIPS)
 
 
-def _why_unfinished(files: Iterable[Path]) -> str | None:
+def why_unfinished(files: Iterable[Path]) -> str | None:
     """Return which file is empty, or has no end of a zip; legacy files of torch have none."""
     for path in files:
         with path.open("rb") as stream:

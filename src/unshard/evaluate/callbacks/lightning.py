@@ -4,24 +4,28 @@
 
     trainer = Trainer(..., callbacks=[checkpoints, UnshardEvalCallback("eval.yaml")])
 
-Lightning has no hook after a checkpoint is written, but tells its loggers
-(`Logger.after_save_checkpoint`), before it removes older ones. So a silent logger is added to the
-trainer: it pins while everything is still there.
+Lightning has no hook after a checkpoint is written. So every hook that follows looks at what
+`ModelCheckpoint` saved, and pins it before the next save, which may remove it. The run is called
+after its directory, or the one above where that is `checkpoints`.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.courier import ignoring_errors
+from unshard.evaluate.naming import run_name
 from unshard.evaluate.recorder import PacedSink
 from unshard.evaluate.sinks.base import Sink
 from unshard.evaluate.sinks.trainers import open_sinks
 from unshard.evaluate.submitter import Submitter
+from unshard.evaluate.watch import why_unfinished
 
 __all__ = ["UnshardEvalCallback"]
 
@@ -44,6 +48,7 @@ class UnshardEvalCallback(Callback):
         self.config = EvalConfig.of(config)
         self.submitter: Submitter | None = None
         self._run_dir = run_dir
+        self._saves = _Saves([])
         self._sinks = tuple(sinks)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -54,17 +59,39 @@ class UnshardEvalCallback(Callback):
             paced: list[PacedSink] = []
             if trainer.is_global_zero:
                 with ignoring_errors("trackers get no results"):
-                    found, paced = open_sinks(tensorboard_dir=_tensorboard_dir(trainer))
-            saver = trainer.checkpoint_callback
-            saved_to = getattr(saver, "dirpath", None) or trainer.default_root_dir
+                    found, paced = open_sinks(
+                        tensorboard_dir=_tensorboard_dir(trainer), mlflow_run=_mlflow_run(trainer)
+                    )
+            savers = [
+                one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)
+            ]
+            saved_to = getattr(savers[0], "dirpath", None) if savers else None
+            run_dir = self._run_dir or Path(saved_to or trainer.default_root_dir)
+            self._saves = _Saves(savers)
             self.submitter = Submitter(
-                self.config,
-                self._run_dir or Path(saved_to),
+                replace(self.config, run=self.config.run or _name(run_dir.absolute())),
+                run_dir,
                 sinks=[*found, *self._sinks],
                 paced=paced,
                 acts=trainer.is_global_zero,
             )
-            trainer.loggers = [*trainer.loggers, _Listener(self.submitter, trainer)]
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        """Submit what was saved after the last batch."""
+        del trainer, pl_module, batch, batch_idx
+        self._submit()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Submit what was saved before."""
+        del trainer, pl_module
+        self._submit()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Submit what was saved before."""
+        del trainer, pl_module
+        self._submit()
 
     def on_train_batch_end(
         self,
@@ -82,50 +109,70 @@ class UnshardEvalCallback(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the last results, for as long as the configuration allows."""
-        del pl_module
+        del trainer, pl_module
         if self.submitter is not None:
+            self._submit()
             self.submitter.close()
-            trainer.loggers = [one for one in trainer.loggers if not isinstance(one, _Listener)]
+
+    def _submit(self) -> None:
+        if self.submitter is not None and self.submitter.acts:
+            with ignoring_errors("a checkpoint is not evaluated"):
+                for path, step in self._saves.finished():
+                    self.submitter.submit(path, step)
 
 
-class _Listener(Logger):
-    """A logger that logs nothing: it hears of every checkpoint, before older ones are removed."""
+class _Saves:
+    """Which checkpoints `ModelCheckpoint` callbacks have saved, seen from without."""
 
-    def __init__(self, submitter: Submitter, trainer: Trainer) -> None:
-        super().__init__()
-        self._submitter = submitter
-        self._trainer = trainer
-        self._last: tuple[str, int] | None = None
+    def __init__(self, savers: Sequence[ModelCheckpoint]) -> None:
+        self._seen = [(saver, _last_save(saver), _paths(saver)) for saver in savers]
+        self._steps: set[int] = set()
+        self._unfinished: list[tuple[Path, int]] = []
 
-    @property
-    def name(self) -> str:
-        """Return the logger's name."""
-        return "unshard"
+    def finished(self) -> list[tuple[Path, int]]:
+        """Return path and step of what was saved, and written to its end, since the last call."""
+        self._look()
+        done = [(path, step) for path, step in self._unfinished if _is_whole(path)]
+        self._unfinished = [one for one in self._unfinished if one not in done]
+        return done
 
-    @property
-    def version(self) -> str:
-        """Return the logger's version."""
-        return ""
+    def _look(self) -> None:
+        for number, (saver, before, known) in enumerate(self._seen):
+            now, paths = _last_save(saver), _paths(saver)
+            self._seen[number] = (saver, now, paths)
+            step, path = now
+            if now != before and path and step not in self._steps:
+                self._steps.add(step)
+                new = sorted(paths - known)  # `last.ckpt` is written over by the next
+                self._unfinished.append((Path(new[0] if new else path), step))
 
-    @property
-    def save_dir(self) -> str:
-        """Return what the trainer takes as its log directory if it has no other logger."""
-        return self._trainer.default_root_dir
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log nothing."""
+def _last_save(saver: ModelCheckpoint) -> tuple[int, str]:
+    return saver._last_global_step_saved, saver._last_checkpoint_saved  # noqa: SLF001  (no public name)
 
-    def log_hyperparams(self, *args: object, **kwargs: object) -> None:
-        """Log nothing."""
 
-    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Submit the checkpoint that was just saved; `last.ckpt` of the same step is the same."""
-        with ignoring_errors("a checkpoint is not evaluated"):
-            step = self._trainer.global_step
-            path = checkpoint_callback._last_checkpoint_saved  # noqa: SLF001  (no public name)
-            if path and (self._last is None or self._last[1] != step):
-                self._last = (path, step)
-                self._submitter.submit(path, step)
+def _paths(saver: ModelCheckpoint) -> set[str]:
+    found = {saver.best_model_path, saver.kth_best_model_path, *saver.best_k_models}
+    return found - {"", saver.last_model_path}
+
+
+def _is_whole(path: Path) -> bool:
+    """Tell whether a checkpoint is written: `AsyncCheckpointIO` does it in another thread."""
+    with suppress(FileNotFoundError):
+        return path.is_dir() or why_unfinished([path]) is None
+    return False
+
+
+def _name(run_dir: Path) -> str:
+    return run_name(run_dir.parent if run_dir.name == "checkpoints" else run_dir)
+
+
+def _mlflow_run(trainer: Trainer) -> tuple[str, str] | None:
+    """Return run and tracking URI of Lightning's logger, which makes no run the active one."""
+    for one in trainer.loggers:
+        if isinstance(one, MLFlowLogger) and one.run_id:
+            return one.run_id, one._tracking_uri  # noqa: SLF001  (no public name)
+    return None
 
 
 def _tensorboard_dir(trainer: Trainer) -> Path | None:

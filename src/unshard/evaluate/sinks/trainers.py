@@ -6,59 +6,84 @@ trainer's own run.
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from unshard.evaluate.recorder import PacedSink
 from unshard.evaluate.sinks.base import Sink
 
-__all__ = ["open_sinks"]
+__all__ = ["open_sinks", "open_wandb"]
+
+_Kind = TypeVar("_Kind")
 
 log = logging.getLogger(__name__)
 
 
-def open_sinks(*, tensorboard_dir: Path | None = None) -> tuple[list[Sink], list[PacedSink]]:
+def open_sinks(
+    *, tensorboard_dir: Path | None = None, mlflow_run: tuple[str, str | None] | None = None
+) -> tuple[list[Sink], list[PacedSink]]:
     """Return the sinks of what is open in this process: those of any thread, and the paced ones.
+
+    A tracker that cannot be written to is left out, and said so.
 
     Args:
         tensorboard_dir: where the trainer writes its event files, if it does.
+        mlflow_run: id and tracking URI of a run that is not the active one, if the trainer has it.
     """
-    sinks: list[Sink] = []
-    if tensorboard_dir is not None:
-        from unshard.evaluate.sinks.tensorboard import TensorBoardSink
-
-        sinks.append(TensorBoardSink(tensorboard_dir))
-    return [*sinks, *_mlflow()], [*_trackio(), *_wandb()]
+    sinks = [_opened(lambda: _tensorboard(tensorboard_dir)), _opened(lambda: _mlflow(mlflow_run))]
+    paced = [_opened(_trackio), _opened(open_wandb)]
+    return [one for one in sinks if one is not None], [one for one in paced if one is not None]
 
 
-def _mlflow() -> list[Sink]:
+def _opened(opens: Callable[[], _Kind | None]) -> _Kind | None:
+    try:
+        return opens()
+    except Exception as error:  # noqa: BLE001  (one tracker must not keep results from the others)
+        log.warning("a tracker gets no results: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _tensorboard(directory: Path | None) -> Sink | None:
+    if directory is None:
+        return None
+    from unshard.evaluate.sinks.tensorboard import TensorBoardSink
+
+    return TensorBoardSink(directory)
+
+
+def _mlflow(run: tuple[str, str | None] | None) -> Sink | None:
     mlflow = _imported("mlflow")
-    run = None if mlflow is None else mlflow.active_run()
+    active = None if mlflow is None else mlflow.active_run()
     if run is None:
-        return []
+        run = None if active is None else (active.info.run_id, None)
+    if run is None:
+        return None
     from unshard.evaluate.sinks.mlflow import MlflowSink
 
-    return [MlflowSink(run.info.run_id)]
+    return MlflowSink(*run)
 
 
-def _trackio() -> list[PacedSink]:
+def _trackio() -> PacedSink | None:
     variables = _imported("trackio.context_vars")
     run = None if variables is None else variables.current_run.get()
     if run is None:
-        return []
+        return None
     from unshard.evaluate.sinks.trackio import TrackioSink
 
-    return [TrackioSink(run)]
+    return TrackioSink(run)
 
 
-def _wandb() -> list[PacedSink]:
+def open_wandb() -> PacedSink | None:
+    """Return the sink of W&B's run, if this process has one open."""
     wandb = _imported("wandb")
     run = None if wandb is None else wandb.run
     if run is None:
-        return []
+        return None
     from unshard.evaluate.sinks.wandb import TrainerWandbSink
 
-    return [TrainerWandbSink(run)]
+    return TrainerWandbSink(run)
 
 
 def _imported(name: str) -> ModuleType | None:
