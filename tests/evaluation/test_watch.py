@@ -12,7 +12,8 @@ from evaluation.running import whole_model
 from ranks import save_ranks, some_tensors
 from unshard.evaluate.watch import Watcher, why_incomplete
 from unshard.read.discover import discover
-from unshard.read.format import Request
+from unshard.read.format import Location, Request
+from unshard.read.whole_files import WHOLE_FILES
 
 
 def why(place: Path) -> str | None:
@@ -70,6 +71,57 @@ def test_every_rank_of_lmms_engine_is_needed(tmp_path: Path, folder: str) -> Non
         assert why(place) == f"{file.name} is not finished"
     file.write_bytes(content)
     assert why(place) is None
+
+
+def test_lmms_engine_writes_its_dataloaders_and_its_config_last(tmp_path: Path) -> None:
+    place = lmms(tmp_path, 5)
+    for file in (place / "dataloader_state").iterdir():
+        file.rename(tmp_path / file.name)
+    assert why(place) == "dataloader_state: rank 0 of 2 is missing"
+    (place / "dataloader_state").rmdir()
+    (place / "config.json").unlink()
+    assert why(place) == "config.json is missing"
+
+
+def test_every_file_of_an_index_and_every_numbered_one_is_needed(tmp_path: Path) -> None:
+    place = whole_model(tmp_path / "checkpoint-7")
+    content = (place / "model.safetensors").read_bytes()
+    (place / "model.safetensors").unlink()
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    (place / first).write_bytes(content)
+    location = Location(place, place, 7, None, "model", WHOLE_FILES)
+    assert why_incomplete(location) == f"{second} is missing"
+    (place / second).write_bytes(content)
+    assert why_incomplete(location) is None
+    index = place / "model.safetensors.index.json"
+    for text, reason in (
+        ('{"weight_map": {"a": "other.safetensors"}}', "other.safetensors is missing"),
+        ('{"weight_map"', "model.safetensors.index.json is not finished"),
+        (json.dumps({"weight_map": {"a": first}}), None),
+    ):
+        index.write_text(text)
+        assert why_incomplete(location) == reason
+
+
+def test_a_step_without_the_weights_keeps_back_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (5, 10, 15):
+        place = lmms(tmp_path, step)
+        if step != 10:
+            save_ranks(place / "pytorch_ema_model_fsdp_0", some_tensors(), 2)
+    watcher = Watcher(tmp_path, weights="ema")
+    assert [steps(watcher) for _ in range(3)] == [[], [5, 15], []]
+    assert caplog.text.count("step 10 is passed over") == 1
+
+
+def test_a_step_with_a_critic_only_keeps_back_no_actor(tmp_path: Path) -> None:
+    for step, roles in ((5, ("actor", "critic")), (10, ("critic",)), (15, ("actor",))):
+        for role in roles:
+            save_ranks(tmp_path / f"global_step_{step}" / role, some_tensors(), 2)
+    watcher = Watcher(tmp_path)
+    assert steps(watcher) == []
+    assert [(one.step, one.role) for one in watcher.look()] == [(5, "actor"), (15, "actor")]
 
 
 def test_verl_says_itself_what_is_complete(tmp_path: Path) -> None:

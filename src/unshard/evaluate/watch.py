@@ -3,25 +3,28 @@
 A checkpoint is complete when its writer's own mark says so, and its files have kept their sizes and
 times since the last look: verl's `latest_checkpointed_iteration.txt`, transformers'
 `trainer_state.json`, DCP's `.metadata`. Rank files without a mark (lmms-engine) are complete when
-every rank's are there, in the folder of the dataloader too, and every zip has its end; safetensors
-files are complete when they are as long as their headers say.
+every rank's are there, in the folder of the dataloader too, every zip has its end, and the config is
+there; safetensors files when all that belong together are, each as long as its header says.
 """
 
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from unshard.containers.safetensors_file import read_safetensors
 from unshard.errors import UnshardError, UsageError
-from unshard.read.discover import all_steps
+from unshard.read.discover import all_steps, step_numbers
 from unshard.read.format import Location, Request
 
 __all__ = ["Watcher", "why_incomplete", "why_unfinished"]
 
 _RANK_FILE = re.compile(r".*world_size_(\d+)_rank_(\d+)\.\w+")
+_SHARD = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
+_INDEX = "model.safetensors.index.json"
+_LMMS_ENGINE = ("pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0")
 _LATEST = "latest_checkpointed_iteration.txt"
 _TRAINER_STATE = "trainer_state.json"
 _END_OF_ZIP = b"PK\x05\x06"
@@ -48,35 +51,48 @@ class Watcher:
         self._request = Request(None, role, weights)
         self._stamps: dict[Path, Stamps] = {}
         self._seen: set[Path] = set()
-        self._why = ""
+        self._told: set[str] = set()
 
     def look(self) -> list[Location]:
         """Return the checkpoints that are complete since the last look, the lowest step first."""
-        try:
-            steps = self._steps()
-        except (UnshardError, OSError) as error:
-            self._tell(f"no checkpoint yet: {error}")
-            return []
         found = []
-        for location in steps:
+        for location in self._steps():
             if location.step_dir not in self._seen and self._is_ready(location):
                 self._seen.add(location.step_dir)
                 found.append(location)
         return found
 
     def _tell(self, why: str) -> None:
-        """Log why nothing is found, once until it is for another reason."""
-        if why != self._why:
+        """Log why something is not found, once."""
+        if why not in self._told:
             log.warning("%s", why)
-        self._why = why
+        self._told.add(why)
 
     def _steps(self) -> list[Location]:
+        """Return what all steps hold; one that holds something else keeps back no other."""
         try:
-            return all_steps(self._run, self._request)
-        except UsageError:  # an actor and a critic: a model that generates is what one evaluates
-            if self._request.role is not None:
-                raise
-            return all_steps(self._run, replace(self._request, role="actor"))
+            return self._found(self._request)
+        except (UnshardError, OSError) as error:
+            numbers = step_numbers(self._run)
+            if not numbers:
+                self._tell(f"no checkpoint yet: {error}")
+        found = []
+        for number in numbers:
+            try:
+                found += self._found(replace(self._request, step=number))
+            except (UnshardError, OSError) as error:
+                self._tell(f"step {number} is passed over: {error}")
+        return found
+
+    def _found(self, request: Request) -> list[Location]:
+        """Return what steps hold; the actor beside a critic: a model that generates is evaluated."""
+        if request.role is not None:
+            return all_steps(self._run, request)
+        try:
+            found = all_steps(self._run, request)
+        except UsageError:
+            found = all_steps(self._run, replace(request, role="actor"))
+        return [one for one in found if one.role != "critic"]
 
     def _is_ready(self, location: Location) -> bool:
         """Tell whether nothing has changed since the last look, and nothing is missing."""
@@ -107,9 +123,9 @@ def why_incomplete(location: Location) -> str | None:
     if any(name.endswith(".distcp") for name in names):
         has_metadata = ".metadata" in names and ".metadata.tmp" not in names
         return None if has_metadata else ".metadata is missing"
-    folders = (location.weights_dir, location.step_dir / "dataloader_state")
-    ranks = next((why for folder in folders if (why := _why_not_all(folder)) is not None), None)
-    return ranks or _why_cut(location.weights_dir.glob("*.safetensors"))
+    whys = (_why_ranks(location), _why_shards(location.weights_dir, names))
+    ranks_or_shards = next((why for why in whys if why is not None), None)
+    return ranks_or_shards or _why_cut(location.weights_dir.glob("*.safetensors"))
 
 
 def _step_of(state: Path) -> int | None:
@@ -120,17 +136,52 @@ def _step_of(state: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _why_not_all(folder: Path) -> str | None:
+def _why_ranks(location: Location) -> str | None:
+    """Return what is missing of rank files, and of what lmms-engine writes after them."""
+    folder, loader = location.weights_dir, location.step_dir / "dataloader_state"
+    worlds = _ranks_in(folder)
+    why = _why_not_all(folder, worlds)
+    if why is None and worlds and loader.is_dir():
+        why = _why_not_all(loader, _ranks_in(loader) or dict.fromkeys(worlds, set[int]()))
+    is_lmms = bool(worlds) and folder.name in _LMMS_ENGINE
+    if why is None and is_lmms and not (location.step_dir / "config.json").is_file():
+        return "config.json is missing"  # the last that it writes
+    return why
+
+
+def _ranks_in(folder: Path) -> dict[int, set[int]]:
+    """Return the ranks whose files a folder has, by the size of their world."""
+    found: dict[int, set[int]] = {}
+    for match in (_RANK_FILE.fullmatch(path.name) for path in folder.iterdir()):
+        if match is not None:
+            found.setdefault(int(match[1]), set()).add(int(match[2]))
+    return found
+
+
+def _why_not_all(folder: Path, worlds: Mapping[int, set[int]]) -> str | None:
     """Return which rank's file a folder lacks, or which is not finished."""
-    if not folder.is_dir():
-        return None
-    matches = [match for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name))]
-    for world in {int(match[1]) for match in matches}:
-        there = {int(match[2]) for match in matches if int(match[1]) == world}
+    for world, there in worlds.items():
         missing = sorted(set(range(world)) - there)
         if missing:
             return f"{folder.name}: rank {missing[0]} of {world} is missing"
     return why_unfinished(path for path in folder.iterdir() if path.suffix in _ZIPS)
+
+
+def _why_shards(folder: Path, names: set[str]) -> str | None:
+    """Return which of several safetensors files a folder lacks."""
+    wanted = {
+        f"{match[1]}-{number:0{len(match[2])}}-of-{match[2]}.safetensors"
+        for match in map(_SHARD.fullmatch, names)
+        if match is not None
+        for number in range(1, int(match[2]) + 1)
+    }
+    if _INDEX in names:
+        try:
+            wanted |= set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"{_INDEX} is not finished"
+    missing = sorted(wanted - names)
+    return f"{missing[0]} is missing" if missing else None
 
 
 def why_unfinished(files: Iterable[Path]) -> str | None:

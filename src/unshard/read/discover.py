@@ -19,7 +19,7 @@ from unshard.read.formats import FORMATS, format_in
 from unshard.read.rank_files import RANK_FILES
 from unshard.read.whole_files import WHOLE_FILES
 
-__all__ = ["all_steps", "discover", "is_ema_there", "regular_of"]
+__all__ = ["all_steps", "discover", "is_ema_there", "regular_of", "step_numbers"]
 
 _STEPS = tuple(
     re.compile(pattern)
@@ -218,6 +218,14 @@ def all_steps(run: Path, request: Request) -> list[Location]:
     place = run.resolve()
     found = discover(run, request)
     return [one for one in found[::-1] if place in one.step_dir.parents]
+
+
+def step_numbers(run: Path) -> list[int]:
+    """Return the steps of which a run has directories, whatever they hold, the lowest first."""
+    for folder in (run, *(run / name for name in _RUN_FOLDERS)):
+        if steps := _steps(folder):
+            return sorted({step for step, _ in steps})
+    return []
 
 
 def _nothing_found(path: Path) -> UnknownFormatError:
