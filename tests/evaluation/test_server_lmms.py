@@ -155,6 +155,9 @@ def test_misplaced_arguments_are_lifted(server: Live, run: Path) -> None:
     asked = info(server, job).request
     assert (asked.model, asked.num_gpus, asked.batch_size) == ("lmms-eval:qwen2_vl", 2, 4)
     assert asked.model_args == {"pretrained": str(run / "checkpoint-5"), "max_pixels": 1}
+    own = {"checkpoint": arguments["pretrained"], "profile": "qwen2_vl", "tasks": asked.tasks}
+    same = {**own, "batch_size": 4, "model_args": {"max_pixels": 1}}
+    assert server.call("POST", "/api/v1/jobs", json=same).json()["id"] == job["job_id"]
     for one in (job, blocker):
         message = server.call("DELETE", f"/jobs/{one['job_id']}").json()["message"]
         assert message == f"Job {one['job_id']} cancelled"

@@ -3,8 +3,8 @@
 A checkpoint is complete when its writer's own mark says so, and its files have kept their sizes and
 times since the last look: verl's `latest_checkpointed_iteration.txt`, transformers'
 `trainer_state.json`, DCP's `.metadata`. Rank files without a mark (lmms-engine) are complete when
-every rank's are there, in the folder of the dataloader too, every zip has its end, and the config is
-there; safetensors files when all that belong together are, each as long as its header says.
+every rank's are there, in the folder of the dataloader too, every zip has its end, and the config
+is there; safetensors files when all that belong together are, each as long as its header says.
 """
 
 import json
@@ -85,7 +85,7 @@ class Watcher:
         return found
 
     def _found(self, request: Request) -> list[Location]:
-        """Return what steps hold; the actor beside a critic: a model that generates is evaluated."""
+        """Return what steps hold; of an actor and a critic, the one that generates."""
         if request.role is not None:
             return all_steps(self._run, request)
         try:
@@ -142,7 +142,7 @@ def _why_ranks(location: Location) -> str | None:
     worlds = _ranks_in(folder)
     why = _why_not_all(folder, worlds)
     if why is None and worlds and loader.is_dir():
-        why = _why_not_all(loader, _ranks_in(loader) or dict.fromkeys(worlds, set[int]()))
+        why = _why_not_all(loader, _ranks_in(loader) or {world: set() for world in worlds})
     is_lmms = bool(worlds) and folder.name in _LMMS_ENGINE
     if why is None and is_lmms and not (location.step_dir / "config.json").is_file():
         return "config.json is missing"  # the last that it writes
