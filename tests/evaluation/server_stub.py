@@ -92,7 +92,7 @@ def _add_v1(app: FastAPI, stub: Stub) -> None:  # noqa: C901  (a list of endpoin
         job_id = f"job{len(stub.submissions)}"
         key = {**body, "checkpoint": None, "pin": None}
         view = {"id": job_id, "status": "queued", "metrics": {}, "error": None, "request": key}
-        view["tasks"] = body.get("tasks")
+        view |= {"tasks": body.get("tasks"), "profile": body.get("profile")}
         view["fingerprint"] = fingerprint(Path(body.get("pin") or body["checkpoint"]))
         stub.jobs[job_id] = {**view, "step": body.get("step"), **(stub.finishes(body) or {})}
         return JSONResponse(stub.jobs[job_id], status_code=201)

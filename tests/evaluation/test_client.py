@@ -3,11 +3,13 @@
 import asyncio
 import base64
 import inspect
+import textwrap
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
+import unshard.evaluate
 from evaluation.server_stub import Stub, free_port, scores, serving
 from unshard.errors import UsageError
 from unshard.evaluate.client import AsyncEvalClient, EvalClient
@@ -164,3 +166,10 @@ def test_the_room_gives_what_a_trainer_needs() -> None:
     assert evaluate.AsyncEvalClient is AsyncEvalClient
     with pytest.raises(AttributeError, match="Nothing"):
         getattr(evaluate, "Nothing")  # noqa: B009 (a name that mypy must not look for)
+
+
+def test_the_example_of_the_package_runs() -> None:
+    with serving(Stub()) as stub:
+        text = (unshard.evaluate.__doc__ or "").partition("\n\n")[2]
+        exec(textwrap.dedent(text).replace("http://127.0.0.1:8000", stub.url))  # noqa: S102  (ours)
+        assert [body["step"] for body in stub.submissions] == [1000]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from unshard.errors import UsageError
 from unshard.evaluate.config import EvalConfig
@@ -104,13 +105,27 @@ def test_paths_are_translated_by_the_longest_beginning() -> None:
     assert config.served("/mnt-more/x") == "/mnt-more/x"
 
 
+def test_numbers_of_steps_may_be_written_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+    read = EvalConfig.from_dict({**LEAST, "eval_steps": 500.0, "poll_interval": 0})
+    assert (read.eval_steps, read.poll_interval) == (500, 0.01)
+    assert EvalConfig.from_dict({**LEAST, "eval_steps": 0.1}).eval_steps is None
+    assert "eval_steps 0.1: a ratio" in caplog.text
+
+
+def test_a_files_name_may_hold_a_colon(tmp_path: Path) -> None:
+    (tmp_path / "a:b.yaml").write_text(yaml.safe_dump(LEAST))
+    assert EvalConfig.of(str(tmp_path / "a:b.yaml")) == EvalConfig.from_dict(LEAST)
+
+
 def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     config = EvalConfig.from_dict({**LEAST, "token_file": str(tmp_path / "token")})
     assert config.token() == "secret"
     assert EvalConfig.from_dict(LEAST).token() is None
-    with pytest.raises(UsageError, match="cannot be read"):
-        EvalConfig.from_dict({**LEAST, "token_file": str(tmp_path / "none")}).token()
+    (tmp_path / "other").write_text("\u00fcber", encoding="utf-8")
+    for name in ("none", "other"):
+        with pytest.raises(UsageError, match="cannot be read"):
+            EvalConfig.from_dict({**LEAST, "token_file": str(tmp_path / name)}).token()
 
 
 def test_unknown_keys_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,6 +137,8 @@ def test_unknown_keys_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     ("wrong", "said"),
     [
         ({"server_url": None}, "too little"),
+        ({"server_url": "http://host:80x"}, "server_url"),
+        ({"server_url": "host:80"}, "server_url"),
         ({"tasks": []}, "too little"),
         ({"tasks": [1]}, "tasks"),
         ({"eval_steps": -1}, "eval_steps"),
@@ -133,6 +150,8 @@ def test_unknown_keys_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
         ({"model_args": {"a": float("nan")}}, "model_args.a"),
         ({"model_args": {"a": [1]}}, "model_args.a"),
         ({"weights": ["best"]}, "weights"),
+        ({"weights": []}, "weights"),
+        ({"eval_steps": 1.5}, "eval_steps"),
         ({"path_map": {"here": "/there"}}, "path_map"),
         ({"quota": {"size": 1}}, "quota"),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from evaluation.live import Fields, Live, checkpoint, cli, live
 from evaluation.server_stub import free_port
+from unshard.cli.main import main
 
 pytestmark = pytest.mark.xdist_group("eval-cli")  # one server for all
 
@@ -92,3 +93,48 @@ def test_a_server_that_is_away_is_said_so() -> None:
     assert done.returncode == 1
     assert "no answer" in done.stderr
     assert "unshard eval serve" in done.stderr
+
+
+def ended(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["eval", *arguments])
+    return int(end.value.code or 0)
+
+
+def test_waiting_goes_on_while_the_server_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unshard.cli import evaluate
+    from unshard.evaluate.client_v1 import ServerAwayError, V1Client
+
+    def job(client: V1Client, job_id: str) -> dict[str, object]:
+        del client
+        answer = answers.pop(0)
+        if answer is None:
+            raise ServerAwayError("away")
+        return {**answer, "id": job_id}
+
+    answers: list[dict[str, object] | None] = [{"completed_at": None}, None, None]
+    answers.append({"completed_at": 1.0, "status": "completed", "step": 1, "error": None})
+    monkeypatch.setattr(V1Client, "job", job)
+    monkeypatch.setattr(V1Client, "submit", lambda *_, **__: {"id": "x"})
+    monkeypatch.setattr(evaluate, "_LOOK_S", 0.0)
+    assert ended("submit", str(tmp_path), "--tasks=t", "--wait", "--json") == 0
+    said = capsys.readouterr()
+    assert (json.loads(said.out)["jobs"][0]["status"], answers) == ("completed", [])
+    assert said.err.count("away") == 1
+
+
+def test_what_cannot_be_sent_or_written_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unshard.evaluate.client_v1 import V1Client
+
+    file = tmp_path / "token"
+    file.write_text("\u00fcber-secret", encoding="utf-8")
+    assert ended("status", "--token-file", str(file)) == 2
+    assert ended("status", "--server=http://host:80x") == 2
+    one = {"job_id": "1", "run": "a", "task": "t", "metric": "m", "weights": "model"}
+    monkeypatch.setattr(V1Client, "results", lambda *_, **__: [{**one, "value": 1.0, "step": 1}])
+    assert ended("export", "--to=jsonl", f"--directory={file}/x") == 2
+    assert "cannot be written" in capsys.readouterr().err

@@ -14,7 +14,9 @@ from evaluation.real_server import Server, server, unshard, write_config
 from evaluation.running import whole_model
 from evaluation.wandb_file import history, run_record
 from unshard.errors import UsageError
+from unshard.evaluate import exporting
 from unshard.evaluate.exporting import Destination, Exported, Target, export, export_all
+from unshard.evaluate.sinks.jsonl import JsonlSink
 
 NAME = "unshard_eval/t/acc"
 POINTS = {(10, 0.01), (20, 0.02)}
@@ -172,3 +174,15 @@ def test_what_was_written_before_a_failure_is_remembered(
             export("a", rows, to)
     assert export("a", rows, to) == Exported("a", 2, 2, 0)
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 4
+
+
+def test_the_same_names_elsewhere_are_another_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = Destination(Target.WANDB, tmp_path, "p")
+    one = {"job_id": "1", "run": "a", "task": "t", "metric": "m", "weights": "model"}
+    found: list[dict[str, object]] = [{**one, "value": 1.0, "step": 1}]
+    monkeypatch.setattr(exporting, "_sink", lambda run, to: JsonlSink(tmp_path / "lines"))  # noqa: ARG005
+    for entity, written in (("one", 1), ("other", 1), ("one", 0)):
+        monkeypatch.setenv("WANDB_ENTITY", entity)
+        assert export("a", found, to).written == written

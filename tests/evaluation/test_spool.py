@@ -41,8 +41,8 @@ def test_an_entry_moves_from_queue_to_job_to_result(tmp_path: Path) -> None:
 
 def test_a_job_that_was_accepted_twice_keeps_both_pins(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
-    spool.accept(spool.add({"pins": ["/one"]}), "abc")
-    job = spool.accept(spool.add({"pins": ["/two"]}), "abc")
+    spool.accept(spool.add({"step": 1, "pins": ["/one"]}), "abc")
+    job = spool.accept(spool.add({"step": 1, "pins": ["/two"]}), "abc")
     assert pins_in(job.fields) == ["/one", "/two"]
 
 

@@ -1,5 +1,6 @@
 """Checkpoints are evaluated while training goes on, whatever becomes of server and trainer."""
 
+import json
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ from evaluation.server_stub import Stub, free_port, scores, serving, until
 from unshard.evaluate import recorder
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.courier import Courier
-from unshard.evaluate.pins import pins_of
+from unshard.evaluate.pins import DEFAULT_QUOTA, pin_checkpoint, pins_of
 from unshard.evaluate.recorder import Recording
 from unshard.evaluate.sinks.jsonl import JsonlSink
 from unshard.evaluate.spool import Spool
@@ -178,7 +179,68 @@ def test_a_refused_submission_is_set_aside_and_the_others_go_on(
     assert [step for step, _ in submitter.completed()] == [2]
     (refused,) = (tmp_path / "_unshard" / "spool" / "refused").iterdir()
     assert "no such profile" in refused.read_text()
+    assert [pin.step for pin in pins_of(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("is_better", [False, True])
+def test_what_was_refused_is_sent_once_more_by_the_next_process(
+    tmp_path: Path, server: Stub, *, is_better: bool
+) -> None:
+    server.refuses = (400, "no such profile")
+    first = Submitter(config_for(server.url), tmp_path)
+    first.submit(lmms_checkpoint(tmp_path, 1), 1)
+    until(lambda: Spool(tmp_path).refused())
+    first.close(0.0)
+    server.refuses = None if is_better else server.refuses
+    second = Submitter(config_for(server.url), tmp_path)
+    until(lambda: not pins_of(tmp_path))
+    second.close(20)
+    assert [step for step, _ in second.completed()] == [1] * is_better
+    assert (Spool(tmp_path).refused(), Spool(tmp_path).waiting()) == ([], [])
+
+
+def test_the_first_process_on_a_run_sends_for_all_and_the_second_takes_over(
+    tmp_path: Path, server: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Submitter(config_for(server.url), tmp_path)
+    first.submit(lmms_checkpoint(tmp_path, 1), 1)
+    until(lambda: server.submissions)
+    second = Submitter(config_for(server.url), tmp_path)
+    until(lambda: "this one only spools" in caplog.text)
+    second.submit(lmms_checkpoint(tmp_path, 2), 2)
+    until(lambda: len(server.submissions) == 2)
+    first.close(20)
+    assert [step for step, _ in first.completed()] == [1, 2]
+    second.submit(lmms_checkpoint(tmp_path, 3), 3)
+    until(lambda: len(server.submissions) == 3)
+    second.close(20)
+    assert [step for step, _ in second.completed()] == [3]
+    assert len((tmp_path / "_unshard" / "results.jsonl").read_text().splitlines()) == 3
+
+
+def test_pins_that_nobody_names_are_removed(tmp_path: Path, server: Stub) -> None:
+    """Of a process that was killed, long ago; those of the server, and new ones, stay."""
+    made = {}
+    for step, age in ((1, 7200), (2, 7200), (3, 0)):
+        place = lmms_checkpoint(tmp_path, step)
+        made[step] = pin_checkpoint(place, quota=DEFAULT_QUOTA, step=step)
+        record = made[step].directory / "pin.json"
+        fields = json.loads(record.read_text())
+        record.write_text(json.dumps({**fields, "created": fields["created"] - age}))
+    (made[2].directory / "made-by-the-server").touch()
+    submitter = Submitter(config_for(server.url), tmp_path)
+    until(lambda: len(pins_of(tmp_path)) < 3)
+    submitter.close(0.0)
+    assert {pin.step for pin in pins_of(tmp_path)} == {2, 3}
+
+
+def test_what_cannot_be_spooled_leaves_no_pin(tmp_path: Path, server: Stub) -> None:
+    (tmp_path / "_unshard").mkdir()
+    (tmp_path / "_unshard" / "spool").write_text("in the way")
+    submitter = Submitter(config_for(server.url), tmp_path)
+    assert not submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
     assert pins_of(tmp_path) == []
+    submitter.close(0.0)
 
 
 def test_a_wrong_token_loses_nothing(tmp_path: Path, server: Stub) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArgumen
 
 from evaluation.server_stub import Stub, free_port, scores, serving
 from evaluation.wandb_file import definitions, history
-from unshard.evaluate.callbacks.transformers import UnshardEvalCallback
+from unshard.evaluate.callbacks.transformers import UnshardEvalCallback, _tensorboard_dir
 from unshard.evaluate.pins import pins_of
 
 NAME = "unshard_eval/t/acc"
@@ -132,7 +133,20 @@ def test_results_are_tensorboard_scalars(
     assert {event.step for event in events.Scalars(NAME)} == {2, 4, 6}
 
 
-def test_a_server_that_never_comes_does_not_stop_the_training(tmp_path: Path) -> None:
+def test_an_older_transformers_says_itself_where_event_files_lie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    older = SimpleNamespace(report_to=["tensorboard"], logging_dir="logs", output_dir="out")
+    assert _tensorboard_dir(older) == Path("logs")  # type: ignore[arg-type]  # of 4.x
+    newer = SimpleNamespace(report_to=["tensorboard"], output_dir="out")
+    assert _tensorboard_dir(newer) == Path("out/runs")  # type: ignore[arg-type]  # stands for it
+
+
+def test_a_server_that_never_comes_does_not_stop_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     absent = {**config_for(f"http://127.0.0.1:{free_port()}"), "flush_timeout": 0}
     train(tmp_path / "run", UnshardEvalCallback(absent))
+    assert caplog.text.count("no tokenizer in") == 1
     assert (tmp_path / "run" / "checkpoint-6").is_dir()

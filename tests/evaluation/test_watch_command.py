@@ -166,6 +166,52 @@ def test_the_exit_code_of_once_says_that_nothing_was_sent(
     assert "not sent: the server is away" in capsys.readouterr().err
 
 
+def once(run: Path, url: str, *more: str) -> int:
+    from unshard.cli.main import main
+
+    options = ["--tasks=t", "--profile=score", "--once", "--interval=0.05", f"--server={url}"]
+    try:
+        main(["eval", "watch", str(run), *options, *more])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def test_once_says_what_was_refused(
+    run: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verl_step(run, 10)
+    stub.refuses = (400, "no such profile")
+    for _ in range(2):
+        assert once(run, stub.url) == 1
+        assert "refused: POST /api/v1/jobs: no such profile" in capsys.readouterr().err
+    assert pins_of(run) == []
+    stub.refuses = None
+    assert once(run, stub.url) == 0
+
+
+def test_once_says_how_many_wait_for_room(
+    run: Path, tmp_path: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub.finishes = lambda body: None  # noqa: ARG005
+    for step in (1, 2, 3):
+        verl_step(run, step)
+    file = tmp_path / "eval.yaml"
+    file.write_text(
+        f"server_url: {stub.url}\nprofile: score\ntasks: [t]\nquota: {{count: 1, bytes: null}}\n"
+    )
+    assert once(run, stub.url, f"--config={file}") == 1
+    assert "2 more wait until the pins have room" in capsys.readouterr().err
+
+
+def test_once_wants_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for name, found in (("none", "nothing"), ("file", "a file")):
+        assert once(tmp_path / name, "http://127.0.0.1:9") == 2
+        assert found in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def config_for(url: str, **more: object) -> EvalConfig:
     given = {"server_url": url, "profile": "score", "tasks": ["t"], "poll_interval": 0.02}
     return EvalConfig.from_dict({**given, **more})
@@ -216,6 +262,22 @@ def test_room_is_counted_in_bytes_too(run: Path, stub: Stub) -> None:
         one.look()
         assert [step for step, _ in one.look()] == [1]
         assert one.held_back == 1
+
+
+def test_other_arguments_are_another_evaluation(run: Path, stub: Stub) -> None:
+    verl_step(run, 10)
+    for limit, is_new in ((8, True), (8, False), (None, True), (None, False), (8, False)):
+        config = config_for(stub.url, limit=limit)
+        assert looked(run, config) == ([(10, ("model",))] if is_new else [])
+    assert [body.get("limit") for body in stub.submissions] == [8, None]
+
+
+def test_a_type_of_lmms_evals_model_is_known_by_its_name(run: Path, stub: Stub) -> None:
+    stub.finishes = lambda body: {**(scores(body) or {}), "profile": f"lmms:{body['profile']}"}
+    verl_step(run, 10)
+    assert [len(looked(run, config_for(stub.url))) for _ in range(2)] == [1, 0]
+    (run / "_unshard" / "watched.txt").unlink()
+    assert looked(run, config_for(stub.url)) == []
 
 
 def test_both_sets_of_weights_are_awaited(run: Path, stub: Stub) -> None:

@@ -1,6 +1,7 @@
 """`unshard eval`: the server, and what speaks to it."""
 
 import json
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,18 +44,21 @@ WeightSets = Annotated[
 ]
 _URL = "http://127.0.0.1:8000"
 _FAILED = 1
+_LOOK_S = 1.0  # between looks at a job that is waited for
 
 
 def _client(url: str, token_file: Path | None) -> "EvalClient":
     _check_extra("httpx")
     from unshard.evaluate.client import EvalClient
+    from unshard.evaluate.config_values import a_url
 
+    a_url({"--server": url}, "--server")
     return EvalClient(url, token=None if token_file is None else _read_token(token_file))
 
 
 def _read_token(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--token-file {file}: cannot be read", found=str(error)) from error
 
@@ -148,7 +152,9 @@ def submit(
 @app.command()
 @guarded
 def status(
-    job: Annotated[str | None, typer.Argument(metavar="JOB", help="[default: all]")] = None,
+    job: Annotated[
+        str | None, typer.Argument(metavar="JOB", help="[default: the newest 100]")
+    ] = None,
     run: Annotated[str | None, typer.Option(help="Only of this run.")] = None,
     server: Url = _URL,
     token_file: TokenFile = None,
@@ -203,7 +209,6 @@ def results(
 ) -> None:
     """Print all numbers, with the step that each belongs to."""
     import csv
-    import sys
 
     with _client(server, token_file) as client:
         found = client.results(run=run)
@@ -225,11 +230,21 @@ def _listed(text: str) -> list[str]:
 
 
 def _ended(client: "EvalClient", job_id: str) -> dict[str, object]:
+    """Wait until a job is final, through restarts of the server."""
+    from unshard.evaluate.client_v1 import ServerAwayError
+
+    is_away = False
     while True:
-        job = client.job(job_id)
-        if job["completed_at"] is not None:
-            return job
-        time.sleep(1)
+        try:
+            job = client.job(job_id)
+            if job["completed_at"] is not None:
+                return job
+            is_away = False
+        except ServerAwayError as error:
+            if not is_away:
+                print(f"waiting: {error}", file=sys.stderr)
+            is_away = True
+        time.sleep(_LOOK_S)
 
 
 def _print_jobs(jobs: "Sequence[Mapping[str, Any]]", *, as_json: bool) -> None:

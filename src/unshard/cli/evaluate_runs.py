@@ -12,6 +12,7 @@ import typer
 
 from unshard.cli.evaluate import TokenFile
 from unshard.cli.options import Json
+from unshard.errors import UsageError
 
 if TYPE_CHECKING:
     from unshard.evaluate.config import EvalConfig
@@ -65,7 +66,8 @@ def watch(
     once: Annotated[
         bool,
         typer.Option(
-            "--once", help="Submit what is complete, then end; exit code 1 if it was not sent."
+            "--once",
+            help="Submit what is complete, then end; exit code 1 if not all was sent and taken.",
         ),
     ] = False,
     server: Server = None,
@@ -76,8 +78,12 @@ def watch(
     A checkpoint is submitted once, when it is complete, and kept by hard links until it is
     evaluated. Ctrl-C ends it; started again, it goes on.
     """
+    from unshard.cli.evaluate import _check_extra
+
+    _check_extra("httpx", "yaml")
     from unshard.evaluate.watching import Watching
 
+    _check_directory(directory, is_needed=once)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     given: dict[str, object] = {
         "server_url": server,
@@ -122,7 +128,6 @@ def export(
 ) -> None:
     """Write results into a tracker, each under its own step, and each once."""
     from unshard.cli.evaluate import _client
-    from unshard.errors import UsageError
     from unshard.evaluate.exporting import Destination, Target, export_all
 
     if to not in list(Target):
@@ -131,8 +136,11 @@ def export(
     destination.check()
     with _client(server or _URL, token_file) as client:
         found = client.results(run=run)
-    with contextlib.redirect_stdout(sys.stderr):  # trackers print
-        done = export_all(found, destination)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # trackers print
+            done = export_all(found, destination)
+    except OSError as error:
+        raise UsageError(f"--directory {directory}: cannot be written", found=str(error)) from error
     if as_json:
         names = ("run", "written", "present", "without_step")
         print(json.dumps({"runs": [{name: getattr(one, name) for name in names} for one in done]}))
@@ -159,18 +167,35 @@ def _configured(file: Path | None, chosen: dict[str, object], interval: float) -
     return replace(base, **{key: getattr(read, key) for key in chosen})
 
 
+def _check_directory(directory: Path, *, is_needed: bool) -> None:
+    if directory.is_dir():
+        return
+    if is_needed or directory.exists():
+        found = "a file" if directory.exists() else "nothing"
+        raise UsageError(f"{directory}: cannot be watched", expected="a directory", found=found)
+    print(f"{directory}: is not there yet", file=sys.stderr)
+
+
 def _watch_once(watching: "Watching", apart: float) -> None:
     _look(watching)
     time.sleep(apart)  # a file that still grows is not complete
     _look(watching)
-    if not watching.sent(_SEND_S):
+    is_sent = watching.sent(_SEND_S)
+    for why in watching.refused():
+        print(f"refused: {why}", file=sys.stderr)
+    if not is_sent:
         print("not sent: the server is away; the next `watch` sends it", file=sys.stderr)
+    if not is_sent or watching.refused() or watching.held_back:
         raise typer.Exit(_FAILED)
 
 
 def _look(watching: "Watching") -> None:
+    before = watching.held_back
     for step, weights in watching.look():
         print(f"step {step}: submitted ({', '.join(weights)})", flush=True)
+    if watching.held_back not in (0, before):
+        waiting = watching.held_back
+        print(f"{waiting} more wait until the pins have room", file=sys.stderr, flush=True)
     for step, metrics in watching.completed():
         for name, value in metrics.items():
             print(f"step {step}: {name} = {value:.6g}", flush=True)

@@ -3,7 +3,7 @@
 from unshard.evaluate import EvalClient
 
 with EvalClient("http://127.0.0.1:8000") as client:
-    client.submit("/runs/a/checkpoint-1000", profile="lm-eval", tasks=["gsm8k"])
+client.submit("/runs/a/checkpoint-1000", step=1000, profile="lm-eval", tasks=["gsm8k"])
 """
 
 from importlib import import_module

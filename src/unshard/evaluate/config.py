@@ -29,6 +29,7 @@ from unshard.evaluate.config_values import (
     a_quota,
     a_text,
     a_text_or_whole,
+    a_url,
     a_whole,
     names,
     paths,
@@ -40,6 +41,7 @@ from unshard.evaluate.pins import DEFAULT_QUOTA, Quota
 __all__ = ["EvalConfig"]
 
 _TRAINER = ("eval_strategy", "eval_steps", "save_steps")
+_SHORTEST_INTERVAL = 0.01  # seconds
 _LIFTED = (
     "num_gpus",
     "batch_size",
@@ -113,8 +115,8 @@ class EvalConfig:
         Raises:
             UsageError: it is not there, no YAML, or says too little.
         """
-        is_text = isinstance(source, str) and ("\n" in source or ":" in source)
         try:
+            is_text = isinstance(source, str) and _is_text(source)
             text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
             found = yaml.safe_load(text)
         except (OSError, ValueError, yaml.YAMLError) as error:
@@ -136,7 +138,7 @@ class EvalConfig:
         key = a_text(flat, "checkpoint_key") or "model"
         model_args.pop(key, None)
         profile = a_text(flat, "profile") or a_text(flat, "model")
-        url = a_text(flat, "server_url")
+        url = a_url(flat, "server_url")
         tasks = names(flat, "tasks")
         if not profile or not url or not tasks:
             raise UsageError(
@@ -193,16 +195,35 @@ class EvalConfig:
         if self.token_file is None:
             return None
         try:
-            return self.token_file.expanduser().read_text(encoding="utf-8").strip()
+            return self.token_file.expanduser().read_text(encoding="ascii").strip()
         except (OSError, ValueError) as error:
             raise UsageError(f"token_file {self.token_file}: cannot be read: {error}") from error
 
 
+def _is_text(source: str) -> bool:
+    """Tell whether a text is YAML itself, not the name of a file: that may hold a colon, too."""
+    return "\n" in source or (":" in source and not Path(source).is_file())
+
+
+def _interval(given: Mapping[str, object], key: str) -> float | None:
+    found = a_number(given, key)
+    return None if found is None else max(_SHORTEST_INTERVAL, found)
+
+
+def _steps(given: Mapping[str, object], key: str) -> int | None:
+    """Return a number of steps; a ratio of all steps (transformers) is left out with a warning."""
+    found = given.get(key)
+    if isinstance(found, float) and 0 < found < 1:
+        log.warning("%s %s: a ratio of all steps means nothing here, left out", key, found)
+        return None
+    return a_whole(given, key)
+
+
 _READ = {
-    "poll_interval": a_number,
+    "poll_interval": _interval,
     "eval_strategy": a_text,
-    "eval_steps": a_whole,
-    "save_steps": a_whole,
+    "eval_steps": _steps,
+    "save_steps": _steps,
     "num_fewshot": a_whole,
     "batch_size": a_text_or_whole,
     "limit": a_number,
@@ -222,9 +243,9 @@ def _optional(flat: Mapping[str, object]) -> dict[str, object]:
     }
     if file := a_text(flat, "token_file"):
         found["token_file"] = Path(file)
-    for weights in names(flat, "weights"):
-        if weights not in ("model", "ema"):
-            raise UsageError("weights", expected="model, ema", found=weights)
+    sets = names(flat, "weights")
+    if "weights" in found and not (sets and {*sets} <= {"model", "ema"}):
+        raise UsageError("weights", expected="model, ema", found=str(flat["weights"]))
     return found
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from math import isfinite
 from pathlib import PurePosixPath
 from typing import TypeGuard
+from urllib.parse import urlsplit
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Scalar
@@ -15,6 +16,7 @@ __all__ = [
     "a_quota",
     "a_text",
     "a_text_or_whole",
+    "a_url",
     "a_whole",
     "names",
     "paths",
@@ -42,6 +44,19 @@ def a_text(given: Mapping[str, object], key: str) -> str | None:
     return found
 
 
+def a_url(given: Mapping[str, object], key: str) -> str | None:
+    """Return the address of a server; None where nothing stands."""
+    found = a_text(given, key)
+    try:
+        parts = urlsplit(found or "http://host")
+        is_one = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_one = False
+    if not is_one:
+        raise _wrong(key, "http://HOST:PORT or https://HOST:PORT", found)
+    return found
+
+
 def a_text_or_whole(given: Mapping[str, object], key: str) -> str | int | None:
     """Return a text ("auto") or a whole number; None where nothing stands."""
     return a_text(given, key) if isinstance(given.get(key), str) else a_whole(given, key)
@@ -52,6 +67,8 @@ def a_whole(given: Mapping[str, object], key: str) -> int | None:
     found = given.get(key)
     if found is None:
         return None
+    if isinstance(found, float) and found.is_integer():
+        found = int(found)
     if isinstance(found, bool) or not isinstance(found, int) or found < 0:
         raise _wrong(key, "a whole number", found)
     return found

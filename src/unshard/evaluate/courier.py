@@ -7,7 +7,8 @@ The server may be away, may have forgotten a job (then it is submitted again), o
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,18 +17,20 @@ from unshard.evaluate.client import EvalClient
 from unshard.evaluate.client_v1 import Answer, RefusedError, ServerAwayError
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.jobs import EvaluationError, Status
-from unshard.evaluate.pins import ExpiredError, read_pin
+from unshard.evaluate.pins import ExpiredError, pins_of, read_pin
 from unshard.evaluate.recorder import Recording
 from unshard.evaluate.sinks.base import metric_names
 from unshard.evaluate.spool import Entry, Fields, Spool, pins_in
 
-__all__ = ["Courier", "ignoring_errors"]
+__all__ = ["Courier", "ignoring_errors", "release"]
 
 _TIMEOUT = 10.0  # seconds for a request
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds between attempts while the server is away
 _NOT_ALLOWED = (401, 403)
 _FORGOTTEN = 404
 _RESUBMISSIONS = 3
+_SERVERS_MARK = "made-by-the-server"  # see server.pinning
+_ABANDONED = 3600.0  # seconds after which a pin that no submission names is nobody's
 _JOB_ID = re.compile(r"[\w-][\w.-]{0,127}")
 
 log = logging.getLogger(__name__)
@@ -76,8 +79,7 @@ class Courier:
                 if error.status in _NOT_ALLOWED:
                     return self._back_off(error)
                 log.error("step %s is not evaluated: %s", entry.step, error)  # noqa: TRY400
-                self._spool.refuse(entry, str(error))
-                self._release(entry)
+                self._release(self._spool.refuse(entry, str(error)))
             except Exception as error:  # noqa: BLE001  (whatever it is: others may fare better)
                 failure = error
         if failure is not None:
@@ -103,10 +105,20 @@ class Courier:
             else:
                 self._look_at(entry, job)
 
-    def deliver_arrived(self) -> None:
-        """Hand over again what an earlier process fetched and did not record everywhere."""
+    def begin(self) -> None:
+        """Go on with what an earlier process left.
+
+        Results that it fetched are handed over again; what the server refused once is sent once
+        more; old pins that nobody names (of a process that was killed) are removed.
+        """
         for entry in self._spool.arrived():
             self._take(_recording(entry))
+        for entry in self._spool.refused():
+            self._spool.requeue(entry)
+        for pin in pins_of(self._spool.run):
+            is_ours = not (pin.directory / _SERVERS_MARK).exists()
+            if is_ours and time.time() - pin.created > _ABANDONED:
+                release([str(pin.path)], self._spool)
 
     def close(self) -> None:
         """Close the connections."""
@@ -146,8 +158,8 @@ class Courier:
         times = entry.fields.get("submitted_again")
         times = times + 1 if isinstance(times, int) else 1
         if times > _RESUBMISSIONS:
-            self._spool.refuse(entry, "the server forgets this job again and again")
-            self._release(entry)
+            why = "the server forgets this job again and again"
+            self._release(self._spool.refuse(entry, why))
             return
         log.warning("the server does not know job %s any more: submitted again", entry.name)
         self._spool.requeue(Entry(entry.path, {**entry.fields, "submitted_again": times}))
@@ -165,12 +177,17 @@ class Courier:
         self._release(entry)
 
     def _release(self, entry: Entry) -> None:
-        for pin in pins_in(entry.fields):
-            if not self._spool.is_pin_needed(pin):
-                try:
-                    read_pin(Path(pin)).unpin()
-                except ExpiredError:
-                    continue  # the quota, or the server, removed it
+        release(pins_in(entry.fields), self._spool)
+
+
+def release(pins: Iterable[str], spool: Spool) -> None:
+    """Remove the pins that nothing in a spool needs any more."""
+    for pin in pins:
+        if not spool.is_pin_needed(pin):
+            try:
+                read_pin(Path(pin)).unpin()
+            except ExpiredError:
+                continue  # the quota, or the server, removed it
 
 
 def _metrics(job: Answer) -> dict[str, float]:

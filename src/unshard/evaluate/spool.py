@@ -1,10 +1,10 @@
 """What a trainer asked for and has not got yet, as files beside its run: survives both sides.
 
 `<run>/_unshard/spool/` holds `queue/` (not sent yet, in order), `jobs/` (the server has them),
-`results/` (came, and not handed over everywhere) and `refused/` (with the server's answer). Every
-file is written under another name and renamed. Nothing is synced to the disk, because a trainer
-must not wait for its own checkpoint to be flushed: files survive the death of a process, not of a
-machine.
+`results/` (came, and not handed over everywhere) and `refused/` (with the server's answer; what was
+refused once is sent again by the next process, and keeps its pin until then). Every file is written
+under another name and renamed. Nothing is synced to the disk, because a trainer must not wait for
+its own checkpoint to be flushed: files survive the death of a process, not of a machine.
 """
 
 import json
@@ -46,6 +46,11 @@ def pins_in(fields: Fields) -> list[str]:
     return [str(pin) for pin in pins] if isinstance(pins, list) else []
 
 
+def _refusals(fields: Fields) -> int:
+    count = fields.get("refusals")
+    return count if isinstance(count, int) else 0
+
+
 class Spool:
     """The spool of a run.
 
@@ -74,6 +79,14 @@ class Spool:
         """Return the results that were not handed over everywhere yet."""
         return self._entries("results")
 
+    def refused(self) -> list[Entry]:
+        """Return what the server refused once: it is tried once more, by the next process."""
+        return [one for one in self._entries("refused") if _refusals(one.fields) == 1]
+
+    def refusals(self) -> dict[str, str]:
+        """Return what the server said to the submissions that it refused, by their names."""
+        return {one.name: str(one.fields.get("error")) for one in self._entries("refused")}
+
     def accept(self, entry: Entry, job_id: str) -> Entry:
         """Record that the server took a submission; it may have had the same job before."""
         known = [one for one in self.pending() if one.name == job_id]
@@ -81,12 +94,14 @@ class Spool:
         return self._move(entry, "jobs", job_id, {**entry.fields, "pins": pins})
 
     def requeue(self, entry: Entry) -> Entry:
-        """Put a job back into the queue: the server does not know it any more."""
+        """Put back into the queue what the server forgot, or refused."""
         return self._move(entry, "queue", f"{time.time_ns():020d}-{secrets.token_hex(4)}")
 
     def refuse(self, entry: Entry, why: str) -> Entry:
-        """Record that the server will not take a submission."""
-        return self._move(entry, "refused", entry.name, {**entry.fields, "error": why})
+        """Record that the server will not take a submission, and how often it would not."""
+        count = _refusals(entry.fields) + 1
+        fields = {**entry.fields, "error": why, "refusals": count}
+        return self._move(entry, "refused", entry.name, fields)
 
     def arrive(self, entry: Entry, fields: Fields) -> Entry:
         """Record a result."""
@@ -98,7 +113,8 @@ class Spool:
 
     def is_pin_needed(self, pin: str) -> bool:
         """Tell whether a submission or a job still needs a pin."""
-        return any(pin in pins_in(entry.fields) for entry in (*self.waiting(), *self.pending()))
+        entries = (*self.waiting(), *self.pending(), *self.refused())
+        return any(pin in pins_in(entry.fields) for entry in entries)
 
     def _entries(self, folder: str) -> list[Entry]:
         """Return a folder's entries by name; those that are broken are set aside."""

@@ -4,7 +4,8 @@ In the trainer's thread only hard links and small files are made. A background t
 server: it sends what is spooled, in order, polls what is pending, and puts results into a queue;
 another writes them to trackers.
 The server may be away for an hour and the trainer may be killed: what was asked for lies in the
-spool, and the next trainer on the same directory goes on with it. No public method raises.
+spool, and the next trainer on the same directory goes on with it. Of several processes on a run (a
+trainer and `watch`) the first sends for all, and takes all results. No public method raises.
 """
 
 import logging
@@ -16,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unshard.evaluate.config import EvalConfig
-from unshard.evaluate.courier import Courier, ignoring_errors
+from unshard.evaluate.courier import Courier, ignoring_errors, release
+from unshard.evaluate.locks import lock
 from unshard.evaluate.naming import run_name
 from unshard.evaluate.pins import ExpiredError, PinError, pin_checkpoint
 from unshard.evaluate.recorder import PacedSink, Recorder, Recording
@@ -26,7 +28,6 @@ from unshard.evaluate.spool import Fields, Spool
 
 __all__ = ["Submitter", "is_first_rank"]
 
-_STATE = Path("_unshard")
 _SHORTEST_WAIT = 0.01  # seconds
 _LOOK = 0.1  # seconds between looks at what is pending, when training has ended
 _GRACE = 2.0  # seconds that a thread has to end, if there is no time left
@@ -71,8 +72,13 @@ class Submitter:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._wake = threading.Event()
+        self._sinks, self._paced = tuple(sinks), tuple(paced)
+        self._state = self.run_dir / "_unshard"
+        self._recorder: Recorder | None = None  # made when this process is the first
+        self._lock: int | None = None
+        self._is_second = False
         if self.acts:
-            self._start(sinks, paced)
+            self._start()
 
     def submit(
         self, checkpoint_dir: str | Path, step: int, weights: Sequence[str] | None = None
@@ -88,15 +94,12 @@ class Submitter:
         """
         is_spooled = False
         with ignoring_errors(f"step {step} is not evaluated"):
+            step = int(step)
             is_due = self.acts and self.config.is_due(step, self._previous)
             self._previous = step
-            submissions: list[Fields] = []
             if is_due:
                 place = Path(checkpoint_dir).absolute()
-                submissions = self._submissions(place, step, weights or self.config.weights)
-            for fields in submissions:
-                self._spool.add(fields)
-            is_spooled = bool(submissions)
+                is_spooled = self._spooled(place, step, weights or self.config.weights)
             self._wake.set()
         return is_spooled
 
@@ -111,7 +114,8 @@ class Submitter:
         """Write at most one result to the paced sinks: once per training log call."""
         if self.acts:
             with ignoring_errors("results are not logged now"):
-                self._recorder.tick()
+                if self._recorder is not None:
+                    self._recorder.tick()
 
     def pending(self) -> list[tuple[str, int]]:
         """Return name and step of what is not final: not sent yet, or on the server.
@@ -137,26 +141,23 @@ class Submitter:
             end = time.monotonic() + limit
             if limit and (count := len(self.pending())):
                 log.warning("training waits for %d evaluations, %g s at most", count, limit)
-            while self.pending() and time.monotonic() < end:
+            while self.pending() and not self._is_second and time.monotonic() < end:
                 time.sleep(min(_LOOK, max(0.0, end - time.monotonic())))
             self._stop.set()
             self._wake.set()
             self._thread.join(max(_GRACE, end - time.monotonic()))
-            if self._thread.is_alive():
+            is_slow = self._thread.is_alive()
+            if is_slow:
                 log.warning("the evaluation server is slow to answer; left behind")
-            self._recorder.close(max(_GRACE, end - time.monotonic()))
+            if self._recorder is not None:
+                self._recorder.close(max(_GRACE, end - time.monotonic()))
+            if self._lock is not None and not is_slow:
+                os.close(self._lock)
         self._thread = None
 
-    def _start(self, sinks: Sequence[Sink], paced: Sequence[PacedSink]) -> None:
+    def _start(self) -> None:
         with ignoring_errors("checkpoints are not evaluated", then=self._give_up):
-            state = self.run_dir / _STATE
             self._spool = Spool(self.run_dir)
-            self._recorder = Recorder(
-                [JsonlSink(state / "results.jsonl"), *sinks],
-                paced,
-                marks=state / "exports",
-                on_recorded=self._forget,
-            )
             self._courier = Courier(self.config, self._spool, self._take)
             self._thread = threading.Thread(
                 target=self._work, name="unshard-evaluation", daemon=True
@@ -166,7 +167,8 @@ class Submitter:
     def _give_up(self) -> None:
         self.acts = False
 
-    def _submissions(self, checkpoint: Path, step: int, sets: Sequence[str]) -> list[Fields]:
+    def _spooled(self, checkpoint: Path, step: int, sets: Sequence[str]) -> bool:
+        """Pin a checkpoint and put what is asked of it into the spool."""
         pins: list[str] = []
         try:
             pin = pin_checkpoint(checkpoint, quota=self.config.quota, step=step, run=self.run_dir)
@@ -175,17 +177,21 @@ class Submitter:
             log.warning("not kept, it may be removed before it is evaluated: %s", error)
         except ExpiredError as error:
             log.error("step %s cannot be evaluated any more: %s", step, error)  # noqa: TRY400
-            return []
-        return [
-            {"step": step, "pins": pins, "request": {**request, "weights": weights}}
-            for request in [self._request(checkpoint, step)]
-            for weights in sets
-        ]
+            return False
+        request = self.request(step) | {"checkpoint": str(checkpoint)}
+        try:
+            for weights in sets:
+                asked = {**request, "weights": weights}
+                self._spool.add({"step": step, "pins": pins, "request": asked})
+        except BaseException:
+            release(pins, self._spool)
+            raise
+        return True
 
-    def _request(self, checkpoint: Path, step: int) -> Fields:
+    def request(self, step: int) -> Fields:
+        """Return what is asked of the checkpoint of a step, whatever its weights."""
         config = self.config
         request: Fields = {
-            "checkpoint": str(checkpoint),
             "step": step,
             "profile": config.profile,
             "tasks": list(config.tasks),
@@ -200,7 +206,8 @@ class Submitter:
         return {key: value for key, value in request.items() if value is not None}
 
     def _take(self, recording: Recording) -> None:
-        self._recorder.add(recording)
+        if self._recorder is not None:
+            self._recorder.add(recording)
         self._results.put((recording.step, dict(recording.metrics)))
 
     def _forget(self, job_id: str) -> None:
@@ -210,18 +217,40 @@ class Submitter:
 
     def _work(self) -> None:
         """Do the background thread's work: send, poll, wait; until the trainer ends."""
-        with ignoring_errors("results of an earlier process are not logged"):
-            self._courier.deliver_arrived()
         polled = float("-inf")
         while not self._stop.is_set():
             wait = self.config.poll_interval
-            with ignoring_errors("submissions wait"):
-                wait = min(wait, self._courier.send())
-            if time.monotonic() - polled >= self.config.poll_interval:
-                polled = time.monotonic()
-                with ignoring_errors("results wait"):
-                    self._courier.poll()
-            next_poll = polled + self.config.poll_interval - time.monotonic()
-            self._wake.wait(max(_SHORTEST_WAIT, min(wait, next_poll)))
+            if self._is_first():
+                with ignoring_errors("submissions wait"):
+                    wait = min(wait, self._courier.send())
+                if time.monotonic() - polled >= self.config.poll_interval:
+                    polled = time.monotonic()
+                    with ignoring_errors("results wait"):
+                        self._courier.poll()
+                wait = min(wait, polled + self.config.poll_interval - time.monotonic())
+            self._wake.wait(max(_SHORTEST_WAIT, wait))
             self._wake.clear()
         self._courier.close()
+
+    def _is_first(self) -> bool:
+        """Tell whether this process is the one that carries what is in the run's spool."""
+        if self._lock is None and self._state.is_dir():
+            with ignoring_errors("submissions wait"):
+                self._lock = lock(self.run_dir, "spool.lock")
+                if self._lock is not None:
+                    self._begin()
+                elif not self._is_second:
+                    log.warning("%s: another process sends this run's submissions", self.run_dir)
+                    log.warning("and takes the results of all; this one only spools")
+                self._is_second = self._lock is None
+        return self._recorder is not None
+
+    def _begin(self) -> None:
+        self._recorder = Recorder(
+            [JsonlSink(self._state / "results.jsonl"), *self._sinks],
+            self._paced,
+            marks=self._state / "exports",
+            on_recorded=self._forget,
+        )
+        with ignoring_errors("what an earlier process left is not taken up"):
+            self._courier.begin()

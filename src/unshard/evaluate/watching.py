@@ -6,7 +6,6 @@ was handed to the spool before. Where the pins have no room, checkpoints wait, i
 the place of those that wait already.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -23,6 +22,7 @@ from unshard.evaluate.client import EvalClient
 from unshard.evaluate.client_v1 import ServerAwayError
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.jobs import EvaluationError
+from unshard.evaluate.locks import lock
 from unshard.evaluate.naming import run_name
 from unshard.evaluate.pin_files import fingerprint, list_checkpoint
 from unshard.evaluate.pins import pins_of
@@ -57,7 +57,10 @@ class Watching:
     def __init__(self, run: Path, config: EvalConfig) -> None:
         self.run = run.absolute()
         self._check_is_run()
-        self._lock = _locked(self.run)
+        held = lock(self.run, "watch.lock")
+        if held is None:
+            raise UsageError(f"{run}: another process watches it")
+        self._lock = held
         self._config = config
         self._every = config.eval_steps
         self._watchers = {weights: Watcher(self.run, weights=weights) for weights in config.weights}
@@ -65,6 +68,7 @@ class Watching:
         self._ready: list[Location] = []
         self._marks = Marks(self.run / _STATE, "watched")
         self._spool = Spool(self.run)
+        self._refused_before = self._spool.refusals().keys()
         self._client = EvalClient(config.server_url, timeout=_TIMEOUT, token=config.token())
         always = replace(config, eval_strategy="steps", eval_steps=None, save_steps=None)
         self._submitter = Submitter(always, self.run, acts=True)
@@ -120,6 +124,11 @@ class Watching:
             time.sleep(_LOOK)
         return not self._spool.waiting()
 
+    def refused(self) -> list[str]:
+        """Return what the server said to the submissions that it refused, since the beginning."""
+        new = self._spool.refusals()
+        return [why for name, why in new.items() if name not in self._refused_before]
+
     def close(self) -> None:
         """Stop; what is not final goes on with the next that watches."""
         self._submitter.close(0.0)
@@ -170,23 +179,31 @@ class Watching:
 
     def _is_known(self, step: int, version: str, weights: str) -> bool:
         """Tell whether a job was submitted before: to the spool, or to the server."""
-        entries = (*self._spool.waiting(), *self._spool.pending())
+        entries = (*self._spool.waiting(), *self._spool.pending(), *self._spool.refused())
         if any(self._is_same(entry.fields, step, weights) for entry in entries):
             return True
-        name, profile = self._config.run or run_name(self.run), self._config.profile
+        place, own = f"{step}/{version}/", f"{step}/{version}/{self._what(weights)}"
+        name = self._config.run or run_name(self.run)
         try:
-            jobs = self._client.jobs(run=name, step=step, profile=profile, weights=weights)
+            jobs = self._client.jobs(run=name, step=step, weights=weights)
         except (ServerAwayError, EvaluationError):
-            return f"{step}/{version}/{self._what(weights)}" in self._marks
-        asked = (set(self._config.tasks), version)
-        return any((_names(job.get("tasks")), job.get("fingerprint")) == asked for job in jobs)
+            return own in self._marks
+        is_there = any(self._is_like(job, version) for job in jobs)
+        # A job's other arguments are not told: a mark says what was asked for from here.
+        return is_there and (own in self._marks or not self._marks.of(place))
+
+    def _is_like(self, job: Fields, version: str) -> bool:
+        """Tell whether a job of the server is of our profile, or its type of model, and tasks."""
+        is_ours = f":{job.get('profile')}".endswith(f":{self._config.profile}")
+        same = (_names(job.get("tasks")), job.get("fingerprint"))
+        return is_ours and same == (set(self._config.tasks), version)
 
     def _is_same(self, fields: Fields, step: int, weights: str) -> bool:
         request = fields.get("request")
-        if not isinstance(request, dict) or fields.get("step") != step:
+        if not isinstance(request, dict):
             return False
-        asked = (request.get("profile"), request.get("weights"), _names(request.get("tasks")))
-        return asked == (self._config.profile, weights, set(self._config.tasks))
+        asked = {key: value for key, value in request.items() if key != "checkpoint"}
+        return asked == {**self._submitter.request(step), "weights": weights}
 
     def _mark(self, location: Location) -> None:
         step, version = location.step or 0, fingerprint(_checkpoint(location))
@@ -198,9 +215,10 @@ class Watching:
 
     def _what(self, weights: str) -> str:
         """Name what is asked of a checkpoint, in a few letters."""
-        config = self._config
-        asked = [config.server_url, config.run, config.profile, sorted(config.tasks), weights]
-        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:12]
+        tasks = sorted(self._config.tasks)
+        asked = {**self._submitter.request(0), "tasks": tasks, "weights": weights}
+        asked["server"] = self._config.server_url
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
 
     def _has_room(self, checkpoint: Path) -> bool:
         """Tell whether a checkpoint can be pinned without the loss of another pin."""
@@ -226,19 +244,3 @@ def _checkpoint(location: Location) -> Path:
 
 def _names(found: object) -> set[str]:
     return set(map(str, found)) if isinstance(found, Sequence) else set()
-
-
-def _locked(run: Path) -> int:
-    """Lock a run against others that watch it; return the descriptor that does."""
-    state = run / _STATE
-    before = run.stat() if run.is_dir() else None
-    state.mkdir(parents=True, exist_ok=True)
-    if before is not None:
-        os.utime(run, ns=(before.st_atime_ns, before.st_mtime_ns))
-    fd = os.open(state / "watch.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise UsageError(f"{run}: another process watches it") from error
-    return fd

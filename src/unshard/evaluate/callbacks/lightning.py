@@ -55,6 +55,8 @@ class UnshardEvalCallback(Callback):
         """Begin; what an earlier process submitted goes on."""
         del pl_module
         with ignoring_errors("checkpoints are not evaluated"):
+            if self.submitter is not None:  # of a training that was broken off
+                self.submitter.close(0.0)
             found: list[Sink] = []
             paced: list[PacedSink] = []
             if trainer.is_global_zero:

@@ -11,6 +11,7 @@ nothing here may touch the mtime of an old one). Where neither the checkpoint no
 config, it is written into the run's directory, and the tokenizer with it.
 """
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,10 @@ from unshard.evaluate.submitter import Submitter
 from unshard.read.companions import companions_in
 
 __all__ = ["UnshardEvalCallback"]
+
+_GENERATION = "generation_config.json"
+
+log = logging.getLogger(__name__)
 
 
 class UnshardEvalCallback(TrainerCallback):
@@ -45,6 +50,7 @@ class UnshardEvalCallback(TrainerCallback):
         self.config = EvalConfig.of(config)
         self.submitter: Submitter | None = None
         self._sinks = tuple(sinks)
+        self._has_warned = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -52,6 +58,8 @@ class UnshardEvalCallback(TrainerCallback):
         """Begin; what an earlier process submitted goes on."""
         del control
         with ignoring_errors("checkpoints are not evaluated"):
+            if self.submitter is not None:  # of a training that was broken off
+                self.submitter.close(0.0)
             found: list[Sink] = []
             paced: list[PacedSink] = []
             if state.is_world_process_zero:
@@ -83,7 +91,14 @@ class UnshardEvalCallback(TrainerCallback):
             checkpoint = run / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             with ignoring_errors("what is evaluated may lack its config"):
                 _complete(checkpoint, run, model, processing_class)
+                self._warn_of_tokenizer(checkpoint, run)
             self.submitter.submit(checkpoint, state.global_step)
+
+    def _warn_of_tokenizer(self, *places: Path) -> None:
+        found = {name for place in places for name in companions_in(place).files}
+        if not found - {_GENERATION} and not self._has_warned:
+            self._has_warned = True
+            log.warning("no tokenizer in %s: give the Trainer one (processing_class)", places[1])
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -120,4 +135,5 @@ def _tensorboard_dir(args: TrainingArguments) -> Path | None:
     """Return where transformers' own callback writes event files, if it does."""
     if "tensorboard" not in (args.report_to or ()):
         return None
-    return Path(os.environ.get("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir or ".") / "runs")
+    given = os.environ.get("TENSORBOARD_LOGGING_DIR") or getattr(args, "logging_dir", None)
+    return Path(given or Path(args.output_dir or ".") / "runs")  # 4.x has args.logging_dir

@@ -57,6 +57,10 @@ class Marks:
     def __contains__(self, job_id: str) -> bool:
         return job_id in self._known
 
+    def of(self, start: str) -> set[str]:
+        """Return the marks that begin so."""
+        return {one for one in self._known if one.startswith(start)}
+
     def add(self, job_id: str) -> None:
         """Mark a job; one write, so that a killed process leaves a whole line or none."""
         self._known.add(job_id)
