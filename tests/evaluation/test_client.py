@@ -170,6 +170,7 @@ def test_the_room_gives_what_a_trainer_needs() -> None:
 
 def test_the_example_of_the_package_runs() -> None:
     with serving(Stub()) as stub:
-        text = (unshard.evaluate.__doc__ or "").partition("\n\n")[2]
+        lines = (unshard.evaluate.__doc__ or "").splitlines(keepends=True)
+        text = "".join(line for line in lines if line.startswith("    "))
         exec(textwrap.dedent(text).replace("http://127.0.0.1:8000", stub.url))  # noqa: S102  (ours)
         assert [body["step"] for body in stub.submissions] == [1000]

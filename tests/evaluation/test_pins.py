@@ -23,6 +23,9 @@ from unshard.evaluate.pins import (
     read_pin,
     unpin,
 )
+from unshard.read.companions import find_companions
+from unshard.read.discover import discover
+from unshard.read.format import Request
 
 ANY = Quota(count=None, bytes=None)
 
@@ -90,6 +93,28 @@ def test_companions_of_the_run_lie_beside_the_pinned_checkpoint(tmp_path: Path) 
         "tokenizer.json",
         "global_step_3/model.safetensors",
     }
+
+
+@pytest.mark.parametrize("place", ["huggingface", "."])
+def test_companions_of_a_step_are_those_of_its_pinned_part(tmp_path: Path, place: str) -> None:
+    """verl 0.4 and others: beside the actor, in the step's own directory."""
+    step = tmp_path / "global_step_10"
+    for folder in (step / "actor", step / place):
+        folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(2):
+        (step / "actor" / f"model_world_size_2_rank_{rank}.pt").write_bytes(b"weights")
+    (tmp_path / "config.json").write_text('{"model_type": "of-the-run"}')
+    (step / place / "config.json").write_text('{"model_type": "of-the-step"}')
+    (step / place / "tokenizer.json").write_text("{}")
+    pin = pin_checkpoint(step / "actor", quota=ANY, run=tmp_path)
+    found, original = (
+        find_companions(discover(one, Request(None, None, None))[0], None)
+        for one in (pin.path, step / "actor")
+    )
+    assert found.config is not None
+    assert found.config.is_relative_to(pin.directory)
+    assert "of-the-step" in found.config.read_text()
+    assert found.files.keys() == original.files.keys() == {"tokenizer.json"}
 
 
 def test_a_file_that_is_a_checkpoint_can_be_pinned(tmp_path: Path) -> None:

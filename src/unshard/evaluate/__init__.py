@@ -1,9 +1,11 @@
 """Evaluate every checkpoint while training goes on. Core commands never import this room.
 
-from unshard.evaluate import EvalClient
+    from unshard.evaluate import EvalClient
 
-with EvalClient("http://127.0.0.1:8000") as client:
-client.submit("/runs/a/checkpoint-1000", step=1000, profile="lm-eval", tasks=["gsm8k"])
+    with EvalClient("http://127.0.0.1:8000") as client:
+        client.submit("/runs/a/checkpoint-1000", step=1000, profile="lm-eval", tasks=["gsm8k"])
+
+What stands here is imported when it is asked for.
 """
 
 from importlib import import_module

@@ -8,11 +8,14 @@ from pathlib import Path
 
 from unshard.errors import UnshardError
 from unshard.evaluate.pin_files import Identity, Listing, identity, list_checkpoint
-from unshard.read.companions import companions_in
+from unshard.read.companions import companions_in, find_companions
+from unshard.read.discover import discover
+from unshard.read.format import Request
 
 __all__ = ["ExpiredError", "GoneError", "PinError", "link_all", "link_companions", "refusal"]
 
 _ATTEMPTS = 5
+_CONFIG = "config.json"
 _REFUSED = {
     errno.EXDEV: "the run's directory is on another file system than the checkpoint",
     errno.EPERM: "the file system has no hard links, or the file is another user's",
@@ -54,9 +57,12 @@ def link_all(checkpoint: Path, target: Path) -> dict[str, Identity]:
         if not linked.keys() <= after.files.keys():
             raise _being_removed(checkpoint)
         if _same_files(before, after) and before.folders == after.folders:
-            return linked
+            break
         before = after
-    return _link_listed(checkpoint, target, before, linked)
+    else:
+        linked = _link_listed(checkpoint, target, before, linked)
+    _link_beside(checkpoint, target.parent)
+    return linked
 
 
 def _same_files(one: Listing, other: Listing) -> bool:
@@ -81,17 +87,41 @@ def _link_listed(
     return found
 
 
+def _link_beside(checkpoint: Path, partial: Path) -> None:
+    """Link the companions that lie beside a checkpoint and not in it, where readers look for them.
+
+    verl's are the step's: `global_step_N/huggingface/`, for the weights in `global_step_N/actor`.
+    """
+    try:
+        location = discover(checkpoint, Request(None, None, None))[0]
+    except (UnshardError, OSError):
+        return
+    step = checkpoint.parent
+    if location.step_dir == step:
+        found = find_companions(location, None)
+        own = found.files if found.config is None else {**found.files, _CONFIG: found.config}
+        for name, path in own.items():
+            inside = path.relative_to(step) if path.is_relative_to(step) else Path(name)
+            if not path.is_relative_to(checkpoint):
+                _link_small(path, partial / inside)
+
+
 def link_companions(run: Path, partial: Path) -> None:
     """Link config and tokenizer that lie in the run's own directory."""
     own = companions_in(run)
     files = dict(own.files) if own.config is None else {**own.files, own.config.name: own.config}
-    for name, path in files.items():
-        link = partial / name
-        link.parent.mkdir(exist_ok=True)
-        try:
-            os.link(path.resolve(strict=True), link)
-        except OSError:
-            shutil.copyfile(path, link)  # small, and often a link to another file system
+    if not (partial / _CONFIG).exists():  # that of the step, which goes before
+        for name, path in files.items():
+            _link_small(path, partial / name)
+
+
+def _link_small(path: Path, link: Path) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)  # never write into what is a link already
+    try:
+        os.link(path.resolve(strict=True), link)
+    except OSError:
+        shutil.copyfile(path, link)  # small, and often a link to another file system
 
 
 def _being_removed(checkpoint: Path) -> GoneError:
