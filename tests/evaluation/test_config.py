@@ -90,7 +90,7 @@ def test_other_steps_are_a_warning_and_the_first_checkpoint_after_one_is_used(
 
 def test_other_strategies_mean_every_checkpoint_or_none() -> None:
     assert not EvalConfig.from_yaml(
-        "server_url: h:1\nmodel: m\ntasks: t\neval_strategy: no"
+        "server_url: http://h:1\nmodel: m\ntasks: t\neval_strategy: no"
     ).is_due(5, None)
     assert EvalConfig.from_dict({**LEAST, "eval_strategy": "epoch"}).is_due(5, 4)
     assert EvalConfig.from_dict(LEAST).is_due(5, 4)

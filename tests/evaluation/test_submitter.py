@@ -219,19 +219,23 @@ def test_the_first_process_on_a_run_sends_for_all_and_the_second_takes_over(
 
 
 def test_pins_that_nobody_names_are_removed(tmp_path: Path, server: Stub) -> None:
-    """Of a process that was killed, long ago; those of the server, and new ones, stay."""
-    made = {}
-    for step, age in ((1, 7200), (2, 7200), (3, 0)):
-        place = lmms_checkpoint(tmp_path, step)
+    """Of a process that was killed, long ago; of the server, new, and named ones stay."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    run, made = tmp_path / "link", {}
+    server.finishes = lambda body: None  # noqa: ARG005
+    for step, age in ((1, 7200), (2, 7200), (3, 0), (4, 7200)):
+        place = lmms_checkpoint(run, step)
         made[step] = pin_checkpoint(place, quota=DEFAULT_QUOTA, step=step)
         record = made[step].directory / "pin.json"
         fields = json.loads(record.read_text())
         record.write_text(json.dumps({**fields, "created": fields["created"] - age}))
     (made[2].directory / "made-by-the-server").touch()
-    submitter = Submitter(config_for(server.url), tmp_path)
-    until(lambda: len(pins_of(tmp_path)) < 3)
+    Spool(run).add({"step": 4, "pins": [str(made[4].path)], "request": {"checkpoint": "/c"}})
+    submitter = Submitter(config_for(server.url), run)
+    until(lambda: len(pins_of(run)) < 4)
     submitter.close(0.0)
-    assert {pin.step for pin in pins_of(tmp_path)} == {2, 3}
+    assert {pin.step for pin in pins_of(run)} == {2, 3, 4}
 
 
 def test_what_cannot_be_spooled_leaves_no_pin(tmp_path: Path, server: Stub) -> None:

@@ -115,7 +115,7 @@ class Courier:
             self._take(_recording(entry))
         for entry in self._spool.refused():
             self._spool.requeue(entry)
-        for pin in pins_of(self._spool.run):
+        for pin in pins_of(self._spool.run.resolve()):  # as its submission names it
             is_ours = not (pin.directory / _SERVERS_MARK).exists()
             if is_ours and time.time() - pin.created > _ABANDONED:
                 release([str(pin.path)], self._spool)

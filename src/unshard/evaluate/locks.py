@@ -2,9 +2,10 @@
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["lock"]
+__all__ = ["lock", "unlock"]
 
 
 def lock(run: Path, name: str) -> int | None:
@@ -21,9 +22,15 @@ def lock(run: Path, name: str) -> int | None:
     fd = os.open(state / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except OSError:
-        return fd
+    except OSError as error:
+        if isinstance(error, BlockingIOError):
+            os.close(fd)
+            return None
     return fd
+
+
+def unlock(fd: int) -> None:
+    """Give a lock up, also for processes that were forked meanwhile (loaders of data)."""
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)

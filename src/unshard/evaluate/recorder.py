@@ -208,6 +208,6 @@ class Recorder:
     def _settle(self) -> None:
         """Tell of every result that all sinks have."""
         for job_id in list(self._late):
-            if all(outlet.has(job_id) for outlet in self._outlets.values()):
-                self._late.pop(job_id, None)
+            is_everywhere = all(outlet.has(job_id) for outlet in self._outlets.values())
+            if is_everywhere and self._late.pop(job_id, None) is not None:  # two threads settle
                 self._on_recorded(job_id)

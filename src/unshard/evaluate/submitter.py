@@ -18,7 +18,7 @@ from pathlib import Path
 
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.courier import Courier, ignoring_errors, release
-from unshard.evaluate.locks import lock
+from unshard.evaluate.locks import lock, unlock
 from unshard.evaluate.naming import run_name
 from unshard.evaluate.pins import ExpiredError, PinError, pin_checkpoint
 from unshard.evaluate.recorder import PacedSink, Recorder, Recording
@@ -152,7 +152,7 @@ class Submitter:
             if self._recorder is not None:
                 self._recorder.close(max(_GRACE, end - time.monotonic()))
             if self._lock is not None and not is_slow:
-                os.close(self._lock)
+                unlock(self._lock)
         self._thread = None
 
     def _start(self) -> None:

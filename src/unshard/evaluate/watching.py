@@ -9,7 +9,6 @@ the place of those that wait already.
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from unshard.evaluate.client import EvalClient
 from unshard.evaluate.client_v1 import ServerAwayError
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.jobs import EvaluationError
-from unshard.evaluate.locks import lock
+from unshard.evaluate.locks import lock, unlock
 from unshard.evaluate.naming import run_name
 from unshard.evaluate.pin_files import fingerprint, list_checkpoint
 from unshard.evaluate.pins import pins_of
@@ -133,7 +132,7 @@ class Watching:
         """Stop; what is not final goes on with the next that watches."""
         self._submitter.close(0.0)
         self._client.close()
-        os.close(self._lock)
+        unlock(self._lock)
 
     def _check_is_run(self) -> None:
         try:

@@ -1,0 +1,28 @@
+"""One process at a time, and the next as soon as that has given up."""
+
+import os
+import time
+from pathlib import Path
+
+from unshard.evaluate.locks import lock, unlock
+
+
+def test_a_lock_is_given_up_although_a_forked_process_still_has_it_open(tmp_path: Path) -> None:
+    held = lock(tmp_path, "x.lock")
+    assert held is not None
+    assert lock(tmp_path, "x.lock") is None
+    forked = os.dup(held)
+    unlock(held)
+    again = lock(tmp_path, "x.lock")
+    assert again is not None
+    unlock(again)
+    os.close(forked)
+
+
+def test_the_mtime_of_the_run_stays(tmp_path: Path) -> None:
+    then = time.time_ns() - 10**11
+    os.utime(tmp_path, ns=(then, then))
+    held = lock(tmp_path, "x.lock")
+    assert held is not None
+    unlock(held)
+    assert tmp_path.stat().st_mtime_ns == then
