@@ -231,7 +231,7 @@ def test_errors_have_the_same_form(
 
 
 def test_a_refusal_says_what_is_wrong(server: Live, run: Path) -> None:
-    body = {"checkpoint": str(run / "checkpoint-5"), "profile": "none", "tasks": ["score"]}
+    body = {"checkpoint": str(run / "checkpoint-5"), "profile": "none:x", "tasks": ["score"]}
     error = error_of(server.call("POST", "/api/v1/jobs", json=body))
     assert (error.type, error.code, "script" in error.expected) == ("UsageError", 2, True)
     error = error_of(server.call("POST", "/api/v1/jobs", json={**body, "extra": 1}))

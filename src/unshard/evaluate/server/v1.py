@@ -70,7 +70,7 @@ def submit(request: Request, response: Response, submission: Submission) -> JobV
 
 def _meant(wanted: Wanted, service: Service) -> Wanted:
     """Take a name that no profile has for a type of lmms-eval's models, as lmms-engine has it."""
-    if wanted.profile.partition(":")[0] in service.profiles:
+    if ":" in wanted.profile or wanted.profile in service.profiles:
         return wanted
     if all(profile.kind != "lmms-eval" for profile in service.profiles.values()):
         return wanted
