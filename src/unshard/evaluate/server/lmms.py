@@ -30,7 +30,7 @@ from unshard.evaluate.server.lmms_views import (
 )
 from unshard.evaluate.server.service import Service, allows_model
 
-__all__ = ["router", "wanted_of"]
+__all__ = ["profile_of", "router", "wanted_of"]
 
 router = APIRouter(tags=["lmms-eval"], responses={"4XX": {"model": Problem}})
 _CHECKPOINT_KEYS = ("pretrained", "model", "model_path", "checkpoint", "ckpt_path")
@@ -167,7 +167,7 @@ def wanted_of(asked: EvaluateRequest, service: Service) -> Wanted:
     batch_size = lifted.get("batch_size", asked.batch_size)
     return Wanted(
         checkpoint=checkpoint,
-        profile=_profile_of(asked.model, service),
+        profile=profile_of(asked.model, service),
         tasks=tuple(asked.tasks),
         weights=_WEIGHTS[kind],
         model_args=arguments,
@@ -200,7 +200,7 @@ def _checkpoint_of(arguments: dict[str, Scalar], engine: Mapping[str, Scalar | N
     return found[0]
 
 
-def _profile_of(model: str, service: Service) -> str:
+def profile_of(model: str, service: Service) -> str:
     """Return a profile's name, or "name:type": best one of this type, else one that allows it."""
     if model in service.profiles:
         return model

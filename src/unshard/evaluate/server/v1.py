@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from unshard.evaluate.jobs import Event, Filters, Job
 from unshard.evaluate.jobs import Request as Wanted
-from unshard.evaluate.server.lmms import _profile_of
+from unshard.evaluate.server.lmms import profile_of
 from unshard.evaluate.server.pinning import PinInUseError
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.views import (
@@ -74,7 +74,7 @@ def _meant(wanted: Wanted, service: Service) -> Wanted:
         return wanted
     if all(profile.kind != "lmms-eval" for profile in service.profiles.values()):
         return wanted
-    return replace(wanted, profile=_profile_of(wanted.profile, service))
+    return replace(wanted, profile=profile_of(wanted.profile, service))
 
 
 @router.get("/jobs")
