@@ -191,12 +191,14 @@ def test_a_stream_without_events_is_kept_alive(server: Live) -> None:
     assert beats == 2
 
 
-def test_pins_are_listed_and_removed_when_no_job_needs_them(server: Live, run: Path) -> None:
-    job = server.submit(run / "checkpoint-5", "waits", step=11)
+def test_pins_are_listed_and_removed_when_no_job_needs_them(server: Live) -> None:
+    run = server.root / "pinned"  # no other job's pin is there
+    place = checkpoint(run, 11)
+    job = server.submit(place, "waits")
     server.began(11)
     pins = views.PinList.model_validate(server.v1("GET", "/pins")).pins
     (pin,) = [pin for pin in pins if job["id"] in pin.jobs]
-    assert (pin.run, pin.step, pin.checkpoint) == ("run", 11, str(run / "checkpoint-5"))
+    assert (pin.run, pin.step, pin.checkpoint) == ("pinned", 11, str(place))
     assert pin.size > 0
     refused = server.call("DELETE", f"/api/v1/pins/{pin.name}")
     assert refused.status_code == 409

@@ -15,6 +15,8 @@ from oracle.tensor_writers import DTYPES
 from oracle.workers import RankError, WorkerPool
 from oracle.writers import RANK_FILES
 
+pytestmark = pytest.mark.xdist_group("torch processes")  # one pool of them is enough
+
 WORLDS = {
     "dtensor_dtypes": (1, 3),
     "experts": (4,),
