@@ -160,9 +160,9 @@ def test_what_is_no_such_file_is_noticed_or_does_not_matter(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_pipe_is_not_waited_for(samples: Samples, tmp_path: Path, out: Path, name: str) -> None:
+def test_a_pipe_is_not_waited_for(samples: Samples, tmp_path: Path, name: str) -> None:
     """In a process of its own: a thread that waits for a pipe could not be ended here."""
-    spare = Spare(samples[name].directory, tmp_path / "copy")
+    spare, out = Spare(samples[name].directory, tmp_path / "copy"), tmp_path / "merged"
     files = [spare.directory / file for file in spare.files()[:4]]
     command = [sys.executable, "-c", WITH_PIPES, str(spare.directory), str(out), *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
