@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from unshard.evaluate.client import EvalClient
 
-__all__ = ["app"]
+__all__ = ["FAILED", "URL", "TokenFile", "app"]
 
 app = typer.Typer(
     name="eval",
@@ -42,8 +42,8 @@ Tasks = Annotated[str, typer.Option(metavar="A,B", help="What to evaluate.")]
 WeightSets = Annotated[
     str, typer.Option(metavar="model,ema", help="Which weights; a job for each.")
 ]
-_URL = "http://127.0.0.1:8000"
-_FAILED = 1
+URL = "http://127.0.0.1:8000"
+FAILED = 1
 _LOOK_S = 1.0  # between looks at a job that is waited for
 
 
@@ -130,7 +130,7 @@ def submit(
     wait: Annotated[
         bool, typer.Option("--wait", help="Until it has ended; exit code 1 if it failed.")
     ] = False,
-    server: Url = _URL,
+    server: Url = URL,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
@@ -146,7 +146,7 @@ def submit(
             jobs = [_ended(client, str(job["id"])) for job in jobs]
     _print_jobs(jobs, as_json=as_json)
     if wait and any(job["status"] != "completed" for job in jobs):
-        raise typer.Exit(_FAILED)
+        raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -156,7 +156,7 @@ def status(
         str | None, typer.Argument(metavar="JOB", help="[default: the newest 100]")
     ] = None,
     run: Annotated[str | None, typer.Option(help="Only of this run.")] = None,
-    server: Url = _URL,
+    server: Url = URL,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
@@ -169,7 +169,7 @@ def status(
 @app.command()
 @guarded
 def cancel(
-    job: JobId, server: Url = _URL, token_file: TokenFile = None, as_json: Json = False
+    job: JobId, server: Url = URL, token_file: TokenFile = None, as_json: Json = False
 ) -> None:
     """Cancel a job, a running one too."""
     with _client(server, token_file) as client:
@@ -181,7 +181,7 @@ def cancel(
 def logs(
     job: JobId,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job ends.")] = False,
-    server: Url = _URL,
+    server: Url = URL,
     token_file: TokenFile = None,
 ) -> None:
     """Print what an evaluator says."""
@@ -203,7 +203,7 @@ def logs(
 def results(
     run: Annotated[str | None, typer.Option(help="Only of this run.")] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
-    server: Url = _URL,
+    server: Url = URL,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:

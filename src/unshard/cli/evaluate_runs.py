@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unshard.cli.evaluate import TokenFile
+from unshard.cli.evaluate import FAILED, URL, TokenFile
 from unshard.cli.options import Json
 from unshard.errors import UsageError
 
@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["export", "watch"]
 
-_URL = "http://127.0.0.1:8000"
-_FAILED = 1
 _SEND_S = 30.0  # how long --once waits for a server
 _SETTLE_S = 2.0  # how far apart the two looks of --once are, at most
 
 Server = Annotated[
     str | None,
-    typer.Option(envvar="UNSHARD_EVAL_SERVER", help=f"Where the server is.  [default: {_URL}]"),
+    typer.Option(envvar="UNSHARD_EVAL_SERVER", help=f"Where the server is.  [default: {URL}]"),
 ]
 
 
@@ -134,7 +132,7 @@ def export(
         raise UsageError(f"--to {to}: unknown", expected=", ".join(Target))
     destination = Destination(Target(to), directory, project, is_for_one=run is not None)
     destination.check()
-    with _client(server or _URL, token_file) as client:
+    with _client(server or URL, token_file) as client:
         found = client.results(run=run)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # trackers print
@@ -159,7 +157,7 @@ def _configured(file: Path | None, chosen: dict[str, object], interval: float) -
     from unshard.evaluate.config import EvalConfig
 
     if file is None:
-        default = {"server_url": _URL, "profile": "lm-eval", "poll_interval": interval}
+        default = {"server_url": URL, "profile": "lm-eval", "poll_interval": interval}
         return EvalConfig.from_dict({**default, **chosen})
     base = EvalConfig.from_yaml(file)
     least = {"server_url": base.server_url, "profile": base.profile, "tasks": base.tasks}
@@ -186,7 +184,7 @@ def _watch_once(watching: "Watching", apart: float) -> None:
     if not is_sent:
         print("not sent: the server is away; the next `watch` sends it", file=sys.stderr)
     if not is_sent or watching.refused() or watching.held_back:
-        raise typer.Exit(_FAILED)
+        raise typer.Exit(FAILED)
 
 
 def _look(watching: "Watching") -> None:

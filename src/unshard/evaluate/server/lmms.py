@@ -30,7 +30,7 @@ from unshard.evaluate.server.lmms_views import (
 )
 from unshard.evaluate.server.service import Service, allows_model
 
-__all__ = ["profile_of", "router", "wanted_of"]
+__all__ = ["profile_of", "router", "service_of", "wanted_of"]
 
 router = APIRouter(tags=["lmms-eval"], responses={"4XX": {"model": Problem}})
 _CHECKPOINT_KEYS = ("pretrained", "model", "model_path", "checkpoint", "ckpt_path")
@@ -38,7 +38,8 @@ _LIFTED = ("num_gpus", "batch_size")
 _WEIGHTS = {"regular": "model", "ema": "ema"}
 
 
-def _service(request: Request) -> Service:
+def service_of(request: Request) -> Service:
+    """Return what a request is made to."""
     service: Service = request.app.state.service
     return service
 
@@ -46,14 +47,14 @@ def _service(request: Request) -> Service:
 @router.get("/health")
 def health(request: Request) -> Health:
     """Say that the server lives."""
-    waiting = _service(request).store.counts()[Status.QUEUED]
+    waiting = service_of(request).store.counts()[Status.QUEUED]
     return Health(status="healthy", timestamp=datetime.now(UTC).isoformat(), queue_size=waiting)
 
 
 @router.post("/evaluate")
 def evaluate(request: Request, asked: EvaluateRequest) -> Submitted:
     """Queue a job."""
-    service = _service(request)
+    service = service_of(request)
     try:
         job, is_new = service.submit(wanted_of(asked, service), None)
     except UnshardError as error:
@@ -71,7 +72,7 @@ def evaluate(request: Request, asked: EvaluateRequest) -> Submitted:
 @router.get("/jobs/{job_id}")
 def job(request: Request, job_id: str) -> JobInfo:
     """Show a job."""
-    service = _service(request)
+    service = service_of(request)
     found = service.job(job_id)
     if found is None:
         raise HTTPException(404, f"Job {job_id} not found")
@@ -82,7 +83,7 @@ def job(request: Request, job_id: str) -> JobInfo:
 @router.delete("/jobs/{job_id}")
 def cancel(request: Request, job_id: str) -> Message:
     """Cancel a job, a running one too."""
-    service = _service(request)
+    service = service_of(request)
     before = service.job(job_id)
     if before is None:
         raise HTTPException(404, f"Job {job_id} not found")
@@ -95,7 +96,7 @@ def cancel(request: Request, job_id: str) -> Message:
 @router.get("/queue")
 def queue(request: Request) -> Queue:
     """Say how full the server is."""
-    service = _service(request)
+    service = service_of(request)
     counts = service.store.counts()
     running = service.store.running()
     return Queue(
@@ -110,14 +111,14 @@ def queue(request: Request) -> Queue:
 @router.get("/tasks")
 def tasks(request: Request) -> TaskNames:
     """List the tasks that the server's profiles name; an empty list if they allow any."""
-    profiles = _service(request).profiles.values()
+    profiles = service_of(request).profiles.values()
     return TaskNames(tasks=sorted({task for one in profiles for task in one.allowed_tasks}))
 
 
 @router.get("/models")
 def models(request: Request) -> Models:
     """List the profiles: what may stand in `model`."""
-    return Models(models=sorted(_service(request).profiles))
+    return Models(models=sorted(service_of(request).profiles))
 
 
 @router.post("/merge")
@@ -126,7 +127,7 @@ async def merge(request: Request, asked: MergeRequest) -> MergeResponse:
 
     Which directory that is is not for clients to choose: `output_path` is left out.
     """
-    service = _service(request)
+    service = service_of(request)
     try:
         async with service.merging:
             path = await asyncio.to_thread(

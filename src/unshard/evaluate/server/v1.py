@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from unshard.evaluate.jobs import Event, Filters, Job
 from unshard.evaluate.jobs import Request as Wanted
-from unshard.evaluate.server.lmms import profile_of
+from unshard.evaluate.server.lmms import profile_of, service_of
 from unshard.evaluate.server.pinning import PinInUseError
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.views import (
@@ -42,11 +42,6 @@ _HEARTBEAT_S = 5.0
 _LARGEST = 2**53
 
 
-def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
-
-
 def _view(service: Service, job: Job) -> JobView:
     return job_view(job, service.store.position(job.id))
 
@@ -61,7 +56,7 @@ def _found(service: Service, job_id: str) -> Job:
 @router.post("/jobs", status_code=201, responses={200: {"model": JobView}})
 def submit(request: Request, response: Response, submission: Submission) -> JobView:
     """Queue a job; the same one again (run, step, weights, profile, tasks) is not queued twice."""
-    service = _service(request)
+    service = service_of(request)
     job, is_new = service.submit(_meant(submission.request(), service), submission.pin)
     if not is_new:
         response.status_code = 200
@@ -80,7 +75,7 @@ def _meant(wanted: Wanted, service: Service) -> Wanted:
 @router.get("/jobs")
 def jobs(request: Request, wanted: Annotated[JobFilter, Query()]) -> JobList:
     """List jobs, the newest first."""
-    service = _service(request)
+    service = service_of(request)
     found = service.store.jobs(Filters(**wanted.model_dump()))
     return JobList(jobs=[_view(service, job) for job in found])
 
@@ -88,14 +83,14 @@ def jobs(request: Request, wanted: Annotated[JobFilter, Query()]) -> JobList:
 @router.get("/jobs/{job_id}")
 def job(request: Request, job_id: str) -> JobView:
     """Show a job."""
-    service = _service(request)
+    service = service_of(request)
     return _view(service, _found(service, job_id))
 
 
 @router.delete("/jobs/{job_id}")
 def cancel(request: Request, job_id: str) -> JobView:
     """Cancel a job that waits or runs; one that has ended stays as it is."""
-    service = _service(request)
+    service = service_of(request)
     found = service.cancel(_found(service, job_id).id)
     if found is None:
         raise HTTPException(404, f"job {job_id}: there is none")
@@ -105,7 +100,7 @@ def cancel(request: Request, job_id: str) -> JobView:
 @router.get("/jobs/{job_id}/log")
 def log(request: Request, job_id: str, offset: Number = 0) -> LogPart:
     """Read the log of a job's last attempt from a byte on."""
-    service = _service(request)
+    service = service_of(request)
     text, after, ended = service.log(_found(service, job_id), offset)
     return LogPart(text=text, offset=after, ended=ended)
 
@@ -113,20 +108,20 @@ def log(request: Request, job_id: str, offset: Number = 0) -> LogPart:
 @router.get("/results")
 def results(request: Request, wanted: Annotated[ResultFilter, Query()]) -> ResultList:
     """List all numbers."""
-    found = _service(request).store.results(Filters(**wanted.model_dump()))
+    found = service_of(request).store.results(Filters(**wanted.model_dump()))
     return ResultList(results=[result_view(one) for one in found])
 
 
 @router.get("/runs")
 def runs(request: Request) -> RunList:
     """List the names of all runs."""
-    return RunList(runs=_service(request).store.runs())
+    return RunList(runs=service_of(request).store.runs())
 
 
 @router.get("/profiles")
 def profiles(request: Request) -> ProfileList:
     """List what may be run."""
-    known = _service(request).profiles.values()
+    known = service_of(request).profiles.values()
     return ProfileList(
         profiles=[ProfileView(name=one.name, kind=one.kind, gpus=one.gpus) for one in known]
     )
@@ -135,7 +130,7 @@ def profiles(request: Request) -> ProfileList:
 @router.get("/pins")
 def pins(request: Request) -> PinList:
     """List the checkpoints that are kept by hard links, and the jobs that need them."""
-    kept = _service(request).pins
+    kept = service_of(request).pins
     jobs = kept.jobs()
     return PinList(pins=[pin_view(pin, jobs.get(str(pin.path), [])) for pin in kept.everywhere()])
 
@@ -144,7 +139,7 @@ def pins(request: Request) -> PinList:
 def unpin(request: Request, name: str) -> PinView:
     """Remove a pin that no job needs any more."""
     try:
-        pin = _service(request).pins.remove(name)
+        pin = service_of(request).pins.remove(name)
     except PinInUseError as error:
         raise HTTPException(409, str(error)) from error
     if pin is None:
@@ -174,7 +169,7 @@ def _number_of(text: str, otherwise: int) -> int:
 
 
 async def _events(request: Request, since: int) -> AsyncIterator[str]:
-    service, quiet = _service(request), _HEARTBEAT_S  # the first heartbeat comes at once
+    service, quiet = service_of(request), _HEARTBEAT_S  # the first heartbeat comes at once
     while not await request.is_disconnected():
         found = await asyncio.to_thread(service.store.events, since)
         for event in found:
