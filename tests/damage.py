@@ -204,6 +204,11 @@ class Spare:
         found = (path for path in self.original.rglob("*") if path.is_file())
         return sorted(str(path.relative_to(self.original)) for path in found)
 
+    def some_files(self) -> list[str]:
+        """Return the first file (a DCP's `.metadata`) and at most eleven others, evenly spaced."""
+        found = self.files()
+        return found[:: (len(found) + 11) // 12]
+
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():

@@ -1,39 +1,41 @@
-"""Fixtures: torch processes for the whole session, and the function that writes a checkpoint."""
+"""Fixtures: torch processes for the whole session, and the checkpoints that they write."""
 
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from oracle.saving import truth_file
+from oracle.samples import Samples
 from oracle.workers import WorkerPool
-from oracle.writers import SCENARIOS
 
 WriteCheckpoint = Callable[[str, int, Path], dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="session")
-def worker_pool() -> Iterator[WorkerPool]:
-    """Yield the pool; its processes start when a scenario first needs them."""
-    pool = WorkerPool(max_world=8)
-    yield pool
-    pool.close()
+def worker_pool() -> WorkerPool:
+    """Return what runs scenarios in several processes."""
+    return WorkerPool(max_world=8)
 
 
 @pytest.fixture(scope="session")
-def write_checkpoint(worker_pool: WorkerPool) -> WriteCheckpoint:
+def samples(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    """Yield what scenarios and formats look like on disk: each is written once, for all tests."""
+    return Samples(worker_pool, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def write_checkpoint(samples: Samples) -> WriteCheckpoint:
     """Return `write_checkpoint(scenario_name, world_size, directory)`.
 
-    It creates the directory, writes one rank file per rank into it and nothing else anywhere, and
-    returns the whole tensors by name: contiguous, on the CPU, in the order of the state dict.
+    It makes the directory a copy of what the scenario writes, which may be changed, and returns the
+    whole tensors by name.
     """
 
     def write(scenario_name: str, world_size: int, directory: Path) -> dict[str, torch.Tensor]:
-        directory.mkdir(parents=True, exist_ok=True)
-        worker_pool.run(SCENARIOS[scenario_name], world_size, directory)
-        truth: dict[str, torch.Tensor] = torch.load(truth_file(directory))
-        truth_file(directory).unlink()
-        return truth
+        sample = samples.write(scenario_name, world_size)
+        shutil.copytree(sample.directory, directory, dirs_exist_ok=True)
+        return dict(sample.truth)
 
     return write

@@ -1,4 +1,4 @@
-"""One checkpoint of every format, each written once by real tools, to be copied and damaged."""
+"""Checkpoints of every format and scenario, each written once by real tools, to be copied."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from oracle.contract_forms import FORMS
 from oracle.hub_writers import HUB_SCENARIOS
 from oracle.saving import truth_file
 from oracle.workers import WorkerPool
@@ -97,12 +98,14 @@ def whole_tensors() -> dict[str, torch.Tensor]:
 
 
 class Samples:
-    """All samples, written when they are first asked for."""
+    """All checkpoints of a session, written when they are first asked for."""
 
     def __init__(self, pool: WorkerPool, temporary: pytest.TempPathFactory) -> None:
         self._pool = pool
         self._temporary = temporary
         self._known: dict[str, Sample] = {}
+        self._written: dict[tuple[str, int], Sample] = {}
+        self._forms: dict[str, Path] = {}
 
     def __getitem__(self, name: str) -> Sample:
         if name not in self._known:
@@ -117,11 +120,30 @@ class Samples:
         return self._known[name]
 
     def write(self, scenario: str, world: int) -> Sample:
-        """Write a checkpoint of a scenario that is no sample."""
-        directory = self._temporary.mktemp(f"{scenario}-{world}") / "run"
-        directory.mkdir()
-        self._pool.run((SCENARIOS | HUB_SCENARIOS)[scenario], world, directory)
-        return Sample(directory, torch.load(truth_file(directory)))
+        """Return what a scenario writes in a number of ranks: `run`, alone beside `run.truth`.
+
+        The truth are the whole tensors: contiguous, on the CPU, in the order of the state dict.
+        """
+        if (scenario, world) not in self._written:
+            directory = self._temporary.mktemp(f"{scenario}-{world}") / "run"
+            directory.mkdir()
+            self._pool.run((SCENARIOS | HUB_SCENARIOS)[scenario], world, directory)
+            truth = torch.load(truth_file(directory))
+            self._written[scenario, world] = Sample(directory, truth)
+        return self._written[scenario, world]
+
+    def form(self, name: str) -> Path:
+        """Return the run that holds the contract's model in a form."""
+        if name not in self._forms:
+            form = FORMS[name]
+            run = self._temporary.mktemp("contract") / "run"
+            (run / form.place).mkdir(parents=True)
+            if form.world == 1:
+                form.save(0, 1, run / form.place)
+            else:
+                self._pool.run(form.save, form.world, run / form.place)
+            self._forms[name] = run
+        return self._forms[name]
 
 
 def weight_ranges(directory: Path) -> dict[Path, list[tuple[int, int]]]:

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
 from damage import bomb, cycle, judge
 from oracle.dcp_saving import read_metadata
 from oracle.samples import Sample, Samples
-from oracle.workers import WorkerPool
 from unshard import CheckpointError
 
 pytestmark = pytest.mark.xdist_group("torch processes")
@@ -29,11 +28,6 @@ HEAD = "model.head.weight"  # the same values
 NORM = "model.block.norm.weight"
 
 Lie = Callable[[Metadata], object]
-
-
-@pytest.fixture(scope="module")
-def samples(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    return Samples(worker_pool, tmp_path_factory)
 
 
 @pytest.fixture

@@ -9,16 +9,10 @@ import torch
 
 from damage import Findings, assert_refused, judge
 from oracle.samples import Samples
-from oracle.workers import WorkerPool
 from ranks import Tensors, assert_same, rank_path, save_ranks, some_tensors
 from unshard import CheckpointError, UnshardError
 
 pytestmark = pytest.mark.xdist_group("torch processes")
-
-
-@pytest.fixture(scope="module")
-def samples(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    return Samples(worker_pool, tmp_path_factory)
 
 
 @pytest.fixture

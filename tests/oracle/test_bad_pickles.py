@@ -18,16 +18,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from damage import assert_refused, bomb, cycle, judge
 from oracle.dcp_saving import read_metadata
 from oracle.samples import Samples
-from oracle.workers import WorkerPool
 from ranks import as_rank, rank_path, save_ranks, some_tensors
 from unshard import UnsafeError, UnshardError
 
 pytestmark = pytest.mark.xdist_group("torch processes")
-
-
-@pytest.fixture(scope="module")
-def samples(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    return Samples(worker_pool, tmp_path_factory)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import unshard
 from oracle.contract_forms import FORMS, WORLD, Form
 from oracle.contract_writers import contract_tensors
-from oracle.workers import WorkerPool
+from oracle.samples import Samples
 from ranks import assert_same, merged, snapshot
 from unshard import CheckpointError
 
@@ -23,29 +23,6 @@ pytestmark = pytest.mark.xdist_group("torch processes")
 TRUTH = contract_tensors()
 SMALL = 1500  # bytes of a file: several files
 DTYPES = {"float32": 10, "bfloat16": 2, "float16": 2, "int64": 1, "bool": 1}
-
-
-Write = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def written(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Write:
-    """Return `written(form)`: the run that holds it, written once and not to be changed."""
-    known: dict[str, Path] = {}
-
-    def write(name: str) -> Path:
-        if name not in known:
-            form = FORMS[name]
-            run = tmp_path_factory.mktemp("contract") / "run"
-            (run / form.place).mkdir(parents=True)
-            if form.world == 1:
-                form.save(0, 1, run / form.place)
-            else:
-                worker_pool.run(form.save, form.world, run / form.place)
-            known[name] = run
-        return known[name]
-
-    return write
 
 
 def weight_files(directory: Path) -> dict[str, bytes]:
@@ -79,9 +56,9 @@ def essential(form: Form, run: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("name", FORMS)
 class TestEveryFormat:
     def test_the_merged_tensors_are_the_model_bit_for_bit(
-        self, written: Write, tmp_path: Path, name: str
+        self, samples: Samples, tmp_path: Path, name: str
     ) -> None:
-        run = written(name)
+        run = samples.form(name)
         before = snapshot(run)
         report = unshard.merge(run / FORMS[name].levels[0], tmp_path / "out", verify="full")
         assert_same(merged(tmp_path / "out"), TRUTH)
@@ -90,24 +67,24 @@ class TestEveryFormat:
         assert report.dtypes == DTYPES
 
     def test_the_bytes_are_those_that_safetensors_writes(
-        self, written: Write, expected: Expected, tmp_path: Path, name: str
+        self, samples: Samples, expected: Expected, tmp_path: Path, name: str
     ) -> None:
-        unshard.merge(written(name) / FORMS[name].levels[0], tmp_path / "out")
+        unshard.merge(samples.form(name) / FORMS[name].levels[0], tmp_path / "out")
         assert weight_files(tmp_path / "out") == expected("5GB")
 
     def test_several_files_are_those_of_the_hub_where_the_order_is_known(
-        self, written: Write, expected: Expected, tmp_path: Path, name: str
+        self, samples: Samples, expected: Expected, tmp_path: Path, name: str
     ) -> None:
-        source = written(name) / FORMS[name].levels[0]
+        source = samples.form(name) / FORMS[name].levels[0]
         report = unshard.merge(source, tmp_path / "out", max_shard_size=SMALL)
         assert len(report.files) > 2
         found, theirs = weight_files(tmp_path / "out"), expected(SMALL)
         assert (without_index(found) == without_index(theirs)) is FORMS[name].ordered
         assert_same(merged(tmp_path / "out"), TRUTH)
 
-    def test_inspect_says_what_there_is(self, written: Write, name: str) -> None:
+    def test_inspect_says_what_there_is(self, samples: Samples, name: str) -> None:
         form = FORMS[name]
-        found = unshard.inspect(written(name) / form.levels[0])
+        found = unshard.inspect(samples.form(name) / form.levels[0])
         assert (found.format, found.world_size, found.step) == (form.name, form.world, form.step)
         assert found.parameters == sum(tensor.numel() for tensor in TRUTH.values())
         assert found.size_bytes == sum(tensor.nbytes for tensor in TRUTH.values())
@@ -115,37 +92,39 @@ class TestEveryFormat:
         assert {one.name: one.shape for one in found.tensors} == {
             name: tuple(tensor.shape) for name, tensor in TRUTH.items()
         }
-        assert found.path in {str(written(name) / at) for at in (form.place, form.levels[0])}
+        assert found.path in {str(samples.form(name) / at) for at in (form.place, form.levels[0])}
         assert found.missing == ()
 
     def test_the_order_of_the_state_dict_is_kept_where_it_is_recorded(
-        self, written: Write, name: str
+        self, samples: Samples, name: str
     ) -> None:
-        found = unshard.inspect(written(name) / FORMS[name].levels[0])
+        found = unshard.inspect(samples.form(name) / FORMS[name].levels[0])
         assert ([one.name for one in found.tensors] == list(TRUTH)) is FORMS[name].ordered
 
     def test_tied_weights_are_said_to_be_where_they_are_stored_once(
-        self, written: Write, name: str
+        self, samples: Samples, name: str
     ) -> None:
-        found = unshard.inspect(written(name) / FORMS[name].levels[0])
+        found = unshard.inspect(samples.form(name) / FORMS[name].levels[0])
         tied = (("embed.weight", "head.weight"),)
         if FORMS[name].shared:
             assert found.shared == tied
         assert found.shared in {(), tied}
 
-    def test_every_level_of_the_tree_means_the_same(self, written: Write, name: str) -> None:
-        run = written(name)
+    def test_every_level_of_the_tree_means_the_same(self, samples: Samples, name: str) -> None:
+        run = samples.form(name)
         found = [unshard.inspect(run / level) for level in FORMS[name].levels]
         for one in found[1:]:
             assert replace(one, would_write=found[0].would_write) == found[0]
 
-    def test_the_default_output_lies_beside_the_checkpoint(self, written: Write, name: str) -> None:
-        form, run = FORMS[name], written(name)
+    def test_the_default_output_lies_beside_the_checkpoint(
+        self, samples: Samples, name: str
+    ) -> None:
+        form, run = FORMS[name], samples.form(name)
         outputs = {unshard.merge(run / level, dry_run=True).output for level in form.levels}
         assert outputs == {str(run / form.output)}
 
-    def test_a_dry_run_writes_nothing(self, written: Write, tmp_path: Path, name: str) -> None:
-        run = written(name)
+    def test_a_dry_run_writes_nothing(self, samples: Samples, tmp_path: Path, name: str) -> None:
+        run = samples.form(name)
         shutil.copytree(run, tmp_path / "run")
         before = snapshot(tmp_path)
         report = unshard.merge(
@@ -157,34 +136,34 @@ class TestEveryFormat:
         assert not (tmp_path / "out").exists()
 
     def test_workers_and_memory_change_no_byte(
-        self, written: Write, tmp_path: Path, name: str
+        self, samples: Samples, tmp_path: Path, name: str
     ) -> None:
-        source = written(name) / FORMS[name].levels[0]
+        source = samples.form(name) / FORMS[name].levels[0]
         unshard.merge(source, tmp_path / "one", workers=1, memory="1MB", max_shard_size=SMALL)
         unshard.merge(source, tmp_path / "four", workers=4, memory="64MB", max_shard_size=SMALL)
         for path in (tmp_path / "one").iterdir():
             assert path.read_bytes() == (tmp_path / "four" / path.name).read_bytes(), path.name
 
     def test_the_record_says_where_it_comes_from(
-        self, written: Write, tmp_path: Path, name: str
+        self, samples: Samples, tmp_path: Path, name: str
     ) -> None:
         form = FORMS[name]
-        unshard.merge(written(name) / form.levels[0], tmp_path / "out")
+        unshard.merge(samples.form(name) / form.levels[0], tmp_path / "out")
         source = json.loads((tmp_path / "out" / "unshard.json").read_text())["source"]
         assert source["format"] == form.name
         assert source["world_size"] == form.world
         assert source["step"] == form.step
 
     def test_what_is_no_weight_is_skipped_and_said_to_be(
-        self, written: Write, tmp_path: Path, name: str
+        self, samples: Samples, tmp_path: Path, name: str
     ) -> None:
         form = FORMS[name]
-        report = unshard.merge(written(name) / form.levels[0], tmp_path / "out", dry_run=True)
+        report = unshard.merge(samples.form(name) / form.levels[0], tmp_path / "out", dry_run=True)
         assert sorted(one.fqn for one in report.skipped) == sorted(form.skipped)
         assert all(one.reason for one in report.skipped)
 
-    def test_a_missing_file_is_noticed(self, written: Write, tmp_path: Path, name: str) -> None:
-        form, run = FORMS[name], written(name)
+    def test_a_missing_file_is_noticed(self, samples: Samples, tmp_path: Path, name: str) -> None:
+        form, run = FORMS[name], samples.form(name)
         lost = list(essential(form, run))
         assert lost
         for number, path in enumerate(lost):
@@ -197,8 +176,10 @@ class TestEveryFormat:
                 unshard.merge(copy / form.levels[0], tmp_path / "out")
             assert not (tmp_path / "out").exists()
 
-    def test_a_file_cut_in_half_is_noticed(self, written: Write, tmp_path: Path, name: str) -> None:
-        form, run = FORMS[name], written(name)
+    def test_a_file_cut_in_half_is_noticed(
+        self, samples: Samples, tmp_path: Path, name: str
+    ) -> None:
+        form, run = FORMS[name], samples.form(name)
         for number, path in enumerate(essential(form, run)):
             copy = tmp_path / str(number)
             shutil.copytree(run, copy)
@@ -209,9 +190,9 @@ class TestEveryFormat:
             assert not (tmp_path / "out").exists()
 
     def test_a_merged_model_merges_again_to_the_same_bytes(
-        self, written: Write, tmp_path: Path, name: str
+        self, samples: Samples, tmp_path: Path, name: str
     ) -> None:
-        unshard.merge(written(name) / FORMS[name].levels[0], tmp_path / "out")
+        unshard.merge(samples.form(name) / FORMS[name].levels[0], tmp_path / "out")
         unshard.merge(tmp_path / "out", tmp_path / "again")
         assert weight_files(tmp_path / "again") == weight_files(tmp_path / "out")
 

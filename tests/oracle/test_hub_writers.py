@@ -5,8 +5,6 @@ Every scenario is written once, by the real tool, and merged from every level of
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from safetensors.torch import load_file
 
 import unshard
 from oracle.hub_writers import HUB_SCENARIOS, MERGE_WITH_ACCELERATE
-from oracle.saving import truth_file
+from oracle.samples import Samples
 from oracle.workers import WorkerPool
 from ranks import assert_same, merged, snapshot
 from unshard import CheckpointError, NotMergeableError
@@ -68,42 +66,15 @@ SHARDED = [
 CASES = [(*key, level) for key, levels in LEVELS.items() for level in levels]
 
 
-@dataclass(frozen=True, eq=False)
-class Written:
-    """A checkpoint on disk, not to be changed, and the tensors it was made from."""
-
-    directory: Path
-    truth: dict[str, torch.Tensor]
-
-
-Write = Callable[[str, int], Written]
-
-
-@pytest.fixture(scope="module")
-def written(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Write:
-    """Return `written(scenario, world)`, which writes a checkpoint when it is first asked for."""
-    known: dict[tuple[str, int], Written] = {}
-
-    def write(scenario: str, world: int) -> Written:
-        if (scenario, world) not in known:
-            directory = tmp_path_factory.mktemp(f"{scenario}-{world}") / "run"
-            directory.mkdir()
-            worker_pool.run(HUB_SCENARIOS[scenario], world, directory)
-            known[scenario, world] = Written(directory, torch.load(truth_file(directory)))
-        return known[scenario, world]
-
-    return write
-
-
 def test_every_scenario_is_tried() -> None:
     assert {name for name, _ in LEVELS} | {"accelerate_local"} == HUB_SCENARIOS.keys()
 
 
 @pytest.mark.parametrize(("scenario", "world", "level"), CASES)
 def test_a_merge_gives_the_whole_tensors_from_every_level(
-    written: Write, tmp_path: Path, scenario: str, world: int, level: str
+    samples: Samples, tmp_path: Path, scenario: str, world: int, level: str
 ) -> None:
-    source = written(scenario, world)
+    source = samples.write(scenario, world)
     before = snapshot(source.directory)
     report = unshard.merge(source.directory / level, tmp_path / "out", verify="full")
     assert_same(merged(tmp_path / "out"), source.truth)
@@ -115,9 +86,9 @@ def test_a_merge_gives_the_whole_tensors_from_every_level(
     ("scenario", "step"), [("accelerate_fsdp1", "step_1"), ("accelerate_fsdp2", "checkpoint_1")]
 )
 def test_a_merge_gives_what_accelerate_merges(
-    written: Write, worker_pool: WorkerPool, tmp_path: Path, scenario: str, step: str
+    samples: Samples, worker_pool: WorkerPool, tmp_path: Path, scenario: str, step: str
 ) -> None:
-    source = written(scenario, 2)
+    source = samples.write(scenario, 2)
     shutil.copytree(source.directory / step / DCP, tmp_path / DCP)
     worker_pool.run(MERGE_WITH_ACCELERATE, 1, tmp_path / DCP)
     theirs = load_file(tmp_path / "accelerate" / "model.safetensors")
@@ -126,8 +97,8 @@ def test_a_merge_gives_what_accelerate_merges(
     assert_same(merged(tmp_path / "out"), theirs)
 
 
-def test_flat_parameters_are_refused(written: Write, tmp_path: Path) -> None:
-    source = written("accelerate_local", 2)
+def test_flat_parameters_are_refused(samples: Samples, tmp_path: Path) -> None:
+    source = samples.write("accelerate_local", 2)
     for level in (".", "step_1", "step_1/pytorch_model_fsdp_rank0.bin"):
         with pytest.raises(NotMergeableError):
             unshard.merge(source.directory / level, tmp_path / "out")
@@ -136,10 +107,10 @@ def test_flat_parameters_are_refused(written: Write, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scenario", ["storage_consolidated_scalar", "storage_consolidated_extras"])
 def test_the_shards_hold_what_the_consolidation_of_torch_loses(
-    written: Write, scenario: str
+    samples: Samples, scenario: str
 ) -> None:
     """Should torch mend it, the scenarios are no longer worth much."""
-    source = written(scenario, 2)
+    source = samples.write(scenario, 2)
     whole = source.directory / "model-00001-of-00001.safetensors"
     assert not whole.exists() or not torch.equal(load_file(whole)["scale"], source.truth["scale"])
 
@@ -148,13 +119,13 @@ def test_the_shards_hold_what_the_consolidation_of_torch_loses(
     ("scenario", "world"), [("pretrained_shards", 2), ("trainer_fsdp2", 2), ("accelerate_fsdp1", 2)]
 )
 def test_the_merged_model_loads_and_gives_the_same_logits(
-    written: Write, tmp_path: Path, scenario: str, world: int
+    samples: Samples, tmp_path: Path, scenario: str, world: int
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     from oracle.hub_models import tiny_llama_config, tiny_qwen2_config
 
-    source = written(scenario, world)
+    source = samples.write(scenario, world)
     config = None
     if not scenario.startswith("pretrained"):
         config = tmp_path / "config"
@@ -181,9 +152,9 @@ def test_the_merged_model_loads_and_gives_the_same_logits(
     ],
 )
 def test_scheduler_and_random_state_come_along(
-    written: Write, tmp_path: Path, scenario: str, step: str
+    samples: Samples, tmp_path: Path, scenario: str, step: str
 ) -> None:
-    folder = written(scenario, 2).directory / step
+    folder = samples.write(scenario, 2).directory / step
     is_trainer = scenario.startswith("trainer")
     scheduler = "scheduler.pt" if is_trainer else "scheduler.bin"
     states = "rng_state_{}.pth" if is_trainer else "random_states_{}.pkl"
@@ -202,9 +173,9 @@ def test_scheduler_and_random_state_come_along(
 
 @pytest.mark.parametrize(("scenario", "world"), SHARDED)
 def test_a_missing_shard_file_is_noticed(
-    written: Write, tmp_path: Path, scenario: str, world: int
+    samples: Samples, tmp_path: Path, scenario: str, world: int
 ) -> None:
-    source = written(scenario, world)
+    source = samples.write(scenario, world)
     sharded = source.directory / "sharded"
     folder = sharded if sharded.exists() else source.directory
     noticed = 0
@@ -248,9 +219,9 @@ def saved_offsets(metadata: dict[str, str]) -> dict[str, list[int]]:
     ("scenario", "world"), [("accelerate_bins_fsdp1", 2), ("accelerate_bins_fsdp2", 3)]
 )
 def test_a_missing_rank_file_is_noticed(
-    written: Write, tmp_path: Path, scenario: str, world: int
+    samples: Samples, tmp_path: Path, scenario: str, world: int
 ) -> None:
-    source = written(scenario, world)
+    source = samples.write(scenario, world)
     for rank in range(world):
         step = tmp_path / f"step_{rank}"
         shutil.copytree(source.directory / "step_1", step)

@@ -15,6 +15,7 @@ from oracle import loading_writers
 from oracle.conftest import WriteCheckpoint
 from oracle.contract_forms import FORMS
 from oracle.contract_writers import contract_tensors
+from oracle.samples import Samples
 from oracle.saving import truth_file
 from oracle.workers import WorkerPool
 from ranks import assert_same, bits, snapshot
@@ -80,16 +81,9 @@ def same_parts(part: "unshard.LazyTensor[torch.Tensor]", whole: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_format_that_is_merged_is_opened(
-    worker_pool: WorkerPool, tmp_path: Path, name: str
-) -> None:
+def test_every_format_that_is_merged_is_opened(samples: Samples, name: str) -> None:
     form, truth = FORMS[name], contract_tensors()
-    (tmp_path / "run" / form.place).mkdir(parents=True)
-    if form.world == 1:
-        form.save(0, 1, tmp_path / "run" / form.place)
-    else:
-        worker_pool.run(form.save, form.world, tmp_path / "run" / form.place)
-    with unshard.open_checkpoint(tmp_path / "run" / form.levels[0], framework="pt") as opened:
+    with unshard.open_checkpoint(samples.form(name) / form.levels[0], framework="pt") as opened:
         assert_same({one: opened.get_tensor(one) for one in opened}, truth)
         assert (opened.keys() == list(truth)) is form.ordered
         assert sum(same_parts(opened.get_slice(one), truth[one]) for one in truth) > 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oracle.conftest import WriteCheckpoint
+from oracle.samples import Samples
 from oracle.tensor_writers import DTYPES
 from oracle.workers import RankError, WorkerPool
 from oracle.writers import RANK_FILES
@@ -60,20 +60,18 @@ def test_every_scenario_of_rank_files_is_tried() -> None:
 
 @pytest.mark.parametrize(("name", "world"), CASES)
 def test_scenario_writes_one_file_per_rank_and_nothing_else(
-    name: str, world: int, tmp_path: Path, write_checkpoint: WriteCheckpoint
+    samples: Samples, name: str, world: int
 ) -> None:
-    truth = write_checkpoint(name, world, tmp_path / "checkpoint")
+    written = samples.write(name, world)
     expected = {f"model_world_size_{world}_rank_{rank}.pt" for rank in range(world)}
-    assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == expected
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-    assert truth
-    assert all(type(tensor) is torch.Tensor for tensor in truth.values())
+    assert {path.name for path in written.directory.iterdir()} == expected
+    assert {path.name for path in written.directory.parent.iterdir()} == {"run", "run.truth"}
+    assert written.truth
+    assert all(type(tensor) is torch.Tensor for tensor in written.truth.values())
 
 
-def test_fsdp2_truth_has_names_shapes_and_dtypes(
-    tmp_path: Path, write_checkpoint: WriteCheckpoint
-) -> None:
-    truth = write_checkpoint("fsdp2", 3, tmp_path / "checkpoint")
+def test_fsdp2_truth_has_names_shapes_and_dtypes(samples: Samples) -> None:
+    truth = samples.write("fsdp2", 3).truth
     found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in truth.items()}
     assert found == {
         "scale": ((1,), torch.float32),
@@ -96,19 +94,14 @@ def test_fsdp2_truth_has_names_shapes_and_dtypes(
     assert torch.equal(truth["head.weight"], truth["embed.weight"])
 
 
-def test_the_same_scenario_gives_the_same_truth(
-    tmp_path: Path, write_checkpoint: WriteCheckpoint
-) -> None:
-    two = write_checkpoint("fsdp2", 2, tmp_path / "two")
-    three = write_checkpoint("fsdp2", 3, tmp_path / "three")
+def test_the_same_scenario_gives_the_same_truth(samples: Samples) -> None:
+    two, three = samples.write("fsdp2", 2).truth, samples.write("fsdp2", 3).truth
     assert two.keys() == three.keys()
     assert all(torch.equal(two[name], three[name]) for name in two)
 
 
-def test_dtensor_dtypes_covers_every_dtype(
-    tmp_path: Path, write_checkpoint: WriteCheckpoint
-) -> None:
-    truth = write_checkpoint("dtensor_dtypes", 2, tmp_path / "checkpoint")
+def test_dtensor_dtypes_covers_every_dtype(samples: Samples) -> None:
+    truth = samples.write("dtensor_dtypes", 3).truth
     assert {tensor.dtype for tensor in truth.values()} == set(DTYPES)
 
 
@@ -120,11 +113,12 @@ def test_a_rank_that_raises_is_reported_with_its_traceback(
 
 
 def test_a_rank_that_dies_is_reported_and_the_pool_recovers(
-    tmp_path: Path, worker_pool: WorkerPool, write_checkpoint: WriteCheckpoint
+    tmp_path: Path, worker_pool: WorkerPool
 ) -> None:
     with pytest.raises(RankError, match="rank 1: the process died with exit code 4"):
         worker_pool.run(die_on_last_rank, 2, _directory(tmp_path, "four"))
-    assert write_checkpoint("plain_equal", 2, tmp_path / "checkpoint")
+    worker_pool.run(RANK_FILES["plain_equal"], 2, _directory(tmp_path, "again"))
+    assert len(list((tmp_path / "again").iterdir())) == 2
 
 
 def test_more_ranks_than_the_pool_has_are_refused(tmp_path: Path, worker_pool: WorkerPool) -> None:
