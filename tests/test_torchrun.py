@@ -80,7 +80,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return save_ranks(tmp_path / "ckpt", tensors(), 3)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_any_number_of_processes_makes_the_same_files(
     checkpoint: Path, tmp_path: Path, count: int
 ) -> None:
@@ -110,14 +110,14 @@ def test_an_average_is_made_together_too(tmp_path: Path) -> None:
     assert torch.equal(merged(tmp_path / "out")["w"], merged(tmp_path / "alone")["w"])
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_killed_in_the_middle_leaves_nothing(
     checkpoint: Path, tmp_path: Path, victim: int
 ) -> None:
     (tmp_path / "killer.py").write_text(KILLER)
     before = snapshot(tmp_path)
     command = ["merge", str(checkpoint), str(tmp_path / "deep" / "er" / "out")]
-    done = torchrun(3, str(tmp_path / "killer.py"), *command, variables={"VICTIM": str(victim)})
+    done = torchrun(2, str(tmp_path / "killer.py"), *command, variables={"VICTIM": str(victim)})
     assert done.returncode != 0
     assert "SIGKILL" in done.stderr
     assert 'Traceback (most recent call last):\n  File "' + str(tmp_path) not in done.stderr

@@ -427,12 +427,11 @@ def test_convert_fsdp_to_hf_alone(verl: Path) -> None:
     assert names(Path(f"{step}_merged")) == {*COMPANIONS, *STATE, "model.safetensors"}
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_convert_fsdp_to_hf_under_torchrun(verl: Path, tmp_path: Path, count: int) -> None:
-    """Any number of processes, whatever the world size of training was."""
+def test_convert_fsdp_to_hf_under_torchrun(verl: Path, tmp_path: Path) -> None:
+    """Any number of processes, whatever the world size of training was (2)."""
     unshard.merge(verl / "global_step_10", tmp_path / "alone", dtype="float16")
     done = python(
-        *("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", FSDP_TO_HF),
+        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", FSDP_TO_HF),
         *("--checkpoint_path", str(verl / "global_step_10"), "--output_path", str(tmp_path / "o")),
         *("--torch_dtype", "float16"),
     )

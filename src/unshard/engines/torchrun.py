@@ -40,6 +40,7 @@ from unshard.write.stage import recover
 __all__ = ["Group", "follow", "joined", "lead"]
 
 _PATIENCE = timedelta(days=7)  # a large merge is no reason to give up; a death shows at once
+_FAILED = 1
 _TERMINATED = 143
 
 
@@ -96,9 +97,9 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """There is no more to do; `failed` says how it ended."""
+    """There is no more to do; the processes end with the exit code, unless it is 0."""
 
-    failed: bool
+    exit_code: int
 
 
 @contextmanager
@@ -155,17 +156,20 @@ def lead(group: Group) -> Iterator[RunPlan]:
         yield run
     except _DeathError:
         raise
-    except (UnshardError, OSError):
-        _dismiss(group, failed=True)
+    except UnshardError as error:
+        _dismiss(group, error.exit_code)
+        raise
+    except OSError:
+        _dismiss(group, _FAILED)
         raise
     # after anything else the others may wait for something else: they see this process leave
-    _dismiss(group, failed=False)
+    _dismiss(group, 0)
 
 
-def _dismiss(group: Group, *, failed: bool) -> None:
+def _dismiss(group: Group, exit_code: int) -> None:
     """Let the others go; that one of them is gone already changes nothing any more."""
     with suppress(_DeathError):
-        group.broadcast(_End(failed))
+        group.broadcast(_End(exit_code))
 
 
 def follow(group: Group) -> None:
@@ -174,7 +178,8 @@ def follow(group: Group) -> None:
     That a share fails, here or elsewhere, is for the leader to say.
 
     Raises:
-        SystemExit: the leader failed; it has said why.
+        SystemExit: the leader failed; it has said why, and ends with the same exit code, so that
+            torchrun reports that one whoever ends first.
         OutputError: a process has died.
     """
     outputs: tuple[Path, ...] = ()
@@ -186,8 +191,8 @@ def follow(group: Group) -> None:
         with uninterrupted():
             _remove_what_is_left(outputs)
         raise
-    if isinstance(message, _End) and message.failed:
-        raise SystemExit(1)
+    if isinstance(message, _End) and message.exit_code:
+        raise SystemExit(message.exit_code)
 
 
 def _take_part(group: Group, work: _Work, listener: Listener) -> list[object]:
