@@ -563,12 +563,15 @@ def test_a_mutated_pickle_is_read_or_refused(
 _CHILD = """
 import resource
 import struct
+from unshard.containers import pickle_machine
 from unshard.containers.unpickle import DangerousPickleError, MalformedPickleError, unpickle
 
 def memory(field):
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
 
+M = 1_000_000 // {scale}
+pickle_machine._MEMORY_FLOOR //= {scale}
 data = {source}
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 resource.setrlimit(resource.RLIMIT_CPU, ({seconds}, {seconds}))
@@ -597,9 +600,13 @@ class Outcome:
     size: int
 
 
-def in_a_child(source: str, *, seconds: int = 60) -> Outcome:
-    """Unpickle what a Python expression makes, within 4 GiB and some seconds of processor time."""
-    code = _CHILD.format(source=source, seconds=seconds)
+def in_a_child(source: str, *, seconds: int = 60, scale: int = 1) -> Outcome:
+    """Unpickle what a Python expression makes, within 4 GiB and some seconds of processor time.
+
+    The expression may count in M, a million over the scale; the floor of the memory bound (300 MB)
+    is divided by the scale, too.
+    """
+    code = _CHILD.format(source=source, seconds=seconds, scale=scale)
     child = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
@@ -616,18 +623,20 @@ def test_a_large_memo_index_allocates_nothing(index: int) -> None:
     assert outcome.growth < 20_000_000
 
 
+UNSCALED = 2_000_000  # bytes: the account is looked at after each megabyte, at any scale
+
 BOMBS: dict[str, str] = {
-    "lists": r"b']' * 4_000_000",
-    "dicts": r"b'}' * 4_000_000",
-    "sets": r"b'\x8f' * 4_000_000",
-    "frozensets": r"b'(\x91' * 2_000_000",
-    "tuples": r"b'N\x85' * 4_000_000",
-    "records": r"b'ca\nB\nq\x00' + b'h\x00)R' * 1_000_000",
-    "persistent ids": r"b'N' + b'Q' * 4_000_000",
-    "persistent ids as text": r"b'P\n' * 4_000_000",
-    "lists of one": r"b']Na' * 3_000_000",
-    "dicts of one": r"b'}NNs' * 1_500_000",
-    "memo": r"b'N' + b''.join(b'r' + struct.pack('<I', 9 + i) for i in range(1_500_000))",
+    "lists": r"b']' * (4 * M)",
+    "dicts": r"b'}' * (4 * M)",
+    "sets": r"b'\x8f' * (4 * M)",
+    "frozensets": r"b'(\x91' * (2 * M)",
+    "tuples": r"b'N\x85' * (4 * M)",
+    "records": r"b'ca\nB\nq\x00' + b'h\x00)R' * M",
+    "persistent ids": r"b'N' + b'Q' * (4 * M)",
+    "persistent ids as text": r"b'P\n' * (4 * M)",
+    "lists of one": r"b']Na' * (3 * M)",
+    "dicts of one": r"b'}NNs' * (M * 3 // 2)",
+    "memo": r"b'N' + b''.join(b'r' + struct.pack('<I', 9 + i) for i in range(M * 3 // 2))",
     "nested classes with long names": (
         r"b'c__builtin__\ngetattr\nq\x000X\x00\x00\x0c\x00' + b'x' * 0xC0000 + b'q\x010'"
         r" + b'ca\nB\nq\x02' + b'0h\x00h\x02h\x01\x86Rq\x02' * 50"
@@ -637,8 +646,15 @@ BOMBS: dict[str, str] = {
 
 @linux
 @pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS.keys())
-def test_bombs_are_refused_within_300_mb(source: str) -> None:
-    outcome = in_a_child(source)
+def test_bombs_are_refused_within_a_tenth_of_300_mb(source: str) -> None:
+    outcome = in_a_child(source, scale=10)
+    assert outcome.kind == "MalformedPickleError"
+    assert outcome.growth < 30_000_000 + UNSCALED
+
+
+@linux
+def test_a_bomb_is_refused_within_300_mb() -> None:
+    outcome = in_a_child(BOMBS["sets"])
     assert outcome.kind == "MalformedPickleError"
     assert outcome.growth < 300_000_000
 
@@ -650,12 +666,12 @@ PROMISED_RATIO = 20  # of memory to the pickle's bytes: see the docstring of unp
 @pytest.mark.parametrize(
     "source",
     [
-        r"b'\x8f' * 600_000 + b'\x8c\x02\xc4\x80' * 2_400_000",
-        r"b'\x8f' * 600_000 + b'P\n' * 4_800_000",
-        r"b'ca\n' + b'\xc4\x80.' * 4_000_000 + b'\n.'",
-        r"b'S' + b'\x27' + b'\\n' * 4_500_000 + b'\x27' + b'\n.'",
-        r"b'ca\nB\n)R\x8b\0\0\x08\0' + b'x' * 0x80000 + b'q\x000' + b'h\0Ns' * 2_000 + b'.'",
-        r"b'ca\nB\n)R((' + b'M\xff\xff' * 8 + b'tq\0N' + b'h\0N' * 700_000 + b'u.'",
+        r"b'\x8f' * (M * 6 // 10) + b'\x8c\x02\xc4\x80' * (M * 24 // 10)",
+        r"b'\x8f' * (M * 6 // 10) + b'P\n' * (M * 48 // 10)",
+        r"b'ca\n' + b'\xc4\x80.' * (4 * M) + b'\n.'",
+        r"b'S' + b'\x27' + b'\\n' * (M * 45 // 10) + b'\x27' + b'\n.'",
+        r"b'ca\nB\n)R\x8b\0\0\x08\0' + b'x' * 0x80000 + b'q\x000' + b'h\0Ns' * (M // 500) + b'.'",
+        r"b'ca\nB\n)R((' + b'M\xff\xff' * 8 + b'tq\0N' + b'h\0N' * (M * 7 // 10) + b'u.'",
     ],
     ids=[
         "sets and strings",
@@ -667,8 +683,9 @@ PROMISED_RATIO = 20  # of memory to the pickle's bytes: see the docstring of unp
     ],
 )
 def test_memory_stays_below_the_promised_bound_whatever_becomes_of_it(source: str) -> None:
-    outcome = in_a_child(source)
-    assert outcome.growth + outcome.size < max(300_000_000, PROMISED_RATIO * outcome.size)
+    outcome = in_a_child(source, scale=4)
+    promised = max(75_000_000, PROMISED_RATIO * outcome.size)
+    assert outcome.growth + outcome.size < promised + UNSCALED
 
 
 def collision(bits: int, *, below: int) -> tuple[list[int], int]:

@@ -13,6 +13,7 @@ from unshard.containers.records import Global, Persistent, Record, Value
 __all__ = ["DangerousPickleError", "Machine", "MalformedPickleError", "SaltedInt", "safe_key"]
 
 _MAX_DEPTH = 1000
+_MEMORY_FLOOR = 300_000_000  # bytes that any pickle may take, however short
 _MAX_NAME = 1000
 _MAX_KEY = 1 << 64
 _BATCH = 20_000
@@ -75,7 +76,7 @@ class Machine:
         self.globals: dict[tuple[str, str], Global] = {}
         self.spent = 0
         self.check_at = _CHECK_EVERY
-        self.allowance = max(300_000_000 - 10 * len(data), SLOT_COST * len(data))
+        self.allowance = max(_MEMORY_FLOOR - 10 * len(data), SLOT_COST * len(data))
 
     def take(self, count: int) -> bytes:
         """Return the next `count` bytes."""
