@@ -5,7 +5,9 @@ TEST_VENV := .venv-test
 LMMS_VENV := .venv-lmms
 LMMS_EVAL := lmms_eval==0.7.3 tenacity==9.2.1 pytz==2026.6
 DEMO_OUTPUT := demo-output
-# What is imported is compiled then: all of torch and transformers would take minutes.
+# What is imported is compiled then, and only then: all of torch and transformers would take minutes.
+# Kept, too, whatever the environment says: thousands of processes import the same.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 # Trainers that callbacks are written for; what they depend on would replace torch or take gigabytes.
 WITHOUT_DEPENDENCIES := lightning==2.6.1 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
@@ -20,11 +22,14 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 # torch first and by exact version: a CPU build, and nothing that follows may replace it.
+# lm-eval and lmms-eval read the definitions of all their tasks whenever they start: 16,000 files, of
+# which tests use none.
 $(TEST_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(TEST_VENV)
 	$(TEST_VENV)/bin/$(INSTALL) "torch==2.13.0"
 	$(TEST_VENV)/bin/$(INSTALL) -e ".[test]"
 	$(TEST_VENV)/bin/$(INSTALL) --no-deps $(WITHOUT_DEPENDENCIES)
+	find $(TEST_VENV)/lib/python3*/site-packages/lm_eval/tasks -name '*.yaml' -delete
 	touch $@
 
 # lmms-eval has an environment of its own, which sees the packages of the tests' one. What it asks for
@@ -35,6 +40,7 @@ $(LMMS_VENV)/.installed: $(TEST_VENV)/.installed Makefile
 	$(PYTHON) -m venv $(LMMS_VENV)
 	$(TEST_VENV)/bin/python $(SITE_PACKAGES) > `$(LMMS_VENV)/bin/python $(SITE_PACKAGES)`/tests.pth
 	$(LMMS_VENV)/bin/$(INSTALL) --no-deps $(LMMS_EVAL)
+	find $(LMMS_VENV)/lib/python3*/site-packages/lmms_eval/tasks -name '*.yaml' -delete
 	touch $@
 
 demo: $(VENV)/.installed
