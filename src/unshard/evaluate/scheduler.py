@@ -1,8 +1,6 @@
 """The loop: claim a job when slots are free, run it in a thread, record what became of it."""
 
-import fcntl
 import logging
-import os
 import sqlite3
 import threading
 import time
@@ -15,6 +13,7 @@ from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.attempts import Attempt, Halt, Limits, Runner
 from unshard.evaluate.endings import Failed, Left, Outcome, Postponed
 from unshard.evaluate.jobs import Job, Process, Status
+from unshard.evaluate.locks import lock_file, unlock
 from unshard.evaluate.merging import Merger
 from unshard.evaluate.outcomes import Backoff, Outcomes
 from unshard.evaluate.records import LONGEST_WAIT_S
@@ -131,7 +130,7 @@ class Scheduler:
             for thread in list(self._threads):
                 thread.join()
         if self._lock is not None:
-            os.close(self._lock)
+            unlock(self._lock)
             self._lock = None
 
     def wake(self) -> None:
@@ -282,12 +281,9 @@ class Scheduler:
 def _locked(path: Path) -> int:
     """Lock a directory against other servers; return the descriptor that does."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
+    fd = lock_file(path)
+    if fd is None:
         raise UsageError(
             f"{path.parent}: another server is using it", hint="give another directory"
-        ) from error
+        )
     return fd
