@@ -18,6 +18,8 @@ from unshard.evaluate import exporting
 from unshard.evaluate.exporting import Destination, Exported, Target, export, export_all
 from unshard.evaluate.sinks.jsonl import JsonlSink
 
+pytestmark = pytest.mark.xdist_group("eval-export")  # one server for all
+
 NAME = "unshard_eval/t/acc"
 POINTS = {(10, 0.01), (20, 0.02)}
 
