@@ -29,7 +29,7 @@ from unshard.plan.planner import make_plan, tiled
 from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype
 from unshard.tensors.selection import select
 
-often = settings(deadline=None, max_examples=200)
+often = settings(deadline=None, max_examples=100)
 
 
 @contextmanager

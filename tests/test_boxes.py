@@ -16,7 +16,7 @@ from unshard.tensors.boxes import (
     row_major_strides,
 )
 
-often = settings(deadline=None, max_examples=300)
+often = settings(deadline=None, max_examples=100)
 
 Shape = tuple[int, ...]
 Tiling = tuple[Shape, list[Box]]

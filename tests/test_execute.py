@@ -43,7 +43,7 @@ from unshard.tensors.boxes import Box
 from unshard.tensors.dtypes import BY_NAME, numpy_dtype
 from unshard.write.execute import Executor
 
-often = settings(deadline=None, max_examples=250)
+often = settings(deadline=None, max_examples=100)
 
 
 @contextmanager

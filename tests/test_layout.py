@@ -27,7 +27,7 @@ from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME
 
-often = settings(deadline=None, max_examples=200)
+often = settings(deadline=None, max_examples=100)
 
 Tensors = dict[str, torch.Tensor]
 

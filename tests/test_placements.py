@@ -24,7 +24,7 @@ from unshard.tensors.placements import (
     place,
 )
 
-often = settings(deadline=None, max_examples=300)
+often = settings(deadline=None, max_examples=100)
 
 Shape = tuple[int, ...]
 Order = tuple[tuple[int, tuple[int, ...]], ...]

@@ -295,7 +295,7 @@ def copy_units(plan: Plan) -> list[CopyRange]:
     return all_copies(units(plan, buffer_bytes=2**20))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     rows=st.integers(1, 9),
     left=st.integers(1, 9),

@@ -38,7 +38,7 @@ from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, numpy_dtype
 
 Array = NDArray[np.generic]
-often = settings(deadline=None, max_examples=150)
+often = settings(deadline=None, max_examples=100)
 
 
 def evaluate(recipe: Recipe, values: dict[str, Array]) -> Array:

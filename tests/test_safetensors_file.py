@@ -275,7 +275,7 @@ headers = st.dictionaries(
 )
 
 
-@examples(500)
+@examples(200)
 @given(header=headers, size=st.integers(0, 16))
 def test_no_header_passes_here_that_safetensors_refuses(
     file: Path, header: dict[str, object], size: int
@@ -288,7 +288,7 @@ def test_no_header_passes_here_that_safetensors_refuses(
     assert reference_accepts(file)
 
 
-@examples(500)
+@examples(200)
 @given(
     edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4)
 )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from unshard.tensors.boxes import Box
 from unshard.tensors.selection import Selection, of_box, select
 
-often = settings(deadline=None, max_examples=500)
+often = settings(deadline=None, max_examples=100)
 Shape = tuple[int, ...]
 shapes = array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=7)
 

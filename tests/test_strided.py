@@ -89,7 +89,7 @@ def read(source: Source, view: View) -> Elements:
     return read_strided(source.fd, view.start, view.strides, view.sizes, view.dtype)
 
 
-@examples(400)
+@examples(200)
 @given(views())
 @example(View(0, (100, 4), (0, 3), np.dtype("u4")))
 @example(View(SIZE - 4, (100,), (0,), np.dtype("u4")))

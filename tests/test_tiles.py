@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
 from unshard.tensors.tiles import row_tile, square_tile, tiles
 
-often = settings(deadline=None, max_examples=300)
+often = settings(deadline=None, max_examples=100)
 
 Shape = tuple[int, ...]
 

@@ -523,7 +523,7 @@ def test_a_size_that_would_fill_the_memory_is_refused(tmp_path: Path, what: str)
 
 # --- random damage -------------------------------------------------------------------------------
 
-settled = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+settled = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 
 
 @settled

@@ -527,7 +527,7 @@ def runs_or_refuses(data: bytes) -> None:
         assert all(isinstance(name, Global) for name in names)
 
 
-@examples(500)
+@examples(200)
 @given(st.binary(max_size=100))
 def test_random_bytes_are_read_or_refused(data: bytes) -> None:
     runs_or_refuses(data)
@@ -537,13 +537,13 @@ opcodes = st.sampled_from([opcode.code.encode("latin-1") for opcode in pickletoo
 arguments = st.binary(max_size=4) | st.sampled_from([b"1\n", b"a\n", b"'a'\n", b"a\nB\n"])
 
 
-@examples(1000)
+@examples(200)
 @given(st.lists(opcodes | arguments, max_size=40).map(b"".join))
 def test_random_opcodes_are_read_or_refused(data: bytes) -> None:
     runs_or_refuses(data + b".")
 
 
-@examples(500)
+@examples(200)
 @given(
     st.sampled_from(PROTOCOLS),
     st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 3), st.binary(max_size=4))),
