@@ -5,8 +5,12 @@ next run recovers, and what stands there must be one of the two.
 """
 
 import errno
+import functools
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -182,6 +186,31 @@ STEPS = (
 )  # fmt: skip
 
 
+def alone(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in a process of its own: this one is large, and takes long to fork so often."""
+
+    @functools.wraps(test)
+    def run(**given: object) -> None:
+        if "monkeypatch" in given:
+            given["monkeypatch"] = pytest.MonkeyPatch()
+        code = (
+            "import pickle, sys, test_commit\n"
+            "name, given = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+            "getattr(test_commit, name).__wrapped__(**given)"
+        )
+        packed = pickle.dumps((test.__name__, given)).hex()
+        done = subprocess.run(
+            [sys.executable, "-c", code, packed],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+    return run
+
+
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -232,6 +261,7 @@ def worlds(tmp_path: Path) -> Iterator[tuple[int, Path]]:
 
 
 @pytest.mark.parametrize("mode", ["new", "exchange", "aside", "in place"])
+@alone
 def test_killed_at_any_step_the_target_is_old_or_new_after_recovery(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +336,7 @@ def interrupted_at(number: int, sent: signal.Signals, action: Callable[[], None]
 
 @pytest.mark.parametrize("mode", ["new", "exchange", "aside", "in place"])
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@alone
 def test_interrupted_at_any_step_the_target_is_old_or_new_at_once(
     tmp_path: Path, mode: str, sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +395,7 @@ def age(directory: Path) -> None:
             os.utime(staging, (hour_ago, hour_ago))
 
 
+@alone
 def test_killed_while_recovering_the_next_recovery_finishes(tmp_path: Path) -> None:
     for number, world in worlds(tmp_path):
         target = world / "out"
@@ -393,6 +425,7 @@ def killed_with_a_journal(target: Path, sources: tuple[Path, ...]) -> None:
     assert os.WIFSIGNALED(status)
 
 
+@alone
 def test_random_kills_leave_the_old_or_the_new(tmp_path: Path) -> None:
     for round_number in range(25):
         target = tmp_path / str(round_number) / "out"
