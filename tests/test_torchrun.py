@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import unshard
 from ranks import merged, save_ranks, snapshot
 from unshard.engines.crew import is_launcher, is_started_by_torchrun
+from unshard.engines.torchrun import joined
 from unshard.plan.operations import CopyRange
 from unshard.plan.work import share_of, unit_bytes
 from unshard.write.stage import recover
@@ -226,17 +227,11 @@ def test_whatever_else_has_its_name_somewhere_is_none(command: str) -> None:
     assert not is_launcher(command.split())
 
 
-def test_several_nodes_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    script = tmp_path / "nodes.py"
-    script.write_text(
-        "import os, sys\n"
-        "os.environ['WORLD_SIZE'] = '4'\n"
-        "from unshard.cli.main import main\n"
-        "main(sys.argv[1:])\n"
-    )
-    done = torchrun(1, str(script), "merge", str(checkpoint), str(tmp_path / "out"))
-    assert done.returncode != 0
-    assert "torchrun on several nodes" in done.stderr
+def test_several_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (ENVIRONMENT | {"WORLD_SIZE": "4"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(unshard.UsageError, match="torchrun on several nodes"), joined():
+        pass
 
 
 def copies(sizes: list[int]) -> list[CopyRange]:

@@ -1,5 +1,6 @@
 """LoRA under FSDP2, trained by real peft and saved as verl does, against peft's own merging."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,23 @@ CASES = {
 }
 
 
-def trained(pool: WorkerPool, case: LoraCase, directory: Path) -> Truth:
-    directory.mkdir()
-    pool.run(case, 2, directory)
-    return load_truth(directory)
+Train = Callable[[LoraCase], tuple[Path, Truth]]
+
+
+@pytest.fixture(scope="module")
+def trained(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Return `trained(case)`: where `run` and `base` lie, for reading only, and the truth."""
+    known: dict[LoraCase, tuple[Path, Truth]] = {}
+
+    def train(case: LoraCase) -> tuple[Path, Truth]:
+        if case not in known:
+            place = tmp_path_factory.mktemp("lora")
+            (place / "run").mkdir()
+            worker_pool.run(case, 2, place / "run")
+            known[case] = place, load_truth(place / "run")
+        return known[case]
+
+    return train
 
 
 def loaded(directory: Path) -> Any:
@@ -100,14 +114,14 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("kind", CASES)
 def test_fusing_gives_what_merge_and_unload_gives(
-    worker_pool: WorkerPool, tmp_path: Path, kind: str
+    trained: Train, tmp_path: Path, kind: str
 ) -> None:
-    truth = trained(worker_pool, CASES[kind], tmp_path / "run")
-    merge(tmp_path / "run", tmp_path / "out")
+    place, truth = trained(CASES[kind])
+    merge(place / "run", tmp_path / "out")
     found = merged(tmp_path / "out")
     assert_fused(found, truth.merged)
     assert_close(logits(loaded(tmp_path / "out")), truth.logits)
-    assert_far(logits(loaded(tmp_path / "base")), truth.logits)
+    assert_far(logits(loaded(place / "base")), truth.logits)
 
 
 def assert_far(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -118,27 +132,22 @@ def assert_far(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", CASES)
-def test_peft_loads_the_adapter(worker_pool: WorkerPool, tmp_path: Path, kind: str) -> None:
+def test_peft_loads_the_adapter(trained: Train, tmp_path: Path, kind: str) -> None:
     from peft import PeftModel
 
-    truth = trained(worker_pool, CASES[kind], tmp_path / "run")
-    merge(tmp_path / "run", tmp_path / "out")
+    place, truth = trained(CASES[kind])
+    merge(place / "run", tmp_path / "out")
     adapter = tmp_path / "out" / "lora_adapter"
     found = load_file(adapter / "adapter_model.safetensors")
     written = {name: one for name, one in truth.adapter.items() if ".base_layer.weight" not in name}
     assert_same({name: found[name] for name in written}, written)
     assert found.keys() == written.keys()
-    model = PeftModel.from_pretrained(
-        loaded(tmp_path / "base"), adapter, autocast_adapter_dtype=False
-    )
+    model = PeftModel.from_pretrained(loaded(place / "base"), adapter, autocast_adapter_dtype=False)
     assert_close(logits(model), truth.logits)
 
 
 @pytest.mark.parametrize("kind", ["plain", "bfloat16", "rslora", "embedding", "conv1d"])
-def test_an_adapter_alone_is_fused_into_its_base(
-    worker_pool: WorkerPool, tmp_path: Path, kind: str
-) -> None:
-    case = replace(CASES[kind], lora_only=True)
-    truth = trained(worker_pool, case, tmp_path / "run")
-    merge(tmp_path / "run", tmp_path / "out", base=tmp_path / "base")
+def test_an_adapter_alone_is_fused_into_its_base(trained: Train, tmp_path: Path, kind: str) -> None:
+    place, truth = trained(replace(CASES[kind], lora_only=True))
+    merge(place / "run", tmp_path / "out", base=place / "base")
     assert_fused(merged(tmp_path / "out"), truth.merged)
