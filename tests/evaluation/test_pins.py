@@ -12,6 +12,7 @@ import pytest
 from transformers.trainer_utils import rotate_checkpoints
 
 from evaluation.runs import files_in, lmms_checkpoint, rotate_like_lmms_engine
+from unshard.evaluate.pin_files import identity
 from unshard.evaluate.pins import (
     ExpiredError,
     GoneError,
@@ -237,6 +238,54 @@ def test_writing_in_place_shows(tmp_path: Path) -> None:
     replaced.unlink()
     replaced.write_text("{}")
     assert sorted(read_pin(pin.directory).changed()) == [name, "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "seconds", "is_changed"),
+    [
+        ((1000, 1000), False, False),  # a mount that numbers files by itself
+        ((1000, 1000), True, False),
+        ((0, 0), True, False),
+        ((1000, 0), False, True),  # some numbers are the same: this file is another
+    ],
+)
+def test_another_machine_may_number_files_by_itself_and_know_whole_seconds(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    numbers: tuple[int, int],
+    seconds: bool,  # noqa: FBT001
+    is_changed: bool,  # noqa: FBT001
+) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    for name in ("a.pt", "b.pt"):
+        (tmp_path / "checkpoint-1" / name).write_bytes(b"weights")
+    pin = pin_checkpoint(tmp_path / "checkpoint-1", quota=ANY)
+    more = dict(zip(("a.pt", "b.pt"), numbers, strict=True))
+
+    def elsewhere(path: Path) -> tuple[int, int, int]:
+        inode, size, mtime = identity(path)
+        return inode + more[path.name], size, mtime // 10**9 * 10**9 if seconds else mtime
+
+    monkeypatch.setattr("unshard.evaluate.pins.identity", elsewhere)
+    assert bool(pin.changed()) == is_changed
+    (pin.path / "b.pt").write_bytes(b"longer than it was")
+    assert "b.pt" in pin.changed()
+
+
+def test_each_owner_has_a_quota_and_removes_its_own_pins_alone(tmp_path: Path) -> None:
+    few, many = Quota(count=1, bytes=None), Quota(count=None, bytes=None)
+    for step in (1, 2, 3):
+        pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=many)
+    for step in (4, 5):
+        pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=few, owner="server")
+    assert [(pin.step, pin.owner) for pin in pins_of(tmp_path)] == [
+        (1, ""),
+        (2, ""),
+        (3, ""),
+        (5, "server"),
+    ]
+    enforce_quota(tmp_path, few)
+    assert [pin.step for pin in pins_of(tmp_path)] == [3, 5]
 
 
 def test_the_quota_removes_the_oldest(tmp_path: Path) -> None:

@@ -225,12 +225,11 @@ def test_pins_that_nobody_names_are_removed(tmp_path: Path, server: Stub) -> Non
     run, made = tmp_path / "link", {}
     server.finishes = lambda body: None  # noqa: ARG005
     for step, age in ((1, 7200), (2, 7200), (3, 0), (4, 7200)):
-        place = lmms_checkpoint(run, step)
-        made[step] = pin_checkpoint(place, quota=DEFAULT_QUOTA, step=step)
+        place, owner = lmms_checkpoint(run, step), "server" if step == 2 else ""
+        made[step] = pin_checkpoint(place, quota=DEFAULT_QUOTA, step=step, owner=owner)
         record = made[step].directory / "pin.json"
         fields = json.loads(record.read_text())
         record.write_text(json.dumps({**fields, "created": fields["created"] - age}))
-    (made[2].directory / "made-by-the-server").touch()
     Spool(run).add({"step": 4, "pins": [str(made[4].path)], "request": {"checkpoint": "/c"}})
     submitter = Submitter(config_for(server.url), run)
     until(lambda: len(pins_of(run)) < 4)

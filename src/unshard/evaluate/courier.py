@@ -29,7 +29,6 @@ _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds between attempts while the ser
 _NOT_ALLOWED = (401, 403)
 _FORGOTTEN = 404
 _RESUBMISSIONS = 3
-_SERVERS_MARK = "made-by-the-server"  # see server.pinning
 _ABANDONED = 3600.0  # seconds after which a pin that no submission names is nobody's
 _JOB_ID = re.compile(r"[\w-][\w.-]{0,127}")
 
@@ -116,8 +115,7 @@ class Courier:
         for entry in self._spool.refused():
             self._spool.requeue(entry)
         for pin in pins_of(self._spool.run.resolve()):  # as its submission names it
-            is_ours = not (pin.directory / _SERVERS_MARK).exists()
-            if is_ours and time.time() - pin.created > _ABANDONED:
+            if not pin.owner and time.time() - pin.created > _ABANDONED:
                 release([str(pin.path)], self._spool)
 
     def close(self) -> None:

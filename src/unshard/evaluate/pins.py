@@ -5,6 +5,7 @@ companions of the run's own directory lie beside it, where a reader looks for th
 under another name and renamed, so that it is whole or not there. Nothing is copied, and the mtimes
 of the run's and the checkpoint's directories stay what they were, because trainers remove the
 "oldest" by them. A link does not protect against writing in place: `Pin.changed` tells.
+Trainers and servers make pins of the same run. Each removes its own alone.
 """
 
 import json
@@ -46,17 +47,18 @@ _PLACE = Path("_unshard") / "pins"
 _RECORD = "pin.json"
 _PARTIAL = ".partial"
 _ABANDONED = 3600.0  # seconds after which a pin that was not finished is nobody's
+_SECOND = 1_000_000_000  # ns
 _STEP = re.compile(r"(\d+)(?:\.\w+)?$")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How much the pins of a run may keep; None for no limit.
+    """How much the pins of a run, of one owner, may keep; None for no limit.
 
     Attributes:
         count: pins.
-        bytes: of all files that pins of the run hold, each counted once.
+        bytes: of all files that these pins hold, each counted once.
     """
 
     count: int | None
@@ -77,6 +79,7 @@ class Pin:
         step: the training step, if it is known.
         created: seconds since the epoch.
         files: inode, size and mtime in ns of each file, by path relative to `path`.
+        owner: the server that made it; empty: a client.
     """
 
     path: Path
@@ -85,6 +88,7 @@ class Pin:
     step: int | None
     created: float
     files: Mapping[str, Identity]
+    owner: str = ""
 
     @property
     def name(self) -> str:
@@ -97,8 +101,18 @@ class Pin:
         return sum(size for _, size, _ in self.files.values())
 
     def changed(self) -> list[str]:
-        """Return the files that are not what was pinned: written in place, replaced or gone."""
-        return [name for name, was in self.files.items() if _identity_of(self._at(name)) != was]
+        """Return the files that are not what was pinned: written in place, replaced or gone.
+
+        Some mounts number the files by themselves, or know whole seconds only. Where no file has
+        the number that it had, sizes and times decide.
+        """
+        now = {name: _identity_of(self._at(name)) for name in self.files}
+        is_numbered = any(found and found[0] == self.files[name][0] for name, found in now.items())
+        return [
+            name
+            for name, found in now.items()
+            if found is None or not _is_same(found, self.files[name], is_numbered=is_numbered)
+        ]
 
     def unpin(self) -> None:
         """Remove the links; see `unpin`."""
@@ -115,6 +129,12 @@ def _identity_of(path: Path) -> Identity | None:
         return None
 
 
+def _is_same(now: Identity, was: Identity, *, is_numbered: bool) -> bool:
+    (inode, size, mtime), (old_inode, old_size, old_mtime) = now, was
+    is_file = inode == old_inode or not is_numbered
+    return is_file and size == old_size and mtime in {old_mtime, old_mtime // _SECOND * _SECOND}
+
+
 def pin_checkpoint(
     checkpoint: Path,
     *,
@@ -122,15 +142,17 @@ def pin_checkpoint(
     step: int | None = None,
     run: Path | None = None,
     spare: Collection[str] = (),
+    owner: str = "",
 ) -> Pin:
     """Keep a checkpoint by hard links.
 
     Args:
         checkpoint: the step directory, or a file that is a checkpoint.
-        quota: what all pins of the run may keep; the oldest others are removed to make room.
+        quota: what the owner's pins of the run may keep; its oldest others make room.
         step: the training step; else the number at the end of the checkpoint's name.
         run: the run's directory; else the one that holds the checkpoint.
         spare: the names of pins that make no room.
+        owner: the server that makes the pin; empty: a client.
 
     Raises:
         GoneError: the checkpoint is gone, or was being removed.
@@ -145,14 +167,17 @@ def pin_checkpoint(
         files = link_all(checkpoint, partial / checkpoint.name)
         _check_size(checkpoint, files, quota)
         link_companions(run, partial)
-        pin = _record(checkpoint, step, directory, partial, files)
+        path = directory / checkpoint.name
+        step = _step_in(checkpoint.name) if step is None else step
+        pin = Pin(path, directory, checkpoint, step, time.time(), files, owner)
+        _record(pin, partial)
         partial.rename(directory)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
             raise refusal(checkpoint, error) from error
         raise
-    enforce_quota(run, quota, spare={*spare, pin.name})
+    enforce_quota(run, quota, spare={*spare, pin.name}, owner=owner)
     return pin
 
 
@@ -169,23 +194,21 @@ def _pins_directory(run: Path) -> Path:
     return pins
 
 
-def _record(
-    checkpoint: Path, step: int | None, directory: Path, partial: Path, files: dict[str, Identity]
-) -> Pin:
-    if step is None:
-        match = _STEP.search(checkpoint.name)
-        step = int(match[1]) if match else None
-    path = directory / checkpoint.name
-    pin = Pin(path, directory, checkpoint, step, time.time(), files)
+def _step_in(name: str) -> int | None:
+    match = _STEP.search(name)
+    return int(match[1]) if match else None
+
+
+def _record(pin: Pin, partial: Path) -> None:
     fields = {
-        "checkpoint": str(checkpoint),
-        "name": checkpoint.name,
-        "step": step,
+        "checkpoint": str(pin.checkpoint),
+        "name": pin.checkpoint.name,
+        "step": pin.step,
         "created": pin.created,
-        "files": files,
+        "files": pin.files,
+        "owner": pin.owner,
     }
     (partial / _RECORD).write_text(json.dumps(fields), encoding="utf-8")
-    return pin
 
 
 def read_pin(path: Path) -> Pin:
@@ -206,6 +229,7 @@ def read_pin(path: Path) -> Pin:
             fields["step"],
             fields["created"],
             files,
+            fields["owner"],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ExpiredError(f"{path}: no pin", found=str(error)) from error
@@ -241,15 +265,18 @@ def unpin(pin: Pin) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def enforce_quota(run: Path, quota: Quota, *, spare: Collection[str] = ()) -> list[Pin]:
-    """Remove the oldest pins of a run until the quota is kept; return those removed.
+def enforce_quota(
+    run: Path, quota: Quota, *, spare: Collection[str] = (), owner: str = ""
+) -> list[Pin]:
+    """Remove an owner's oldest pins of a run until the quota is kept; return those removed.
 
     Args:
         run: the run's directory.
-        quota: what the pins of the run may keep.
+        quota: what the owner's pins of the run may keep.
         spare: the names of pins that stay whatever their age.
+        owner: the server that made them; empty: a client.
     """
-    kept, removed = pins_of(run), []
+    kept, removed = [pin for pin in pins_of(run) if pin.owner == owner], []
     for pin in [pin for pin in kept if pin.name not in spare]:
         if not _is_exceeded(kept, quota):
             break

@@ -221,7 +221,8 @@ class Watching:
 
     def _has_room(self, checkpoint: Path) -> bool:
         """Tell whether a checkpoint can be pinned without the loss of another pin."""
-        pins, quota = pins_of(self.run), self._config.quota
+        pins = [pin for pin in pins_of(self.run) if not pin.owner]
+        quota = self._config.quota
         if not pins or quota.count == 0:
             return True
         if quota.count is not None and len(pins) >= quota.count:

@@ -27,7 +27,6 @@ from unshard.evaluate.validation import resolve_checkpoint
 __all__ = ["PinInUseError", "Pins"]
 
 _PLACE = ("_unshard", "pins")
-_MARK = "made-by-the-server"
 _DEPTHS = ("", "*/", "*/*/")  # of runs below a root
 _log = logging.getLogger(__name__)
 
@@ -83,30 +82,30 @@ class Pins:
             return None
         try:
             running = {Path(job.pin).parent.name for job in self.store.running() if job.pin}
-            pin = pin_checkpoint(checkpoint, quota=self.quota, step=step, run=run, spare=running)
+            pin = pin_checkpoint(
+                checkpoint,
+                quota=self.quota,
+                step=step,
+                run=run,
+                spare=running,
+                owner=self._owner(),
+            )
         except PinError as error:
             _log.warning("not pinned, it may be rotated away: %s", error)
             return None
-        (pin.directory / _MARK).write_text(self._mark())
         return str(pin.path)
 
     def let_go(self, pin: str | None = None) -> None:
         """Remove the pins of this server that no job needs: those of a pin's run, or of all."""
         with self.lock:
-            needed = {job.pin for job in self._open()}
+            needed, owner = {job.pin for job in self._open()}, self._owner()
             for run in self._runs() if pin is None else [Path(pin).parents[3]]:
                 for found in pins_of(run):
-                    if str(found.path) not in needed and self._is_ours(found):
+                    if str(found.path) not in needed and found.owner == owner:
                         _remove(found)
 
-    def _is_ours(self, pin: Pin) -> bool:
-        """Tell whether this server made a pin: runs may be shared with others."""
-        try:
-            return (pin.directory / _MARK).read_text() == self._mark()
-        except (OSError, ValueError):
-            return False
-
-    def _mark(self) -> str:
+    def _owner(self) -> str:
+        """Name this server in its pins: runs may be shared with others."""
         return str(self.store.identity)
 
     def everywhere(self) -> list[Pin]:
