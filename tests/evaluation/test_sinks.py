@@ -59,6 +59,13 @@ def test_names_carry_the_weights() -> None:
     assert metric_names({"t/a,f": 1}, weights="ema") == {"unshard_eval/ema/t/a,f": 1.0}
 
 
+def test_marks_of_a_sink_with_a_long_name_are_remembered(tmp_path: Path) -> None:
+    name = "tensorboard:/" + "/".join(["deep"] * 100)
+    Marks(tmp_path, name).add("job1")
+    assert "job1" in Marks(tmp_path, name)
+    assert "job1" not in Marks(tmp_path, name + "er")
+
+
 def test_jsonl_has_a_line_for_every_job_once(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "results.jsonl"
     log_all(JsonlSink(file))

@@ -10,13 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine
 from evaluation.server_stub import Stub, free_port, scores, serving, until
+from unshard.evaluate import courier as courier_module
 from unshard.evaluate import recorder
+from unshard.evaluate import submitter as submitter_module
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.courier import Courier
 from unshard.evaluate.pins import DEFAULT_QUOTA, pin_checkpoint, pins_of
@@ -225,8 +228,8 @@ def test_pins_that_nobody_names_are_removed(tmp_path: Path, server: Stub) -> Non
     run, made = tmp_path / "link", {}
     server.finishes = lambda body: None  # noqa: ARG005
     for step, age in ((1, 7200), (2, 7200), (3, 0), (4, 7200)):
-        place, owner = lmms_checkpoint(run, step), "server" if step == 2 else ""
-        made[step] = pin_checkpoint(place, quota=DEFAULT_QUOTA, step=step, owner=owner)
+        quota = replace(DEFAULT_QUOTA, owner="server" if step == 2 else "")
+        made[step] = pin_checkpoint(lmms_checkpoint(run, step), quota=quota, step=step)
         record = made[step].directory / "pin.json"
         fields = json.loads(record.read_text())
         record.write_text(json.dumps({**fields, "created": fields["created"] - age}))
@@ -252,6 +255,65 @@ def test_a_wrong_token_loses_nothing(tmp_path: Path, server: Stub) -> None:
     submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
     until(lambda: len(server.paths) > 1 or server.paths)
     server.refuses = None
+    submitter.close(20)
+    assert [step for step, _ in submitter.completed()] == [1]
+
+
+def test_a_token_that_is_corrected_is_read_again(
+    tmp_path: Path, server: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "token").write_text("mistyped")
+    server.refuses = (401, "who are you?")
+    config = config_for(server.url, token_file=str(tmp_path / "token"))
+    submitter = Submitter(config, tmp_path)
+    submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
+    until(lambda: "who are you?" in caplog.text)
+    (tmp_path / "token").write_text("correct")
+    server.refuses = None
+    submitter.close(20)
+    assert [step for step, _ in submitter.completed()] == [1]
+    assert "mistyped" in server.headers[0]["authorization"]
+    assert "correct" in server.headers[-1]["authorization"]
+
+
+def test_what_was_submitted_last_is_sent_though_nobody_waits_for_results(
+    tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submitter_module, "_GRACE", 20)
+    for step in range(1, 6):
+        submitter = Submitter(config_for(server.url, poll_interval=60), tmp_path)
+        submitter.submit(lmms_checkpoint(tmp_path, step), step)
+        submitter.close(0.0)
+        assert [body["step"] for body in server.submissions][-1:] == [step]
+        assert submitter.completed() == [(step, {"unshard_eval/t/acc": step / 100})]
+
+
+def test_a_thread_that_is_left_behind_lets_the_next_training_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submitter_module, "_GRACE", 0.05)
+    monkeypatch.setattr(courier_module, "_TIMEOUT", 0.5)
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as hanging:  # takes connections, and no more
+        config = config_for(f"http://127.0.0.1:{port}")
+        first = Submitter(config, tmp_path)
+        first.submit(lmms_checkpoint(tmp_path, 1), 1)
+        with hanging.accept()[0]:
+            first.close(0.0)
+    with serving(Stub(finishes=scores), port) as stub:
+        second = Submitter(config, tmp_path)
+        second.submit(lmms_checkpoint(tmp_path, 2), 2)
+        until(lambda: len(stub.submissions) == 2)
+        second.close(20)
+
+
+def test_what_is_in_the_way_for_a_while_only_delays(tmp_path: Path, server: Stub) -> None:
+    (tmp_path / "_unshard" / "results.jsonl").mkdir(parents=True)
+    submitter = Submitter(config_for(server.url), tmp_path)
+    submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
+    time.sleep(0.1)
+    assert server.submissions == []
+    (tmp_path / "_unshard" / "results.jsonl").rmdir()
     submitter.close(20)
     assert [step for step, _ in submitter.completed()] == [1]
 

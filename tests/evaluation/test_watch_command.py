@@ -17,6 +17,7 @@ from evaluation.running import child_environment
 from evaluation.server_stub import Stub, free_port, scores, serving, until
 from ranks import save_ranks
 from unshard.errors import UsageError
+from unshard.evaluate import courier
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.pins import pins_of
 from unshard.evaluate.watching import Watching
@@ -252,6 +253,33 @@ def test_more_checkpoints_than_pins_lose_none(run: Path, stub: Stub) -> None:
             submitted += [step for step, _ in one.look()]
     assert submitted == [1, 2, 3, 4, 5]
     assert all("checkpoint" in body for body in stub.submissions)
+
+
+def test_a_server_that_is_mended_gets_what_it_refused_and_what_waited(
+    run: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(courier, "_REFUSED_AGAIN", 0.05)
+    stub.refuses = (400, "not below a root")
+    for step in range(1, 5):
+        verl_step(run, step)
+    with Watching(run, config_for(stub.url, quota={"count": 2, "bytes": None})) as one:
+        one.look()
+        assert [step for step, _ in one.look()] == [1, 2]
+        until(one.refused)
+        assert (one.look(), one.held_back) == ([], 2)
+        stub.refuses = None
+        until(lambda: (one.look(), len(stub.submissions) == 4)[1])
+    assert sorted(str(body["step"]) for body in stub.submissions) == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(("strategy", "steps"), [("no", []), ("epoch", [100, 600])])
+def test_other_strategies_than_steps(
+    run: Path, stub: Stub, strategy: str, steps: list[int]
+) -> None:
+    for step in (100, 600):
+        verl_step(run, step)
+    config = config_for(stub.url, eval_strategy=strategy, eval_steps=500)
+    assert [step for step, _ in looked(run, config)] == steps
 
 
 def test_room_is_counted_in_bytes_too(run: Path, stub: Stub) -> None:

@@ -27,6 +27,7 @@ __all__ = ["Courier", "ignoring_errors", "release"]
 _TIMEOUT = 10.0  # seconds for a request
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds between attempts while the server is away
 _NOT_ALLOWED = (401, 403)
+_REFUSED_AGAIN = 300.0  # seconds after which what was refused is sent again: a server may be mended
 _FORGOTTEN = 404
 _RESUBMISSIONS = 3
 _ABANDONED = 3600.0  # seconds after which a pin that no submission names is nobody's
@@ -64,11 +65,15 @@ class Courier:
         self._take = take
         self._client: EvalClient | None = None
         self._wait = 0.0
+        self._again = time.monotonic() + _REFUSED_AGAIN
         self.handing_over = threading.Lock()
 
     def send(self) -> float:
         """Send what waits, in order; return the seconds after which to try again."""
         failure: Exception | None = None
+        if time.monotonic() >= self._again:
+            self._again = time.monotonic() + _REFUSED_AGAIN
+            self._send_refused()
         for entry in self._spool.waiting():
             try:
                 self._send(entry)
@@ -76,6 +81,7 @@ class Courier:
                 return self._back_off(error)
             except RefusedError as error:
                 if error.status in _NOT_ALLOWED:
+                    self.close()  # the token is read again
                     return self._back_off(error)
                 log.error("step %s is not evaluated: %s", entry.step, error)  # noqa: TRY400
                 self._release(self._spool.refuse(entry, str(error)))
@@ -97,6 +103,10 @@ class Courier:
             except RefusedError as error:
                 if error.status == _FORGOTTEN:
                     self._submit_again(entry)
+                elif error.status in _NOT_ALLOWED:
+                    self.close()
+                    log.debug("the evaluation server tells nothing: %s", error)
+                    return
                 else:
                     log.warning("job %s: %s", entry.name, error)
             except UnshardError as error:
@@ -119,9 +129,15 @@ class Courier:
                 release([str(pin.path)], self._spool)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; the next request opens others."""
         if self._client is not None:
             self._client.close()
+            self._client = None
+
+    def _send_refused(self) -> None:
+        """Put what this process was refused back into the queue, as if it had never been sent."""
+        for entry in self._spool.refused():
+            self._spool.requeue(Entry(entry.path, {**entry.fields, "refusals": 0}))
 
     def _connected(self) -> EvalClient:
         if self._client is None:

@@ -30,6 +30,7 @@ __all__ = ["Submitter", "is_first_rank"]
 
 _SHORTEST_WAIT = 0.01  # seconds
 _LOOK = 0.1  # seconds between looks at what is pending, when training has ended
+_BOTH = 2  # the background thread, and `close`
 _GRACE = 2.0  # seconds that a thread has to end, if there is no time left
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Submitter:
         self._state = self.run_dir / "_unshard"
         self._recorder: Recorder | None = None  # made when this process is the first
         self._lock: int | None = None
+        self._leaving, self._left = threading.Lock(), 0
         self._is_second = False
         if self.acts:
             self._start()
@@ -146,13 +148,11 @@ class Submitter:
             self._stop.set()
             self._wake.set()
             self._thread.join(max(_GRACE, end - time.monotonic()))
-            is_slow = self._thread.is_alive()
-            if is_slow:
+            if self._thread.is_alive():
                 log.warning("the evaluation server is slow to answer; left behind")
             if self._recorder is not None:
                 self._recorder.close(max(_GRACE, end - time.monotonic()))
-            if self._lock is not None and not is_slow:
-                unlock(self._lock)
+        self._leave()
         self._thread = None
 
     def _start(self) -> None:
@@ -217,25 +217,46 @@ class Submitter:
 
     def _work(self) -> None:
         """Do the background thread's work: send, poll, wait; until the trainer ends."""
-        polled = float("-inf")
+        interval, polled = self.config.poll_interval, float("-inf")
         while not self._stop.is_set():
-            wait = self.config.poll_interval
+            wait = interval
             if self._is_first():
-                with ignoring_errors("submissions wait"):
-                    wait = min(wait, self._courier.send())
-                if time.monotonic() - polled >= self.config.poll_interval:
-                    polled = time.monotonic()
-                    with ignoring_errors("results wait"):
-                        self._courier.poll()
-                wait = min(wait, polled + self.config.poll_interval - time.monotonic())
+                polls = time.monotonic() - polled >= interval
+                polled = time.monotonic() if polls else polled
+                wait = min(self._round(polls=polls), polled + interval - time.monotonic())
             self._wake.wait(max(_SHORTEST_WAIT, wait))
             self._wake.clear()
+        if self._is_first():
+            self._round(polls=True)  # what was submitted last, and what came since
         self._courier.close()
+        self._leave()
+
+    def _round(self, *, polls: bool) -> float:
+        """Send what waits, and poll; return the seconds after which to send again."""
+        wait = self.config.poll_interval
+        with ignoring_errors("submissions wait"):
+            wait = min(wait, self._courier.send())
+        if polls:
+            with ignoring_errors("results wait"):
+                self._courier.poll()
+        return wait
+
+    def _leave(self) -> None:
+        """Let the next process send for this run: when thread and `close` have both come here."""
+        with self._leaving:
+            self._left += 1
+            if self._left == _BOTH:
+                self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            unlock(self._lock)
+            self._lock = None
 
     def _is_first(self) -> bool:
         """Tell whether this process is the one that carries what is in the run's spool."""
         if self._lock is None and self._state.is_dir():
-            with ignoring_errors("submissions wait"):
+            with ignoring_errors("submissions wait", then=self._unlock):
                 self._lock = lock(self.run_dir, "spool.lock")
                 if self._lock is not None:
                     self._begin()

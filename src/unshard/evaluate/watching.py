@@ -61,7 +61,9 @@ class Watching:
             raise UsageError(f"{run}: another process watches it")
         self._lock = held
         self._config = config
-        self._every = config.eval_steps
+        self._every = config.eval_steps if config.eval_strategy == "steps" else None
+        if config.eval_strategy == "no":
+            log.warning("eval_strategy is no: nothing is submitted")
         self._watchers = {weights: Watcher(self.run, weights=weights) for weights in config.weights}
         self._complete: dict[Path, set[str]] = {}
         self._ready: list[Location] = []
@@ -158,7 +160,7 @@ class Watching:
     def _unknown(self, location: Location) -> tuple[str, ...] | None:
         """Return the weights that nobody submitted yet; None if the step is not wanted."""
         step = location.step
-        if step is None or not self._is_due(step):
+        if step is None or self._config.eval_strategy == "no" or not self._is_due(step):
             return None
         version = fingerprint(_checkpoint(location))
         return tuple(one for one in self._config.weights if not self._is_known(step, version, one))

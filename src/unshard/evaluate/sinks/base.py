@@ -1,5 +1,6 @@
 """What a sink of results is, what a result is called there, and what was written to it already."""
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Protocol
 __all__ = ["PREFIX", "STEP_METRIC", "Marks", "Sink", "metric_names"]
 
 PREFIX = "unshard_eval"
+_LONGEST_NAME = 200  # bytes; file systems take 255
 STEP_METRIC = f"{PREFIX}/step"
 
 
@@ -39,6 +41,14 @@ def metric_names(metrics: Mapping[str, float], *, weights: str) -> dict[str, flo
     return {f"{start}/{name}": float(value) for name, value in metrics.items()}
 
 
+def _file_name(name: str) -> str:
+    """Return a file's name for a sink's, which may be a long path."""
+    plain = re.sub(r"[^\w.-]", "_", name)
+    if len(plain.encode()) <= _LONGEST_NAME:
+        return plain
+    return f"{name.partition(':')[0]:.40}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+
 class Marks:
     """Which jobs were written to a sink; a file of ids, which survives the process.
 
@@ -48,7 +58,7 @@ class Marks:
     """
 
     def __init__(self, directory: Path, name: str) -> None:
-        self._path = directory / (re.sub(r"[^\w.-]", "_", name) + ".txt")
+        self._path = directory / f"{_file_name(name)}.txt"
         try:
             self._known = set(self._path.read_text(encoding="utf-8").split())
         except FileNotFoundError:
