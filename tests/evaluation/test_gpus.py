@@ -1,9 +1,12 @@
 """Which GPUs a text or this process's environment means."""
 
+from pathlib import Path
+
 import pytest
 
 from unshard.errors import UsageError
 from unshard.evaluate.gpus import gpus_here, gpus_in
+from unshard.evaluate.profiles import ServerConfig
 
 
 @pytest.mark.parametrize(
@@ -17,7 +20,10 @@ from unshard.evaluate.gpus import gpus_here, gpus_in
         ("1,2,", (1, 2)),
     ],
 )
-def test_gpus_that_are_given(text: str, expected: tuple[int, ...]) -> None:
+def test_gpus_that_are_given(
+    monkeypatch: pytest.MonkeyPatch, text: str, expected: tuple[int, ...]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpus_in(text) == expected
 
 
@@ -36,6 +42,19 @@ def test_gpus_that_this_process_may_use(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpus_here() == expected
+
+
+def test_a_number_of_gpus_means_those_that_this_process_may_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7,5")
+    assert gpus_in("2") == (6, 7)
+    assert gpus_in("0") == ()
+    assert gpus_in("0,1") == (0, 1)
+    (tmp_path / "server.yaml").write_text("gpus: 2")
+    assert ServerConfig.from_yaml(tmp_path / "server.yaml").gpus == (6, 7)
+    with pytest.raises(UsageError, match="--gpus 4: more than this process may use"):
+        gpus_in("4")
 
 
 @pytest.mark.parametrize("visible", ["GPU-8f3a", "MIG-xx", "0,-1", "1,x"])

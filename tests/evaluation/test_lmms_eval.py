@@ -126,12 +126,16 @@ def test_a_value_that_would_be_more_than_one_is_refused(tmp_path: Path, value: s
         make_evaluator(work.profile).command(work)
 
 
-def test_a_path_that_would_be_more_than_one_argument_is_refused(tmp_path: Path) -> None:
-    work = attempt(tmp_path, "a")
-    with pytest.raises(UsageError, match="'pretrained' cannot be handed over"):
-        make_evaluator(work.profile).command(replace(work, model=Path("/runs/lr=1,seed=2/step")))
+def test_a_path_is_one_argument(tmp_path: Path) -> None:
+    """Runs are often named after their settings; the server's own directory is not."""
+    model = tmp_path / "lr=1e-5,seed=2" / "step"
+    model.mkdir(parents=True)
+    work, out = replace(attempt(tmp_path, "a"), model=model), Path("/out,token=x")
+    command = make_evaluator(work.profile).command(work)
+    assert f"--model_args=pretrained={work.directory / 'model'}" in command
+    assert (work.directory / "model").resolve() == model
     with pytest.raises(UsageError, match="'output_path' cannot be handed over"):
-        make_evaluator(work.profile).command(replace(work, output=Path("/out,token=x")))
+        make_evaluator(work.profile).command(replace(attempt(tmp_path / "other", "a"), output=out))
 
 
 @pytest.mark.parametrize("returncode", [1, -11])

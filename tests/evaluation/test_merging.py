@@ -12,7 +12,14 @@ from evaluation.running import largest_file, leave_staging, request, wait_until,
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard.api.options import MergeOptions
 from unshard.evaluate.jobs import EvaluationError, Job, Status
-from unshard.evaluate.merging import GivenUpError, GoneError, Merger, PassingError, source_of
+from unshard.evaluate.merging import (
+    CrashedError,
+    GivenUpError,
+    GoneError,
+    Merger,
+    PassingError,
+    source_of,
+)
 
 
 def job(checkpoint: Path, weights: str = "model", pin: str | None = None) -> Job:
@@ -118,12 +125,19 @@ def test_a_disk_without_space_may_pass(tmp_path: Path, merger: Merger) -> None:
     assert prepare(merger, job(checkpoint), tmp_path).is_dir()
 
 
-def test_a_worker_that_dies_may_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("end", "kind"), [("kill -9 $$", PassingError), ("exit 1", CrashedError)])
+def test_a_worker_that_is_killed_may_pass_and_one_that_crashes_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, kind: type[EvaluationError]
+) -> None:
     checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
     merger = Merger(tmp_path / "merged", MergeOptions(), at_once=1)
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises((PassingError, ProcessLookupError)):
+    worker = tmp_path / "worker"
+    worker.write_text(f"#!/bin/sh\nread line\n{end}\n")
+    worker.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(worker))
+    with pytest.raises(kind) as caught:
         prepare(merger, job(checkpoint), tmp_path)
+    assert type(caught.value) is kind
 
 
 def test_who_waits_for_a_turn_or_merges_can_be_given_up(tmp_path: Path, merger: Merger) -> None:

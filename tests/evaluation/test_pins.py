@@ -151,6 +151,14 @@ def test_pinning_an_old_checkpoint_does_not_make_the_trainer_remove_a_newer_one(
     assert (old.exists(), new.exists()) == (False, True)
 
 
+def test_a_link_that_leads_nowhere_is_left_out(tmp_path: Path) -> None:
+    checkpoint = lmms_checkpoint(tmp_path, 10)
+    before = pin_checkpoint(checkpoint, quota=ANY)
+    (checkpoint / "latest").symlink_to("nowhere")
+    (checkpoint / "loop").symlink_to("loop")
+    assert files_in(pin_checkpoint(checkpoint, quota=ANY).path) == files_in(before.path)
+
+
 def test_a_checkpoint_that_is_gone_cannot_be_pinned(tmp_path: Path) -> None:
     with pytest.raises(GoneError, match="is gone"):
         pin_checkpoint(tmp_path / "checkpoint-5", quota=ANY)
@@ -266,18 +274,18 @@ def test_another_machine_may_number_files_by_itself_and_know_whole_seconds(
         inode, size, mtime = identity(path)
         return inode + more[path.name], size, mtime // 10**9 * 10**9 if seconds else mtime
 
-    monkeypatch.setattr("unshard.evaluate.pins.identity", elsewhere)
+    monkeypatch.setattr("unshard.evaluate.pin_files.identity", elsewhere)
     assert bool(pin.changed()) == is_changed
     (pin.path / "b.pt").write_bytes(b"longer than it was")
     assert "b.pt" in pin.changed()
 
 
 def test_each_owner_has_a_quota_and_removes_its_own_pins_alone(tmp_path: Path) -> None:
-    few, many = Quota(count=1, bytes=None), Quota(count=None, bytes=None)
+    few, servers = Quota(count=1, bytes=None), Quota(count=1, bytes=None, owner="server")
     for step in (1, 2, 3):
-        pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=many)
+        pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=ANY)
     for step in (4, 5):
-        pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=few, owner="server")
+        pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=servers)
     assert [(pin.step, pin.owner) for pin in pins_of(tmp_path)] == [
         (1, ""),
         (2, ""),

@@ -4,7 +4,7 @@ import shutil
 import signal
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -330,6 +330,39 @@ def test_a_database_that_does_not_answer_is_waited_for(
     server.stop(end=True)
     assert "unknown" in str(job_of(store, unknown.id).error)
     assert job_of(store, good.id).status is Status.COMPLETED
+
+
+@pytest.mark.parametrize("step", ["attempt_started", "phase"])
+def test_a_database_that_does_not_take_an_attempt_is_no_failure_of_the_job(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    store, server = scheduler(tmp_path / "work", SCORED, profile=script_profile(retries=0))
+    full = sqlite3.OperationalError("database or disk is full")
+    monkeypatch.setattr(store, step, failing_once(getattr(store, step), full))
+    job = submit(store, server, model)
+    server.start()
+    done = wait_for(store, job.id, Status.COMPLETED)
+    server.stop(end=True)
+    assert (done.attempts, done.failures) == (2, 0)
+
+
+def test_a_job_that_is_cancelled_when_its_evaluator_has_ended_leaves_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    store, server = scheduler(tmp_path / "work", SCORED)
+    real = store.complete
+
+    def late(job_id: str, metrics: Mapping[str, float], results: Path | None) -> bool:
+        server.cancel(job_id)
+        return real(job_id, metrics, results)
+
+    monkeypatch.setattr(store, "complete", late)
+    job = submit(store, server, checkpoint)
+    server.start()
+    wait_for(store, job.id, Status.CANCELLED)
+    server.stop(end=True)
+    assert list((tmp_path / "work" / "merged").iterdir()) == []
 
 
 def test_a_bad_checkpoint_is_not_retried(tmp_path: Path) -> None:

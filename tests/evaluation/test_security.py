@@ -348,15 +348,19 @@ def test_a_checkpoint_outside_the_roots_is_refused(server: Live, number: int) ->
     assert not (server.directory / "outside" / "_unshard").exists()
 
 
-@pytest.mark.parametrize("what", ["file", "folder", "config", "step", "pin"])
+@pytest.mark.parametrize(
+    "what", ["file", "file and a link to nowhere", "folder", "config", "step", "pin"]
+)
 def test_links_inside_a_checkpoint_do_not_lead_out(server: Live, what: str) -> None:
     outside = server.directory / "outside" / "checkpoint-7"
     folder = outside / "pytorch_model_fsdp_0"
-    place = checkpoint(server.root / f"links-{what}", 8)
+    place = checkpoint(server.root / f"links {what}", 8)
     own = place / "pytorch_model_fsdp_0"
     more: Fields = {}
     match what:
-        case "file":
+        case "file" | "file and a link to nowhere":
+            if what != "file":
+                (place / "a.json").symlink_to("nowhere")
             name = "model_world_size_2_rank_0.pt"
             (own / name).unlink()
             (own / name).symlink_to(folder / name)

@@ -4,6 +4,7 @@ import resource
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -123,6 +124,19 @@ def test_a_checkpoint_that_is_gone_before_it_is_pinned_expires(server: Live) -> 
     assert (answer.status_code, "is there" in answer.text) == (400, True)
 
 
+def test_a_checkpoint_that_became_another_is_not_taken_for_the_first(
+    server: Live, busy: Fields
+) -> None:
+    """The quota removed its pin, and a training began anew in the same place."""
+    place = checkpoint(server.root / "anew", 5)
+    job = server.submit(place)
+    shutil.rmtree(place.parent)
+    checkpoint(place.parent, 5)
+    cancel(server, busy)
+    error = str(server.ended(job, "failed")["error"])
+    assert f"rewritten while it was waiting: {place}" in error
+
+
 def test_a_pin_that_is_rewritten_in_place_fails(server: Live, busy: Fields) -> None:
     place = checkpoint(server.root / "rewritten", 5)
     job = server.submit(place)
@@ -180,7 +194,8 @@ def test_a_killed_server_is_followed_by_one_that_goes_on(tmp_path: Path) -> None
     server.kill()
     assert not all_gone(pids)
     store = Store(server.work / "jobs.sqlite")
-    unneeded = Pins(store, [server.root], QUOTA).made(
+    own = replace(QUOTA, owner=str(store.identity))
+    unneeded = Pins(store, [server.root], own).made(
         checkpoint(server.root / "left", 5), 5, server.root / "left"
     )
     store.close()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -157,12 +158,23 @@ def test_misplaced_arguments_are_lifted(server: Live, run: Path) -> None:
     assert asked.model_args == {"pretrained": str(run / "checkpoint-5"), "max_pixels": 1}
     own = {"checkpoint": arguments["pretrained"], "profile": "qwen2_vl", "tasks": asked.tasks}
     same = {**own, "batch_size": 4, "model_args": {"max_pixels": 1}}
-    assert server.call("POST", "/api/v1/jobs", json=same).json()["id"] == job["job_id"]
+    for written in (same, {**same, "batch_size": "4"}):
+        assert server.call("POST", "/api/v1/jobs", json=written).json()["id"] == job["job_id"]
     for one in (job, blocker):
         message = server.call("DELETE", f"/jobs/{one['job_id']}").json()["message"]
         assert message == f"Job {one['job_id']} cancelled"
     again = server.call("DELETE", f"/jobs/{job['job_id']}")
     assert (again.status_code, "cancelled" in again.json()["detail"]) == (400, True)
+
+
+def test_a_job_is_told_though_its_files_were_tidied_away(server: Live, run: Path) -> None:
+    job = evaluate(server, tasks=["tidied"], model_args={"pretrained": str(run / "checkpoint-5")})
+    server.ended({"id": job["job_id"]})
+    shutil.rmtree(server.work / "jobs" / str(job["job_id"]))
+    found = info(server, job)
+    assert found.status == "completed"
+    assert found.result is not None
+    assert found.result["metrics"]["tidied/acc"] == 0.05
 
 
 def test_files_of_samples_are_listed(server: Live, run: Path) -> None:

@@ -266,6 +266,7 @@ def test_the_description_names_every_answer_and_their_models(server: Live, done:
             is_ours = path.startswith("/api/v1")
             assert error.endswith("/ErrorBody" if is_ours else "/Problem"), path
             assert "422" not in method["responses"], path
+    assert "5XX" in spec["paths"]["/merge"]["post"]["responses"]
 
 
 def test_nothing_is_served_that_needs_the_internet(server: Live) -> None:

@@ -23,7 +23,7 @@ from unshard.evaluate.endings import (
 from unshard.evaluate.environment import evaluator_environment
 from unshard.evaluate.jobs import Job, Phase, Process
 from unshard.evaluate.launching import start_supervisor
-from unshard.evaluate.merging import GivenUpError, GoneError, Merger, PassingError
+from unshard.evaluate.merging import CrashedError, GivenUpError, GoneError, Merger, PassingError
 from unshard.evaluate.processes import is_alive, kill_group
 from unshard.evaluate.slots import visible_devices
 from unshard.evaluate.store import Store
@@ -85,7 +85,7 @@ class Runner:
         merger: makes the models.
         limits: of every attempt.
         halt: why a job's attempt should not go on, if so; asked often.
-        changed: the files of a job's pin that were rewritten in place since it was pinned.
+        changed: the files of a job's checkpoint that are not what was submitted.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Runner:
         except (PassingError, OSError) as error:
             return Postponed(str(error))
         except UnshardError as error:
-            return Failed(str(error), may_retry=False)
+            return Failed(str(error), may_retry=isinstance(error, CrashedError))
 
     def resume(self, attempt: Attempt, process: Process) -> Outcome:
         """Go on with an attempt of an earlier server, as if this one had begun it."""
@@ -237,7 +237,9 @@ class Runner:
         odd = [name for name, value in metrics.items() if not math.isfinite(value)]
         if odd:
             return self._failed(attempt, f"not finite: {', '.join(odd)}")
-        return self._rewritten(attempt.job) or Completed(metrics, results)
+        is_merged = work.model == self._merger.merged(attempt.job.id)
+        rewritten = None if is_merged else self._rewritten(attempt.job)
+        return rewritten or Completed(metrics, results)
 
     def _failed(self, attempt: Attempt, why: str) -> Failed:
         lines = last_lines(attempt.directory / LOG_NAME, _SHOWN_LINES)

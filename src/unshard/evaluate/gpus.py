@@ -5,7 +5,7 @@ from pathlib import Path
 
 from unshard.errors import UsageError
 
-__all__ = ["gpus_here", "gpus_in"]
+__all__ = ["first_gpus", "gpus_here", "gpus_in"]
 
 _NONE = frozenset({"", "-1", "NoDevFiles"})
 
@@ -22,8 +22,30 @@ def gpus_in(text: str) -> tuple[int, ...]:
             f"--gpus {text}: unknown", expected="numbers, 0,1 or 0, for one; or how many: 2"
         )
     if "," not in text:
-        return tuple(range(int(parts[0])))
+        return first_gpus(int(parts[0]), what=f"--gpus {text}")
     return tuple(dict.fromkeys(map(int, parts)))
+
+
+def first_gpus(count: int, *, what: str) -> tuple[int, ...]:
+    """Return so many GPUs: the first of those that this process may use, where it is told which.
+
+    Args:
+        count: how many.
+        what: said so, for an error.
+
+    Raises:
+        UsageError: CUDA_VISIBLE_DEVICES names fewer, or names them by something else.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not count:
+        return tuple(range(count))
+    if len(here := gpus_here()) < count:
+        raise UsageError(
+            f"{what}: more than this process may use",
+            found=f"CUDA_VISIBLE_DEVICES={visible!r:.200}",
+            hint="name them: 0,1",
+        )
+    return here[:count]
 
 
 def gpus_here() -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from unshard.read.format import Request as Wanted
 from unshard.write.stage import recover
 
 __all__ = [
+    "CrashedError",
     "GivenUpError",
     "GoneError",
     "Merger",
@@ -39,7 +40,11 @@ class GoneError(EvaluationError):
 
 
 class PassingError(EvaluationError):
-    """A merge failed for something that may pass: no space, a killed process, time."""
+    """A merge failed for something that may pass: no space, a process killed by a signal, time."""
+
+
+class CrashedError(EvaluationError):
+    """The process of a merge ended by a mistake of its own."""
 
 
 class GivenUpError(EvaluationError):
@@ -103,6 +108,7 @@ class Merger:
         Raises:
             GoneError: the checkpoint is not there, or went away meanwhile.
             PassingError: it may be tried again.
+            CrashedError: its process made a mistake.
             GivenUpError: `is_given_up`.
             UnshardError: it cannot be merged.
         """
@@ -165,6 +171,7 @@ def merge_in_process(
     Raises:
         PassingError: it may be tried again.
         GivenUpError: `is_given_up`.
+        CrashedError: its process made a mistake.
         EvaluationError: it cannot be merged.
     """
     order = {"checkpoint": str(source), "output": str(output), "options": asdict(options)}
@@ -222,7 +229,8 @@ def _judge(source: Path, directory: Path, returncode: int) -> None:
         answer = json.loads((directory / ANSWER_NAME).read_bytes())
     except FileNotFoundError:
         log = (directory / _LOG_NAME).read_text(errors="replace")[-2000:]
-        raise PassingError(
+        died = PassingError if returncode < 0 else CrashedError
+        raise died(
             f"{source}: the process that merged it ended with code {returncode}", found=log
         ) from None
     if answer["error"] is not None:

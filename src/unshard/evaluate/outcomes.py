@@ -5,7 +5,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -129,8 +129,7 @@ class Outcomes:
         job, store = attempt.job, self._store
         match outcome:
             case Completed(metrics, results):
-                if store.complete(job.id, metrics, results):
-                    _remove_others(attempt.directory)
+                self._complete(attempt, metrics, results)
             case Failed(error, may_retry):
                 is_last = not may_retry or job.failures >= attempt.profile.retries
                 retry_at = time.time() + self._backoff.after(job.failures)
@@ -151,6 +150,17 @@ class Outcomes:
                 pass
             case _:
                 assert_never(outcome)
+
+    def _complete(
+        self, attempt: Attempt, metrics: Mapping[str, float], results: Path | None
+    ) -> None:
+        job_id = attempt.job.id
+        if self._store.complete(job_id, metrics, results):
+            _remove_others(attempt.directory)
+            return
+        now = self._store.get(job_id)
+        if now is None or now.status is Status.CANCELLED:
+            self._merger.remove(job_id)
 
     def _keep(self, job_id: str, profile: Profile) -> None:
         """Remove the merged models that need not stay, if a job is completed."""

@@ -7,11 +7,20 @@ random state. Names are those of the writers that `read.discover` names. Opens n
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["Identity", "Listing", "fingerprint", "identity", "list_checkpoint"]
+__all__ = [
+    "Identity",
+    "Listing",
+    "changed_files",
+    "fingerprint",
+    "identity",
+    "list_checkpoint",
+]
+
+_SECOND = 1_000_000_000  # ns
 
 _LEFT_OUT_FOLDERS = re.compile(
     r"optim(?:izer)?(?:_\d+)?"  # NeMo AutoModel, lmms-engine, accelerate
@@ -50,6 +59,39 @@ def identity(path: Path) -> Identity:
     """Return what tells a file from one that replaced it or was written again in place."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def changed_files(checkpoint: Path, files: Mapping[str, Identity]) -> list[str]:
+    """Return the files that are not what they were: written in place, replaced or gone.
+
+    Some mounts number the files by themselves, or know whole seconds only. Where no file has the
+    number that it had, sizes and times decide.
+
+    Args:
+        checkpoint: a directory, or a file that is one.
+        files: what they were, by path relative to the checkpoint.
+    """
+    is_folder = checkpoint.is_dir()
+    now = {name: _identity_of(checkpoint / name if is_folder else checkpoint) for name in files}
+    is_numbered = any(found and found[0] == files[name][0] for name, found in now.items())
+    return [
+        name
+        for name, found in now.items()
+        if found is None or not _is_same(found, files[name], is_numbered=is_numbered)
+    ]
+
+
+def _identity_of(path: Path) -> Identity | None:
+    try:
+        return identity(path)
+    except OSError:
+        return None
+
+
+def _is_same(now: Identity, was: Identity, *, is_numbered: bool) -> bool:
+    (inode, size, mtime), (old_inode, old_size, old_mtime) = now, was
+    is_file = inode == old_inode or not is_numbered
+    return is_file and size == old_size and mtime in {old_mtime, old_mtime // _SECOND * _SECOND}
 
 
 def list_checkpoint(checkpoint: Path) -> Listing:
@@ -94,10 +136,17 @@ def _list_folder(folder: Path, inside: PurePosixPath, into: Listing, *, seen: se
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield names of a folder that a pin keeps, and whether they are folders."""
+    """Yield names of a folder that a pin keeps, and whether they are folders.
+
+    A link that leads nowhere is nothing that could be read or kept.
+    """
     with os.scandir(folder) as entries:
-        found = sorted((entry.name, entry.is_dir()) for entry in entries)
+        found = sorted((entry.name, entry.is_dir()) for entry in entries if _leads(entry))
     for name, is_folder in found:
         left_out = _LEFT_OUT_FOLDERS if is_folder else _LEFT_OUT_FILES
         if not left_out.fullmatch(name):
             yield name, is_folder
+
+
+def _leads(entry: "os.DirEntry[str]") -> bool:
+    return not entry.is_symlink() or os.path.exists(entry.path)  # noqa: PTH110  no Path per file

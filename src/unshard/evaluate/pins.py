@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.evaluate.pin_files import Identity, identity
+from unshard.evaluate.pin_files import Identity, changed_files
 from unshard.evaluate.pin_links import (
     ExpiredError,
     GoneError,
@@ -47,7 +47,6 @@ _PLACE = Path("_unshard") / "pins"
 _RECORD = "pin.json"
 _PARTIAL = ".partial"
 _ABANDONED = 3600.0  # seconds after which a pin that was not finished is nobody's
-_SECOND = 1_000_000_000  # ns
 _STEP = re.compile(r"(\d+)(?:\.\w+)?$")
 log = logging.getLogger(__name__)
 
@@ -59,10 +58,12 @@ class Quota:
     Attributes:
         count: pins.
         bytes: of all files that these pins hold, each counted once.
+        owner: the server that makes them; empty: clients.
     """
 
     count: int | None
     bytes: int | None
+    owner: str = ""
 
 
 DEFAULT_QUOTA = Quota(count=8, bytes=500_000_000_000)
@@ -101,38 +102,12 @@ class Pin:
         return sum(size for _, size, _ in self.files.values())
 
     def changed(self) -> list[str]:
-        """Return the files that are not what was pinned: written in place, replaced or gone.
-
-        Some mounts number the files by themselves, or know whole seconds only. Where no file has
-        the number that it had, sizes and times decide.
-        """
-        now = {name: _identity_of(self._at(name)) for name in self.files}
-        is_numbered = any(found and found[0] == self.files[name][0] for name, found in now.items())
-        return [
-            name
-            for name, found in now.items()
-            if found is None or not _is_same(found, self.files[name], is_numbered=is_numbered)
-        ]
+        """Return the files that are not what was pinned: see `pin_files.changed_files`."""
+        return changed_files(self.path, self.files)
 
     def unpin(self) -> None:
         """Remove the links; see `unpin`."""
         unpin(self)
-
-    def _at(self, name: str) -> Path:
-        return self.path / name if self.path.is_dir() else self.path
-
-
-def _identity_of(path: Path) -> Identity | None:
-    try:
-        return identity(path)
-    except OSError:
-        return None
-
-
-def _is_same(now: Identity, was: Identity, *, is_numbered: bool) -> bool:
-    (inode, size, mtime), (old_inode, old_size, old_mtime) = now, was
-    is_file = inode == old_inode or not is_numbered
-    return is_file and size == old_size and mtime in {old_mtime, old_mtime // _SECOND * _SECOND}
 
 
 def pin_checkpoint(
@@ -142,7 +117,6 @@ def pin_checkpoint(
     step: int | None = None,
     run: Path | None = None,
     spare: Collection[str] = (),
-    owner: str = "",
 ) -> Pin:
     """Keep a checkpoint by hard links.
 
@@ -152,7 +126,6 @@ def pin_checkpoint(
         step: the training step; else the number at the end of the checkpoint's name.
         run: the run's directory; else the one that holds the checkpoint.
         spare: the names of pins that make no room.
-        owner: the server that makes the pin; empty: a client.
 
     Raises:
         GoneError: the checkpoint is gone, or was being removed.
@@ -169,7 +142,7 @@ def pin_checkpoint(
         link_companions(run, partial)
         path = directory / checkpoint.name
         step = _step_in(checkpoint.name) if step is None else step
-        pin = Pin(path, directory, checkpoint, step, time.time(), files, owner)
+        pin = Pin(path, directory, checkpoint, step, time.time(), files, quota.owner)
         _record(pin, partial)
         partial.rename(directory)
     except BaseException as error:
@@ -177,7 +150,7 @@ def pin_checkpoint(
         if isinstance(error, OSError):
             raise refusal(checkpoint, error) from error
         raise
-    enforce_quota(run, quota, spare={*spare, pin.name}, owner=owner)
+    enforce_quota(run, quota, spare={*spare, pin.name})
     return pin
 
 
@@ -265,18 +238,15 @@ def unpin(pin: Pin) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def enforce_quota(
-    run: Path, quota: Quota, *, spare: Collection[str] = (), owner: str = ""
-) -> list[Pin]:
+def enforce_quota(run: Path, quota: Quota, *, spare: Collection[str] = ()) -> list[Pin]:
     """Remove an owner's oldest pins of a run until the quota is kept; return those removed.
 
     Args:
         run: the run's directory.
         quota: what the owner's pins of the run may keep.
         spare: the names of pins that stay whatever their age.
-        owner: the server that made them; empty: a client.
     """
-    kept, removed = [pin for pin in pins_of(run) if pin.owner == owner], []
+    kept, removed = [pin for pin in pins_of(run) if pin.owner == quota.owner], []
     for pin in [pin for pin in kept if pin.name not in spare]:
         if not _is_exceeded(kept, quota):
             break

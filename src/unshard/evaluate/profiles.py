@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from unshard.errors import UsageError
-from unshard.evaluate.gpus import gpus_here
+from unshard.evaluate.gpus import first_gpus, gpus_here
 from unshard.evaluate.harmless import MODEL_TYPES
 from unshard.evaluate.jobs import Scalar
 from unshard.evaluate.profile_settings import (
@@ -240,7 +240,8 @@ def _gpus(settings: Settings) -> tuple[int, ...]:
     if value is None:
         return gpus_here()
     if not isinstance(value, list):
-        return tuple(range(settings.count("gpus", 0, most=1024)))
+        count = settings.count("gpus", 0, most=1024)
+        return first_gpus(count, what=f"{settings.where}: gpus {count}")
     if not all(type(number) is int and number >= 0 for number in value):
         raise settings.wrong("gpus", expected="how many, or a list of their numbers")
     return tuple(dict.fromkeys(value))

@@ -47,7 +47,7 @@ class Settings:
             hour at most.
         merges: how many merges run at once.
         options: of every merge.
-        changed: the files of a job's pin that were rewritten in place since it was pinned.
+        changed: the files of a job's checkpoint that are not what was submitted.
         ended: called when a job will not change by itself any more, perhaps more than once.
     """
 
@@ -263,9 +263,12 @@ class Scheduler:
                 outcome = self._runner.run(attempt)
             else:
                 outcome = self._runner.resume(attempt, process)
+        except sqlite3.OperationalError as error:
+            _log.exception("job %s is tried again", attempt.job.id)
+            outcome = Postponed(f"the database of jobs does not answer: {error}")
         except Exception as error:  # noqa: BLE001  an evaluator's mistake must not cost the server
             _log.exception("job %s failed in an unforeseen way", attempt.job.id)
-            outcome = Failed(f"unforeseen: {error!r}", isinstance(error, sqlite3.Error))
+            outcome = Failed(f"unforeseen: {error!r}", may_retry=False)
         if not isinstance(outcome, Left):
             self._close(attempt, outcome)
 

@@ -208,10 +208,6 @@ class Store(Records):
                 _tell(connection, job_id, now)
 
 
-def _is_gone(pin: str | None) -> bool:
-    return pin is None or not Path(pin).exists()
-
-
 def _storable(text: str) -> str:
     """Return a text that SQLite takes: a file's name may hold bytes that are no UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -8,7 +8,7 @@ Tags are refused by this: the results keep no record of them.
 from collections.abc import Mapping
 from pathlib import Path
 
-from unshard.evaluate.arguments import join_arguments, parse_arguments
+from unshard.evaluate.arguments import has_separator, join_arguments, parse_arguments
 from unshard.evaluate.evaluators.documents import (
     check_exit,
     check_tasks,
@@ -54,7 +54,7 @@ def _arguments(work: Work) -> list[str]:
     model_args = {
         **request.model_args,
         **profile.model_args,
-        profile.checkpoint_key: str(work.model),
+        profile.checkpoint_key: str(_named(work)),
     }
     join_arguments({"output_path": str(work.output)}, what=_PROGRAM)
     generation = parse_arguments(request.gen_kwargs or "", what="gen_kwargs")
@@ -72,3 +72,12 @@ def _arguments(work: Work) -> list[str]:
     }
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
     return [*given, "--log_samples"]
+
+
+def _named(work: Work) -> Path:
+    """Return the model under a name that is one argument: `runs/lr=1e-5,bs=8` would be three."""
+    if not has_separator(str(work.model)):
+        return work.model
+    link = work.directory / "model"
+    link.symlink_to(work.model)
+    return link

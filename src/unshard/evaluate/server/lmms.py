@@ -121,7 +121,7 @@ def models(request: Request) -> Models:
     return Models(models=sorted(service_of(request).profiles))
 
 
-@router.post("/merge")
+@router.post("/merge", responses={"5XX": {"model": Problem}})
 async def merge(request: Request, asked: MergeRequest) -> MergeResponse:
     """Merge a checkpoint into `_unshard/merged` beside it, and say where that is.
 

@@ -5,17 +5,19 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
-from unshard.errors import UnshardError, UsageError
+from unshard.errors import UsageError
 from unshard.evaluate.evaluators import make_evaluator
 from unshard.evaluate.gpus import gpus_in
 from unshard.evaluate.jobs import Job
-from unshard.evaluate.pins import Quota, read_pin
+from unshard.evaluate.pin_files import fingerprint
+from unshard.evaluate.pins import ExpiredError, Quota, read_pin
 from unshard.evaluate.profiles import ServerConfig
 from unshard.evaluate.scheduler import Scheduler, Settings
 from unshard.evaluate.server.app import make_app
@@ -74,7 +76,8 @@ def make_service(config: ServerConfig) -> Service:
     """Return what a server does: its jobs, and a scheduler that has not begun."""
     work = _own_directory((config.work_directory or _WORK_DIR).absolute())
     store = Store(work / _DATABASE)
-    pins = Pins(store, config.roots, Quota(config.pin_count, config.pin_bytes))
+    quota = Quota(config.pin_count, config.pin_bytes, owner=str(store.identity))
+    pins = Pins(store, config.roots, quota)
 
     def evaluators(name: str) -> tuple[Profile, Evaluator]:
         profile = profile_named(config.profiles, name)
@@ -182,8 +185,12 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 
 
 def _changed(job: Job) -> Sequence[str]:
-    """Return the files of a job's pin that were rewritten since."""
-    try:
-        return [] if job.pin is None else read_pin(Path(job.pin)).changed()
-    except (UnshardError, OSError):
-        return []
+    """Return the files of a job's pin that were rewritten since.
+
+    Without a pin the checkpoint itself, if it has become another: a training may begin anew there.
+    """
+    with suppress(ExpiredError):
+        if job.pin is not None:
+            return read_pin(Path(job.pin)).changed()
+    was, now = job.request.fingerprint, fingerprint(Path(job.request.checkpoint))
+    return [job.request.checkpoint] if was and now and was != now else []

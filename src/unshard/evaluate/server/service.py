@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import re
 import secrets
 import threading
@@ -31,6 +32,8 @@ from unshard.read.format import Request as Wanted
 
 __all__ = ["Service", "allows_model", "by_task", "profile_named"]
 
+_log = logging.getLogger(__name__)
+_NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 
 
@@ -101,6 +104,7 @@ class Service:
             UnshardError: the request is refused.
         """
         profile = profile_named(self.profiles, request.profile)
+        request = replace(request, batch_size=_number(request.batch_size))
         known = {**self.profiles, request.profile: profile}
         check_request(request, replace(self.config, profiles=known))
         checkpoint = resolve_checkpoint(request.checkpoint, self.config.roots)
@@ -194,10 +198,14 @@ class Service:
         if profile is None or profile.kind is not Kind.COMMAND:
             return job.results
         path = self.scheduler.directory_of(job) / "lmms_results.json"
-        if not path.is_file():
-            draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-            draft.write_text(json.dumps({"results": by_task(job.metrics)}), encoding="utf-8")
-            draft.replace(path)
+        try:
+            if not path.is_file():
+                draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+                draft.write_text(json.dumps({"results": by_task(job.metrics)}), encoding="utf-8")
+                draft.replace(path)
+        except OSError as error:
+            _log.warning("job %s: its results cannot be written again: %s", job.id, error)
+            return job.results
         return str(path)
 
     def sample_files(self, job: Job) -> list[str]:
@@ -228,6 +236,13 @@ class Service:
         except OSError:
             text, after = "", offset
         return text, after, job.status.is_final and not text
+
+
+def _number(batch_size: int | str | None) -> int | str | None:
+    """Take a number that is written as a text for one; `auto` stays."""
+    if isinstance(batch_size, str) and _NUMBER.fullmatch(batch_size):
+        return int(batch_size)
+    return batch_size
 
 
 def by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
