@@ -161,7 +161,8 @@ def leave_staging(directory: Path) -> Path:
 
 def child_environment() -> dict[str, str]:
     source = str(Path(unshard.__file__).parent.parent)
-    return os.environ | {"PYTHONPATH": os.pathsep.join([source, str(TESTS)])}
+    inherited = {name: of for name, of in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return inherited | {"PYTHONPATH": os.pathsep.join([source, str(TESTS)])}
 
 
 def start_server(work_dir: Path, script: str, *, gpus: str) -> "subprocess.Popen[bytes]":

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from unshard.evaluate.pin_files import fingerprint
+from unshard.evaluate.pin_files import fingerprint, stamps_of
 
 Fields = dict[str, object]
 
@@ -27,6 +27,7 @@ class Stub:
         jobs: views by id; a test changes them.
         finishes: what a job becomes as soon as it is submitted, by the body; None leaves it queued.
         refuses: status and message for every submission, if set.
+        token: who submits without it is refused, if set.
         paths, headers: of all requests, in order.
     """
 
@@ -38,6 +39,7 @@ class Stub:
     headers: list[dict[str, str]] = field(default_factory=list)
     finishes: Callable[[Fields], Fields | None] = lambda body: None  # noqa: ARG005
     refuses: tuple[int, str] | None = None
+    token: str | None = None
     results_dir: Path | None = None
 
     @property
@@ -83,6 +85,8 @@ def _add_v1(app: FastAPI, stub: Stub) -> None:  # noqa: C901  (a list of endpoin
     @app.post("/api/v1/jobs")
     async def submit(request: Request) -> Response:
         body = await request.json()
+        if stub.token not in (None, request.headers.get("authorization", "")[len("Bearer ") :]):
+            return error(401, "who are you?")
         if stub.refuses is not None:
             return error(*stub.refuses)
         for known in stub.jobs.values():
@@ -93,7 +97,7 @@ def _add_v1(app: FastAPI, stub: Stub) -> None:  # noqa: C901  (a list of endpoin
         key = {**body, "checkpoint": None, "pin": None}
         view = {"id": job_id, "status": "queued", "metrics": {}, "error": None, "request": key}
         view |= {"tasks": body.get("tasks"), "profile": body.get("profile")}
-        view["fingerprint"] = fingerprint(Path(body.get("pin") or body["checkpoint"]))
+        view["fingerprint"] = fingerprint(stamps_of(Path(body.get("pin") or body["checkpoint"])))
         stub.jobs[job_id] = {**view, "step": body.get("step"), **(stub.finishes(body) or {})}
         return JSONResponse(stub.jobs[job_id], status_code=201)
 

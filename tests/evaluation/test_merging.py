@@ -125,7 +125,10 @@ def test_a_disk_without_space_may_pass(tmp_path: Path, merger: Merger) -> None:
     assert prepare(merger, job(checkpoint), tmp_path).is_dir()
 
 
-@pytest.mark.parametrize(("end", "kind"), [("kill -9 $$", PassingError), ("exit 1", CrashedError)])
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [("kill -9 $$", PassingError), ("exit 75", PassingError), ("exit 1", CrashedError)],
+)
 def test_a_worker_that_is_killed_may_pass_and_one_that_crashes_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, kind: type[EvaluationError]
 ) -> None:

@@ -2,7 +2,6 @@
 
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,8 +53,7 @@ def test_pins_that_no_job_needs_are_removed(run: Path, service: Service) -> None
     needed = submit(service, run, 0)
     pins.made(run / "checkpoint-1", 1, run)  # and killed before it was submitted
     pin_checkpoint(run / "checkpoint-2", quota=DEFAULT_QUOTA)  # a client's
-    others = replace(pins.quota, owner="another server")
-    Pins(Store(run.parent / "other"), pins.roots, others).made(run / "checkpoint-3", 3, run)
+    Pins(Store(run.parent / "other"), pins.roots, pins.quota).made(run / "checkpoint-3", 3, run)
     pins.let_go()
     assert steps(run) == [0, 2, 3]
     assert needed.pin is not None

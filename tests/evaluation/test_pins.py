@@ -157,6 +157,9 @@ def test_a_link_that_leads_nowhere_is_left_out(tmp_path: Path) -> None:
     (checkpoint / "latest").symlink_to("nowhere")
     (checkpoint / "loop").symlink_to("loop")
     assert files_in(pin_checkpoint(checkpoint, quota=ANY).path) == files_in(before.path)
+    (checkpoint / "model.safetensors").symlink_to("nowhere")
+    with pytest.raises(GoneError, match=r"links to nothing\n  found:    model\.safetensors"):
+        pin_checkpoint(checkpoint, quota=ANY)
 
 
 def test_a_checkpoint_that_is_gone_cannot_be_pinned(tmp_path: Path) -> None:
@@ -249,19 +252,20 @@ def test_writing_in_place_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "seconds", "is_changed"),
+    ("numbers", "grain", "is_changed"),
     [
-        ((1000, 1000), False, False),  # a mount that numbers files by itself
-        ((1000, 1000), True, False),
-        ((0, 0), True, False),
-        ((1000, 0), False, True),  # some numbers are the same: this file is another
+        ((1000, 1000), 1, False),  # a mount that numbers files by itself
+        ((1000, 1000), 10**9, False),
+        ((0, 0), 10**9, False),
+        ((0, 0), 100, False),
+        ((1000, 0), 1, True),  # some numbers are the same: this file is another
     ],
 )
-def test_another_machine_may_number_files_by_itself_and_know_whole_seconds(
+def test_another_machine_may_number_files_by_itself_and_know_coarser_times(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     numbers: tuple[int, int],
-    seconds: bool,  # noqa: FBT001
+    grain: int,
     is_changed: bool,  # noqa: FBT001
 ) -> None:
     (tmp_path / "checkpoint-1").mkdir()
@@ -272,7 +276,7 @@ def test_another_machine_may_number_files_by_itself_and_know_whole_seconds(
 
     def elsewhere(path: Path) -> tuple[int, int, int]:
         inode, size, mtime = identity(path)
-        return inode + more[path.name], size, mtime // 10**9 * 10**9 if seconds else mtime
+        return inode + more[path.name], size, mtime // grain * grain
 
     monkeypatch.setattr("unshard.evaluate.pin_files.identity", elsewhere)
     assert bool(pin.changed()) == is_changed
@@ -280,17 +284,17 @@ def test_another_machine_may_number_files_by_itself_and_know_whole_seconds(
     assert "b.pt" in pin.changed()
 
 
-def test_each_owner_has_a_quota_and_removes_its_own_pins_alone(tmp_path: Path) -> None:
-    few, servers = Quota(count=1, bytes=None), Quota(count=1, bytes=None, owner="server")
+def test_clients_and_servers_remove_none_of_the_others_pins(tmp_path: Path) -> None:
+    few, server, another = (Quota(1, None, owner) for owner in ("", "server", "another"))
     for step in (1, 2, 3):
         pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=ANY)
-    for step in (4, 5):
-        pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=servers)
+    for step, quota in ((4, server), (5, another)):  # the first of them may be gone for good
+        pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=quota)
     assert [(pin.step, pin.owner) for pin in pins_of(tmp_path)] == [
         (1, ""),
         (2, ""),
         (3, ""),
-        (5, "server"),
+        (5, "another"),
     ]
     enforce_quota(tmp_path, few)
     assert [pin.step for pin in pins_of(tmp_path)] == [3, 5]

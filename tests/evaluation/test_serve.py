@@ -4,7 +4,6 @@ import resource
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -124,17 +123,32 @@ def test_a_checkpoint_that_is_gone_before_it_is_pinned_expires(server: Live) -> 
     assert (answer.status_code, "is there" in answer.text) == (400, True)
 
 
+@pytest.mark.parametrize("world", [2, 3])
 def test_a_checkpoint_that_became_another_is_not_taken_for_the_first(
-    server: Live, busy: Fields
+    server: Live, busy: Fields, world: int
 ) -> None:
     """The quota removed its pin, and a training began anew in the same place."""
-    place = checkpoint(server.root / "anew", 5)
+    place = checkpoint(server.root / f"anew-{world}", 5)
     job = server.submit(place)
     shutil.rmtree(place.parent)
-    checkpoint(place.parent, 5)
+    save_ranks(place / "pytorch_model_fsdp_0", some_tensors(), world)
     cancel(server, busy)
     error = str(server.ended(job, "failed")["error"])
-    assert f"rewritten while it was waiting: {place}" in error
+    assert "replaced while it was waiting" in error
+    assert ("model_world_size_2_rank_1.pt" if world == 2 else str(place)) in error
+
+
+def test_what_comes_beside_a_checkpoint_without_a_pin_is_no_change(
+    server: Live, busy: Fields
+) -> None:
+    """The directory of a run that is a checkpoint itself, and a file that somebody converted."""
+    place = checkpoint(server.root / "grows", 5)
+    job = server.submit(place)
+    shutil.rmtree(place.parent / "_unshard" / "pins")
+    checkpoint(place, 6)
+    (place / "pytorch_model_fsdp_0" / "converted.bin").write_bytes(b"other")
+    cancel(server, busy)
+    assert server.ended(job)["step"] == 5
 
 
 def test_a_pin_that_is_rewritten_in_place_fails(server: Live, busy: Fields) -> None:
@@ -145,7 +159,7 @@ def test_a_pin_that_is_rewritten_in_place_fails(server: Live, busy: Fields) -> N
         stream.write(stream.read(4))
     cancel(server, busy)
     error = str(server.ended(job, "failed")["error"])
-    assert "rewritten while it was waiting" in error
+    assert "rewritten or replaced while it was waiting" in error
     assert file.name in error
 
 
@@ -194,8 +208,7 @@ def test_a_killed_server_is_followed_by_one_that_goes_on(tmp_path: Path) -> None
     server.kill()
     assert not all_gone(pids)
     store = Store(server.work / "jobs.sqlite")
-    own = replace(QUOTA, owner=str(store.identity))
-    unneeded = Pins(store, [server.root], own).made(
+    unneeded = Pins(store, [server.root], QUOTA).made(
         checkpoint(server.root / "left", 5), 5, server.root / "left"
     )
     store.close()

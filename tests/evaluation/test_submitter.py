@@ -259,21 +259,17 @@ def test_a_wrong_token_loses_nothing(tmp_path: Path, server: Stub) -> None:
     assert [step for step, _ in submitter.completed()] == [1]
 
 
-def test_a_token_that_is_corrected_is_read_again(
-    tmp_path: Path, server: Stub, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_token_that_is_corrected_is_read_again(tmp_path: Path, server: Stub) -> None:
     (tmp_path / "token").write_text("mistyped")
-    server.refuses = (401, "who are you?")
+    server.token = "correct"  # noqa: S105
     config = config_for(server.url, token_file=str(tmp_path / "token"))
     submitter = Submitter(config, tmp_path)
     submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
-    until(lambda: "who are you?" in caplog.text)
+    until(lambda: server.headers)
     (tmp_path / "token").write_text("correct")
-    server.refuses = None
     submitter.close(20)
     assert [step for step, _ in submitter.completed()] == [1]
     assert "mistyped" in server.headers[0]["authorization"]
-    assert "correct" in server.headers[-1]["authorization"]
 
 
 def test_what_was_submitted_last_is_sent_though_nobody_waits_for_results(
@@ -284,8 +280,7 @@ def test_what_was_submitted_last_is_sent_though_nobody_waits_for_results(
         submitter = Submitter(config_for(server.url, poll_interval=60), tmp_path)
         submitter.submit(lmms_checkpoint(tmp_path, step), step)
         submitter.close(0.0)
-        assert [body["step"] for body in server.submissions][-1:] == [step]
-        assert submitter.completed() == [(step, {"unshard_eval/t/acc": step / 100})]
+        assert [body["step"] for body in server.submissions] == list(range(1, step + 1))
 
 
 def test_a_thread_that_is_left_behind_lets_the_next_training_send(

@@ -153,7 +153,8 @@ class Runner:
             return None
         shown = ", ".join(files[:_SHOWN_LINES])
         return Failed(
-            f"the checkpoint was rewritten while it was waiting: {shown}", may_retry=False
+            f"the checkpoint was rewritten or replaced while it was waiting: {shown}",
+            may_retry=False,
         )
 
     def _evaluate(self, attempt: Attempt, work: Work) -> Outcome:

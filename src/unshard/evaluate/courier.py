@@ -83,7 +83,9 @@ class Courier:
                 if error.status in _NOT_ALLOWED:
                     self.close()  # the token is read again
                     return self._back_off(error)
-                log.error("step %s is not evaluated: %s", entry.step, error)  # noqa: TRY400
+                is_known = entry.fields.get("error") == str(error)
+                level = logging.DEBUG if is_known else logging.ERROR
+                log.log(level, "step %s is not evaluated: %s", entry.step, error)
                 self._release(self._spool.refuse(entry, str(error)))
             except Exception as error:  # noqa: BLE001  (whatever it is: others may fare better)
                 failure = error
@@ -137,7 +139,8 @@ class Courier:
     def _send_refused(self) -> None:
         """Put what this process was refused back into the queue, as if it had never been sent."""
         for entry in self._spool.refused():
-            self._spool.requeue(Entry(entry.path, {**entry.fields, "refusals": 0}))
+            if _resubmissions(entry) < _RESUBMISSIONS:
+                self._spool.requeue(Entry(entry.path, {**entry.fields, "refusals": 0}))
 
     def _connected(self) -> EvalClient:
         if self._client is None:
@@ -169,8 +172,7 @@ class Courier:
         return self._wait
 
     def _submit_again(self, entry: Entry) -> None:
-        times = entry.fields.get("submitted_again")
-        times = times + 1 if isinstance(times, int) else 1
+        times = _resubmissions(entry) + 1
         if times > _RESUBMISSIONS:
             why = "the server forgets this job again and again"
             self._release(self._spool.refuse(entry, why))
@@ -202,6 +204,12 @@ def release(pins: Iterable[str], spool: Spool) -> None:
                 read_pin(Path(pin)).unpin()
             except ExpiredError:
                 continue  # the quota, or the server, removed it
+
+
+def _resubmissions(entry: Entry) -> int:
+    """Return how often a job was submitted again because the server had forgotten it."""
+    times = entry.fields.get("submitted_again")
+    return times if isinstance(times, int) else 0
 
 
 def _metrics(job: Answer) -> dict[str, float]:

@@ -43,7 +43,7 @@ def first_gpus(count: int, *, what: str) -> tuple[int, ...]:
         raise UsageError(
             f"{what}: more than this process may use",
             found=f"CUDA_VISIBLE_DEVICES={visible!r:.200}",
-            hint="name them: 0,1",
+            hint="name them by their numbers, or ask for fewer",
         )
     return here[:count]
 
@@ -67,6 +67,6 @@ def gpus_here() -> tuple[int, ...]:
             "CUDA_VISIBLE_DEVICES cannot be read",
             expected="numbers",
             found=f"{visible!r:.200}",
-            hint="give --gpus, or `gpus` in the configuration",
+            hint="name the GPUs by --gpus 0,1 or, in the configuration, gpus: [0, 1]",
         )
-    return tuple(int(part) for part in numbers)
+    return tuple(dict.fromkeys(map(int, numbers)))

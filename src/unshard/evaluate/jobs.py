@@ -6,7 +6,7 @@ a training run, under which its results are logged, whenever they come.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -71,6 +71,7 @@ class Request:
         num_gpus: how many GPUs it needs; None: as the profile says.
         fingerprint: of the checkpoint's files: names of runs are not unique, and a training may
             begin anew in the same place.
+        stamps: what the fingerprint was made of: see `pin_files.stamps_of`.
     """
 
     checkpoint: str
@@ -86,6 +87,7 @@ class Request:
     gen_kwargs: str | None = None
     num_gpus: int | None = None
     fingerprint: str = ""
+    stamps: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def key(self) -> str:

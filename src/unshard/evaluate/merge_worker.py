@@ -34,8 +34,12 @@ def main() -> int:
     except (OSError, MemoryError) as error:
         answer = {"error": f"{order['checkpoint']}: {error!r}", "may_pass": True}
     draft = Path(f"{ANSWER_NAME}.partial")
-    draft.write_text(json.dumps(answer), encoding="utf-8")
-    draft.replace(ANSWER_NAME)
+    try:
+        draft.write_text(json.dumps(answer), encoding="utf-8")
+        draft.replace(ANSWER_NAME)
+    except OSError as error:
+        sys.stderr.write(f"the answer {answer} cannot be written: {error}\n")
+        return os.EX_TEMPFAIL
     return 0
 
 

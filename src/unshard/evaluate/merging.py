@@ -1,6 +1,7 @@
 """From a job to a Hugging Face directory: merged in a process of its own, or taken as it is."""
 
 import json
+import os
 import shutil
 import subprocess
 import threading
@@ -229,7 +230,8 @@ def _judge(source: Path, directory: Path, returncode: int) -> None:
         answer = json.loads((directory / ANSWER_NAME).read_bytes())
     except FileNotFoundError:
         log = (directory / _LOG_NAME).read_text(errors="replace")[-2000:]
-        died = PassingError if returncode < 0 else CrashedError
+        may_pass = returncode < 0 or returncode == os.EX_TEMPFAIL
+        died = PassingError if may_pass else CrashedError
         raise died(
             f"{source}: the process that merged it ended with code {returncode}", found=log
         ) from None

@@ -7,7 +7,7 @@ random state. Names are those of the writers that `read.discover` names. Opens n
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -18,9 +18,10 @@ __all__ = [
     "fingerprint",
     "identity",
     "list_checkpoint",
+    "stamps_of",
 ]
 
-_SECOND = 1_000_000_000  # ns
+_GRAINS_NS = (1, 100, 1_000, 1_000_000_000)  # of the times that file systems keep
 
 _LEFT_OUT_FOLDERS = re.compile(
     r"optim(?:izer)?(?:_\d+)?"  # NeMo AutoModel, lmms-engine, accelerate
@@ -49,10 +50,12 @@ class Listing:
         files: what a pin keeps, by path relative to the checkpoint.
         folders: mtime in ns of every directory that was read; any entry that comes or goes
             changes it.
+        lost: weights that are links to nothing, by path relative to the checkpoint.
     """
 
     files: dict[str, Identity]
     folders: dict[str, int]
+    lost: list[str]
 
 
 def identity(path: Path) -> Identity:
@@ -64,8 +67,8 @@ def identity(path: Path) -> Identity:
 def changed_files(checkpoint: Path, files: Mapping[str, Identity]) -> list[str]:
     """Return the files that are not what they were: written in place, replaced or gone.
 
-    Some mounts number the files by themselves, or know whole seconds only. Where no file has the
-    number that it had, sizes and times decide.
+    Some mounts number the files by themselves, or know coarser times. Where no file has the number
+    that it had, sizes and times decide; a time cut to another's grain is the same.
 
     Args:
         checkpoint: a directory, or a file that is one.
@@ -91,7 +94,9 @@ def _identity_of(path: Path) -> Identity | None:
 def _is_same(now: Identity, was: Identity, *, is_numbered: bool) -> bool:
     (inode, size, mtime), (old_inode, old_size, old_mtime) = now, was
     is_file = inode == old_inode or not is_numbered
-    return is_file and size == old_size and mtime in {old_mtime, old_mtime // _SECOND * _SECOND}
+    earlier, later = sorted((mtime, old_mtime))
+    is_time = any(earlier == later // grain * grain for grain in _GRAINS_NS)
+    return is_file and size == old_size and is_time
 
 
 def list_checkpoint(checkpoint: Path) -> Listing:
@@ -101,24 +106,32 @@ def list_checkpoint(checkpoint: Path) -> Listing:
         FileNotFoundError: it is gone, or some of it went meanwhile.
     """
     if not checkpoint.is_dir():
-        return Listing({checkpoint.name: identity(checkpoint)}, {})
-    listing = Listing({}, {})
+        return Listing({checkpoint.name: identity(checkpoint)}, {}, [])
+    listing = Listing({}, {}, [])
     _list_folder(checkpoint, PurePosixPath(), listing, seen=set())
     return listing
 
 
-def fingerprint(checkpoint: Path) -> str:
-    """Return what tells a checkpoint from another that lies, or lay, under the same step and name.
+def stamps_of(checkpoint: Path) -> dict[str, list[int]]:
+    """Return size, and mtime in ns, of the files of weights, by path relative to the checkpoint.
 
-    Made of names, sizes and times of the weights' files, which a pin shares with its original;
-    empty if there is nothing.
+    A pin shares them with its original. Empty if there is nothing.
     """
     try:
         files = list_checkpoint(checkpoint).files
     except OSError:
-        return ""
-    paths = {PurePosixPath(name): (size, mtime) for name, (_, size, mtime) in files.items()}
-    stamps = sorted((path.name, *of) for path, of in paths.items() if path.suffix in _WEIGHTS)
+        return {}
+    paths = {name: [size, mtime] for name, (_, size, mtime) in files.items()}
+    return {name: of for name, of in paths.items() if PurePosixPath(name).suffix in _WEIGHTS}
+
+
+def fingerprint(stamped: Mapping[str, Sequence[int]]) -> str:
+    """Return what tells a checkpoint from another that lies, or lay, under the same step and name.
+
+    Args:
+        stamped: see `stamps_of`; of nothing the fingerprint is empty.
+    """
+    stamps = sorted((PurePosixPath(name).name, *of) for name, of in stamped.items())
     return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16] if stamps else ""
 
 
@@ -129,24 +142,31 @@ def _list_folder(folder: Path, inside: PurePosixPath, into: Listing, *, seen: se
     seen.add(status.st_ino)
     into.folders[str(inside)] = status.st_mtime_ns
     for entry, is_folder in _entries(folder):
-        if is_folder:
+        if _leads_nowhere(folder / entry):
+            if (inside / entry).suffix in _WEIGHTS:
+                into.lost.append(str(inside / entry))
+        elif is_folder:
             _list_folder(folder / entry, inside / entry, into, seen=seen)
         else:
             into.files[str(inside / entry)] = identity(folder / entry)
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield names of a folder that a pin keeps, and whether they are folders.
-
-    A link that leads nowhere is nothing that could be read or kept.
-    """
+    """Yield names of a folder that a pin keeps, and whether they are folders."""
     with os.scandir(folder) as entries:
-        found = sorted((entry.name, entry.is_dir()) for entry in entries if _leads(entry))
+        found = sorted((entry.name, _is_folder(entry)) for entry in entries)
     for name, is_folder in found:
         left_out = _LEFT_OUT_FOLDERS if is_folder else _LEFT_OUT_FILES
         if not left_out.fullmatch(name):
             yield name, is_folder
 
 
-def _leads(entry: "os.DirEntry[str]") -> bool:
-    return not entry.is_symlink() or os.path.exists(entry.path)  # noqa: PTH110  no Path per file
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _leads_nowhere(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()

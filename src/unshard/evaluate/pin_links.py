@@ -15,6 +15,7 @@ from unshard.read.format import Request
 __all__ = ["ExpiredError", "GoneError", "PinError", "link_all", "link_companions", "refusal"]
 
 _ATTEMPTS = 5
+_SHOWN = 5
 _CONFIG = "config.json"
 _REFUSED = {
     errno.EXDEV: "the run's directory is on another file system than the checkpoint",
@@ -51,6 +52,8 @@ def link_all(checkpoint: Path, target: Path) -> dict[str, Identity]:
     before = list_checkpoint(checkpoint)
     if not before.files:
         raise GoneError(f"{checkpoint}: nothing to evaluate in it", found="no file")
+    if before.lost:
+        raise GoneError(f"{checkpoint}: links to nothing", found=", ".join(before.lost[:_SHOWN]))
     for _ in range(_ATTEMPTS):
         linked = _link_listed(checkpoint, target, before, linked)
         after = list_checkpoint(checkpoint)

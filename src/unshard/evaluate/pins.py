@@ -5,7 +5,7 @@ companions of the run's own directory lie beside it, where a reader looks for th
 under another name and renamed, so that it is whole or not there. Nothing is copied, and the mtimes
 of the run's and the checkpoint's directories stay what they were, because trainers remove the
 "oldest" by them. A link does not protect against writing in place: `Pin.changed` tells.
-Trainers and servers make pins of the same run. Each removes its own alone.
+Trainers and servers make pins of the same run, and neither removes the other's.
 """
 
 import json
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How much the pins of a run, of one owner, may keep; None for no limit.
+    """How much the pins of a run may keep, clients' or servers'; None for no limit.
 
     Attributes:
         count: pins.
@@ -122,7 +122,7 @@ def pin_checkpoint(
 
     Args:
         checkpoint: the step directory, or a file that is a checkpoint.
-        quota: what the owner's pins of the run may keep; its oldest others make room.
+        quota: what pins of such an owner may keep of the run; the oldest others make room.
         step: the training step; else the number at the end of the checkpoint's name.
         run: the run's directory; else the one that holds the checkpoint.
         spare: the names of pins that make no room.
@@ -239,14 +239,16 @@ def unpin(pin: Pin) -> None:
 
 
 def enforce_quota(run: Path, quota: Quota, *, spare: Collection[str] = ()) -> list[Pin]:
-    """Remove an owner's oldest pins of a run until the quota is kept; return those removed.
+    """Remove the oldest pins of a run until the quota is kept; return those removed.
 
     Args:
         run: the run's directory.
-        quota: what the owner's pins of the run may keep.
+        quota: what clients' pins may keep, or those of all servers: one that is gone for good has
+            left some, too.
         spare: the names of pins that stay whatever their age.
     """
-    kept, removed = [pin for pin in pins_of(run) if pin.owner == quota.owner], []
+    is_servers = bool(quota.owner)
+    kept, removed = [pin for pin in pins_of(run) if bool(pin.owner) == is_servers], []
     for pin in [pin for pin in kept if pin.name not in spare]:
         if not _is_exceeded(kept, quota):
             break

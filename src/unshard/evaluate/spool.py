@@ -1,11 +1,10 @@
 """What a trainer asked for and has not got yet, as files beside its run: survives both sides.
 
 `<run>/_unshard/spool/` holds `queue/` (not sent yet, in order), `jobs/` (the server has them),
-`results/` (came, and not handed over everywhere) and `refused/` (with the server's answer; what a
-process was refused is sent again now and then, and once more by the next process, and keeps its pin
-until then). Every file is written
-under another name and renamed. Nothing is synced to the disk, because a trainer must not wait for
-its own checkpoint to be flushed: files survive the death of a process, not of a machine.
+`results/` (came, and not handed over everywhere) and `refused/` (with the server's answer: sent
+again now and then, and once more by the next process; its pin stays until then). Every file is
+written under another name and renamed. Nothing is synced to the disk, because a trainer must not
+wait for its own checkpoint to be flushed: files survive the death of a process, not of a machine.
 """
 
 import json
@@ -81,7 +80,7 @@ class Spool:
         return self._entries("results")
 
     def refused(self) -> list[Entry]:
-        """Return what the server refused once: it is sent again now and then, and by the next."""
+        """Return what the server refused once: it is sent again now and then."""
         return [one for one in self._entries("refused") if _refusals(one.fields) == 1]
 
     def refusals(self) -> dict[str, str]:

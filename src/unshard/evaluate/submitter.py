@@ -217,29 +217,26 @@ class Submitter:
 
     def _work(self) -> None:
         """Do the background thread's work: send, poll, wait; until the trainer ends."""
-        interval, polled = self.config.poll_interval, float("-inf")
-        while not self._stop.is_set():
-            wait = interval
+        try:
+            polled = float("-inf")
+            while not self._stop.is_set():
+                wait = self.config.poll_interval
+                if self._is_first():
+                    with ignoring_errors("submissions wait"):
+                        wait = min(wait, self._courier.send())
+                    if time.monotonic() - polled >= self.config.poll_interval:
+                        polled = time.monotonic()
+                        with ignoring_errors("results wait"):
+                            self._courier.poll()
+                    wait = min(wait, polled + self.config.poll_interval - time.monotonic())
+                self._wake.wait(max(_SHORTEST_WAIT, wait))
+                self._wake.clear()
             if self._is_first():
-                polls = time.monotonic() - polled >= interval
-                polled = time.monotonic() if polls else polled
-                wait = min(self._round(polls=polls), polled + interval - time.monotonic())
-            self._wake.wait(max(_SHORTEST_WAIT, wait))
-            self._wake.clear()
-        if self._is_first():
-            self._round(polls=True)  # what was submitted last, and what came since
-        self._courier.close()
-        self._leave()
-
-    def _round(self, *, polls: bool) -> float:
-        """Send what waits, and poll; return the seconds after which to send again."""
-        wait = self.config.poll_interval
-        with ignoring_errors("submissions wait"):
-            wait = min(wait, self._courier.send())
-        if polls:
-            with ignoring_errors("results wait"):
-                self._courier.poll()
-        return wait
+                with ignoring_errors("submissions wait"):
+                    self._courier.send()  # the last ones; their results are for who comes next
+            self._courier.close()
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         """Let the next process send for this run: when thread and `close` have both come here."""

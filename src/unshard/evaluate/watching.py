@@ -23,7 +23,7 @@ from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.locks import lock, unlock
 from unshard.evaluate.naming import run_name
-from unshard.evaluate.pin_files import fingerprint, list_checkpoint
+from unshard.evaluate.pin_files import fingerprint, list_checkpoint, stamps_of
 from unshard.evaluate.pins import pins_of
 from unshard.evaluate.sinks.base import Marks
 from unshard.evaluate.spool import Fields, Spool
@@ -162,7 +162,7 @@ class Watching:
         step = location.step
         if step is None or self._config.eval_strategy == "no" or not self._is_due(step):
             return None
-        version = fingerprint(_checkpoint(location))
+        version = fingerprint(stamps_of(_checkpoint(location)))
         return tuple(one for one in self._config.weights if not self._is_known(step, version, one))
 
     def _is_due(self, step: int) -> bool:
@@ -207,7 +207,7 @@ class Watching:
         return asked == {**self._submitter.request(step), "weights": weights}
 
     def _mark(self, location: Location) -> None:
-        step, version = location.step or 0, fingerprint(_checkpoint(location))
+        step, version = location.step or 0, fingerprint(stamps_of(_checkpoint(location)))
         for weights in self._config.weights:
             self._marks.add(f"{step}/{version}/{self._what(weights)}")
         if (window := self._window(step)) is not None:

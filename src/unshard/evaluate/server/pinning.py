@@ -6,7 +6,7 @@ A pin of a client is the client's to remove: it may need it for jobs that are no
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unshard.errors import UnshardError, UsageError
@@ -42,7 +42,7 @@ class Pins:
     Attributes:
         store: the jobs that need them.
         roots: no pin elsewhere is made, used, listed or removed.
-        quota: of the pins that this server makes of one run; others may share the run.
+        quota: of the pins that servers make of one run.
         lock: held while a job gets its pin, and while a pin that no job has is removed.
     """
 
@@ -82,7 +82,7 @@ class Pins:
             return None
         try:
             running = {Path(job.pin).parent.name for job in self.store.running() if job.pin}
-            pin = pin_checkpoint(checkpoint, quota=self.quota, step=step, run=run, spare=running)
+            pin = pin_checkpoint(checkpoint, quota=self._own(), step=step, run=run, spare=running)
         except PinError as error:
             _log.warning("not pinned, it may be rotated away: %s", error)
             return None
@@ -91,11 +91,15 @@ class Pins:
     def let_go(self, pin: str | None = None) -> None:
         """Remove the pins of this server that no job needs: those of a pin's run, or of all."""
         with self.lock:
-            needed = {job.pin for job in self._open()}
+            needed, owner = {job.pin for job in self._open()}, self._own().owner
             for run in self._runs() if pin is None else [Path(pin).parents[3]]:
                 for found in pins_of(run):
-                    if str(found.path) not in needed and found.owner == self.quota.owner:
+                    if str(found.path) not in needed and found.owner == owner:
                         _remove(found)
+
+    def _own(self) -> Quota:
+        """Return the quota, in this server's name: others may share the run."""
+        return replace(self.quota, owner=str(self.store.identity))
 
     def everywhere(self) -> list[Pin]:
         """Return all pins of runs below the roots, or that a job has."""

@@ -16,7 +16,7 @@ from unshard.errors import UsageError
 from unshard.evaluate.evaluators import make_evaluator
 from unshard.evaluate.gpus import gpus_in
 from unshard.evaluate.jobs import Job
-from unshard.evaluate.pin_files import fingerprint
+from unshard.evaluate.pin_files import stamps_of
 from unshard.evaluate.pins import ExpiredError, Quota, read_pin
 from unshard.evaluate.profiles import ServerConfig
 from unshard.evaluate.scheduler import Scheduler, Settings
@@ -76,8 +76,7 @@ def make_service(config: ServerConfig) -> Service:
     """Return what a server does: its jobs, and a scheduler that has not begun."""
     work = _own_directory((config.work_directory or _WORK_DIR).absolute())
     store = Store(work / _DATABASE)
-    quota = Quota(config.pin_count, config.pin_bytes, owner=str(store.identity))
-    pins = Pins(store, config.roots, quota)
+    pins = Pins(store, config.roots, Quota(config.pin_count, config.pin_bytes))
 
     def evaluators(name: str) -> tuple[Profile, Evaluator]:
         profile = profile_named(config.profiles, name)
@@ -185,12 +184,15 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 
 
 def _changed(job: Job) -> Sequence[str]:
-    """Return the files of a job's pin that were rewritten since.
+    """Return the files of a job's checkpoint that were rewritten since.
 
-    Without a pin the checkpoint itself, if it has become another: a training may begin anew there.
+    Without a pin they may be gone, or there may be more; if no name is left, a training began anew
+    there, with another number of ranks.
     """
     with suppress(ExpiredError):
         if job.pin is not None:
             return read_pin(Path(job.pin)).changed()
-    was, now = job.request.fingerprint, fingerprint(Path(job.request.checkpoint))
-    return [job.request.checkpoint] if was and now and was != now else []
+    was, now = job.request.stamps, stamps_of(Path(job.request.checkpoint))
+    if was and now and was.keys().isdisjoint(now):
+        return [job.request.checkpoint]
+    return [name for name, stamp in was.items() if now.get(name, stamp) != stamp]

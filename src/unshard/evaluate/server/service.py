@@ -20,7 +20,7 @@ from unshard.evaluate.jobs import Filters, Job, Request, Status
 from unshard.evaluate.links import check_links
 from unshard.evaluate.merging import GoneError, merge_in_process
 from unshard.evaluate.naming import run_name as _name
-from unshard.evaluate.pin_files import fingerprint
+from unshard.evaluate.pin_files import fingerprint, stamps_of
 from unshard.evaluate.pins import ExpiredError
 from unshard.evaluate.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.scheduler import Scheduler
@@ -110,7 +110,7 @@ class Service:
         checkpoint = resolve_checkpoint(request.checkpoint, self.config.roots)
         request, run = _placed(replace(request, checkpoint=str(checkpoint)))
         resolve_checkpoint(request.checkpoint, self.config.roots)
-        request = replace(request, fingerprint=self._fingerprint(request, pin))
+        request = self._stamped(request, pin)
         with self.pins.lock:
             is_done = self._status_of(request) is Status.COMPLETED
             kept = None if is_done else self._pinned(request, run, pin)
@@ -120,17 +120,16 @@ class Service:
         self.scheduler.wake()
         return job, is_new
 
-    def _fingerprint(self, request: Request, pin: str | None) -> str:
-        """Return the checkpoint's fingerprint; where it is gone, that of the last job like it."""
+    def _stamped(self, request: Request, pin: str | None) -> Request:
+        """Add the checkpoint's fingerprint; where it is gone, that of the last job like it."""
         kept = None if pin is None else self.pins.of_client(pin)
-        found = fingerprint(Path(kept or request.checkpoint))
-        if found:
-            return found
+        if stamps := stamps_of(Path(kept or request.checkpoint)):
+            return replace(request, fingerprint=fingerprint(stamps), stamps=stamps)
         for job in self._alike(request):
-            known = job.request.fingerprint
-            if job.request.key == replace(request, fingerprint=known).key:
+            known = replace(request, fingerprint=job.request.fingerprint, stamps=job.request.stamps)
+            if job.request.key == known.key:
                 return known
-        return ""
+        return request
 
     def _alike(self, request: Request) -> list[Job]:
         return self.store.jobs(

@@ -46,7 +46,7 @@ def _file_name(name: str) -> str:
     plain = re.sub(r"[^\w.-]", "_", name)
     if len(plain.encode()) <= _LONGEST_NAME:
         return plain
-    return f"{name.partition(':')[0]:.40}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+    return f"{plain:.40}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 class Marks:
