@@ -3,12 +3,16 @@
 import csv
 import io
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from evaluation.live import Fields, Live, checkpoint, cli, live
+from evaluation.running import child_environment
 from evaluation.server_stub import free_port
 from unshard.cli.main import main
 
@@ -61,6 +65,33 @@ def test_waiting_for_a_failed_evaluation_fails(server: Live) -> None:
     code, jobs = submitted(server, "--tasks", "fails", "--wait")
     assert (code, jobs[0]["status"]) == (1, "failed")
     assert "nothing was measured" in str(jobs[0]["error"])
+
+
+def test_who_stops_waiting_is_told_that_the_job_goes_on(server: Live) -> None:
+    place = str(server.root / "run" / "checkpoint-5")
+    options = ["--profile", "script", "--tasks", "waits", "--step", "77", "--wait"]
+    command = [sys.executable, "-m", "unshard", "eval", "submit", place, *options]
+    environment = child_environment() | {
+        "UNSHARD_EVAL_SERVER": server.url,
+        "UNSHARD_EVAL_TOKEN_FILE": str(server.directory / "token"),
+    }
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        job = process.stderr.readline().split()[-1]
+        server.began(77)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    assert (process.returncode, f"goes on with {job}" in said) == (130, True)
+    code, out, _ = call(server, "cancel", job)
+    assert (code, "cancelled" in out) == (0, True)
+
+
+def test_a_token_that_is_missing_is_told_from_a_wrong_one(server: Live, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("another-token-than-the-servers")
+    for options, why in (([], "none came"), (["--token-file", str(tmp_path / "token")], "not the")):
+        done = cli(server.url, "status", *options)
+        assert (done.returncode, why in done.stderr) == (2, True), done.stderr
+        assert "--token-file" in done.stderr
 
 
 def test_a_job_is_cancelled(server: Live) -> None:

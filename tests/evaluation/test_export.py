@@ -137,6 +137,15 @@ def test_what_a_tracker_needs_is_asked_for(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_tracker_that_is_not_set_up_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
+    with pytest.raises(UsageError, match="--to mlflow: nothing can be written") as caught:
+        export("a", [{**ROW, "metric": "acc"}], Destination(Target.MLFLOW, tmp_path, "p"))
+    assert "Exception" in caught.value.found
+
+
 ROW = {"run": "a", "job_id": "1", "step": 3, "weights": "ema", "task": "t", "value": 0.5}
 
 

@@ -18,8 +18,11 @@ from evaluation.server_stub import Stub, free_port, scores, serving, until
 from ranks import save_ranks
 from unshard.errors import UsageError
 from unshard.evaluate import courier
+from unshard.evaluate.client import EvalClient
 from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.naming import run_name
 from unshard.evaluate.pins import pins_of
+from unshard.evaluate.spool import Spool
 from unshard.evaluate.watching import Watching
 
 WEIGHTS = {"layer.weight": torch.arange(24.0).reshape(8, 3)}
@@ -118,6 +121,8 @@ def test_a_restart_submits_nothing_again(run: Path, tmp_path: Path) -> None:
                 (run / "_unshard" / "watched.txt").unlink()
             assert watch_once(run, failing.url) == ""
         assert [(one["id"], one["attempts"]) for one in failing.ended(1)] == [(job["id"], 1)]
+        while Spool(run).pending():  # as somebody else's, it is followed until it is heard of
+            assert watch_once(run, failing.url) == ""
     absent = f"http://127.0.0.1:{free_port()}"
     arguments = (run, "--tasks=t", "--profile=score", "--once", "--interval=0.1")
     assert unshard("eval", "watch", *arguments, f"--server={failing.url}").stdout == ""
@@ -164,7 +169,7 @@ def test_the_exit_code_of_once_says_that_nothing_was_sent(
     with pytest.raises(SystemExit) as ended:
         main(["eval", "watch", str(run), "--tasks=t", "--once", "--interval=0.1", absent])
     assert ended.value.code == 1
-    assert "not sent: the server is away" in capsys.readouterr().err
+    assert "not sent: the server takes nothing now" in capsys.readouterr().err
 
 
 def once(run: Path, url: str, *more: str) -> int:
@@ -186,9 +191,10 @@ def test_once_says_what_was_refused(
     for _ in range(2):
         assert once(run, stub.url) == 1
         assert "refused: POST /api/v1/jobs: no such profile" in capsys.readouterr().err
-    assert pins_of(run) == []
+    assert [pin.step for pin in pins_of(run)] == [10]
     stub.refuses = None
     assert once(run, stub.url) == 0
+    assert [body["step"] for body in stub.submissions] == [10]
 
 
 def test_once_says_how_many_wait_for_room(
@@ -270,6 +276,21 @@ def test_a_server_that_is_mended_gets_what_it_refused_and_what_waited(
         stub.refuses = None
         until(lambda: (one.look(), len(stub.submissions) == 4)[1])
     assert sorted(str(body["step"]) for body in stub.submissions) == ["1", "2", "3", "4"]
+
+
+def test_what_somebody_else_submitted_comes_too(run: Path, stub: Stub) -> None:
+    place = verl_step(run, 10)
+    config = config_for(stub.url)
+    body = {"checkpoint": str(place / "actor"), "step": 10, "profile": "score", "tasks": ["t"]}
+    with EvalClient(stub.url) as client:
+        client.submit_body({**body, "weights": "model", "run": run_name(run)})
+    with Watching(run, config) as one:
+        one.look()
+        assert one.look() == []
+        until((run / "_unshard" / "results.jsonl").exists)
+        until(lambda: one.completed() == [(10, {"unshard_eval/t/acc": 0.1})])
+    assert looked(run, config) == []
+    assert len(stub.submissions) == 1
 
 
 @pytest.mark.parametrize(("strategy", "steps"), [("no", []), ("epoch", [100, 600])])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unshard.cli.guard import guarded
+from unshard.cli.guard import INTERRUPTED, guarded
 from unshard.cli.options import Json
 from unshard.errors import UsageError
 
@@ -86,7 +86,9 @@ def serve(
         ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="[default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="[default: 8000]")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="0 for any.  [default: 8000]")
+    ] = None,
     token_file: TokenFile = None,
     allow_unauthenticated: Annotated[
         list[str] | None,
@@ -100,18 +102,21 @@ def serve(
     _check_extra("fastapi", "uvicorn", "httpx", "pydantic", "yaml")
     from unshard.evaluate.server.serve import Given, serve
 
-    serve(
-        Given(
-            config,
-            tuple(root or ()),
-            gpus,
-            host,
-            port,
-            token_file,
-            tuple(allow_unauthenticated or ()),
-            work_dir,
-        )
+    given = Given(
+        config,
+        tuple(root or ()),
+        gpus,
+        host,
+        port,
+        token_file,
+        tuple(allow_unauthenticated or ()),
+        work_dir,
     )
+    try:
+        serve(given)
+    except KeyboardInterrupt as error:
+        print("stopped: evaluators that run go on, and the next server has them", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from error
 
 
 @app.command()
@@ -143,7 +148,7 @@ def submit(
             for one in _listed(weights)
         ]
         if wait:
-            jobs = [_ended(client, str(job["id"])) for job in jobs]
+            jobs = _all_ended(client, [str(job["id"]) for job in jobs])
     _print_jobs(jobs, as_json=as_json)
     if wait and any(job["status"] != "completed" for job in jobs):
         raise typer.Exit(FAILED)
@@ -215,7 +220,7 @@ def results(
     if as_json:
         print(json.dumps({"results": found}))
         return
-    columns = ("run", "step", "weights", "profile", "task", "metric", "value")
+    columns = ("run", "step", "weights", "profile", "task", "metric", "value", "job_id")
     if as_csv:
         writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
@@ -227,6 +232,18 @@ def results(
 
 def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _all_ended(client: "EvalClient", jobs: list[str]) -> list[dict[str, object]]:
+    """Wait until all jobs are final; after Ctrl-C they go on without us."""
+    for job in jobs:
+        print(f"waiting for job {job}", file=sys.stderr)
+    try:
+        return [_ended(client, job) for job in jobs]
+    except KeyboardInterrupt as error:
+        print(f"interrupted: the server goes on with {', '.join(jobs)}", file=sys.stderr)
+        print("to end a job: unshard eval cancel JOB", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from error
 
 
 def _ended(client: "EvalClient", job_id: str) -> dict[str, object]:

@@ -182,7 +182,7 @@ def _watch_once(watching: "Watching", apart: float) -> None:
     for why in watching.refused():
         print(f"refused: {why}", file=sys.stderr)
     if not is_sent:
-        print("not sent: the server is away; the next `watch` sends it", file=sys.stderr)
+        print("not sent: the server takes nothing now; the next `watch` sends it", file=sys.stderr)
     if not is_sent or watching.refused() or watching.held_back:
         raise typer.Exit(FAILED)
 

@@ -10,9 +10,9 @@ import typer
 
 from unshard.errors import UnshardError
 
-__all__ = ["guarded"]
+__all__ = ["INTERRUPTED", "guarded"]
 
-_INTERRUPTED = 130
+INTERRUPTED = 130
 
 P = ParamSpec("P")
 
@@ -31,7 +31,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
             print("interrupted: nothing was left half done", file=sys.stderr)
-            raise typer.Exit(_INTERRUPTED) from error
+            raise typer.Exit(INTERRUPTED) from error
 
     return run
 

@@ -20,6 +20,7 @@ __all__ = ["Answer", "RefusedError", "ServerAwayError", "V1Client"]
 
 _PREFIX = "/api/v1"
 _AWAY = frozenset({408, 425, 429, 502, 503, 504})
+_NO_TOKEN = 401
 _NOT_ALLOWED = frozenset({401, 403})
 _SHOWN = 300
 
@@ -193,6 +194,8 @@ def _raise_for(answer: httpx.Response) -> None:
     except (ValueError, KeyError, TypeError, AttributeError):
         stated = {"found": answer.text[:_SHOWN]}
         message, is_ours = f"status {answer.status_code}", answer.status_code in _NOT_ALLOWED
+    if answer.status_code == _NO_TOKEN and not stated.get("hint"):
+        stated["hint"] = "name the file of the server's token: --token-file, or `token_file`"
     where = f"{answer.request.method} {answer.request.url.path}: {message}"
     if answer.status_code in _AWAY or not (is_ours or answer.is_server_error):
         raise ServerAwayError(where, **stated)  # a gateway without its server answers 404, too

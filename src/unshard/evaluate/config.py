@@ -141,9 +141,11 @@ class EvalConfig:
         url = a_url(flat, "server_url")
         tasks = names(flat, "tasks")
         if not profile or not url or not tasks:
+            needed = {"server_url": url, "profile (or model)": profile, "tasks": tasks}
+            missing = [name for name, value in needed.items() if not value]
             raise UsageError(
-                "the evaluation's configuration says too little",
-                expected="server_url, profile (or model), tasks",
+                f"the evaluation's configuration says too little: {', '.join(missing)} missing",
+                expected=", ".join(needed),
                 found=", ".join(sorted(flat)) or "nothing",
             )
         _warn_of_unknown(flat)

@@ -22,7 +22,7 @@ from unshard.evaluate.recorder import Recording
 from unshard.evaluate.sinks.base import metric_names
 from unshard.evaluate.spool import Entry, Fields, Spool, pins_in
 
-__all__ = ["Courier", "ignoring_errors", "release"]
+__all__ = ["JOB_ID", "Courier", "ignoring_errors", "release"]
 
 _TIMEOUT = 10.0  # seconds for a request
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds between attempts while the server is away
@@ -31,7 +31,7 @@ _REFUSED_AGAIN = 300.0  # seconds after which what was refused is sent again: a 
 _FORGOTTEN = 404
 _RESUBMISSIONS = 3
 _ABANDONED = 3600.0  # seconds after which a pin that no submission names is nobody's
-_JOB_ID = re.compile(r"[\w-][\w.-]{0,127}")
+JOB_ID = re.compile(r"[\w-][\w.-]{0,127}")
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Courier:
                 is_known = entry.fields.get("error") == str(error)
                 level = logging.DEBUG if is_known else logging.ERROR
                 log.log(level, "step %s is not evaluated: %s", entry.step, error)
-                self._release(self._spool.refuse(entry, str(error)))
+                self._spool.refuse(entry, str(error))
             except Exception as error:  # noqa: BLE001  (whatever it is: others may fare better)
                 failure = error
         if failure is not None:
@@ -119,8 +119,8 @@ class Courier:
     def begin(self) -> None:
         """Go on with what an earlier process left.
 
-        Results that it fetched are handed over again; what the server refused once is sent once
-        more; old pins that nobody names (of a process that was killed) are removed.
+        Results that it fetched are handed over again; what the server refused is sent again; old
+        pins that nobody names (of a process that was killed) are removed.
         """
         for entry in self._spool.arrived():
             self._take(_recording(entry))
@@ -137,10 +137,10 @@ class Courier:
             self._client = None
 
     def _send_refused(self) -> None:
-        """Put what this process was refused back into the queue, as if it had never been sent."""
+        """Put back into the queue what was refused; not what was taken and forgotten too often."""
         for entry in self._spool.refused():
             if _resubmissions(entry) < _RESUBMISSIONS:
-                self._spool.requeue(Entry(entry.path, {**entry.fields, "refusals": 0}))
+                self._spool.requeue(entry)
 
     def _connected(self) -> EvalClient:
         if self._client is None:
@@ -151,7 +151,7 @@ class Courier:
     def _send(self, entry: Entry) -> None:
         job = self._connected().submit_body(self._body(entry.fields))
         job_id = str(job.get("id", ""))
-        if not _JOB_ID.fullmatch(job_id):
+        if not JOB_ID.fullmatch(job_id):
             raise EvaluationError("the server's answer names no job", found=str(job)[:300])
         accepted = self._spool.accept(entry, job_id)
         log.info("step %s: job %s", accepted.step, job_id)
@@ -174,8 +174,7 @@ class Courier:
     def _submit_again(self, entry: Entry) -> None:
         times = _resubmissions(entry) + 1
         if times > _RESUBMISSIONS:
-            why = "the server forgets this job again and again"
-            self._release(self._spool.refuse(entry, why))
+            self._spool.refuse(entry, "the server forgets this job again and again")
             return
         log.warning("the server does not know job %s any more: submitted again", entry.name)
         self._spool.requeue(Entry(entry.path, {**entry.fields, "submitted_again": times}))

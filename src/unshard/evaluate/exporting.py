@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from unshard.errors import UsageError
+from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.sinks.base import Marks, Sink, metric_names
 
 __all__ = ["Destination", "Exported", "Target", "export", "export_all"]
@@ -97,7 +97,7 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
     """Write the results of one run, the lowest step first.
 
     Raises:
-        UsageError: the tracker is not installed.
+        UsageError: the tracker is not installed, or not set up.
     """
     if run in {"", ".", ".."} or Path(run).name != run:
         raise UsageError(f"run {run!r}: cannot name a file")
@@ -107,7 +107,16 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
     fitting = [job for job in jobs if job.step is not None or to.target is Target.JSONL]
     new = [job for job in fitting if job.job_id not in marks]
     if new:
-        _write(_sink(run, to), new, marks)
+        try:
+            _write(_sink(run, to), new, marks)
+        except (UnshardError, OSError):
+            raise
+        except Exception as error:  # whatever a tracker raises
+            raise UsageError(
+                f"--to {to.target}: nothing can be written to it",
+                found=f"{type(error).__name__}: {error}",
+                hint="is it set up for this user? (wandb login, MLFLOW_TRACKING_URI)",
+            ) from error
     return Exported(run, len(new), len(fitting) - len(new), len(jobs) - len(fitting))
 
 

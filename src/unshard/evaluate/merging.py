@@ -208,8 +208,8 @@ def _in_time(is_given_up: Callable[[], bool], timeout_s: float) -> Callable[[], 
 
 def _gone(source: Path) -> GoneError:
     return GoneError(
-        f"{source}: is gone",
-        hint="pin checkpoints when they are submitted, or let more of them stay",
+        f"{source}: is gone, or never was there",
+        hint="check the path; pin checkpoints when they are submitted, or let more of them stay",
     )
 
 

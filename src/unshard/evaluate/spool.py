@@ -1,9 +1,9 @@
 """What a trainer asked for and has not got yet, as files beside its run: survives both sides.
 
 `<run>/_unshard/spool/` holds `queue/` (not sent yet, in order), `jobs/` (the server has them),
-`results/` (came, and not handed over everywhere) and `refused/` (with the server's answer: sent
-again now and then, and once more by the next process; its pin stays until then). Every file is
-written under another name and renamed. Nothing is synced to the disk, because a trainer must not
+`results/` (came, and not handed over everywhere) and `refused/` (with the server's answer; sent
+again now and then, because a server's configuration may be mended). Every file is written
+under another name and renamed. Nothing is synced to the disk, because a trainer must not
 wait for its own checkpoint to be flushed: files survive the death of a process, not of a machine.
 """
 
@@ -46,11 +46,6 @@ def pins_in(fields: Fields) -> list[str]:
     return [str(pin) for pin in pins] if isinstance(pins, list) else []
 
 
-def _refusals(fields: Fields) -> int:
-    count = fields.get("refusals")
-    return count if isinstance(count, int) else 0
-
-
 class Spool:
     """The spool of a run.
 
@@ -80,12 +75,16 @@ class Spool:
         return self._entries("results")
 
     def refused(self) -> list[Entry]:
-        """Return what the server refused once: it is sent again now and then."""
-        return [one for one in self._entries("refused") if _refusals(one.fields) == 1]
+        """Return what the server refused: it is sent again now and then."""
+        return self._entries("refused")
 
     def refusals(self) -> dict[str, str]:
         """Return what the server said to the submissions that it refused, by their names."""
         return {one.name: str(one.fields.get("error")) for one in self._entries("refused")}
+
+    def follow(self, job_id: str, fields: Fields) -> Entry:
+        """Add a job that the server has, and that somebody else submitted."""
+        return self._write("jobs", job_id, fields)
 
     def accept(self, entry: Entry, job_id: str) -> Entry:
         """Record that the server took a submission; it may have had the same job before."""
@@ -98,10 +97,8 @@ class Spool:
         return self._move(entry, "queue", f"{time.time_ns():020d}-{secrets.token_hex(4)}")
 
     def refuse(self, entry: Entry, why: str) -> Entry:
-        """Record that the server will not take a submission, and how often it would not."""
-        count = _refusals(entry.fields) + 1
-        fields = {**entry.fields, "error": why, "refusals": count}
-        return self._move(entry, "refused", entry.name, fields)
+        """Record that the server does not take a submission."""
+        return self._move(entry, "refused", entry.name, {**entry.fields, "error": why})
 
     def arrive(self, entry: Entry, fields: Fields) -> Entry:
         """Record a result."""

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unshard.evaluate.config import EvalConfig
-from unshard.evaluate.courier import Courier, ignoring_errors, release
+from unshard.evaluate.courier import JOB_ID, Courier, ignoring_errors, release
+from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.locks import lock, unlock
 from unshard.evaluate.naming import run_name
 from unshard.evaluate.pins import ExpiredError, PinError, pin_checkpoint
@@ -187,6 +188,15 @@ class Submitter:
             release(pins, self._spool)
             raise
         return True
+
+    def follow(self, job_id: str, checkpoint: Path, step: int, weights: str) -> None:
+        """Fetch the result of a job that somebody else submitted, too."""
+        with ignoring_errors(f"job {job_id} is not followed"):
+            if not JOB_ID.fullmatch(job_id):
+                raise EvaluationError("no job's name", found=f"{job_id!r:.200}")
+            asked = {**self.request(step), "checkpoint": str(checkpoint), "weights": weights}
+            self._spool.follow(job_id, {"step": step, "pins": [], "request": asked})
+            self._wake.set()
 
     def request(self, step: int) -> Fields:
         """Return what is asked of the checkpoint of a step, whatever its weights."""

@@ -163,7 +163,8 @@ class Watching:
         if step is None or self._config.eval_strategy == "no" or not self._is_due(step):
             return None
         version = fingerprint(stamps_of(_checkpoint(location)))
-        return tuple(one for one in self._config.weights if not self._is_known(step, version, one))
+        sets = self._config.weights
+        return tuple(one for one in sets if not self._is_known(location, step, version, one))
 
     def _is_due(self, step: int) -> bool:
         """Tell whether no other checkpoint stands for the same stretch of steps."""
@@ -178,8 +179,11 @@ class Watching:
     def _window(self, step: int) -> str | None:
         return f"{step // self._every}/{self._every}/{self._what('')}" if self._every else None
 
-    def _is_known(self, step: int, version: str, weights: str) -> bool:
-        """Tell whether a job was submitted before: to the spool, or to the server."""
+    def _is_known(self, location: Location, step: int, version: str, weights: str) -> bool:
+        """Tell whether a job was submitted before: to the spool, or to the server.
+
+        One that somebody else submitted is followed, so that its result comes here, too.
+        """
         entries = (*self._spool.waiting(), *self._spool.pending(), *self._spool.refused())
         if any(self._is_same(entry.fields, step, weights) for entry in entries):
             return True
@@ -189,9 +193,12 @@ class Watching:
             jobs = self._client.jobs(run=name, step=step, weights=weights)
         except (ServerAwayError, EvaluationError):
             return own in self._marks
-        is_there = any(self._is_like(job, version) for job in jobs)
+        known = next((job for job in jobs if self._is_like(job, version)), None)
         # A job's other arguments are not told: a mark says what was asked for from here.
-        return is_there and (own in self._marks or not self._marks.of(place))
+        if known is None or own in self._marks or self._marks.of(place):
+            return known is not None and own in self._marks
+        self._submitter.follow(str(known.get("id")), _checkpoint(location), step, weights)
+        return True
 
     def _is_like(self, job: Fields, version: str) -> bool:
         """Tell whether a job of the server is of our profile, or its type of model, and tasks."""

@@ -209,7 +209,13 @@ def profile_of(model: str, service: Service) -> str:
     for name, profile in found.items():
         if profile.model == model:
             return name
-    for name in sorted(found, key=lambda name: not allows_model(found[name], model)):
-        return f"{name}:{model}"
+    for name, profile in found.items():
+        if allows_model(profile, model):
+            return f"{name}:{model}"
     known = ", ".join(sorted(service.profiles)) or "none"
-    raise UsageError(f"model {model}: no profile of this name", expected=f"one of: {known}")
+    raise UsageError(
+        f"{model!r:.200}: no profile of this name"
+        + (", and no type of model that one for lmms-eval allows" if found else ""),
+        expected=f"one of: {known}",
+        hint="a profile can allow more types of model by `allowed_models`" if found else "",
+    )

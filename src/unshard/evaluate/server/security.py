@@ -152,7 +152,12 @@ class Guard:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._shows_token(headers.get("authorization", "")):
             if self._needs_token(scope.get("client")):
-                response = _refused(401, "a token is needed: Authorization: Bearer TOKEN")
+                why = (
+                    "this token is not the server's" if "authorization" in headers else "none came"
+                )
+                response = _refused(
+                    401, f"a token is needed, and {why}: Authorization: Bearer TOKEN"
+                )
                 response.headers["WWW-Authenticate"] = 'Basic realm="unshard", charset="UTF-8"'
                 return response
             if not self._is_own_name(_host_in(f"//{host}")):

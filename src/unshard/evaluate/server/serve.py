@@ -64,11 +64,11 @@ def configured(given: Given) -> ServerConfig:
         config = ServerConfig.from_yaml(given.config, gpus)
     return replace(
         config,
-        roots=given.roots or config.roots or (Path.cwd(),),
+        roots=tuple(root.absolute() for root in given.roots or config.roots or (Path.cwd(),)),
         host=given.host or config.host,
         port=config.port if given.port is None else given.port,
         token_file=given.token_file or config.token_file,
-        work_directory=given.work_dir or config.work_directory or _WORK_DIR,
+        work_directory=(given.work_dir or config.work_directory or _WORK_DIR).absolute(),
     )
 
 
@@ -144,6 +144,10 @@ def serve(given: Given) -> None:
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         _log.info("roots %s, profiles %s", list(map(str, config.roots)), list(config.profiles))
+        _log.info("work directory %s, GPUs %s", config.work_directory, list(config.gpus) or "none")
+        for root in config.roots:
+            if not root.is_dir():
+                _log.warning("root %s: no such directory", root)
         _log.info("listening on http://%s:%d", shown, port)
         signal.signal(signal.SIGTERM, _end)
         server = _Server(
