@@ -18,6 +18,8 @@ from unshard.evaluate.validation import _RUN
         ("a" * 99 + ".b", "a" * 99),
         ("run/_unshard/pins/0f", "run"),
         ("a b", "a_b"),
+        ("exp1/checkpoints", "exp1"),
+        ("exp1/checkpoints/_unshard/pins/0f", "exp1"),
     ],
 )
 def test_a_directorys_name_becomes_one_that_a_run_may_have(folder: str, name: str) -> None:

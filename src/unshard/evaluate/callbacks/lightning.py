@@ -11,7 +11,6 @@ after its directory, or the one above where that is `checkpoints`.
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
@@ -20,7 +19,6 @@ from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.courier import ignoring_errors
-from unshard.evaluate.naming import run_name
 from unshard.evaluate.recorder import PacedSink
 from unshard.evaluate.sinks.base import Sink
 from unshard.evaluate.sinks.trainers import open_sinks
@@ -71,7 +69,7 @@ class UnshardEvalCallback(Callback):
             run_dir = self._run_dir or Path(saved_to or trainer.default_root_dir)
             self._saves = _Saves(savers)
             self.submitter = Submitter(
-                replace(self.config, run=self.config.run or _name(run_dir.absolute())),
+                self.config,
                 run_dir,
                 sinks=[*found, *self._sinks],
                 paced=paced,
@@ -163,10 +161,6 @@ def _is_whole(path: Path) -> bool:
     with suppress(FileNotFoundError):
         return path.is_dir() or why_unfinished([path]) is None
     return False
-
-
-def _name(run_dir: Path) -> str:
-    return run_name(run_dir.parent if run_dir.name == "checkpoints" else run_dir)
 
 
 def _mlflow_run(trainer: Trainer) -> tuple[str, str] | None:
