@@ -21,7 +21,7 @@ def worker_pool() -> WorkerPool:
 
 @pytest.fixture(scope="session")
 def samples(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    """Yield what scenarios and formats look like on disk: each is written once, for all tests."""
+    """Return what scenarios and formats look like on disk: each is written once, for all tests."""
     return Samples(worker_pool, tmp_path_factory)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,13 @@ Train = Callable[[LoraCase], tuple[Path, Truth]]
 @pytest.fixture(scope="module")
 def trained(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Return `trained(case)`: where `run` and `base` lie, for reading only, and the truth."""
-    known: dict[LoraCase, tuple[Path, Truth]] = {}
 
+    @cache
     def train(case: LoraCase) -> tuple[Path, Truth]:
-        if case not in known:
-            place = tmp_path_factory.mktemp("lora")
-            (place / "run").mkdir()
-            worker_pool.run(case, 2, place / "run")
-            known[case] = place, load_truth(place / "run")
-        return known[case]
+        place = tmp_path_factory.mktemp("lora")
+        (place / "run").mkdir()
+        worker_pool.run(case, 2, place / "run")
+        return place, load_truth(place / "run")
 
     return train
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unshard.cli.guard import INTERRUPTED, guarded
+from unshard.cli.guard import guarded
 from unshard.cli.options import Json
 from unshard.errors import UsageError
 
@@ -115,8 +115,8 @@ def serve(
     try:
         serve(given)
     except KeyboardInterrupt as error:
-        print("stopped: evaluators that run go on, and the next server has them", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from error
+        why = "stopped: evaluators that run go on, and the next server has them"
+        raise KeyboardInterrupt(why) from error
 
 
 @app.command()
@@ -241,9 +241,10 @@ def _all_ended(client: "EvalClient", jobs: list[str]) -> list[dict[str, object]]
     try:
         return [_ended(client, job) for job in jobs]
     except KeyboardInterrupt as error:
-        print(f"interrupted: the server goes on with {', '.join(jobs)}", file=sys.stderr)
-        print("to end a job: unshard eval cancel JOB", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from error
+        raise KeyboardInterrupt(
+            f"interrupted: the server goes on with {', '.join(jobs)}\n"
+            "to end a job: unshard eval cancel JOB"
+        ) from error
 
 
 def _ended(client: "EvalClient", job_id: str) -> dict[str, object]:

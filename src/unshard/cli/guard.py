@@ -10,15 +10,18 @@ import typer
 
 from unshard.errors import UnshardError
 
-__all__ = ["INTERRUPTED", "guarded"]
+__all__ = ["guarded"]
 
-INTERRUPTED = 130
+_INTERRUPTED = 130
 
 P = ParamSpec("P")
 
 
 def guarded(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn the errors of a command into messages and the exit codes of `unshard.errors`."""
+    """Turn the errors of a command into messages and the exit codes of `unshard.errors`.
+
+    A KeyboardInterrupt may say in what state it leaves things.
+    """
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -30,8 +33,8 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
-            print("interrupted: nothing was left half done", file=sys.stderr)
-            raise typer.Exit(INTERRUPTED) from error
+            print(str(error) or "interrupted: nothing was left half done", file=sys.stderr)
+            raise typer.Exit(_INTERRUPTED) from error
 
     return run
 

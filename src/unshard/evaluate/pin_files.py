@@ -142,7 +142,7 @@ def _list_folder(folder: Path, inside: PurePosixPath, into: Listing, *, seen: se
     seen.add(status.st_ino)
     into.folders[str(inside)] = status.st_mtime_ns
     for entry, is_folder in _entries(folder):
-        if _leads_nowhere(folder / entry):
+        if is_folder is None:
             if (inside / entry).suffix in _WEIGHTS:
                 into.lost.append(str(inside / entry))
         elif is_folder:
@@ -151,8 +151,8 @@ def _list_folder(folder: Path, inside: PurePosixPath, into: Listing, *, seen: se
             into.files[str(inside / entry)] = identity(folder / entry)
 
 
-def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield names of a folder that a pin keeps, and whether they are folders."""
+def _entries(folder: Path) -> Iterator[tuple[str, bool | None]]:
+    """Yield names of a folder that a pin keeps, and whether they are folders: see `_is_folder`."""
     with os.scandir(folder) as entries:
         found = sorted((entry.name, _is_folder(entry)) for entry in entries)
     for name, is_folder in found:
@@ -161,12 +161,8 @@ def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
             yield name, is_folder
 
 
-def _is_folder(entry: "os.DirEntry[str]") -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
-
-
-def _leads_nowhere(path: Path) -> bool:
-    return path.is_symlink() and not path.exists()
+def _is_folder(entry: "os.DirEntry[str]") -> bool | None:
+    """Tell whether an entry is a folder; None: a link to nothing, or to itself."""
+    if entry.is_symlink() and not Path(entry.path).exists():
+        return None
+    return entry.is_dir()

@@ -2,20 +2,25 @@
 
 `<run>/_unshard/spool/` holds `queue/` (not sent yet, in order), `jobs/` (the server has them),
 `results/` (came, and not handed over everywhere) and `refused/` (with the server's answer; sent
-again now and then, because a server's configuration may be mended). Every file is written
-under another name and renamed. Nothing is synced to the disk, because a trainer must not
-wait for its own checkpoint to be flushed: files survive the death of a process, not of a machine.
+again now and then: a server's configuration may be mended). Every file is written under another
+name and renamed. Nothing is synced to the disk, because a trainer must not wait for its own
+checkpoint to be flushed: files survive the death of a process, not of a machine.
 """
 
 import json
 import logging
 import os
+import re
 import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from unshard.evaluate.jobs import EvaluationError
+
 __all__ = ["Entry", "Fields", "Spool", "pins_in"]
+
+_JOB_ID = re.compile(r"[\w-][\w.-]{0,127}")  # it becomes the name of a file
 
 Fields = dict[str, object]
 
@@ -44,6 +49,12 @@ def pins_in(fields: Fields) -> list[str]:
     """Return the pins that a submission, or the job it became, needs."""
     pins = fields.get("pins")
     return [str(pin) for pin in pins] if isinstance(pins, list) else []
+
+
+def _job_name(job_id: str) -> str:
+    if not _JOB_ID.fullmatch(job_id):
+        raise EvaluationError("the server's answer names no job", found=f"{job_id!r:.200}")
+    return job_id
 
 
 class Spool:
@@ -80,14 +91,23 @@ class Spool:
 
     def refusals(self) -> dict[str, str]:
         """Return what the server said to the submissions that it refused, by their names."""
-        return {one.name: str(one.fields.get("error")) for one in self._entries("refused")}
+        return {one.name: str(one.fields.get("error")) for one in self.refused()}
 
     def follow(self, job_id: str, fields: Fields) -> Entry:
-        """Add a job that the server has, and that somebody else submitted."""
-        return self._write("jobs", job_id, fields)
+        """Add a job that the server has, and that somebody else submitted.
+
+        Raises:
+            EvaluationError: the server's answer names no job.
+        """
+        return self._write("jobs", _job_name(job_id), fields)
 
     def accept(self, entry: Entry, job_id: str) -> Entry:
-        """Record that the server took a submission; it may have had the same job before."""
+        """Record that the server took a submission; it may have had the same job before.
+
+        Raises:
+            EvaluationError: the server's answer names no job.
+        """
+        job_id = _job_name(job_id)
         known = [one for one in self.pending() if one.name == job_id]
         pins = sorted({pin for one in (entry, *known) for pin in pins_in(one.fields)})
         return self._move(entry, "jobs", job_id, {**entry.fields, "pins": pins})

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unshard.evaluate.config import EvalConfig
-from unshard.evaluate.courier import JOB_ID, Courier, ignoring_errors, release
-from unshard.evaluate.jobs import EvaluationError
+from unshard.evaluate.courier import Courier, ignoring_errors, release
 from unshard.evaluate.locks import lock, unlock
 from unshard.evaluate.naming import run_name
 from unshard.evaluate.pins import ExpiredError, PinError, pin_checkpoint
@@ -78,6 +77,7 @@ class Submitter:
         self._state = self.run_dir / "_unshard"
         self._recorder: Recorder | None = None  # made when this process is the first
         self._lock: int | None = None
+        self._polled = float("-inf")  # when, in the background thread
         self._leaving, self._left = threading.Lock(), 0
         self._is_second = False
         if self.acts:
@@ -192,8 +192,6 @@ class Submitter:
     def follow(self, job_id: str, checkpoint: Path, step: int, weights: str) -> None:
         """Fetch the result of a job that somebody else submitted, too."""
         with ignoring_errors(f"job {job_id} is not followed"):
-            if not JOB_ID.fullmatch(job_id):
-                raise EvaluationError("no job's name", found=f"{job_id!r:.200}")
             asked = {**self.request(step), "checkpoint": str(checkpoint), "weights": weights}
             self._spool.follow(job_id, {"step": step, "pins": [], "request": asked})
             self._wake.set()
@@ -228,17 +226,8 @@ class Submitter:
     def _work(self) -> None:
         """Do the background thread's work: send, poll, wait; until the trainer ends."""
         try:
-            polled = float("-inf")
             while not self._stop.is_set():
-                wait = self.config.poll_interval
-                if self._is_first():
-                    with ignoring_errors("submissions wait"):
-                        wait = min(wait, self._courier.send())
-                    if time.monotonic() - polled >= self.config.poll_interval:
-                        polled = time.monotonic()
-                        with ignoring_errors("results wait"):
-                            self._courier.poll()
-                    wait = min(wait, polled + self.config.poll_interval - time.monotonic())
+                wait = self._round() if self._is_first() else self.config.poll_interval
                 self._wake.wait(max(_SHORTEST_WAIT, wait))
                 self._wake.clear()
             if self._is_first():
@@ -247,6 +236,17 @@ class Submitter:
             self._courier.close()
         finally:
             self._leave()
+
+    def _round(self) -> float:
+        """Send what waits, poll if it is time; return the seconds until the next round."""
+        wait = interval = self.config.poll_interval
+        with ignoring_errors("submissions wait"):
+            wait = min(wait, self._courier.send())
+        if time.monotonic() - self._polled >= interval:
+            self._polled = time.monotonic()
+            with ignoring_errors("results wait"):
+                self._courier.poll()
+        return min(wait, self._polled + interval - time.monotonic())
 
     def _leave(self) -> None:
         """Let the next process send for this run: when thread and `close` have both come here."""

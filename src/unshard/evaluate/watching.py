@@ -195,8 +195,10 @@ class Watching:
             return own in self._marks
         known = next((job for job in jobs if self._is_like(job, version)), None)
         # A job's other arguments are not told: a mark says what was asked for from here.
-        if known is None or own in self._marks or self._marks.of(place):
-            return known is not None and own in self._marks
+        if known is None:
+            return False
+        if self._marks.of(place):
+            return own in self._marks
         self._submitter.follow(str(known.get("id")), _checkpoint(location), step, weights)
         return True
 
