@@ -26,7 +26,7 @@ ROOMS = (
 )
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 DOORS = {"__init__", "__main__"}
-LONGEST_MODULE = 300
+LONGEST_MODULE = 400
 LONGEST_FUNCTION = 40
 HEAVY = {"torch", "transformers", "accelerate", "ray"}
 # These import them in functions only, or are imported by those only who have them (callbacks);
@@ -132,7 +132,7 @@ def test_every_module_is_in_a_room() -> None:
     assert {"api", "tensors", "plan", "errors"} <= found
 
 
-def test_a_module_has_at_most_300_lines() -> None:
+def test_a_module_has_at_most_400_lines() -> None:
     def too_many(path: Path) -> int:
         return max(0, len(path.read_text(encoding="utf-8").splitlines()) - LONGEST_MODULE)
 
