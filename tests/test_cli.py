@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from ranks import assert_same, merged, rank_path, save_ranks, some_tensors
+from unshard import api
+from unshard.cli.reports import print_reports
 
 
 def unshard(*arguments: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
@@ -31,6 +33,27 @@ def test_merge_prints_what_it_did(checkpoint: Path, tmp_path: Path) -> None:
     assert f"saved to {tmp_path / 'out'}" in done.stdout
     assert done.stderr.splitlines()[0] == "reading"
     assert_same(merged(tmp_path / "out"), some_tensors())
+
+
+def test_weights_without_a_config_are_not_announced_as_a_model(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = "weights only: not loadable by transformers without a config.json"
+    report = api.merge(checkpoint, tmp_path / "bare")
+    print_reports([report], as_list=False, as_json=False, quiet=False)
+    assert capsys.readouterr().out.splitlines()[-1] == last
+    print_reports([report], as_list=False, as_json=True, quiet=False)
+    assert json.loads(capsys.readouterr().out)["loadable"] is False
+
+    planned = api.merge(checkpoint, tmp_path / "planned", dry_run=True)
+    print_reports([planned], as_list=False, as_json=False, quiet=False)
+    assert capsys.readouterr().out.splitlines()[-1] == last
+
+    (checkpoint / "config.json").write_text('{"model_type": "of-our-own"}')
+    report = api.merge(checkpoint, tmp_path / "whole")
+    print_reports([report], as_list=False, as_json=False, quiet=False)
+    assert report.loadable
+    assert last not in capsys.readouterr().out
 
 
 def test_quiet_prints_nothing(checkpoint: Path, tmp_path: Path) -> None:

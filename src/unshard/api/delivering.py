@@ -57,12 +57,7 @@ def deliver(
     for warning in noticed.warnings:
         listener(Warned(warning))
     companions = companion_files(prepared)
-    url = None
-    if options.push_to_hub is not None and not options.dry_run:
-        listener(Stage("pushing"))
-        names = [*weight_files(prepared), *companions, RECORD_NAME]
-        bars = listener is not ignore
-        url = push(target, options.push_to_hub, names, private=options.private, bars=bars)
+    url = _pushed(prepared, target, options, listener)
     return make_report(
         [source.checkpoint for source in prepared.sources],
         prepared.plan,
@@ -72,6 +67,19 @@ def deliver(
         memory_bytes=options.settings.memory_bytes,
         seconds=time.monotonic() - started,
         dry_run=options.dry_run,
+        loadable=prepared.loadable,
         changed_from_base=noticed.changed,
         url=url,
     )
+
+
+def _pushed(
+    prepared: Prepared, target: Path, options: MergeOptions, listener: Listener
+) -> str | None:
+    """Upload the output if that was asked for; return the repository's URL."""
+    if options.push_to_hub is None or options.dry_run:
+        return None
+    listener(Stage("pushing"))
+    names = [*weight_files(prepared), *companion_files(prepared), RECORD_NAME]
+    bars = listener is not ignore
+    return push(target, options.push_to_hub, names, private=options.private, bars=bars)

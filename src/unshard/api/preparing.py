@@ -60,6 +60,11 @@ class Prepared:
         return self.source.checkpoint
 
     @property
+    def loadable(self) -> bool:
+        """Whether the output has the config that transformers or PEFT needs to load it."""
+        return self.config is not None or bool(self.files)
+
+    @property
     def catalogs(self) -> list[Catalog]:
         """What all sources hold."""
         return [source.checkpoint.catalog for source in self.sources]

@@ -46,6 +46,7 @@ def _print_report(report: "Report") -> None:
     print(f"saved to {report.output}")
     if report.url is not None:
         print(f"pushed to {report.url}")
+    _print_limits(report)
 
 
 def _print_plan(report: "Report") -> None:
@@ -60,6 +61,13 @@ def _print_plan(report: "Report") -> None:
     print(f"reads:      {report.bytes_read:,} bytes")
     print(f"writes:     {report.bytes_written:,} bytes")
     print(f"buffers:    {size(report.memory_bytes)}; the process stays below 128 MB")
+    _print_limits(report)
+
+
+def _print_limits(report: "Report") -> None:
+    """Say, last of all, what keeps the output from being a model."""
+    if not report.loadable:
+        print("weights only: not loadable by transformers without a config.json")
 
 
 def _dtypes(report: "Report") -> str:

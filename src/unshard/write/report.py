@@ -33,6 +33,8 @@ class Report:
         memory_bytes: bound on the buffers.
         seconds: how long it took; peak_memory_bytes: of this process so far.
         dry_run: nothing was written.
+        loadable: whether transformers finds what it needs next to the weights: a config.json, or,
+            for an adapter alone, an adapter_config.json. False: these are weights, not a model.
         changed_from_base: how many tensors differ from the base model's, if its weights are at
             hand; a pair of numbers with those that have a counterpart there.
         url: of the repository on the hub, if it was pushed to one.
@@ -57,6 +59,7 @@ class Report:
     seconds: float
     peak_memory_bytes: int
     dry_run: bool
+    loadable: bool
     changed_from_base: tuple[int, int] | None
     url: str | None
     warnings: tuple[str, ...]
@@ -73,13 +76,12 @@ def make_report(  # noqa: PLR0913 (one argument per fact)
     memory_bytes: int,
     seconds: float,
     dry_run: bool,
+    loadable: bool,
     changed_from_base: tuple[int, int] | None,
     url: str | None,
 ) -> Report:
     """Return the report of a merge, or of an average of several checkpoints."""
     catalog = checkpoints[-1].catalog
-    kinds = Counter(type(operation).__name__ for operation in plan.tiled)
-    kinds["CopyRange"] = len(plan.copies)
     return Report(
         output=str(output),
         source=str(checkpoints[-1].location.weights_dir),
@@ -91,18 +93,25 @@ def make_report(  # noqa: PLR0913 (one argument per fact)
         tensors=len(plan.layout.weight_map),
         parameters=plan.layout.total_parameters,
         dtypes=_dtypes(plan.layout),
-        operations={kind: count for kind, count in sorted(kinds.items()) if count},
+        operations=_operations(plan),
         bytes_read=plan.bytes_read,
         bytes_written=plan.bytes_written,
         memory_bytes=memory_bytes,
         seconds=round(seconds, 3),
         peak_memory_bytes=_peak_memory(),
         dry_run=dry_run,
+        loadable=loadable,
         changed_from_base=changed_from_base,
         url=url,
         warnings=warnings,
         skipped=tuple(skipped for one in checkpoints for skipped in one.catalog.skipped),
     )
+
+
+def _operations(plan: Plan) -> dict[str, int]:
+    kinds = Counter(type(operation).__name__ for operation in plan.tiled)
+    kinds["CopyRange"] = len(plan.copies)
+    return {kind: count for kind, count in sorted(kinds.items()) if count}
 
 
 def _dtypes(layout: Layout) -> dict[str, int]:
