@@ -22,6 +22,7 @@ ROOMS = (
     {"read"},
     {"containers"},
     {"tensors"},
+    {"showing"},
     {"errors", "progress", "_version"},
 )
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
