@@ -170,7 +170,6 @@ def test_an_existing_output_is_refused_also_in_a_dry_run(checkpoint: Path, tmp_p
     ("option", "value"),
     [
         ("dtype", "int8"),
-        ("dtype", "half"),
         ("weights", "adam"),
         ("role", "ref"),
         ("workers", 0),

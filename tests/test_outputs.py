@@ -2,10 +2,21 @@
 
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
+import torch
 
+from unshard import MergeOptions
 from unshard.convert.outputs import Converted, finish
-from unshard.convert.precision import CASTS, Fields, Precision, config_dtype, precision
+from unshard.convert.precision import (
+    CASTS,
+    DtypeLike,
+    Fields,
+    Precision,
+    config_dtype,
+    precision,
+)
 from unshard.convert.recipes import Recipe, take
 from unshard.errors import ConversionError, UsageError
 from unshard.read.chunk_rows import ChunkRows
@@ -31,7 +42,7 @@ def convert(tensors: dict[str, Recipe], target: DType | None) -> list[Converted]
     return finish(tensors, Precision(target))
 
 
-def target_dtype(choice: str, config: Fields | None) -> DType | None:
+def target_dtype(choice: DtypeLike, config: Fields | None) -> DType | None:
     return precision(choice, config, None, None).target
 
 
@@ -106,10 +117,41 @@ def test_the_configs_dtype_is_the_target_where_it_is_asked_for(choice: str) -> N
     assert target_dtype("config", {"torch_dtype": choice}) is BY_NAME[choice]
 
 
-@pytest.mark.parametrize("choice", ["float64", "int8", "bf16", "", "Keep"])
-def test_an_unknown_choice_is_answered_with_the_known_ones(choice: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("bf16", "bfloat16"),
+        ("fp16", "float16"),
+        ("half", "float16"),
+        ("fp32", "float32"),
+        ("float", "float32"),
+        ("torch.bfloat16", "bfloat16"),
+        (np.float16, "float16"),
+        (np.dtype("float32"), "float32"),
+        (ml_dtypes.bfloat16, "bfloat16"),
+        (np.dtype(ml_dtypes.bfloat16), "bfloat16"),
+        (torch.bfloat16, "bfloat16"),
+        (torch.half, "float16"),
+    ],
+    ids=repr,
+)
+def test_dtypes_are_taken_as_numpy_ml_dtypes_and_torch_spell_them(
+    given: DtypeLike, meant: str
+) -> None:
+    assert target_dtype(given, None) is BY_NAME[meant]
+    assert MergeOptions(dtype=given).recorded["dtype"] == meant
+
+
+UNKNOWN = (
+    *("float64", "int8", "bfloat 16", "", "Keep"),
+    *(torch.int8, torch.float64, np.float64, np.dtype("int8"), float, int, None, 3, ["bf16"]),
+)
+
+
+@pytest.mark.parametrize("choice", UNKNOWN, ids=repr)
+def test_an_unknown_choice_is_answered_with_the_known_ones(choice: object) -> None:
     with pytest.raises(UsageError) as raised:
-        target_dtype(choice, None)
+        MergeOptions(dtype=choice)  # type: ignore[arg-type]  # that is the point
     assert all(known in raised.value.expected for known in ("keep", "config", *CASTS))
 
 

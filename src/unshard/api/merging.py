@@ -8,6 +8,7 @@ from unshard.api.delivering import deliver
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import Prepared, prepare, with_training_state
 from unshard.api.sources import open_source
+from unshard.convert.precision import DtypeLike
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UnknownFormatError, UsageError
 from unshard.progress import Listener, Stage, Warned, ignore
@@ -22,7 +23,7 @@ def merge(
     checkpoint: str | Path,
     output: str | Path | None = None,
     *,
-    dtype: str = "keep",
+    dtype: DtypeLike = "keep",
     keep_fp32: str | None = None,
     names: str = "hub",
     base: str | Path | None = None,
@@ -62,8 +63,9 @@ def merge(
         output: must not exist unless `overwrite`; default `merged/<step directory>[-critic][-ema]`
             beside the step directory.
         dtype: keep, config (what config.json names), base (what the base model has, tensor by
-            tensor), bfloat16, float16 or float32. Floating point only; integers, booleans and
-            8-bit floats are never cast, nor what the model's family keeps in float32.
+            tensor), or bfloat16, float16 or float32: by name ("bf16", "fp16" and "fp32" too), or as
+            a dtype of numpy, ml_dtypes or torch. Floating point only; integers, booleans and 8-bit
+            floats are never cast, nor what the model's family keeps in float32.
         keep_fp32: a regular expression; tensors whose names it matches are not cast.
         names: "hub" (tensor names and expert layout as on the hub) or "training" (as they are).
         base: the model it was trained from, a Hugging Face directory or hub id: says which tensors

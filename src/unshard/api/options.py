@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from unshard.convert.precision import DtypeLike, dtype_choice
 from unshard.engines.pool import MIN_BUFFER, Settings, default_workers
 from unshard.errors import UsageError
 from unshard.plan.layout import size_in_bytes
@@ -21,13 +22,15 @@ _DEFAULT_SHARD = "5GB"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeOptions:
-    """Everything that can be chosen of a merge; `merge` explains each.
+    """Everything that can be chosen for a merge; `merge` explains each.
+
+    `dtype` becomes the name of what was given: "bfloat16" for "bf16" or `torch.bfloat16`.
 
     Raises:
         UsageError: a value is not one of those that are known.
     """
 
-    dtype: str = "keep"
+    dtype: DtypeLike = "keep"
     keep_fp32: str | None = None
     names: str = "hub"
     base: str | Path | None = None
@@ -56,6 +59,7 @@ class MergeOptions:
     private: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_choice(self.dtype))
         for option, known in _KNOWN.items():
             value = getattr(self, option)
             if value not in known:

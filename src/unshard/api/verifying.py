@@ -11,7 +11,7 @@ from unshard.api.options import MergeOptions
 from unshard.api.preparing import prepare
 from unshard.api.sources import Source, inflated, open_source
 from unshard.convert.outputs import Converted
-from unshard.convert.precision import precision
+from unshard.convert.precision import DtypeLike, precision
 from unshard.convert.recipes import shape_of
 from unshard.engines.compare import compare
 from unshard.errors import UsageError
@@ -33,7 +33,7 @@ def verify(
     *,
     atol: float = 0.0,
     rtol: float = 0.0,
-    dtype: str | None = None,
+    dtype: DtypeLike | None = None,
     load: bool = False,
     names: str | None = None,
     base: str | Path | None = None,
@@ -62,7 +62,7 @@ def verify(
         against: a checkpoint or a model, taken as `merge` would convert it, dtypes kept.
         atol: allowed |ours - theirs|; with `rtol` added.
         rtol: allowed |ours - theirs| / |theirs|. Both 0: bit by bit.
-        dtype: cast both to this first: bfloat16, float16 or float32.
+        dtype: cast both to this first: bfloat16, float16 or float32, given as for `merge`.
         load: also load names and shapes with transformers (extra `torch`).
         names, include, exclude, lora_alpha: what `merge` was told; by default what the output's
             own record says.
@@ -164,7 +164,7 @@ def _theirs(source: Source, options: MergeOptions, ours: set[str]) -> Sequence[C
     return [one for one in stored if one.name in ours or one.name not in tied.equal]
 
 
-def _cast(tensors: Sequence[Converted], dtype: str | None) -> Sequence[Converted]:
+def _cast(tensors: Sequence[Converted], dtype: DtypeLike | None) -> Sequence[Converted]:
     """Return tensors that are cast to a dtype where a merge may cast them; None: as they are."""
     if dtype is None:
         return tensors

@@ -8,14 +8,47 @@ in float32, and so does a cast here.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from unshard.errors import ConversionError, UsageError
 from unshard.tensors.dtypes import BY_NAME, DType
 
-__all__ = ["CASTS", "Fields", "Precision", "config_dtype", "precision"]
+__all__ = [
+    "ALIASES",
+    "CASTS",
+    "DtypeLike",
+    "Fields",
+    "Precision",
+    "config_dtype",
+    "dtype_choice",
+    "precision",
+]
 
 CASTS = ("bfloat16", "float16", "float32")
 """Dtypes that a merge can cast floating point tensors to."""
+
+ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+}
+"""Other names for them: torch's, and those of trainers' options."""
+
+_RULES = ("keep", "config", "base")
+
+
+class _ElementType(Protocol):
+    """A dtype of numpy, ml_dtypes or torch."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+
+
+DtypeLike = str | type | _ElementType
+"""What callers may give as a dtype: a name, or a dtype of numpy, ml_dtypes or torch."""
 
 Fields = Mapping[str, object]
 
@@ -96,13 +129,45 @@ class Precision:
         return target
 
 
+def dtype_choice(dtype: DtypeLike) -> str:
+    """Return the choice that a dtype means: keep, config, base, or one of CASTS.
+
+    Args:
+        dtype: one of these, one of ALIASES, each with or without `torch.`; or a dtype of numpy,
+            ml_dtypes (the type or the dtype) or torch. None of the three is imported.
+
+    Raises:
+        UsageError: it is none of these, or a dtype that nothing is cast to (int8, float64).
+    """
+    name = _name_of(dtype)
+    choice = ALIASES.get(name, name)
+    if choice not in (*_RULES, *CASTS):
+        raise UsageError(
+            f"--dtype {name or repr(name)}: unknown",
+            expected=f"{', '.join((*_RULES, *CASTS))} (or {', '.join(ALIASES)})",
+        )
+    return choice
+
+
+def _name_of(dtype: DtypeLike) -> str:
+    if isinstance(dtype, str):
+        return dtype.removeprefix("torch.")
+    kind = type(dtype)
+    if (kind.__module__, kind.__name__) == ("torch", "dtype"):
+        return str(dtype).removeprefix("torch.")
+    if isinstance(dtype, type):  # a scalar type; float alone is 32 bits for torch, 64 for numpy
+        return dtype.__name__ if hasattr(dtype, "itemsize") else repr(dtype)
+    name = getattr(dtype, "name", None) if hasattr(dtype, "itemsize") else None
+    return name if isinstance(name, str) else repr(dtype)
+
+
 def precision(
-    choice: str, config: Fields | None, base: Mapping[str, DType] | None, keep: str | None
+    choice: DtypeLike, config: Fields | None, base: Mapping[str, DType] | None, keep: str | None
 ) -> Precision:
     """Return the rule that `--dtype` and `--keep-fp32` mean.
 
     Args:
-        choice: keep, config, base, or one of CASTS.
+        choice: see `dtype_choice`.
         config: config.json.
         base: dtypes of the base model's tensors, if there is one.
         keep: a regular expression; tensors it matches are not cast.
@@ -115,6 +180,7 @@ def precision(
         patterns = [re.compile(keep).pattern] if keep else []
     except re.error as error:
         raise UsageError(f"--keep-fp32 {keep}: not a regular expression: {error}") from error
+    choice = dtype_choice(choice)
     if choice == "base":
         if base is None:
             raise UsageError("--dtype base: needs a base model", hint="name it with --base")
@@ -130,9 +196,6 @@ def _target(choice: str, config: Fields | None) -> DType | None:
         return None
     if choice in CASTS:
         return BY_NAME[choice]
-    if choice != "config":
-        known = ", ".join(("keep", "config", "base", *CASTS))
-        raise UsageError(f"--dtype {choice}: unknown", expected=known)
     named = config_dtype(config)
     if named is None:
         raise ConversionError(
