@@ -31,10 +31,19 @@ __all__ = [
     "UnsafeError",
     "UnshardError",
     "UsageError",
+    "printable",
     "raise_all",
 ]
 
 _SHOWN_PROBLEMS = 20
+
+
+def printable(text: str) -> str:
+    r"""Return a text that any UTF-8 stream takes: half a surrogate pair becomes `\udcff`.
+
+    A file name that is not UTF-8 and a name in a stranger's pickle may hold one.
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class UnshardError(Exception):
@@ -52,10 +61,10 @@ class UnshardError(Exception):
     def __init__(
         self, subject: str, *, expected: str = "", found: str = "", hint: str = ""
     ) -> None:
-        self.subject = subject
-        self.expected = expected
-        self.found = found
-        self.hint = hint
+        self.subject = printable(subject)
+        self.expected = printable(expected)
+        self.found = printable(found)
+        self.hint = printable(hint)
         super().__init__(str(self))
 
     def __str__(self) -> str:

@@ -6,6 +6,8 @@ This module knows the events, not how they are shown.
 from dataclasses import dataclass
 from typing import Protocol
 
+from unshard.errors import printable
+
 __all__ = ["Advanced", "Event", "Listener", "Stage", "Warned", "ignore"]
 
 
@@ -26,9 +28,13 @@ class Advanced:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something the user should know; it does not stop the work."""
+    """Something the user should know; it does not stop the work. The message is `printable`."""
 
     message: str
+
+    def __post_init__(self) -> None:
+        """A note may quote a name that no stream takes."""
+        object.__setattr__(self, "message", printable(self.message))
 
 
 Event = Stage | Advanced | Warned

@@ -122,13 +122,17 @@ def size_problem(path: Path, entry: HeaderEntry) -> CorruptError | None:
     )
 
 
-def natural_order(name: str) -> tuple[str | tuple[int, str], ...]:
-    """Return a key that sorts names as people do: `layers.9` before `layers.10`."""
+def natural_order(name: str) -> tuple[tuple[str | tuple[int, str], ...], str]:
+    """Return a key that sorts names as people do: `layers.9` before `layers.10`.
+
+    Text and numbers take turns, so like is compared with like; names that differ in leading zeros
+    only are ordered by the name itself.
+    """
     parts: list[str | tuple[int, str]] = []
     for place, part in enumerate(_DIGITS.split(name)):
         digits = part.lstrip("0")
         parts.append((len(digits), digits) if place % 2 else part)
-    return (*parts, name)
+    return tuple(parts), name
 
 
 def shown(value: object) -> str:
