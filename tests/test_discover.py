@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from unshard.api import MergeOptions
 from unshard.errors import IncompleteError, NotMergeableError, UnknownFormatError, UsageError
 from unshard.read.discover import discover
 from unshard.read.format import Location, ReadOptions, Request
@@ -39,6 +40,7 @@ def lmms(tmp_path: Path) -> Path:
     for step in (100, 20):
         make(run / f"checkpoint-{step}" / "pytorch_model_fsdp_0")
         (run / f"checkpoint-{step}" / "extra_state").mkdir()
+        (run / f"checkpoint-{step}" / "config.json").write_text("{}")
     make(run / "checkpoint-100" / "pytorch_ema_model_fsdp_0")
     (run / "checkpoint-20" / "pytorch_ema_model_fsdp_0").mkdir()
     return run
@@ -71,13 +73,97 @@ def test_a_step_that_contradicts_the_path_is_refused(verl: Path) -> None:
 
 
 def test_two_roles_need_a_choice(verl: Path) -> None:
-    with pytest.raises(UsageError, match=r"actor and critic[\s\S]*--role"):
+    with pytest.raises(UsageError, match=r"has actor and critic\n.*--role actor\|critic"):
         discover(verl / "global_step_10", Request())
     assert only(verl / "global_step_10", role="critic").role == "critic"
 
 
+def test_policy_is_the_actor(tmp_path: Path) -> None:
+    """SkyRL saves `policy/` and `critic/`."""
+    step = tmp_path / "run" / "global_step_10"
+    policy, critic = make(step / "policy"), make(step / "critic")
+    for role in ("actor", "policy"):
+        found = only(step, role=MergeOptions(role=role).request.role or "")
+        assert (found.weights_dir, found.role) == (policy, "actor")
+    assert only(step, role="critic").weights_dir == critic
+    with pytest.raises(UsageError, match="has policy and critic"):
+        discover(tmp_path / "run", Request())
+
+
+def test_a_policy_alone_needs_no_choice(tmp_path: Path) -> None:
+    policy = make(tmp_path / "run" / "global_step_10" / "policy")
+    for level in (tmp_path / "run", policy.parent, policy):
+        assert (only(level).weights_dir, only(level).role) == (policy, "actor")
+
+
+def test_a_critic_is_never_taken_unless_it_is_named(tmp_path: Path) -> None:
+    critic = make(tmp_path / "run" / "global_step_10" / "critic")
+    (critic.parent / "data.pt").write_bytes(b"x")
+    for level in (tmp_path / "run", critic.parent, critic.parent / "data.pt"):
+        with pytest.raises(UsageError, match=r"only a critic[\s\S]*--role critic"):
+            discover(level, Request())
+        assert only(level, role="critic").weights_dir == critic
+    assert only(critic).weights_dir == critic
+    assert only(critic / "model_world_size_2_rank_0.pt").weights_dir == critic
+
+
+@pytest.mark.parametrize("inner", ["policy/weights", "actor/huggingface", "my_shards"])
+def test_an_inner_directory_belongs_to_the_step_above_it(tmp_path: Path, inner: str) -> None:
+    place = tmp_path / "my-run" / "step_10" / inner
+    place.mkdir(parents=True)
+    (place / "model.safetensors").write_bytes(b"")
+    found = only(place)
+    assert (found.step, found.step_dir.parent.name) == (10, "my-run")
+    assert found.role == ("actor" if "/" in inner else None)
+
+
+STATE = ("optimizer", "optimizer_0", "optim", "extra_state", "dataloader_state", "dataloader")
+
+
+@pytest.mark.parametrize("folder", STATE)
+def test_training_state_is_not_taken_for_the_checkpoint_around_it(lmms: Path, folder: str) -> None:
+    checkpoint = lmms / "checkpoint-100"
+    (checkpoint / folder).mkdir(exist_ok=True)
+    file = checkpoint / folder / f"{folder}_world_size_2_rank_0.pt"
+    file.write_bytes(b"x")
+    for path in (checkpoint / folder, *([file] if "optim" in folder else [])):
+        with pytest.raises(UsageError, match="is training state, not weights") as refused:
+            discover(path, Request())
+        assert refused.value.hint == f"give the checkpoint itself: {checkpoint}"
+
+
+def test_a_run_may_be_called_like_training_state(tmp_path: Path) -> None:
+    assert only(make(tmp_path / "data" / "optimizer" / "checkpoint-3")).step == 3
+
+
+def test_a_directory_above_the_runs_names_them(verl: Path, tmp_path: Path) -> None:
+    make(tmp_path / "other" / "checkpoints" / "step-5")
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(UnknownFormatError) as refused:
+        discover(tmp_path, Request())
+    assert refused.value.hint == f"give one of the runs below it: {tmp_path / 'other'}, {verl}"
+
+
+NOT_A_MODEL = (
+    *("dataloader.pt", "train_dataloader.pt", "data.pt", "trainer_state.pt", "rng_state_0.pth"),
+    *("optim.pt", "optimizer.bin", "lr_scheduler.pt", "extra_state_merged.pt", "scaler.pt"),
+    *("rank_0.pt", "rank0.pt", "model_rank_3.pth", "training_args.bin"),
+)
+
+
+def test_what_is_not_a_model_is_not_offered_as_one(tmp_path: Path) -> None:
+    for name in NOT_A_MODEL:
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UnknownFormatError) as refused:
+        discover(tmp_path, Request())
+    assert not refused.value.hint
+    (tmp_path / "model_42.pt").write_bytes(b"x")
+    with pytest.raises(UnknownFormatError, match=r"give the file itself: .*model_42\.pt"):
+        discover(tmp_path, Request())
+
+
 def test_a_role_that_is_not_there_is_refused(verl: Path) -> None:
-    with pytest.raises(UnknownFormatError, match="holds no critic"):
+    with pytest.raises(UnknownFormatError, match="global_step_5 has no critic"):
         discover(verl / "global_step_5", Request(role="critic"))
 
 
@@ -96,7 +182,7 @@ def test_the_default_output_lies_beside_the_step_and_names_role_and_weights(
     assert ema.default_output == lmms / "merged" / "checkpoint-100-ema"
 
 
-@pytest.mark.parametrize("inside", ["", "extra_state", "pytorch_model_fsdp_0"])
+@pytest.mark.parametrize("inside", ["", "config.json", "pytorch_model_fsdp_0"])
 def test_lmms_engine_weights_are_found_from_anywhere_in_the_checkpoint(
     lmms: Path, inside: str
 ) -> None:
@@ -113,12 +199,12 @@ def test_ema_weights_are_taken_when_asked_for_or_pointed_at(lmms: Path) -> None:
 
 
 def test_an_empty_ema_directory_is_named(lmms: Path) -> None:
-    with pytest.raises(IncompleteError, match="pytorch_ema_model_fsdp_0: is empty"):
+    with pytest.raises(IncompleteError, match="pytorch_ema_model_fsdp_0 is empty"):
         discover(lmms / "checkpoint-20", Request(weights="ema"))
 
 
 def test_missing_ema_weights_are_refused(verl: Path) -> None:
-    with pytest.raises(UnknownFormatError, match="holds no ema weights"):
+    with pytest.raises(UnknownFormatError, match="has no ema weights"):
         discover(verl / "global_step_5", Request(weights="ema"))
 
 

@@ -27,6 +27,16 @@ TREES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
         ("global_step_10/data.pt", "latest_checkpointed_iteration.txt"),
         "global_step_10",
     ),
+    "SkyRL": (
+        "global_step_10/policy",
+        RANK_NAMES,
+        (
+            "global_step_10/data.pt",
+            "global_step_10/trainer_state.pt",
+            "latest_ckpt_global_step.txt",
+        ),
+        "global_step_10",
+    ),
     "lmms-engine": (
         "checkpoint-10/pytorch_model_fsdp_0",
         RANK_NAMES,
@@ -130,13 +140,16 @@ def test_the_highest_of_several_steps_comes_first(tmp_path: Path, tool: str) -> 
     assert only(top, step=9).step == 9
 
 
-@pytest.mark.parametrize(
-    "beside",
-    ["optimizer/optimizer_world_size_2_rank_0.pt", "extra_state", "config.json"],
-)
-def test_what_lies_beside_lmms_engines_weights_means_them(tmp_path: Path, beside: str) -> None:
+def test_the_config_next_to_lmms_engines_weights_means_them(tmp_path: Path) -> None:
     weights, step = plant(tmp_path, "lmms-engine")
-    assert only(step / beside).weights_dir == weights
+    assert only(step / "config.json").weights_dir == weights
+
+
+@pytest.mark.parametrize("beside", ["optimizer/optimizer_world_size_2_rank_0.pt", "extra_state"])
+def test_training_state_next_to_lmms_engines_weights_does_not(tmp_path: Path, beside: str) -> None:
+    _, step = plant(tmp_path, "lmms-engine")
+    with pytest.raises(UsageError, match="is training state"):
+        discover(step / beside, Request())
 
 
 def test_what_lies_beside_a_trainers_weights_means_them(tmp_path: Path) -> None:

@@ -303,6 +303,15 @@ def test_other_strategies_than_steps(
     assert [step for step, _ in looked(run, config)] == steps
 
 
+def test_of_a_policy_and_its_critic_the_policy_is_submitted(run: Path, stub: Stub) -> None:
+    """SkyRL's names; a step with a critic alone has nothing to evaluate."""
+    verl_step(run, 5, "policy", "critic")
+    verl_step(run, 10, "critic")
+    assert looked(run, config_for(stub.url)) == [(5, ("model",))]
+    (body,) = stub.submissions
+    assert str(body["checkpoint"]).endswith("global_step_5/policy")
+
+
 def test_room_is_counted_in_bytes_too(run: Path, stub: Stub) -> None:
     stub.finishes = lambda body: None  # noqa: ARG005
     size = sum(path.stat().st_size for path in verl_step(run, 1).rglob("*.pt"))

@@ -8,7 +8,7 @@ from unshard.convert.precision import DtypeLike, dtype_choice
 from unshard.engines.pool import MIN_BUFFER, Settings, default_workers
 from unshard.errors import UsageError
 from unshard.plan.layout import size_in_bytes
-from unshard.read.format import ReadOptions, Request
+from unshard.read.format import ROLES, ReadOptions, Request
 
 __all__ = ["MergeOptions"]
 
@@ -66,8 +66,9 @@ class MergeOptions:
                 raise UsageError(f"--{option} {value}: unknown", expected=", ".join(known))
         if self.ep_size is not None and self.ep_size < 2:
             raise UsageError(f"--ep-size {self.ep_size}: at least 2 is needed")
-        if self.role not in (None, "actor", "critic"):
-            raise UsageError(f"--role {self.role}: unknown", expected="actor or critic")
+        if self.role is not None and self.role not in ROLES:
+            expected = "actor (or policy) or critic"
+            raise UsageError(f"--role {self.role}: unknown", expected=expected)
         if self.weights not in (None, "model", "ema"):
             raise UsageError(f"--weights {self.weights}: unknown", expected="model or ema")
         if self.names == "training" and self.base is not None:
@@ -78,7 +79,8 @@ class MergeOptions:
     @property
     def request(self) -> Request:
         """Which checkpoint of several is meant."""
-        return Request(self.step, self.role, self.weights)
+        role = None if self.role is None else ROLES[self.role]
+        return Request(self.step, role, self.weights)
 
     @property
     def settings(self) -> Settings:

@@ -1,12 +1,13 @@
 """Find the checkpoint that a path means, whatever level of its tree the path points to.
 
-A *step directory* (`global_step_10`, `checkpoint-10`) holds one checkpoint; its weights lie in it,
-or in a folder named after a role (verl), a weight set (lmms-engine) or what it holds (`model`). A
-*run directory* holds several step directories. Sharded weights win over whole ones, and what lies
-closer to the path over what lies deeper. Knows names and places; opens no file.
+A *step directory* (`global_step_10`, `checkpoint-10`) has one checkpoint; its weights are in it, or
+in a folder named after a role (verl, SkyRL), a weight set (lmms-engine) or its content (`model`). A
+*run directory* has several step directories. Sharded weights win over whole ones, and what is
+closer to the path over what is deeper. Knows names and places; opens no file.
 
-Sources: verl's FSDPCheckpointManager, lmms-engine's fsdp2_trainer, accelerate's fsdp_utils, and the
-checkpointers of torchtitan, torchtune, Composer, Lightning, OLMo-core and NeMo AutoModel.
+Sources: verl's FSDPCheckpointManager, SkyRL's fsdp_strategy, lmms-engine's fsdp2_trainer,
+accelerate's fsdp_utils, and the checkpointers of torchtitan, torchtune, Composer, Lightning,
+OLMo-core and NeMo AutoModel.
 """
 
 import re
@@ -14,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from unshard.errors import IncompleteError, UnknownFormatError, UsageError
-from unshard.read.format import Format, Location, Request, Role
+from unshard.read.format import ROLES, Format, Location, Request, Role
 from unshard.read.formats import FORMATS, format_in
 from unshard.read.rank_files import RANK_FILES
 from unshard.read.whole_files import WHOLE_FILES
@@ -32,17 +33,21 @@ _STEPS = tuple(
     )
 )
 _MODEL_DIR, _EMA_DIR = "pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0"
-_ROLES = ("actor", "critic")
 _FSDP_FOLDER = re.compile(r"pytorch_(?:ema_)?model_fsdp_\d+")
 _FOLDERS = ("model", "model_and_optim", "sharded")
 _WEIGHT_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar", "")
-_TRAINING_STATE = re.compile(
-    r"(?:rng_state|random_states|scheduler|optimizer|sampler|scaler|data)(?:_\d+)?\.\w+"
-    r"|training_args\.bin"
+_STATE = (
+    r"(?:(?:lr_|train_)?(?:optim(?:izer)?|scheduler|sampler|scaler|data(?:loader)?|rng|random|extra"
+    r"|trainer|training)(?:_states?|_args)?)(?:_\d+|_merged)?"
 )
+_TRAINING_STATE = re.compile(rf"{_STATE}\.\w+")
+_STATE_FOLDER = re.compile(_STATE)
+_ONE_RANK = re.compile(r"(?:.*[_.-])?rank[_-]?\d+[_.-].*")
 _RUN_FOLDERS = ("checkpoint", "checkpoints", "outputs")
 _UPWARD = 3
+_STEP_ABOVE = 2  # NeMo-RL: step_10/policy/weights
 _NESTED_RUNS = 1
+_LISTED_RUNS = 12
 
 
 def discover(path: Path, request: Request) -> list[Location]:
@@ -52,37 +57,49 @@ def discover(path: Path, request: Request) -> list[Location]:
         UnknownFormatError: nothing there is a checkpoint; says what was looked for and what is
             there.
         IncompleteError: the directory of the weights asked for is empty.
-        UsageError: the request contradicts the path, or both roles exist and none was chosen.
+        UsageError: the request contradicts the path; the path is training state; or the weights
+            are an actor's and a critic's, or a critic's alone, and no role was chosen.
     """
     if not path.exists():
         raise UnknownFormatError(f"{path}: there is no such file or directory")
     start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
     if _is_checkpoint_file(start):
         folder = start.parent
-        file = Location(folder, folder, _step(folder.name), None, "model", WHOLE_FILES, start)
-        return [_choose(start, [file], request, explicit=True)]
+        alone = _location(folder, _step_above(folder), WHOLE_FILES)
+        return [_choose(start, [replace(alone, weights="model", file=start)], request, start=start)]
     place = start.parent if start.is_file() else start
     found = _in_step(place, sharded=True)
     steps = [] if found else _in_run(place, request, depth=_NESTED_RUNS)
     if not found and not any(at.format.sharded for at in steps):
         found = _in_step(place, sharded=False)
     if found:
-        return [_choose(place, _about(start, found), request, explicit=True)]
+        return [_choose(place, _about(start, found), request, start=start)]
     if steps:
         return steps
     for above in list(place.parents)[:_UPWARD]:
         found = _in_step(above, sharded=True)
         if found:
+            _refuse_training_state(above, start)
             inside = [at for at in found if start.is_relative_to(at.weights_dir)]
-            return [_choose(above, inside or found, request, explicit=True)]
+            return [_choose(above, inside or found, request, start=start)]
     for name in _RUN_FOLDERS:
         if (place / name).is_dir():
             return discover(place / name, request)
     raise _nothing_found(path)
 
 
+def _refuse_training_state(checkpoint: Path, start: Path) -> None:
+    """Refuse a path inside a checkpoint that is its optimizer, its dataloader or the like."""
+    inner = checkpoint / start.relative_to(checkpoint).parts[0]
+    if inner.is_dir() and _STATE_FOLDER.fullmatch(inner.name):
+        raise UsageError(
+            f"{start} is training state, not weights",
+            hint=f"give the checkpoint itself: {checkpoint}",
+        )
+
+
 def _is_checkpoint_file(path: Path) -> bool:
-    """Tell whether a path is a file of weights that is no part of a larger set."""
+    """Return whether a path is a file of weights that is not a part of a larger set."""
     is_weights = path.is_file() and path.suffix.lower() in _WEIGHT_FILES
     if _TRAINING_STATE.fullmatch(path.name):
         return False
@@ -97,12 +114,10 @@ def _about(start: Path, found: list[Location]) -> list[Location]:
 
 
 def _in_step(place: Path, *, sharded: bool) -> list[Location]:
-    """Return every set of weights that `place` holds, if it is a step or weights directory."""
+    """Return every set of weights that `place` has, if it is a step or weights directory."""
     here = format_in(place, sharded=sharded)
     if here is not None:
-        named = place.name in _ROLES or _FSDP_FOLDER.fullmatch(place.name)
-        inner = named or (place.name in _FOLDERS and _step(place.parent.name) is not None)
-        return [_location(place, place.parent if inner else place, here)]
+        return [_location(place, _step_above(place), here)]
     return [
         _location(folder, place, form)
         for folder in _folders(place)
@@ -114,7 +129,16 @@ def _folders(place: Path) -> list[Path]:
     if not place.is_dir():
         return []
     names = sorted(child.name for child in place.iterdir() if _FSDP_FOLDER.fullmatch(child.name))
-    return [place / name for name in (*_ROLES, *sorted(names, reverse=True), *_FOLDERS)]
+    return [place / name for name in (*ROLES, *sorted(names, reverse=True), *_FOLDERS)]
+
+
+def _step_above(place: Path) -> Path:
+    """Return the directory of the checkpoint whose weights are in `place`."""
+    for above in (place, *list(place.parents)[:_STEP_ABOVE]):
+        if _step(above.name) is not None:
+            return above
+    is_inner = place.name in ROLES or _FSDP_FOLDER.fullmatch(place.name)
+    return place.parent if is_inner else place
 
 
 def _format_of(folder: Path, *, sharded: bool) -> Format | None:
@@ -126,7 +150,8 @@ def _format_of(folder: Path, *, sharded: bool) -> Format | None:
 
 
 def _location(folder: Path, step_dir: Path, form: Format) -> Location:
-    role = folder.name if folder.name in _ROLES else None
+    inner = folder.relative_to(step_dir).parts
+    role = next((ROLES[name] for name in inner if name in ROLES), None)
     weights = "ema" if folder.name == _EMA_DIR else "model"
     return Location(folder, step_dir, _step(step_dir.name), role, weights, form)
 
@@ -137,41 +162,54 @@ def _step(name: str) -> int | None:
     return next((int(match[1]) for match in matches if match), None)
 
 
-def _choose(place: Path, found: list[Location], request: Request, *, explicit: bool) -> Location:
-    if request.step is not None and explicit and found[0].step != request.step:
+def _choose(place: Path, found: list[Location], request: Request, *, start: Path) -> Location:
+    """Return the one set of weights that is meant.
+
+    Args:
+        place: where they were looked for, for errors.
+        found: what is there.
+        request: what the user asked for.
+        start: the path that the user gave; `place` is a step of it, or above it.
+    """
+    is_run = start in place.parents
+    if request.step is not None and not is_run and found[0].step != request.step:
         raise UsageError(
             f"{place} is step {found[0].step}, but --step {request.step} was asked for",
-            hint="give the directory that holds all steps, or leave --step out",
+            hint="give the directory that has all steps, or leave --step out",
         )
     sets = sorted({at.weights for at in found}, reverse=True)
     wanted = request.weights or ("model" if "model" in sets else sets[0])
     kept = [at for at in found if at.weights == wanted]
     if not kept:
         raise UnknownFormatError(
-            f"{place}: holds no {wanted} weights",
+            f"{place} has no {wanted} weights",
             expected=_EMA_DIR if wanted == "ema" else f"{_MODEL_DIR} or rank files",
             found=", ".join(at.weights_dir.name for at in found),
         )
-    location = _choose_role(place, kept, request.role)
+    location = _choose_role(place, kept, request.role, start)
     if next(location.weights_dir.iterdir(), None) is None:
         raise IncompleteError(
-            f"{location.weights_dir}: is empty: this run saved no {wanted} weights at this step"
+            f"{location.weights_dir} is empty: this run saved no {wanted} weights at this step"
         )
     return location
 
 
-def _choose_role(place: Path, found: list[Location], role: Role | None) -> Location:
-    roles = {at.role: at for at in found}
-    if role is not None:
-        if role not in roles:
-            there = ", ".join(at.role or at.weights_dir.name for at in found)
-            raise UnknownFormatError(f"{place}: holds no {role}", found=there)
-        return roles[role]
-    if len(found) > 1:
-        names = " and ".join(at.role or at.weights_dir.name for at in found)
-        hint = "say which one: --role actor|critic" if None not in roles else "give one of them"
-        raise UsageError(f"{place}: holds {names}", hint=hint)
-    return found[0]
+def _choose_role(place: Path, found: list[Location], role: Role | None, start: Path) -> Location:
+    """Return the weights of a role; a critic is never taken unless it is named."""
+    kept = [at for at in found if role in (None, at.role)]
+    names = " and ".join(at.weights_dir.name for at in kept or found)
+    if not kept:
+        raise UnknownFormatError(f"{place} has no {role}", found=names)
+    if len(kept) > 1:
+        roles = {at.role for at in kept} - {None}
+        hint = "choose with --role actor|critic" if len(roles) == len(kept) else "give one of them"
+        raise UsageError(f"{place} has {names}", hint=hint)
+    if kept[0].role == "critic" and role is None and not start.is_relative_to(kept[0].weights_dir):
+        raise UsageError(
+            f"{place} has only a critic, which is not the model that was trained",
+            hint="if you want the critic, say so: --role critic",
+        )
+    return kept[0]
 
 
 def _steps(run: Path) -> list[tuple[int, Path]]:
@@ -199,7 +237,7 @@ def _in_run(run: Path, request: Request, *, depth: int) -> list[Location]:
     for _, place in steps:
         found = _in_step(place, sharded=True) or _in_step(place, sharded=False)
         if found:
-            locations.append(_choose(place, found, request, explicit=False))
+            locations.append(_choose(place, found, request, start=run))
         elif depth and (inner := _in_run(place, replace(request, step=None), depth=depth - 1)):
             locations += inner
         elif not locations:
@@ -233,9 +271,6 @@ def _nothing_found(path: Path) -> UnknownFormatError:
     steps = _steps(folder)
     if steps:
         folder = steps[0][1]
-    files = sorted(
-        child for child in folder.iterdir() if child.suffix and _is_checkpoint_file(child)
-    )
     there = sorted(child.name + ("/" if child.is_dir() else "") for child in folder.iterdir())
     shown = ", ".join(there[:12]) + (f" and {len(there) - 12} more" if len(there) > 12 else "")
     return UnknownFormatError(
@@ -245,17 +280,31 @@ def _nothing_found(path: Path) -> UnknownFormatError:
         "model.safetensors, here, in actor/, critic/, model/ or in step directories "
         "(global_step_N, checkpoint-N, step-N)",
         found=shown or "an empty directory",
-        hint=f"give the file itself: {files[0]}" if files else "",
+        hint=_what_to_give(folder),
     )
 
 
+def _what_to_give(folder: Path) -> str:
+    """Return which path near a directory without a checkpoint may be the one that is meant."""
+    children = sorted(folder.iterdir())
+    runs = [child for child in children if child.is_dir() and step_numbers(child)]
+    if runs:
+        more = f" and {len(runs) - _LISTED_RUNS} more" if len(runs) > _LISTED_RUNS else ""
+        listed = ", ".join(str(run) for run in runs[:_LISTED_RUNS])
+        return f"give one of the runs below it: {listed}{more}"
+    for child in children:
+        if child.suffix and _is_checkpoint_file(child) and not _ONE_RANK.fullmatch(child.name):
+            return f"give the file itself: {child}"
+    return ""
+
+
 def is_ema_there(location: Location) -> bool:
-    """Tell whether EMA weights lie in the same step directory."""
+    """Return whether there are EMA weights in the same step directory."""
     return format_in(location.step_dir / _EMA_DIR, sharded=True) is not None
 
 
 def regular_of(location: Location) -> Location | None:
-    """Return where the regular weights beside EMA weights lie, if they are there."""
+    """Return where the regular weights next to EMA weights are, if there are any."""
     folder = location.step_dir / _MODEL_DIR
     form = format_in(folder, sharded=True)
     return (

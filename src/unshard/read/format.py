@@ -12,9 +12,12 @@ from pathlib import Path
 
 from unshard.tensors.catalog import ByteRange, Skipped, TensorEntry
 
-__all__ = ["Format", "Location", "ReadOptions", "Reading", "Request", "Role", "Weights"]
+__all__ = ["ROLES", "Format", "Location", "ReadOptions", "Reading", "Request", "Role", "Weights"]
 
 _NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)")
+
+# Folders of a step, and whose weights they have: `policy` is what SkyRL and NeMo-RL call the actor.
+ROLES = {"actor": "actor", "policy": "actor", "critic": "critic"}
 
 Role = str  # "actor" | "critic"
 Weights = str  # "model" | "ema"
@@ -58,7 +61,7 @@ class Location:
         weights_dir: the directory that holds the weight files.
         step_dir: the checkpoint's own directory; `weights_dir` itself or above it.
         step: training step, where the step directory's name says it.
-        role: "actor" or "critic" for verl's RL checkpoints, else None.
+        role: "actor" or "critic" where a folder says so (verl, SkyRL), else None.
         weights: "model" or "ema".
         format: how the weights are stored there.
         file: the one file that is meant, where the path names a file and the directory may hold
