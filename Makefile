@@ -15,8 +15,17 @@ WITHOUT_DEPENDENCIES := lightning==2.6.1 lightning-utilities==0.15.3 torchmetric
 
 .PHONY: demo test lint format bench clean
 
+# venv would make an environment that cannot install the project, and pip says so at length.
+define NEED_PYTHON
+import sys
+if sys.version_info < (3, 11):
+    sys.exit("error: unshard needs Python 3.11 or later; name one: make PYTHON=python3.12 ...")
+endef
+export NEED_PYTHON
+
 # The demonstration has an environment of its own, without torch.
 $(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c "$$NEED_PYTHON"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/$(INSTALL) -e .
 	touch $@
@@ -25,6 +34,7 @@ $(VENV)/.installed: pyproject.toml
 # lm-eval and lmms-eval read the definitions of all their tasks whenever they start: 16,000 files, of
 # which tests use none.
 $(TEST_VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c "$$NEED_PYTHON"
 	$(PYTHON) -m venv $(TEST_VENV)
 	$(TEST_VENV)/bin/$(INSTALL) "torch==2.13.0"
 	$(TEST_VENV)/bin/$(INSTALL) -e ".[test]"

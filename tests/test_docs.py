@@ -1,5 +1,6 @@
 """What the documents show is what the program prints."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from unshard.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = (
@@ -60,12 +63,56 @@ def test_the_command_line_page_is_what_help_prints() -> None:
     assert page.read_text(encoding="utf-8") == help_page()
 
 
-def test_the_readmes_inspection_is_what_inspect_prints() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = re.search(r"\$ unshard inspect (\S+)\n(.*?)\n\n", readme, re.DOTALL)
-    assert shown is not None
-    printed = run("inspect", shown[1]).strip().replace(f"{ROOT}/", "")
-    assert shown[2] == printed
+def shown_in(page: str) -> list[tuple[str, str]]:
+    """Return the commands in a document whose output is shown, each with its output."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+    parts = [part for block in blocks for part in block.split("$ ")[1:]]
+    commands = [part.strip().split("\n", 1) for part in parts]
+    return [(command[0], command[1]) for command in commands if len(command) == 2]
+
+
+def timeless(text: str) -> str:
+    """Return a report without its time, rate and memory."""
+    text = re.sub(r"[\d.]+ s \([\d.]+ \w+/s\), peak memory [\d.]+ \w+", "SPEED", text)
+    return text.replace(f"{ROOT}/", "")
+
+
+def test_a_first_session_prints_what_the_readme_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    inspected, merged, loaded = shown_in("README.md")
+    for command, output in (inspected, merged):
+        name, *arguments = command.split()
+        assert name == "unshard"
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        printed = capsys.readouterr()
+        assert ended.value.code == 0
+        assert timeless(printed.err + printed.out).strip() == timeless(output)
+    # tests/test_example.py loads the same model with transformers
+    assert loaded[0].startswith("python -c")
+    config = json.loads((tmp_path / "my-model" / "config.json").read_text())
+    assert loaded[1] == f"torch.{config['dtype']}"
+
+
+def test_no_line_pretends_that_the_project_is_on_an_index() -> None:
+    """Installing by name would be refused, or would install something else."""
+    by_name = re.compile(r"\b(pipx?|tool|uvx)\s+(install\s+)?(-\S+\s+)*[\"'\\]*unshard\b(?!/)")
+    assert by_name.search("""pip install -U 'unshard[eval]'""")
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
+    pages += [*(ROOT / "scripts").glob("*.py"), *(ROOT / "tools").glob("*.py")]
+    pages.remove(ROOT / "CHANGELOG.md")  # tells of what was
+    assert len(pages) > 200
+    found = [
+        f"{page.relative_to(ROOT)}: {line.strip()}"
+        for page in pages
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if by_name.search(line)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])

@@ -1,9 +1,13 @@
 """What the command and the package import: nothing heavy before there is work to do."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import unshard
 
 HEAVY = ("torch", "numpy", "huggingface_hub", "ml_dtypes", "safetensors", "transformers")
 RUN = "from unshard.cli.main import main"
@@ -39,9 +43,20 @@ def test_a_merge_imports_no_torch_even_where_it_is_installed(tmp_path: object) -
     assert loaded.isdisjoint({"torch", "transformers"})
 
 
-def test_everything_public_is_there() -> None:
-    import unshard
+def test_an_older_python_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a source tree or PYTHONPATH, where pip's own check has never run."""
+    package = Path(unshard.__file__)
+    tree = ast.parse(package.read_text(encoding="utf-8"), feature_version=(3, 8))
+    monkeypatch.setattr(sys, "version_info", (3, 10, 14, "final", 0))
+    with pytest.raises(
+        ImportError, match=r"Python 3\.11 or later, and this is Python 3\.10"
+    ) as old:
+        exec(compile(tree, str(package), "exec"), {"__name__": "older"})  # noqa: S102 (our own file)
+    assert "uv tool install --python 3.12 ." in str(old.value)
+    assert "\n" not in str(old.value)
 
+
+def test_everything_public_is_there() -> None:
     for name in unshard.__all__:
         assert getattr(unshard, name) is not None
     with pytest.raises(AttributeError, match="no_such_thing"):

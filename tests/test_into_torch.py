@@ -49,7 +49,7 @@ def test_without_torch_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UsageError, match="torch is not installed") as caught:
         need_torch()
-    assert caught.value.hint == "pip install 'unshard[torch]'"
+    assert caught.value.hint == "pip install torch"
 
 
 def test_importing_it_imports_no_torch() -> None:

@@ -75,7 +75,7 @@ def test_without_torch_there_are_arrays_and_a_clear_error(
             one.load_into(None)  # type: ignore[arg-type]  # it is refused before
     with pytest.raises(UsageError, match="torch is not installed") as caught:
         unshard.open_checkpoint(run, framework="pt")
-    assert caught.value.hint == "pip install 'unshard[torch]'"
+    assert caught.value.hint == "pip install torch"
     with pytest.raises(UsageError, match="torch is not installed"):
         unshard.load_state_dict(run)
 

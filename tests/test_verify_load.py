@@ -164,7 +164,7 @@ def test_without_the_extra_it_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(UsageError, match=f"{absent} is not installed") as caught:
         verify_load(tmp_path, {})
-    assert caught.value.hint == "pip install 'unshard[torch]'"
+    assert caught.value.hint == "pip install torch transformers"
 
 
 def test_importing_it_imports_neither_torch_nor_transformers() -> None:

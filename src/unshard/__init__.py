@@ -10,7 +10,16 @@
 Importing this package imports nothing heavy; numpy comes with the first call.
 """
 
+import sys
 from typing import TYPE_CHECKING
+
+if sys.version_info < (3, 11):  # noqa: UP036 (pip checks it, but not for a source tree)
+    raise ImportError(
+        f"unshard needs Python 3.11 or later, and this is Python {sys.version_info[0]}."
+        f"{sys.version_info[1]}, which is past its end of life: install unshard into an "
+        "environment of its own (in a clone of it: uv tool install --python 3.12 .) and run its "
+        "commands, `unshard eval serve` and `unshard eval watch` from there"
+    )
 
 from unshard._version import __version__
 from unshard.errors import (

@@ -66,7 +66,8 @@ def _read_token(file: Path) -> str:
 def _check_extra(*modules: str) -> None:
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        raise UsageError(f"not installed: {', '.join(missing)}", hint="pip install 'unshard[eval]'")
+        packages = " ".join("pyyaml" if name == "yaml" else name for name in missing)
+        raise UsageError(f"not installed: {packages}", hint=f"pip install {packages}")
 
 
 @app.command()

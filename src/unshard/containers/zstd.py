@@ -78,6 +78,6 @@ def _library() -> tuple[_Engine, tuple[type[Exception], ...]]:
     except ImportError as error:
         raise UsageError(
             "this checkpoint is compressed (zstd), and no library for it is installed",
-            hint="pip install 'unshard[zstd]'",
+            hint="pip install zstandard",
         ) from error
     return zstandard.ZstdDecompressor().decompressobj(), (zstandard.ZstdError, EOFError)

@@ -34,7 +34,7 @@ def need_torch() -> None:
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        raise UsageError("torch is not installed", hint="pip install 'unshard[torch]'") from error
+        raise UsageError("torch is not installed", hint="pip install torch") from error
 
 
 def as_tensor(bits: Elements, dtype: DType) -> "Tensor":

@@ -138,7 +138,7 @@ def _need_transformers(option: str) -> None:
         import transformers  # noqa: F401
     except ImportError as error:
         what = f"{option}: {error.name} is not installed"
-        raise UsageError(what, hint="pip install 'unshard[torch]'") from error
+        raise UsageError(what, hint="pip install torch transformers") from error
 
 
 def _model_class(directory: Path, architectures: list[str]) -> "type[PreTrainedModel]":
