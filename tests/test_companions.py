@@ -156,11 +156,34 @@ def test_a_given_config_that_is_none_is_refused(tmp_path: Path, name: str) -> No
         find_companions(location(tmp_path / "checkpoint"), tmp_path / name)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "\x00", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", "\x00", "[" * 100_000], ids=["cut", "a list", "a zero byte", "deep"]
+)
 def test_a_config_that_is_no_json_object_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
-    with pytest.raises(CorruptError, match=r"config\.json: not"):
+    with pytest.raises(CorruptError, match=r"config\.json is not"):
+        load_config(Companions(path))
+
+
+@pytest.mark.parametrize("kind", [[], {}, 1, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_model_type_that_is_not_text_is_named(
+    tmp_path: Path, kind: object, *, nested: bool
+) -> None:
+    path = tmp_path / "config.json"
+    fields = {"model_type": kind}
+    path.write_text(json.dumps({"text_config": fields} if nested else fields))
+    key = r"text_config\.model_type" if nested else "model_type"
+    with pytest.raises(CorruptError, match=rf"config\.json: {key} is not a text"):
+        load_config(Companions(path))
+
+
+@pytest.mark.parametrize("classes", ["Qwen3ForCausalLM", {}, [1], [["Qwen3ForCausalLM"]]])
+def test_architectures_that_are_not_names_are_named(tmp_path: Path, classes: object) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"architectures": classes}))
+    with pytest.raises(CorruptError, match=r"config\.json: architectures is not a list of names"):
         load_config(Companions(path))
 
 

@@ -1,6 +1,5 @@
 """`verify`: a merged model compared with what it was merged from, or with another model."""
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import prepare
 from unshard.api.sources import Source, inflated, open_source
+from unshard.containers.json_file import JsonFields, json_object
 from unshard.convert.outputs import Converted
 from unshard.convert.precision import DtypeLike, precision
 from unshard.convert.recipes import shape_of
@@ -132,13 +132,13 @@ class _Told:
         """Return the options to convert the other side by."""
         record = _recorded(output)
         own = output / "config.json"
-        by_default = "hub" if self.base is not None else record.get("names", "hub")
+        by_default = "hub" if self.base is not None else record.text("names") or "hub"
         return MergeOptions(
             names=self.names or by_default,
             base=self.base,
-            include=self.include or record.get("include"),
-            exclude=self.exclude or record.get("exclude"),
-            lora_alpha=self.lora_alpha or _number(record.get("lora_alpha")),
+            include=self.include or record.text("include"),
+            exclude=self.exclude or record.text("exclude"),
+            lora_alpha=self.lora_alpha or record.number("lora_alpha"),
             config=own if self.config is None and own.is_file() else self.config,
             allow_missing=True,
             allow_unexpected=True,
@@ -172,16 +172,8 @@ def _cast(tensors: Sequence[Converted], dtype: DtypeLike | None) -> Sequence[Con
     return [replace(one, dtype=rule.dtype(one.name, one.dtype)) for one in tensors]
 
 
-def _recorded(output: Path) -> dict[str, str]:
-    """Return what the output's record says of the options that shaped it."""
-    folder = output if output.is_dir() else output.parent
-    try:
-        options = json.loads((folder / RECORD_NAME).read_bytes())["options"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {}
-    known = ("names", "include", "exclude", "lora_alpha")
-    return {key: options[key] for key in known if key in options} if options else {}
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+def _recorded(output: Path) -> JsonFields:
+    """Return what the output's record says of the options that shaped it; nothing without one."""
+    path = (output if output.is_dir() else output.parent) / RECORD_NAME
+    fields = json_object(path) if path.is_file() else {}
+    return JsonFields(path, fields).inside("options")

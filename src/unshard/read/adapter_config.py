@@ -5,12 +5,11 @@ verl writes `lora_train_meta.json` (rank, alpha, task type) beside its shards; P
 "TaskType.CAUSAL_LM"; a 0 is taken as unknown.
 """
 
-import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import CorruptError
 from unshard.read.format import Location
 
@@ -114,21 +113,21 @@ def _first(places: Iterator[Path], name: str) -> AdapterConfig | None:
 
 
 def _parsed(path: Path) -> AdapterConfig:
-    try:
-        fields = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise CorruptError(f"{path}: not a JSON object")
-    reader = _Reader(path, fields)
+    fields = json_object(path)
+    reader = JsonFields(path, fields)
+    reader.text("peft_type")
+    targets = fields.get("target_modules")
+    ranks, alphas = reader.inside("rank_pattern"), reader.inside("alpha_pattern")
     return AdapterConfig(
         alpha=reader.number("lora_alpha") or None,
         rank=reader.count("r") or None,
         use_rslora=reader.flag("use_rslora") or False,
         use_dora=reader.flag("use_dora") or False,
-        rank_pattern={key: reader.count(key, among) or 0 for key, among in reader.map("rank")},
-        alpha_pattern={key: reader.number(key, among) or 0.0 for key, among in reader.map("alpha")},
-        target_modules=reader.targets(),
+        rank_pattern={key: ranks.count(key) or 0 for key in ranks.fields},
+        alpha_pattern={key: alphas.number(key) or 0.0 for key in alphas.fields},
+        target_modules=(
+            targets if isinstance(targets, str) else reader.names("target_modules") or None
+        ),
         target_parameters=reader.names("target_parameters"),
         modules_to_save=reader.names("modules_to_save"),
         task_type=_task_type(reader.text("task_type")),
@@ -143,70 +142,3 @@ def _task_type(text: str | None) -> str | None:
     """Return PEFT's word; verl wrote the repr of its enum, or of None."""
     word = (text or "").rpartition(".")[2]
     return word if word not in {"", "None"} else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Takes fields of expected types out of a file's JSON object; an absent one or null is None."""
-
-    path: Path
-    fields: Fields
-
-    def number(self, key: str, among: Fields | None = None) -> float | None:
-        value = (self.fields if among is None else among).get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._malformed(key, "a number", value)
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number) or number < 0:
-            raise self._malformed(key, "a finite number, not below 0", value)
-        return number
-
-    def count(self, key: str, among: Fields | None = None) -> int | None:
-        value = (self.fields if among is None else among).get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._malformed(key, "a whole number, not below 0", value)
-        return value
-
-    def flag(self, key: str) -> bool | None:
-        value = self.fields.get(key)
-        if value is None or isinstance(value, bool):
-            return value
-        raise self._malformed(key, "true or false", value)
-
-    def text(self, key: str) -> str | None:
-        value = self.fields.get(key)
-        if value is None or isinstance(value, str):
-            return value
-        raise self._malformed(key, "a text", value)
-
-    def names(self, key: str) -> tuple[str, ...]:
-        value = self.fields.get(key)
-        if value is None:
-            return ()
-        if isinstance(value, list) and all(isinstance(name, str) for name in value):
-            return tuple(value)
-        raise self._malformed(key, "a list of names", value)
-
-    def targets(self) -> tuple[str, ...] | str | None:
-        value = self.fields.get("target_modules")
-        return value if isinstance(value, str) else self.names("target_modules") or None
-
-    def map(self, what: str) -> Iterator[tuple[str, Fields]]:
-        """Yield the keys of `<what>_pattern`, and the whole of it."""
-        value = self.fields.get(f"{what}_pattern")
-        if value is None:
-            return
-        if not isinstance(value, dict):
-            raise self._malformed(f"{what}_pattern", "an object", value)
-        for key in value:
-            yield key, value
-
-    def _malformed(self, key: str, expected: str, value: object) -> CorruptError:
-        return CorruptError(f"{self.path}: {key}", expected=expected, found=repr(value)[:80])

@@ -6,15 +6,15 @@ in 0.3.0), lmms-engine (in the checkpoint's own directory), NeMo AutoModel (`.hf
 axolotl and others, which write them once, at the start, into the run's directory.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from unshard.errors import UsageError
+from unshard.containers.json_file import JsonFields, json_object
+from unshard.errors import CorruptError, UsageError
 from unshard.read.format import Location
 from unshard.tensors.catalog import Companions
 
-__all__ = ["companions_in", "completed", "find_companions"]
+__all__ = ["companions_in", "completed", "find_companions", "read_config"]
 
 _CONFIG = "config.json"
 _NAMES = frozenset(
@@ -57,6 +57,22 @@ def find_companions(location: Location, config: Path | None) -> Companions:
     return Companions(config, found.files) if config else found
 
 
+def read_config(path: Path) -> dict[str, object]:
+    """Return the fields of a model's config.json.
+
+    Raises:
+        CorruptError: it is not a JSON object, or the type or the classes of the model, or of one
+            nested in it, are not text.
+    """
+    fields = json_object(path)
+    whole = JsonFields(path, fields)
+    nested = [key for key, value in fields.items() if isinstance(value, dict)]
+    for one in (whole, *(whole.inside(key) for key in nested if key.endswith("_config"))):
+        one.text("model_type")
+        one.names("architectures")
+    return fields
+
+
 def _places(location: Location) -> Iterator[tuple[Path, bool]]:
     """Yield where companions may lie, and whether that place belongs to this checkpoint alone."""
     for root in location.roots:
@@ -81,10 +97,10 @@ def _in_run(folder: Path) -> Companions:
     if here.config is None:
         return Companions()
     try:
-        fields = json.loads(here.config.read_bytes())
-    except (ValueError, RecursionError):
+        fields = read_config(here.config)
+    except CorruptError:
         return here  # that it is broken is said where it is used
-    if not isinstance(fields, dict) or not {"model_type", "architectures"} & fields.keys():
+    if not {"model_type", "architectures"} & fields.keys():
         return Companions()
     if "auto_map" in fields:
         return here

@@ -1,24 +1,22 @@
 """What whole and sharded Hugging Face files share: JSON beside weights, tensors in safetensors.
 
-Everything here is checked before it is used, whoever wrote it: sizes fit 64-bit integers, names are
-text, a JSON file is an object of bounded length.
+Everything here is checked before it is used, whoever wrote it: sizes fit 64-bit integers, an index
+names files of its own directory.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from unshard.containers.json_file import JsonFields, json_object, parsed_object, shown
 from unshard.containers.safetensors_file import HeaderEntry, SafetensorsFile, read_safetensors
 from unshard.errors import CorruptError
 
 __all__ = [
     "MAX_INTEGER",
-    "json_object",
     "natural_order",
     "read_header",
     "saved_offsets",
-    "shown",
     "size_problem",
     "weight_map",
 ]
@@ -26,31 +24,11 @@ __all__ = [
 MAX_INTEGER = (1 << 63) - 1
 """The largest size or offset that a column of chunks can hold."""
 
-_MAX_JSON = 256 * 1024 * 1024
+_LONGEST_NAME = 255
+"""In bytes: of a file, on every file system that Linux has."""
 _MAX_DIMENSIONS = 32
 _SHARDING_INFO = "DCP_SHARDING_INFO"
 _DIGITS = re.compile(r"([0-9]+)")
-
-
-def json_object(path: Path) -> dict[str, object]:
-    """Return the fields of a JSON file.
-
-    Raises:
-        CorruptError: it is too long, not readable, not JSON, or not an object.
-    """
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_JSON + 1)
-        if len(text) > _MAX_JSON:
-            raise CorruptError(f"{path}: longer than {_MAX_JSON} bytes")
-        fields = json.loads(text.decode("utf-8"))
-    except OSError as error:
-        raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise CorruptError(f"{path}: not a JSON object")
-    return fields
 
 
 def weight_map(path: Path) -> dict[str, str]:
@@ -59,14 +37,14 @@ def weight_map(path: Path) -> dict[str, str]:
     Raises:
         CorruptError: it is malformed, or names a file outside its own directory.
     """
-    fields = json_object(path).get("weight_map")
-    if not isinstance(fields, dict) or not fields:
+    fields = JsonFields(path, json_object(path)).inside("weight_map").fields
+    if not fields:
         raise CorruptError(f"{path}: no weight_map that says which file holds which tensor")
     found: dict[str, str] = {}
     for name, file in fields.items():
-        if not _is_text(name) or not isinstance(file, str) or not _is_plain_name(file):
+        if not isinstance(file, str) or not _is_file_name(file):
             raise CorruptError(
-                f"{path}: tensor {name!r}: its file is no name of a file in the same directory",
+                f"{path}: tensor {name!r}: its file is not the name of one in the same directory",
                 found=shown(file),
             )
         found[name] = file
@@ -97,14 +75,7 @@ def saved_offsets(file: SafetensorsFile) -> Mapping[str, object] | None:
     text = file.metadata.get(_SHARDING_INFO)
     if text is None:
         return None
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(
-            f"{file.path}: its {_SHARDING_INFO} is not valid JSON: {error}"
-        ) from error
-    if not isinstance(fields, dict):
-        raise CorruptError(f"{file.path}: its {_SHARDING_INFO} is not a JSON object")
+    fields = parsed_object(text.encode("utf-8"), f"{file.path}: its {_SHARDING_INFO}")
     return {
         name: value.get("saved_offsets") if isinstance(value, dict) else None
         for name, value in fields.items()
@@ -135,27 +106,7 @@ def natural_order(name: str) -> tuple[tuple[str | tuple[int, str], ...], str]:
     return tuple(parts), name
 
 
-def shown(value: object) -> str:
-    """Return a value of a JSON file for a message: short, and never nested."""
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_shown_alone, value[:8])) + (", …]" if value[8:] else "]")
-    return _shown_alone(value)
-
-
-def _shown_alone(value: object) -> str:
-    plain = value is None or isinstance(value, str | int | float)
-    return repr(value)[:100] if plain else type(value).__name__
-
-
-def _is_plain_name(text: str) -> bool:
-    plain = _is_text(text) and "\0" not in text and "/" not in text
-    return plain and text not in ("", ".", "..")
-
-
-def _is_text(text: str) -> bool:
-    """Tell whether a string is text: half a surrogate pair, which JSON can escape, is not."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+def _is_file_name(text: str) -> bool:
+    """Return whether a text can name a file in a directory."""
+    plain = "\0" not in text and "/" not in text and text not in ("", ".", "..")
+    return plain and len(text.encode("utf-8")) <= _LONGEST_NAME

@@ -6,12 +6,12 @@ model. They hold DTensors (FSDP2; FSDP1 on a device mesh), ShardedTensors (FSDP1
 plain tensors.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import (
     CorruptError,
     IncompleteError,
@@ -195,14 +195,8 @@ def _stated_world(location: Location) -> int | None:
     """Return the world size that verl's fsdp_config.json states; None without the file."""
     for root in location.roots:
         path = root / "fsdp_config.json"
-        if not path.is_file():
-            continue
-        try:
-            fields = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise CorruptError(f"{path}: not valid JSON: {error}") from error
-        world = fields.get("world_size") if isinstance(fields, dict) else None
-        return world if isinstance(world, int) else None
+        if path.is_file():
+            return JsonFields(path, json_object(path)).count("world_size")
     return None
 
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from unshard.containers.json_file import shown
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.safetensors_file import HeaderEntry, SafetensorsFile
 from unshard.errors import CorruptError, IncompleteError, UnshardError, raise_all
@@ -27,7 +28,6 @@ from unshard.read.hub_files import (
     natural_order,
     read_header,
     saved_offsets,
-    shown,
     size_problem,
 )
 from unshard.read.shard_evidence import loss_problems, writer_of

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from unshard.containers.json_file import json_object
 from unshard.errors import CorruptError, IncompleteError, UnshardError
 from unshard.read.format import Location
-from unshard.read.hub_files import json_object, weight_map
+from unshard.read.hub_files import weight_map
 from unshard.tensors.catalog import TensorEntry
 
 __all__ = ["loss_problems", "writer_of"]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from unshard.containers.json_file import json_object, shown
 from unshard.containers.records import Value
 from unshard.containers.torch_file import read_torch_file
 from unshard.errors import CheckpointError, CorruptError, NotMergeableError, UnshardError, raise_all
@@ -15,11 +16,9 @@ from unshard.read.chunk_rows import ChunkRows
 from unshard.read.format import Format, Location, Reading, ReadOptions
 from unshard.read.gathering import Gathering
 from unshard.read.hub_files import (
-    json_object,
     natural_order,
     read_header,
     saved_offsets,
-    shown,
     size_problem,
 )
 from unshard.read.nested_state import find_state_dict

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from unshard.convert.precision import CASTS, Fields
-from unshard.errors import CorruptError
+from unshard.read.companions import read_config
 from unshard.tensors.catalog import Companions
 
 __all__ = ["load_config", "output_config", "write_companions"]
@@ -17,19 +17,11 @@ def load_config(companions: Companions) -> Fields | None:
     """Return the fields of config.json; None without one.
 
     Raises:
-        CorruptError: it is not a JSON object.
+        CorruptError: it is not a config; see `read_config`.
     """
     if companions.config is None:
         return None
-    try:
-        fields = json.loads(companions.config.read_bytes())
-    except OSError as error:
-        raise CorruptError(f"{companions.config}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{companions.config}: not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise CorruptError(f"{companions.config}: not a JSON object")
-    return fields
+    return read_config(companions.config)
 
 
 def output_config(config: Fields, written_dtype: str | None) -> Fields:

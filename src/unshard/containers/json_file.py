@@ -1,0 +1,207 @@
+"""JSON files that somebody else wrote: bounded, and read once for all who need them.
+
+Python's own reader takes any length and any depth that its stack holds, keeps the last of two equal
+keys, and returns half surrogate pairs, which no file can hold. What passes here can be copied,
+compared and written again.
+"""
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unshard.errors import CorruptError
+
+__all__ = ["MAX_DEPTH", "MAX_JSON", "JsonFields", "json_object", "parsed_object", "shown"]
+
+MAX_JSON = 100_000_000
+"""The most bytes of a JSON file: what safetensors allows its headers. The longest index known has
+a fifth of it."""
+
+MAX_DEPTH = 64
+"""So many objects and lists may stand inside one another. Real configs have up to 6."""
+
+
+def json_object(path: Path) -> dict[str, object]:
+    """Return the fields of a JSON file.
+
+    Raises:
+        CorruptError: it is not readable, longer than `MAX_JSON`, or not what `parsed_object` takes.
+    """
+    try:
+        with path.open("rb") as file:
+            too_long = os.fstat(file.fileno()).st_size > MAX_JSON
+            text = b"" if too_long else file.read(MAX_JSON + 1)
+    except OSError as error:
+        raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
+    if too_long or len(text) > MAX_JSON:
+        raise CorruptError(f"{path}: longer than {MAX_JSON} bytes, which no such file is")
+    return parsed_object(text, str(path))
+
+
+def parsed_object(text: bytes, what: str) -> dict[str, object]:
+    """Return the fields of a JSON object. NaN and Infinity, which Python writes, are taken.
+
+    Args:
+        text: UTF-8, with or without a byte order mark.
+        what: what to call it in an error.
+
+    Raises:
+        CorruptError: it is not UTF-8, not JSON, not an object, nested deeper than `MAX_DEPTH`, or
+            has a key twice or a string that is not text.
+    """
+    try:
+        fields = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        raise CorruptError(f"{what} is not UTF-8, at byte {error.start}") from error
+    except RecursionError as error:
+        raise CorruptError(f"{what} is not valid JSON: nested too deep") from error
+    except _DuplicateKeyError as error:
+        raise CorruptError(
+            f"{what}: the key {shown(error.args[0])} occurs twice",
+            hint="keep the one that counts",
+        ) from error
+    except json.JSONDecodeError as error:
+        raise CorruptError(f"{what} is not valid JSON: {error}") from error
+    except ValueError as error:  # Python refuses to convert thousands of digits
+        raise CorruptError(f"{what} is not valid JSON: a number of too many digits") from error
+    if not isinstance(fields, dict):
+        raise CorruptError(f"{what} is not a JSON object")
+    _check(fields, what)
+    return fields
+
+
+class _DuplicateKeyError(ValueError):
+    """An object has a key twice; the argument is the key."""
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        keys = Counter(key for key, _ in pairs)
+        raise _DuplicateKeyError(keys.most_common(1)[0][0])
+    return fields
+
+
+def _check(fields: dict[str, object], what: str) -> None:
+    """Check depth and text, level by level: recursion would itself need a bound."""
+    level: list[_Inside] = [("", fields)]
+    for _ in range(MAX_DEPTH):
+        level = [below for key, value in level for below in _below(key, value, what)]
+        if not level:
+            return
+    raise CorruptError(
+        f"{what}: {level[0][0]}: nested too deep", expected=f"at most {MAX_DEPTH} levels"
+    )
+
+
+_Inside = tuple[str, dict[str, object] | list[object]]
+"""An object or list, and the key at the top of the file that it is below."""
+
+
+def _below(above: str, value: dict[str, object] | list[object], what: str) -> Iterator[_Inside]:
+    entries = value.items() if isinstance(value, dict) else (("", one) for one in value)
+    for key, one in entries:
+        if not _is_text(key) or (isinstance(one, str) and not _is_text(one)):
+            raise CorruptError(f"{what}: {above or key}: half a surrogate pair, which is not text")
+        if isinstance(one, dict | list):
+            yield above or key, one
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFields:
+    """Takes fields of expected types out of a file's JSON object; an absent one or null is None.
+
+    Every method raises a CorruptError that names file and key where the type is another.
+
+    Attributes:
+        path: the file.
+        fields: the fields, of any type.
+        prefix: "key." of the object they stand in, where that is not the whole file.
+    """
+
+    path: Path
+    fields: Mapping[str, object]
+    prefix: str = ""
+
+    def number(self, key: str) -> float | None:
+        """Return a finite number, not below 0."""
+        value = self.fields.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._malformed(key, "a number")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number) or number < 0:
+            raise self._malformed(key, "a finite number, not below 0")
+        return number
+
+    def count(self, key: str) -> int | None:
+        """Return a whole number, not below 0."""
+        value = self.fields.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._malformed(key, "a whole number, not below 0")
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """Return true or false."""
+        value = self.fields.get(key)
+        if value is None or isinstance(value, bool):
+            return value
+        raise self._malformed(key, "true or false")
+
+    def text(self, key: str) -> str | None:
+        """Return a text."""
+        value = self.fields.get(key)
+        if value is None or isinstance(value, str):
+            return value
+        raise self._malformed(key, "a text")
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """Return a list of texts; an empty one where there is none."""
+        value = self.fields.get(key)
+        if value is None:
+            return ()
+        if isinstance(value, list) and all(isinstance(name, str) for name in value):
+            return tuple(value)
+        raise self._malformed(key, "a list of names")
+
+    def inside(self, key: str) -> "JsonFields":
+        """Return the fields of an object inside this one; none where there is none."""
+        value = self.fields.get(key)
+        if value is None or isinstance(value, dict):
+            return JsonFields(self.path, value or {}, f"{self.prefix}{key}.")
+        raise self._malformed(key, "an object")
+
+    def _malformed(self, key: str, expected: str) -> CorruptError:
+        subject = f"{self.path}: {self.prefix}{key} is not {expected}"
+        return CorruptError(subject, found=shown(self.fields[key]))
+
+
+def shown(value: object) -> str:
+    """Return a value of a JSON file for a message: short, and never nested."""
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_shown_alone, value[:8])) + (", …]" if value[8:] else "]")
+    return _shown_alone(value)
+
+
+def _shown_alone(value: object) -> str:
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return repr(value)[:100]
