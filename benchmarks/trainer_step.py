@@ -177,7 +177,7 @@ def measure(work: Path, options: argparse.Namespace) -> dict[str, dict[str, list
 
 def pin_times(work: Path, files: int, times: int) -> list[float]:
     """Return the seconds that it takes to pin a checkpoint of so many files, again and again."""
-    from unshard.evaluate.pins import Quota, pin_checkpoint
+    from unshard.evaluate.pins import Quota, pin_checkpoint, unpin
 
     checkpoint = work / "pinned" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
@@ -188,7 +188,7 @@ def pin_times(work: Path, files: int, times: int) -> list[float]:
         started = time.perf_counter()
         pin = pin_checkpoint(checkpoint, quota=Quota(count=8, bytes=None))
         seconds.append(time.perf_counter() - started)
-        pin.unpin()
+        unpin(pin)
     return seconds
 
 

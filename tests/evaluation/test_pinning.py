@@ -1,5 +1,6 @@
 """The server's pins, with a real database and no server."""
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -8,9 +9,9 @@ import pytest
 
 from evaluation.running import job_of, script_profile, whole_model
 from unshard.evaluate.jobs import Job, Request
-from unshard.evaluate.pins import DEFAULT_QUOTA, Quota, pin_checkpoint, pins_of
+from unshard.evaluate.pins import DEFAULT_QUOTA, Quota, pin_checkpoint, pins_of, unpin
 from unshard.evaluate.profiles import ServerConfig
-from unshard.evaluate.server.pinning import Pins
+from unshard.evaluate.server.pinning import PinInUseError, Pins
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.store import Store
@@ -65,13 +66,42 @@ def test_pins_that_no_job_needs_are_removed(run: Path, service: Service) -> None
 def test_a_pin_that_cannot_be_removed_harms_nobody(
     run: Path, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(_path: Path, _to: Path) -> Path:
+    def refused(*_names: str, **_folders: int) -> None:
         raise PermissionError
 
     service.pins.made(run / "checkpoint-1", 1, run)
-    monkeypatch.setattr(Path, "rename", refused)
+    monkeypatch.setattr(os, "rename", refused)
     service.pins.let_go()
     assert steps(run) == [1]
+
+
+def test_a_pin_that_is_not_ours_is_named_and_never_removed(
+    run: Path, service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = pin_checkpoint(run / "checkpoint-1", quota=DEFAULT_QUOTA)
+    copied, broken = (whole.directory.with_name(name) for name in ("copied", "broken"))
+    shutil.copytree(whole.directory, copied)
+    broken.mkdir()
+    (broken / "pin.json").write_text("[" * 100_000)
+    assert {pin.name for pin in service.pins.everywhere()} == {whole.name, "copied"}
+    with pytest.raises(PinInUseError, match="not made there"):
+        service.pins.remove("copied")
+    assert service.pins.remove("broken") is None
+    assert service.pins.remove(whole.name) == whole
+    service.pins.let_go()
+    assert {path.name for path in whole.directory.parent.iterdir()} == {"copied", "broken"}
+    assert str(broken) in caplog.text
+
+
+def test_what_a_killed_server_left_of_pins_is_removed_at_the_start(
+    run: Path, service: Service
+) -> None:
+    owner = str(service.store.identity)
+    for name in ("0123", "4567-89ab"):  # being made, being removed
+        pin = pin_checkpoint(run / "checkpoint-1", quota=Quota(None, None, owner))
+        pin.directory.rename(pin.directory.with_name(f"{name}.partial"))
+    service.pins.let_go()
+    assert list((run / "_unshard" / "pins").iterdir()) == []
 
 
 def test_a_job_submitted_again_while_its_attempt_ends_leaves_no_pin(
@@ -117,7 +147,7 @@ def test_a_job_that_fails_while_it_is_submitted_again_gets_a_pin(
 def test_a_pin_that_its_client_replaces_is_taken(run: Path, service: Service) -> None:
     first, second = (pin_checkpoint(run / "checkpoint-0", quota=DEFAULT_QUOTA) for _ in "12")
     job = submit(service, run, 0, str(first.path))
-    first.unpin()
+    unpin(first)
     assert submit(service, run, 0, str(second.path)).pin == str(second.path)
     shutil.rmtree(run / "checkpoint-0")
     assert submit(service, run, 0, str(second.path)).id == job.id

@@ -333,7 +333,7 @@ def test_unpinning_twice_is_fine_and_frees_the_bytes(tmp_path: Path) -> None:
     checkpoint = lmms_checkpoint(tmp_path, 1)
     pin = pin_checkpoint(checkpoint, quota=ANY)
     assert read_pin(pin.path) == read_pin(pin.directory) == pin
-    pin.unpin()
+    unpin(pin)
     unpin(pin)
     assert (checkpoint / "config.json").stat().st_nlink == 1
     with pytest.raises(ExpiredError, match="no pin"):

@@ -12,7 +12,7 @@ import torch
 
 from evaluation.live import Fields, Live, all_gone, checkpoint, cli, live, until
 from ranks import save_ranks, some_tensors
-from unshard.evaluate.pins import Quota, pin_checkpoint
+from unshard.evaluate.pins import Quota, pin_checkpoint, unpin
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.store import Store
 
@@ -106,7 +106,7 @@ def test_a_pin_that_is_gone_with_its_checkpoint_expires(server: Live) -> None:
     run = server.root / "expired"
     pin = pin_checkpoint(checkpoint(run, 5), quota=QUOTA)
     shutil.rmtree(run / "checkpoint-5")
-    pin.unpin()
+    unpin(pin)
     job = server.submit(pin.path, step=5, run="expired", pin=str(pin.path))
     assert "is gone" in str(server.ended(job, "expired")["error"])
     found = server.call("GET", f"/jobs/{job['id']}").json()

@@ -15,8 +15,9 @@ from unshard.errors import UnshardError
 from unshard.evaluate.client import EvalClient
 from unshard.evaluate.client_v1 import Answer, RefusedError, ServerAwayError
 from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.folders import left_alone
 from unshard.evaluate.jobs import Status
-from unshard.evaluate.pins import ExpiredError, pins_of, read_pin
+from unshard.evaluate.pins import ExpiredError, pins_of, read_pin, sweep, unpin
 from unshard.evaluate.recorder import Recording
 from unshard.evaluate.sinks.base import metric_names
 from unshard.evaluate.spool import Entry, Fields, Spool, pins_in
@@ -125,8 +126,9 @@ class Courier:
         for entry in self._spool.refused():
             self._spool.requeue(entry)
         for pin in pins_of(self._spool.run.resolve()):  # as its submission names it
-            if not pin.owner and time.time() - pin.created > _ABANDONED:
+            if pin.is_ours and not pin.owner and time.time() - pin.created > _ABANDONED:
                 release([str(pin.path)], self._spool)
+        sweep(self._spool.run)
 
     def close(self) -> None:
         """Close the connections; the next request opens others."""
@@ -191,13 +193,18 @@ class Courier:
 
 
 def release(pins: Iterable[str], spool: Spool) -> None:
-    """Remove the pins that nothing in a spool needs any more."""
+    """Remove the pins of a spool's run that nothing in it needs any more."""
+    run = spool.run.resolve()
     for pin in pins:
         if not spool.is_pin_needed(pin):
             try:
-                read_pin(Path(pin)).unpin()
+                found = read_pin(Path(pin))
             except ExpiredError:
                 continue  # the quota, or the server, removed it
+            if found.run == run:
+                unpin(found)
+            else:
+                left_alone(f"{pin}: not a pin of {run}")
 
 
 def _resubmissions(entry: Entry) -> int:

@@ -5,15 +5,32 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from unshard.evaluate.folders import STATE, open_regular, opened
+
 __all__ = ["lock", "lock_file", "unlock"]
+
+_FLAGS = os.O_RDWR | os.O_CREAT
 
 
 def lock_file(path: Path) -> int | None:
     """Lock a file, made if need be; return the descriptor that holds it, None if another does.
 
     A file system without locks lets everybody in.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    return _locked(open_regular(path, _FLAGS))
+
+
+def lock(run: Path, name: str) -> int | None:
+    """Lock `<run>/_unshard/<name>` as `lock_file` does; the mtime of the run's directory stays."""
+    run.mkdir(parents=True, exist_ok=True)
+    with opened(run, STATE, make=True) as state:
+        return _locked(open_regular(name, _FLAGS, folder=state))
+
+
+def _locked(fd: int) -> int | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -22,17 +39,6 @@ def lock_file(path: Path) -> int | None:
     except OSError:
         pass  # there are no locks here
     return fd
-
-
-def lock(run: Path, name: str) -> int | None:
-    """Lock `<run>/_unshard/<name>` as `lock_file` does; the mtime of the run's directory stays."""
-    state = run / "_unshard"
-    before = run.stat() if run.is_dir() else None
-    is_new = not state.is_dir()
-    state.mkdir(parents=True, exist_ok=True)
-    if is_new and before is not None:
-        os.utime(run, ns=(before.st_atime_ns, before.st_mtime_ns))
-    return lock_file(state / name)
 
 
 def unlock(fd: int) -> None:

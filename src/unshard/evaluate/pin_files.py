@@ -17,6 +17,7 @@ __all__ = [
     "changed_files",
     "fingerprint",
     "identity",
+    "is_inside",
     "list_checkpoint",
     "stamps_of",
 ]
@@ -64,6 +65,16 @@ def identity(path: Path) -> Identity:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
+def is_inside(path: str) -> bool:
+    """Return whether a path that somebody wrote down names a file below a directory."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:  # a lone surrogate: no file can have this name
+        return False
+    parts = path.split("/")
+    return "\0" not in path and not {"", ".", ".."}.intersection(parts)
+
+
 def changed_files(checkpoint: Path, files: Mapping[str, Identity]) -> list[str]:
     """Return the files that are not what they were: written in place, replaced or gone.
 
@@ -108,7 +119,10 @@ def list_checkpoint(checkpoint: Path) -> Listing:
     if not checkpoint.is_dir():
         return Listing({checkpoint.name: identity(checkpoint)}, {}, [])
     listing = Listing({}, {}, [])
-    _list_folder(checkpoint, PurePosixPath(), listing, seen=set())
+    left, seen = [PurePosixPath()], set[int]()
+    while left:
+        inside = left.pop()
+        left += _list_folder(checkpoint / inside, inside, listing, seen=seen)
     return listing
 
 
@@ -135,10 +149,13 @@ def fingerprint(stamped: Mapping[str, Sequence[int]]) -> str:
     return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16] if stamps else ""
 
 
-def _list_folder(folder: Path, inside: PurePosixPath, into: Listing, *, seen: set[int]) -> None:
-    status = folder.stat()
+def _list_folder(
+    folder: Path, inside: PurePosixPath, into: Listing, *, seen: set[int]
+) -> list[PurePosixPath]:
+    """List a folder; return the folders in it."""
+    status, folders = folder.stat(), []
     if status.st_ino in seen:
-        return  # a link back up
+        return []  # a link back up
     seen.add(status.st_ino)
     into.folders[str(inside)] = status.st_mtime_ns
     for entry, is_folder in _entries(folder):
@@ -146,9 +163,10 @@ def _list_folder(folder: Path, inside: PurePosixPath, into: Listing, *, seen: se
             if (inside / entry).suffix in _WEIGHTS:
                 into.lost.append(str(inside / entry))
         elif is_folder:
-            _list_folder(folder / entry, inside / entry, into, seen=seen)
+            folders.append(inside / entry)
         else:
             into.files[str(inside / entry)] = identity(folder / entry)
+    return folders
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, bool | None]]:

@@ -5,21 +5,31 @@ companions of the run's own directory lie beside it, where a reader looks for th
 under another name and renamed, so that it is whole or not there. Nothing is copied, and the mtimes
 of the run's and the checkpoint's directories stay what they were, because trainers remove the
 "oldest" by them. A link does not protect against writing in place: `Pin.changed` tells.
-Trainers and servers make pins of the same run, and neither removes the other's.
+Trainers and servers make pins of the same run, and neither removes the other's. Nothing is removed
+that this user did not make there: see `folders`.
 """
 
-import json
 import logging
 import os
 import re
 import secrets
-import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.evaluate.pin_files import Identity, changed_files
+from unshard.evaluate.folders import (
+    STATE,
+    empty,
+    left_alone,
+    names_in,
+    opened,
+    opened_in,
+    read_record,
+    write_record,
+)
+from unshard.evaluate.pin_files import Identity
 from unshard.evaluate.pin_links import (
     ExpiredError,
     GoneError,
@@ -28,6 +38,7 @@ from unshard.evaluate.pin_links import (
     link_companions,
     refusal,
 )
+from unshard.evaluate.pin_records import Pin, fields_of, pin_of
 
 __all__ = [
     "DEFAULT_QUOTA",
@@ -40,10 +51,11 @@ __all__ = [
     "pin_checkpoint",
     "pins_of",
     "read_pin",
+    "sweep",
     "unpin",
 ]
 
-_PLACE = Path("_unshard") / "pins"
+_PLACE = (STATE, "pins")
 _RECORD = "pin.json"
 _PARTIAL = ".partial"
 _ABANDONED = 3600.0  # seconds after which a pin that was not finished is nobody's
@@ -69,47 +81,6 @@ class Quota:
 DEFAULT_QUOTA = Quota(count=8, bytes=500_000_000_000)
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """A checkpoint that is kept.
-
-    Attributes:
-        path: the linked checkpoint: what is merged and evaluated.
-        directory: of the pin; its name is the pin's.
-        checkpoint: the original, which may be gone by now.
-        step: the training step, if it is known.
-        created: seconds since the epoch.
-        files: inode, size and mtime in ns of each file, by path relative to `path`.
-        owner: the server that made it; empty: a client.
-    """
-
-    path: Path
-    directory: Path
-    checkpoint: Path
-    step: int | None
-    created: float
-    files: Mapping[str, Identity]
-    owner: str = ""
-
-    @property
-    def name(self) -> str:
-        """Return the name that the pin has among those of its run."""
-        return self.directory.name
-
-    @property
-    def size(self) -> int:
-        """Return the bytes of its files."""
-        return sum(size for _, size, _ in self.files.values())
-
-    def changed(self) -> list[str]:
-        """Return the files that are not what was pinned: see `pin_files.changed_files`."""
-        return changed_files(self.path, self.files)
-
-    def unpin(self) -> None:
-        """Remove the links; see `unpin`."""
-        unpin(self)
-
-
 def pin_checkpoint(
     checkpoint: Path,
     *,
@@ -133,55 +104,44 @@ def pin_checkpoint(
     """
     checkpoint = checkpoint.resolve()
     run = checkpoint.parent if run is None else run.resolve()
-    directory = _pins_directory(run) / secrets.token_hex(8)
-    partial = directory.with_name(directory.name + _PARTIAL)
-    try:
-        partial.mkdir()
-        files = link_all(checkpoint, partial / checkpoint.name)
-        _check_size(checkpoint, files, quota)
-        link_companions(run, partial)
-        path = directory / checkpoint.name
-        step = _step_in(checkpoint.name) if step is None else step
-        pin = Pin(path, directory, checkpoint, step, time.time(), files, quota.owner)
-        _record(pin, partial)
-        partial.rename(directory)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
+    directory = run.joinpath(*_PLACE, secrets.token_hex(8))
+    step = _step_in(checkpoint.name) if step is None else step
+    with _being_made(run, directory, quota.owner) as (partial, folder):
+        try:
+            files = link_all(checkpoint, partial / checkpoint.name)
+            _check_size(checkpoint, files, quota)
+            link_companions(run, partial)
+            path = directory / checkpoint.name
+            pin = Pin(path, directory, checkpoint, step, time.time(), files, quota.owner)
+            write_record(folder, _RECORD, fields_of(pin))
+        except OSError as error:
             raise refusal(checkpoint, error) from error
-        raise
     enforce_quota(run, quota, spare={*spare, pin.name})
     return pin
 
 
-def _pins_directory(run: Path) -> Path:
-    """Make the directory of pins; the run's own mtime stays."""
-    pins = run / _PLACE
-    if not pins.is_dir():
-        try:
-            before = run.stat()
-            pins.mkdir(parents=True, exist_ok=True)
-            os.utime(run, ns=(before.st_atime_ns, before.st_mtime_ns))
-        except OSError as error:
-            raise refusal(run, error) from error
-    return pins
+@contextmanager
+def _being_made(run: Path, directory: Path, owner: str) -> Iterator[tuple[Path, int]]:
+    """Yield the directory of an unfinished pin and its descriptor; finish it, or remove it."""
+    partial = directory.with_name(directory.name + _PARTIAL)
+    try:
+        with opened(run, *_PLACE, make=True) as pins:
+            os.mkdir(partial.name, dir_fd=pins)
+            with opened_in(pins, partial) as folder:
+                try:
+                    write_record(folder, _RECORD, {"owner": owner})  # known as ours if we die
+                    yield partial, folder
+                    os.rename(partial.name, directory.name, src_dir_fd=pins, dst_dir_fd=pins)
+                except BaseException:
+                    _remove_opened(pins, partial.name, folder)
+                    raise
+    except OSError as error:
+        raise refusal(run, error) from error
 
 
 def _step_in(name: str) -> int | None:
     match = _STEP.search(name)
     return int(match[1]) if match else None
-
-
-def _record(pin: Pin, partial: Path) -> None:
-    fields = {
-        "checkpoint": str(pin.checkpoint),
-        "name": pin.checkpoint.name,
-        "step": pin.step,
-        "created": pin.created,
-        "files": pin.files,
-        "owner": pin.owner,
-    }
-    (partial / _RECORD).write_text(json.dumps(fields), encoding="utf-8")
 
 
 def read_pin(path: Path) -> Pin:
@@ -190,52 +150,123 @@ def read_pin(path: Path) -> Pin:
     Raises:
         ExpiredError: it is gone, or no pin.
     """
-    directory = path if (path / _RECORD).is_file() else path.parent
+    directory = path if path.parts[-3:-1] == _PLACE else path.parent
+    if directory.parts[-3:-1] != _PLACE:
+        raise ExpiredError(f"{path}: no pin", expected="a path below RUN/_unshard/pins")
     try:
-        fields = json.loads((directory / _RECORD).read_bytes())
-        checkpoint = Path(fields["checkpoint"])
-        files = {name: tuple(found) for name, found in fields["files"].items()}
-        return Pin(
-            directory / fields["name"],
-            directory,
-            checkpoint,
-            fields["step"],
-            fields["created"],
-            files,
-            fields["owner"],
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with opened(directory.parents[2], *_PLACE) as pins:
+            return _read(pins, directory)
+    except (OSError, ValueError, TypeError) as error:
         raise ExpiredError(f"{path}: no pin", found=str(error)) from error
+
+
+def _read(pins: int, directory: Path) -> Pin:
+    with opened_in(pins, directory) as folder:
+        return pin_of(read_record(folder, _RECORD), directory)
 
 
 def pins_of(run: Path) -> list[Pin]:
     """Return the pins of a run, the oldest first; what is not finished or not readable is none."""
     pins = []
-    for directory in _children(run / _PLACE):
-        if directory.suffix == _PARTIAL:
-            continue
-        try:
-            pins.append(read_pin(directory))
-        except ExpiredError as error:
-            log.warning("%s", error)
+    with _pins_in(run) as (folder, names):
+        for name in names:
+            directory = run.joinpath(*_PLACE, name)
+            if directory.suffix != _PARTIAL:
+                try:
+                    pins.append(_read(folder, directory))
+                except FileNotFoundError as error:
+                    if error.filename == _RECORD:  # else another process has just removed it
+                        left_alone(f"{directory}: not a pin, it has no {_RECORD}")
+                except (OSError, ValueError, TypeError) as error:
+                    left_alone(f"{directory}: not a pin: {error}")
     return sorted(pins, key=lambda pin: (pin.created, pin.name))
 
 
-def _children(folder: Path) -> list[Path]:
+@contextmanager
+def _pins_in(run: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the descriptor of a run's directory of pins, and what is in it; -1 if it is missing."""
     try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
-def unpin(pin: Pin) -> None:
-    """Remove a pin: first its name, so that nobody meets half of it. Gone already is fine."""
-    doomed = pin.directory.with_name(f"{pin.name}-{secrets.token_hex(4)}{_PARTIAL}")
-    try:
-        pin.directory.rename(doomed)
+        with opened(run, *_PLACE) as folder:
+            yield folder, names_in(folder)
+            return
     except FileNotFoundError:
-        return
-    shutil.rmtree(doomed, ignore_errors=True)
+        pass
+    except OSError as error:
+        left_alone(str(error))
+    yield -1, []
+
+
+def unpin(pin: Pin) -> bool:
+    """Remove a pin that this user made; return whether it is gone.
+
+    It is renamed first, so that no reader sees a part of it. One that is gone already is fine.
+    """
+    with suppress(FileNotFoundError), opened(pin.run, *_PLACE) as pins:
+        return _remove(pins, pin.directory)
+    return True
+
+
+def _remove(pins: int, directory: Path) -> bool:
+    """Remove a pin, or what is left of one, if this user made it; return whether it is gone."""
+    with opened_in(pins, directory) as folder:
+        if not _is_ours(folder):
+            left_alone(f"{directory}: not a pin that this user made there")
+            return False
+        doomed = directory.name
+        if not _is_half_removed(doomed):
+            doomed = f"{doomed.removesuffix(_PARTIAL)}-{secrets.token_hex(4)}{_PARTIAL}"
+            os.rename(directory.name, doomed, src_dir_fd=pins, dst_dir_fd=pins)
+        _remove_opened(pins, doomed, folder)
+    return True
+
+
+def _remove_opened(pins: int, name: str, folder: int) -> None:
+    """Remove a directory and what is in it, its record last: until then it is known as ours."""
+    with suppress(OSError):  # what cannot be removed now is removed by the next sweep
+        empty(folder, last=_RECORD)
+        os.rmdir(name, dir_fd=pins)
+
+
+def _is_ours(folder: int) -> bool:
+    """Return whether a directory is empty, or has a record that this user wrote there."""
+    try:
+        return read_record(folder, _RECORD).is_ours
+    except (OSError, ValueError, TypeError):
+        return not names_in(folder)
+
+
+def _is_half_removed(name: str) -> bool:
+    return "-" in name
+
+
+def sweep(run: Path, owner: str = "") -> None:
+    """Finish what killed processes have begun: pins that were made, or removed.
+
+    Args:
+        run: the run's directory.
+        owner: the server that asks, and makes none at this moment: those that it had begun are
+            removed whatever their age.
+    """
+    with _pins_in(run) as (pins, names):
+        for directory in (run.joinpath(*_PLACE, name) for name in names):
+            if directory.suffix == _PARTIAL:
+                try:
+                    if _is_half_removed(directory.name) or _is_abandoned(pins, directory, owner):
+                        _remove(pins, directory)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    left_alone(str(error))
+
+
+def _is_abandoned(pins: int, directory: Path, owner: str) -> bool:
+    with opened_in(pins, directory) as folder:
+        if time.time() - os.fstat(folder).st_mtime > _ABANDONED:
+            return True
+        try:
+            return bool(owner) and read_record(folder, _RECORD).fields.get("owner") == owner
+        except (OSError, ValueError, TypeError):
+            return False
 
 
 def enforce_quota(run: Path, quota: Quota, *, spare: Collection[str] = ()) -> list[Pin]:
@@ -248,7 +279,8 @@ def enforce_quota(run: Path, quota: Quota, *, spare: Collection[str] = ()) -> li
         spare: the names of pins that stay whatever their age.
     """
     is_servers = bool(quota.owner)
-    kept, removed = [pin for pin in pins_of(run) if bool(pin.owner) == is_servers], []
+    ours = [pin for pin in pins_of(run) if pin.is_ours]
+    kept, removed = [pin for pin in ours if bool(pin.owner) == is_servers], []
     for pin in [pin for pin in kept if pin.name not in spare]:
         if not _is_exceeded(kept, quota):
             break
@@ -256,9 +288,7 @@ def enforce_quota(run: Path, quota: Quota, *, spare: Collection[str] = ()) -> li
         unpin(pin)
         kept.remove(pin)
         removed.append(pin)
-    for left in _children(run / _PLACE):
-        if left.suffix == _PARTIAL and _age(left) > _ABANDONED:
-            shutil.rmtree(left, ignore_errors=True)
+    sweep(run)
     return removed
 
 
@@ -267,13 +297,6 @@ def _is_exceeded(pins: list[Pin], quota: Quota) -> bool:
         return True
     sizes = {inode: size for pin in pins for inode, size, _ in pin.files.values()}
     return quota.bytes is not None and sum(sizes.values()) > quota.bytes
-
-
-def _age(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _check_size(checkpoint: Path, files: Mapping[str, Identity], quota: Quota) -> None:

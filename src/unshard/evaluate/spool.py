@@ -4,18 +4,19 @@
 `results/` (came, and not handed over everywhere) and `refused/` (with the server's answer; sent
 again now and then: a server's configuration may be mended). Every file is written under another
 name and renamed. Nothing is synced to the disk, because a trainer must not wait for its own
-checkpoint to be flushed: files survive the death of a process, not of a machine.
+checkpoint to be flushed: files survive the death of a process, not of a machine. What this user
+did not write there (a run that was copied, unpacked, or is another's) is named and left alone.
 """
 
-import json
-import logging
 import os
 import re
 import secrets
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from unshard.evaluate.folders import STATE, left_alone, names_in, opened, read_record, write_record
 from unshard.evaluate.jobs import EvaluationError
 
 __all__ = ["Entry", "Fields", "Spool", "pins_in"]
@@ -24,7 +25,7 @@ _JOB_ID = re.compile(r"[\w-][\w.-]{0,127}")  # it becomes the name of a file
 
 Fields = dict[str, object]
 
-log = logging.getLogger(__name__)
+_SUFFIX = ".json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class Spool:
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self._place = run / "_unshard" / "spool"
+        self._place = run / STATE / "spool"
+        self._written: set[Path] = set()  # by this process: it need not recognise them
 
     def add(self, fields: Fields) -> Entry:
         """Add a submission, which names its step, behind all others."""
@@ -126,50 +128,63 @@ class Spool:
 
     def remove(self, entry: Entry) -> None:
         """Remove an entry that is of no use any more."""
-        entry.path.unlink(missing_ok=True)
+        try:
+            with self._opened(entry.path.parent.name) as folder:
+                os.unlink(entry.path.name, dir_fd=folder)
+        except FileNotFoundError:
+            return
 
     def is_pin_needed(self, pin: str) -> bool:
         """Tell whether a submission or a job still needs a pin."""
         entries = (*self.waiting(), *self.pending(), *self.refused())
         return any(pin in pins_in(entry.fields) for entry in entries)
 
+    def _opened(self, folder: str, *, make: bool = False) -> AbstractContextManager[int]:
+        return opened(self.run, STATE, "spool", folder, make=make)
+
     def _entries(self, folder: str) -> list[Entry]:
-        """Return a folder's entries by name; those that are broken are set aside."""
+        """Return a folder's entries by name; what is broken or not ours is left alone."""
         entries = []
-        for path in sorted((self._place / folder).glob("*.json")):
-            try:
-                fields = json.loads(path.read_bytes())
-            except FileNotFoundError:
-                continue
-            except ValueError:
-                fields = None
-            if isinstance(fields, dict) and isinstance(fields.get("step"), int):
-                entries.append(Entry(path, fields))
-            else:
-                log.warning("%s: not readable, left out", path)
-                path.rename(path.with_suffix(".broken"))
+        try:
+            with self._opened(folder) as opened_folder:
+                for name in names_in(opened_folder):
+                    if name.endswith(_SUFFIX):
+                        entries += self._read(opened_folder, self._place / folder / name)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            left_alone(str(error))
         return entries
+
+    def _read(self, folder: int, path: Path) -> list[Entry]:
+        """Return the entry of a file, if it is one and ours."""
+        try:
+            record = read_record(folder, path.name)
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError) as error:
+            left_alone(f"{path}: not readable: {error}")
+            return []
+        if type(record.fields.get("step")) is not int:
+            left_alone(f"{path}: not readable: it names no step")
+        elif not record.is_ours and path not in self._written:
+            left_alone(
+                f"{path}: not written here by this user (a copy?); submit it again if needed"
+            )
+        else:
+            return [Entry(path, record.fields)]
+        return []
 
     def _move(self, entry: Entry, folder: str, name: str, fields: Fields | None = None) -> Entry:
         """Write the new entry first: what is there twice after a crash is done twice, not lost."""
         moved = self._write(folder, name, entry.fields if fields is None else fields)
-        entry.path.unlink(missing_ok=True)
+        self.remove(entry)
         return moved
 
     def _write(self, folder: str, name: str, fields: Fields) -> Entry:
-        directory = self._folder(folder)
-        path = directory / f"{name}.json"
-        partial = directory / f".{name}-{secrets.token_hex(4)}.partial"
-        partial.write_text(json.dumps(fields), encoding="utf-8")
-        partial.replace(path)
+        path = self._place / folder / f"{name}{_SUFFIX}"
+        self.run.mkdir(parents=True, exist_ok=True)
+        with self._opened(folder, make=True) as opened_folder:
+            write_record(opened_folder, path.name, fields)
+        self._written.add(path)
         return Entry(path, fields)
-
-    def _folder(self, name: str) -> Path:
-        """Make a folder of the spool; the mtime of the run's directory stays."""
-        directory = self._place / name
-        if not directory.is_dir():
-            before = self.run.stat() if self.run.is_dir() else None
-            directory.mkdir(parents=True, exist_ok=True)
-            if before is not None:
-                os.utime(self.run, ns=(before.st_atime_ns, before.st_mtime_ns))
-        return directory

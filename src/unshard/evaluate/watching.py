@@ -232,7 +232,7 @@ class Watching:
 
     def _has_room(self, checkpoint: Path) -> bool:
         """Tell whether a checkpoint can be pinned without the loss of another pin."""
-        pins = [pin for pin in pins_of(self.run) if not pin.owner]
+        pins = [pin for pin in pins_of(self.run) if pin.is_ours and not pin.owner]
         quota = self._config.quota
         if not pins or quota.count == 0:
             return True

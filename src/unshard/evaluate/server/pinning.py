@@ -19,6 +19,7 @@ from unshard.evaluate.pins import (
     pin_checkpoint,
     pins_of,
     read_pin,
+    sweep,
     unpin,
 )
 from unshard.evaluate.store import Store
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class PinInUseError(UsageError):
-    """A job needs a pin that is to be removed."""
+    """A pin that is to be removed must stay."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,8 +95,10 @@ class Pins:
             needed, owner = {job.pin for job in self._open()}, self._own().owner
             for run in self._runs() if pin is None else [Path(pin).parents[3]]:
                 for found in pins_of(run):
-                    if str(found.path) not in needed and found.owner == owner:
+                    is_own = found.is_ours and found.owner == owner
+                    if is_own and str(found.path) not in needed:
                         _remove(found)
+                sweep(run, owner)
 
     def _own(self) -> Quota:
         """Return the quota, in this server's name: others may share the run."""
@@ -117,7 +120,7 @@ class Pins:
         """Remove the pin of this name; return it, or None if there is none.
 
         Raises:
-            PinInUseError: a job needs it.
+            PinInUseError: a job needs it, or another user made it.
         """
         with self.lock:
             pin = next((pin for pin in self.everywhere() if pin.name == name), None)
@@ -125,7 +128,12 @@ class Pins:
                 return None
             if jobs := self.jobs().get(str(pin.path)):
                 raise PinInUseError(f"pin {name}: needed by job {', '.join(jobs)}")
-            unpin(pin)
+            if not unpin(pin):
+                raise PinInUseError(
+                    f"pin {name}: not made there by the user who runs this server",
+                    found=str(pin.directory),
+                    hint="remove its directory yourself",
+                )
             return pin
 
     def _open(self) -> list[Job]:

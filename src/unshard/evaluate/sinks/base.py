@@ -4,13 +4,17 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
+
+from unshard.evaluate.folders import open_regular, opened
 
 __all__ = ["PREFIX", "STEP_METRIC", "Marks", "Sink", "metric_names"]
 
 PREFIX = "unshard_eval"
 _LONGEST_NAME = 200  # bytes; file systems take 255
+_MODES = {os.O_RDONLY: "r", os.O_RDWR: "r+"}
 STEP_METRIC = f"{PREFIX}/step"
 
 
@@ -58,11 +62,14 @@ class Marks:
     """
 
     def __init__(self, directory: Path, name: str) -> None:
-        self._path = directory / f"{_file_name(name)}.txt"
+        self._directory = directory
+        self._name = f"{_file_name(name)}.txt"
+        self._known: set[str] = set()
         try:
-            self._known = set(self._path.read_text(encoding="utf-8").split())
+            with self._opened(os.O_RDONLY) as file:
+                self._known.update(file.read().decode("utf-8", "replace").split())
         except FileNotFoundError:
-            self._known = set()
+            pass
 
     def __contains__(self, job_id: str) -> bool:
         return job_id in self._known
@@ -74,9 +81,11 @@ class Marks:
     def add(self, job_id: str) -> None:
         """Mark a job; one write, so that a killed process leaves a whole line or none."""
         self._known.add(job_id)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(file, f"{job_id}\n".encode())
-        finally:
-            os.close(file)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with self._opened(os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:
+            file.write(f"{job_id}\n".encode())
+
+    def _opened(self, flags: int) -> FileIO:
+        """Open the file; neither it nor its directory may be a link: see `folders`."""
+        with opened(self._directory.parent, self._directory.name) as folder:
+            return FileIO(open_regular(self._name, flags, folder=folder), _MODES[flags & os.O_RDWR])

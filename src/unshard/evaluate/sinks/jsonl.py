@@ -11,8 +11,14 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
+
+from unshard.evaluate.folders import open_regular
 
 __all__ = ["JsonlSink"]
+
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
+_LONGEST_LINE = 64 << 20  # bytes
 
 
 class JsonlSink:
@@ -37,8 +43,8 @@ class JsonlSink:
             return
         fields = {"job": job_id, "step": step, "metrics": dict(metrics), "logged_at": time.time()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab") as stream:
-            torn = _is_torn(self._path)
+        with os.fdopen(open_regular(self._path, _APPEND), "r+b") as stream:
+            torn = _is_torn(stream)
             stream.write((b"\n" if torn else b"") + json.dumps(fields).encode() + b"\n")
         self._known.add(job_id)
 
@@ -47,22 +53,22 @@ class JsonlSink:
 
 
 def _jobs_in(path: Path) -> set[str]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return set()
     known = set()
-    for line in lines:
-        try:
-            known.add(str(json.loads(line)["job"]))
-        except (ValueError, KeyError, TypeError):
-            continue  # torn
+    try:
+        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as stream:
+            while line := stream.readline(_LONGEST_LINE):
+                try:
+                    known.add(str(json.loads(line)["job"]))
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    continue  # torn, or not ours
+    except FileNotFoundError:
+        pass
     return known
 
 
-def _is_torn(path: Path) -> bool:
-    with path.open("rb") as stream:
-        if stream.seek(0, os.SEEK_END) == 0:
-            return False
-        stream.seek(-1, os.SEEK_END)
-        return stream.read(1) != b"\n"
+def _is_torn(stream: BinaryIO) -> bool:
+    """Return whether the last line of a file has no end; the position is then the file's end."""
+    if stream.seek(0, os.SEEK_END) == 0:
+        return False
+    stream.seek(-1, os.SEEK_END)
+    return stream.read(1) != b"\n"
