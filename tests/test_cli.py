@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -10,10 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from ranks import assert_same, merged, rank_path, save_ranks, some_tensors
-from unshard import api
+from unshard import __version__, api
+from unshard.cli.main import app, main
 from unshard.cli.reports import print_reports
+from unshard.write.files import exchange
 
 
 def unshard(*arguments: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
@@ -134,14 +138,10 @@ def test_an_unwritable_place_is_an_output_error(checkpoint: Path) -> None:
 
 
 def test_the_version_is_printed() -> None:
-    from unshard import __version__
-
     assert unshard("--version").stdout == f"unshard {__version__}\n"
 
 
 def test_ctrl_c_exits_130_and_leaves_nothing(tmp_path: Path) -> None:
-    import torch
-
     checkpoint = save_ranks(tmp_path / "ckpt", {"w": torch.zeros(50_000_000)}, 2)
     command = [sys.executable, "-m", "unshard", "merge", str(checkpoint), str(tmp_path / "out")]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -178,3 +178,121 @@ def test_a_terminal_gets_a_progress_bar(checkpoint: Path, tmp_path: Path) -> Non
     assert b"reading" in shown
     assert b"/s" in shown or b"committing" in shown
     assert b"\x1b[" in shown
+
+
+def run_here(*arguments: str | Path) -> int:
+    """Run the command line in this process; return its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return int(ended.value.code or 0)
+
+
+Printed = pytest.CaptureFixture[str]
+
+
+def test_verbose_tells_what_is_read_and_planned(
+    checkpoint: Path, tmp_path: Path, capsys: Printed
+) -> None:
+    assert run_here("merge", checkpoint, tmp_path / "out", "-v") == 0
+    said = capsys.readouterr().err
+    assert re.search(r"\d ms  unshard\.api\.sources: .*rank files, written by verl.*step 7", said)
+    assert "plan: 3 tensors in 1 files" in said
+    assert "read w1" not in said
+    assert run_here("merge", checkpoint, tmp_path / "more", "-vv") == 0
+    names = sorted(some_tensors())
+    assert f"read {names[0]}: float32" in capsys.readouterr().err
+    assert run_here("merge", checkpoint, tmp_path / "less") == 0
+    assert " ms  " not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["", "merge", "inspect", "verify", "average", "eval", "env"])
+def test_h_is_help_everywhere(command: str, capsys: Printed) -> None:
+    assert run_here(*command.split(), "-h") == 0
+    short = capsys.readouterr().out
+    assert run_here(*command.split(), "--help") == 0
+    assert capsys.readouterr().out == short
+    assert "-h, --help" in short
+
+
+def test_the_options_of_merge_are_in_groups(capsys: Printed) -> None:
+    run_here("merge", "--help")
+    headings = re.findall(r"^(\S.*):$", capsys.readouterr().out, re.MULTILINE)
+    groups = ["Arguments", "Checkpoint", "Tensors", "Base model", "Output", "Running", "Options"]
+    assert headings == groups
+
+
+def test_the_output_of_merge_is_an_argument_or_an_option(checkpoint: Path, tmp_path: Path) -> None:
+    assert run_here("merge", checkpoint, tmp_path / "first") == 0
+    assert run_here("merge", checkpoint, "-o", tmp_path / "second") == 0
+    assert_same(merged(tmp_path / "first"), merged(tmp_path / "second"))
+
+
+def test_two_outputs_of_merge_are_refused(
+    checkpoint: Path, tmp_path: Path, capsys: Printed
+) -> None:
+    assert run_here("merge", checkpoint, tmp_path / "a", "--output", tmp_path / "b") == 2
+    assert "two outputs" in capsys.readouterr().err
+    assert not list(tmp_path.glob("[ab]"))
+
+
+def test_the_output_of_average_is_an_argument_or_an_option(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    other = save_ranks(tmp_path / "other", some_tensors(seed=1), 2)
+    assert run_here("average", checkpoint, other, tmp_path / "first") == 0
+    assert run_here("average", checkpoint, other, "-o", tmp_path / "second") == 0
+    assert_same(merged(tmp_path / "first"), merged(tmp_path / "second"))
+
+
+def test_the_last_checkpoint_of_an_average_is_not_taken_for_its_output(
+    checkpoint: Path, tmp_path: Path, capsys: Printed
+) -> None:
+    other = save_ranks(tmp_path / "other", some_tensors(), 2)
+    for arguments in ([checkpoint], [checkpoint, other], [checkpoint, other, "--overwrite"]):
+        assert run_here("average", *arguments) == 2
+        assert "no output was given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [("--dtype", ("keep", "bfloat16")), ("--lora", ("fuse", "both")), ("--verify", ("full",))],
+)
+def test_choices_are_shown_completed_and_named(
+    option: str,
+    values: tuple[str, ...],
+    checkpoint: Path,
+    capsys: Printed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert run_here("merge", checkpoint, option, "nonsense") == 2
+    refused = capsys.readouterr().err
+    run_here("merge", "--help")
+    shown = capsys.readouterr().out
+    monkeypatch.setenv("_UNSHARD_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"unshard merge CKPT {option} ")
+    monkeypatch.setenv("COMP_CWORD", "4")
+    with pytest.raises(SystemExit):
+        app([], prog_name="unshard")
+    completed = capsys.readouterr().out.split()
+    for value in values:
+        assert value in refused
+        assert re.search(rf"{option} [\w|]*\b{value}\b", shown)
+        assert value in completed
+
+
+def test_env_says_what_a_bug_report_needs(tmp_path: Path, capsys: Printed) -> None:
+    assert run_here("env", tmp_path, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["torch"] == torch.__version__
+    assert said["unshard"].startswith(__version__)
+    assert said["renameat2"] == ("yes" if exchanged(tmp_path) else "no")
+    assert run_here("env", tmp_path / "nowhere") == 0
+    assert "nowhere: No such file or directory" in capsys.readouterr().out
+    assert not list(tmp_path.glob("_unshard*"))
+
+
+def exchanged(directory: Path) -> bool:
+    """Return whether two directories here can be swapped."""
+    for name in ("first", "second"):
+        (directory / name).mkdir()
+    return exchange(directory / "first", directory / "second")

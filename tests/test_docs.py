@@ -13,7 +13,7 @@ from unshard.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = (
-    *("merge", "inspect", "verify", "average", "eval", "eval serve", "eval submit"),
+    *("merge", "inspect", "verify", "average", "env", "eval", "eval serve", "eval submit"),
     *("eval status", "eval cancel", "eval logs", "eval results", "eval watch", "eval export"),
 )
 

@@ -1,5 +1,6 @@
 """From a checkpoint to a plan: read, convert, lay out, plan. Nothing is written here."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,8 @@ from unshard.tensors.catalog import Catalog, Companions
 from unshard.write.companions import output_config
 
 __all__ = ["Prepared", "prepare", "with_training_state"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +138,15 @@ def _plan_of(tensors: list[Converted], base: Base | None, options: MergeOptions)
     if base is not None and options.max_shard_size is None:
         files = base.files
         like = files if all(file.endswith(".safetensors") for file in files.values()) else None
-    return make_plan(lay_out(tensors, options.shard_bytes, like=like))
+    plan = make_plan(lay_out(tensors, options.shard_bytes, like=like))
+    _log.info(
+        "plan: %d tensors in %d files, %d bytes; %d copies, %d tensors in tiles",
+        *(len(tensors), len(plan.layout.files), plan.layout.total_size),
+        *(len(plan.copies), len(plan.tiled)),
+    )
+    for one in tensors:
+        _log.debug("plan %s: %s, %s", one.name, one.dtype.name, type(one.recipe).__name__)
+    return plan
 
 
 def _written_dtype(layout: Layout) -> str | None:

@@ -1,5 +1,6 @@
 """What a merge starts from: a checkpoint, and the base model if one was named."""
 
+import logging
 import os
 import shutil
 import tempfile
@@ -16,6 +17,8 @@ from unshard.read.inflate import inflate, inflated_bytes
 from unshard.read.open import Checkpoint, open_latest
 
 __all__ = ["Source", "inflated", "open_source"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +39,7 @@ def open_source(path: Path, options: MergeOptions) -> Source:
     base = None if options.base is None else read_base(str(options.base))
     reading = replace(options.reading, shapes={} if base is None else base.shapes)
     checkpoint = open_latest(path, options.request, reading, also)
+    _log_choice(path, checkpoint)
     if base is None:
         return Source(checkpoint, None)
     recipes = {name: take(entry) for name, entry in checkpoint.catalog.tensors.items()}
@@ -45,6 +49,25 @@ def open_source(path: Path, options: MergeOptions) -> Source:
     companions = completed(checkpoint.catalog.companions, base.companions)
     catalog = replace(checkpoint.catalog, companions=companions)
     return Source(replace(checkpoint, catalog=catalog), base)
+
+
+def _log_choice(path: Path, checkpoint: Checkpoint) -> None:
+    location, catalog = checkpoint.location, checkpoint.catalog
+    _log.info(
+        "%s: %s, written by %s, in %s: step %s, role %s, %s weights",
+        *(path, catalog.format, catalog.writer, location.weights_dir),
+        *(location.step, location.role, location.weights),
+    )
+    _log.info(
+        "world size %s, %d tensors, %d values left out; config: %s",
+        *(catalog.world_size, len(catalog.tensors), len(catalog.skipped)),
+        catalog.companions.config or "none",
+    )
+    for file in catalog.companions.files.values():
+        _log.debug("to copy: %s", file)
+    for name, entry in catalog.tensors.items():
+        dtype, chunks = entry.dtype.name, len(entry.chunks)
+        _log.debug("read %s: %s %s, chunks: %d", name, dtype, entry.shape, chunks)
 
 
 def inflated(source: Source, stack: ExitStack) -> Source:

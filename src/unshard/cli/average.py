@@ -23,6 +23,7 @@ from unshard.cli.options import (
     MaxShardSize,
     Memory,
     Names,
+    OutputOption,
     Overwrite,
     Private,
     PushToHub,
@@ -38,56 +39,72 @@ from unshard.errors import UsageError
 
 __all__ = ["average"]
 
+_AVERAGE = "Average"
+
 
 def average(
     checkpoints: Annotated[
         list[Path],
         typer.Argument(
-            metavar="CHECKPOINT...",
-            help="Checkpoints, in this order; or one run, all of whose complete steps are taken.",
+            metavar="CHECKPOINT",
+            help="Checkpoints to average, in this order, or one run, to average all its complete "
+            "steps; last the output directory, which must not exist yet, unless --output names it.",
         ),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="OUTPUT", help="Where to; must not exist.")
     ],
     coefficients: Annotated[
         str | None,
-        typer.Option(metavar="1,2,3", help="What each checkpoint counts.  [default: all the same]"),
+        typer.Option(
+            metavar="1,2,3",
+            help="Weight of each checkpoint.  [default: all the same]",
+            rich_help_panel=_AVERAGE,
+        ),
     ] = None,
     ema_decay: Annotated[
         float | None,
-        typer.Option(help="Exponential moving average: each checkpoint moves it by 1 - decay."),
+        typer.Option(
+            metavar="DECAY",
+            help="Exponential moving average: each checkpoint moves it by 1 - DECAY.",
+            rich_help_panel=_AVERAGE,
+        ),
     ] = None,
     last: Annotated[
-        int | None, typer.Option(help="Of a run, only so many of its highest steps.")
+        int | None,
+        typer.Option(
+            metavar="N", help="Use only the last N steps of a run.", rich_help_panel=_AVERAGE
+        ),
     ] = None,
     every: Annotated[
         int | None,
-        typer.Option(help="Of a run, only every N-th step, counted back from the highest."),
+        typer.Option(
+            metavar="N",
+            help="Use every Nth step of a run, counting back from the highest.",
+            rich_help_panel=_AVERAGE,
+        ),
     ] = None,
-    dtype: Dtype = "keep",
-    keep_fp32: KeepFp32 = None,
-    names: Names = "hub",
-    base: Base = None,
-    allow_missing: AllowMissing = False,
-    allow_unexpected: AllowUnexpected = False,
-    include: Include = None,
-    exclude: Exclude = None,
     weights: Weights = None,
     role: Role = None,
     also: Also = None,
+    ep_size: EpSize = None,
+    assume_dim0: AssumeDim0 = False,
+    allow_global: AllowGlobal = None,
+    dtype: Dtype = "keep",
+    keep_fp32: KeepFp32 = None,
+    names: Names = "hub",
+    include: Include = None,
+    exclude: Exclude = None,
+    base: Base = None,
+    allow_missing: AllowMissing = False,
+    allow_unexpected: AllowUnexpected = False,
+    output: OutputOption = None,
     config: Config = None,
     max_shard_size: MaxShardSize = None,
-    workers: Workers = None,
-    memory: Memory = "64MB",
-    assume_dim0: AssumeDim0 = False,
-    ep_size: EpSize = None,
-    allow_global: AllowGlobal = None,
-    verify: Verify = "light",
     overwrite: Overwrite = False,
-    dry_run: DryRun = False,
     push_to_hub: PushToHub = None,
     private: Private = False,
+    dry_run: DryRun = False,
+    verify: Verify = "light",
+    workers: Workers = None,
+    memory: Memory = "64MB",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -121,8 +138,7 @@ def average(
     )
     with working(quiet=quiet) as (listener, engine):
         report = api.average(
-            checkpoints,
-            output,
+            *_sources_and_output(checkpoints, output),
             coefficients=_numbers(coefficients),
             ema_decay=ema_decay,
             last=last,
@@ -132,6 +148,23 @@ def average(
             engine=engine,
         )
     print_reports([report], as_list=False, as_json=as_json, quiet=quiet)
+
+
+def _sources_and_output(paths: list[Path], option: Path | None) -> tuple[list[Path], Path]:
+    """Take the last path as the output, as `cp` does, unless the option names it.
+
+    A path that exists may be a checkpoint: only the option can mean it as the output.
+    """
+    if option is not None:
+        return paths, option
+    *sources, last = paths
+    if not sources or last.exists():
+        raise UsageError(
+            "no output was given",
+            expected="a last argument that does not exist yet, or --output OUTPUT",
+            found=f"{last} exists" if last.exists() else f"only {last}",
+        )
+    return sources, last
 
 
 def _numbers(text: str | None) -> list[float] | None:

@@ -29,12 +29,12 @@ def inspect(
     role: Role = None,
     step: Step = None,
     also: Also = None,
-    assume_dim0: AssumeDim0 = False,
     ep_size: EpSize = None,
+    assume_dim0: AssumeDim0 = False,
     allow_global: AllowGlobal = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a checkpoint holds, and what merge would make of it."""
+    """Describe a checkpoint, and what merge would write."""
     from unshard import api
 
     found = api.inspect(

@@ -4,11 +4,14 @@ import typer
 
 from unshard import __version__
 from unshard.cli.average import average
+from unshard.cli.environment import env
 from unshard.cli.evaluate import app as evaluate
 from unshard.cli.evaluate_runs import export, watch
 from unshard.cli.guard import guarded
 from unshard.cli.inspect import inspect
+from unshard.cli.logs import logged
 from unshard.cli.merge import merge
+from unshard.cli.options import Grouped
 from unshard.cli.verify import verify
 
 __all__ = ["app", "main"]
@@ -17,14 +20,13 @@ app = typer.Typer(
     name="unshard",
     help="Turn sharded training checkpoints into Hugging Face models, without torch.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(guarded(merge))
-app.command()(guarded(inspect))
-app.command()(guarded(verify))
-app.command()(guarded(average))
+for _command in (merge, inspect, verify, average):
+    app.command(cls=Grouped)(logged(guarded(_command)))
+app.command()(guarded(env))
 evaluate.command()(guarded(watch))
 evaluate.command()(guarded(export))
 app.add_typer(evaluate)

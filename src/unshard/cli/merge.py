@@ -6,6 +6,9 @@ from typing import Annotated
 import typer
 
 from unshard.cli.options import (
+    OUTPUT,
+    SOURCE,
+    TENSORS,
     AllowGlobal,
     AllowMissing,
     AllowUnexpected,
@@ -24,6 +27,7 @@ from unshard.cli.options import (
     MaxShardSize,
     Memory,
     Names,
+    OutputOption,
     Overwrite,
     Private,
     PushToHub,
@@ -33,9 +37,11 @@ from unshard.cli.options import (
     Verify,
     Weights,
     Workers,
+    one_of,
 )
 from unshard.cli.reports import print_reports
 from unshard.cli.show import working
+from unshard.errors import UsageError
 
 __all__ = ["merge"]
 
@@ -46,49 +52,67 @@ def merge(
         Path | None,
         typer.Argument(
             metavar="OUTPUT",
-            help="Where to; must not exist.  [default: merged/<step> beside the checkpoint]",
+            help="Output directory; must not exist yet.  [default: merged/<step> next to the "
+            "checkpoint]",
         ),
-    ] = None,
-    dtype: Dtype = "keep",
-    keep_fp32: KeepFp32 = None,
-    names: Names = "hub",
-    base: Base = None,
-    allow_missing: AllowMissing = False,
-    allow_unexpected: AllowUnexpected = False,
-    include: Include = None,
-    exclude: Exclude = None,
-    lora: Annotated[
-        str,
-        typer.Option(
-            metavar="fuse|adapter|both",
-            help="Fuse adapters into the weights, write the adapter alone, or both.",
-        ),
-    ] = "fuse",
-    lora_alpha: Annotated[
-        float | None, typer.Option(help="Scale of the adapter, where the checkpoint lacks it.")
     ] = None,
     weights: Weights = None,
     role: Role = None,
     step: Step = None,
     all_steps: Annotated[
-        bool, typer.Option("--all-steps", help="Merge every complete step, each by itself.")
+        bool,
+        typer.Option(
+            "--all-steps",
+            help="Merge every complete step of a run, each into its own directory.",
+            rich_help_panel=SOURCE,
+        ),
     ] = False,
     also: Also = None,
-    config: Config = None,
-    max_shard_size: MaxShardSize = None,
-    workers: Workers = None,
-    memory: Memory = "64MB",
-    assume_dim0: AssumeDim0 = False,
     ep_size: EpSize = None,
+    assume_dim0: AssumeDim0 = False,
     allow_global: AllowGlobal = None,
-    verify: Verify = "light",
+    dtype: Dtype = "keep",
+    keep_fp32: KeepFp32 = None,
+    names: Names = "hub",
+    include: Include = None,
+    exclude: Exclude = None,
+    lora: Annotated[
+        str,
+        one_of(
+            *("fuse", "adapter", "both"),
+            help="Fuse adapters into the weights, write the adapter alone, or both.",
+            group=TENSORS,
+        ),
+    ] = "fuse",
+    lora_alpha: Annotated[
+        float | None,
+        typer.Option(
+            metavar="ALPHA",
+            help="lora_alpha of the adapter, if the checkpoint does not record it.",
+            rich_help_panel=TENSORS,
+        ),
+    ] = None,
+    base: Base = None,
+    allow_missing: AllowMissing = False,
+    allow_unexpected: AllowUnexpected = False,
+    output_option: OutputOption = None,
+    config: Config = None,
     no_extra_state: Annotated[
-        bool, typer.Option("--no-extra-state", help="Leave out scheduler and random state.")
+        bool,
+        typer.Option(
+            "--no-extra-state",
+            help="Leave out scheduler and random state.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
+    max_shard_size: MaxShardSize = None,
     overwrite: Overwrite = False,
-    dry_run: DryRun = False,
     push_to_hub: PushToHub = None,
     private: Private = False,
+    dry_run: DryRun = False,
+    verify: Verify = "light",
+    workers: Workers = None,
+    memory: Memory = "64MB",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -125,9 +149,15 @@ def merge(
         private=private,
     )
     with working(quiet=quiet) as (listener, engine):
-        what = (checkpoint, output, options, listener)
+        what = (checkpoint, _one_of_both(output, output_option), options, listener)
         if all_steps:
             reports = api.merge_all(*what, engine=engine)
         else:
             reports = [api.merge_with(*what, engine=engine)]
     print_reports(reports, as_list=all_steps, as_json=as_json, quiet=quiet)
+
+
+def _one_of_both(argument: Path | None, option: Path | None) -> Path | None:
+    if argument is not None and option is not None:
+        raise UsageError(f"two outputs: {argument} and --output {option}", hint="leave one out")
+    return option if argument is None else argument

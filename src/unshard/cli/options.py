@@ -1,11 +1,20 @@
-"""Options that several commands share."""
+"""Options that several commands share, and the groups in which `--help` lists them."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from typer._click import Context, HelpFormatter
 
 __all__ = [
+    "BASE",
+    "OUTPUT",
+    "RUNNING",
+    "SOURCE",
+    "TENSORS",
     "AllowGlobal",
     "AllowMissing",
     "AllowUnexpected",
@@ -18,12 +27,14 @@ __all__ = [
     "Dtype",
     "EpSize",
     "Exclude",
+    "Grouped",
     "Include",
     "Json",
     "KeepFp32",
     "MaxShardSize",
     "Memory",
     "Names",
+    "OutputOption",
     "Overwrite",
     "Private",
     "PushToHub",
@@ -33,113 +44,229 @@ __all__ = [
     "Verify",
     "Weights",
     "Workers",
+    "one_of",
 ]
+
+SOURCE = "Checkpoint"
+TENSORS = "Tensors"
+BASE = "Base model"
+OUTPUT = "Output"
+RUNNING = "Running"
+
+
+class Grouped(TyperCommand):
+    """A command whose `--help` lists its options by their `rich_help_panel`, in plain text."""
+
+    def format_options(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+        """Write one section per group, in the order in which the options are declared."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            is_argument = parameter.param_type_name == "argument"
+            group = getattr(parameter, "rich_help_panel", None) or "Options"
+            if record is not None:
+                groups.setdefault("Arguments" if is_argument else group, []).append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+def one_of(*names: str, help: str, group: str | None = None) -> typer.models.OptionInfo:  # noqa: A002
+    """Return an option whose values are shown and completed; `MergeOptions` checks them."""
+    found: typer.models.OptionInfo = typer.Option(
+        metavar="|".join(names), help=help, rich_help_panel=group, autocompletion=lambda: names
+    )
+    return found
+
 
 Checkpoint = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="A checkpoint, a directory of several, or any directory inside one.",
+        help="A checkpoint, a directory that contains several, or any directory inside one.",
     ),
 ]
 Weights = Annotated[
-    str | None, typer.Option(metavar="model|ema", help="Which weights.  [default: model]")
+    str | None, one_of("model", "ema", help="Which weights.  [default: model]", group=SOURCE)
 ]
 Role = Annotated[
     str | None,
-    typer.Option(metavar="actor|critic", help="Which role; needed only where both exist."),
+    one_of("actor", "critic", help="Which role, if the checkpoint has both.", group=SOURCE),
 ]
 Step = Annotated[
-    int | None, typer.Option(help="Which step of several.  [default: the highest complete one]")
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Which step of a run.  [default: the highest complete one]",
+        rich_help_panel=SOURCE,
+    ),
 ]
 Also = Annotated[
     list[Path] | None,
-    typer.Option(help="Another node's directory, with more files of the same checkpoint."),
+    typer.Option(
+        metavar="DIR",
+        help="A directory of another node with more files of the same checkpoint; may be repeated.",
+        rich_help_panel=SOURCE,
+    ),
 ]
 EpSize = Annotated[
     int | None,
     typer.Option(
-        help="Size of the expert parallelism, where the files do not record it (verl's VeOmni)."
+        metavar="N",
+        help="Size of expert parallelism, if the files do not record it (verl's VeOmni).",
+        rich_help_panel=SOURCE,
     ),
 ]
 AssumeDim0 = Annotated[
     bool,
     typer.Option(
         "--assume-dim0",
-        help="Take plain tensors that differ between ranks as shards along dimension 0.",
+        help="Treat plain tensors that differ between ranks as shards along dimension 0.",
+        rich_help_panel=SOURCE,
     ),
 ]
 AllowGlobal = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="MODULE.NAME", help="A tensor subclass to read as the plain tensor it stores."
+        metavar="MODULE.NAME",
+        help="A tensor subclass to read as the plain tensor it stores; may be repeated.",
+        rich_help_panel=SOURCE,
     ),
 ]
 Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on stdout; all else goes to stderr.")
+    bool,
+    typer.Option("--json", help="Print one JSON object on stdout; everything else goes to stderr."),
 ]
 Dtype = Annotated[
     str,
-    typer.Option(
-        metavar="keep|config|base|bfloat16|float16|float32",
-        help="Dtype of floating point tensors; config: what config.json names; base: what the "
-        "base model has, tensor by tensor.",
+    one_of(
+        *("keep", "config", "base", "bfloat16", "float16", "float32"),
+        help="Dtype of floating point tensors. config: as config.json says; base: as in the base "
+        "model, tensor by tensor. bf16, fp16 and fp32 are accepted.",
+        group=TENSORS,
     ),
 ]
-KeepFp32 = Annotated[str | None, typer.Option(metavar="REGEX", help="Tensors that are not cast.")]
+KeepFp32 = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REGEX", help="Do not cast tensors with these names.", rich_help_panel=TENSORS
+    ),
+]
 Names = Annotated[
     str,
+    one_of(
+        *("hub", "training"),
+        help="Tensor names and expert layout as on the Hugging Face hub, or as in training.",
+        group=TENSORS,
+    ),
+]
+Include = Annotated[
+    str | None,
     typer.Option(
-        metavar="hub|training",
-        help="Tensor names and expert layout as on the hub, or as the training code had them.",
+        metavar="REGEX", help="Write only tensors with these names.", rich_help_panel=TENSORS
+    ),
+]
+Exclude = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REGEX", help="Leave out tensors with these names.", rich_help_panel=TENSORS
     ),
 ]
 Base = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="The model it was trained from, a directory or hub id: says which tensors are "
-        "expected, their names, dtypes and files; completes config and tokenizer.",
+        help="The model that training started from, a directory or hub id. It determines which "
+        "tensors are expected, their names, dtypes and files, and completes config and tokenizer.",
+        rich_help_panel=BASE,
     ),
 ]
 AllowMissing = Annotated[
-    bool, typer.Option("--allow-missing", help="Tensors of the base may be missing.")
+    bool,
+    typer.Option(
+        "--allow-missing",
+        help="Accept that tensors of the base model are missing.",
+        rich_help_panel=BASE,
+    ),
 ]
 AllowUnexpected = Annotated[
-    bool, typer.Option("--allow-unexpected", help="Tensors that the base has not are written.")
+    bool,
+    typer.Option(
+        "--allow-unexpected",
+        help="Also write tensors that the base model does not have.",
+        rich_help_panel=BASE,
+    ),
 ]
-Include = Annotated[
-    str | None, typer.Option(metavar="REGEX", help="Write only tensors of these names.")
-]
-Exclude = Annotated[
-    str | None, typer.Option(metavar="REGEX", help="Leave out tensors of these names.")
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        *("--output", "-o"),
+        metavar="OUTPUT",
+        help="The same as the argument OUTPUT.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 Config = Annotated[
     Path | None,
-    typer.Option(help="config.json, or a directory with config, tokenizer and the like."),
+    typer.Option(
+        metavar="FILE|DIR",
+        help="A config.json to use instead, or a directory with config, tokenizer and the like.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 MaxShardSize = Annotated[
     str | None,
-    typer.Option(help="Largest weight file.  [default: as the base has it, or 5GB]"),
-]
-Workers = Annotated[int | None, typer.Option(help="Threads.  [default: one per core, at most 8]")]
-Memory = Annotated[str, typer.Option(help="Bound on all buffers together.")]
-Verify = Annotated[
-    str,
     typer.Option(
-        metavar="light|full|off",
-        help="light: reopen the output; full: also compare every byte, replicas, checksums.",
+        metavar="SIZE",
+        help="Largest weight file.  [default: as in the base model, or 5GB]",
+        rich_help_panel=OUTPUT,
     ),
 ]
 Overwrite = Annotated[
     bool,
-    typer.Option("--overwrite", help="Replace the weights of an earlier output; other files stay."),
+    typer.Option(
+        "--overwrite",
+        help="Replace the weights of an earlier output; keep its other files.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, write nothing.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]
 PushToHub = Annotated[
-    str | None, typer.Option(metavar="REPO", help="Then upload it to this repository.")
+    str | None,
+    typer.Option(
+        metavar="REPO", help="Then upload the output to this repository.", rich_help_panel=OUTPUT
+    ),
 ]
 Private = Annotated[
-    bool, typer.Option("--private", help="Make that repository private, if it is new.")
+    bool,
+    typer.Option(
+        "--private", help="Make that repository private if it is new.", rich_help_panel=OUTPUT
+    ),
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Show the plan and write nothing.", rich_help_panel=OUTPUT),
+]
+Verify = Annotated[
+    str,
+    one_of(
+        *("light", "full", "off"),
+        help="light: reopen the output; full: also compare every byte, replicas and checksums.",
+        group=RUNNING,
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Number of threads.  [default: one per core, at most 8]",
+        rich_help_panel=RUNNING,
+    ),
+]
+Memory = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE", help="Total size of all buffers, at most.", rich_help_panel=RUNNING
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]

@@ -14,9 +14,13 @@ from unshard.cli.options import (
     AssumeDim0,
     EpSize,
     Json,
+    Memory,
+    Quiet,
     Role,
     Step,
     Weights,
+    Workers,
+    one_of,
 )
 from unshard.cli.reports import print_comparison
 from unshard.cli.show import listening
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 _DIFFERENT = 1
+_MERGED = "How it was merged"
+_AS_MERGE = "As given to merge.  [default: from unshard.json]"
 
 
 def verify(
@@ -35,55 +41,65 @@ def verify(
     ],
     against: Annotated[
         Path,
-        typer.Option(metavar="PATH", help="The checkpoint, or a Hugging Face model, to compare."),
+        typer.Option(
+            metavar="PATH", help="The checkpoint or Hugging Face model to compare it with."
+        ),
     ],
-    atol: Annotated[float, typer.Option(help="Allowed |ours - theirs|; with --rtol added.")] = 0.0,
-    rtol: Annotated[float, typer.Option(help="Allowed |ours - theirs| / |theirs|.")] = 0.0,
+    atol: Annotated[
+        float, typer.Option(metavar="A", help="Allowed: |ours - theirs| <= A + R x |theirs|.")
+    ] = 0.0,
+    rtol: Annotated[float, typer.Option(metavar="R", help="See --atol.")] = 0.0,
     load: Annotated[
         bool,
         typer.Option(
             "--load", help="Also load names and shapes with transformers (extra `torch`)."
         ),
     ] = False,
-    names: Annotated[
-        str | None,
-        typer.Option(
-            metavar="hub|training",
-            help="Tensor names that the output was given.  [default: as its record says]",
-        ),
-    ] = None,
-    base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The base model that merge was given.")
-    ] = None,
-    include: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="As merge.  [default: as its record says]")
-    ] = None,
-    exclude: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="As merge.  [default: as its record says]")
-    ] = None,
-    lora_alpha: Annotated[
-        float | None, typer.Option(help="As merge.  [default: as its record says]")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="config.json to convert by.  [default: the output's own]")
-    ] = None,
     weights: Weights = None,
     role: Role = None,
     step: Step = None,
     also: Also = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Threads.  [default: one per core, at most 8]")
-    ] = None,
-    memory: Annotated[str, typer.Option(help="Bound on all buffers together.")] = "64MB",
-    assume_dim0: AssumeDim0 = False,
     ep_size: EpSize = None,
+    assume_dim0: AssumeDim0 = False,
     allow_global: AllowGlobal = None,
+    names: Annotated[
+        str | None,
+        one_of(
+            *("hub", "training"),
+            help=_AS_MERGE,
+            group=_MERGED,
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="As given to merge.", rich_help_panel=_MERGED),
+    ] = None,
+    include: Annotated[
+        str | None, typer.Option(metavar="REGEX", help=_AS_MERGE, rich_help_panel=_MERGED)
+    ] = None,
+    exclude: Annotated[
+        str | None, typer.Option(metavar="REGEX", help=_AS_MERGE, rich_help_panel=_MERGED)
+    ] = None,
+    lora_alpha: Annotated[
+        float | None, typer.Option(metavar="ALPHA", help=_AS_MERGE, rich_help_panel=_MERGED)
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="config.json to convert with.  [default: the output's own]",
+            rich_help_panel=_MERGED,
+        ),
+    ] = None,
+    workers: Workers = None,
+    memory: Memory = "64MB",
     as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Compare every tensor of a merged model with a checkpoint or another model.
 
-    Exact, bit by bit, unless --atol or --rtol is given. Exit code 1: compared, and different.
+    The comparison is exact, bit by bit, unless --atol or --rtol is given. Exit code 1 means that
+    the models differ.
     """
     from unshard import api
 

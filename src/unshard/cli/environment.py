@@ -1,0 +1,111 @@
+"""`unshard env`: what a bug report should say of the machine."""
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unshard import __version__
+from unshard.cli.options import Json
+from unshard.showing import size
+
+__all__ = ["env"]
+
+_PACKAGES = (
+    *("numpy", "ml_dtypes", "safetensors", "huggingface_hub", "typer", "rich"),
+    *("torch", "transformers", "peft", "zstandard"),
+)
+
+
+def env(
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="[DIR]", help="Where you would write: its file system is tried."),
+    ] = Path(),
+    as_json: Json = False,
+) -> None:
+    """Print versions and the machine's features, for bug reports."""
+    found = {
+        "unshard": f"{__version__} ({Path(__file__).parent.parent})",
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        "cores": str(_cores()),
+        "memory": size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        **{name: _version(name) for name in _PACKAGES},
+        **_file_system(directory),
+    }
+    if as_json:
+        print(json.dumps(found))
+        return
+    for name, text in found.items():
+        print(f"{name:<16} {text}")
+
+
+def _version(package: str) -> str:
+    """Return a package's version, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _file_system(directory: Path) -> dict[str, str]:
+    """Try what a merge uses, in a directory that is removed at once."""
+    found = {"directory": str(directory.resolve())}
+    try:
+        with tempfile.TemporaryDirectory(prefix="_unshard-", dir=directory) as scratch:
+            for name, works in _FEATURES.items():
+                found[name] = _answer(works, Path(scratch))
+    except OSError as error:
+        found["directory"] += f": {error.strerror}"
+    return found
+
+
+def _answer(works: Callable[[Path], bool], scratch: Path) -> str:
+    try:
+        return "yes" if works(scratch) else "no"
+    except OSError as error:
+        return f"no: {error.strerror}"
+
+
+def _copies(scratch: Path) -> bool:
+    """Return whether the kernel copies between files (copy_file_range)."""
+    if not hasattr(os, "copy_file_range"):
+        return False
+    with (scratch / "source").open("wb+") as source, (scratch / "target").open("wb") as target:
+        source.write(b"bytes")
+        source.flush()
+        return os.copy_file_range(source.fileno(), target.fileno(), 5, 0, 0) == 5
+
+
+def _exchanges(scratch: Path) -> bool:
+    """Return whether two directories can be swapped in one step (renameat2)."""
+    from unshard.write.files import exchange
+
+    first, second = scratch / "first", scratch / "second"
+    first.mkdir()
+    second.mkdir()
+    return exchange(first, second)
+
+
+def _links(scratch: Path) -> bool:
+    """Return whether hard links can be made."""
+    (scratch / "file").touch()
+    os.link(scratch / "file", scratch / "link")
+    return True
+
+
+_FEATURES = {"copy_file_range": _copies, "renameat2": _exchanges, "hard links": _links}
