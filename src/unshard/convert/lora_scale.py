@@ -6,10 +6,10 @@ Source: LoraModel._create_and_replace and peft.utils.other.get_pattern_key (0.21
 """
 
 import math
-import re
 from collections.abc import Mapping
 from typing import TypeVar
 
+from unshard.convert.patterns import ends_like
 from unshard.errors import ConversionError, UsageError
 from unshard.read.adapter_config import AdapterConfig
 
@@ -17,10 +17,7 @@ __all__ = ["alpha_note", "check_rank", "known_alpha", "scale_of"]
 
 _T = TypeVar("_T")
 
-_MANY = re.compile(r"[*+?{]")
-_MANY_OF_GROUP = re.compile(r"\)[*+?{]")
-_FEW = 4
-_LONG = 256
+_MANY = 10_000
 
 
 def known_alpha(config: AdapterConfig | None, alpha: float | None) -> float:
@@ -98,22 +95,9 @@ def check_rank(name: str, rank: int, config: AdapterConfig | None) -> None:
 
 def _matched(patterns: Mapping[str, _T], name: str) -> _T | None:
     """Return the value of the first pattern that matches the end of a module's name."""
-    for pattern, value in patterns.items():
-        if _compiled(pattern).match(name):
-            return value
-    return None
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern, unless matching it could take for ever: it comes with the checkpoint."""
-    repeats = len(_MANY.findall(pattern))
-    if repeats <= _FEW and not _MANY_OF_GROUP.search(pattern) and len(pattern) <= _LONG:
-        try:
-            return re.compile(rf"(.*\.)?({pattern})$")
-        except (re.error, OverflowError):
-            pass
-    raise ConversionError(
-        f"{pattern[:80]!r} in rank_pattern or alpha_pattern is not a pattern that can be matched "
-        "safely",
-        hint="write the modules' names out in adapter_config.json",
-    )
+    if len(patterns) > _MANY:
+        raise ConversionError(
+            f"rank_pattern or alpha_pattern has {len(patterns)} patterns",
+            expected=f"at most {_MANY}",
+        )
+    return next((value for pattern, value in patterns.items() if ends_like(pattern, name)), None)

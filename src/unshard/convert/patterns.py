@@ -1,0 +1,204 @@
+"""Patterns of module names from adapter_config.json, matched in bounded time.
+
+PEFT gives them to Python's `re`, which takes hours for `q*q*q*q*x` and a long name. Here the ways
+to match are not tried one by one: a part of a pattern takes the set of all positions where it may
+begin to the set of those where it may end. A set is an integer, bit p for position p, so every part
+is a few operations on integers as long as the name.
+
+Known are characters, classes, groups, alternatives, `^`, `$`, `?`, and `*`, `+`, `{m,n}` behind a
+single character; other patterns are refused. Source: peft.utils.other.get_pattern_key (0.21).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial, reduce
+from operator import or_
+
+from unshard.errors import ConversionError
+
+__all__ = ["ends_like"]
+
+_LONG = 256
+_DEEP = 16
+_TIMES_AT_MOST = 64
+_CLASS = r"\[\^?\]?(?:\\.|[^\[\]\\])*\]"
+_ONE = re.compile(rf"\\[^a-zA-Z0-9]|\\[dDsSwW]|{_CLASS}|[^\\\[\](){{}}*+?|^$]", re.DOTALL)
+_KIND = re.compile(r"\.|\\[dDsSwW]|\[.*", re.DOTALL)
+_OPERATION = re.compile(r"--|&&|~~|\|\|")
+_TIMES = re.compile(r"(?:([*+?])|\{([0-9]{1,3})\}|\{([0-9]{0,3}),([0-9]{0,3})\})\??")
+
+_Part = Callable[["_Name", int], int]
+"""Takes the positions of a name where it may begin, returns those where it may end."""
+
+
+def ends_like(pattern: str, name: str) -> bool:
+    r"""Return whether `(.*\.)?(pattern)$` matches a name from its start, as `re` would say.
+
+    Raises:
+        ConversionError: the pattern is not one of those that are matched here.
+    """
+    text = _named(name)
+    return bool(_parsed(pattern)(text, text.begins) & text.ends)
+
+
+class _Name:
+    """A module's name: where its characters stand, where a match may begin and end."""
+
+    def __init__(self, name: str) -> None:
+        self.places: dict[str, int] = {}
+        for place, character in enumerate(name):
+            self.places[character] = self.places.get(character, 0) | 1 << place
+        line = name.partition("\n")[0]  # `.` does not match the end of a line
+        self.begins = 1 | sum(2 << at for at, one in enumerate(line) if one == ".")
+        self.ends = 1 << len(name)
+        if name.endswith("\n"):  # `$` matches in front of it, too
+            self.ends |= 1 << len(name) - 1
+
+    def where(self, one: str) -> int:
+        """Return the places of the characters that a pattern of one character matches."""
+        if _KIND.fullmatch(one) is None:
+            return self.places.get(one[-1], 0)
+        return sum(places for character, places in self.places.items() if _is_of(one, character))
+
+
+_named = lru_cache(maxsize=4)(_Name)
+
+
+@lru_cache(maxsize=65536)
+def _is_of(kind: str, character: str) -> bool:
+    return re.compile(kind).fullmatch(character) is not None
+
+
+@lru_cache(maxsize=16384)
+def _parsed(pattern: str) -> _Part:
+    try:
+        parser = _Parser(pattern)
+        part = parser.either()
+        if parser.is_done and len(pattern) <= _LONG:
+            return part
+    except (re.error, _UnknownError):
+        pass
+    raise ConversionError(
+        f"{pattern[:80]!r} in rank_pattern or alpha_pattern is not a pattern that can be matched "
+        "safely",
+        expected=f"at most {_LONG} characters, and *, + and {{m,n}} behind single characters only",
+        hint="write the modules' names out in adapter_config.json",
+    )
+
+
+class _UnknownError(ValueError):
+    """A pattern has something that is not known here, or is malformed."""
+
+
+class _Parser:
+    """Reads a pattern from its start on."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern[: _LONG + 1]
+        self._at = 0
+        self._depth = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._at == len(self._pattern)
+
+    def either(self) -> _Part:
+        """Read alternatives, up to the end of their group."""
+        parts = [self._sequence()]
+        while self._takes("|"):
+            parts.append(self._sequence())
+        return parts[0] if len(parts) == 1 else partial(_either, parts)
+
+    def _sequence(self) -> _Part:
+        parts = []
+        while not self.is_done and self._pattern[self._at] not in "|)":
+            parts.append(self._item())
+        return partial(_in_order, parts)
+
+    def _item(self) -> _Part:
+        if self._takes("^"):
+            return _at_start
+        if self._takes("$"):
+            return _at_end
+        if self._takes("("):
+            return self._group()
+        one = self._match(_ONE)
+        if one is None or (one[0].startswith("[") and _OPERATION.search(one[0])):
+            raise _UnknownError
+        if _KIND.fullmatch(one[0]):
+            re.compile(one[0])
+        return partial(_times, one[0], *self._times())
+
+    def _group(self) -> _Part:
+        self._takes("?:")
+        self._depth += 1
+        if self._depth > _DEEP:
+            raise _UnknownError
+        part = self.either()
+        self._depth -= 1
+        is_closed, times = self._takes(")"), self._times()
+        if not is_closed or times not in {(1, 1), (0, 1)}:
+            raise _UnknownError
+        return part if times == (1, 1) else partial(_optional, part)
+
+    def _times(self) -> tuple[int, int | None]:
+        """Read how often the item before may stand: at least, and at most."""
+        match = self._match(_TIMES)
+        if match is None:
+            return 1, 1
+        sign, exactly, least, most = match.groups()
+        if sign:
+            return {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
+        low = int(exactly or least or 0)
+        high = int(exactly or most) if exactly or most else None
+        if max(low, high or 0) > _TIMES_AT_MOST or (high is not None and high < low):
+            raise _UnknownError
+        return low, high
+
+    def _takes(self, text: str) -> bool:
+        found = self._pattern.startswith(text, self._at)
+        self._at += len(text) * found
+        return found
+
+    def _match(self, regex: re.Pattern[str]) -> re.Match[str] | None:
+        match = regex.match(self._pattern, self._at)
+        self._at = match.end() if match else self._at
+        return match
+
+
+def _either(parts: Sequence[_Part], name: _Name, begin: int) -> int:
+    return reduce(or_, (part(name, begin) for part in parts))
+
+
+def _in_order(parts: Sequence[_Part], name: _Name, begin: int) -> int:
+    for part in parts:
+        if not begin:
+            break
+        begin = part(name, begin)
+    return begin
+
+
+def _optional(part: _Part, name: _Name, begin: int) -> int:
+    return begin | part(name, begin)
+
+
+def _at_start(_name: _Name, begin: int) -> int:
+    return begin & 1
+
+
+def _at_end(name: _Name, begin: int) -> int:
+    return begin & name.ends
+
+
+def _times(one: str, least: int, most: int | None, name: _Name, begin: int) -> int:
+    """Go over a character, again and again. Without a limit, an addition carries through a run."""
+    where = name.where(one)
+    for _ in range(least):
+        begin = (begin & where) << 1
+    if most is None:
+        return (((begin & where) + where) ^ where) | begin
+    ends = begin
+    for _ in range(most - least):
+        begin = (begin & where) << 1
+        ends |= begin
+    return ends
