@@ -25,6 +25,7 @@ from evaluation.running import (
 )
 from ranks import save_ranks
 from unshard.evaluate.jobs import Filters, Job, Status
+from unshard.evaluate.launching import start_supervisor
 from unshard.evaluate.processes import is_alive, kill_group
 from unshard.evaluate.store import Store
 
@@ -119,6 +120,24 @@ def test_a_job_whose_process_is_gone_is_queued_again_and_has_not_failed(tmp_path
     done = [wait_for(store, job.id, Status.COMPLETED) for job in jobs]
     server.stop(end=True)
     assert [(job.attempts, job.failures) for job in done] == [(2, 0), (2, 0)]
+
+
+def test_a_supervisor_that_never_got_its_order_is_no_failure(tmp_path: Path) -> None:
+    """The server was killed after it had recorded it, and the next one finds it alive."""
+    store, server = scheduler(tmp_path / "work", "done(acc=1)", profile=script_profile(retries=0))
+    job = submit(store, whole_model(tmp_path / "model"), 1)
+    claimed = store.claim(time.time())
+    assert claimed is not None
+    directory = server.directory_of(claimed)
+    (directory / "output").mkdir(parents=True)
+    child = start_supervisor(gpus=(0,), directory=directory)
+    store.attempt_started(job.id, child.process)
+    server.start()
+    assert [one.process for one in store.running()] == [child.process]
+    child.drop()  # what the kernel does with the pipe of a killed server
+    done = wait_for(store, job.id, Status.COMPLETED)
+    server.stop(end=True)
+    assert (done.attempts, done.failures) == (2, 0)
 
 
 @pytest.mark.parametrize("gpus", ["2,3", ""])

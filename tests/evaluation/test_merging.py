@@ -125,6 +125,12 @@ def test_a_disk_without_space_may_pass(tmp_path: Path, merger: Merger) -> None:
     assert prepare(merger, job(checkpoint), tmp_path).is_dir()
 
 
+def test_a_disk_without_space_for_a_single_message_may_pass(tmp_path: Path, merger: Merger) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    with largest_file(0), pytest.raises(PassingError, match="ended with code 75"):
+        prepare(merger, job(checkpoint), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("end", "kind"),
     [("kill -9 $$", PassingError), ("exit 75", PassingError), ("exit 1", CrashedError)],

@@ -4,6 +4,7 @@ import shutil
 import signal
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import combinations
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from evaluation.running import (
+    ScriptEvaluator,
     all_final,
     is_running,
     job_of,
@@ -26,10 +28,14 @@ from evaluation.running import (
     whole_model,
 )
 from ranks import save_ranks, some_tensors
+from unshard.api.options import MergeOptions
 from unshard.errors import UsageError
 from unshard.evaluate import attempts, outcomes
+from unshard.evaluate.attempts import Attempt, Halt, Limits, Runner
+from unshard.evaluate.endings import Left
 from unshard.evaluate.jobs import Filters, Job, Phase, Status
 from unshard.evaluate.merging import Merger, PassingError
+from unshard.evaluate.processes import is_alive
 from unshard.evaluate.scheduler import Scheduler
 from unshard.evaluate.store import Store
 
@@ -388,6 +394,49 @@ def test_a_merge_without_space_is_tried_again_and_has_not_failed(tmp_path: Path)
     done = wait_for(store, job.id, Status.COMPLETED)
     server.stop(end=True)
     assert (done.attempts > 1, done.failures) == (True, 0)
+
+
+def test_an_evaluator_that_finds_no_space_is_run_again_and_has_not_failed(
+    tmp_path: Path, model: Path
+) -> None:
+    script = "(output / 'samples').write_bytes(bytes(4_000_000)); done(acc=1)"
+    profile = script_profile(retries=0)
+    store, server = scheduler(tmp_path / "work", script, profile=profile)
+    job = submit(store, server, model)
+    with largest_file(3_000_000):
+        server.start()
+        wait_until(lambda: job_of(store, job.id).error is not None, "an evaluation that fails")
+    error = str(job_of(store, job.id).error)
+    assert "cannot be written" in error
+    assert "File too large" in error
+    done = wait_for(store, job.id, Status.COMPLETED)
+    server.stop(end=True)
+    assert (done.attempts > 1, done.failures) == (True, 0)
+
+
+def test_a_job_is_left_to_the_next_server_where_all_were_told_to_end(
+    tmp_path: Path, model: Path
+) -> None:
+    """`systemctl kill` reaches the supervisor first: a failure would be seen before the halt."""
+    store = Store(tmp_path / "jobs.sqlite")
+    job_id = store.submit(request(model), pin=None)[0].id
+    job = store.claim(time.time())
+    assert job is not None
+
+    def halt(_job_id: str) -> Halt | None:
+        process = job_of(store, job_id).process
+        assert process is not None
+        if not is_alive(process):
+            return Halt.LEAVE
+        os.killpg(process.pid, signal.SIGKILL)
+        wait_until(lambda: not is_alive(process), "its end")
+        return None
+
+    merger = Merger(tmp_path / "merged", MergeOptions(), at_once=1)
+    runner = Runner(store, merger, Limits(), halt=halt, changed=lambda _: ())
+    evaluator = ScriptEvaluator("time.sleep(600)")
+    attempt = Attempt(job, script_profile(), evaluator, (), tmp_path / "attempt")
+    assert isinstance(runner.run(attempt), Left)
 
 
 def test_a_merge_that_can_never_be_written_fails_in_the_end(

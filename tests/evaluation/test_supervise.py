@@ -126,6 +126,27 @@ def test_without_an_order_nothing_is_run(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"supervisor.txt"}
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_before_the_order_ends_it_as_stopped_and_nothing_is_run(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    child = start_supervisor(gpus=(), directory=tmp_path)
+    os.kill(child.process.pid, number)  # while the interpreter starts
+    child.give(order(tmp_path, "open('ran', 'w').close()"))
+    child.reap()
+    done = read_exit(tmp_path)
+    assert done is not None
+    assert done.reason == "stopped"
+    assert not (tmp_path / "ran").exists()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+def test_an_evaluator_can_be_interrupted(tmp_path: Path) -> None:
+    script = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    run(tmp_path, script)
+    assert (tmp_path / "log.txt").read_text() == "set()\n"
+
+
 PID = "import os, pathlib; pathlib.Path('pid').write_text(str(os.getpid()));"
 
 

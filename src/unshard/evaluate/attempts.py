@@ -2,11 +2,13 @@
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from unshard.errors import UnshardError
 from unshard.evaluate.bounded_log import LOG_BYTES, last_lines
@@ -27,7 +29,7 @@ from unshard.evaluate.merging import CrashedError, GivenUpError, GoneError, Merg
 from unshard.evaluate.processes import is_alive, kill_group
 from unshard.evaluate.slots import visible_devices
 from unshard.evaluate.store import Store
-from unshard.evaluate.supervise import LOG_NAME, Exit, Order, read_exit
+from unshard.evaluate.supervise import LOG_NAME, Exit, Order, has_begun, read_exit
 from unshard.evaluate.work import Evaluator, Profile, Work
 
 __all__ = ["Attempt", "Halt", "Limits", "Runner"]
@@ -36,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 _SHOWN_LINES = 20
 _MARGIN_S = 30.0
+_SPACE_BYTES = 8 << 20  # with less an evaluator's failure is taken for the disk's
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,7 @@ class Runner:
         )
 
     def _evaluate(self, attempt: Attempt, work: Work) -> Outcome:
-        command = attempt.evaluator.command(work)
+        order = self._order(attempt, attempt.evaluator.command(work))
         child = start_supervisor(gpus=attempt.gpus, directory=attempt.directory)
         try:
             self._store.attempt_started(attempt.job.id, child.process)
@@ -166,7 +169,7 @@ class Runner:
         except BaseException:
             child.drop()
             raise
-        child.give(self._order(attempt, command))
+        child.give(order)
         outcome: Outcome | None = None
         try:
             outcome = self._conclude(attempt, work, child.process)
@@ -197,6 +200,8 @@ class Runner:
         """Wait for a process, leave nothing of it behind, and judge what it did."""
         try:
             halt = self._wait(attempt, process)
+            if halt is None and read_exit(attempt.directory) is None:
+                halt = self._halt(attempt.job.id)  # the same signal may have ended both
         except BaseException:
             if not self.end(attempt.job.id, process):
                 return Left()
@@ -206,6 +211,8 @@ class Runner:
         if halt is not None:
             return Cancelled() if halt is Halt.CANCELLED else Lost("the server was stopped")
         done = read_exit(attempt.directory)
+        if done is None and not has_begun(attempt.directory):
+            return Postponed("its supervisor ended before it got its order")
         if done is None:
             return self._failed(attempt, "the evaluator and its supervisor were killed")
         return self._judge(attempt, work, done)
@@ -234,7 +241,9 @@ class Runner:
             metrics = attempt.evaluator.metrics(work, done.returncode)
             results = attempt.evaluator.results_file(work)
         except (UnshardError, OSError) as error:
-            return self._failed(attempt, str(error))
+            failed = self._failed(attempt, str(error))
+            full = _why_full(attempt.directory)
+            return Postponed(f"{full}\n{failed.error}") if full else failed
         odd = [name for name, value in metrics.items() if not math.isfinite(value)]
         if odd:
             return self._failed(attempt, f"not finite: {', '.join(odd)}")
@@ -246,3 +255,15 @@ class Runner:
         lines = last_lines(attempt.directory / LOG_NAME, _SHOWN_LINES)
         shown = f"\nThe log ends with:\n{lines}" if lines else ""
         return Failed(f"{why}{shown}", may_retry=True)
+
+
+def _why_full(directory: Path) -> str | None:
+    """Return why a few megabytes cannot be written to a directory; quotas count, too."""
+    try:
+        with TemporaryFile(dir=directory) as probe:
+            probe.write(bytes(_SPACE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())  # some file systems find the space only then
+    except OSError as error:
+        return f"{directory}: cannot be written: {error.strerror}"
+    return None

@@ -6,6 +6,7 @@ A server that is killed in between leaves nothing behind: the supervisor then ge
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -16,7 +17,7 @@ import unshard
 from unshard.evaluate.environment import MARK, scrubbed
 from unshard.evaluate.jobs import Process
 from unshard.evaluate.processes import identify
-from unshard.evaluate.supervise import Order
+from unshard.evaluate.supervise import STOPS, Order
 
 __all__ = ["Child", "start_module", "start_supervisor"]
 
@@ -59,7 +60,11 @@ def start_supervisor(*, gpus: tuple[int, ...], directory: Path) -> Child:
         OSError: it cannot be started.
     """
     log = directory / _LOG_NAME
-    popen = start_module("unshard.evaluate.supervise", directory=directory, log=log)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until it has its handlers
+    try:
+        popen = start_module("unshard.evaluate.supervise", directory=directory, log=log)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return Child(identify(popen.pid, gpus=gpus, directory=str(directory)), popen)
 
 

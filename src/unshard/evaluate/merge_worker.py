@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from unshard.errors import OutputError, UnshardError
@@ -38,7 +39,8 @@ def main() -> int:
         draft.write_text(json.dumps(answer), encoding="utf-8")
         draft.replace(ANSWER_NAME)
     except OSError as error:
-        sys.stderr.write(f"the answer {answer} cannot be written: {error}\n")
+        with suppress(OSError):  # the log is on the same disk
+            os.write(2, f"the answer {answer} cannot be written: {error}\n".encode())
         return os.EX_TEMPFAIL
     return 0
 

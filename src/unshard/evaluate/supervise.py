@@ -1,8 +1,9 @@
 """The process that stands between the server and an evaluator, and outlives the server.
 
 `python -m unshard.evaluate.supervise` reads an `Order` from stdin: without a whole one it ends, so
-nothing runs that the server has not recorded. It leads the process group, bounds the log, keeps to
-the timeout, ends whatever the evaluator leaves behind, and writes `exit.json` in one step. On Linux
+nothing runs that the server has not recorded, and there is no log, by which the next server knows
+it. It leads the process group, bounds the log, keeps to the timeout, ends whatever the evaluator
+leaves behind, and writes `exit.json` in one step. On Linux
 it also inherits the orphans of its descendants, so that they can be found, and the evaluator dies
 with it. Imports nothing heavy.
 """
@@ -23,7 +24,7 @@ from pathlib import Path
 from unshard.evaluate.bounded_log import BoundedLog
 from unshard.evaluate.processes import identify, members, send
 
-__all__ = ["EXIT_NAME", "LOG_NAME", "Exit", "Order", "main", "read_exit"]
+__all__ = ["EXIT_NAME", "LOG_NAME", "STOPS", "Exit", "Order", "has_begun", "main", "read_exit"]
 
 EXIT_NAME = "exit.json"
 LOG_NAME = "log.txt"
@@ -31,7 +32,8 @@ LOG_NAME = "log.txt"
 _POLL_S = 0.05
 _MOMENT_S = 1.0
 _AGAIN_S = 1.0
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What ends an evaluator in an orderly way; blocked in a supervisor until it can take note."""
 _READ_BYTES = 1 << 20
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _SET_PIPE_SIZE = 1031  # fcntl(2)
@@ -83,15 +85,21 @@ def read_exit(directory: Path) -> Exit | None:
         return None
 
 
+def has_begun(directory: Path) -> bool:
+    """Return whether the supervisor of an attempt got its order."""
+    return (directory / LOG_NAME).exists()
+
+
 def main() -> int:
     """Run what stdin says."""
+    stops: list[int] = []
+    for number in STOPS:
+        signal.signal(number, lambda number, _frame: stops.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     try:
         order = Order(**json.loads(sys.stdin.buffer.read()))
     except (ValueError, TypeError):  # the server is gone
         return 1
-    stops: list[int] = []
-    for number in _STOPS:
-        signal.signal(number, lambda number, _frame: stops.append(number))
     _control(_SET_CHILD_SUBREAPER, 1)
     with BoundedLog(Path(order.directory) / LOG_NAME, order.log_bytes) as log:
         done = supervise(order, log, lambda: bool(stops))
@@ -101,6 +109,8 @@ def main() -> int:
 
 def supervise(order: Order, log: BoundedLog, is_stopped: Callable[[], bool]) -> Exit:
     """Run an evaluator to its end, and end what it leaves behind."""
+    if is_stopped():
+        return Exit("stopped", -signal.SIGTERM, "", 0.0)
     started = time.monotonic()
     try:
         child = _start(order)
@@ -123,7 +133,7 @@ def supervise(order: Order, log: BoundedLog, is_stopped: Callable[[], bool]) -> 
 
 def was_stopped(returncode: int, is_stopped: Callable[[], bool]) -> bool:
     """Tell whether a signal that ended the evaluator goes to us too: it may have been faster."""
-    if returncode in {code for number in _STOPS for code in (-number, 128 + number)}:
+    if returncode in {code for number in STOPS for code in (-number, 128 + number)}:
         deadline = time.monotonic() + _MOMENT_S
         while not is_stopped() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
