@@ -87,8 +87,9 @@ def _write(
         verify_full(plan, prepared.catalogs, directory, options.settings, listener)
     noticed = _compare_with_base(prepared, listener)
     listener(Stage("committing"))
-    staging.commit(replaced=_asked_for(prepared, options))
-    return replace(noticed, warnings=(*noticed.warnings, *_overflow_warnings(overflows, plan)))
+    notes = staging.commit(replaced=_asked_for(prepared, options))
+    warnings = (*noticed.warnings, *_overflow_warnings(overflows, plan), *notes)
+    return replace(noticed, warnings=warnings)
 
 
 def _asked_for(prepared: Prepared, options: MergeOptions) -> tuple[str, ...]:

@@ -2,200 +2,222 @@
 
 * *new*: the target does not exist: one rename.
 * *replace*: the target is an earlier output: it is exchanged with the new one in one atomic step,
-  or, where the system cannot, moved aside first; a journal lets the next run finish that.
-* *in place*: the target holds the checkpoint itself: files are moved into it one by one. The
-  journal is written first, when everything is durable, so that the next run finishes what was
-  begun.
+  or, where the system cannot, moved aside first.
+* *in place*: the target holds the checkpoint itself: files are moved into it one by one.
 
-A journal stands in the staging directory and is complete or absent. Every step of it may be done
-twice. Trainers rotate checkpoints by modification time, so a merge in place gives it back.
+The last two follow a journal, which is written first, when everything is durable, so that the next
+run finishes what was begun. Every step of it may be done twice. It names directories by their
+inodes too: what has come to be in their place since is left alone. Trainers rotate checkpoints by
+modification time, so a merge in place gives it back.
 """
 
 import errno
 import json
-from collections.abc import Collection
-from dataclasses import dataclass
-from enum import Enum
-from pathlib import Path, PurePath
+import os
+import stat
+from collections.abc import Collection, Iterable
+from pathlib import Path
 
-from unshard.errors import CorruptError, OutputError
+from unshard.errors import OutputError
 from unshard.plan.layout import INDEX_NAME
-from unshard.write.files import (
-    carry_over,
-    exchange,
-    is_weight_file,
-    set_mtime,
-    sync,
-    sync_tree,
+from unshard.write.beneath import folder_of, opened, read_file, status_of, walk
+from unshard.write.files import exchange, is_weight_file, sync_tree
+from unshard.write.journal import (
+    ASIDE,
+    OUTPUT,
+    Identity,
+    Journal,
+    Mode,
+    identity,
 )
+from unshard.write.owners import Place
 from unshard.write.record import RECORD_NAME
+from unshard.write.replacing import Sides, carry_over, set_aside, settle
 from unshard.write.training_state import EXTRA_STATE_NAME, SCHEDULER_NAME
 
-__all__ = ["Journal", "Mode", "commit", "finish"]
-
-_JOURNAL = "journal.json"
-_OUTPUT = "output"
-_ASIDE = "aside"
+__all__ = ["begin", "finish", "is_begun", "take_new"]
 
 
-class Mode(Enum):
-    """How an output takes its place."""
-
-    NEW = "new"
-    REPLACE = "replace"
-    IN_PLACE = "in place"
-
-
-@dataclass(frozen=True, slots=True)
-class Journal:
-    """What remains to be done once everything is durable.
-
-    Attributes:
-        mode: REPLACE (by moving aside) or IN_PLACE.
-        target: the target, relative to the directory that holds the staging directory.
-        place: files to move into the target, in this order (IN_PLACE).
-        remove: old weight files to remove from it (IN_PLACE).
-        mtime_ns: modification time to give back to the target (IN_PLACE).
-    """
-
-    mode: Mode
-    target: str
-    place: tuple[str, ...] = ()
-    remove: tuple[str, ...] = ()
-    mtime_ns: int = 0
-
-
-def commit(staging: Path, target: Path, mode: Mode, replaced: Collection[str] = ()) -> None:
-    """Make `staging/output` durable and let it take the target's place.
-
-    Args:
-        staging: the directory that holds `output`.
-        target: what to replace, or to put files into.
-        mode: how.
-        replaced: in place: names of companions that go over those that are there.
+def take_new(place: Place, target: Path) -> None:
+    """Make the output durable and rename it to a target that does not exist.
 
     Raises:
-        OutputError: a new target has come to exist meanwhile.
-        OSError: the file system refuses; the target is as it was, or the journal is there.
+        OutputError: the target has come to exist meanwhile.
     """
-    output = staging / _OUTPUT
-    if mode is Mode.REPLACE:
-        stale = _stale_state(target, output)
-        carry_over(target, output, leave=stale)
-        output.chmod(target.stat().st_mode & 0o7777)
-    sync_tree(output)
-    match mode:
-        case Mode.NEW:
-            _rename_new(output, target)
-            sync(target.parent)
-        case Mode.REPLACE:
-            if exchange(output, target):
-                # what others put there since the first time
-                carry_over(output, target, leave=stale)
-                sync(target.parent)
-            else:
-                _run(staging, Journal(mode, target.name))
-        case Mode.IN_PLACE:
-            _run(staging, _journal_in_place(output, target, replaced))
-
-
-def finish(staging: Path) -> None:
-    """Do what the journal of an interrupted commit says, if there is one.
-
-    Raises:
-        CorruptError: the journal is not one that unshard writes.
-    """
-    path = staging / _JOURNAL
-    if not path.exists():
-        return
+    sync_tree(place.path / OUTPUT)
     try:
-        fields = json.loads(path.read_bytes())
-        journal = Journal(
-            Mode(fields["mode"]),
-            str(fields["target"]),
-            tuple(map(str, fields["place"])),
-            tuple(map(str, fields["remove"])),
-            int(fields["mtime_ns"]),
-        )
-        _check_names(journal)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptError(f"{path}: not a journal of unshard: {error}") from error
-    _apply(staging, journal)
-
-
-def _check_names(journal: Journal) -> None:
-    """Refuse names that lead out of the two directories a commit is about."""
-    for name in (journal.target, *journal.place, *journal.remove):
-        path = PurePath(name)
-        if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"the name {name!r}")
-
-
-def _rename_new(output: Path, target: Path) -> None:
-    try:
-        output.rename(target)
+        os.rename(OUTPUT, target.name, src_dir_fd=place.fd, dst_dir_fd=place.parent)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise OutputError(f"{target}: appeared while it was being made") from error
         raise
 
 
-def _stale_state(target: Path, output: Path) -> list[str]:
-    """Return the training state that an earlier merge put there, and that this one has not."""
-    try:
-        recorded = json.loads((target / RECORD_NAME).read_bytes())["output"]["training_state"]
-        known = [name for name in (EXTRA_STATE_NAME, SCHEDULER_NAME) if name in recorded]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [name for name in known if not (output / name).exists()]
+def begin(place: Place, target: Path, mode: Mode, replaced: Collection[str]) -> Journal:
+    """Make the output durable; return what has to be done with it. The target is as it was.
+
+    Args:
+        place: the staging directory.
+        target: what to replace, or to put files into.
+        mode: REPLACE or IN_PLACE.
+        replaced: in place: names of companions that go over those that are there.
+
+    Raises:
+        OutputError: the target has something in the way.
+    """
+    with opened(target.name, within=place.parent) as old, opened(OUTPUT, within=place.fd) as new:
+        if mode is Mode.IN_PLACE:
+            journal = _in_place(target, old, new, replaced)
+        else:
+            goes = _found(old, {*_paths(new), *_stale(old, new)})
+            carried = carry_over(Sides(old, new, place.fd), leave=goes)
+            os.fchmod(new, stat.S_IMODE(os.fstat(old).st_mode))
+            inodes = os.fstat(old).st_ino, os.fstat(new).st_ino
+            journal = Journal(mode, target.name, *inodes, goes, carried)
+    sync_tree(place.path / OUTPUT)
+    return journal
 
 
-def _journal_in_place(output: Path, target: Path, replaced: Collection[str]) -> Journal:
-    """Weights first, then what belongs to them or is lacking, then what says that all is there."""
-    names = [str(p.relative_to(output)) for p in sorted(output.rglob("*")) if p.is_file()]
-    weights = [name for name in names if is_weight_file(name) and name != INDEX_NAME]
-    last = [name for name in (INDEX_NAME, RECORD_NAME) if name in names]
-    over = {EXTRA_STATE_NAME, SCHEDULER_NAME, *replaced}
-    state = [name for name in names if name in over and name not in weights]
-    known = {*weights, *state, *last}
-    lacking = [name for name in names if name not in known and not (target / name).exists()]
-    old = [p.name for p in sorted(target.iterdir()) if is_weight_file(p.name)]
-    remove = [name for name in old if name not in names] + _stale_state(target, output)
-    place = (*weights, *state, *lacking, *last)
-    return Journal(Mode.IN_PLACE, target.name, place, tuple(remove), target.stat().st_mtime_ns)
+def finish(place: Place, journal: Journal) -> list[str]:
+    """Do what a journal says; return sentences about files that others changed meanwhile.
 
-
-def _run(staging: Path, journal: Journal) -> None:
-    """Write the journal, durably, then do what it says."""
-    fields = {
-        "mode": journal.mode.value,
-        "target": journal.target,
-        "place": journal.place,
-        "remove": journal.remove,
-        "mtime_ns": journal.mtime_ns,
-    }
-    draft = staging / f"{_JOURNAL}.new"
-    draft.write_text(json.dumps(fields), encoding="utf-8")
-    sync(draft)
-    draft.rename(staging / _JOURNAL)
-    sync(staging)
-    _apply(staging, journal)
-
-
-def _apply(staging: Path, journal: Journal) -> None:
-    output, target = staging / _OUTPUT, staging.parent / journal.target
+    Raises:
+        OSError: a step failed, or the target is not what it was; it can be tried again.
+    """
     if journal.mode is Mode.REPLACE:
-        if output.exists():
-            if target.exists():
-                target.rename(staging / _ASIDE)
-            output.rename(target)
-    else:
-        for name in journal.place:
-            if (output / name).exists():
-                (target / name).parent.mkdir(exist_ok=True)
-                (output / name).replace(target / name)
-        for name in journal.remove:
-            (target / name).unlink(missing_ok=True)
-        set_mtime(target, journal.mtime_ns)
-        sync(target)
-    sync(staging.parent)
+        return _replace(place, journal)
+    with opened(journal.target, within=place.parent) as target:
+        if os.fstat(target).st_ino != journal.old:
+            raise _not_what_it_was(place, journal)
+        with opened(OUTPUT, within=place.fd) as output:
+            notes = _move_in(output, target, journal)
+        os.utime(target, ns=(os.fstat(target).st_atime_ns, journal.mtime_ns))
+        os.fsync(target)
+    return notes
+
+
+def is_begun(place: Place, journal: Journal) -> bool:
+    """Return whether the target has changed by anything that a journal says."""
+    if journal.mode is Mode.REPLACE:
+        there = status_of(journal.target, within=place.parent)
+        return there is None or there.st_ino != journal.old
+    with opened(OUTPUT, within=place.fd) as output:
+        return any(status_of(path, within=output) is None for path in journal.place)
+
+
+def _replace(place: Place, journal: Journal) -> list[str]:
+    there = status_of(journal.target, within=place.parent)
+    inode = None if there is None else there.st_ino
+    if inode not in (None, journal.old, journal.new):
+        raise _not_what_it_was(place, journal)
+    exchanged = inode == journal.old and exchange(place.fd, OUTPUT, place.parent, journal.target)
+    if inode == journal.old and not exchanged:
+        os.rename(journal.target, ASIDE, src_dir_fd=place.parent, dst_dir_fd=place.fd)
+    if inode != journal.new and not exchanged:
+        os.rename(OUTPUT, journal.target, src_dir_fd=place.fd, dst_dir_fd=place.parent)
+    os.fsync(place.parent)
+    aside = status_of(ASIDE, within=place.fd)
+    with (
+        opened(OUTPUT if aside is None else ASIDE, within=place.fd) as old,
+        opened(journal.target, within=place.parent) as new,
+    ):
+        notes = settle(Sides(old, new, place.fd), journal)
+        os.fsync(new)
+    return notes
+
+
+def _not_what_it_was(place: Place, journal: Journal) -> OSError:
+    target = place.path.parent / journal.target
+    return FileExistsError(f"{target} is not the directory that was to be written to")
+
+
+def _paths(directory: int) -> list[str]:
+    """Return the paths of all files in a directory, sorted."""
+    return [path for path, is_folder in walk(directory) if not is_folder]
+
+
+def _found(directory: int, paths: Iterable[str]) -> dict[str, Identity]:
+    """Return those of some paths that are in a directory, as they are."""
+    found = {path: status_of(path, within=directory) for path in sorted(paths)}
+    return {path: identity(status) for path, status in found.items() if status is not None}
+
+
+def _stale(target: int, output: int) -> list[str]:
+    """Return weights, and training state of an earlier merge, that the output does not have."""
+    weights = [name for name in os.listdir(target) if is_weight_file(name)]
+    known = [*weights, *_recorded_state(target)]
+    return [name for name in known if status_of(name, within=output) is None]
+
+
+def _recorded_state(target: int) -> list[str]:
+    """Return the training state that an earlier merge put there."""
+    try:
+        record = json.loads(read_file(RECORD_NAME, within=target))
+        recorded = record["output"]["training_state"]
+        return [name for name in (EXTRA_STATE_NAME, SCHEDULER_NAME) if name in recorded]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+
+
+def _in_place(target: Path, old: int, new: int, replaced: Collection[str]) -> Journal:
+    """Weights first, then what belongs to them or is lacking, then what says that all is there."""
+    paths = _paths(new)
+    weights = [path for path in paths if is_weight_file(path) and path != INDEX_NAME]
+    last = [path for path in (INDEX_NAME, RECORD_NAME) if path in paths]
+    over = {EXTRA_STATE_NAME, SCHEDULER_NAME, *replaced}
+    state = [path for path in paths if path in over and path not in weights]
+    known = {*weights, *state, *last}
+    _check_folders(target, old, new)
+    lacking = [p for p in paths if p not in known and status_of(p, within=old) is None]
+    place = (*weights, *state, *lacking, *last)
+    goes = _found(old, {*place, *_stale(old, new)})
+    status = os.fstat(old)
+    return Journal(
+        Mode.IN_PLACE, target.name, status.st_ino, 0, goes, {}, place, status.st_mtime_ns
+    )
+
+
+def _check_folders(target: Path, old: int, new: int) -> None:
+    """Refuse folders of the output whose place is taken by a file, or by a link to elsewhere."""
+    for folder in (path for path, is_folder in walk(new) if is_folder):
+        try:
+            with folder_of(f"{folder}/-", within=old):
+                pass
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise OutputError(
+                f"{target / folder}: is not a directory, and the output has one of that name",
+                hint="move it away, or give another output",
+            ) from error
+
+
+def _move_in(output: int, target: int, journal: Journal) -> list[str]:
+    """Move the files of a journal into the target, and remove what is obsolete."""
+    notes = []
+    for path in journal.place:
+        if status_of(path, within=output) is None:  # moved before a process died
+            continue
+        notes += _save_others(target, path, journal)
+        with (
+            folder_of(path, within=output) as (source, name),
+            folder_of(path, within=target, make=True) as (folder, _),
+        ):
+            os.replace(name, name, src_dir_fd=source, dst_dir_fd=folder)
+            if folder != target:
+                os.fsync(folder)
+    for path in journal.goes:
+        if path not in journal.place:
+            notes += _save_others(target, path, journal)
+            with folder_of(path, within=target) as (folder, name):
+                if status_of(name, within=folder) is not None:
+                    os.unlink(name, dir_fd=folder)
+    return notes
+
+
+def _save_others(target: int, path: str, journal: Journal) -> list[str]:
+    """Set a file aside that is not the one that may go; return what there is to say."""
+    status = status_of(path, within=target)
+    if status is None or identity(status) == journal.goes.get(path):
+        return []
+    return [set_aside(target, path)]

@@ -1,4 +1,4 @@
-"""Steps that must not be interrupted: Ctrl-C and SIGTERM wait until they are done.
+"""Steps that must not be interrupted: Ctrl-C, SIGTERM and SIGHUP wait until they are done.
 
 Python runs signal handlers in the main thread only; elsewhere there is nothing to hold back.
 """
@@ -11,30 +11,38 @@ from types import FrameType
 
 __all__ = ["uninterrupted"]
 
-_HELD_BACK = (signal.SIGINT, signal.SIGTERM)
-
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM; what came meanwhile takes effect at the end."""
+    """Hold back Ctrl-C, SIGTERM and SIGHUP; what came meanwhile takes effect at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
+    try:
+        # one inside the other: a signal between two of them still puts the outer ones back
+        with (
+            _held_back(signal.SIGINT, came),
+            _held_back(signal.SIGTERM, came),
+            _held_back(signal.SIGHUP, came),
+        ):
+            yield
+    finally:
+        if came:
+            signal.raise_signal(came[0])
 
+
+@contextmanager
+def _held_back(number: int, came: list[int]) -> Iterator[None]:
     def hold_back(number: int, _frame: FrameType | None) -> None:
         came.append(number)
 
-    before = {}
-    for number in _HELD_BACK:
-        handler = signal.getsignal(number)
-        if handler not in {None, signal.SIG_IGN}:  # None: not Python's, and cannot be put back
-            before[number] = handler
-            signal.signal(number, hold_back)
+    before = signal.getsignal(number)
+    if before in {None, signal.SIG_IGN}:  # None: not Python's, and cannot be put back
+        yield
+        return
     try:
+        signal.signal(number, hold_back)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
+        signal.signal(number, before)

@@ -1,58 +1,89 @@
 """Staging: an output is made apart, then takes its place in one commit, or leaves nothing behind.
 
-A staging directory is `_unshard-partial-<random>/`, beside the target. In it stand `owner.json`,
-`output/`, and in the end perhaps a journal. What a killed process left there is finished or removed
-by the next run. Where the target lies inside a checkpoint, the name also records the modification
-time to give back to the directory that holds both.
+A staging directory is `_unshard-partial-<random>/`, next to the target, and only its owner may
+enter it. It contains `owner.json`, `output/`, and in the end perhaps a journal. What a killed
+process left there is finished or removed by the next run, if it can be shown to be that user's own
+(see `owners`). Where the target is inside a checkpoint, the name also records the modification time
+to give back to the directory that holds both.
 """
 
 import errno
 import fcntl
 import logging
 import os
-import secrets
-import shutil
 import stat
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from unshard.errors import OutputError
-from unshard.write.commit import Mode, commit, finish
-from unshard.write.files import set_mtime
+from unshard.write.beneath import open_directory, remove, status_of
+from unshard.write.commit import begin, finish, is_begun, take_new
 from unshard.write.interrupts import uninterrupted
-from unshard.write.owners import OWNER_NAME, claim, if_dead, made_for
+from unshard.write.journal import JOURNAL_NAME, OUTPUT, Mode, read_journal, write_journal
+from unshard.write.owners import (
+    OWNER_NAME,
+    PREFIX,
+    Place,
+    claim,
+    dead_owner,
+    mtime_in,
+    staging_name,
+)
 from unshard.write.targets import check_space, choose_mode
 
 __all__ = ["Stage", "recover"]
 
-_PREFIX = "_unshard-partial-"
-_MTIME = "-mtime-"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 _log = logging.getLogger(__name__)
 
 
 def recover(directory: Path) -> None:
-    """Finish or remove what killed processes left in a directory.
+    """Finish or remove what killed processes of this user left in a directory.
 
-    What may be alive is left alone, and so is what another user put there: a journal is an
-    instruction to move files.
+    What may be alive is left alone. So is what cannot be shown to be this user's own, made in this
+    very directory (a log message names it): a journal is an instruction to move files, and whoever
+    packed a checkpoint may have put one there.
     """
-    for staging in sorted(directory.glob(_PREFIX + "*")):
+    try:
+        names = sorted(path.name for path in directory.glob(PREFIX + "*"))
+        parent = os.open(directory, _DIRECTORY) if names else -1
+    except OSError as error:
+        _log.debug("nothing to recover: %s", error)
+        return
+    for name in names:
         try:
-            status = staging.lstat()
-        except FileNotFoundError:  # its owner, or another run, has just removed it
-            continue
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            continue
-        with if_dead(staging) as dead:
-            if dead:
-                made = made_for(staging)
-                _finish_and_remove(staging)
-                _remove_empty(made)
-            else:
-                _log.info("left alone: %s, whose owner may be alive", staging)
+            _recover(directory / name, parent)
+        except OSError as error:
+            _log.warning("left alone: %s: %s", directory / name, error)
+    if names:
+        os.close(parent)
+
+
+def _recover(path: Path, parent: int) -> None:
+    status = status_of(path.name, within=parent)
+    if status is None:  # its owner, or another run, has just removed it
+        return
+    if stat.S_ISDIR(status.st_mode) and status.st_uid != os.geteuid():
+        _log.info("left alone: %s, which belongs to another user", path)
+        return
+    place = Place(path, parent, open_directory(path.name, within=parent))
+    try:
+        with dead_owner(place) as made:
+            if made is None:
+                _log.info("left alone: %s, whose owner may be alive", path)
+                return
+            journal = read_journal(place)
+            if journal is not None:
+                for sentence in finish(place, journal):
+                    _log.warning("%s: %s", path.parent / journal.target, sentence)
+            _remove(place)
+            _remove_empty(made)
+    finally:
+        os.close(place.fd)
 
 
 class Stage:
@@ -83,24 +114,24 @@ class Stage:
         self._overwrite = overwrite
         self._mode = Mode.NEW
         self._made_parents: list[Path] = []
-        self._root: Path | None = None
-        self._locks: list[int] = []
+        self._place: Place | None = None
+        self._held = ExitStack()
 
     @property
     def directory(self) -> Path:
         """Where to write the output's files."""
-        return self._staging / "output"
+        return self._staging.path / OUTPUT
 
     @property
     def scratch(self) -> Path:
         """A path for a file that is needed while the output is made, and removed with the stage."""
-        return self._staging / "scratch"
+        return self._staging.path / "scratch"
 
     @property
-    def _staging(self) -> Path:
-        if self._root is None:
+    def _staging(self) -> Place:
+        if self._place is None:
             raise RuntimeError("the stage has not been entered")
-        return self._root
+        return self._place
 
     def __enter__(self) -> Self:
         try:
@@ -122,20 +153,55 @@ class Stage:
         if isinstance(error, OSError):
             raise unwritable(self._target, error) from error
 
-    def commit(self, *, replaced: Collection[str] = ()) -> None:
+    def commit(self, *, replaced: Collection[str] = ()) -> list[str]:
         """Make everything durable and let it take the target's place; Ctrl-C waits for that.
 
         Args:
             replaced: names of companions that take the place of those in a checkpoint's own
                 directory, because they were asked for.
 
+        Returns:
+            Sentences that a user should read: what others changed in the target meanwhile, and
+            whether the file system would not promise that the output survives a power failure.
+
         Raises:
-            OutputError: a new target has come to exist meanwhile.
+            OutputError: a new target has come to exist meanwhile, or not all files could be moved.
+            KeyboardInterrupt: it came meanwhile, and the output is complete nevertheless.
         """
-        with uninterrupted():
-            commit(self._staging, self._target, self._mode, replaced)
-            self._made_parents.clear()
-            self._clean_up()
+        notes: list[str] | None = None
+        try:
+            with uninterrupted():
+                notes = self._take_place(replaced)
+                self._made_parents.clear()
+                self._clean_up()
+        except KeyboardInterrupt as error:
+            if notes is not None:
+                error.args = (f"interrupted, but only after {self._target} was complete",)
+            raise
+        return notes
+
+    def _take_place(self, replaced: Collection[str]) -> list[str]:
+        place = self._staging
+        if self._mode is Mode.NEW:
+            take_new(place, self._target)
+            return _durable(place.parent, self._target)
+        journal = begin(place, self._target, self._mode, replaced)
+        write_journal(place, journal)
+        for tries_left in (1, 0):
+            try:
+                return finish(place, journal) + _durable(place.parent, self._target)
+            except OSError as error:
+                if tries_left:
+                    continue
+                if not is_begun(place, journal):
+                    raise
+                self._place = None  # it is left for the next run
+                raise OutputError(
+                    f"{self._target}: not all new files could be moved there: {error}",
+                    hint=f"the others are in {place.path}; the next merge to the same place moves "
+                    "them",
+                ) from error
+        raise AssertionError
 
     def _enter(self) -> None:
         recover(self._target.parent)
@@ -145,19 +211,28 @@ class Stage:
         if self._mode is not Mode.NEW:
             _check_same_disk(self._target)
         if self._mode is Mode.IN_PLACE:
-            self._locks.append(_lock(self._target))
+            self._held.callback(os.close, _lock(self._target))
         check_space(self._target.parent, self._needed)
-        self._root = self._target.parent / self._name()
-        self._root.mkdir()
-        self._locks.append(claim(self._root, self._made_parents))
+        with uninterrupted():
+            self._make()
         self.directory.mkdir()
 
-    def _name(self) -> str:
-        name = _PREFIX + secrets.token_hex(8)
+    def _make(self) -> None:
+        """Make the staging directory, and hold it open."""
         holder = self._target.parent
-        if _is_inside(holder, self._sources):
-            name += f"{_MTIME}{holder.stat().st_mtime_ns}"
-        return name
+        parent = os.open(holder, _DIRECTORY)
+        self._held.callback(os.close, parent)
+        mtime = os.fstat(parent).st_mtime_ns if _is_inside(holder, self._sources) else None
+        name = staging_name(parent, mtime)
+        os.mkdir(name, 0o700, dir_fd=parent)
+        try:
+            fd = open_directory(name, within=parent)
+        except OSError:
+            os.rmdir(name, dir_fd=parent)
+            raise
+        self._held.callback(os.close, fd)
+        self._place = Place(holder / name, parent, fd)
+        self._held.callback(os.close, claim(fd, self._made_parents))
 
     def _make_parents(self) -> None:
         missing = [p for p in (self._target.parent, *self._target.parent.parents) if not p.exists()]
@@ -166,12 +241,19 @@ class Stage:
             self._made_parents.append(parent)
 
     def _clean_up(self) -> None:
-        """Leave nothing; but finish a commit that has begun, now, or else at the next run."""
+        """Leave nothing, unless a commit is left for the next run."""
+        try:
+            self._remove_what_is_left()
+        except BaseException:  # a signal, before it could be held back
+            self._remove_what_is_left()
+            raise
+
+    def _remove_what_is_left(self) -> None:
         with uninterrupted():
-            if self._root is not None and self._root.is_dir():
-                _finish_and_remove(self._root)
-            while self._locks:
-                os.close(self._locks.pop())
+            place, self._place = self._place, None
+            if place is not None:
+                _remove(place)
+            self._held.close()
             _remove_empty(self._made_parents[::-1])
 
 
@@ -210,14 +292,13 @@ def _check_same_disk(target: Path) -> None:
         )
 
 
-def _finish_and_remove(staging: Path) -> None:
-    """Do what a journal says, if there is one, and remove the staging directory."""
+def _durable(directory: int, target: Path) -> list[str]:
+    """Flush a rename; return what there is to say if that fails: the rename itself is done."""
     try:
-        finish(staging)
+        os.fsync(directory)
     except OSError as error:
-        _log.warning("%s is left for the next run to finish: %s", staging, error)
-    else:
-        _remove(staging)
+        return [f"{target} is complete, but may not survive a power failure: {error}"]
+    return []
 
 
 def _remove_empty(made: Sequence[Path]) -> None:
@@ -229,20 +310,18 @@ def _remove_empty(made: Sequence[Path]) -> None:
             break
 
 
-def _remove(staging: Path) -> None:
-    """Remove a staging directory, its owner file last: until then it can be told to be dead."""
-    for path in staging.glob("*"):
-        if path.name == OWNER_NAME:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    (staging / OWNER_NAME).unlink(missing_ok=True)
+def _remove(place: Place) -> None:
+    """Remove a staging directory: its journal first, because half an output must not be moved.
+
+    Its owner file goes last: until then the next run can tell that its owner is dead.
+    """
     try:
-        staging.rmdir()
+        names = os.listdir(place.fd)  # noqa: PTH208 (a descriptor)
+        for name in sorted(names, key=lambda name: (name != JOURNAL_NAME, name == OWNER_NAME)):
+            remove(name, within=place.fd)
+        os.rmdir(place.name, dir_fd=place.parent)
+        mtime = mtime_in(place.name)
+        if mtime is not None:
+            os.utime(place.parent, ns=(os.fstat(place.parent).st_atime_ns, mtime))
     except OSError as error:
-        _log.warning("%s cannot be removed: %s", staging, error)
-    mtime = staging.name.partition(_MTIME)[2]
-    if mtime.isdigit():
-        set_mtime(staging.parent, int(mtime))
+        _log.warning("%s is left for the next run to remove: %s", place.path, error)

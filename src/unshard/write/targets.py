@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from unshard.errors import OutputError
-from unshard.write.commit import Mode
 from unshard.write.files import is_weight_file
+from unshard.write.journal import Mode
 
 __all__ = ["check_space", "choose_mode", "refuse_sources"]
 
