@@ -295,4 +295,8 @@ def exchanged(directory: Path) -> bool:
     """Return whether two directories here can be swapped."""
     for name in ("first", "second"):
         (directory / name).mkdir()
-    return exchange(directory / "first", directory / "second")
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        return exchange(fd, "first", fd, "second")
+    finally:
+        os.close(fd)

@@ -95,10 +95,13 @@ def _exchanges(scratch: Path) -> bool:
     """Return whether two directories can be swapped in one step (renameat2)."""
     from unshard.write.files import exchange
 
-    first, second = scratch / "first", scratch / "second"
-    first.mkdir()
-    second.mkdir()
-    return exchange(first, second)
+    for name in ("first", "second"):
+        (scratch / name).mkdir()
+    fd = os.open(scratch, os.O_RDONLY)
+    try:
+        return exchange(fd, "first", fd, "second")
+    finally:
+        os.close(fd)
 
 
 def _links(scratch: Path) -> bool:
