@@ -1,5 +1,6 @@
 """The command line as a user meets it: output, exit codes, errors without traceback."""
 
+import io
 import json
 import os
 import pty
@@ -18,6 +19,8 @@ from unshard import __version__, api
 from unshard.cli.main import app, main
 from unshard.cli.reports import print_reports
 from unshard.write.files import exchange
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "checkpoint"
 
 
 def unshard(*arguments: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
@@ -196,7 +199,7 @@ def test_verbose_tells_what_is_read_and_planned(
     assert run_here("merge", checkpoint, tmp_path / "out", "-v") == 0
     said = capsys.readouterr().err
     assert re.search(r"\d ms  unshard\.api\.sources: .*rank files, written by verl.*step 7", said)
-    assert "plan: 3 tensors in 1 files" in said
+    assert "plan: 3 tensors in 1 file," in said
     assert "read w1" not in said
     assert run_here("merge", checkpoint, tmp_path / "more", "-vv") == 0
     names = sorted(some_tensors())
@@ -278,6 +281,41 @@ def test_choices_are_shown_completed_and_named(
         assert value in refused
         assert re.search(rf"{option} [\w|]*\b{value}\b", shown)
         assert value in completed
+
+
+class OnTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_inspect_breaks_lines_between_words_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    run_here("inspect", EXAMPLE)
+    piped = capsys.readouterr().out
+    assert max(map(len, piped.splitlines())) > 80
+    shown = OnTerminal()
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setenv("COLUMNS", "80")
+    run_here("inspect", EXAMPLE)
+    assert shown.getvalue().split() == piped.split()
+    for line in shown.getvalue().splitlines():
+        assert len(line) <= 80 or len(line.split()) == 1
+        assert not line.startswith(" ") or line.startswith(" " * 14)
+
+
+def test_one_is_not_a_plural(tmp_path: Path, capsys: Printed) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", {"w": torch.zeros(1)}, 1)
+    run_here("inspect", checkpoint)
+    assert "1 in 1 tensor, 4 B" in capsys.readouterr().out
+    run_here("merge", checkpoint, tmp_path / "out", "--dry-run")
+    assert "tensors:    1 (1 float32), 1 parameter\n" in capsys.readouterr().out
+    run_here("merge", checkpoint, tmp_path / "out")
+    printed = capsys.readouterr().out
+    assert "merged 1 tensor of 1 rank: 1 float32" in printed
+    assert " in 1 file, " in printed
+    run_here("verify", tmp_path / "out", "--against", checkpoint)
+    assert "1 tensor, bit by bit" in capsys.readouterr().out
 
 
 def test_env_says_what_a_bug_report_needs(tmp_path: Path, capsys: Printed) -> None:

@@ -15,7 +15,7 @@ from unshard.progress import Advanced, Event, Listener, Stage, Warned, ignore
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["Clock", "is_notebook", "is_terminal", "listening", "size"]
+__all__ = ["Clock", "counted", "is_notebook", "is_terminal", "listening", "size"]
 
 Clock = Callable[[], float]
 
@@ -32,6 +32,11 @@ def size(count: float) -> str:
         count /= 1000
         unit += 1
     return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number of things: 1 rank, 2 ranks."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 @contextmanager

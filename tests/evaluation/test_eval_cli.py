@@ -81,7 +81,7 @@ def test_who_stops_waiting_is_told_that_the_job_goes_on(server: Live) -> None:
         server.began(77)
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
-    assert (process.returncode, f"goes on with {job}" in said) == (130, True)
+    assert (process.returncode, f"continues with {job}" in said) == (130, True)
     code, out, _ = call(server, "cancel", job)
     assert (code, "cancelled" in out) == (0, True)
 

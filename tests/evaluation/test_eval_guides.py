@@ -157,7 +157,7 @@ def test_the_page_about_watching(real: Server, place: Path) -> None:
     assert "parameters = 245630" in run(command, place, **environment)
     (line,) = next(block.splitlines() for block in blocks(page, "console") if "export" in block)
     command = [sys.executable, "-m", *line.removeprefix("$ ").split()]
-    assert run(command, place, **environment) == "my-run: 1 jobs written, 0 there already\n"
+    assert run(command, place, **environment) == "my-run: 1 job written, 0 already there\n"
 
 
 def test_the_curl_lines(real: Server, place: Path) -> None:

@@ -169,7 +169,7 @@ def test_the_exit_code_of_once_says_that_nothing_was_sent(
     with pytest.raises(SystemExit) as ended:
         main(["eval", "watch", str(run), "--tasks=t", "--once", "--interval=0.1", absent])
     assert ended.value.code == 1
-    assert "not sent: the server takes nothing now" in capsys.readouterr().err
+    assert "not sent: the server accepts nothing now" in capsys.readouterr().err
 
 
 def once(run: Path, url: str, *more: str) -> int:
@@ -208,7 +208,7 @@ def test_once_says_how_many_wait_for_room(
         f"server_url: {stub.url}\nprofile: score\ntasks: [t]\nquota: {{count: 1, bytes: null}}\n"
     )
     assert once(run, stub.url, f"--config={file}") == 1
-    assert "2 more wait until the pins have room" in capsys.readouterr().err
+    assert "2 more waiting for room among the pins" in capsys.readouterr().err
 
 
 def test_once_wants_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from unshard.plan.planner import make_plan
 from unshard.read.base import Base
 from unshard.read.open import Checkpoint
 from unshard.read.training_state import TrainingState, read_training_state
+from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, Companions
 from unshard.write.companions import output_config
 
@@ -140,8 +141,10 @@ def _plan_of(tensors: list[Converted], base: Base | None, options: MergeOptions)
         like = files if all(file.endswith(".safetensors") for file in files.values()) else None
     plan = make_plan(lay_out(tensors, options.shard_bytes, like=like))
     _log.info(
-        "plan: %d tensors in %d files, %d bytes; %d copies, %d tensors in tiles",
-        *(len(tensors), len(plan.layout.files), plan.layout.total_size),
+        "plan: %s in %s, %s; copies: %d, tensors made in tiles: %d",
+        counted(len(tensors), "tensor"),
+        counted(len(plan.layout.files), "file"),
+        counted(plan.layout.total_size, "byte"),
         *(len(plan.copies), len(plan.tiled)),
     )
     for one in tensors:

@@ -22,25 +22,33 @@ __all__ = ["FAILED", "URL", "TokenFile", "app"]
 
 app = typer.Typer(
     name="eval",
-    help="Evaluate checkpoints while training goes on (extra `eval`).",
+    help="Evaluate checkpoints during training (extra `eval`).",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 Url = Annotated[
-    str, typer.Option("--server", envvar="UNSHARD_EVAL_SERVER", help="Where the server is.")
+    str,
+    typer.Option(
+        "--server", metavar="URL", envvar="UNSHARD_EVAL_SERVER", help="URL of the server."
+    ),
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(envvar="UNSHARD_EVAL_TOKEN_FILE", help="A file that holds the server's token."),
+    typer.Option(
+        metavar="FILE",
+        envvar="UNSHARD_EVAL_TOKEN_FILE",
+        help="A file that contains the server's token.",
+    ),
 ]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
 Profile = Annotated[
-    str, typer.Option(metavar="NAME", help="An evaluator that the server is configured with.")
+    str,
+    typer.Option(metavar="NAME", help="One of the evaluators that the server offers."),
 ]
-Tasks = Annotated[str, typer.Option(metavar="A,B", help="What to evaluate.")]
+Tasks = Annotated[str, typer.Option(metavar="A,B", help="Tasks to evaluate.")]
 WeightSets = Annotated[
-    str, typer.Option(metavar="model,ema", help="Which weights; a job for each.")
+    str, typer.Option(metavar="model,ema", help="Which weights; one job for each.")
 ]
 URL = "http://127.0.0.1:8000"
 FAILED = 1
@@ -74,32 +82,50 @@ def _check_extra(*modules: str) -> None:
 @guarded
 def serve(
     config: Annotated[
-        Path | None, typer.Option(help="A YAML file; everything in it has a default.")
+        Path | None, typer.Option(metavar="FILE", help="A YAML file; every setting has a default.")
     ] = None,
     root: Annotated[
         list[Path] | None,
-        typer.Option(help="Where checkpoints may lie.  [default: the current directory]"),
+        typer.Option(
+            metavar="DIR",
+            help="A directory that may contain checkpoints; may be repeated.  "
+            "[default: the current directory]",
+        ),
     ] = None,
     gpus: Annotated[
         str | None,
         typer.Option(
-            metavar="0,1|N", help="Their numbers (3, for one), or how many.  [default: all found]"
+            metavar="0,1|N",
+            help="GPU numbers (0,1; 3, for GPU 3 alone) or how many.  [default: all]",
         ),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="[default: 127.0.0.1]")] = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="HOST", help="Address to listen on.  [default: 127.0.0.1]")
+    ] = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="0 for any.  [default: 8000]")
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Port to listen on; 0 picks a free one.  [default: 8000]",
+        ),
     ] = None,
     token_file: TokenFile = None,
     allow_unauthenticated: Annotated[
         list[str] | None,
-        typer.Option(metavar="CIDR", help="Networks whose addresses need no token."),
+        typer.Option(
+            metavar="CIDR", help="A network whose clients need no token; may be repeated."
+        ),
     ] = None,
     work_dir: Annotated[
-        Path | None, typer.Option(help="Jobs, logs, results.  [default: unshard-eval]")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Directory for jobs, logs and results.  [default: unshard-eval]"
+        ),
     ] = None,
 ) -> None:
-    """Run the server."""
+    """Run the evaluation server."""
     _check_extra("fastapi", "uvicorn", "httpx", "pydantic", "yaml")
     from unshard.evaluate.server.serve import Given, serve
 
@@ -116,7 +142,7 @@ def serve(
     try:
         serve(given)
     except KeyboardInterrupt as error:
-        why = "stopped: evaluators that run go on, and the next server has them"
+        why = "Stopped. Running evaluations continue; the next server will pick them up."
         raise KeyboardInterrupt(why) from error
 
 
@@ -127,14 +153,15 @@ def submit(
     tasks: Tasks,
     profile: Profile = "lm-eval",
     step: Annotated[
-        int | None, typer.Option(help="The training step.  [default: as the directory says]")
+        int | None, typer.Option(help="The training step.  [default: from the directory's name]")
     ] = None,
     run: Annotated[
         str, typer.Option(help="The training run.  [default: the run directory's name]")
     ] = "",
     weights: WeightSets = "model",
     wait: Annotated[
-        bool, typer.Option("--wait", help="Until it has ended; exit code 1 if it failed.")
+        bool,
+        typer.Option("--wait", help="Wait until the jobs have ended; exit code 1 if one failed."),
     ] = False,
     server: Url = URL,
     token_file: TokenFile = None,
@@ -159,14 +186,15 @@ def submit(
 @guarded
 def status(
     job: Annotated[
-        str | None, typer.Argument(metavar="JOB", help="[default: the newest 100]")
+        str | None,
+        typer.Argument(metavar="JOB", help="A job's id.  [default: the newest 100 jobs]"),
     ] = None,
-    run: Annotated[str | None, typer.Option(help="Only of this run.")] = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN", help="Only jobs of this run.")] = None,
     server: Url = URL,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Show how jobs stand."""
+    """Show the status of jobs."""
     with _client(server, token_file) as client:
         jobs = [client.job(job)] if job else client.jobs(run=run)
     _print_jobs(jobs, as_json=as_json)
@@ -177,7 +205,7 @@ def status(
 def cancel(
     job: JobId, server: Url = URL, token_file: TokenFile = None, as_json: Json = False
 ) -> None:
-    """Cancel a job, a running one too."""
+    """Cancel a job, queued or running."""
     with _client(server, token_file) as client:
         _print_jobs([client.cancel(job)], as_json=as_json)
 
@@ -186,11 +214,13 @@ def cancel(
 @guarded
 def logs(
     job: JobId,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing until the job ends.")
+    ] = False,
     server: Url = URL,
     token_file: TokenFile = None,
 ) -> None:
-    """Print what an evaluator says."""
+    """Print a job's log."""
     with _client(server, token_file) as client:
         offset = 0
         while True:
@@ -207,13 +237,15 @@ def logs(
 @app.command()
 @guarded
 def results(
-    run: Annotated[str | None, typer.Option(help="Only of this run.")] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Only results of this run.")
+    ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     server: Url = URL,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Print all numbers, with the step that each belongs to."""
+    """Print all results, each with its training step."""
     import csv
 
     with _client(server, token_file) as client:
@@ -243,8 +275,8 @@ def _all_ended(client: "EvalClient", jobs: list[str]) -> list[dict[str, object]]
         return [_ended(client, job) for job in jobs]
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(
-            f"interrupted: the server goes on with {', '.join(jobs)}\n"
-            "to end a job: unshard eval cancel JOB"
+            f"interrupted: the server continues with {', '.join(jobs)}\n"
+            "to cancel a job: unshard eval cancel JOB"
         ) from error
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unshard.cli.evaluate import FAILED, URL, TokenFile
-from unshard.cli.options import Json
+from unshard.cli.options import Json, one_of
+from unshard.cli.show import counted
 from unshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,20 +26,23 @@ _SETTLE_S = 2.0  # how far apart the two looks of --once are, at most
 
 Server = Annotated[
     str | None,
-    typer.Option(envvar="UNSHARD_EVAL_SERVER", help=f"Where the server is.  [default: {URL}]"),
+    typer.Option(
+        metavar="URL", envvar="UNSHARD_EVAL_SERVER", help=f"URL of the server.  [default: {URL}]"
+    ),
 ]
 
 
 def watch(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The directory that holds the checkpoints.")
+        Path,
+        typer.Argument(metavar="DIR", help="The directory where the trainer saves checkpoints."),
     ],
-    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="What to evaluate.")] = None,
+    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="Tasks to evaluate.")] = None,
     profile: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="An evaluator that the server is configured with.  [default: lm-eval]",
+            help="One of the evaluators that the server offers.  [default: lm-eval]",
         ),
     ] = None,
     weights: Annotated[
@@ -48,7 +52,7 @@ def watch(
     every: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Only the first checkpoint at or after every N-th step."
+            min=1, metavar="N", help="Only the first checkpoint at or after every Nth step."
         ),
     ] = None,
     run: Annotated[
@@ -56,25 +60,28 @@ def watch(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="A YAML file as the callbacks take it; options here win over it."),
+        typer.Option(
+            help="A YAML file with the callbacks' settings; options given here override it."
+        ),
     ] = None,
     interval: Annotated[
-        float, typer.Option(min=0.05, metavar="SECONDS", help="Time between two looks.")
+        float, typer.Option(min=0.05, metavar="SECONDS", help="Polling interval.")
     ] = 30.0,
     once: Annotated[
         bool,
         typer.Option(
             "--once",
-            help="Submit what is complete, then end; exit code 1 if not all was sent and taken.",
+            help="Submit the checkpoints that are complete and exit; exit code 1 if the server did "
+            "not accept all of them.",
         ),
     ] = False,
     server: Server = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Evaluate a run's checkpoints as they come, whoever writes them.
+    """Evaluate a run's checkpoints as they are saved, by any trainer.
 
-    A checkpoint is submitted once, when it is complete, and kept by hard links until it is
-    evaluated. Ctrl-C ends it; started again, it goes on.
+    A checkpoint is submitted once, when it is complete, and hard links keep it until it has been
+    evaluated. Ctrl-C stops watching; the same command resumes.
     """
     from unshard.cli.evaluate import _check_extra
 
@@ -105,26 +112,27 @@ def watch(
 def export(
     to: Annotated[
         str,
-        typer.Option(metavar="tensorboard|wandb|mlflow|trackio|jsonl", help="Which tracker."),
+        one_of("tensorboard", "wandb", "mlflow", "trackio", "jsonl", help="The tracker."),
     ],
     run: Annotated[
-        str | None, typer.Option(help="Only this run.  [default: all runs, each by itself]")
+        str | None, typer.Option(help="Only this run.  [default: all runs, each separately]")
     ] = None,
     directory: Annotated[
         Path,
         typer.Option(
-            help="Where files are written (tensorboard: a training run's log directory), and "
-            "what was written is remembered."
+            metavar="DIR",
+            help="Where to write files (tensorboard: a training run's log directory) and the "
+            "record of what has been exported.",
         ),
     ] = Path("unshard-exports"),
     project: Annotated[
-        str, typer.Option(help="The project of wandb or trackio, or mlflow's experiment.")
+        str, typer.Option(help="The project of wandb or trackio, or the experiment of mlflow.")
     ] = "",
     server: Server = None,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Write results into a tracker, each under its own step, and each once."""
+    """Write each result into a tracker once, under its own step."""
     from unshard.cli.evaluate import _client
     from unshard.evaluate.exporting import Destination, Target, export_all
 
@@ -145,7 +153,9 @@ def export(
         return
     for one in done:
         left = f", {one.without_step} left out: they have no step" if one.without_step else ""
-        print(f"{one.run}: {one.written} jobs written, {one.present} there already{left}")
+        print(
+            f"{one.run}: {counted(one.written, 'job')} written, {one.present} already there{left}"
+        )
     if not done:
         print("the server has no results" + (f" of {run}" if run else ""))
 
@@ -171,7 +181,7 @@ def _check_directory(directory: Path, *, is_needed: bool) -> None:
     if is_needed or directory.exists():
         found = "a file" if directory.exists() else "nothing"
         raise UsageError(f"{directory}: cannot be watched", expected="a directory", found=found)
-    print(f"{directory}: is not there yet", file=sys.stderr)
+    print(f"waiting for {directory}, which does not exist yet", file=sys.stderr)
 
 
 def _watch_once(watching: "Watching", apart: float) -> None:
@@ -182,7 +192,7 @@ def _watch_once(watching: "Watching", apart: float) -> None:
     for why in watching.refused():
         print(f"refused: {why}", file=sys.stderr)
     if not is_sent:
-        print("not sent: the server takes nothing now; the next `watch` sends it", file=sys.stderr)
+        print("not sent: the server accepts nothing now; the next `watch` resends", file=sys.stderr)
     if not is_sent or watching.refused() or watching.held_back:
         raise typer.Exit(FAILED)
 
@@ -193,7 +203,7 @@ def _look(watching: "Watching") -> None:
         print(f"step {step}: submitted ({', '.join(weights)})", flush=True)
     if watching.held_back not in (0, before):
         waiting = watching.held_back
-        print(f"{waiting} more wait until the pins have room", file=sys.stderr, flush=True)
+        print(f"{waiting} more waiting for room among the pins", file=sys.stderr, flush=True)
     for step, metrics in watching.completed():
         for name, value in metrics.items():
             print(f"step {step}: {name} = {value:.6g}", flush=True)

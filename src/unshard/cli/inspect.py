@@ -15,7 +15,7 @@ from unshard.cli.options import (
     Step,
     Weights,
 )
-from unshard.cli.show import size
+from unshard.cli.show import counted, print_row, size
 
 if TYPE_CHECKING:
     from unshard.api import Inspection
@@ -63,25 +63,25 @@ def _print(found: "Inspection") -> None:
         "meshes": _counts(found.meshes),
         "placements": _counts(found.placements),
         "dtypes": _counts(found.dtypes),
-        "parameters": f"{found.parameters:,} in {len(found.tensors)} tensors, "
+        "parameters": f"{found.parameters:,} in {counted(len(found.tensors), 'tensor')}, "
         f"{size(found.size_bytes)}",
         "config": f"names {found.config_dtype}" if found.config_dtype else "",
-        "EMA": "there (--weights ema)" if found.has_ema and found.weights != "ema" else "",
-        "LoRA": f"{found.lora_tensors} tensors" if found.lora_tensors else "",
+        "EMA": "present (--weights ema)" if found.has_ema and found.weights != "ema" else "",
+        "LoRA": counted(found.lora_tensors, "tensor") if found.lora_tensors else "",
         "tied": "; ".join(" = ".join(names) for names in found.shared),
         "companions": ", ".join(found.companions) or "none",
         "not weights": _some(found.training_state),
-        "compressed": "yes: decompressed beside the output first" if found.compressed else "",
+        "compressed": "yes: merge decompresses it first" if found.compressed else "",
         "missing": ", ".join(found.missing),
         "merge writes": found.would_write,
     }
     for name, text in rows.items():
         if text:
-            print(f"{name:<13} {text}")
+            print_row(name, text)
     for skipped in found.skipped:
-        print(f"{'left out':<13} {skipped.fqn}: {skipped.reason}")
+        print_row("left out", f"{skipped.fqn}: {skipped.reason}")
     for warning in found.warnings:
-        print(f"{'warning':<13} {warning}")
+        print_row("warning", warning)
 
 
 def _some(names: tuple[str, ...]) -> str:
@@ -90,6 +90,4 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def _counts(counts: dict[str, int]) -> str:
-    return "; ".join(
-        f"{name} ({count} tensor{'s' if count > 1 else ''})" for name, count in counts.items()
-    )
+    return "; ".join(f"{name} ({counted(count, 'tensor')})" for name, count in counts.items())

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from unshard.cli.show import size
+from unshard.cli.show import counted, size
 
 if TYPE_CHECKING:
     from unshard.api import Comparison, Report
@@ -28,17 +28,17 @@ def print_reports(reports: "list[Report]", *, as_list: bool, as_json: bool, quie
 
 def _print_report(report: "Report") -> None:
     rate = report.bytes_written / max(report.seconds, 1e-3)
-    files = f"{len(report.files)} file{'s' if len(report.files) > 1 else ''}"
     if len(report.sources) > 1:
         print(f"averaged {len(report.sources)} checkpoints: {', '.join(report.sources)}")
-    print(f"merged {report.tensors} tensors of {report.world_size} ranks: {_dtypes(report)}")
+    tensors, ranks = counted(report.tensors, "tensor"), counted(report.world_size, "rank")
+    print(f"merged {tensors} of {ranks}: {_dtypes(report)}")
     print(
-        f"wrote {size(report.bytes_written)} in {files}, {report.seconds:.2f} s ({size(rate)}/s), "
-        f"peak memory {size(report.peak_memory_bytes)}"
+        f"wrote {size(report.bytes_written)} in {counted(len(report.files), 'file')}, "
+        f"{report.seconds:.2f} s ({size(rate)}/s), peak memory {size(report.peak_memory_bytes)}"
     )
     if report.changed_from_base is not None:
         changed, compared = report.changed_from_base
-        print(f"{changed} of {compared} tensors differ from the base model")
+        print(f"{changed:,} of {counted(compared, 'tensor')} changed from the base model")
     if report.companions:
         print(f"with {', '.join(report.companions)}")
     for skipped in report.skipped:
@@ -52,14 +52,15 @@ def _print_report(report: "Report") -> None:
 def _print_plan(report: "Report") -> None:
     print(f"plan: {', '.join(report.sources)} -> {report.output} (nothing was written)")
     for name, length in report.files.items():
-        print(f"  {name}  {length:,} bytes")
+        print(f"  {name}  {counted(length, 'byte')}")
     for name in report.companions:
         print(f"  {name}")
     operations = ", ".join(f"{count} {kind}" for kind, count in report.operations.items())
-    print(f"tensors:    {report.tensors} ({_dtypes(report)}), {report.parameters:,} parameters")
+    parameters = counted(report.parameters, "parameter")
+    print(f"tensors:    {report.tensors} ({_dtypes(report)}), {parameters}")
     print(f"operations: {operations or 'none'}")
-    print(f"reads:      {report.bytes_read:,} bytes")
-    print(f"writes:     {report.bytes_written:,} bytes")
+    print(f"reads:      {counted(report.bytes_read, 'byte')}")
+    print(f"writes:     {counted(report.bytes_written, 'byte')}")
     print(f"buffers:    {size(report.memory_bytes)}; the process stays below 128 MB")
     _print_limits(report)
 
@@ -79,7 +80,7 @@ def print_comparison(found: "Comparison") -> None:
     how = "bit by bit" if found.atol == found.rtol == 0 else "within the tolerances"
     equal = len(found.tensors) - len(found.different)
     cast = [one for one in found.tensors if one.cast and one.equal]
-    print(f"compared    {len(found.tensors)} tensors, {how}")
+    print(f"compared    {counted(len(found.tensors), 'tensor')}, {how}")
     print(f"equal       {equal}" + (f" ({len(cast)} after a cast to our dtype)" if cast else ""))
     print(f"different   {len(found.different)}")
     _print_some([_line(one) for one in found.different])
@@ -122,7 +123,7 @@ def _line(one: "TensorComparison") -> str:
     if one.values is None:
         return f"{one.name}: shape {_shape(one.shape_ours)}, not {_shape(one.shape_theirs)}"
     values = one.values
-    parts = [f"{values.different:,} of {values.elements:,} elements"]
+    parts = [f"{values.different:,} of {counted(values.elements, 'element')}"]
     if not one.cast and one.dtype_ours != one.dtype_theirs:
         parts.insert(0, f"{one.dtype_ours}, not {one.dtype_theirs}")
     if values.different and not values.different_values:

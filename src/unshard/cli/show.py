@@ -1,6 +1,9 @@
 """What a command shows while it works, and the processes that work."""
 
 import logging
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -8,14 +11,28 @@ from typing import TYPE_CHECKING
 import typer
 
 from unshard.progress import Event, Listener, Stage
-from unshard.showing import listening, size
+from unshard.showing import counted, listening, size
 
 if TYPE_CHECKING:
     from unshard.engines.threads import RunPlan
 
-__all__ = ["listening", "size", "working"]
+__all__ = ["counted", "listening", "print_row", "size", "working"]
 
 _log = logging.getLogger(__name__)
+
+_TITLE = 13  # characters of the first column of a table
+
+
+def print_row(title: str, text: str) -> None:
+    """Print one row of a table: on a terminal broken between words, elsewhere in one line."""
+    row = f"{title:<{_TITLE}} {text}"
+    if sys.stdout.isatty():
+        columns = max(shutil.get_terminal_size().columns, 2 * _TITLE)
+        indent = " " * (_TITLE + 1)
+        lines = textwrap.TextWrapper(columns, subsequent_indent=indent, break_long_words=False)
+        lines.break_on_hyphens = False
+        row = lines.fill(row)
+    print(row)
 
 
 @contextmanager
