@@ -5,13 +5,18 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -370,6 +375,64 @@ def test_settings_do_not_change_the_bytes(tmp_path: Path) -> None:
     unshard.average(run, tmp_path / "a")
     unshard.average(run, tmp_path / "b", options=MergeOptions(workers=1, memory="140KB"))
     assert bits_of(tmp_path / "a") == bits_of(tmp_path / "b") == mean_of(large)
+
+
+RANDOM_BITS = {name: np.dtype(name) for name in ("float16", "bfloat16", "float32")}
+SHAPE = (301, 199)
+NINE = [1.0, -2.0, 0.5, 3.0, 1.0, 0.25, 1.0, -1.0, 2.0]
+
+
+def save_random_bits(directory: Path, dtype: str, count: int) -> list[Path]:
+    """Save models of random bits: infinities, and NaNs of all signs and payloads."""
+    stored = RANDOM_BITS[dtype]
+    random = np.random.default_rng(0)
+    paths = [directory / f"{dtype}-{number}" for number in range(count)]
+    for path in paths:
+        path.mkdir()
+        data = random.bytes(prod(SHAPE) * stored.itemsize)
+        save_file({"w": np.frombuffer(data, stored).reshape(SHAPE)}, path / "model.safetensors")
+    return paths
+
+
+def mean_of_numpy(paths: Sequence[Path], weights: Sequence[float], dtype: str) -> bytes:
+    """The definition, for all values at once; a NaN is numpy's own."""
+    total = np.zeros(SHAPE, np.float32)
+    with np.errstate(all="ignore"):
+        for path, weight in zip(paths, weights, strict=True):
+            total += np.float32(weight) * load_file(path / "model.safetensors")["w"].astype("f4")
+        total /= np.float32(sum(weights))
+        total[np.isnan(total)] = np.nan
+        return total.astype(RANDOM_BITS[dtype]).tobytes()
+
+
+@pytest.mark.parametrize("dtype", RANDOM_BITS)
+def test_settings_do_not_change_the_bytes_of_random_bits(tmp_path: Path, dtype: str) -> None:
+    paths = save_random_bits(tmp_path, dtype, len(NINE))
+    expected = mean_of_numpy(paths, NINE, dtype)
+    assert np.isnan(np.frombuffer(expected, RANDOM_BITS[dtype]).astype("f4")).any()
+    for number, (memory, workers) in enumerate(
+        [("64MB", 1), ("140KB", 1), ("200KB", 1), ("333333", 2), ("1MB", 2)]
+    ):
+        out = tmp_path / f"out-{number}"
+        options = MergeOptions(memory=memory, workers=workers, verify="full")
+        unshard.average(paths, out, coefficients=NINE, options=options)
+        assert load_file(out / "model.safetensors")["w"].tobytes() == expected
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.data(), st.sampled_from(sorted(RANDOM_BITS)))
+def test_tiles_of_any_size_have_the_same_bytes(data: st.DataObject, dtype: str) -> None:
+    weights = data.draw(
+        st.lists(st.sampled_from([1.0, 0.5, -2.0, 0.1, 3.0]), min_size=2, max_size=5)
+    )
+    assume(sum(weights))
+    with TemporaryDirectory() as scratch:
+        paths = save_random_bits(Path(scratch), dtype, len(weights))
+        memory, workers = data.draw(st.integers(140_000, 3_000_000)), data.draw(st.integers(1, 2))
+        options = MergeOptions(memory=memory * workers, workers=workers, verify="full")
+        unshard.average(paths, Path(scratch, "out"), coefficients=weights, options=options)
+        found = load_file(Path(scratch, "out", "model.safetensors"))["w"].tobytes()
+        assert found == mean_of_numpy(paths, weights, dtype)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def make_tile(tile: Tile, files: OpenFiles) -> Elements:
                 for weight, source in terms:
                     total += _weighted(weight, source, tile.box, files)
                 total /= np.float32(sum(weight for weight, _ in terms))
-                return total.astype(numpy_dtype(to), copy=False)
+                return _rounded(total, to)
         case Fuse() as fuse:
             return _fused(fuse, tile.box, files)
 
@@ -190,7 +190,17 @@ def _fused(fuse: Fuse, box: Box, files: OpenFiles) -> Elements:
     delta = _float32(fuse.b, of_b, files) @ _float32(fuse.a, of_a, files)
     delta *= np.float32(fuse.scale)
     delta += _float32(fuse.base, box, files)
-    return delta.astype(numpy_dtype(fuse.to), copy=False)
+    return _rounded(delta, fuse.to)
+
+
+def _rounded(computed: NDArray[np.float32], to: DType) -> Elements:
+    """Return computed values as they are written; every NaN is numpy's own.
+
+    Of two NaNs that are added, the processor keeps the sign and payload of either, as the loop was
+    compiled for that place in the array: the bytes would depend on the size of the tiles.
+    """
+    np.copyto(computed, np.nan, where=np.isnan(computed))
+    return computed.astype(numpy_dtype(to), copy=False)
 
 
 def _weighted(weight: float, source: Source, box: Box, files: OpenFiles) -> NDArray[np.float32]:
