@@ -136,7 +136,7 @@ def test_another_format_is_refused(ranks: Path, tmp_path: Path) -> None:
     other = tmp_path / "b" / "global_step_3"
     other.mkdir(parents=True)
     save_file(some_tensors(), other / "model.safetensors")
-    with pytest.raises(UsageError, match=r"--also .*is no part of"):
+    with pytest.raises(UsageError, match=r"also=.*is not a part of"):
         unshard.merge(one, tmp_path / "out", also=[other])
 
 
@@ -204,7 +204,7 @@ def test_dcp_may_be_split_with_its_metadata_on_one_node_only(tmp_path: Path, fir
     one, two = nodes[first], nodes[1 - first]
     unshard.merge(one, tmp_path / "out", also=[two / "step-3"], verify="full")
     assert_same(merged(tmp_path / "out"), some_tensors())
-    with pytest.raises(IncompleteError, match=r"--also"):
+    with pytest.raises(IncompleteError, match=r"also="):
         unshard.merge(one, tmp_path / "less")
 
 

@@ -100,5 +100,5 @@ def test_a_model_that_does_not_exist_is_refused(hub: Hub, tmp_path: Path) -> Non
     save_ranks(tmp_path / "ckpt", some_tensors(), 2)
     done = run(hub, tmp_path, str(tmp_path / "out"), "--base", "org/nothing")
     assert done.returncode == 4
-    assert "--base org/nothing: cannot be had" in done.stderr
+    assert "--base org/nothing: is not a directory here" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -152,7 +152,7 @@ def test_nemos_companions_lie_in_a_hidden_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["missing", "empty"])
 def test_a_given_config_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=f"--config .*{name}"):
+    with pytest.raises(UsageError, match=f"config=.*{name}"):
         find_companions(location(tmp_path / "checkpoint"), tmp_path / name)
 
 

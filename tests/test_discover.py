@@ -68,12 +68,12 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(verl: Path) -> 
 
 
 def test_a_step_that_contradicts_the_path_is_refused(verl: Path) -> None:
-    with pytest.raises(UsageError, match="is step 5, but --step 9"):
+    with pytest.raises(UsageError, match="is step 5, but step=9"):
         discover(verl / "global_step_5", Request(step=9))
 
 
 def test_two_roles_need_a_choice(verl: Path) -> None:
-    with pytest.raises(UsageError, match=r"has actor and critic\n.*--role actor\|critic"):
+    with pytest.raises(UsageError, match=r"has actor and critic\n.*role='actor' or 'critic'"):
         discover(verl / "global_step_10", Request())
     assert only(verl / "global_step_10", role="critic").role == "critic"
 
@@ -100,7 +100,7 @@ def test_a_critic_is_never_taken_unless_it_is_named(tmp_path: Path) -> None:
     critic = make(tmp_path / "run" / "global_step_10" / "critic")
     (critic.parent / "data.pt").write_bytes(b"x")
     for level in (tmp_path / "run", critic.parent, critic.parent / "data.pt"):
-        with pytest.raises(UsageError, match=r"only a critic[\s\S]*--role critic"):
+        with pytest.raises(UsageError, match=r"only a critic[\s\S]*role='critic'"):
             discover(level, Request())
         assert only(level, role="critic").weights_dir == critic
     assert only(critic).weights_dir == critic

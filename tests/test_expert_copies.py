@@ -84,7 +84,7 @@ def groups(request: pytest.FixtureRequest) -> Groups:
 
 def test_without_ep_size_they_are_refused_and_it_is_named(tmp_path: Path, groups: Groups) -> None:
     checkpoint = save_experts(tmp_path / "ckpt", truth(), groups)
-    with pytest.raises(NotMergeableError, match="--ep-size 2") as caught:
+    with pytest.raises(NotMergeableError, match="ep_size=2") as caught:
         unshard.merge(checkpoint, tmp_path / "out")
     assert "2 tensors are stored 2 times" in caught.value.subject
     assert EXPERTS[0] in caught.value.subject
@@ -95,27 +95,27 @@ def test_with_ep_size_the_groups_are_joined(tmp_path: Path, groups: Groups) -> N
     checkpoint = save_experts(tmp_path / "ckpt", truth(), groups)
     report = unshard.merge(checkpoint, tmp_path / "out", ep_size=2, verify="full")
     assert_same(merged(tmp_path / "out"), {**some_tensors(), **truth()})
-    (said,) = [one for one in report.warnings if "--ep-size" in one]
+    (said,) = [one for one in report.warnings if "ep_size=2" in one]
     assert all(name in said for name in EXPERTS)
 
 
 @pytest.mark.parametrize("ep_size", [3, 4])
 def test_another_ep_size_is_refused(tmp_path: Path, groups: Groups, ep_size: int) -> None:
     checkpoint = save_experts(tmp_path / "ckpt", truth(), groups)
-    with pytest.raises(NotMergeableError, match=rf"--ep-size {ep_size} does not fit[\s\S]*2 times"):
+    with pytest.raises(NotMergeableError, match=rf"ep_size={ep_size} does not fit[\s\S]*2 times"):
         unshard.merge(checkpoint, tmp_path / "out", ep_size=ep_size)
 
 
 @pytest.mark.parametrize("ep_size", [-1, 0, 1])
 def test_an_ep_size_that_is_none_is_refused(tmp_path: Path, ep_size: int) -> None:
     checkpoint = save_experts(tmp_path / "ckpt", truth(), BLOCKS)
-    with pytest.raises(UsageError, match="--ep-size"):
+    with pytest.raises(UsageError, match="ep_size="):
         unshard.merge(checkpoint, tmp_path / "out", ep_size=ep_size)
 
 
 def test_ep_size_where_no_experts_differ_is_refused(tmp_path: Path) -> None:
     checkpoint = save_experts(tmp_path / "ckpt", {}, BLOCKS)
-    with pytest.raises(UsageError, match=r"--ep-size 2: .*holds no experts"):
+    with pytest.raises(UsageError, match=r"ep_size=2: .*holds no experts"):
         unshard.merge(checkpoint, tmp_path / "out", ep_size=2)
 
 
@@ -133,7 +133,7 @@ def test_a_single_element_that_differs_shows_that_they_are_experts(tmp_path: Pat
     value = base.repeat(2, 1, 1)
     value[1].view(-1)[at] += 1
     checkpoint = save_experts(tmp_path / "ckpt", {EXPERTS[0]: value}, BLOCKS)
-    with pytest.raises(NotMergeableError, match="--ep-size 2"):
+    with pytest.raises(NotMergeableError, match="ep_size=2"):
         unshard.merge(checkpoint, tmp_path / "out")
     unshard.merge(checkpoint, tmp_path / "out", ep_size=2)
     assert_same(merged(tmp_path / "out"), {**some_tensors(), EXPERTS[0]: value})
@@ -149,7 +149,7 @@ def test_equal_experts_beside_different_ones_are_joined_too(tmp_path: Path) -> N
 
 def test_inspect_refuses_and_joins_as_merge_does(tmp_path: Path) -> None:
     checkpoint = save_experts(tmp_path / "ckpt", truth(), BLOCKS)
-    with pytest.raises(NotMergeableError, match="--ep-size 2"):
+    with pytest.raises(NotMergeableError, match="ep_size=2"):
         unshard.inspect(checkpoint)
     found = {one.name: one.shape for one in unshard.inspect(checkpoint, ep_size=2).tensors}
     assert found[EXPERTS[0]] == (4, 6, 5)

@@ -217,7 +217,7 @@ def test_progress_bars_are_shown_only_if_wanted(output: Path, tmp_path: Path, ba
 
 @pytest.mark.parametrize("repo", ["a/b/c", "", "with space", "-x", "a--b", "x" * 200])
 def test_a_name_that_no_repository_can_have_is_a_usage_error(repo: str) -> None:
-    with pytest.raises(UsageError, match="--push-to-hub"):
+    with pytest.raises(UsageError, match="push_to_hub="):
         check_repo(repo)
     check_repo("someone/my-model.v2")
 

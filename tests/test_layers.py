@@ -23,7 +23,7 @@ ROOMS = (
     {"containers"},
     {"tensors"},
     {"showing"},
-    {"errors", "progress", "_version"},
+    {"errors", "fronts", "progress", "_version"},
 )
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 DOORS = {"__init__", "__main__"}

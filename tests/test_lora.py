@@ -319,7 +319,7 @@ def test_an_alpha_that_nobody_wrote_down_is_asked_for(
 
 @pytest.mark.parametrize("alpha", [0.0, -1.0, math.nan, math.inf])
 def test_an_alpha_of_the_user_must_be_positive(alpha: float) -> None:
-    with pytest.raises(UsageError, match="--lora-alpha"):
+    with pytest.raises(UsageError, match="lora_alpha="):
         fused(linear("m.q"), None, alpha)
 
 
@@ -380,7 +380,7 @@ def test_an_adapter_alone_is_fused_into_a_base_in_its_order() -> None:
 
 
 def test_an_adapter_alone_needs_a_base() -> None:
-    with pytest.raises(ConversionError, match=r"adapter only \(2 pairs\)[\s\S]*--base"):
+    with pytest.raises(ConversionError, match=r"adapter only \(2 pairs\)[\s\S]*base=…"):
         fused(lora_only("model.k", "model.q"))
 
 

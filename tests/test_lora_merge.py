@@ -55,7 +55,7 @@ def test_an_adapter_is_fused_by_default(tmp_path: Path) -> None:
 
 def test_the_users_alpha_is_taken_where_none_is_known(tmp_path: Path) -> None:
     adapter = adapted(tmp_path / "ckpt", alpha=None)
-    with pytest.raises(ConversionError, match="--lora-alpha"):
+    with pytest.raises(ConversionError, match="lora_alpha=…"):
         unshard.merge(tmp_path / "ckpt", tmp_path / "out")
     unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora_alpha=1.0)
     assert_close(merged(tmp_path / "out"), fused(adapter, 0.5))
@@ -92,7 +92,7 @@ def test_an_adapter_replaces_an_earlier_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lora", ["adapter", "both"])
 def test_what_has_no_adapter_cannot_give_one(tmp_path: Path, lora: str) -> None:
     save_ranks(tmp_path / "ckpt", some_tensors(), 2)
-    with pytest.raises(UsageError, match="holds no LoRA adapter"):
+    with pytest.raises(UsageError, match="has no LoRA adapter"):
         unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora=lora)
     assert not (tmp_path / "out").exists()
 
@@ -116,7 +116,7 @@ def test_options_that_cannot_apply_to_an_adapter_are_refused(
     tmp_path: Path, option: dict[str, str]
 ) -> None:
     adapted(tmp_path / "ckpt")
-    with pytest.raises(UsageError, match="--lora adapter writes the adapter as it is"):
+    with pytest.raises(UsageError, match="lora='adapter' writes the adapter as it is"):
         unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora="adapter", **option)  # type: ignore[arg-type]
 
 

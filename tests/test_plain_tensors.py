@@ -38,7 +38,9 @@ def test_differing_plain_tensors_are_refused_and_nothing_is_written(tmp_path: Pa
     parts: Parts = [{"w": torch.full((2, 3), float(rank))} for rank in range(2)]
     checkpoint = save(tmp_path / "ckpt", parts)
     before = snapshot(checkpoint)
-    with pytest.raises(NotMergeableError, match=r"tensor w: [\s\S]*ranks 0, 1[\s\S]*--assume-dim0"):
+    with pytest.raises(
+        NotMergeableError, match=r"tensor w: [\s\S]*ranks 0, 1[\s\S]*assume_dim0=True"
+    ):
         unshard.merge(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert snapshot(checkpoint) == before
@@ -58,7 +60,7 @@ def test_shards_are_joined_along_dimension_0_when_told_so(tmp_path: Path) -> Non
     report = unshard.merge(save(tmp_path / "ckpt", parts), tmp_path / "out", assume_dim0=True)
     assert_same(merged(tmp_path / "out"), some_tensors() | {"w": whole})
     assert any(
-        "shards along dimension 0 (--assume-dim0): w" in warning for warning in report.warnings
+        "shards along dimension 0 (assume_dim0=True): w" in warning for warning in report.warnings
     )
 
 
@@ -82,7 +84,7 @@ def test_an_ambiguous_tensor_is_taken_as_a_copy_and_listed_under_assume_dim0(
     checkpoint = save(tmp_path / "ckpt", ambiguous())
     report = unshard.merge(checkpoint, tmp_path / "out", assume_dim0=True)
     assert merged(tmp_path / "out")["norm"].shape == (2,)
-    assert any("as copies (--assume-dim0): norm" in warning for warning in report.warnings)
+    assert any("as copies (assume_dim0=True): norm" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_what_the_family_keeps_is_cast_up_to_float32_like_all() -> None:
 
 
 def test_an_expression_that_is_none_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"--keep-fp32 .*not a regular expression"):
+    with pytest.raises(UsageError, match=r"keep_fp32=.*not a regular expression"):
         rule("bfloat16", keep="(")
 
 
@@ -66,7 +66,7 @@ def test_the_dtypes_of_a_base_are_taken_tensor_by_tensor() -> None:
 
 
 def test_a_base_dtype_needs_a_base() -> None:
-    with pytest.raises(UsageError, match=r"--dtype base[\s\S]*--base"):
+    with pytest.raises(UsageError, match=r"dtype='base'[\s\S]*base=…"):
         precision("base", None, None, None)
 
 

@@ -183,7 +183,7 @@ def test_load_asks_transformers_too(run: Run, tmp_path: Path) -> None:
         (["{tmp}/nowhere", "--against", "{ckpt}"], 3, "holds no whole weights"),
         (["{ckpt}", "--against", "{ckpt}"], 3, "holds no whole weights"),
         (["{out}", "--against", "{tmp}/nowhere"], 3, "there is no such file"),
-        (["{out}", "--against", "{ckpt}", "--load"], 5, "holds no config.json"),
+        (["{out}", "--against", "{ckpt}", "--load"], 5, "has no config.json"),
     ],
 )
 def test_errors_have_their_exit_code_and_no_traceback(

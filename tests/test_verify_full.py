@@ -156,5 +156,5 @@ def test_verification_can_be_turned_off_and_is_one_of_three(
     save_ranks(tmp_path / "ckpt", large(), 2)
     monkeypatch.setattr(unshard.api.making, "verify_light", lambda *_: pytest.fail("verified"))
     unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="off")
-    with pytest.raises(UsageError, match="--verify some"):
+    with pytest.raises(UsageError, match="verify='some'"):
         unshard.merge(tmp_path / "ckpt", tmp_path / "out2", verify="some")

@@ -144,7 +144,7 @@ def test_a_config_that_names_no_model_is_an_output_error(
 
 
 def test_no_config_is_an_output_error(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"holds no config\.json"):
+    with pytest.raises(OutputError, match=r"has no config\.json"):
         verify_load(tmp_path, {})
 
 

@@ -16,8 +16,11 @@ An error names its subject (file, tensor, rank), what was expected, what was fou
 next. A stage gathers all its problems and raises once (see `raise_all`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
+
+from unshard.fronts import PYTHON, Front, advice, said
 
 __all__ = [
     "CheckpointError",
@@ -33,6 +36,7 @@ __all__ = [
     "UsageError",
     "printable",
     "raise_all",
+    "speaking",
 ]
 
 _SHOWN_PROBLEMS = 20
@@ -54,6 +58,9 @@ class UnshardError(Exception):
         expected: what should have been there.
         found: what is there.
         hint: what to do next.
+
+    All four name options as `unshard merge` has them (`--lora-alpha N`). `str` says them in the
+    words of `front`; see `unshard.fronts`.
     """
 
     exit_code: ClassVar[int] = 1
@@ -65,9 +72,12 @@ class UnshardError(Exception):
         self.expected = printable(expected)
         self.found = printable(found)
         self.hint = printable(hint)
-        super().__init__(str(self))
+        self.front: Front = PYTHON
+        super().__init__(self.text)
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """The whole message as it was written: with the options of `unshard merge`."""
         lines = [self.subject]
         if self.expected:
             lines.append(f"  expected: {self.expected}")
@@ -76,6 +86,11 @@ class UnshardError(Exception):
         if self.hint:
             lines.append(f"  hint:     {self.hint}")
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """Return the whole message in the words of its front: of Python, if no other took it."""
+        use = [f"  use:      {line}" for line in advice(self.text, self.front)]
+        return "\n".join([said(self.text, self.front), *use])
 
     def __reduce__(self) -> tuple[object, ...]:
         """Travel between processes whole: `Exception` alone would lose the named parts."""
@@ -140,7 +155,17 @@ def raise_all(kind: type[UnshardError], summary: str, problems: Sequence[Unshard
         return
     if len(problems) == 1:
         raise problems[0]
-    shown = "\n".join(f"- {problem}" for problem in problems[:_SHOWN_PROBLEMS])
+    shown = "\n".join(f"- {problem.text}" for problem in problems[:_SHOWN_PROBLEMS])
     rest = len(problems) - _SHOWN_PROBLEMS
     more = f"\n- and {rest} more" if rest > 0 else ""
     raise kind(f"{summary} ({len(problems)} problems):\n{shown}{more}")
+
+
+@contextmanager
+def speaking(front: Front) -> Iterator[None]:
+    """Let errors that leave the context speak the words of a front; the outermost decides."""
+    try:
+        yield
+    except UnshardError as error:
+        error.front = front
+        raise

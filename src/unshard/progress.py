@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from unshard.errors import printable
+from unshard.fronts import PYTHON, warned
 
 __all__ = ["Advanced", "Event", "Listener", "Stage", "Warned", "ignore"]
 
@@ -28,13 +29,22 @@ class Advanced:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something the user should know; it does not stop the work. The message is `printable`."""
+    """Something the user should know; it does not stop the work.
 
-    message: str
+    Attributes:
+        text: a sentence, `printable`; it names options as `unshard merge` has them.
+    """
+
+    text: str
 
     def __post_init__(self) -> None:
         """A note may quote a name that no stream takes."""
-        object.__setattr__(self, "message", printable(self.message))
+        object.__setattr__(self, "text", printable(self.text))
+
+    @property
+    def message(self) -> str:
+        """The same in the words of Python."""
+        return warned(self.text, PYTHON)
 
 
 Event = Stage | Advanced | Warned

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from unshard.fronts import PYTHON, Front, warned
 from unshard.progress import Advanced, Event, Listener, Stage, Warned, ignore
 
 if TYPE_CHECKING:
@@ -40,16 +41,30 @@ def counted(count: int, noun: str) -> str:
 
 
 @contextmanager
-def listening(*, quiet: bool, clock: Clock = time.monotonic) -> Iterator[Listener]:
+def listening(
+    *, quiet: bool, clock: Clock = time.monotonic, front: Front = PYTHON
+) -> Iterator[Listener]:
     """Show events for as long as the context lasts.
 
     Args:
         quiet: show nothing, not even warnings.
         clock: seconds that only grow.
+        front: whose words warnings use.
     """
     if quiet:
         yield ignore
-    elif is_terminal():
+        return
+    with _shown(clock) as listener:
+        yield lambda event: listener(_in_words_of(front, event))
+
+
+def _in_words_of(front: Front, event: Event) -> Event:
+    return Warned(warned(event.text, front)) if isinstance(event, Warned) else event
+
+
+@contextmanager
+def _shown(clock: Clock) -> Iterator[Listener]:
+    if is_terminal():
         with _bar() as progress:
             yield _on_terminal(progress, clock)
     elif is_notebook():

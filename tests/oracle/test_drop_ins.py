@@ -205,7 +205,7 @@ def test_a_class_that_does_not_fit_is_refused_before_anything_is_written(
     before = snapshot(tmp_path)
     config = AutoConfig.from_pretrained(lmms / "checkpoint-10")
     config.num_hidden_layers, config.layer_types = 3, ["full_attention"] * 3
-    with pytest.raises(unshard.ConversionError, match="is no Qwen2ForCausalLM") as error:
+    with pytest.raises(unshard.ConversionError, match="does not fit Qwen2ForCausalLM") as error:
         FSDP2Merger().merge(lmms, model_cls=Qwen2ForCausalLM, config=config)
     assert "model.layers.2.mlp.up_proj.weight: is missing" in str(error.value)
     with pytest.raises(unshard.ConversionError, match=r"q_proj\.bias: has no place"):

@@ -98,7 +98,7 @@ def _refuse_unused(options: MergeOptions) -> None:
     names = [name for name, is_given in unused.items() if is_given]
     if names:
         raise UsageError(
-            f"--lora adapter writes the adapter as it is: --{names[0]} cannot apply to it",
+            f"--lora adapter writes the adapter as it is: --{names[0]} does not apply",
             hint="leave it out, or write the fused model",
         )
 
@@ -115,4 +115,4 @@ def _split(source: Source) -> Split:
 
 def _no_adapter(source: Source, options: MergeOptions) -> UsageError:
     where = source.checkpoint.location.weights_dir
-    return UsageError(f"--lora {options.lora}: {where} holds no LoRA adapter")
+    return UsageError(f"--lora {options.lora}: {where} has no LoRA adapter")

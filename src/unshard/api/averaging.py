@@ -48,11 +48,11 @@ def average(
         checkpoints: each as for `merge`; or one run, whose complete steps are averaged, the lowest
             first.
         output: as for `merge`; it has no default.
-        coefficients: what each checkpoint counts; default: all the same.
+        coefficients: the weight of each checkpoint, in their order; default: all the same.
         ema_decay: coefficients of an exponential moving average instead: it starts as the first
             checkpoint, and each later one moves it by 1 - decay.
-        last: of a run, only so many of its highest steps.
-        every: of a run, only every so manieth step, counted back from the highest.
+        last: of a run, the N highest steps.
+        every: of a run, every Nth step, counting back from the highest.
         options: as for `merge`.
         listener: called with progress events; steps that are incomplete are named.
         engine: who makes the files; see `unshard.engines.crew`.
@@ -70,7 +70,10 @@ def average(
     if len(paths) == 1:
         sources = _steps_of(Path(paths[0]), chosen, last, every or 1, listener)
     elif (last, every) != (None, None):
-        raise UsageError("--last, --every: choose among the steps of one run: give the run alone")
+        raise UsageError(
+            "--last and --every choose steps of one run, and several checkpoints were given",
+            hint="give the run alone",
+        )
     else:
         sources = [open_source(Path(path), chosen) for path in paths]
     weights = _weights(coefficients, ema_decay, len(sources))
@@ -85,11 +88,15 @@ def _check(
     counts: tuple[int | None, int | None],
 ) -> None:
     if options.lora != "fuse" or options.step is not None:
-        raise UsageError("an average is one whole model of several steps: no --lora, no --step")
+        raise UsageError(
+            "an average is one whole model of several steps: --lora and --step do not apply"
+        )
     if options.push_to_hub is not None:
         check_repo(options.push_to_hub)
     if coefficients is not None and ema_decay is not None:
-        raise UsageError("--coefficients with --ema-decay: both say what each checkpoint counts")
+        raise UsageError(
+            "--coefficients and --ema-decay exclude each other: both weigh the checkpoints"
+        )
     for name, count in zip(("last", "every"), counts, strict=True):
         if count is not None and count < 1:
             raise UsageError(f"--{name} {count}: at least 1 is needed")
@@ -115,13 +122,13 @@ def _steps_of(
             source = open_source(location.step_dir, _of_role(options, location.role))
         except IncompleteError as error:
             problems.append(error)
-            listener(Warned(f"passed over an incomplete step: {error}"))
+            listener(Warned(f"passed over an incomplete step: {error.text}"))
             continue
         if complete % every == 0:
             sources.append(source)
         complete += 1
     if last is not None and len(sources) < last:
-        raise UsageError(f"--last {last}: {run} has not so many", found=f"{len(sources)} steps")
+        raise UsageError(f"--last {last}: {run} has only {len(sources)} complete steps")
     if not sources:
         raise_all(IncompleteError, f"{run}: no step is complete", problems)
     return sources[::-1]

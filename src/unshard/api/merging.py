@@ -155,12 +155,12 @@ def merge_all(
     if chosen.push_to_hub is not None:
         raise UsageError("--all-steps with --push-to-hub: one repository cannot hold all of them")
     if chosen.step is not None:
-        raise UsageError(f"--all-steps with --step {chosen.step}: which of them?")
+        raise UsageError(f"--all-steps with --step {chosen.step}: one of them excludes the other")
     steps = all_steps(Path(run), chosen.request)
     if not steps:
         raise UnknownFormatError(
             f"{run}: is one checkpoint, not a directory of several",
-            hint="leave --all-steps out, or give the directory that holds the steps",
+            hint="give the directory that has the steps, or merge this checkpoint alone",
         )
     reports = []
     for location in steps:
@@ -168,7 +168,7 @@ def merge_all(
         try:
             reports.append(merge_with(location.step_dir, target, chosen, listener, engine=engine))
         except IncompleteError as error:
-            listener(Warned(f"passed over an incomplete step: {error}"))
+            listener(Warned(f"passed over an incomplete step: {error.text}"))
     return reports
 
 

@@ -43,6 +43,6 @@ def check_class(prepared: Prepared, model_class: type) -> None:
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ConversionError(
-            f"the checkpoint is no {found.model_class} ({len(problems)} problems)",
+            f"the checkpoint does not fit {found.model_class} ({len(problems)} problems)",
             found="; ".join(problems[:_SHOWN]) + more,
         )

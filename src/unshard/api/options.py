@@ -72,9 +72,9 @@ class MergeOptions:
         if self.weights not in (None, "model", "ema"):
             raise UsageError(f"--weights {self.weights}: unknown", expected="model or ema")
         if self.names == "training" and self.base is not None:
-            raise UsageError("--names training with --base: the base's names are those of the hub")
+            raise UsageError("--names training excludes --base, whose names are those of the hub")
         if self.private and self.push_to_hub is None:
-            raise UsageError("--private: says how to push, but there is no --push-to-hub")
+            raise UsageError("--private applies to --push-to-hub, which was not given")
 
     @property
     def request(self) -> Request:

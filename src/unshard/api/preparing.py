@@ -109,8 +109,8 @@ def prepare(
     named = config_dtype(config)
     if options.dtype == "keep" and None not in (named, written) and named != written:
         warnings.append(
-            f"the weights are {written} and stay so, config.json names {named}: "
-            f"--dtype config casts them"
+            f"the weights are {written} and are kept so, but config.json names {named}; "
+            "to cast them: --dtype config"
         )
     adjusted = None if config is None else output_config(config, written)
     beside = adapter_part(source, options) if options.lora == "both" else None

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from unshard.cli.guard import front_of
 from unshard.cli.options import (
     AllowGlobal,
     AllowMissing,
@@ -136,7 +137,7 @@ def average(
         push_to_hub=push_to_hub,
         private=private,
     )
-    with working(quiet=quiet) as (listener, engine):
+    with working(quiet=quiet, front=front_of(average)) as (listener, engine):
         report = api.average(
             *_sources_and_output(checkpoints, output),
             coefficients=_numbers(coefficients),

@@ -1,16 +1,19 @@
 """How a command ends when it fails: a message, JSON if asked for, and an exit code."""
 
 import functools
+import inspect
 import json
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ParamSpec
 
 import typer
 
 from unshard.errors import UnshardError
+from unshard.fronts import Command
 
-__all__ = ["guarded"]
+__all__ = ["front_of", "guarded"]
 
 _INTERRUPTED = 130
 
@@ -30,6 +33,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         except UnshardError as error:
             if kwargs.get("as_json"):
                 print(_as_json(error))
+            error.front = front_of(command, kwargs)
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
@@ -37,6 +41,19 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(_INTERRUPTED) from error
 
     return run
+
+
+def front_of(command: Callable[..., None], given: Mapping[str, object] | None = None) -> Command:
+    """Return the options of a command; for all others `unshard merge` is named.
+
+    Args:
+        command: the function that typer calls.
+        given: its arguments, as far as they are known.
+    """
+    names = [name.replace("_", "-") for name in inspect.signature(command).parameters]
+    checkpoint = shlex.quote(str((given or {}).get("checkpoint", "CHECKPOINT")))
+    own = {name: f"--{name}" for name in names}
+    return Command(own, f"unshard merge {checkpoint} OUTPUT")
 
 
 def _as_json(error: UnshardError) -> str:

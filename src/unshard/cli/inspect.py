@@ -1,9 +1,9 @@
 """`unshard inspect`."""
 
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from unshard.cli.guard import front_of
 from unshard.cli.options import (
     AllowGlobal,
     Also,
@@ -15,7 +15,9 @@ from unshard.cli.options import (
     Step,
     Weights,
 )
+from unshard.cli.reports import fields_of
 from unshard.cli.show import counted, print_row, size
+from unshard.fronts import Front, warned
 
 if TYPE_CHECKING:
     from unshard.api import Inspection
@@ -48,12 +50,12 @@ def inspect(
         allow_globals=allow_global or (),
     )
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(fields_of(found)))
     else:
-        _print(found)
+        _print(found, front_of(inspect, {"checkpoint": checkpoint}))
 
 
-def _print(found: "Inspection") -> None:
+def _print(found: "Inspection", front: Front) -> None:
     which = ", ".join(filter(None, (found.role, found.weights)))
     rows = {
         "checkpoint": f"{found.path} ({which} weights)",
@@ -80,8 +82,8 @@ def _print(found: "Inspection") -> None:
             print_row(name, text)
     for skipped in found.skipped:
         print_row("left out", f"{skipped.fqn}: {skipped.reason}")
-    for warning in found.warnings:
-        print_row("warning", warning)
+    for note in found.notes:
+        print_row("warning", warned(note, front))
 
 
 def _some(names: tuple[str, ...]) -> str:

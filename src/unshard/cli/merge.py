@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from unshard.cli.guard import front_of
 from unshard.cli.options import (
     OUTPUT,
     SOURCE,
@@ -148,7 +149,7 @@ def merge(
         push_to_hub=push_to_hub,
         private=private,
     )
-    with working(quiet=quiet) as (listener, engine):
+    with working(quiet=quiet, front=front_of(merge)) as (listener, engine):
         what = (checkpoint, _one_of_both(output, output_option), options, listener)
         if all_steps:
             reports = api.merge_all(*what, engine=engine)

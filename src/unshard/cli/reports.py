@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from unshard.cli.show import counted, size
 
 if TYPE_CHECKING:
-    from unshard.api import Comparison, Report
+    from unshard.api import Comparison, Inspection, Report
     from unshard.write.comparison import Loading, TensorComparison
 
-__all__ = ["print_comparison", "print_reports"]
+__all__ = ["fields_of", "print_comparison", "print_reports"]
 
 _SHOWN = 20
 
@@ -18,12 +18,18 @@ _SHOWN = 20
 def print_reports(reports: "list[Report]", *, as_list: bool, as_json: bool, quiet: bool) -> None:
     """Print the reports: for people, or as JSON, one object or a list of them."""
     if as_json:
-        fields = [asdict(report) for report in reports]
+        fields = [fields_of(report) for report in reports]
         print(json.dumps(fields if as_list else fields[0]))
         return
     for report in reports:
         if not quiet:
             _print_plan(report) if report.dry_run else _print_report(report)
+
+
+def fields_of(found: "Report | Inspection") -> dict[str, object]:
+    """Return the fields for JSON: warnings name options as the command line has them."""
+    fields: dict[str, object] = asdict(found)
+    return {("warnings" if key == "notes" else key): value for key, value in fields.items()}
 
 
 def _print_report(report: "Report") -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from unshard.fronts import Front
 from unshard.progress import Event, Listener, Stage
 from unshard.showing import counted, listening, size
 
@@ -36,14 +37,14 @@ def print_row(title: str, text: str) -> None:
 
 
 @contextmanager
-def working(*, quiet: bool) -> Iterator[tuple[Listener, "RunPlan"]]:
+def working(*, quiet: bool, front: Front) -> Iterator[tuple[Listener, "RunPlan"]]:
     """Yield who listens and who makes the files; end here for all but the leader of a torchrun."""
     from unshard import api
 
     with api.crew() as crew:
         if not crew.leads:
             raise typer.Exit
-        with listening(quiet=quiet) as listener:
+        with listening(quiet=quiet, front=front) as listener:
             yield _logged(listener), crew.engine
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from unshard.cli.guard import front_of
 from unshard.cli.options import (
     AllowGlobal,
     Also,
@@ -103,7 +104,7 @@ def verify(
     """
     from unshard import api
 
-    with listening(quiet=quiet) as listener:
+    with listening(quiet=quiet, front=front_of(verify)) as listener:
         found = api.verify(
             output,
             against,

@@ -1,15 +1,20 @@
-"""What all drop-in commands do alike: how they end, and how a config becomes a file."""
+"""What all drop-in commands do alike: how they end, what they advise, a config as a file."""
 
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from unshard.errors import UnshardError
+from unshard.fronts import PYTHON, Command, line_of
 
-__all__ = ["DTYPES", "SavesItself", "as_file", "run"]
+if TYPE_CHECKING:
+    from unshard.api import MergeOptions
+
+__all__ = ["DTYPES", "SavesItself", "as_file", "chosen", "merge_line", "run"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 _INTERRUPTED = 130
@@ -32,11 +37,24 @@ def run(main: Callable[[], None], *, failed: str = "error: ") -> None:
     try:
         main()
     except UnshardError as error:
+        if error.front is PYTHON:
+            error.front = Command({})
         print(f"{failed}{error}", file=sys.stderr)
         raise SystemExit(1) from error
     except KeyboardInterrupt as error:
         print("interrupted: nothing was left half done", file=sys.stderr)
         raise SystemExit(_INTERRUPTED) from error
+
+
+def merge_line(checkpoint: Path, output: Path, options: "MergeOptions") -> str:
+    """Return the line of `unshard merge` that does what a drop-in does."""
+    return line_of("unshard merge", [str(checkpoint), str(output)], chosen(options))
+
+
+def chosen(options: "MergeOptions") -> dict[str, object]:
+    """Return the options that are not as by default, by name."""
+    values = {one.name: (getattr(options, one.name), one.default) for one in fields(options)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from unshard.compat.commands import DTYPES, run
 from unshard.compat.converting import Paths, convert, find_paths, print_how_to_load
+from unshard.errors import speaking
+from unshard.fronts import Command
 
 if TYPE_CHECKING:
     from unshard.api import Report
@@ -46,7 +48,10 @@ def main() -> None:
     with api.crew() as crew:
         if not crew.leads:
             return
-        paths = find_paths(arguments.checkpoint_path, arguments.actor_subdir, arguments.output_path)
+        with speaking(Command({"output": "--output_path"})):
+            paths = find_paths(
+                arguments.checkpoint_path, arguments.actor_subdir, arguments.output_path
+            )
         _print_header(paths, arguments.torch_dtype)
         options = api.MergeOptions(dtype=arguments.torch_dtype, overwrite=True)
 

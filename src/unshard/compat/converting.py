@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unshard.errors import UnknownFormatError, UsageError
+from unshard.compat.commands import merge_line
+from unshard.errors import UnknownFormatError, UsageError, speaking
+from unshard.fronts import Command
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions, Report
@@ -68,7 +70,8 @@ def convert(
         catalog = prepared.checkpoint.catalog
         before(catalog, count_shards(catalog))
 
-    with listening(quiet=False) as listener:
+    front = Command({}, merge_line(paths.actor, paths.output, options))
+    with speaking(front), listening(quiet=False, front=front) as listener:
         return merge_with(paths.actor, paths.output, options, listener, engine=engine, before=tell)
 
 

@@ -3,21 +3,24 @@
 import argparse
 import json
 import re
+import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unshard.compat.commands import run
-from unshard.errors import UnknownFormatError, UsageError
+from unshard.compat.commands import chosen, merge_line, run
+from unshard.errors import UnknownFormatError, UnshardError, UsageError, speaking
+from unshard.fronts import Command, line_of
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions
     from unshard.convert.precision import Fields
 
 _EMA_DIR, _MODEL_DIR = "pytorch_ema_model_fsdp_0", "pytorch_model_fsdp_0"
+_MODEL = "--model_name_or_class"
 _WEIGHTS = {_MODEL_DIR: "model", _EMA_DIR: "ema"}
 _STEP = re.compile(r"checkpoint-(\d+)")
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")  # Qwen2ForCausalLM; hub ids have a slash
@@ -31,7 +34,7 @@ def _arguments() -> argparse.Namespace:
         "--input_dir", required=True, type=Path, help="the directory that holds checkpoint-N"
     )
     parser.add_argument(
-        "--model_name_or_class",
+        _MODEL,
         default="",
         help="a directory or hub id: tensor names, config and tokenizer; or a class name, which "
         "goes to the config's architectures",
@@ -67,17 +70,31 @@ def main() -> None:
         overwrite=True,
         extra_state=False,
     )
+    front = _front(arguments, paths, options)
     with (
-        _of_model(arguments.model_name_or_class, paths[-1], options) as chosen,
-        listening(quiet=False) as listener,
+        speaking(front),
+        _of_model(arguments.model_name_or_class, paths[-1], options) as wanted,
+        listening(quiet=False, front=front) as listener,
     ):
         if arguments.merge and arguments.step is None:
-            report = api.average(paths, target, options=chosen, listener=listener)
+            report = api.average(paths, target, options=wanted, listener=listener)
             print(f"Merging {len(report.sources)} checkpoints")
         else:
-            report = api.merge_with(paths[-1], target, chosen, listener)
+            report = api.merge_with(paths[-1], target, wanted, listener)
             print(f"Using latest checkpoint: {report.source}")
     print(f"Merged checkpoint saved to: {report.output}")
+
+
+def _front(
+    arguments: argparse.Namespace, paths: Sequence[Path], options: "MergeOptions"
+) -> Command:
+    """Return how this command names what it has, and the line of ours that does the same."""
+    own = {"base": _MODEL, "config": _MODEL, "step": "--step"}
+    target = arguments.output_dir or arguments.input_dir
+    if not arguments.merge or arguments.step is not None:
+        return Command(own, merge_line(paths[-1], target, options))
+    inputs = [*map(str, paths), "--output", str(target)]
+    return Command(own, line_of("unshard average", inputs, chosen(options)))
 
 
 def _checkpoints(run_dir: Path, dirname: str, step: int | None) -> list[Path]:
@@ -106,13 +123,25 @@ def _of_model(model: str, checkpoint: Path, options: "MergeOptions") -> Iterator
         weights = [*Path(model).glob("*.safetensors*"), *Path(model).glob("*.bin*")]
         yield replace(options, base=model) if weights else replace(options, config=model)
     elif not _CLASS.fullmatch(model):
-        yield replace(options, base=model)
+        with _not_needed(model):
+            yield replace(options, base=model)
     else:
         with tempfile.TemporaryDirectory(prefix="_unshard-") as scratch:
             file = Path(scratch) / "config.json"
             fields = _config_of(checkpoint, model, options)
             file.write_text(json.dumps({**fields, "architectures": [model]}), encoding="utf-8")
             yield replace(options, config=file)
+
+
+@contextmanager
+def _not_needed(model: str) -> Iterator[None]:
+    """Say of a model that cannot be read that it may be left out."""
+    try:
+        yield
+    except UnshardError as error:
+        if error.subject.startswith(f"--base {shlex.quote(model)}"):
+            error.hint += f"; or leave {_MODEL} out where the checkpoint has a config.json"
+        raise
 
 
 def _config_of(checkpoint: Path, model: str, options: "MergeOptions") -> "Fields":
@@ -122,7 +151,7 @@ def _config_of(checkpoint: Path, model: str, options: "MergeOptions") -> "Fields
     fields = load_config(open_source(checkpoint, options).checkpoint.catalog.companions)
     if fields is None:
         raise UsageError(
-            f"--model_name_or_class {model}: a class name, and {checkpoint} holds no config.json",
+            f"{_MODEL} {model}: a class name, and {checkpoint} holds no config.json",
             hint="give a model's directory or hub id instead",
         )
     return fields

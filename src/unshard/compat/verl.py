@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-from unshard.compat.commands import run
-from unshard.errors import NotMergeableError, UsageError
+from unshard.compat.commands import merge_line, run
+from unshard.errors import NotMergeableError, UsageError, speaking
+from unshard.fronts import Command, line_of
 
 _TOLERANCE = 1e-6
 
@@ -41,7 +42,7 @@ def main() -> None:
     if arguments.backend == "megatron":
         raise NotMergeableError(
             "--backend megatron: Megatron checkpoints are not read",
-            hint="merge it with verl: python -m verl.model_merger merge --backend megatron",
+            hint="merge it with verl: `python -m verl.model_merger merge --backend megatron`",
         )
     (_merge if arguments.operation == "merge" else _test)(arguments)
 
@@ -57,7 +58,9 @@ def _merge(arguments: argparse.Namespace) -> None:
         push_to_hub=arguments.hf_upload_path,
         private=arguments.private and arguments.hf_upload_path is not None,
     )
-    with listening(quiet=False) as listener:
+    own = {"push-to-hub": "--hf_upload_path", "private": "--private"}
+    front = Command(own, merge_line(arguments.local_dir, arguments.target_dir, options))
+    with speaking(front), listening(quiet=False, front=front) as listener:
         report = api.merge_with(arguments.local_dir, arguments.target_dir, options, listener)
     print(f"Saving model to {report.output}")
     if any(name.startswith("tokenizer") for name in report.companions):
@@ -71,7 +74,9 @@ def _test(arguments: argparse.Namespace) -> None:
     from unshard.cli.reports import print_comparison
     from unshard.cli.show import listening
 
-    with listening(quiet=False) as listener:
+    paths = [str(arguments.test_hf_dir), "--against", str(arguments.local_dir)]
+    front = Command({}, line_of("unshard verify", paths, {"atol": _TOLERANCE, "rtol": _TOLERANCE}))
+    with speaking(front), listening(quiet=False, front=front) as listener:
         found = api.verify(
             arguments.test_hf_dir,
             arguments.local_dir,

@@ -52,7 +52,9 @@ def check_expected(
     ):
         if not names:
             continue
-        what = "that the base model has" if kind == "missing" else "that the base model has not"
+        what = (
+            "that the base model has" if kind == "missing" else "that the base model does not have"
+        )
         shown = ", ".join(names[:_SHOWN]) + (" …" if len(names) > _SHOWN else "")
         if allowed:
             notes.append(f"{len(names)} {kind} tensors ({what}): {shown}")
@@ -61,7 +63,8 @@ def check_expected(
                 ConversionError(
                     f"{len(names)} {kind} tensors: {shown}",
                     expected=f"the tensors of {expected.name}",
-                    hint=f"is that the model it was trained from? else --allow-{kind}",
+                    hint="check that it was trained from this model; to write it all the same: "
+                    f"--allow-{kind}",
                 )
             )
     problems += _misfits(tensors, expected)

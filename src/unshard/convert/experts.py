@@ -205,7 +205,7 @@ def _joined(names: Sequence[str], recipes: Sequence[Recipe], dim: int, *, stacke
     if any(isinstance(one, LowRank) for one in recipes) or len(weights) > 1:
         raise ConversionError(
             f"tensors {names[0]} … {names[-1]}: updated one by one, and the base has them as one",
-            hint="leave out --base, or keep the adapter apart",
+            hint="leave --base out, or write the adapter by itself: --lora adapter",
         )
     terms = [one.terms for one in recipes if isinstance(one, WeightedSum)]
     if not terms:

@@ -136,20 +136,20 @@ def _weights(
 ) -> tuple[dict[str, Recipe], tuple[str, ...]]:
     """Return the weights to fuse into, and what to say about them."""
     if not split.adapter_only:
-        ignored = "the checkpoint holds the model's own weights: --base is not used"
+        ignored = "the checkpoint has the model's own weights: --base is not used"
         return dict(split.base), (() if base is None else (ignored,))
     if base is None:
         raise ConversionError(
-            f"the checkpoint holds a LoRA adapter only ({len(split.pairs)} pairs), not the model "
+            f"the checkpoint has a LoRA adapter only ({len(split.pairs)} pairs), not the model "
             "that it was trained on",
-            hint="give that model with --base, or write the adapter by itself: --lora adapter",
+            hint="give that model: --base MODEL; or write the adapter by itself: --lora adapter",
         )
     check_saved_modules(split, config)
     start = "" if config is None else str(config.fields.get("init_lora_weights")).lower()
     if start.startswith(_CHANGES_BASE):
         raise ConversionError(
             f"the adapter was initialised with {start}, which changed the weights of its model: "
-            "it does not fit the model that --base names",
+            "it does not fit the model given as --base",
             hint="save the whole model, or convert the adapter to plain LoRA with peft",
         )
     replaced = f"{len(split.base)} tensors of the checkpoint take the place of the base's"

@@ -289,8 +289,8 @@ def _notes(
 ) -> Iterator[str]:
     if base is None and rules.unknown:
         yield (
-            f"{rules.unknown}: tensors keep the names of the training code; "
-            "--base names them as a model on the hub"
+            f"{rules.unknown}: tensor names are kept as trained; "
+            "for those of a model on the hub: --base MODEL"
         )
     for advice in ADVICE if base is None else ():
         if not set(rules.model_types).isdisjoint(advice.model_types.split()):

@@ -1,6 +1,7 @@
 """What the output's tensors are, in the end: names that a file can hold, and a dtype for each."""
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -53,10 +54,14 @@ def selected(names: Iterable[str], include: str | None, exclude: str | None) -> 
 
 
 def _compiled(option: str, text: str | None) -> re.Pattern[str] | None:
+    if text is None:
+        return None
     try:
-        return None if text is None else re.compile(text)
+        return re.compile(text)
     except re.error as error:
-        raise UsageError(f"--{option} {text}: not a regular expression: {error}") from error
+        raise UsageError(
+            f"--{option} {shlex.quote(text)}: not a regular expression: {error}"
+        ) from error
 
 
 def finish(tensors: Mapping[str, Recipe], precision: Precision) -> list[Converted]:

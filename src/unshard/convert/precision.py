@@ -6,6 +6,7 @@ in float32, and so does a cast here.
 """
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -143,7 +144,7 @@ def dtype_choice(dtype: DtypeLike) -> str:
     choice = ALIASES.get(name, name)
     if choice not in (*_RULES, *CASTS):
         raise UsageError(
-            f"--dtype {name or repr(name)}: unknown",
+            f"--dtype {shlex.quote(name)}: unknown",
             expected=f"{', '.join((*_RULES, *CASTS))} (or {', '.join(ALIASES)})",
         )
     return choice
@@ -155,8 +156,8 @@ def _name_of(dtype: DtypeLike) -> str:
     kind = type(dtype)
     if (kind.__module__, kind.__name__) == ("torch", "dtype"):
         return str(dtype).removeprefix("torch.")
-    if isinstance(dtype, type):  # a scalar type; float alone is 32 bits for torch, 64 for numpy
-        return dtype.__name__ if hasattr(dtype, "itemsize") else repr(dtype)
+    if isinstance(dtype, type):  # Python's float is 32 bits for torch, 64 for numpy
+        return dtype.__name__ if hasattr(dtype, "itemsize") else f"builtins.{dtype.__name__}"
     name = getattr(dtype, "name", None) if hasattr(dtype, "itemsize") else None
     return name if isinstance(name, str) else repr(dtype)
 
@@ -179,11 +180,13 @@ def precision(
     try:
         patterns = [re.compile(keep).pattern] if keep else []
     except re.error as error:
-        raise UsageError(f"--keep-fp32 {keep}: not a regular expression: {error}") from error
+        raise UsageError(
+            f"--keep-fp32 {shlex.quote(str(keep))}: not a regular expression: {error}"
+        ) from error
     choice = dtype_choice(choice)
     if choice == "base":
         if base is None:
-            raise UsageError("--dtype base: needs a base model", hint="name it with --base")
+            raise UsageError("--dtype base: needs a base model", hint="name it: --base MODEL")
         return Precision(None, base, _union(patterns))
     target = _target(choice, config)
     if target is not None and target.itemsize == 2:
@@ -200,7 +203,7 @@ def _target(choice: str, config: Fields | None) -> DType | None:
     if named is None:
         raise ConversionError(
             "--dtype config: " + ("there is no config.json" if config is None else "it names none"),
-            hint="name the dtype, or give a config with --config",
+            hint="name the dtype, or give a config: --config FILE|DIR",
         )
     if named not in CASTS:
         raise ConversionError(f"--dtype config: config.json names {named}", expected=str(CASTS))

@@ -45,8 +45,8 @@ def compare(
         CorruptError: a file is gone or ends early.
     """
     if settings.memory_bytes < TILE_BYTES:
-        what = f"{settings.memory_bytes} bytes of memory: too little to compare"
-        raise UsageError(what, expected=f"--memory of at least {TILE_BYTES} bytes")
+        what = f"--memory {settings.memory_bytes}: too little to compare"
+        raise UsageError(what, expected=f"at least {TILE_BYTES} bytes")
     wanted = {tensor.name: tensor for tensor in theirs}
     both = {tensor.name: (tensor, wanted[tensor.name]) for tensor in ours if tensor.name in wanted}
     alike = {name: pair for name, pair in both.items() if _same_shape(*pair)}

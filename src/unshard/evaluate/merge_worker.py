@@ -6,6 +6,7 @@ and all that it started are gone. Writes `merge.json` into its working directory
 
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from unshard.errors import OutputError, UnshardError
+from unshard.fronts import Command
 
 __all__ = ["ANSWER_NAME", "main"]
 
@@ -31,6 +33,7 @@ def main() -> int:
         _merge(order["checkpoint"], order["output"], order["options"])
         answer = {"error": None, "may_pass": False}
     except UnshardError as error:
+        error.front = Command({}, f"unshard merge {shlex.quote(order['checkpoint'])} OUTPUT")
         answer = {"error": str(error), "may_pass": isinstance(error, OutputError)}
     except (OSError, MemoryError) as error:
         answer = {"error": f"{order['checkpoint']}: {error!r}", "may_pass": True}

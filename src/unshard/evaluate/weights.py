@@ -20,6 +20,7 @@ from unshard.api.lazy import LazyTensor, OpenCheckpoint
 from unshard.api.opening import open_checkpoint
 from unshard.containers.strided import Elements
 from unshard.errors import UnshardError, UsageError
+from unshard.fronts import Command
 from unshard.tensors.dtypes import BY_CODE, Kind
 
 __all__ = ["TASKS", "main"]
@@ -38,6 +39,7 @@ def main() -> None:
         with open_checkpoint(model) as checkpoint:
             results = {task: TASKS[task](checkpoint) for task in tasks}
     except UnshardError as error:
+        error.front = Command({})
         sys.exit(str(error))
     Path(output).write_text(json.dumps(results), encoding="utf-8")
 

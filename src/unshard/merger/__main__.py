@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-from unshard.compat.commands import run
-from unshard.errors import UnknownFormatError
+from unshard.compat.commands import merge_line, run
+from unshard.errors import UnknownFormatError, speaking
+from unshard.fronts import Command
 
 _MODEL_TYPES = ("causal_lm", "masked_lm", "image_text_to_text", "general")
 
@@ -40,14 +41,17 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Merge as the arguments say."""
     from unshard.cli.show import listening
-    from unshard.merger.fsdp2 import FSDP2Merger
+    from unshard.merger.fsdp2 import FSDP2Merger, merge_options
 
     arguments = _arguments()
     path = arguments.checkpoint_path
     if not path.exists():
         raise UnknownFormatError(f"Checkpoint path does not exist: {path}")
     print(f"Merging {arguments.checkpoint_type} checkpoint from {path}")
-    with listening(quiet=False) as listener:
+    target = arguments.output_path or path
+    options = merge_options(arguments.checkpoint_type)
+    front = Command({}, merge_line(path, target, options))
+    with speaking(front), listening(quiet=False, front=front) as listener:
         merger = FSDP2Merger(arguments.checkpoint_type, listener=listener)
         saved = merger.merge(path, arguments.output_path)
     print(f"Merged checkpoint saved to: {saved}")

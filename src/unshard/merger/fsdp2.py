@@ -1,15 +1,30 @@
 """`FSDP2Merger`: sharded checkpoints in, a Hugging Face directory in bfloat16 out."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from unshard.compat.commands import SavesItself, as_file
+from unshard.compat.commands import SavesItself, as_file, chosen
+from unshard.errors import speaking
+from unshard.fronts import Python, call_of
 from unshard.merger.base import CheckpointMerger
 from unshard.progress import Listener, ignore
 
-__all__ = ["FSDP2Merger"]
+if TYPE_CHECKING:
+    from unshard.api import MergeOptions
+
+__all__ = ["FSDP2Merger", "merge_options"]
 
 _WEIGHTS = {"regular": "model", "ema": "ema"}
+
+
+def merge_options(checkpoint_type: str) -> "MergeOptions":
+    """Return the options of a merge that does what lmms-engine's merger does."""
+    from unshard.api import MergeOptions
+
+    return MergeOptions(
+        dtype="bfloat16", weights=_WEIGHTS[checkpoint_type], overwrite=True, extra_state=False
+    )
 
 
 class FSDP2Merger(CheckpointMerger):
@@ -62,7 +77,7 @@ class FSDP2Merger(CheckpointMerger):
         Raises:
             UnshardError: one of the tree in `unshard.errors`; the output is as it was then.
         """
-        from unshard.api import MergeOptions, Prepared, check_class, merge_with
+        from unshard.api import Prepared, check_class, merge_with
 
         def check(prepared: Prepared) -> None:
             if model_cls is not None:
@@ -70,13 +85,10 @@ class FSDP2Merger(CheckpointMerger):
 
         checkpoint = Path(checkpoint_path)
         target = checkpoint if output_path is None else Path(output_path)
-        with as_file(config) as file:
-            options = MergeOptions(
-                dtype="bfloat16",
-                weights=_WEIGHTS[self.checkpoint_type],
-                config=file,
-                overwrite=True,
-                extra_state=False,
-            )
+        options = merge_options(self.checkpoint_type)
+        paths = [str(checkpoint), str(target)]
+        front = Python({"config": "config"}, call_of("unshard.merge", paths, chosen(options)))
+        with speaking(front), as_file(config) as file:
+            options = replace(options, config=file)
             merge_with(checkpoint, target, options, self._listener, before=check)
         return target

@@ -5,6 +5,7 @@ what it lacks is downloaded: JSON, tokenizer and code always, weights only if th
 dtypes and shapes of weights that are not at hand are read from the headers of their files.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -58,10 +59,11 @@ def read_base(spec: str, *, needs_weights: bool = False) -> Base:
     """
     if Path(spec).is_dir():
         directory = Path(spec)
-    elif Path(spec).exists() or spec.count("/") > 1 or spec.startswith((".", "/", "~")):
+    elif _is_path(spec):
         raise ConversionError(
-            f"--base {spec}: no such directory",
-            hint="give a Hugging Face directory, or the id of a model on the hub",
+            f"--base {shlex.quote(spec)}: no such directory",
+            expected="a directory with a Hugging Face model, or a hub id (Qwen/Qwen3-8B)",
+            hint="check the path; nothing was asked of the hub",
         )
     else:
         directory = _from_hub(spec, needs_weights=needs_weights)
@@ -73,6 +75,20 @@ def read_base(spec: str, *, needs_weights: bool = False) -> Base:
             if needs_weights or Path(spec).is_dir():
                 raise  # else: what is in the cache of the hub may be a part
     return _without_weights(spec, directory, companions)
+
+
+def _is_path(spec: str) -> bool:
+    """Return whether a name is meant as a path: the hub is not asked for a mistyped directory."""
+    parent = Path(spec).parent
+    return (
+        not spec
+        or spec.startswith((".", "/", "~"))
+        or spec.endswith("/")
+        or "\\" in spec
+        or spec.count("/") > 1
+        or Path(spec).exists()
+        or (parent != Path() and parent.is_dir())
+    )
 
 
 def _holds_weights(directory: Path) -> bool:
@@ -113,8 +129,9 @@ def _without_weights(spec: str, directory: Path, companions: Companions) -> Base
             return Base(spec, _checked(spec, files), dtypes, shapes, companions)
     if not index.is_file():
         raise ConversionError(
-            f"--base {spec}: neither weights nor {_INDEX}: its tensors are not known",
+            f"--base {shlex.quote(spec)}: has neither weights nor {_INDEX}",
             found=str(directory),
+            hint="give a directory with a whole Hugging Face model",
         )
     return Base(spec, _checked(str(index), weight_map(index)), {}, {}, companions)
 
@@ -138,7 +155,9 @@ def _from_hub(spec: str, *, needs_weights: bool) -> Path:
         if cached is not None and not needs_weights:
             return cached
         raise ConversionError(
-            f"--base {spec}: cannot be had from the Hugging Face hub: {_first_line(error)}",
+            f"--base {shlex.quote(spec)}: is not a directory here, and not available from the "
+            "Hugging Face hub",
+            found=_first_line(error),
             hint="check the id, log in with `hf auth login`, or give a directory",
         ) from error
 

@@ -6,6 +6,7 @@ in 0.3.0), lmms-engine (in the checkpoint's own directory), NeMo AutoModel (`.hf
 axolotl and others, which write them once, at the start, into the run's directory.
 """
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,14 +40,15 @@ def find_companions(location: Location, config: Path | None) -> Companions:
             only.
 
     Raises:
-        UsageError: what the user gave is no config.
+        UsageError: what the user gave is not a config.
     """
+    given = shlex.quote(str(config))
     if config is not None and config.is_dir():
         if not (config / _CONFIG).is_file():
-            raise UsageError(f"--config {config}: no {_CONFIG} in this directory")
+            raise UsageError(f"--config {given}: this directory has no {_CONFIG}")
         return companions_in(config)
     if config is not None and not config.is_file():
-        raise UsageError(f"--config {config}: there is no such file or directory")
+        raise UsageError(f"--config {given}: no such file or directory")
     found = Companions()
     for folder, is_own in _places(location):
         here = companions_in(folder) if is_own else _in_run(folder)

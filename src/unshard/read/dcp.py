@@ -89,7 +89,7 @@ def _metadata_files(location: Location) -> list[Path]:
         expected=".metadata, which torch writes last",
         found=", ".join(path.name for path in unfinished) or "*.distcp files only",
         hint="the save was interrupted; or the file lies on another node: name that node's "
-        "directory with --also",
+        "directory: --also DIR",
     )
 
 
@@ -217,7 +217,7 @@ class _Pieces:
                 f"{len(missing)} files that the metadata names are missing: "
                 f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}",
                 hint="copy them here from the nodes that wrote them, or name those nodes' "
-                "directories with --also",
+                "directories: --also DIR",
             )
 
     def _add_stored(

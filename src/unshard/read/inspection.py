@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from unshard.fronts import PYTHON, warned
 from unshard.read.discover import is_ema_there
 from unshard.read.format import Location
 from unshard.read.open import Checkpoint
@@ -56,7 +57,7 @@ def count_shards(catalog: Catalog) -> ShardCounts:
     return ShardCounts(named, sharded, len(catalog.tensors) - sharded)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Inspection:
     """What a checkpoint holds, and what `merge` would make of it.
 
@@ -79,7 +80,8 @@ class Inspection:
         companions: names of config, tokenizer and the like that a merge would bring along.
         training_state: names of files with optimizer, scheduler or random state.
         output: where `merge` writes by default.
-        would_write: what `merge` would write where, as one line; `warnings`: what it would say.
+        would_write: what `merge` would write where, as one line.
+        notes: what it would warn of, with options as `unshard merge` has them.
         tensors: every tensor.
     """
 
@@ -106,8 +108,22 @@ class Inspection:
     training_state: tuple[str, ...]
     output: str
     would_write: str
-    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
     tensors: tuple[TensorInfo, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What `merge` would warn of, with options as Python has them."""
+        return tuple(warned(note, PYTHON) for note in self.notes)
+
+    def __repr__(self) -> str:
+        """Return one line: what it is, where, and how much."""
+        step = "" if self.step is None else f", step {self.step}"
+        return (
+            f"<Inspection of {self.path!r}: {self.format}{step}, {self.world_size} "
+            f"rank{'' if self.world_size == 1 else 's'}, {len(self.tensors)} tensors, "
+            f"{self.parameters:,} parameters, {self.size_bytes:,} bytes>"
+        )
 
 
 def describe(
@@ -147,7 +163,7 @@ def describe(
         ),
         output=str(location.default_output),
         would_write=would_write,
-        warnings=warnings,
+        notes=warnings,
         tensors=tuple(_info(entry) for entry in entries),
     )
 

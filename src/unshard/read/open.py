@@ -1,5 +1,6 @@
 """From a path to a checked catalog: the one entrance to this room."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -72,7 +73,7 @@ def _open_latest(
     for location in locations:
         try:
             whole = replace(location, also=tuple(_beside(location, other) for other in also))
-            catalog = _read(whole, options, [str(error) for error in passed_over])
+            catalog = _read(whole, options, [error.text for error in passed_over])
         except IncompleteError as error:
             passed_over.append(error)
         else:
@@ -115,7 +116,7 @@ def _beside(location: Location, other: Path) -> Path:
         )
     if same[0].format is not location.format or same[0].step != location.step:
         raise UsageError(
-            f"--also {other}: is no part of {location.weights_dir}",
+            f"--also {shlex.quote(str(other))}: is not a part of {location.weights_dir}",
             expected=f"{location.format} of step {location.step}",
             found=f"{same[0].format} of step {same[0].step}",
         )

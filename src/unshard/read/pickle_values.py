@@ -26,7 +26,7 @@ def ints(value: Value) -> tuple[int, ...]:
 
 
 def shape(value: Value) -> tuple[int, ...]:
-    """Return the sizes of a tensor: a few integers, not negative, whose product is no dream."""
+    """Return a tensor's sizes: few integers, none negative, whose product is addressable."""
     sizes = ints(value)
     elements = 1
     for size in sizes[:_MAX_DIMENSIONS]:

@@ -32,7 +32,7 @@ __all__ = ["Resolved", "resolve_plain"]
 _COMPARE_BYTES = 1 << 20
 _HINT = (
     "save it as a DTensor or on one rank only; or, if plain tensors of this checkpoint are shards "
-    "along dimension 0, say --assume-dim0"
+    "along dimension 0: --assume-dim0"
 )
 
 

@@ -203,7 +203,7 @@ def _stated_world(location: Location) -> int | None:
 def _name_problems(gathered: Gathering, files: dict[int, Path]) -> list[CorruptError]:
     """Every rank saves every name in this format; say which ranks lack which."""
     lacking: dict[int, list[str]] = {}
-    contradicted = {str(problem).split(":")[0] for problem in gathered.problems}
+    contradicted = {problem.subject.split(":")[0] for problem in gathered.problems}
     for name, draft in gathered.drafts.items():
         if len(draft.ranks) == len(files) or f"tensor {name}" in contradicted:
             continue

@@ -71,8 +71,8 @@ def push(directory: Path, repo: str, names: Collection[str], *, private: bool, b
             return _upload(HfApi(), directory, repo, names, private=private)
     except Exception as error:
         only = "".join(f" --include {shlex.quote(name)}" for name in names)
-        again = f"hf upload {repo} {shlex.quote(str(directory))} .{only}"
-        again += " --private" if private else ""
+        again = f"`hf upload {repo} {shlex.quote(str(directory))} .{only}"
+        again += " --private`" if private else "`"
         before = error.hint if isinstance(error, _NotPushed) else ""
         raise OutputError(
             f"{repo}: was not pushed to the hub: {_reason(error)}",
@@ -95,7 +95,7 @@ def _upload(
     from huggingface_hub import get_token
 
     if get_token() is None:
-        raise _NotPushed("there is no token", "hf auth login, or set HF_TOKEN, then: ")
+        raise _NotPushed("there is no token", "`hf auth login`, or set HF_TOKEN, then: ")
     made = api.create_repo(repo, private=private or None, exist_ok=True)
     place = made.repo_id
     if private and not api.repo_info(place).private:

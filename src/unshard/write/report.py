@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from unshard.fronts import PYTHON, warned
 from unshard.plan.layout import Layout
 from unshard.plan.operations import Plan
 from unshard.read.open import Checkpoint
@@ -15,7 +16,7 @@ from unshard.tensors.catalog import Skipped
 __all__ = ["Report", "make_report"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """What a merge made, or under `dry_run` would make.
 
@@ -38,7 +39,7 @@ class Report:
         changed_from_base: how many tensors differ from the base model's, if its weights are at
             hand; a pair of numbers with those that have a counterpart there.
         url: of the repository on the hub, if it was pushed to one.
-        warnings: what a user should know.
+        notes: what a user should know, with options as `unshard merge` has them.
         skipped: values of the checkpoint that were left out.
     """
 
@@ -62,8 +63,27 @@ class Report:
     loadable: bool
     changed_from_base: tuple[int, int] | None
     url: str | None
-    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
     skipped: tuple[Skipped, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know, with options as Python has them."""
+        return tuple(warned(note, PYTHON) for note in self.notes)
+
+    def __repr__(self) -> str:
+        """Return one line: what was made, where, from how many ranks and checkpoints."""
+        made = "would save" if self.dry_run else "saved"
+        several = f"{len(self.sources)} checkpoints, " if len(self.sources) > 1 else ""
+        return (
+            f"<Report: {made} {self.tensors} tensors in {_counted(len(self.files), 'file')} "
+            f"({self.bytes_written:,} bytes) to {self.output!r}, from {several}"
+            f"{_counted(self.world_size, 'rank')}, {_counted(len(self.notes), 'warning')}>"
+        )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def make_report(  # noqa: PLR0913 (one argument per fact)
@@ -103,7 +123,7 @@ def make_report(  # noqa: PLR0913 (one argument per fact)
         loadable=loadable,
         changed_from_base=changed_from_base,
         url=url,
-        warnings=warnings,
+        notes=warnings,
         skipped=tuple(skipped for one in checkpoints for skipped in one.catalog.skipped),
     )
 

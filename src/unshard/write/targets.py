@@ -33,7 +33,7 @@ def choose_mode(target: Path, sources: Sequence[Path], *, overwrite: bool) -> Mo
     if not overwrite:
         raise OutputError(
             f"{target}: exists already",
-            hint="give another output, or replace its weights with --overwrite",
+            hint="give another output, or replace the weights there: --overwrite",
         )
     inside = any(source.resolve().is_relative_to(target.resolve()) for source in sources)
     return Mode.IN_PLACE if inside else Mode.REPLACE

@@ -47,7 +47,9 @@ def verify_load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> 
     """
     _need_transformers("--load")
     if not (directory / "config.json").is_file():
-        raise OutputError(f"--load: {directory} holds no config.json", hint="merge with --config")
+        raise OutputError(
+            f"--load: {directory} has no config.json", hint="merge again with --config FILE|DIR"
+        )
     try:
         with _silence():
             return _load(directory, tensors)

@@ -1,0 +1,301 @@
+"""How each front names the options that messages mention.
+
+A message of the core names options as `unshard merge` has them: `--overwrite`, `--lora-alpha N`. A
+front is whatever shows the message: a command of ours, a command that stands for another tool's,
+or Python. It writes the options that it has in its own way, and for others it gives the line of
+`unshard merge` to use instead. Text in backticks is a line of another program and is kept as it is.
+
+This module knows the options, not who has them.
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = [
+    "COMMAND_LINE",
+    "OPTIONS",
+    "PYTHON",
+    "Command",
+    "Front",
+    "Mention",
+    "Python",
+    "advice",
+    "call_of",
+    "line_of",
+    "mentions",
+    "said",
+    "warned",
+]
+
+OPTIONS = {
+    "dtype": "DTYPE",
+    "keep-fp32": "REGEX",
+    "names": "NAMES",
+    "base": "MODEL",
+    "allow-missing": "",
+    "allow-unexpected": "",
+    "include": "REGEX",
+    "exclude": "REGEX",
+    "lora": "LORA",
+    "lora-alpha": "N",
+    "weights": "WEIGHTS",
+    "role": "ROLE",
+    "step": "N",
+    "all-steps": "",
+    "also": "DIR",
+    "config": "FILE",
+    "max-shard-size": "SIZE",
+    "workers": "N",
+    "memory": "SIZE",
+    "assume-dim0": "",
+    "ep-size": "N",
+    "allow-global": "NAME",
+    "verify": "VERIFY",
+    "no-extra-state": "",
+    "overwrite": "",
+    "dry-run": "",
+    "push-to-hub": "REPO",
+    "private": "",
+}
+"""The options of `unshard merge` that messages may name, each with what stands for its value."""
+
+_CHOICES: Mapping[str, frozenset[str]] = {
+    "dtype": frozenset({"keep", "config", "base", "bfloat16", "float16", "float32"}),
+    "names": frozenset({"hub", "training"}),
+    "lora": frozenset({"fuse", "adapter", "both"}),
+    "weights": frozenset({"model", "ema"}),
+    "role": frozenset({"actor", "critic", "actor|critic"}),
+    "verify": frozenset({"light", "full", "off"}),
+}
+_OTHERS = {  # of `verify` and `average`, which have functions in Python too
+    "load": "",
+    "atol": "X",
+    "rtol": "X",
+    "against": "PATH",
+    "coefficients": "X,Y",
+    "ema-decay": "X",
+    "last": "N",
+    "every": "N",
+}
+_SEQUENCES = {"allow-global", "also"}
+_IN_PYTHON = {"allow-global": "allow_globals", "no-extra-state": "extra_state"}
+
+_MENTION = re.compile(
+    r"(?<![\w/.-])--(?P<option>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?![\w-])"
+    r"(?:(?P<sep>[ =])(?!--)(?P<value>'[^']*'|[^\s'`]+))?"
+)
+_PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9|,_]*")
+_NO_PROSE = re.compile(r"\d|\w[./]\w")
+_PLAIN = re.compile(r"[\w|./,:+-]+")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Mention:
+    """An option in a text: its name without the dashes, and its value, unquoted, if it has one."""
+
+    option: str
+    value: str | None = None
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether the option takes no value."""
+        return not (OPTIONS | _OTHERS).get(self.option, "?")
+
+    def __str__(self) -> str:
+        """Write it for a shell."""
+        return self.named(f"--{self.option}")
+
+    def named(self, name: str) -> str:
+        """Write it for a shell under another name."""
+        if self.value is None:
+            return name
+        quoted = self.value if _PLAIN.fullmatch(self.value) else shlex.quote(self.value)
+        return f"{name}{'=' if self.is_flag else ' '}{quoted}"
+
+
+class Front(Protocol):
+    """What shows messages."""
+
+    def name(self, mention: Mention) -> str | None:
+        """Return how this front writes an option, or None if it does not have it."""
+
+    def instead(self, mention: Mention) -> str:
+        """Return the line to use for an option that it does not have."""
+
+
+def mentions(text: str) -> Iterator[Mention]:
+    """Yield the options that a text names, in order."""
+    found: list[Mention] = []
+
+    def collect(mention: Mention) -> str:
+        found.append(mention)
+        return str(mention)
+
+    _replaced(text, collect)
+    yield from found
+
+
+def line_of(command: str, arguments: Sequence[str], options: Mapping[str, object]) -> str:
+    """Return a command line to paste.
+
+    Args:
+        command: "unshard merge".
+        arguments: paths.
+        options: parameters of `unshard.merge` by name; booleans are flags.
+    """
+    parts = [command, *map(shlex.quote, arguments)]
+    for name, value in options.items():
+        option = "no-extra-state" if name == "extra_state" else name.replace("_", "-")
+        parts.append(str(Mention(option, None if isinstance(value, bool) else str(value))))
+    return " ".join(parts)
+
+
+def call_of(function: str, arguments: Sequence[str], options: Mapping[str, object]) -> str:
+    """Return a call of Python without its last bracket; see `line_of`."""
+    named = (f"{name}={value!r}" for name, value in options.items())
+    return f"{function}({', '.join([*map(repr, arguments), *named])}"
+
+
+def said(text: str, front: Front) -> str:
+    """Return a text with every option as a front writes it."""
+    return _replaced(text, front.name)
+
+
+def advice(text: str, front: Front) -> list[str]:
+    """Return the lines to use for what a text names and a front does not have, each once."""
+    missing = (one for one in mentions(text) if one.option in OPTIONS and front.name(one) is None)
+    return list(dict.fromkeys(front.instead(mention) for mention in missing))
+
+
+def warned(text: str, front: Front) -> str:
+    """Return a warning as a front shows it: one text, with the lines to use at its end."""
+    lines = advice(text, front)
+    return said(text, front) + (f" (use: {'; or: '.join(lines)})" if lines else "")
+
+
+def _replaced(text: str, write: Callable[[Mention], str | None]) -> str:
+    """Return a text whose mentions are written anew, or kept where `write` returns None."""
+
+    def replace(match: re.Match[str]) -> str:
+        mention, rest = _parsed(match)
+        written = write(mention)
+        return match[0] if written is None else f"{written}{rest}"
+
+    parts = re.split(r"(`[^`]*`)", text)
+    parts[::2] = [_MENTION.sub(replace, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _parsed(match: re.Match[str]) -> tuple[Mention, str]:
+    """Return the option, and what follows it in the match without belonging to it."""
+    option, sep, value = match["option"], match["sep"], match["value"]
+    if value is None:
+        return Mention(option), ""
+    if value.startswith("'"):
+        return Mention(option, value[1:-1]), ""
+    bare = value.rstrip(":;,.)…")
+    rest = value[len(bare) :]
+    after = match.string[match.end() :]
+    if sep == "=" or _is_value(option, bare, rest, after):
+        return Mention(option, bare), rest
+    return Mention(option), f"{sep}{value}"
+
+
+def _is_value(option: str, word: str, rest: str, after: str) -> bool:
+    """Return whether the word after an option is its value, not the next word of the sentence."""
+    if Mention(option).is_flag or not word:
+        return False
+    is_subject = rest.startswith(":") and (not after or after.startswith((" ", "\n")))
+    return (
+        is_subject
+        or word in _CHOICES.get(option, ())
+        or _PLACEHOLDER.fullmatch(word) is not None
+        or _NO_PROSE.search(word) is not None
+    )
+
+
+def _example(mention: Mention) -> str:
+    """Write an option for a line to paste: with a value."""
+    value = OPTIONS[mention.option] if mention.value is None else mention.value.split("|")[0]
+    return str(Mention(mention.option, value or None))
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command line.
+
+    Attributes:
+        own: the options that it has, by the names of `unshard merge`; None: all.
+        line: the line of `unshard merge` that does what it does.
+    """
+
+    own: Mapping[str, str] | None = None
+    line: str = "unshard merge CHECKPOINT OUTPUT"
+
+    def name(self, mention: Mention) -> str | None:
+        """Return how this command writes an option, or None if it does not have it."""
+        if self.own is None:
+            return str(mention)
+        name = self.own.get(mention.option)
+        return None if name is None else mention.named(name)
+
+    def instead(self, mention: Mention) -> str:
+        """Return the line of `unshard merge` with an option."""
+        return f"{self.line} {_example(mention)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Python:
+    """A function or method.
+
+    Attributes:
+        own: the parameters that it has, by the names of options; None: all those of `merge`.
+        call: the call of `unshard.merge` that does what it does, without the last bracket.
+    """
+
+    own: Mapping[str, str] | None = None
+    call: str = "unshard.merge(checkpoint, output"
+
+    def name(self, mention: Mention) -> str | None:
+        """Return how Python writes an option, or None if the function does not have it."""
+        if mention.option not in OPTIONS | _OTHERS:
+            return None
+        if self.own is None:
+            return _as_keyword(mention, "…")
+        name = self.own.get(mention.option)
+        return None if name is None else f"{name}={_as_value(mention, '…')}"
+
+    def instead(self, mention: Mention) -> str:
+        """Return the call of `unshard.merge` with a parameter."""
+        return f"{self.call}, {_as_keyword(mention, '...')})"
+
+
+def _as_keyword(mention: Mention, unknown: str) -> str:
+    if mention.option == "all-steps":
+        return "unshard.merge_all"
+    name = _IN_PYTHON.get(mention.option, mention.option.replace("-", "_"))
+    return f"{name}={_as_value(mention, unknown)}"
+
+
+def _as_value(mention: Mention, unknown: str) -> str:
+    """Write an option's value as Python does; `unknown` stands for one that is not given."""
+    value = mention.value
+    if value is None and mention.is_flag:
+        return str(mention.option != "no-extra-state")
+    if value in (None, (OPTIONS | _OTHERS)[mention.option], "FILE|DIR"):
+        return unknown
+    if _NUMBER.fullmatch(value or ""):
+        return str(value)
+    if mention.option in _SEQUENCES:
+        return repr([value])
+    return " or ".join(map(repr, str(value).split("|")))
+
+
+COMMAND_LINE = Command()
+"""`unshard merge`, whose options all messages name."""
+PYTHON = Python()
+"""The functions of `unshard`."""

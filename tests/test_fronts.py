@@ -1,0 +1,367 @@
+"""Advice that can be followed: every front names options that it has, or a line that has them."""
+
+import argparse
+import ast
+import inspect
+import pickle
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+import unshard
+from ranks import rank_path, save_ranks, some_tensors
+from unshard import ConversionError, MergeOptions, UnshardError
+from unshard.cli.guard import front_of
+from unshard.cli.main import app
+from unshard.cli.main import main as command_line
+from unshard.compat import convert_checkpoint_simple, convert_fsdp_to_hf, merge_fsdp, verl
+from unshard.errors import speaking
+from unshard.fronts import OPTIONS, PYTHON, Command, Front, Mention, mentions, said, warned
+from unshard.merger import FSDP2Merger
+from unshard.merger import __main__ as merger
+from unshard.progress import Event, Warned
+
+SOURCE = Path(unshard.__file__).parent
+DROP_INS: Mapping[str, tuple[Callable[[], None], list[str]]] = {
+    "convert_checkpoint_simple": (convert_checkpoint_simple.main, ["{run}", "--output", "{out}"]),
+    "convert_fsdp_to_hf": (
+        convert_fsdp_to_hf.main,
+        ["--checkpoint_path", "{run}", "--output_path", "{out}"],
+    ),
+    "merge_fsdp": (merge_fsdp.main, ["--input_dir", "{run}", "--output_dir", "{out}"]),
+    "merger": (merger.main, ["--checkpoint_path", "{run}", "--output_path", "{out}"]),
+    "verl": (
+        verl.main,
+        ["merge", "--backend", "fsdp", "--local_dir", "{run}", "--target_dir", "{out}"],
+    ),
+}
+
+
+# What is written: all messages
+
+
+@cache
+def texts() -> dict[str, str]:
+    """Return every text of the source that names an option, but for those that define options."""
+    return {
+        f"{path.relative_to(SOURCE)}:{line}": text
+        for path in sorted(SOURCE.rglob("*.py"))
+        for line, text in strings(ast.parse(path.read_text(encoding="utf-8")))
+        if " " in text.strip() and any(mentions(text))
+    }
+
+
+def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    skipped: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr):
+            skipped.add(id(node.value))  # a docstring
+        elif isinstance(node, ast.JoinedStr):
+            skipped |= {id(inner) for inner in ast.walk(node) if inner is not node}
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", "")
+            if name in {"add_argument", "Option", "Argument"}:
+                skipped |= {id(inner) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield node.lineno, "".join(map(part, node.values))
+
+
+def part(node: ast.expr) -> str:
+    return str(node.value) if isinstance(node, ast.Constant) else "missing"  # --allow-{kind}
+
+
+def options_of(*path: str) -> set[str]:
+    """Return the options of a command of ours, as its parser has them."""
+    command = typer.main.get_command(app)
+    for name in path:
+        command = command.commands[name]  # type: ignore[attr-defined]  # of a group
+    return {option for parameter in command.params for option in parameter.opts}
+
+
+def options_of_drop_in(main: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return the options of a drop-in, as its parser has them."""
+    parsers: list[argparse.ArgumentParser] = []
+    add = argparse.ArgumentParser.add_argument
+    found: set[str] = set()
+
+    def noted(self: argparse.ArgumentParser, *names: str, **more: object) -> argparse.Action:
+        found.update(names)
+        return add(self, *names, **more)  # type: ignore[arg-type]  # as it was called
+
+    def stop(self: argparse.ArgumentParser, *_: object) -> None:
+        parsers.append(self)
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "add_argument", noted)
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        with pytest.raises(SystemExit):
+            main()
+    assert parsers
+    return found
+
+
+def parses(line: str) -> bool:
+    """Return whether a line of `unshard` names options that its command has."""
+    program, command, *rest = shlex.split(line)
+    assert program == "unshard"
+    named = {word.partition("=")[0] for word in rest if word.startswith("--")}
+    return named <= options_of(command)
+
+
+def test_the_walk_finds_the_messages() -> None:
+    found = texts()
+    assert len(found) > 60
+    for option in ("lora-alpha", "base", "config", "assume-dim0", "ep-size", "overwrite"):
+        assert any(one.option == option for text in found.values() for one in mentions(text))
+
+
+def test_all_options_of_a_merge_are_known_and_are_flags_or_not_as_its_parser_says() -> None:
+    merge = {parameter.opts[0]: parameter for parameter in _merge_parameters()}
+    assert {f"--{option}" for option in OPTIONS} <= merge.keys()
+    for option, placeholder in OPTIONS.items():
+        assert getattr(merge[f"--{option}"], "is_flag", False) is (placeholder == ""), option
+    given = {one.name for one in fields(MergeOptions)} - {"allow_globals", "extra_state"}
+    assert {name.replace("_", "-") for name in given} <= OPTIONS.keys()
+
+
+def _merge_parameters() -> list[typer.core.TyperOption]:
+    command = typer.main.get_command(app).commands["merge"]  # type: ignore[attr-defined]
+    return [one for one in command.params if one.opts[0].startswith("--")]
+
+
+def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    evaluating = set.union(
+        *(
+            options_of("eval", name)
+            for name in ("serve", "submit", "status", "cancel", "logs", "results", "watch")
+        ),
+        options_of("eval", "export"),
+    )
+    own = {
+        "__init__": {"--python"},  # of uv
+        "evaluate/": evaluating,
+        "cli/evaluate": evaluating,
+        "verify": options_of("verify"),
+        "averag": options_of("average"),
+        "cli/merge": options_of("merge"),
+        "compat/converting": {"--output"},  # of one script; the other's test is below
+        "compat/verl": options_of_drop_in(verl.main, monkeypatch),
+        "compat/merge_fsdp": options_of_drop_in(merge_fsdp.main, monkeypatch),
+    }
+    for place, text in texts().items():
+        also = set[str]().union(*(options for part, options in own.items() if part in place))
+        strangers = {
+            str(Mention(one.option))
+            for one in mentions(text)
+            if one.option not in OPTIONS and one.option != "missing"
+        }
+        assert strangers <= also, place
+
+
+@pytest.mark.parametrize(
+    "name", ["merge", "inspect", "verify", "average", "submit", "watch", "export", "serve"]
+)
+def test_a_command_of_ours_names_options_that_it_has(name: str) -> None:
+    group = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    path = [name] if name in group else ["eval", name]
+    command = group[name] if name in group else group["eval"].commands[name]
+    front = front_of(inspect.unwrap(command.callback), {})
+    for place, text in texts().items():
+        check(front, text, options_of(*path), place)
+
+
+def check(front: Front, text: str, options: set[str], place: str) -> None:
+    """Every option of merge in a text is one that the front has, or in a line to use instead."""
+    for mention in mentions(text):
+        if mention.option not in OPTIONS:
+            continue
+        written = front.name(mention)
+        if written is None:
+            assert parses(front.instead(mention)), place
+            assert front.instead(mention) in warned(text, front), place
+        else:
+            assert written.split(" ", 1)[0] in options, place
+            assert written in said(text, front), place
+
+
+def test_python_names_parameters_that_its_functions_have() -> None:
+    functions = (unshard.merge, unshard.average, unshard.verify, unshard.merge_all)
+    known = {name for one in functions for name in inspect.signature(one).parameters}
+    for place, text in texts().items():
+        rendered = said(text, PYTHON)
+        for mention in mentions(text):
+            written = PYTHON.name(mention)
+            if written is not None and not written.startswith("unshard."):
+                assert written.partition("=")[0] in known, place
+                assert written in rendered, place
+        assert not {one.option for one in mentions(rendered)} & OPTIONS.keys(), place
+
+
+@pytest.mark.parametrize("name", DROP_INS)
+def test_a_drop_in_names_options_that_it_has_or_a_line_to_use(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, _ = DROP_INS[name]
+    front = provoked(name, tmp_path, monkeypatch).front
+    options = options_of_drop_in(main, monkeypatch)
+    for place, text in texts().items():
+        check(front, text, options, place)
+
+
+# What is printed
+
+
+def lora_without_alpha(run: Path) -> Path:
+    """A LoRA checkpoint of verl whose adapter says nothing of its alpha."""
+    tensors = {f"base_model.model.{name}": one for name, one in some_tensors().items()}
+    head = tensors.pop("base_model.model.lm_head.weight")
+    tensors |= {
+        "base_model.model.lm_head.base_layer.weight": head,
+        "base_model.model.lm_head.lora_A.default.weight": torch.ones(2, 6),
+        "base_model.model.lm_head.lora_B.default.weight": torch.ones(13, 2),
+    }
+    save_ranks(run / "actor", tensors, 2)
+    (run / "actor" / "config.json").write_text('{"model_type": "llama"}')
+    return run
+
+
+def provoked(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> UnshardError:
+    """Return the error of a drop-in for an adapter without alpha; its paths have a space."""
+    main, arguments = DROP_INS[name]
+    run = lora_without_alpha(tmp_path / "my run" / "global_step_7")
+    if name == "verl":
+        run = run / "actor"
+    given = [one.format(run=run, out=tmp_path / "my out") for one in arguments]
+    monkeypatch.setattr(sys, "argv", [name, *given])
+    with pytest.raises(ConversionError) as caught:
+        main()
+    return caught.value
+
+
+@pytest.mark.parametrize("name", DROP_INS)
+def test_the_line_that_a_drop_in_prints_can_be_pasted(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    message = str(provoked(name, tmp_path, monkeypatch))
+    match = re.search(r"^  use:      (unshard merge .* --lora-alpha N)$", message, re.MULTILINE)
+    assert match is not None, message
+    with pytest.raises(SystemExit) as end:
+        command_line(shlex.split(match[1].replace("--lora-alpha N", "--lora-alpha 2"))[1:])
+    assert end.value.code == 0, capfd.readouterr().err
+    assert (tmp_path / "my out" / "model.safetensors").is_file()
+
+
+def test_the_class_of_the_merger_speaks_python(tmp_path: Path) -> None:
+    run = lora_without_alpha(tmp_path / "checkpoint-3")
+    with pytest.raises(ConversionError) as caught:
+        FSDP2Merger().merge(run, tmp_path / "out")
+    call = str(caught.value).partition("  use:      ")[2]
+    assert call.startswith("unshard.merge(")
+    report = eval(call.replace("lora_alpha=...", "lora_alpha=2.0"))  # noqa: S307 (our own line)
+    assert report.dtypes == {"bfloat16": 3}
+
+
+def test_a_model_that_cannot_be_read_is_blamed_on_the_flag_that_named_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    save_ranks(run / "checkpoint-3" / "pytorch_model_fsdp_0", some_tensors(), 2)
+    arguments = ["--input_dir", str(run), "--model_name_or_class", "./no such model"]
+    monkeypatch.setattr(sys, "argv", ["merge_fsdp.py", *arguments])
+    with pytest.raises(ConversionError) as caught:
+        merge_fsdp.main()
+    message = str(caught.value)
+    assert message.startswith("--model_name_or_class './no such model': no such directory")
+    assert "or leave --model_name_or_class out where the checkpoint has a config.json" in message
+    assert "--base" not in message
+
+
+def test_a_command_that_lacks_an_option_names_the_line_of_merge(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_ranks(tmp_path / "global_step_3", some_tensors(), 2)
+    with pytest.raises(SystemExit):
+        command_line(["inspect", str(tmp_path / "global_step_3")])
+    shown = capfd.readouterr().out
+    assert f"(use: unshard merge {tmp_path / 'global_step_3'} OUTPUT --config" in shown
+
+
+def test_json_of_the_command_line_keeps_its_own_notation(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = lora_without_alpha(tmp_path / "global_step_7")
+    with pytest.raises(SystemExit) as end:
+        command_line(["merge", str(run), str(tmp_path / "out"), "--json"])
+    printed = capfd.readouterr()
+    assert end.value.code == 4
+    assert "--lora-alpha N" in printed.out
+    assert "--lora-alpha N" in printed.err
+    assert "lora_alpha=" not in printed.out + printed.err
+
+
+def test_warnings_of_the_api_speak_python_wherever_they_are_read(tmp_path: Path) -> None:
+    save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    (tmp_path / "ckpt" / "config.json").write_text('{"dtype": "bfloat16"}')
+    events: list[Event] = []
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", listener=events.append)
+    heard = tuple(event.message for event in events if isinstance(event, Warned))
+    assert heard == report.warnings
+    assert any("dtype='config'" in warning for warning in report.warnings)
+    assert any("--dtype config" in note for note in report.notes)
+    assert unshard.inspect(tmp_path / "ckpt").warnings == report.warnings
+
+
+def test_problems_that_are_raised_together_are_said_once_in_the_words_of_the_front(
+    tmp_path: Path,
+) -> None:
+    for step in (1, 2):
+        save_ranks(tmp_path / f"global_step_{step}" / "actor", some_tensors(), 2)
+        rank_path(tmp_path / f"global_step_{step}" / "actor", 2, 0).unlink()
+    with pytest.raises(UnshardError) as caught, speaking(Command({"step": "--wanted"})):
+        unshard.merge(tmp_path)
+    assert pickle.loads(pickle.dumps(caught.value)).text == caught.value.text
+
+
+# The notation
+
+
+@pytest.mark.parametrize(
+    ("text", "python", "drop_in"),
+    [
+        ("give it: --lora-alpha N", "give it: lora_alpha=…", "give it: --lora-alpha N"),
+        ("say --overwrite, or not", "say overwrite=True, or not", "say --overwrite, or not"),
+        ("--base a/b: not there", "base='a/b': not there", "--model a/b: not there"),
+        ("--base '/a b': not there", "base='/a b': not there", "--model '/a b': not there"),
+        ("what --base names", "what base=… names", "what --model names"),
+        ("--step 3: gone", "step=3: gone", "--step 3: gone"),
+        ("--role actor|critic", "role='actor' or 'critic'", "--role actor|critic"),
+        ("to cast: --dtype config", "to cast: dtype='config'", "to cast: --dtype config"),
+        ("or --no-extra-state", "or extra_state=False", "or --no-extra-state"),
+        ("(--allow-global a.B)", "(allow_globals=['a.B'])", "(--allow-global a.B)"),
+        ("--allow-global a.B: no", "allow_globals=['a.B']: no", "--allow-global a.B: no"),
+        ("--overwrite=all", "overwrite='all'", "--overwrite=all"),
+        ("run `hf upload --private`", "run `hf upload --private`", "run `hf upload --private`"),
+        ("a--base /x/--base.y --", "a--base /x/--base.y --", "a--base /x/--base.y --"),
+        ("--token-file X and --jobs", "--token-file X and --jobs", "--token-file X and --jobs"),
+    ],
+)  # fmt: skip
+def test_a_text_is_said_as_the_front_writes_options(text: str, python: str, drop_in: str) -> None:
+    assert said(text, PYTHON) == python
+    assert said(text, Command({"base": "--model"})) == drop_in
+    assert said(text, Command()) == text
