@@ -51,7 +51,7 @@ EXIT_CODES = """## Exit codes
 | 5 | the output: exists, no space, not writable |
 | 130 | interrupted |
 
-With `--json` stdout holds one JSON object: the report, or `{"error": {"type", "code", "message",
+With `--json` stdout has one JSON object: the report, or `{"error": {"type", "code", "message",
 "expected", "found", "hint"}}`. Everything for people goes to stderr.
 """
 

@@ -9,7 +9,7 @@ import pytest
 
 import unshard
 
-HEAVY = ("torch", "numpy", "huggingface_hub", "ml_dtypes", "safetensors", "transformers")
+HEAVY = ("torch", "numpy", "rich", "huggingface_hub", "ml_dtypes", "safetensors", "transformers")
 RUN = "from unshard.cli.main import main"
 
 

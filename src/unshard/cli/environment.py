@@ -4,9 +4,7 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +48,8 @@ def env(
 
 def _version(package: str) -> str:
     """Return a package's version, without importing it."""
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -64,6 +64,8 @@ def _cores() -> int:
 
 def _file_system(directory: Path) -> dict[str, str]:
     """Try what a merge uses, in a directory that is removed at once."""
+    import tempfile
+
     found = {"directory": str(directory.resolve())}
     try:
         with tempfile.TemporaryDirectory(prefix="_unshard-", dir=directory) as scratch:
