@@ -49,6 +49,23 @@ def read(tmp_path: Path, text: str) -> ServerConfig:
     return ServerConfig.from_yaml(path)
 
 
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [
+        ("{}", (8, None)),
+        ("{count: null}", (None, None)),
+        ("{count: null, bytes: 5}", (None, 5)),
+        ("{count: 0}", (0, None)),
+        ("{bytes: null}", (8, None)),
+    ],
+)
+def test_a_quota_of_null_is_no_limit(
+    tmp_path: Path, quota: str, expected: tuple[int | None, int | None]
+) -> None:
+    config = read(tmp_path, f"pin_quota: {quota}")
+    assert (config.pin_count, config.pin_bytes) == expected
+
+
 def test_everything_that_can_be_said(tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     config = read(tmp_path, WHOLE)

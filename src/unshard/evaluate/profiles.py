@@ -229,8 +229,8 @@ def _server(settings: Settings, given: tuple[int, ...] | None) -> ServerConfig:
         port=settings.count("port", default.port, most=65535),
         token_file=settings.path("token_file"),
         work_directory=settings.path("work_directory"),
-        pin_count=quota.count("count", 0) if "count" in quota else default.pin_count,
-        pin_bytes=quota.count("bytes", 0) if "bytes" in quota else default.pin_bytes,
+        pin_count=quota.limit("count", default.pin_count),
+        pin_bytes=quota.limit("bytes", default.pin_bytes),
         profiles=_profiles(settings, gpus),
     )
 
