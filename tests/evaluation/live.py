@@ -160,7 +160,7 @@ class Live:
 
     def ended(self, job: Mapping[str, object], status: str = "completed") -> Fields:
         """Wait until a job ends, and return it as it is then."""
-        finals = {"completed", "failed", "cancelled", "expired"}
+        finals = {"completed", "failed", "cancelled", "expired", "superseded"}
         wait_until(lambda: self.job(job)["status"] in finals, f"{job['id']}: its end")
         found = self.job(job)
         assert found["status"] == status, found

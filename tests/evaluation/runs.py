@@ -27,6 +27,15 @@ def lmms_checkpoint(run: Path, step: int, *, ema: bool = False, size: int = 64) 
     return place
 
 
+def save_again(checkpoint: Path) -> None:
+    """Write every file of a checkpoint again, into the same inodes, as `torch.save` does."""
+    for path in checkpoint.rglob("*"):
+        if path.is_file():
+            before = path.stat()
+            path.write_bytes(path.read_bytes())
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+
+
 def rotate_like_lmms_engine(run: Path, limit: int) -> None:
     """Remove old checkpoints as lmms-engine 0.1.4 does."""
     checkpoints = [name for name in os.listdir(run) if name.startswith("checkpoint")]  # noqa: PTH208

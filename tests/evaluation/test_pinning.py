@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from evaluation.running import job_of, script_profile, whole_model
+from evaluation.runs import save_again
 from unshard.evaluate.jobs import Job, Request
 from unshard.evaluate.pins import DEFAULT_QUOTA, Quota, pin_checkpoint, pins_of, unpin
 from unshard.evaluate.profiles import ServerConfig
-from unshard.evaluate.server.pinning import PinInUseError, Pins
+from unshard.evaluate.server.pinning import PinInUseError, Pins, changed_since
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.store import Store
@@ -152,6 +153,61 @@ def test_a_pin_that_its_client_replaces_is_taken(run: Path, service: Service) ->
     shutil.rmtree(run / "checkpoint-0")
     assert submit(service, run, 0, str(second.path)).id == job.id
     assert job_of(service.store, job.id).pin == str(second.path)
+
+
+def status(service: Service, job: Job) -> str:
+    return job_of(service.store, job.id).status
+
+
+def test_a_step_that_is_saved_again_supersedes_what_waits(run: Path, service: Service) -> None:
+    first = pin_checkpoint(run / "checkpoint-0", quota=DEFAULT_QUOTA)
+    older = submit(service, run, 0, str(first.path))
+    save_again(run / "checkpoint-0")
+    second = pin_checkpoint(run / "checkpoint-0", quota=DEFAULT_QUOTA)
+    newer = submit(service, run, 0, str(second.path))
+    assert newer.id != older.id
+    assert (status(service, older), status(service, newer)) == ("superseded", "queued")
+    assert newer.id in str(job_of(service.store, older.id).error)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_two_submissions_after_a_step_was_saved_again_are_one_job_with_the_newer_pin(
+    run: Path,
+    service: Service,
+    is_running: bool,  # noqa: FBT001
+) -> None:
+    first = pin_checkpoint(run / "checkpoint-0", quota=DEFAULT_QUOTA)
+    save_again(run / "checkpoint-0")
+    second = pin_checkpoint(run / "checkpoint-0", quota=DEFAULT_QUOTA)
+    older = submit(service, run, 0, str(first.path))
+    if is_running:
+        assert service.store.claim(time.time()) is not None
+    newer = submit(service, run, 0, str(second.path))
+    assert (newer.id, newer.pin) == (older.id, str(second.path))
+    now = job_of(service.store, older.id)
+    assert (now.pin, changed_since(now)) == (str(second.path), [])
+
+
+def test_a_failure_of_a_step_that_is_saved_again_is_superseded(run: Path, service: Service) -> None:
+    older = submit(service, run, 0)
+    service.store.claim(time.time())
+    save_again(run / "checkpoint-0")
+    service.store.fail(older.id, "rewritten", None)
+    service.pins.let_go(older.pin)
+    submit(service, run, 0)
+    assert status(service, older) == "superseded"
+
+
+def test_what_was_not_rewritten_is_not_superseded(run: Path, service: Service) -> None:
+    """Two runs of one name; and a training begun anew, whose older step is kept by its pin."""
+    older = submit(service, run, 0)
+    other = whole_model(run.parent / "other" / "run" / "checkpoint-0")
+    os.utime(other / "model.safetensors", (1, 1))
+    service.submit(Request(str(other), "script", ("task",), 0, "run"), None)
+    shutil.rmtree(run / "checkpoint-0")
+    whole_model(run / "checkpoint-0")
+    assert submit(service, run, 0).id != older.id
+    assert status(service, older) == "queued"
 
 
 def test_a_completed_job_gets_no_further_pin(run: Path, service: Service) -> None:

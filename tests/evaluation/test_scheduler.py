@@ -526,6 +526,23 @@ def test_a_pin_that_was_rewritten_is_a_failure(tmp_path: Path, model: Path) -> N
     assert "model.safetensors" in str(failed.error)
 
 
+def test_a_job_that_gets_a_newer_pin_while_it_runs_is_run_again(
+    tmp_path: Path, model: Path
+) -> None:
+    def changed(job: Job) -> list[str]:
+        if job.pin == "/old":
+            store.repin(job.id, "/new")  # what the service does when the step is submitted again
+        return ["model.safetensors"] if job.pin == "/old" else []
+
+    profile = script_profile(retries=0)
+    store, server = scheduler(tmp_path / "work", SCORED, changed=changed, profile=profile)
+    job, _ = store.submit(request(model), pin="/old")
+    server.start()
+    done = wait_for(store, job.id, Status.COMPLETED)
+    server.stop(end=True)
+    assert (done.pin, done.attempts, done.failures) == ("/new", 2, 0)
+
+
 def test_an_unknown_profile_and_an_unforeseen_mistake_fail_their_job_only(
     tmp_path: Path, model: Path
 ) -> None:

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from evaluation.live import Fields, Live, all_gone, checkpoint, cli, live, until
+from evaluation.runs import save_again
 from ranks import save_ranks, some_tensors
+from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.pins import Quota, pin_checkpoint, unpin
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.store import Store
+from unshard.evaluate.submitter import Submitter
 
 pytestmark = pytest.mark.xdist_group("eval-serve")  # a server for most
 QUOTA = Quota(8, None)
@@ -161,6 +164,28 @@ def test_a_pin_that_is_rewritten_in_place_fails(server: Live, busy: Fields) -> N
     error = str(server.ended(job, "failed")["error"])
     assert "rewritten or replaced while it was waiting" in error
     assert file.name in error
+
+
+def test_a_step_that_is_saved_twice_has_one_result_and_no_failure(
+    server: Live, busy: Fields, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first submission waits at the server while the trainer writes the step again."""
+    place = checkpoint(server.root / "twice", 5)
+    fields = {"server_url": server.url, "profile": "script", "tasks": ["score"]}
+    submitter = Submitter(EvalConfig.from_dict({**fields, "poll_interval": 0.05}), place.parent)
+    submitter.submit(place, 5)
+    until(lambda: server.v1("GET", "/jobs?run=twice")["jobs"], "the first")
+    save_again(place)
+    submitter.submit(place, 5)
+    until(lambda: len(server.v1("GET", "/jobs?run=twice")["jobs"]) == 2, "the second")  # type: ignore[arg-type]
+    cancel(server, busy)
+    submitter.close(60)
+    jobs = server.v1("GET", "/jobs?run=twice")["jobs"]
+    assert isinstance(jobs, list)
+    assert [job["status"] for job in jobs] == ["completed", "superseded"]
+    assert [step for step, _ in submitter.completed()] == [5]
+    assert "no result" not in caplog.text
+    assert pins(place.parent) == []
 
 
 def test_eight_jobs_share_four_gpus(tmp_path: Path) -> None:

@@ -61,16 +61,33 @@ def test_the_same_key_is_the_same_job(store: Store) -> None:
     assert store.submit(request(Path("b")), pin=None)[0].status is Status.RUNNING
 
 
-def test_a_job_that_waits_gets_another_pin_where_its_own_is_gone(
-    store: Store, tmp_path: Path
-) -> None:
-    pins = [tmp_path / name for name in ("one", "two", "three")]
-    pins[1].touch()
-    found = [store.submit(request(Path("a")), pin=str(pin))[0].pin for pin in pins]
-    assert found == [str(pins[0]), str(pins[1]), str(pins[1])]
-    claim(store)
-    pins[1].unlink()
-    assert store.submit(request(Path("a")), pin=str(pins[2]))[0].pin == str(pins[1])
+def test_a_job_that_is_not_final_can_get_another_pin(store: Store) -> None:
+    job, _ = store.submit(request(Path("a")), pin="/one")
+    store.repin(job.id, "/two")
+    claimed = claim(store)
+    assert claimed.pin == "/two"
+    store.repin(job.id, "/three")
+    assert job_of(store, job.id).pin == "/three"
+    store.complete(job.id, {}, None)
+    store.repin(job.id, "/four")
+    assert job_of(store, job.id).pin == "/three"
+
+
+def test_what_is_not_completed_can_be_superseded_and_submitted_again(store: Store) -> None:
+    queued, running, failed, completed, cancelled = (submit(store, step) for step in range(5))
+    for job in (running, failed, completed):
+        assert store.claim(time.time(), job.id) is not None
+    store.fail(failed.id, "rewritten", None)
+    store.complete(completed.id, {}, None)
+    store.cancel(cancelled.id)
+    jobs = (queued, running, failed, completed, cancelled)
+    assert [store.supersede(job.id, "newer") for job in jobs] == [True, True, True, False, False]
+    assert {job_of(store, job.id).status for job in jobs[:3]} == {Status.SUPERSEDED}
+    assert job_of(store, failed.id).error == "newer"
+    assert [job.id for job in store.running()] == [running.id]  # until its process is gone
+    store.release(running.id)
+    assert job_of(store, running.id).status is Status.SUPERSEDED
+    assert store.submit(queued.request, pin=None)[0].status is Status.QUEUED
 
 
 def test_a_job_that_ended_badly_is_queued_anew_with_the_new_checkpoint(store: Store) -> None:
@@ -178,6 +195,7 @@ def test_jobs_are_listed_newest_first_and_counted(store: Store) -> None:
         Status.FAILED: 0,
         Status.CANCELLED: 1,
         Status.EXPIRED: 1,
+        Status.SUPERSEDED: 0,
     }
 
 

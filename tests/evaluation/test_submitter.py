@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine
+from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine, save_again
 from evaluation.server_stub import Stub, free_port, scores, serving, until
 from unshard.evaluate import courier as courier_module
 from unshard.evaluate import recorder
@@ -364,6 +364,44 @@ def test_failed_jobs_end_and_are_told(
     submitter.close(20)
     assert (submitter.completed(), submitter.pending(), pins_of(tmp_path)) == ([], [], [])
     assert "no memory" in caplog.text
+
+
+def test_the_end_of_a_training_says_what_has_no_result(
+    tmp_path: Path, server: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.finishes = lambda body: {"status": "expired", "error": "gone"}  # noqa: ARG005
+    submitter = Submitter(config_for(server.url), tmp_path)
+    for step in (1, 2):
+        submitter.submit(lmms_checkpoint(tmp_path, step), step)
+    until(lambda: len(submitter._courier.failures) == 2)
+    server.finishes = scores
+    del server.jobs["job2"]
+    submitter.submit(tmp_path / "checkpoint-2", 2)
+    submitter.close(20)
+    said = [one.message for one in caplog.records if one.message.startswith("no result")]
+    assert said == ["no result: step 1: job job1 expired: gone"]
+
+
+def test_a_step_that_is_saved_again_while_the_server_is_away_is_submitted_once(
+    tmp_path: Path,
+) -> None:
+    """lmms-engine saves its last step twice, into the same files."""
+    port = free_port()
+    config = config_for(f"http://127.0.0.1:{port}", weights=["model", "ema"])
+    submitter = Submitter(config, tmp_path)
+    checkpoint = lmms_checkpoint(tmp_path, 1000, ema=True)
+    for _ in range(2):
+        assert submitter.submit(checkpoint, 1000)
+        last = pins_of(tmp_path)[-1]
+        save_again(checkpoint)
+    submitter.submit(checkpoint, 1000)
+    assert [pin.changed() for pin in pins_of(tmp_path)] == [[]]
+    assert last.name not in {pin.name for pin in pins_of(tmp_path)}
+    with serving(Stub(finishes=scores), port) as stub:
+        submitter.close(20)
+    assert sorted(str(body["weights"]) for body in stub.submissions) == ["ema", "model"]
+    assert len(submitter.completed()) == 2
+    assert pins_of(tmp_path) == []
 
 
 def test_both_sets_of_weights_share_one_pin(tmp_path: Path, server: Stub) -> None:

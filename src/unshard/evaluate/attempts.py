@@ -108,6 +108,16 @@ class Runner:
 
     def run(self, attempt: Attempt) -> Outcome:
         """Merge, evaluate, and read what was measured."""
+        outcome = self._run(attempt)
+        if isinstance(outcome, Failed | Expired) and self._is_repinned(attempt.job):
+            return Lost("the checkpoint was saved again; its newer pin is evaluated")
+        return outcome
+
+    def _is_repinned(self, job: Job) -> bool:
+        now = self._store.get(job.id)
+        return now is not None and now.pin is not None and now.pin != job.pin
+
+    def _run(self, attempt: Attempt) -> Outcome:
         job = attempt.job
         try:
             (attempt.directory / "output").mkdir(parents=True)

@@ -4,6 +4,7 @@ The server may be away, may have forgotten a job (then it is submitted again), o
 (then that is set aside with the answer). Pins are removed when no job needs them any more.
 """
 
+import json
 import logging
 import threading
 import time
@@ -56,6 +57,7 @@ class Courier:
 
     Attributes:
         handing_over: held while a result leaves the spool's jobs and until `take` has it.
+        failures: what ended without a result and was not submitted again with success.
     """
 
     def __init__(self, config: EvalConfig, spool: Spool, take: Callable[[Recording], None]) -> None:
@@ -66,6 +68,7 @@ class Courier:
         self._wait = 0.0
         self._again = time.monotonic() + _REFUSED_AGAIN
         self.handing_over = threading.Lock()
+        self.failures: dict[str, str] = {}
 
     def send(self) -> float:
         """Send what waits, in order; return the seconds after which to try again."""
@@ -183,8 +186,15 @@ class Courier:
         if status == Status.COMPLETED:
             with self.handing_over:
                 self._take(_recording(self._spool.arrive(entry, {"metrics": _metrics(job)})))
+            self.failures.pop(_what(entry), None)
         else:
-            log.warning("step %s: job %s %s: %s", entry.step, entry.name, status, job.get("error"))
+            said = f"step {entry.step}: job {entry.name} {status}: {job.get('error')}"
+            if status == Status.SUPERSEDED:
+                log.info("%s", said)
+                self.failures.pop(_what(entry), None)
+            else:
+                log.warning("%s", said)
+                self.failures[_what(entry)] = said
             self._spool.remove(entry)
         self._release(entry)
 
@@ -205,6 +215,11 @@ def release(pins: Iterable[str], spool: Spool) -> None:
                 unpin(found)
             else:
                 left_alone(f"{pin}: not a pin of {run}")
+
+
+def _what(entry: Entry) -> str:
+    """Name what an entry asks for, as often as it is submitted."""
+    return json.dumps(entry.fields.get("request"), sort_keys=True)
 
 
 def _resubmissions(entry: Entry) -> int:

@@ -33,7 +33,7 @@ class EvaluationError(UnshardError):
 
 
 class Status(StrEnum):
-    """How a job stands; the words are those of lmms-eval's server, and `expired` beside them."""
+    """How a job stands, in the words of lmms-eval's server; the last two are ours."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -41,6 +41,7 @@ class Status(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
+    SUPERSEDED = "superseded"
 
     @property
     def is_final(self) -> bool:

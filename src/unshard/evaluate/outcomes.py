@@ -159,7 +159,7 @@ class Outcomes:
             _remove_others(attempt.directory)
             return
         now = self._store.get(job_id)
-        if now is None or now.status is Status.CANCELLED:
+        if now is None or now.status in {Status.CANCELLED, Status.SUPERSEDED}:
             self._merger.remove(job_id)
 
     def _keep(self, job_id: str, profile: Profile) -> None:

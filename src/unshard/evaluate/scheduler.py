@@ -142,7 +142,13 @@ class Scheduler:
 
         The processes of a running one are gone a little later.
         """
-        done = self._store.cancel(job_id)
+        return self._stopped(job_id, self._store.cancel(job_id))
+
+    def supersede(self, job_id: str, why: str) -> bool:
+        """End a job in whose place another has come, as `cancel` does; a failed one, too."""
+        return self._stopped(job_id, self._store.supersede(job_id, why))
+
+    def _stopped(self, job_id: str, done: bool) -> bool:  # noqa: FBT001  (what the store says)
         if done and job_id not in {job.id for job in self._store.running()}:
             self._outcomes.tell_end(job_id)
         return done

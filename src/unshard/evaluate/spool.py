@@ -75,6 +75,16 @@ class Spool:
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
         return self._write("queue", name, fields)
 
+    def supersede(self, newer: Entry) -> list[str]:
+        """Remove older submissions of the same that are not sent yet; return their pins."""
+        pins = []
+        for older in (*self.waiting(), *self.refused()):
+            is_same = older.fields.get("request") == newer.fields.get("request")
+            if is_same and older.name < newer.name:
+                pins += pins_in(older.fields)
+                self.remove(older)
+        return pins
+
     def waiting(self) -> list[Entry]:
         """Return what was not sent yet, in order."""
         return self._entries("queue")
@@ -111,7 +121,8 @@ class Spool:
         """
         job_id = _job_name(job_id)
         known = [one for one in self.pending() if one.name == job_id]
-        pins = sorted({pin for one in (entry, *known) for pin in pins_in(one.fields)})
+        named = [pin for one in (*known, entry) for pin in pins_in(one.fields)]
+        pins = list(dict.fromkeys(named))  # the newest last
         return self._move(entry, "jobs", job_id, {**entry.fields, "pins": pins})
 
     def requeue(self, entry: Entry) -> Entry:

@@ -17,7 +17,7 @@ from unshard.evaluate.schema import request_as_json
 
 __all__ = ["Store"]
 
-_AGAIN = (Status.FAILED, Status.CANCELLED, Status.EXPIRED)
+_AGAIN = (Status.FAILED, Status.CANCELLED, Status.EXPIRED, Status.SUPERSEDED)
 _EVENTS = 100_000
 
 
@@ -30,12 +30,11 @@ class Store(Records):
         """Queue a request; return its job, and whether there was none of its key.
 
         The same key again returns the same job. A job that failed, was cancelled or expired is
-        queued anew, with the new request's checkpoint and pin; one that waits gets the pin where
-        its own is gone.
+        queued anew, with the new request's checkpoint and pin.
         """
         now, key = time.time(), request.key
         with self._transaction() as connection:
-            found = connection.execute("SELECT id, status, pin FROM jobs WHERE key = ?", (key,))
+            found = connection.execute("SELECT id, status FROM jobs WHERE key = ?", (key,))
             row = found.fetchone()
             if row is None:
                 job_id = secrets.token_hex(8)
@@ -58,10 +57,6 @@ class Store(Records):
                         (Status.QUEUED, request_as_json(request), pin, now, job_id),
                     )
                     _tell(connection, job_id, now)
-                elif (
-                    row["status"] == Status.QUEUED and pin and not Path(row["pin"] or "-").exists()
-                ):
-                    connection.execute("UPDATE jobs SET pin = ? WHERE id = ?", (pin, job_id))
             job = self._one(connection, job_id)
         if job is None:
             raise RuntimeError(f"job {job_id}: not there after it was written")
@@ -72,15 +67,35 @@ class Store(Records):
 
         The process of a running one is ended by the scheduler, and is open until then.
         """
+        return self._stop(job_id, Status.CANCELLED, None, Status.QUEUED)
+
+    def supersede(self, job_id: str, why: str) -> bool:
+        """End a job in whose place another has come; return whether it was queued, running, failed.
+
+        The process of a running one is ended by the scheduler, and is open until then.
+        """
+        return self._stop(job_id, Status.SUPERSEDED, why, Status.QUEUED, Status.FAILED)
+
+    def _stop(self, job_id: str, status: Status, why: str | None, *among: Status) -> bool:
+        marks = ", ".join("?" * len(among))
         with self._transaction() as connection:
             done = connection.execute(
-                "UPDATE jobs SET status = ?, phase = NULL, completed_at = ?"
-                " WHERE id = ? AND status IN (?, ?)",
-                (Status.CANCELLED, time.time(), job_id, Status.QUEUED, Status.RUNNING),
+                "UPDATE jobs SET status = ?, phase = NULL, completed_at = ?,"  # noqa: S608
+                " error = COALESCE(?, error)"
+                f" WHERE id = ? AND status IN (?, {marks})",
+                (status, time.time(), why, job_id, Status.RUNNING, *among),
             )
             if done.rowcount:
                 _tell(connection, job_id, time.time())
             return done.rowcount > 0
+
+    def repin(self, job_id: str, pin: str) -> None:
+        """Give a job that is queued or running another pin: its next attempt reads that."""
+        with self._transaction() as connection:
+            connection.execute(
+                "UPDATE jobs SET pin = ? WHERE id = ? AND status IN (?, ?)",
+                (pin, job_id, Status.QUEUED, Status.RUNNING),
+            )
 
     # What a scheduler does.
 

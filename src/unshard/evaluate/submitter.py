@@ -146,6 +146,8 @@ class Submitter:
                 log.warning("training waits for %d evaluations, %g s at most", count, limit)
             while self.pending() and not self._is_second and time.monotonic() < end:
                 time.sleep(min(_LOOK, max(0.0, end - time.monotonic())))
+            for failure in self._courier.failures.values():
+                log.warning("no result: %s", failure)
             self._stop.set()
             self._wake.set()
             self._thread.join(max(_GRACE, end - time.monotonic()))
@@ -183,7 +185,8 @@ class Submitter:
         try:
             for weights in sets:
                 asked = {**request, "weights": weights}
-                self._spool.add({"step": step, "pins": pins, "request": asked})
+                added = self._spool.add({"step": step, "pins": pins, "request": asked})
+                release(self._spool.supersede(added), self._spool)
         except BaseException:
             release(pins, self._spool)
             raise

@@ -143,10 +143,10 @@ def job_info(
             Path(request.checkpoint).name: {"results": results, "samples": list(samples)},
             "metrics": dict(job.metrics),
         }
-    expired = job.status is Status.EXPIRED
+    theirs = {Status.EXPIRED: Status.FAILED, Status.SUPERSEDED: Status.CANCELLED}
     return JobInfo(
         job_id=job.id,
-        status=Status.FAILED if expired else job.status,
+        status=theirs.get(job.status, job.status),
         created_at=_iso(job.created_at) or "",
         started_at=_iso(job.started_at),
         completed_at=_iso(job.completed_at),

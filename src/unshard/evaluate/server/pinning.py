@@ -6,11 +6,13 @@ A pin of a client is the client's to remove: it may need it for jobs that are no
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Filters, Job, Status
+from unshard.evaluate.pin_files import stamps_of
 from unshard.evaluate.pins import (
     ExpiredError,
     Pin,
@@ -25,7 +27,7 @@ from unshard.evaluate.pins import (
 from unshard.evaluate.store import Store
 from unshard.evaluate.validation import resolve_checkpoint
 
-__all__ = ["PinInUseError", "Pins"]
+__all__ = ["PinInUseError", "Pins", "changed_since"]
 
 _PLACE = ("_unshard", "pins")
 _DEPTHS = ("", "*/", "*/*/")  # of runs below a root
@@ -180,3 +182,18 @@ def _same(pin: Pin, checkpoint: Path) -> bool:
         return all((place / name).stat().st_ino == was[0] for name, was in pin.files.items())
     except OSError:
         return False
+
+
+def changed_since(job: Job) -> Sequence[str]:
+    """Return the files of a job's checkpoint that were rewritten since it was submitted.
+
+    Without a pin they may be gone, or there may be more; if no name is left, a training began anew
+    there, with another number of ranks.
+    """
+    with suppress(ExpiredError):
+        if job.pin is not None:
+            return read_pin(Path(job.pin)).changed()
+    was, now = job.request.stamps, stamps_of(Path(job.request.checkpoint))
+    if was and now and was.keys().isdisjoint(now):
+        return [job.request.checkpoint]
+    return [name for name, stamp in was.items() if now.get(name, stamp) != stamp]

@@ -4,8 +4,6 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -16,13 +14,12 @@ from unshard.errors import UsageError
 from unshard.evaluate.evaluators import make_evaluator
 from unshard.evaluate.gpus import gpus_in
 from unshard.evaluate.jobs import Job
-from unshard.evaluate.pin_files import stamps_of
-from unshard.evaluate.pins import ExpiredError, Quota, read_pin
+from unshard.evaluate.pins import Quota
 from unshard.evaluate.profiles import ServerConfig
 from unshard.evaluate.scheduler import Scheduler, Settings
 from unshard.evaluate.server.app import make_app
 from unshard.evaluate.server.connections import BoundedProtocol, raise_file_limit
-from unshard.evaluate.server.pinning import Pins
+from unshard.evaluate.server.pinning import Pins, changed_since
 from unshard.evaluate.server.security import rules_for
 from unshard.evaluate.server.service import Service, profile_named
 from unshard.evaluate.slots import Slots
@@ -86,7 +83,7 @@ def make_service(config: ServerConfig) -> Service:
         if job.pin is not None:
             pins.let_go(job.pin)
 
-    settings = Settings(work, changed=_changed, ended=ended)
+    settings = Settings(work, changed=changed_since, ended=ended)
     scheduler = Scheduler(store, Slots(config.gpus), evaluators, settings)
     return Service(store, scheduler, config, pins)
 
@@ -185,18 +182,3 @@ class _Server(uvicorn.Server):
 def _end(_number: int, _frame: FrameType | None) -> None:
     """End in an orderly way: uvicorn raises the signal again when it has closed its connections."""
     raise SystemExit(0)
-
-
-def _changed(job: Job) -> Sequence[str]:
-    """Return the files of a job's checkpoint that were rewritten since.
-
-    Without a pin they may be gone, or there may be more; if no name is left, a training began anew
-    there, with another number of ranks.
-    """
-    with suppress(ExpiredError):
-        if job.pin is not None:
-            return read_pin(Path(job.pin)).changed()
-    was, now = job.request.stamps, stamps_of(Path(job.request.checkpoint))
-    if was and now and was.keys().isdisjoint(now):
-        return [job.request.checkpoint]
-    return [name for name, stamp in was.items() if now.get(name, stamp) != stamp]

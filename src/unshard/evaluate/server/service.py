@@ -24,7 +24,7 @@ from unshard.evaluate.pin_files import fingerprint, stamps_of
 from unshard.evaluate.pins import ExpiredError
 from unshard.evaluate.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.scheduler import Scheduler
-from unshard.evaluate.server.pinning import Pins
+from unshard.evaluate.server.pinning import Pins, changed_since
 from unshard.evaluate.store import Store
 from unshard.evaluate.validation import check_request, resolve_checkpoint
 from unshard.read.discover import discover
@@ -116,9 +116,29 @@ class Service:
             kept = None if is_done else self._pinned(request, run, pin)
             job, is_new = self.store.submit(request, pin=kept)
             if kept is not None and job.pin != kept:
-                self.pins.let_go(kept)
+                job = self._repinned(job, kept)
+            self._supersede_older(job)
         self.scheduler.wake()
         return job, is_new
+
+    def _repinned(self, job: Job, pin: str) -> Job:
+        """Give a job the pin of its newer submission, if its own does not keep it any more."""
+        is_kept = job.pin is not None and Path(job.pin).exists() and not changed_since(job)
+        if job.status.is_final or is_kept:
+            self.pins.let_go(pin)
+            return job
+        self.store.repin(job.id, pin)
+        return replace(job, pin=pin)
+
+    def _supersede_older(self, job: Job) -> None:
+        """End the jobs for the same, whose files were written again in place since.
+
+        They could only fail, or have: links do not protect against that.
+        """
+        for other in self._alike(job.request):
+            same = replace(other.request, fingerprint=job.request.fingerprint).key
+            if other.id != job.id and same == job.request.key and changed_since(other):
+                self.scheduler.supersede(other.id, f"saved again since: see job {job.id}")
 
     def _stamped(self, request: Request, pin: str | None) -> Request:
         """Add the checkpoint's fingerprint; where it is gone, that of the last job like it."""
