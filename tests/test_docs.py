@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from unshard.cli.main import main
+from unshard.errors import how_to_install
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = (
@@ -102,6 +103,7 @@ def test_no_line_pretends_that_the_project_is_on_an_index() -> None:
     """Installing by name would be refused, or would install something else."""
     by_name = re.compile(r"\b(pipx?|tool|uvx)\s+(install\s+)?(-\S+\s+)*[\"'\\]*unshard\b(?!/)")
     assert by_name.search("""pip install -U 'unshard[eval]'""")
+    assert not by_name.search(how_to_install("torch", "torch"))
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
     pages += [*(ROOT / "scripts").glob("*.py"), *(ROOT / "tools").glob("*.py")]
     pages.remove(ROOT / "CHANGELOG.md")  # tells of what was

@@ -18,7 +18,7 @@ from ranks import as_rank, bits
 from unshard.containers.strided import raw_dtype
 from unshard.convert.fitting import Slot
 from unshard.engines.into_torch import Place, as_tensor, need_torch, on_meta, places_of
-from unshard.errors import ConversionError, UsageError
+from unshard.errors import ConversionError, UsageError, how_to_install
 from unshard.tensors.boxes import Box
 from unshard.tensors.dtypes import BY_NAME, DType, Kind
 
@@ -49,7 +49,7 @@ def test_without_torch_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UsageError, match="torch is not installed") as caught:
         need_torch()
-    assert caught.value.hint == "pip install torch"
+    assert caught.value.hint == how_to_install("torch", "torch")
 
 
 def test_importing_it_imports_no_torch() -> None:

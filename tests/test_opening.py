@@ -19,6 +19,7 @@ import unshard
 from ranks import assert_same, bits, merged, rank_path, save_ranks, some_tensors
 from test_lora_merge import adapted
 from unshard import ConversionError, CorruptError, UnknownFormatError, UsageError
+from unshard.errors import how_to_install
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_without_torch_there_are_arrays_and_a_clear_error(
             one.load_into(None)  # type: ignore[arg-type]  # it is refused before
     with pytest.raises(UsageError, match="torch is not installed") as caught:
         unshard.open_checkpoint(run, framework="pt")
-    assert caught.value.hint == "pip install torch"
+    assert caught.value.hint == how_to_install("torch", "torch")
     with pytest.raises(UsageError, match="torch is not installed"):
         unshard.load_state_dict(run)
 

@@ -18,7 +18,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from unshard.errors import OutputError, UsageError
+from unshard.errors import OutputError, UsageError, how_to_install
 from unshard.tensors.dtypes import BY_CODE, DType
 from unshard.write.comparison import Mismatch
 from unshard.write.verify_load import verify_load
@@ -164,7 +164,7 @@ def test_without_the_extra_it_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(UsageError, match=f"{absent} is not installed") as caught:
         verify_load(tmp_path, {})
-    assert caught.value.hint == "pip install torch transformers"
+    assert caught.value.hint == how_to_install("torch transformers", "torch")
 
 
 def test_importing_it_imports_neither_torch_nor_transformers() -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "UnsafeError",
     "UnshardError",
     "UsageError",
+    "how_to_install",
     "printable",
     "raise_all",
     "speaking",
@@ -144,6 +145,14 @@ class OutputError(UnshardError):
     """The output exists already, has no space or cannot be written."""
 
     exit_code = 5
+
+
+def how_to_install(packages: str, extra: str) -> str:
+    """Return the hint for packages that are missing, which an extra of unshard's would bring.
+
+    What `uv tool` and pipx install has no pip of its own, and no index has unshard itself.
+    """
+    return f"pip install {packages}, or install unshard again with its extra: .[{extra}]"
 
 
 def raise_all(kind: type[UnshardError], summary: str, problems: Sequence[UnshardError]) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from unshard.cli.guard import guarded
 from unshard.cli.options import Json
-from unshard.errors import UsageError
+from unshard.errors import UsageError, how_to_install
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,7 +75,7 @@ def _check_extra(*modules: str) -> None:
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         packages = " ".join("pyyaml" if name == "yaml" else name for name in missing)
-        raise UsageError(f"not installed: {packages}", hint=f"pip install {packages}")
+        raise UsageError(f"not installed: {packages}", hint=how_to_install(packages, "eval"))
 
 
 @app.command()

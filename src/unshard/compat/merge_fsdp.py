@@ -31,7 +31,7 @@ def _arguments() -> argparse.Namespace:
         prog="merge_fsdp.py", description="Merge FSDP shards into a single checkpoint."
     )
     parser.add_argument(
-        "--input_dir", required=True, type=Path, help="the directory that holds checkpoint-N"
+        "--input_dir", required=True, type=Path, help="the directory that contains checkpoint-N"
     )
     parser.add_argument(
         _MODEL,
@@ -40,7 +40,10 @@ def _arguments() -> argparse.Namespace:
         "goes to the config's architectures",
     )
     parser.add_argument(
-        "--type", default="hf", choices=("hf", "fsdp2"), help="who saved it; the files tell"
+        "--type",
+        default="hf",
+        choices=("hf", "fsdp2"),
+        help="ignored: the format is detected",
     )
     parser.add_argument("--output_dir", type=Path, help="default: input_dir itself")
     parser.add_argument("--step", type=int, help="default: the latest checkpoint")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from unshard.containers.strided import read_exactly
-from unshard.errors import CorruptError, UsageError
+from unshard.errors import CorruptError, UsageError, how_to_install
 
 __all__ = ["decompress"]
 
@@ -78,6 +78,6 @@ def _library() -> tuple[_Engine, tuple[type[Exception], ...]]:
     except ImportError as error:
         raise UsageError(
             "this checkpoint is compressed (zstd), and no library for it is installed",
-            hint="pip install zstandard",
+            hint=how_to_install("zstandard", "zstd"),
         ) from error
     return zstandard.ZstdDecompressor().decompressobj(), (zstandard.ZstdError, EOFError)

@@ -12,7 +12,7 @@ import numpy as np
 
 from unshard.containers.strided import Elements
 from unshard.convert.fitting import Slot
-from unshard.errors import ConversionError, UsageError
+from unshard.errors import ConversionError, UsageError, how_to_install
 from unshard.tensors import placements as ours
 from unshard.tensors.boxes import Box
 from unshard.tensors.dtypes import DType
@@ -34,7 +34,8 @@ def need_torch() -> None:
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        raise UsageError("torch is not installed", hint="pip install torch") from error
+        hint = how_to_install("torch", "torch")
+        raise UsageError("torch is not installed", hint=hint) from error
 
 
 def as_tensor(bits: Elements, dtype: DType) -> "Tensor":

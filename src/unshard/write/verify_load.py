@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
-from unshard.errors import OutputError, UsageError
+from unshard.errors import OutputError, UsageError, how_to_install
 from unshard.tensors.dtypes import DType
 from unshard.write.comparison import Loading, Mismatch
 
@@ -140,7 +140,7 @@ def _need_transformers(option: str) -> None:
         import transformers  # noqa: F401
     except ImportError as error:
         what = f"{option}: {error.name} is not installed"
-        raise UsageError(what, hint="pip install torch transformers") from error
+        raise UsageError(what, hint=how_to_install("torch transformers", "torch")) from error
 
 
 def _model_class(directory: Path, architectures: list[str]) -> "type[PreTrainedModel]":
