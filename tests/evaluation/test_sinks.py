@@ -115,6 +115,55 @@ def test_mlflow_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert client.get_metric_history(run_id, "unshard_eval/t/match_strict")[0].step == 5
 
 
+def test_mlflow_takes_any_name_and_any_number_of_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlruns").as_uri()
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    run_id = client.create_run(client.create_experiment("e", str(tmp_path))).info.run_id
+    odd = ["t/" + "long" * 100 + "a", "t/" + "long" * 100 + "b", "t/acc/", "t//acc", "t/../acc"]
+    odd += ["t/acc,x", "t/acc_x", "t/acc=x", "/t/acc", "t/acc\udcff"]
+    names = [f"unshard_eval/{name}" for name in odd] + [f"unshard_eval/{n}" for n in range(1000)]
+    for step in (1, 2):
+        MlflowSink(run_id, uri).log(step, {name: i for i, name in enumerate(names)}, "job")
+    found = client.get_run(run_id).data.metrics
+    assert sorted(found.values()) == list(range(len(names)))
+    assert found["unshard_eval/t/acc_x"] == odd.index("t/acc_x")
+    assert all(len(client.get_metric_history(run_id, name)) == 2 for name in list(found)[:5])
+
+
+class Picky(JsonlSink):
+    """Refuses one job, always."""
+
+    def log(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
+        if job_id == "refused":
+            raise ValueError("a name that cannot be")
+        super().log(step, metrics, job_id)
+
+
+def test_a_result_that_a_tracker_always_refuses_is_set_aside_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recorders, "_FIRST_WAIT", 0.01)
+    first, picky = JsonlSink(tmp_path / "first"), Picky(tmp_path / "picky")
+    recorded: list[str] = []
+    recorder = Recorder([first, picky], [], marks=tmp_path / "m", on_recorded=recorded.append)
+    recorder.add(Recording("refused", 0, {NAME: 1.0}))
+    until(lambda: "step 0 not written" in caplog.text)
+    for number in range(1, 5):
+        recorder.add(Recording(f"job{number}", number, {NAME: 1.0}))
+        until(lambda: f"job{number}" in recorded)  # noqa: B023
+    until(lambda: "set aside: a name that cannot be" in caplog.text)
+    tries = caplog.text.count("step 0 not written")
+    recorder.add(Recording("last", 5, {NAME: 1.0}))
+    recorder.close(20)
+    assert recorded == ["job1", "job2", "job3", "job4", "last"]
+    assert caplog.text.count("step 0 not written") == tries
+    said = [one.message for one in caplog.records if "was not written" in one.message]
+    assert said == ["jsonl-picky: step 0 was not written: a name that cannot be"]
+
+
 @pytest.mark.parametrize("is_own", [False, True])
 def test_trackio_has_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_own: bool

@@ -61,6 +61,17 @@ def test_the_same_key_is_the_same_job(store: Store) -> None:
     assert store.submit(request(Path("b")), pin=None)[0].status is Status.RUNNING
 
 
+def test_names_of_metrics_that_the_database_cannot_tell_apart_are_all_kept(store: Store) -> None:
+    job = submit(store)
+    claim(store)
+    metrics = {f"t/a{chr(0xDCFF)}": 1.0, r"t/a\udcff": 2.0, f"t/b{chr(0xDCFF)}": 3.0}
+    assert store.complete(job.id, metrics, None)
+    found = job_of(store, job.id)
+    assert found.status is Status.COMPLETED
+    assert sorted(found.metrics.values()) == [1.0, 2.0, 3.0]
+    assert found.metrics[r"t/a\udcff"] == 2.0
+
+
 def test_a_job_that_is_not_final_can_get_another_pin(store: Store) -> None:
     job, _ = store.submit(request(Path("a")), pin="/one")
     store.repin(job.id, "/two")

@@ -1,8 +1,9 @@
 """Hand results to sinks, each job once: from a thread of their own, or at a trainer's pace.
 
 The first sink is a file and gets every result at once. Trackers may be slow or away: they are
-written to in one thread, and one that fails is left alone for a while. A result counts as recorded
-when every sink has it. What is not recorded when the process ends is kept by the spool.
+written to in one thread, and one that fails is left alone for a while. A result that a tracker
+refuses, although it takes others, is set aside for it. A result counts as recorded when every sink
+has it. What is not recorded when the process ends is kept by the spool.
 """
 
 import logging
@@ -19,6 +20,8 @@ from unshard.evaluate.sinks.base import Marks, Sink
 __all__ = ["PacedSink", "Recorder", "Recording"]
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0  # seconds for which a sink that failed is left alone
+
+_MOST_REFUSALS = 3  # of a result, by a sink that takes others meanwhile
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,16 @@ class Recording:
     metrics: Mapping[str, float]
 
 
+@dataclass(slots=True)
+class _Failure:
+    """Why a sink did not take a result, how often, and how many others it had taken by then."""
+
+    step: int
+    why: str
+    refusals: int
+    taken: int
+
+
 class _Outlet:
     """A sink, what it has, and when it may be tried again."""
 
@@ -54,13 +67,30 @@ class _Outlet:
         self._uncommitted: list[str] = []
         self._lock = threading.Lock()
         self._wait = 0.0
+        self._taken = 0
+        self._failures: dict[str, _Failure] = {}
         self.not_before = float("-inf")
 
     def has(self, job_id: str) -> bool:
         return job_id in self._marks
 
     def lacks(self, job_id: str) -> bool:
-        return job_id not in self._marks and job_id not in self._uncommitted
+        return self.awaits(job_id) and job_id not in self._uncommitted
+
+    def awaits(self, job_id: str) -> bool:
+        """Return whether a result is neither written nor set aside."""
+        return job_id not in self._marks and self.refusals(job_id) < _MOST_REFUSALS
+
+    def refusals(self, job_id: str) -> int:
+        """Return how often the sink did not take a result, although it took others meanwhile."""
+        failure = self._failures.get(job_id)
+        return 0 if failure is None else failure.refusals
+
+    def tell_failures(self) -> None:
+        """Log what was not written, and why."""
+        for failure in self._failures.values():
+            name, step = self._sink.name, failure.step
+            log.warning("%s: step %s was not written: %s", name, step, failure.why)
 
     def write(self, recording: Recording, write: Write) -> bool:
         """Write a result if that is possible now; tell whether it was written."""
@@ -72,13 +102,23 @@ class _Outlet:
                 self._uncommitted.append(recording.job_id)
                 self._mark()
             except Exception as error:  # noqa: BLE001  (whatever a tracker raises, training goes on)
-                self._wait = min(max(self._wait * 2, _FIRST_WAIT), _LONGEST_WAIT)
-                self.not_before = time.monotonic() + self._wait
-                name, step = self._sink.name, recording.step
-                log.warning("%s: step %s not written, tried again later: %s", name, step, error)
+                self._failed(recording, error)
                 return False
             self._wait = 0.0
+            self._taken += 1
+            self._failures.pop(recording.job_id, None)
             return True
+
+    def _failed(self, recording: Recording, error: Exception) -> None:
+        self._wait = min(max(self._wait * 2, _FIRST_WAIT), _LONGEST_WAIT)
+        self.not_before = time.monotonic() + self._wait
+        failure = self._failures.setdefault(recording.job_id, _Failure(recording.step, "", 0, -1))
+        failure.refusals += failure.taken != self._taken
+        failure.taken, failure.why = self._taken, str(error)
+        later = "tried again later" if self.awaits(recording.job_id) else "set aside"
+        log.warning(
+            "%s: step %s not written, %s: %s", self._sink.name, recording.step, later, error
+        )
 
     def commit(self) -> None:
         """Mark what the sink has by now."""
@@ -165,6 +205,8 @@ class Recorder:
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
             log.warning("a tracker is slow to take results; it gets them when training goes on")
+        for outlet in self._outlets.values():
+            outlet.tell_failures()
         self._settle()
 
     def _work(self) -> None:
@@ -183,13 +225,14 @@ class Recorder:
         late = list(self._late.values())
         for sink in self._sinks:
             outlet = self._outlets[sink.name]
-            for recording in late:
+            # What it refused before comes last: it must not keep the others waiting.
+            for recording in sorted(late, key=lambda one: outlet.refusals(one.job_id)):
                 outlet.write(recording, sink.log)
         self._settle()
         lacking = [
             outlet.not_before
             for outlet in (self._outlets[sink.name] for sink in self._sinks)
-            if not all(outlet.has(recording.job_id) for recording in late)
+            if any(outlet.awaits(recording.job_id) for recording in late)
         ]
         return max(0.0, min(lacking) - time.monotonic()) if lacking else None
 

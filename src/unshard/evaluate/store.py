@@ -9,6 +9,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 
 from unshard.evaluate.jobs import Job, Phase, Process, Request, Status
@@ -155,7 +156,7 @@ class Store(Records):
                 connection.execute("DELETE FROM results WHERE job_id = ?", (job_id,))
                 connection.executemany(
                     "INSERT INTO results (job_id, metric, value) VALUES (?, ?, ?)",
-                    [(job_id, _storable(name), value) for name, value in metrics.items()],
+                    [(job_id, name, value) for name, value in _storable_names(metrics).items()],
                 )
         return still
 
@@ -226,6 +227,17 @@ class Store(Records):
 def _storable(text: str) -> str:
     """Return a text that SQLite takes: a file's name may hold bytes that are no UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _storable_names(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics under names that SQLite takes; a name that is taken gets a number."""
+    found = {name: value for name, value in metrics.items() if _storable(name) == name}
+    for name, value in metrics.items():
+        fit = _storable(name)
+        if fit != name:
+            others = (f"{fit} ({number})" for number in count(2))
+            found[next(one for one in chain([fit], others) if one not in found)] = value
+    return found
 
 
 def _tell(connection: sqlite3.Connection, job_id: str, at: float) -> None:

@@ -1,8 +1,15 @@
-"""Results as metrics of an MLflow run. MLflow takes steps in any order."""
+"""Results as metrics of an MLflow run. MLflow takes steps in any order.
 
+It refuses some names (mlflow/utils/validation.py): characters, more than 250 of them, and what is
+not a plain relative path. Such a name is changed; if that is not enough to tell it from the others,
+or it was cut, it ends in a hash of the whole name, which `results.jsonl` has.
+"""
+
+import hashlib
 import re
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 
 import mlflow
 from mlflow.entities import Metric
@@ -11,6 +18,8 @@ __all__ = ["MlflowSink"]
 
 _TAG = "unshard_eval.run"
 _NOT_ALLOWED = re.compile(r"[^\w\-. /:]")
+_LONGEST_NAME = 250
+_LARGEST_BATCH = 1000
 
 
 class MlflowSink:
@@ -47,13 +56,36 @@ class MlflowSink:
         return f"mlflow-{self._run_id}"
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
-        """Write the metrics, all or none; a character that MLflow refuses becomes `_`."""
+        """Write the metrics under names that MLflow takes; of up to 1,000 all or none."""
         del job_id
-        now = int(time.time() * 1000)
-        batch = [
-            Metric(_NOT_ALLOWED.sub("_", name), value, now, step) for name, value in metrics.items()
-        ]
-        self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
+        now, names = int(time.time() * 1000), _fitting(metrics)
+        batch = [Metric(names[name], value, now, step) for name, value in metrics.items()]
+        for start in range(0, len(batch), _LARGEST_BATCH):
+            part = batch[start : start + _LARGEST_BATCH]
+            self._client.log_batch(self._run_id, metrics=part, synchronous=True)
 
     def close(self) -> None:
         """Do nothing: every batch is written at once."""
+
+
+def _fitting(names: Collection[str]) -> dict[str, str]:
+    """Return names that MLflow takes, all different, by the names they stand for."""
+    plain = {name: _plain(name) for name in names}
+    counts = Counter(plain.values())
+    return {
+        name: fit if _is_kept(name, fit, counts) else _cut(fit, name) for name, fit in plain.items()
+    }
+
+
+def _is_kept(name: str, fit: str, counts: Mapping[str, int]) -> bool:
+    return len(fit) <= _LONGEST_NAME and (fit == name or counts[fit] == 1)
+
+
+def _plain(name: str) -> str:
+    parts = _NOT_ALLOWED.sub("_", name).split("/")
+    return "/".join("_" if part in {"", ".", ".."} else part for part in parts)
+
+
+def _cut(fit: str, name: str) -> str:
+    digest = hashlib.sha256(name.encode("utf-8", "backslashreplace")).hexdigest()[:12]
+    return f"{fit[: _LONGEST_NAME - 13]}-{digest}"
