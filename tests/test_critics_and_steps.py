@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ import unshard
 from ranks import assert_same, bits, merged, save_ranks, some_tensors
 from unshard import MergeOptions, UnknownFormatError, UsageError
 
-
-def tiny_config(directory: Path) -> None:
+if TYPE_CHECKING:
     from transformers import Qwen2Config
 
-    config = Qwen2Config(
+
+def tiny_fields() -> "Qwen2Config":
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
         hidden_size=8,
         intermediate_size=16,
         num_hidden_layers=1,
@@ -23,7 +27,10 @@ def tiny_config(directory: Path) -> None:
         vocab_size=32,
         architectures=["Qwen2ForCausalLM"],
     )
-    config.save_pretrained(directory)
+
+
+def tiny_config(directory: Path) -> None:
+    tiny_fields().save_pretrained(directory)
 
 
 def test_a_critic_saved_under_its_language_models_config_loads_with_its_head(
@@ -51,8 +58,17 @@ def test_a_critic_saved_under_its_language_models_config_loads_with_its_head(
         assert bits(loaded.state_dict()[name]) == bits(tensor), name
 
 
+def tiny_model() -> dict[str, torch.Tensor]:
+    """Return the tensors of the model that `tiny_config` describes."""
+    from transformers import Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    state: dict[str, torch.Tensor] = Qwen2ForCausalLM(tiny_fields()).state_dict()
+    return state
+
+
 def test_trls_wrapper_is_taken_off_and_its_value_head_stays(tmp_path: Path) -> None:
-    tensors = some_tensors()
+    tensors = tiny_model()
     wrapped = {f"pretrained_model.{name}": tensor for name, tensor in tensors.items()}
     head = {"v_head.summary.weight": torch.randn(1, 6), "v_head.summary.bias": torch.randn(1)}
     save_ranks(tmp_path / "ckpt", wrapped | head, 2)
@@ -64,7 +80,7 @@ def test_trls_wrapper_is_taken_off_and_its_value_head_stays(tmp_path: Path) -> N
 
 
 def test_a_language_model_that_also_has_a_score_is_left_alone(tmp_path: Path) -> None:
-    tensors = some_tensors() | {"score.weight": torch.randn(2, 6)}
+    tensors = tiny_model() | {"score.weight": torch.randn(2, 8)}
     save_ranks(tmp_path / "ckpt", tensors, 2)
     tiny_config(tmp_path / "ckpt")
     unshard.merge(tmp_path / "ckpt", tmp_path / "out")

@@ -204,11 +204,14 @@ def test_a_class_that_does_not_fit_is_refused_before_anything_is_written(
 ) -> None:
     before = snapshot(tmp_path)
     config = AutoConfig.from_pretrained(lmms / "checkpoint-10")
-    config.num_hidden_layers, config.layer_types = 3, ["full_attention"] * 3
+    config.intermediate_size *= 2
     with pytest.raises(unshard.ConversionError, match="does not fit Qwen2ForCausalLM") as error:
         FSDP2Merger().merge(lmms, model_cls=Qwen2ForCausalLM, config=config)
-    assert "model.layers.2.mlp.up_proj.weight: is missing" in str(error.value)
-    with pytest.raises(unshard.ConversionError, match=r"q_proj\.bias: has no place"):
+    assert "model.layers.1.mlp.up_proj.weight: shape" in str(error.value)
+    config.num_hidden_layers, config.layer_types = 3, ["full_attention"] * 3
+    with pytest.raises(unshard.ConversionError, match=r"Missing key\(s\) .*layers\.2"):
+        FSDP2Merger().merge(lmms, model_cls=Qwen2ForCausalLM, config=config)
+    with pytest.raises(unshard.ConversionError, match=r"Unexpected key\(s\) .*q_proj\.bias"):
         FSDP2Merger().merge(
             lmms,
             model_cls=LlamaForCausalLM,

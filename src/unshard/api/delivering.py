@@ -1,6 +1,7 @@
 """From a plan to a report: the output is made, or under `--dry-run` only described."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from unshard.api.making import (
@@ -17,7 +18,7 @@ from unshard.engines.threads import RunPlan
 from unshard.progress import Listener, Stage, Warned, ignore
 from unshard.write.hub import push
 from unshard.write.record import RECORD_NAME
-from unshard.write.report import Report, make_report
+from unshard.write.report import Report, dtypes, operations, peak_memory
 from unshard.write.targets import choose_mode
 from unshard.write.training_state import state_file_names
 
@@ -56,20 +57,41 @@ def deliver(
         noticed = make(prepared, target, options, listener, engine)
     for warning in noticed.warnings:
         listener(Warned(warning))
-    companions = companion_files(prepared)
     url = _pushed(prepared, target, options, listener)
-    return make_report(
-        [source.checkpoint for source in prepared.sources],
-        prepared.plan,
-        target,
-        companions=(*companions, *state_file_names(prepared.training)),
-        warnings=(*prepared.warnings, *noticed.warnings),
+    report = _report(prepared, target, options, noticed, time.monotonic() - started)
+    return replace(report, url=url)
+
+
+def _report(
+    prepared: Prepared, target: Path, options: MergeOptions, noticed: Noticed, seconds: float
+) -> Report:
+    """Return the report of a merge, or of an average of several checkpoints."""
+    checkpoints = [source.checkpoint for source in prepared.sources]
+    catalog, plan = checkpoints[-1].catalog, prepared.plan
+    return Report(
+        output=str(target),
+        source=str(checkpoints[-1].location.weights_dir),
+        sources=tuple(str(one.location.weights_dir) for one in checkpoints),
+        step=catalog.step,
+        world_size=catalog.world_size,
+        files={file.filename: file.size for file in plan.layout.files},
+        companions=(*companion_files(prepared), *state_file_names(prepared.training)),
+        tensors=len(plan.layout.weight_map),
+        parameters=plan.layout.total_parameters,
+        dtypes=dtypes(plan.layout),
+        operations=operations(plan),
+        bytes_read=plan.bytes_read,
+        bytes_written=plan.bytes_written,
         memory_bytes=options.settings.memory_bytes,
-        seconds=time.monotonic() - started,
+        seconds=round(seconds, 3),
+        peak_memory_bytes=peak_memory(),
         dry_run=options.dry_run,
         loadable=prepared.loadable,
+        names_checked=prepared.names_checked,
         changed_from_base=noticed.changed,
-        url=url,
+        url=None,
+        notes=(*prepared.warnings, *noticed.warnings),
+        skipped=tuple(skipped for one in checkpoints for skipped in one.catalog.skipped),
     )
 
 

@@ -73,10 +73,7 @@ def _write(
     for name, text in prepared.files.items():
         (directory / name).write_bytes(text)
     write_training_state(prepared.training, directory)
-    checkpoints = [source.checkpoint for source in prepared.sources]
-    state = state_file_names(prepared.training)
-    record = record_json(checkpoints, prepared.weights, plan.layout, options.recorded, state)
-    (directory / RECORD_NAME).write_bytes(record)
+    (directory / RECORD_NAME).write_bytes(_record(prepared, options))
     if prepared.adapter is not None:
         _write_adapter(prepared.adapter, directory / ADAPTER_FOLDER, options, listener)
     full = options.verify == "full"
@@ -90,6 +87,19 @@ def _write(
     notes = staging.commit(replaced=_asked_for(prepared, options))
     warnings = (*noticed.warnings, *_overflow_warnings(overflows, plan), *notes)
     return replace(noticed, warnings=warnings)
+
+
+def _record(prepared: Prepared, options: MergeOptions) -> bytes:
+    state = state_file_names(prepared.training)
+    output = {
+        "loadable": prepared.loadable,
+        "names_checked": prepared.names_checked,
+        **({"training_state": list(state)} if state else {}),
+    }
+    checkpoints = [source.checkpoint for source in prepared.sources]
+    return record_json(
+        checkpoints, prepared.weights, prepared.plan.layout, options.recorded, output
+    )
 
 
 def _asked_for(prepared: Prepared, options: MergeOptions) -> tuple[str, ...]:

@@ -70,7 +70,8 @@ def merge(
         names: "hub" (tensor names and expert layout as on the hub) or "training" (as they are).
         base: the model it was trained from, a Hugging Face directory or hub id: says which tensors
             are expected, under which names and in which files; completes config and tokenizer.
-        allow_missing, allow_unexpected: let tensors differ from the base's.
+        allow_missing, allow_unexpected: let tensors differ from the base's; without a base, from
+            those that config.json says there are.
         include, exclude: regular expressions on output names.
         lora: what to do with adapters: "fuse" them, write the "adapter" alone, or "both".
         lora_alpha: the scale of the adapter, where nothing beside the checkpoint says it.

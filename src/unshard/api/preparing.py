@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from unshard.api.adapters import AdapterPart, adapter_part
+from unshard.api.checking import check_names
 from unshard.api.combining import combine
 from unshard.api.converting import convert
 from unshard.api.options import MergeOptions
@@ -39,6 +40,7 @@ class Prepared:
         config: config.json of the output, if it gets one.
         warnings: what a user should know.
         files: small files to write beside, by name.
+        names_checked: by what the names were checked: "config", "base" or "none".
         adapter: the adapter by itself, to be written into a folder of its own.
         training: scheduler and random state, to be written beside.
     """
@@ -50,6 +52,7 @@ class Prepared:
     config: Fields | None
     warnings: tuple[str, ...]
     files: Mapping[str, bytes]
+    names_checked: str = "none"
     adapter: AdapterPart | None = None
     training: TrainingState = field(default_factory=TrainingState)
 
@@ -95,29 +98,48 @@ def prepare(
         said = source.checkpoint.catalog.notes
         return Prepared((alone,), (1.0,), part.tensors, part.plan, None, said, part.files)
     outcome = combine(sources, [convert(one, options) for one in sources], weights)
+    checked = check_names(outcome.tensors, outcome.config, source, options)
     plan = _plan_of(outcome.tensors, source.base, options)
     written = _written_dtype(plan.layout)
     notes = (note for one in sources for note in one.checkpoint.catalog.notes)
-    warnings = [*notes, *outcome.notes]
     config = outcome.config
+    return Prepared(
+        sources=tuple(sources),
+        weights=tuple(weights),
+        tensors=tuple(outcome.tensors),
+        plan=plan,
+        config=None if config is None else output_config(config, written),
+        warnings=(
+            *notes,
+            *outcome.notes,
+            *checked.notes,
+            *_said_of_config(source, config, written, options),
+        ),
+        files={},
+        names_checked=checked.by,
+        adapter=adapter_part(source, options) if options.lora == "both" else None,
+    )
+
+
+def _said_of_config(
+    source: Source, config: Fields | None, written: str | None, options: MergeOptions
+) -> list[str]:
+    """Return what a user should know of the config: that there is none, or another dtype in it."""
     if config is None:
-        warnings.append(
+        missing = (
             f"no config.json was found in or beside {source.checkpoint.location.weights_dir}: the "
             "weights are complete, but transformers needs one to load them; give it with "
             "--config FILE|DIR or --base MODEL"
         )
+        return [missing]
     named = config_dtype(config)
-    if options.dtype == "keep" and None not in (named, written) and named != written:
-        warnings.append(
-            f"the weights are {written} and are kept so, but config.json names {named}; "
-            "to cast them: --dtype config"
-        )
-    adjusted = None if config is None else output_config(config, written)
-    beside = adapter_part(source, options) if options.lora == "both" else None
-    tensors = tuple(outcome.tensors)
-    return Prepared(
-        tuple(sources), tuple(weights), tensors, plan, adjusted, tuple(warnings), {}, beside
+    if options.dtype != "keep" or None in (named, written) or named == written:
+        return []
+    other = (
+        f"the weights are {written} and are kept so, but config.json names {named}; "
+        "to cast them: --dtype config"
     )
+    return [other]
 
 
 def with_training_state(prepared: Prepared, options: MergeOptions) -> Prepared:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
+from unshard.api.checking import expected_names
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import prepare
 from unshard.api.sources import Source, inflated, open_source
@@ -18,10 +19,10 @@ from unshard.errors import UsageError
 from unshard.plan.pairs import as_stored
 from unshard.progress import Listener, Stage, ignore
 from unshard.read.inflate import inflated_bytes
-from unshard.read.open import open_whole
+from unshard.read.open import Checkpoint, open_whole
 from unshard.read.ties import find_ties
 from unshard.write.companions import load_config
-from unshard.write.comparison import Comparison, Tolerances
+from unshard.write.comparison import ByConfig, Comparison, Tolerances
 from unshard.write.record import RECORD_NAME
 
 __all__ = ["verify"]
@@ -54,6 +55,7 @@ def verify(
 ) -> Comparison:
     """Compare every tensor of a merged model with a checkpoint, or with another model.
 
+    The output's names are also compared with those that its config says there are, where it does.
     Streaming, in bounded memory. Where the dtypes differ and `merge` may cast between them, theirs
     is cast to ours first: a bfloat16 merge of a float32 checkpoint equals it exactly.
 
@@ -108,6 +110,7 @@ def verify(
             source = inflated(source, stack)
         theirs = _cast(_theirs(source, options, {one.name for one in mine}), dtype)
         found = compare(mine, theirs, Tolerances(atol, rtol), settings, listener)
+    found = replace(found, by_config=_by_config(ours, options))
     if not load:
         return found
     from unshard.write.verify_load import verify_load
@@ -143,6 +146,20 @@ class _Told:
             allow_missing=True,
             allow_unexpected=True,
         )
+
+
+def _by_config(ours: Checkpoint, options: MergeOptions) -> ByConfig | None:
+    """Compare the output's names with those that its config says there are."""
+    names = ours.catalog.tensors
+    expected = expected_names(names, load_config(ours.catalog.companions), options)
+    if expected is None:
+        return None
+    known = {*expected.names, *expected.excused}
+    there = {*names, *expected.excused}
+    return ByConfig(
+        tuple(name for name in expected.names if name not in there),
+        tuple(name for name in names if name not in known),
+    )
 
 
 def _theirs(source: Source, options: MergeOptions, ours: set[str]) -> Sequence[Converted]:

@@ -186,7 +186,7 @@ AllowMissing = Annotated[
     bool,
     typer.Option(
         "--allow-missing",
-        help="Accept that tensors of the base model are missing.",
+        help="Accept missing tensors, of the base model or by config.json.",
         rich_help_panel=BASE,
     ),
 ]
@@ -194,7 +194,7 @@ AllowUnexpected = Annotated[
     bool,
     typer.Option(
         "--allow-unexpected",
-        help="Also write tensors that the base model does not have.",
+        help="Also write tensors that neither has.",
         rich_help_panel=BASE,
     ),
 ]

@@ -8,7 +8,7 @@ from unshard.cli.show import counted, size
 
 if TYPE_CHECKING:
     from unshard.api import Comparison, Inspection, Report
-    from unshard.write.comparison import Loading, TensorComparison
+    from unshard.write.comparison import ByConfig, Loading, TensorComparison
 
 __all__ = ["fields_of", "print_comparison", "print_reports"]
 
@@ -72,7 +72,9 @@ def _print_plan(report: "Report") -> None:
 
 
 def _print_limits(report: "Report") -> None:
-    """Say, last of all, what keeps the output from being a model."""
+    """Say, last of all, what was not checked, and what keeps the output from being a model."""
+    if report.names_checked == "none":
+        print("names not checked: neither a base model nor the config says which tensors there are")
     if not report.loadable:
         print("weights only: not loadable by transformers without a config.json")
 
@@ -99,9 +101,20 @@ def print_comparison(found: "Comparison") -> None:
         if names:
             print(f"{title:<11} {len(names)}")
             _print_some(list(names))
+    if found.by_config is not None:
+        _print_by_config(found.by_config)
     if found.loading is not None:
         _print_loading(found.loading)
     print("the models are " + ("the same" if found.equal else "not the same"))
+
+
+def _print_by_config(names: "ByConfig") -> None:
+    if names.complete:
+        print("names       as the config says")
+        return
+    print("names       not as the config says:")
+    missing = [f"{name}: missing" for name in names.missing]
+    _print_some([*missing, *(f"{name}: unexpected" for name in names.unexpected)])
 
 
 def _print_loading(loading: "Loading") -> None:

@@ -1,6 +1,6 @@
-"""Compare the output's tensors with those that the base model has."""
+"""Compare the output's tensors with those that a base model, or the config, says there are."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from unshard.convert.recipes import Recipe, shape_of
@@ -16,19 +16,23 @@ _PER_TOKEN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the base model has.
+    """What a base model has, or a model of a config.
 
     Attributes:
-        name: of the base model.
+        name: of the base model, or "config.json".
         names: of its tensors.
         shapes: as far as known, elements.
-        excused: names that may be missing (tied weights, what the user left out).
+        excused: names that may be missing or there (tied weights, what the user left out).
+        remarks: what to say of it where the tensors fit.
+        advice: what to do where they do not.
     """
 
     name: str
     names: Collection[str]
     shapes: Mapping[str, tuple[int, ...]]
     excused: Collection[str] = ()
+    remarks: tuple[str, ...] = ()
+    advice: str = "check that it was trained from this model"
 
 
 def check_expected(
@@ -43,33 +47,33 @@ def check_expected(
     Raises:
         ConversionError: tensors are missing or unexpected, and that was not allowed.
     """
-    missing = [name for name in expected.names if name not in {*tensors, *expected.excused}]
-    unexpected = [name for name in tensors if name not in {*expected.names, *expected.excused}]
+    stated, excused = {*expected.names}, {*expected.excused}
+    missing = [name for name in expected.names if name not in tensors and name not in excused]
+    unexpected = [name for name in tensors if name not in stated and name not in excused]
     problems, notes = [], []
     for kind, names, allowed in (
         ("missing", missing, allow_missing),
         ("unexpected", unexpected, allow_unexpected),
     ):
-        if not names:
-            continue
-        what = (
-            "that the base model has" if kind == "missing" else "that the base model does not have"
-        )
-        shown = ", ".join(names[:_SHOWN]) + (" …" if len(names) > _SHOWN else "")
-        if allowed:
-            notes.append(f"{len(names)} {kind} tensors ({what}): {shown}")
-        else:
+        if names and allowed:
+            notes.append(f"{len(names)} {kind} tensors, by {expected.name}: {_listed(names)}")
+        elif names:
             problems.append(
                 ConversionError(
-                    f"{len(names)} {kind} tensors: {shown}",
+                    f"{kind.capitalize()} key(s) in state_dict: {_listed(names)}",
                     expected=f"the tensors of {expected.name}",
-                    hint="check that it was trained from this model; to write it all the same: "
-                    f"--allow-{kind}",
+                    hint=f"{expected.advice}; to write it all the same: --allow-{kind}",
                 )
             )
     problems += _misfits(tensors, expected)
     raise_all(ConversionError, f"the tensors do not fit {expected.name}", problems)
-    return notes + _resized(tensors, expected)
+    return [*notes, *expected.remarks, *_resized(tensors, expected)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names as torch lists them, and how many there are if more."""
+    shown = ", ".join(f'"{name}"' for name in names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown}, … ({len(names)} in all)"
 
 
 def _changed(tensors: Mapping[str, Recipe], expected: Expected) -> dict[str, str]:
@@ -100,7 +104,7 @@ def _misfits(tensors: Mapping[str, Recipe], expected: Expected) -> list[Conversi
         ConversionError(
             f"{len(wrong)} tensors have another shape than in {expected.name}",
             found=", ".join(wrong[:_SHOWN]) + (" …" if len(wrong) > _SHOWN else ""),
-            hint="is that the model it was trained from?",
+            hint=expected.advice,
         )
     ]
 

@@ -13,7 +13,7 @@ from unshard.containers.open_files import OpenFiles
 from unshard.read.chunks import equal_tensors
 from unshard.tensors.catalog import TensorEntry
 
-__all__ = ["Ties", "are_tied", "find_ties", "is_head"]
+__all__ = ["Ties", "are_tied", "find_ties", "is_head", "may_be_tied"]
 
 _EMBEDDINGS = (
     "embed_tokens.weight",
@@ -109,6 +109,19 @@ def are_tied(config: Mapping[str, object]) -> bool:
     if stated is None:
         return bool({config.get("model_type"), nested.get("model_type")} & TIED_BY_DEFAULT)
     return stated is True
+
+
+def may_be_tied(config: Mapping[str, object]) -> bool:
+    """Return whether a config or its text model's, each by itself, says that they are one.
+
+    Versions of transformers differ in which of the two counts.
+    """
+    text = config.get("text_config")
+    for fields in (config, text if isinstance(text, dict) else {}):
+        stated = fields.get("tie_word_embeddings")
+        if stated is True or (stated is None and fields.get("model_type") in TIED_BY_DEFAULT):
+            return True
+    return False
 
 
 def _likely(name: str, names: Collection[str]) -> list[str]:

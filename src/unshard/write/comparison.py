@@ -3,7 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Comparison", "Loading", "Mismatch", "TensorComparison", "Tolerances", "Values"]
+__all__ = [
+    "ByConfig",
+    "Comparison",
+    "Loading",
+    "Mismatch",
+    "TensorComparison",
+    "Tolerances",
+    "Values",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,24 @@ class Loading:
 
 
 @dataclass(frozen=True, slots=True)
+class ByConfig:
+    """Our names and those that config.json says there are.
+
+    Attributes:
+        missing: names that we do not have.
+        unexpected: names that have no place in the model.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every name is there on both sides."""
+        return not (self.missing or self.unexpected)
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """Two models, compared.
 
@@ -113,6 +139,7 @@ class Comparison:
         atol, rtol: the tolerances; both 0 for bits.
         tensors: every name that both have, in our order.
         missing: names that only they have; `unexpected`: names that only we have.
+        by_config: our names and those of our config; None where it does not tell them.
         loading: what transformers says, if it was asked.
     """
 
@@ -121,13 +148,17 @@ class Comparison:
     tensors: tuple[TensorComparison, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    by_config: ByConfig | None = None
     loading: Loading | None = None
 
     @property
     def equal(self) -> bool:
-        """Whether both have the same names, and every tensor and the loading are as they should."""
-        loads = self.loading is None or self.loading.complete
-        return loads and not (self.missing or self.unexpected or self.different)
+        """Whether both have the same names, and every tensor and the loading are as they should.
+
+        Names that our own config contradicts are not as they should.
+        """
+        whole = all(one is None or one.complete for one in (self.by_config, self.loading))
+        return whole and not (self.missing or self.unexpected or self.different)
 
     @property
     def different(self) -> tuple[TensorComparison, ...]:

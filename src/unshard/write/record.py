@@ -20,7 +20,7 @@ def record_json(
     weights: Sequence[float],
     layout: Layout,
     options: Mapping[str, object],
-    training_state: Sequence[str],
+    output: Mapping[str, object],
 ) -> bytes:
     """Return the record's bytes.
 
@@ -29,11 +29,11 @@ def record_json(
         weights: what each of them counted.
         layout: what was written.
         options: those that shape the output.
-        training_state: names of the files of scheduler and random state.
+        output: what else there is to know of the output.
     """
     sources = [_source(one) for one in checkpoints]
     several = [{"weight": weight, **one} for weight, one in zip(weights, sources, strict=True)]
-    record = {
+    record: dict[str, object] = {
         "unshard": __version__,
         **({"source": sources[0]} if len(sources) == 1 else {"average_of": several}),
         "options": dict(options),
@@ -42,7 +42,7 @@ def record_json(
             "tensors": len(layout.weight_map),
             "parameters": layout.total_parameters,
             "bytes": layout.total_size,
-            **({"training_state": list(training_state)} if training_state else {}),
+            **output,
         },
         "skipped": {
             skipped.fqn: skipped.reason for one in checkpoints for skipped in one.catalog.skipped

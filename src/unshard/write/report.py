@@ -3,17 +3,15 @@
 import resource
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.fronts import PYTHON, warned
 from unshard.plan.layout import Layout
 from unshard.plan.operations import Plan
-from unshard.read.open import Checkpoint
 from unshard.tensors.catalog import Skipped
 
-__all__ = ["Report", "make_report"]
+__all__ = ["Report", "dtypes", "operations", "peak_memory"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -36,6 +34,8 @@ class Report:
         dry_run: nothing was written.
         loadable: whether transformers finds what it needs next to the weights: a config.json, or,
             for an adapter alone, an adapter_config.json. False: these are weights, not a model.
+        names_checked: by what the names of the tensors were checked: by the "config", by the
+            "base" model, or by nothing, "none": then a tensor may be missing without a word.
         changed_from_base: how many tensors differ from the base model's, if its weights are at
             hand; a pair of numbers with those that have a counterpart there.
         url: of the repository on the hub, if it was pushed to one.
@@ -61,6 +61,7 @@ class Report:
     peak_memory_bytes: int
     dry_run: bool
     loadable: bool
+    names_checked: str
     changed_from_base: tuple[int, int] | None
     url: str | None
     notes: tuple[str, ...]
@@ -86,60 +87,20 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def make_report(  # noqa: PLR0913 (one argument per fact)
-    checkpoints: Sequence[Checkpoint],
-    plan: Plan,
-    output: Path,
-    *,
-    companions: tuple[str, ...],
-    warnings: tuple[str, ...],
-    memory_bytes: int,
-    seconds: float,
-    dry_run: bool,
-    loadable: bool,
-    changed_from_base: tuple[int, int] | None,
-    url: str | None,
-) -> Report:
-    """Return the report of a merge, or of an average of several checkpoints."""
-    catalog = checkpoints[-1].catalog
-    return Report(
-        output=str(output),
-        source=str(checkpoints[-1].location.weights_dir),
-        sources=tuple(str(one.location.weights_dir) for one in checkpoints),
-        step=catalog.step,
-        world_size=catalog.world_size,
-        files={file.filename: file.size for file in plan.layout.files},
-        companions=companions,
-        tensors=len(plan.layout.weight_map),
-        parameters=plan.layout.total_parameters,
-        dtypes=_dtypes(plan.layout),
-        operations=_operations(plan),
-        bytes_read=plan.bytes_read,
-        bytes_written=plan.bytes_written,
-        memory_bytes=memory_bytes,
-        seconds=round(seconds, 3),
-        peak_memory_bytes=_peak_memory(),
-        dry_run=dry_run,
-        loadable=loadable,
-        changed_from_base=changed_from_base,
-        url=url,
-        notes=warnings,
-        skipped=tuple(skipped for one in checkpoints for skipped in one.catalog.skipped),
-    )
-
-
-def _operations(plan: Plan) -> dict[str, int]:
+def operations(plan: Plan) -> dict[str, int]:
+    """Return how many operations of each kind a plan has."""
     kinds = Counter(type(operation).__name__ for operation in plan.tiled)
     kinds["CopyRange"] = len(plan.copies)
     return {kind: count for kind, count in sorted(kinds.items()) if count}
 
 
-def _dtypes(layout: Layout) -> dict[str, int]:
+def dtypes(layout: Layout) -> dict[str, int]:
+    """Return how many tensors of each dtype are written, the most frequent first."""
     names = (tensor.dtype.name for file in layout.files for tensor in file.tensors)
     return dict(Counter(names).most_common())
 
 
-def _peak_memory() -> int:
+def peak_memory() -> int:
     """Return this process's peak resident memory, bytes."""
     try:  # getrusage alone would count what the parent held when it forked this process
         status = Path("/proc/self/status").read_text(encoding="ascii")
