@@ -177,3 +177,43 @@ def test_two_paths_that_give_one_name_are_not_silently_one() -> None:
 def test_flat_names_stay_in_the_order_of_the_metadata() -> None:
     order = ["z", "a", "m"]
     assert list(found(metadata(*((name,) for name in order))).names) == order
+
+
+# an optimizer by itself
+
+
+@pytest.mark.parametrize("start", ["", "state.", "model."])
+@pytest.mark.parametrize("moments", [("exp_avg", "exp_avg_sq"), ("momentum_buffer",)])
+def test_a_flattened_optimizer_is_refused_as_one(start: str, moments: Sequence[str]) -> None:
+    """VeOmni's, xtuner's and cosmos': a directory of its own, with a flat dict."""
+    tensors = [(f"{start}{name}.{moment}",) for name in (W, N) for moment in moments]
+    steps = [(f"{start}{name}.step",) for name in (W, N)]
+    groups = [(f"param_groups.{name}.lr",) for name in (W, N)]
+    for flat in (True, False):
+        data = metadata(*tensors, scalars=(*steps, *groups), flat=flat)
+        with pytest.raises(NotMergeableError, match="an optimizer's state, not a model") as raised:
+            found(data)
+        assert f"{4 + 2 * len(moments)} values, such as " in str(raised.value)
+
+
+def test_an_optimizer_in_a_nested_dict_of_its_own_is_refused_too() -> None:
+    data = metadata(
+        ("state", N, "exp_avg"), ("state", N, "exp_avg_sq"), scalars=[("state", N, "step")]
+    )
+    with pytest.raises(NotMergeableError, match="an optimizer's state, not a model"):
+        found(data)
+
+
+def test_a_flattened_optimizer_beside_the_model_is_left_out() -> None:
+    moments = [(f"state.{N}.exp_avg",), (f"state.{N}.exp_avg_sq",)]
+    names = found(metadata((N,), (W,), *moments, scalars=[(f"state.{N}.step",)]))
+    assert list(names.names.values()) == [N, W]
+    assert len(names.skipped) == 3
+
+
+def test_a_models_own_counter_is_no_optimizers() -> None:
+    assert list(found(metadata((N,), ("ema.step",), ("encoder.step",))).names.values()) == [
+        N,
+        "ema.step",
+        "encoder.step",
+    ]

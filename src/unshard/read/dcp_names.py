@@ -4,6 +4,9 @@
 is what lies below a `model` (or another of a few words); so `("model", "model.norm.weight")` is the
 tensor `model.norm.weight` of accelerate, while `("model.norm.weight",)` is that of a flat dict, as
 torchtitan saves it. No prefix is ever guessed from the names themselves.
+
+An optimizer's state that was flattened (`torch.distributed.checkpoint.state_dict` does it:
+`state.<name>.exp_avg`, `….step`, `param_groups.<name>.lr`) is told by what ends its names.
 """
 
 from collections import Counter
@@ -23,6 +26,9 @@ _OTHER = frozenset(
     lr_scheduler lr_schedulers metadata model_ema random_states rng rng_state sampler scaler
     scheduler schedulers timestamp train_state trainer trainer_state
     """.split()
+)
+_MOMENTS = frozenset(
+    "exp_avg exp_avg_sq max_exp_avg_sq exp_avg_sq_row exp_avg_sq_col momentum_buffer".split()
 )
 _LISTED = 8
 
@@ -52,11 +58,21 @@ def model_names(metadata: DcpMetadata, where: str) -> ModelNames:
         where: the checkpoint, for messages.
 
     Raises:
-        NotMergeableError: several sets of tensors may be the model.
+        NotMergeableError: several sets of tensors may be the model; or they are an optimizer's.
     """
     paths = {name: metadata.paths.get(name, (name,)) for name in metadata.tensors}
+    moments = _of_optimizer(paths)
     prefixes = {name: _prefix(path) for name, path in paths.items()}
+    flattened = sorted(name for name in moments if prefixes[name] is not None)
+    prefixes |= dict.fromkeys(moments)
     prefix = _choose(metadata, prefixes, where)
+    if prefix is None and flattened:
+        raise NotMergeableError(
+            f"{where}: an optimizer's state, not a model",
+            expected="the weights of a model",
+            found=f"{len(flattened)} values, such as {flattened[-1]}",
+            hint="the model was saved in a directory of its own: give that, or the step above both",
+        )
     if prefix is None:
         return ModelNames((), {}, tuple(_skipped(metadata, {})))
     names = {
@@ -70,6 +86,18 @@ def model_names(metadata: DcpMetadata, where: str) -> ModelNames:
             hint="the saved dict has keys with dots that equal nested keys; rename one of them",
         )
     return ModelNames(prefix, names, tuple(_skipped(metadata, names)))
+
+
+def _of_optimizer(paths: Mapping[str, Path]) -> frozenset[str]:
+    """Return the names that belong to an optimizer's state, outside of what is called a model."""
+    flat = {name: ".".join(path) for name, path in paths.items() if _MODEL.isdisjoint(path[:-1])}
+    owners = {owner for name in flat.values() if (owner := name.rpartition("."))[2] in _MOMENTS}
+    stems = {stem for stem, _, _ in owners}
+    return frozenset(
+        name
+        for name, whole in flat.items()
+        if stems and (whole.rpartition(".")[0] in stems or whole.startswith("param_groups."))
+    )
 
 
 def _prefix(path: Path) -> Path | None:
