@@ -4,9 +4,9 @@ transformers (`save_pretrained(…, distributed_checkpoint=True)`), torchtitan a
 it. The metadata of each file says where its pieces start. Nothing says how large a tensor is, or
 how many ranks there were: a tensor ends where its last piece ends.
 
-So some losses leave no trace in the shards that are there: the files of the last rank or ranks,
-where all pieces end with a rank; and a tensor that lay, whole, on a lost rank only. What lies
-beside the shards may tell (`shard_evidence`); where nothing does, such a loss goes unnoticed.
+A lost file of last pieces therefore leaves no hole. The rank's other files may tell
+(`shard_gaps`), or what lies beside the shards (`shard_evidence`). What nothing tells goes
+unnoticed: all files of the last ranks, and a tensor that lay, whole, in a lost file only.
 
 Source: `torch.distributed.checkpoint.hf_storage`, `filesystem` and `_consolidate_hf_safetensors`.
 """
@@ -31,6 +31,7 @@ from unshard.read.hub_files import (
     size_problem,
 )
 from unshard.read.shard_evidence import loss_problems, writer_of
+from unshard.read.shard_gaps import gap_problems
 from unshard.read.shard_names import choose_shards, is_shard_name
 from unshard.tensors.boxes import distinct, row_major_strides
 from unshard.tensors.catalog import TensorEntry
@@ -54,6 +55,7 @@ def _read(location: Location, options: ReadOptions) -> Reading:
     tensors = union.tensors(tuple(chosen.files.values()))
     raise_all(CorruptError, summary, _disagreements(tensors))
     losses, said = loss_problems(location, tensors)
+    losses += gap_problems(chosen, tensors)
     raise_all(IncompleteError, f"{location.weights_dir}: files of ranks are missing", losses)
     missing = chosen.missing()
     return Reading(

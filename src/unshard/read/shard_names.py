@@ -50,17 +50,19 @@ class ShardSet:
 
         A rank that has nothing to write into a file rightly writes none.
         """
-        folder = next(iter(self.files.values())).parent
         places = (
             (index, rank)
             for rank in range(self.ranks)
             for index in range(1, self.count + 1)
             if (index, rank) not in self.files
         )
-        return {
-            folder / _shard_name(index, rank, self.count): rank
-            for index, rank in islice(places, _LISTED)
-        }
+        return {self.path(index, rank): rank for index, rank in islice(places, _LISTED)}
+
+    def path(self, index: int, rank: int) -> Path:
+        """Return where a file is, or would be, as far as is known."""
+        known = self.files.get((index, rank))
+        folder = next(iter(self.files.values())).parent
+        return known or folder / _shard_name(index, rank, self.count)
 
     def __str__(self) -> str:
         return f"{len(self.files)} files of {self.ranks} ranks, numbered 1 to {self.count}"
