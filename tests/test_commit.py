@@ -6,6 +6,7 @@ next run recovers, and what stands there must be one of the two.
 
 import errno
 import functools
+import json
 import os
 import pickle
 import signal
@@ -22,6 +23,7 @@ import unshard.write.commit
 import unshard.write.files
 import unshard.write.stage
 from unshard.errors import OutputError
+from unshard.write.files import is_weight_file
 from unshard.write.journal import Mode
 from unshard.write.stage import Stage, recover
 from unshard.write.targets import choose_mode
@@ -31,14 +33,14 @@ OLD = {
     "model-00002-of-00002.safetensors": "old 2",
     "model.safetensors.index.json": "old index",
     "pytorch_model.bin": "older",
-    "unshard.json": "old record",
+    "unshard.json": "old",
     "config.json": "old config",
     "notes.txt": "mine",
     "sub/deep.txt": "mine too",
 }
 FRESH = {
     "model.safetensors": "new weights",
-    "unshard.json": "new record",
+    "unshard.json": "new",
     "config.json": "new config",
     "tokenizer.json": "new tokenizer",
     "additional_chat_templates/a.jinja": "new template",
@@ -51,15 +53,22 @@ Texts = dict[str, str]
 
 
 def write(directory: Path, texts: Texts) -> None:
+    """Write files; `unshard.json` becomes the record that lists all but KEPT as ours."""
+    own = {name: len(text) for name, text in texts.items() if name not in KEPT}
+    weights = {name: size for name, size in own.items() if is_weight_file(name)}
     for name, text in texts.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        record = {"unshard": text, "output": {"files": weights, "companions": own}}
+        path.write_text(json.dumps(record) if name == "unshard.json" else text)
 
 
 def read(directory: Path) -> Texts:
+    """Return all files; of a record, its version."""
     return {
-        str(path.relative_to(directory)): path.read_text()
+        str(path.relative_to(directory)): json.loads(path.read_bytes())["unshard"]
+        if path.name == "unshard.json"
+        else path.read_text()
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }

@@ -1,6 +1,7 @@
 """What an overwrite may take away: never the sources, never a state of another step left behind."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from safetensors.torch import save_file
 import unshard
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard import MergeOptions, OutputError
+from unshard.cli.main import main
 from unshard.merger import FSDP2Merger
+from unshard.progress import Event, Stage
 
 STATE = {"extra_state_merged.pt", "lr_scheduler_state.json"}
 
@@ -113,3 +116,192 @@ def test_a_config_that_was_asked_for_takes_the_place_of_the_old(tmp_path: Path, 
     assert kept == ("old" if kind == "file" else "new")
     unshard.merge(step, step, overwrite=True)  # without it, what is there stays
     assert json.loads((step / "config.json").read_text())["mine"] == "new"
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A step of a run, with its config."""
+    step = save_ranks(tmp_path / "run" / "checkpoint-7", some_tensors(), 2)
+    (step / "config.json").write_text("{}")
+    return step
+
+
+def adapter(directory: Path) -> set[str]:
+    (directory / "adapter_config.json").write_text("{}")
+    save_file(some_tensors(3), directory / "adapter_model.safetensors", {"format": "pt"})
+    return {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def base_model(directory: Path) -> set[str]:
+    """Write a model as transformers saves it, and as it was saved before safetensors."""
+    before = names(directory)
+    for number, (name, tensor) in enumerate(some_tensors(4).items()):
+        save_file({name: tensor}, directory / f"model-{number + 1:05}-of-00009.safetensors")
+    (directory / "model.safetensors.index.json").write_text("{}")
+    (directory / "pytorch_model.bin").write_bytes(b"weights")
+    return names(directory) - before
+
+
+def a_state(directory: Path) -> set[str]:
+    (directory / "model.fp16.safetensors").write_bytes(b"mine")
+    (directory / "unshard.json").write_text('{"output": {"files": {"model.fp16.safetensors": 4}}}')
+    return {"model.fp16.safetensors", "unshard.json"}
+
+
+def a_link(directory: Path) -> set[str]:
+    save_file(some_tensors(), directory.parent / "blob", {"format": "pt"})
+    (directory / "model.safetensors").symlink_to("../blob")
+    return {"model.safetensors"}
+
+
+STRANGERS = [adapter, base_model, a_state, a_link]
+
+
+@pytest.mark.parametrize("put", STRANGERS)
+@pytest.mark.parametrize("place", ["in place", "apart"])
+def test_what_unshard_did_not_write_is_not_replaced(
+    shards: Path, tmp_path: Path, put: Callable[[Path], set[str]], place: str
+) -> None:
+    out = shards if place == "in place" else tmp_path / "out"
+    out.mkdir(exist_ok=True)
+    others = put(out)
+    before = snapshot(tmp_path)
+    for dry_run in (True, False):
+        with pytest.raises(OutputError, match="files that unshard did not write") as error:
+            unshard.merge(shards, out, overwrite=True, dry_run=dry_run)
+        assert all(name in str(error.value) for name in others)
+        assert "move them away" in error.value.hint
+    with pytest.raises(OutputError, match="files that unshard did not write"):
+        FSDP2Merger().merge(shards, out)
+    assert snapshot(tmp_path) == before
+    unshard.merge(shards, out, overwrite="all")
+    assert_same(merged(out), some_tensors())
+    assert not (names(out) & others) - {"model.safetensors", "unshard.json"}
+    unshard.merge(shards, out, overwrite=True)  # now it is ours
+
+
+@pytest.mark.parametrize("place", ["in place", "apart"])
+def test_an_adapter_that_appears_meanwhile_is_not_removed(
+    shards: Path, tmp_path: Path, place: str
+) -> None:
+    out = shards if place == "in place" else tmp_path / "out"
+    unshard.merge(shards, out, overwrite=True)
+    before = merged(out)
+
+    def saves(event: Event) -> None:
+        if event == Stage("committing"):
+            adapter(out)
+
+    with pytest.raises(OutputError, match=r"adapter_config\.json, adapter_model\.safetensors"):
+        unshard.merge(shards, out, overwrite=True, dtype="float16", listener=saves)
+    assert_same(merged(out), before)
+    assert (out / "adapter_model.safetensors").exists()
+
+
+def test_a_file_of_ours_that_was_edited_is_not_replaced(shards: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    unshard.merge(shards, out)
+    (out / "config.json").write_text('{"rope_scaling": null}')
+    (out / "notes.txt").write_text("mine")
+    before = snapshot(out)
+    with pytest.raises(OutputError, match=r"changed since: config\.json\n"):
+        unshard.merge(shards, out, overwrite=True)
+    assert snapshot(out) == before
+    unshard.merge(shards, out, overwrite="all")
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def older(out: Path, version: str) -> None:
+    """Make the record what versions wrote that listed weights only."""
+    record = json.loads((out / "unshard.json").read_text())
+    del record["output"]["companions"]
+    (out / "unshard.json").write_text(json.dumps(record | {"unshard": version}))
+
+
+@pytest.mark.parametrize("place", ["in place", "apart"])
+@pytest.mark.parametrize("size", ["100B", "5GB"])
+def test_an_output_of_an_older_version_is_replaced(
+    shards: Path, tmp_path: Path, place: str, size: str
+) -> None:
+    out = shards if place == "in place" else tmp_path / "out"
+    unshard.merge(shards, out, overwrite=True, max_shard_size=size)
+    older(out, "0.1.0")
+    unshard.merge(shards, out, overwrite=True, dtype="bfloat16")
+    assert {tensor.dtype for tensor in merged(out).values() if tensor.is_floating_point()} == {
+        torch.bfloat16
+    }
+    (out / "pytorch_model.bin").write_bytes(b"mine")
+    with pytest.raises(OutputError, match=r"pytorch_model\.bin"):
+        unshard.merge(shards, out, overwrite=True)
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_what_another_tool_merged_in_place_from_the_same_weights_is_replaced(
+    shards: Path, files: int
+) -> None:
+    """As the tools do that unshard stands for: bfloat16, by safetensors' own writer."""
+    cast = {
+        name: tensor.bfloat16() if tensor.is_floating_point() else tensor
+        for name, tensor in some_tensors().items()
+    }
+    order = list(cast)
+    for number in range(files):
+        part = {name: cast[name] for name in order[number::files]}
+        name = f"model-{number + 1:05}-of-{files:05}" if files > 1 else "model"
+        save_file(part, shards / f"{name}.safetensors", {"format": "pt"})
+    if files > 1:
+        (shards / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    FSDP2Merger().merge(shards)
+    assert_same(merged(shards), cast)
+    assert names(shards) & {"model-00001-of-00002.safetensors"} == set()
+
+
+@pytest.mark.parametrize("what", ["value", "dtype", "name"])
+def test_weights_that_another_tool_merged_from_others_are_not(shards: Path, what: str) -> None:
+    tensors = some_tensors()
+    last = list(tensors)[-1]
+    if what == "value":
+        changed = tensors[last].clone()
+        changed.view(torch.uint8).flatten()[-1] ^= 1
+        tensors[last] = changed
+    elif what == "dtype":
+        tensors = {name: tensor.double() for name, tensor in tensors.items()}
+    else:
+        tensors["more"] = torch.zeros(1)
+    save_file(tensors, shards / "model.safetensors", {"format": "pt"})
+    before = snapshot(shards)
+    with pytest.raises(OutputError, match=r"did not write.*: model\.safetensors\n"):
+        unshard.merge(shards, shards, overwrite=True)
+    assert snapshot(shards) == before
+
+
+def test_the_record_in_a_checkpoint_lists_only_what_was_put_there(shards: Path) -> None:
+    (shards / "tokenizer.json").write_text("{}")
+    unshard.merge(shards, shards, overwrite=True, max_shard_size="100B")
+    first = json.loads((shards / "unshard.json").read_text())["output"]
+    assert list(first["companions"]) == ["model.safetensors.index.json"]
+    (shards / "tokenizer.json").rename(shards / "config.json")
+    unshard.merge(shards, shards, overwrite=True, config=shards / "config.json")
+    for _ in range(2):
+        listed = json.loads((shards / "unshard.json").read_text())["output"]["companions"]
+        assert listed == {"config.json": (shards / "config.json").stat().st_size}
+        unshard.merge(shards, shards, overwrite=True)
+
+
+def test_the_command_line_takes_overwrite_with_and_without_all(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    adapter(out)
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", "--overwrite", str(shards), str(out)])
+    assert ended.value.code == 5
+    assert "--overwrite=all" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", str(shards), str(out), "--overwrite=al"])
+    assert ended.value.code == 2
+    for flag in ("--overwrite=all", "--overwrite"):
+        with pytest.raises(SystemExit) as ended:
+            main(["merge", str(shards), str(out), flag])
+        assert ended.value.code == 0

@@ -9,6 +9,7 @@ from unshard.api.making import (
     check_target,
     companion_files,
     make,
+    output_names,
     places,
     weight_files,
 )
@@ -52,7 +53,8 @@ def deliver(
     noticed = Noticed()
     if options.dry_run:
         check_target(prepared, target)
-        choose_mode(target, places(prepared), overwrite=options.overwrite)
+        names = output_names(prepared)
+        choose_mode(target, places(prepared), overwrite=options.overwrite, names=names)
     else:
         noticed = make(prepared, target, options, listener, engine)
     for warning in noticed.warnings:

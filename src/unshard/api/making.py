@@ -19,7 +19,15 @@ from unshard.write.training_state import state_file_names, write_training_state
 from unshard.write.unchanged import unchanged
 from unshard.write.verify import verify_light
 
-__all__ = ["Noticed", "check_target", "companion_files", "make", "places", "weight_files"]
+__all__ = [
+    "Noticed",
+    "check_target",
+    "companion_files",
+    "make",
+    "output_names",
+    "places",
+    "weight_files",
+]
 
 _COMPANION_ALLOWANCE = 64 * 1024
 
@@ -38,7 +46,8 @@ def make(
     """Make the output apart, and let it take its place in one commit; return what was noticed."""
     check_target(prepared, target)
     needed, sources = _needed_bytes(prepared), places(prepared)
-    with Staging(target, needed, sources=sources, overwrite=options.overwrite) as staging:
+    names, overwrite = output_names(prepared), options.overwrite
+    with Staging(target, needed, sources=sources, overwrite=overwrite, names=names) as staging:
         inflated = _inflated(prepared, staging, options, listener)
         return _write(inflated, staging, options, listener, engine)
 
@@ -185,6 +194,12 @@ def companion_files(prepared: Prepared) -> tuple[str, ...]:
     """Return the names of the other files that belong to the model."""
     config = ("config.json",) if prepared.config is not None else ()
     return (*config, *prepared.checkpoint.catalog.companions.files, *prepared.files)
+
+
+def output_names(prepared: Prepared) -> tuple[str, ...]:
+    """Return the paths, inside the output, of all its files but the record."""
+    state = state_file_names(prepared.training)
+    return (*weight_files(prepared), *companion_files(prepared), *state)
 
 
 def weight_files(prepared: Prepared) -> list[str]:

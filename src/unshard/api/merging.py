@@ -46,7 +46,7 @@ def merge(
     allow_globals: Sequence[str] = (),
     verify: str = "light",
     extra_state: bool = True,
-    overwrite: bool = False,
+    overwrite: bool | str = False,
     dry_run: bool = False,
     push_to_hub: str | None = None,
     private: bool = False,
@@ -91,8 +91,10 @@ def merge(
             "full" (also checksums of the sources, replicas, and every byte read back), or "off".
         extra_state: write scheduler and random state of all ranks beside the weights, if the
             checkpoint has them: `extra_state_merged.pt`, `lr_scheduler_state.json`.
-        overwrite: replace the weights of an earlier output, or, where the output is the
-            checkpoint's own directory, put them there; other files stay.
+        overwrite: replace an earlier output, or, where the output is the checkpoint's own
+            directory, put the weights there; other files stay. What unshard did not write, or what
+            was changed since, is refused where it would be lost, or where transformers would load
+            it instead of the output or together with it; "all" removes that too.
         dry_run: plan only, write nothing.
         push_to_hub: the id of a repository to upload the output to, once it is safe on disk.
         private: make that repository private if it does not exist.

@@ -53,7 +53,7 @@ class MergeOptions:
     allow_globals: Sequence[str] = ()
     verify: str = "light"
     extra_state: bool = True
-    overwrite: bool = False
+    overwrite: bool | str = False
     dry_run: bool = False
     push_to_hub: str | None = None
     private: bool = False
@@ -73,6 +73,8 @@ class MergeOptions:
             raise UsageError(f"--weights {self.weights}: unknown", expected="model or ema")
         if self.names == "training" and self.base is not None:
             raise UsageError("--names training excludes --base, whose names are those of the hub")
+        if self.overwrite not in (False, True, "all"):
+            raise UsageError(f"--overwrite={self.overwrite}: unknown", expected="no value, or all")
         if self.private and self.push_to_hub is None:
             raise UsageError("--private applies to --push-to-hub, which was not given")
 

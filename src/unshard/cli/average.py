@@ -33,6 +33,7 @@ from unshard.cli.options import (
     Verify,
     Weights,
     Workers,
+    overwriting,
 )
 from unshard.cli.reports import print_reports
 from unshard.cli.show import working
@@ -99,7 +100,7 @@ def average(
     output: OutputOption = None,
     config: Config = None,
     max_shard_size: MaxShardSize = None,
-    overwrite: Overwrite = False,
+    overwrite: Overwrite = None,
     push_to_hub: PushToHub = None,
     private: Private = False,
     dry_run: DryRun = False,
@@ -132,7 +133,7 @@ def average(
         ep_size=ep_size,
         allow_globals=allow_global or (),
         verify=verify,
-        overwrite=overwrite,
+        overwrite=overwriting(overwrite),
         dry_run=dry_run,
         push_to_hub=push_to_hub,
         private=private,

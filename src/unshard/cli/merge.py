@@ -39,6 +39,7 @@ from unshard.cli.options import (
     Weights,
     Workers,
     one_of,
+    overwriting,
 )
 from unshard.cli.reports import print_reports
 from unshard.cli.show import working
@@ -107,7 +108,7 @@ def merge(
         ),
     ] = False,
     max_shard_size: MaxShardSize = None,
-    overwrite: Overwrite = False,
+    overwrite: Overwrite = None,
     push_to_hub: PushToHub = None,
     private: Private = False,
     dry_run: DryRun = False,
@@ -144,7 +145,7 @@ def merge(
         allow_globals=allow_global or (),
         verify=verify,
         extra_state=not no_extra_state,
-        overwrite=overwrite,
+        overwrite=overwriting(overwrite),
         dry_run=dry_run,
         push_to_hub=push_to_hub,
         private=private,

@@ -45,6 +45,7 @@ __all__ = [
     "Weights",
     "Workers",
     "one_of",
+    "overwriting",
 ]
 
 SOURCE = "Checkpoint"
@@ -56,6 +57,12 @@ RUNNING = "Running"
 
 class Grouped(TyperCommand):
     """A command whose `--help` lists its options by their `rich_help_panel`, in plain text."""
+
+    def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
+        """Take `--overwrite` without a value, too: the word after it is not its value."""
+        end = args.index("--") if "--" in args else len(args)
+        meant = ["--overwrite=ours" if arg == "--overwrite" else arg for arg in args[:end]]
+        return super().parse_args(ctx, meant + args[end:])
 
     def format_options(self, ctx: "Context", formatter: "HelpFormatter") -> None:
         """Write one section per group, in the order in which the options are declared."""
@@ -70,6 +77,11 @@ class Grouped(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def overwriting(value: str | None) -> bool | str:
+    """Return what `MergeOptions` takes for the value of `--overwrite`."""
+    return value is not None if value in (None, "ours") else value
 
 
 def one_of(*names: str, help: str, group: str | None = None) -> typer.models.OptionInfo:  # noqa: A002
@@ -224,10 +236,12 @@ MaxShardSize = Annotated[
     ),
 ]
 Overwrite = Annotated[
-    bool,
+    str | None,
     typer.Option(
         "--overwrite",
-        help="Replace the weights of an earlier output; keep its other files.",
+        metavar="[=all]",
+        help="Replace an earlier output of unshard; keep other files there. all: also remove "
+        "weights, adapters and other files in the way that unshard did not write.",
         rich_help_panel=OUTPUT,
     ),
 ]

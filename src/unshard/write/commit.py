@@ -12,14 +12,15 @@ modification time, so a merge in place gives it back.
 """
 
 import errno
-import json
 import os
 import stat
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.errors import OutputError
 from unshard.plan.layout import INDEX_NAME
+from unshard.write.adapter import ADAPTER_CONFIG_NAME
 from unshard.write.beneath import folder_of, opened, read_file, status_of, walk
 from unshard.write.files import exchange, is_weight_file, sync_tree
 from unshard.write.journal import (
@@ -31,11 +32,12 @@ from unshard.write.journal import (
     identity,
 )
 from unshard.write.owners import Place
-from unshard.write.record import RECORD_NAME
+from unshard.write.record import RECORD_NAME, read_record, with_companions
 from unshard.write.replacing import Sides, carry_over, set_aside, settle
+from unshard.write.taking import in_the_way, may_be_same, refuse_strangers, same_tensors, strangers
 from unshard.write.training_state import EXTRA_STATE_NAME, SCHEDULER_NAME
 
-__all__ = ["begin", "finish", "is_begun", "take_new"]
+__all__ = ["Permission", "begin", "finish", "is_begun", "take_new"]
 
 
 def take_new(place: Place, target: Path) -> None:
@@ -44,6 +46,8 @@ def take_new(place: Place, target: Path) -> None:
     Raises:
         OutputError: the target has come to exist meanwhile.
     """
+    with opened(OUTPUT, within=place.fd) as output:
+        _list_companions(output, output, _paths(output))
     sync_tree(place.path / OUTPUT)
     try:
         os.rename(OUTPUT, target.name, src_dir_fd=place.fd, dst_dir_fd=place.parent)
@@ -53,28 +57,46 @@ def take_new(place: Place, target: Path) -> None:
         raise
 
 
-def begin(place: Place, target: Path, mode: Mode, replaced: Collection[str]) -> Journal:
+@dataclass(frozen=True, slots=True)
+class Permission:
+    """What may be lost.
+
+    Attributes:
+        asked_for: names of companions that go over those in a checkpoint's own directory.
+        strangers: whether files may go that unshard did not write.
+    """
+
+    asked_for: Collection[str] = ()
+    strangers: bool = False
+
+
+def begin(place: Place, target: Path, mode: Mode, permission: Permission) -> Journal:
     """Make the output durable; return what has to be done with it. The target is as it was.
 
     Args:
         place: the staging directory.
         target: what to replace, or to put files into.
         mode: REPLACE or IN_PLACE.
-        replaced: in place: names of companions that go over those that are there.
+        permission: what may be lost.
 
     Raises:
         OutputError: the target has something in the way.
     """
+    output = place.path / OUTPUT
     with opened(target.name, within=place.parent) as old, opened(OUTPUT, within=place.fd) as new:
         if mode is Mode.IN_PLACE:
-            journal = _in_place(target, old, new, replaced)
+            journal = _in_place(target, old, new, permission.asked_for)
+            _check(target, old, output, journal.goes, permission)
+            _list_companions(old, new, journal.place)
         else:
             goes = _found(old, {*_paths(new), *_stale(old, new)})
+            _check(target, old, output, goes, permission)
+            _list_companions(old, new, _paths(new))
             carried = carry_over(Sides(old, new, place.fd), leave=goes)
             os.fchmod(new, stat.S_IMODE(os.fstat(old).st_mode))
             inodes = os.fstat(old).st_ino, os.fstat(new).st_ino
             journal = Journal(mode, target.name, *inodes, goes, carried)
-    sync_tree(place.path / OUTPUT)
+    sync_tree(output)
     return journal
 
 
@@ -144,19 +166,37 @@ def _found(directory: int, paths: Iterable[str]) -> dict[str, Identity]:
 
 def _stale(target: int, output: int) -> list[str]:
     """Return weights, and training state of an earlier merge, that the output does not have."""
-    weights = [name for name in os.listdir(target) if is_weight_file(name)]
-    known = [*weights, *_recorded_state(target)]
+    record = read_record(target)
+    known = [*in_the_way(target), *(record.state if record is not None else ())]
     return [name for name in known if status_of(name, within=output) is None]
 
 
-def _recorded_state(target: int) -> list[str]:
-    """Return the training state that an earlier merge put there."""
-    try:
-        record = json.loads(read_file(RECORD_NAME, within=target))
-        recorded = record["output"]["training_state"]
-        return [name for name in (EXTRA_STATE_NAME, SCHEDULER_NAME) if name in recorded]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
+def _check(
+    target: Path, old: int, output: Path, goes: Collection[str], permission: Permission
+) -> None:
+    """Refuse to lose what unshard did not write, unless it is what the output has."""
+    if not permission.strangers:
+        found = strangers(old, set(goes) - set(permission.asked_for))
+        if found and not (may_be_same(old, found) and same_tensors(target, output, found)):
+            refuse_strangers(target, found)
+
+
+def _list_companions(old: int, new: int, placed: Collection[str]) -> None:
+    """Add the files that are not weights to the record: those of the output, and kept own ones."""
+    record, before = read_record(new), read_record(old)
+    if record is None:
+        return
+    sizes = {}
+    for path in _paths(new):
+        status = status_of(path, within=new if path in placed else old)
+        if status is None or path == RECORD_NAME or path in record.sizes:
+            continue
+        if path in placed or (before is not None and before.sizes.get(path) == status.st_size):
+            sizes[path] = status.st_size
+    text = with_companions(read_file(RECORD_NAME, within=new), sizes)
+    flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(RECORD_NAME, flags, dir_fd=new), "wb") as stream:
+        stream.write(text)
 
 
 def _in_place(target: Path, old: int, new: int, replaced: Collection[str]) -> Journal:
@@ -165,6 +205,8 @@ def _in_place(target: Path, old: int, new: int, replaced: Collection[str]) -> Jo
     weights = [path for path in paths if is_weight_file(path) and path != INDEX_NAME]
     last = [path for path in (INDEX_NAME, RECORD_NAME) if path in paths]
     over = {EXTRA_STATE_NAME, SCHEDULER_NAME, *replaced}
+    if not strangers(old, [ADAPTER_CONFIG_NAME]):
+        over.add(ADAPTER_CONFIG_NAME)
     state = [path for path in paths if path in over and path not in weights]
     known = {*weights, *state, *last}
     _check_folders(target, old, new)

@@ -5,14 +5,67 @@ No times, hosts or absolute paths: the same merge writes the same record.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from unshard._version import __version__
-from unshard.plan.layout import Layout
+from unshard.plan.layout import INDEX_NAME, Layout
 from unshard.read.open import Checkpoint
+from unshard.write.adapter import ADAPTER_CONFIG_NAME, ADAPTER_NAME
+from unshard.write.beneath import read_file
+from unshard.write.files import is_weight_file
 
-__all__ = ["RECORD_NAME", "record_json"]
+__all__ = ["RECORD_NAME", "Record", "read_record", "record_json", "with_companions"]
 
 RECORD_NAME = "unshard.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the record in a directory says of the files that were written there.
+
+    Attributes:
+        sizes: bytes of every file, by its path; of an older record, of the weight files only.
+        state: names of the files of scheduler and random state.
+        is_older: it was written by a version that did not list companions.
+    """
+
+    sizes: Mapping[str, int]
+    state: tuple[str, ...]
+    is_older: bool
+
+    def lists(self, path: str, size: int) -> bool:
+        """Return whether a file of this size was written there by unshard."""
+        if path == RECORD_NAME:
+            return True
+        if self.is_older and (path == INDEX_NAME or not is_weight_file(path)):
+            return path != ADAPTER_CONFIG_NAME or ADAPTER_NAME in self.sizes
+        return self.sizes.get(path) == size
+
+
+def read_record(directory: int) -> Record | None:
+    """Return the record in a directory; None if there is none that unshard wrote.
+
+    Args:
+        directory: its descriptor.
+    """
+    try:
+        whole = json.loads(read_file(RECORD_NAME, within=directory))
+        version, output = whole["unshard"], whole["output"]
+        companions, state = output.get("companions"), output.get("training_state", [])
+        sizes = {**output["files"], **(companions or {})}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if not isinstance(version, str) or not isinstance(state, list):
+        return None
+    known = {path: size for path, size in sizes.items() if isinstance(size, int)}
+    return Record(known, tuple(name for name in state if isinstance(name, str)), companions is None)
+
+
+def with_companions(record: bytes, sizes: Mapping[str, int]) -> bytes:
+    """Return a record that also lists the files that are not weights, with their sizes in bytes."""
+    fields = json.loads(record)
+    fields["output"]["companions"] = dict(sizes)
+    return _bytes(fields)
 
 
 def record_json(
@@ -48,6 +101,10 @@ def record_json(
             skipped.fqn: skipped.reason for one in checkpoints for skipped in one.catalog.skipped
         },
     }
+    return _bytes(record)
+
+
+def _bytes(record: Mapping[str, object]) -> bytes:
     return (json.dumps(record, indent=2) + "\n").encode()
 
 

@@ -20,7 +20,7 @@ from typing import Self
 
 from unshard.errors import OutputError
 from unshard.write.beneath import open_directory, remove, status_of
-from unshard.write.commit import begin, finish, is_begun, take_new
+from unshard.write.commit import Permission, begin, finish, is_begun, take_new
 from unshard.write.interrupts import uninterrupted
 from unshard.write.journal import JOURNAL_NAME, OUTPUT, Mode, read_journal, write_journal
 from unshard.write.owners import (
@@ -94,7 +94,8 @@ class Stage:
         needed_bytes: what the output will take.
         sources: the directories that hold the checkpoint; if the output goes into one of them, it
             keeps its modification time (trainers rotate checkpoints by it).
-        overwrite: whether weights that are there may be replaced.
+        overwrite: whether what unshard wrote there may be replaced; "all": other files too.
+        names: the paths that the output will have, to refuse at once what would be refused later.
 
     Raises:
         OutputError: on entering: the target exists, or is not writable, or lacks space.
@@ -106,12 +107,14 @@ class Stage:
         needed_bytes: int,
         *,
         sources: Sequence[Path] = (),
-        overwrite: bool = False,
+        overwrite: bool | str = False,
+        names: Collection[str] = (),
     ) -> None:
         self._target = target
         self._needed = needed_bytes
         self._sources = tuple(sources)
         self._overwrite = overwrite
+        self._names = names
         self._mode = Mode.NEW
         self._made_parents: list[Path] = []
         self._place: Place | None = None
@@ -185,7 +188,8 @@ class Stage:
         if self._mode is Mode.NEW:
             take_new(place, self._target)
             return _durable(place.parent, self._target)
-        journal = begin(place, self._target, self._mode, replaced)
+        permission = Permission(replaced, strangers=self._overwrite == "all")
+        journal = begin(place, self._target, self._mode, permission)
         write_journal(place, journal)
         for tries_left in (1, 0):
             try:
@@ -206,7 +210,9 @@ class Stage:
     def _enter(self) -> None:
         recover(self._target.parent)
         self._make_parents()
-        self._mode = choose_mode(self._target, self._sources, overwrite=self._overwrite)
+        self._mode = choose_mode(
+            self._target, self._sources, overwrite=self._overwrite, names=self._names
+        )
         self._target = self._target.resolve()
         if self._mode is not Mode.NEW:
             _check_same_disk(self._target)

@@ -1,25 +1,36 @@
 """Where an output may go, before anything is made: what is there, what would be lost, what fits."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from unshard.errors import OutputError
+from unshard.write.adapter import ADAPTER_CONFIG_NAME
 from unshard.write.files import is_weight_file
 from unshard.write.journal import Mode
+from unshard.write.record import RECORD_NAME
+from unshard.write.taking import in_the_way, may_be_same, refuse_strangers, strangers
+from unshard.write.training_state import EXTRA_STATE_NAME, SCHEDULER_NAME
 
 __all__ = ["check_space", "choose_mode", "refuse_sources"]
 
 _SLACK = 1 << 20
 
 
-def choose_mode(target: Path, sources: Sequence[Path], *, overwrite: bool) -> Mode:
+def choose_mode(
+    target: Path,
+    sources: Sequence[Path],
+    *,
+    overwrite: bool | str,
+    names: Collection[str] = (),
+) -> Mode:
     """Say how an output would take its place.
 
     Args:
         target: where the output goes.
         sources: the directories that hold the checkpoint.
-        overwrite: whether weights that are there may be replaced.
+        overwrite: whether what unshard wrote there may be replaced; "all": other files too.
+        names: the paths that the output will have.
 
     Raises:
         OutputError: the target exists and may not be replaced.
@@ -36,7 +47,30 @@ def choose_mode(target: Path, sources: Sequence[Path], *, overwrite: bool) -> Mo
             hint="give another output, or replace the weights there: --overwrite",
         )
     inside = any(source.resolve().is_relative_to(target.resolve()) for source in sources)
-    return Mode.IN_PLACE if inside else Mode.REPLACE
+    mode = Mode.IN_PLACE if inside else Mode.REPLACE
+    if overwrite != "all":
+        _check_strangers(target, mode, names)
+    return mode
+
+
+def _check_strangers(target: Path, mode: Mode, names: Collection[str]) -> None:
+    """Refuse, before an output is made, what its commit would refuse.
+
+    In place, weights that may be equal to those of the output can only be compared in the end.
+    """
+    fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        paths = {*in_the_way(fd), RECORD_NAME}
+        if mode is Mode.IN_PLACE:
+            paths -= {ADAPTER_CONFIG_NAME} & set(names)
+            paths |= {EXTRA_STATE_NAME, SCHEDULER_NAME} & set(names)
+        else:
+            paths |= set(names)
+        found = strangers(fd, paths)
+        if mode is not Mode.IN_PLACE or not may_be_same(fd, found):
+            refuse_strangers(target, found)
+    finally:
+        os.close(fd)
 
 
 def refuse_sources(target: Path, files: Iterable[Path]) -> None:
