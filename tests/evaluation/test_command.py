@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,24 @@ def test_forms_of_results(
 def test_every_task_needs_a_number(tmp_path: Path, document: dict[str, object]) -> None:
     with pytest.raises(EvaluationError, match="own's results have no finite number for"):
         measured(attempt(tmp_path, "a", "b"), document)
+
+
+def test_results_that_are_too_large_are_not_read(tmp_path: Path) -> None:
+    work = attempt(tmp_path, "a")
+    small = replace(work, profile=replace(work.profile, results_bytes=100))
+    with pytest.raises(EvaluationError, match=r"too large.*\n.*at most 100 bytes\n.*found: +1009"):
+        measured(small, {"a": "x" * 1000})
+    assert measured(small, {"a": 1}) == {"a/score": 1.0}
+    with (small.output / "results.json").open("wb") as file:
+        file.truncate(3 << 30)
+    with pytest.raises(EvaluationError, match=f"at most {64 << 20} bytes"):
+        make_evaluator(work.profile).metrics(work, 0)
+
+
+def test_there_are_not_too_many_numbers(tmp_path: Path) -> None:
+    many = {f"m{number}": number for number in range(100_001)}
+    with pytest.raises(EvaluationError, match=r"too many numbers\n.*at most 100000"):
+        measured(attempt(tmp_path, "a"), {"a": many})
 
 
 def test_a_program_that_fails_or_writes_nothing(tmp_path: Path) -> None:

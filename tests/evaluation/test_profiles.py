@@ -40,6 +40,7 @@ profiles:
     kind: command
     command: [evaluate, --model, "{checkpoint}", "--out={output}"]
     results: out/numbers.json
+    results_bytes: 1000
 """
 
 
@@ -94,7 +95,7 @@ def test_everything_that_can_be_said(tmp_path: Path) -> None:
     assert config.profiles["images"] == images
     own = ("evaluate", "--model", "{checkpoint}", "--out={output}")
     assert config.profiles["own"] == Profile(
-        "own", Kind.COMMAND, command=own, results="out/numbers.json", gpus=1
+        "own", Kind.COMMAND, command=own, results="out/numbers.json", gpus=1, results_bytes=1000
     )
 
 

@@ -543,6 +543,21 @@ def test_a_job_that_gets_a_newer_pin_while_it_runs_is_run_again(
     assert (done.pin, done.attempts, done.failures) == ("/new", 2, 0)
 
 
+@pytest.mark.parametrize(("before", "expected"), [(1, Status.COMPLETED), (2, Status.FAILED)])
+def test_results_that_ended_two_servers_are_not_read_by_a_third(
+    tmp_path: Path, model: Path, before: int, expected: Status
+) -> None:
+    script = f"pathlib.Path('reading').write_bytes(b'x' * {before}); done(acc=1)"
+    store, server = scheduler(tmp_path / "work", script, profile=script_profile(retries=5))
+    job = submit(store, server, model)
+    server.start()
+    done = wait_for(store, job.id, expected)
+    server.stop(end=True)
+    assert done.attempts == 1
+    assert ("killed 2 times while it read" in str(done.error)) == (before == 2)
+    assert not (server.directory_of(done) / "reading").exists()
+
+
 def test_an_unknown_profile_and_an_unforeseen_mistake_fail_their_job_only(
     tmp_path: Path, model: Path
 ) -> None:

@@ -72,6 +72,13 @@ def test_names_of_metrics_that_the_database_cannot_tell_apart_are_all_kept(store
     assert found.metrics[r"t/a\udcff"] == 2.0
 
 
+def test_an_error_of_any_length_is_kept_in_part(store: Store) -> None:
+    job = submit(store)
+    claim(store)
+    store.fail(job.id, "e" * 1_000_000, None)
+    assert len(str(job_of(store, job.id).error)) < 21_000
+
+
 def test_a_job_that_is_not_final_can_get_another_pin(store: Store) -> None:
     job, _ = store.submit(request(Path("a")), pin="/one")
     store.repin(job.id, "/two")

@@ -4,7 +4,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -38,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 _SHOWN_LINES = 20
 _MARGIN_S = 30.0
+_READING = "reading"  # a byte for every server that reads the results
+_MOST_FATAL = 2
 _SPACE_BYTES = 8 << 20  # with less an evaluator's failure is taken for the disk's
 
 
@@ -220,12 +223,20 @@ class Runner:
             return Left()
         if halt is not None:
             return Cancelled() if halt is Halt.CANCELLED else Lost("the server was stopped")
+        return self._look_at(attempt, work)
+
+    def _look_at(self, attempt: Attempt, work: Work) -> Outcome:
+        """Judge what an attempt's processes, which are gone, have left."""
         done = read_exit(attempt.directory)
         if done is None and not has_begun(attempt.directory):
             return Postponed("its supervisor ended before it got its order")
         if done is None:
             return self._failed(attempt, "the evaluator and its supervisor were killed")
-        return self._judge(attempt, work, done)
+        with _counted(attempt.directory) as fatal:
+            if fatal < _MOST_FATAL:
+                return self._judge(attempt, work, done)
+            why = f"the server was killed {fatal} times while it read the results"
+            return Failed(why, may_retry=False)
 
     def _wait(self, attempt: Attempt, process: Process) -> Halt | None:
         """Wait until a process ends, or should: then return why."""
@@ -265,6 +276,19 @@ class Runner:
         lines = last_lines(attempt.directory / LOG_NAME, _SHOWN_LINES)
         shown = f"\nThe log ends with:\n{lines}" if lines else ""
         return Failed(f"{why}{shown}", may_retry=True)
+
+
+@contextmanager
+def _counted(directory: Path) -> Iterator[int]:
+    """Yield how many servers began to read the results of an attempt and did not end it."""
+    mark, before = directory / _READING, 0
+    with suppress(OSError), mark.open("ab") as file:  # a full disk
+        before = file.tell()
+        file.write(b"x")
+    try:
+        yield before
+    finally:
+        mark.unlink(missing_ok=True)
 
 
 def _why_full(directory: Path) -> str | None:

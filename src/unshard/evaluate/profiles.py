@@ -94,6 +94,7 @@ class Profile:
         command: kind command: the arguments, with {checkpoint}, {output}, {tasks}, {step},
             {weights} and {run}; no shell reads them.
         results: kind command: the file below {output} that it writes its numbers to.
+        results_bytes: the largest file of results that is read.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Profile:
     launcher: Launcher = Launcher.ACCELERATE
     command: tuple[str, ...] = ()
     results: str = "results.json"
+    results_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ _SERVER_KEYS = frozenset(
     "roots gpus host port token_file work_directory pin_quota profiles".split()
 )
 _COMMON_KEYS = frozenset(
-    "kind environment allowed_tasks timeout retries gpus keep best_metric".split()
+    "kind environment allowed_tasks timeout retries gpus keep best_metric results_bytes".split()
 )
 _HARNESS_KEYS = _COMMON_KEYS | set(
     "interpreter include_paths model checkpoint_key model_args allowed_model_args launcher".split()
@@ -295,4 +297,5 @@ def _profile(name: str, kind: Kind, settings: Settings, gpus: tuple[int, ...]) -
         launcher=settings.choice("launcher", default.launcher),
         command=read_command(settings, needed=kind is Kind.COMMAND),
         results=read_results(settings, default.results),
+        results_bytes=settings.count("results_bytes", default.results_bytes, least=1),
     )

@@ -20,6 +20,7 @@ __all__ = ["Store"]
 
 _AGAIN = (Status.FAILED, Status.CANCELLED, Status.EXPIRED, Status.SUPERSEDED)
 _EVENTS = 100_000
+_LONGEST_ERROR = 20_000  # characters
 
 
 class Store(Records):
@@ -169,7 +170,7 @@ class Store(Records):
                 connection.execute(
                     "UPDATE jobs SET status = ?, completed_at = ?, error = ?, not_before = ?,"
                     " failures = failures + 1 WHERE id = ?",
-                    (status, completed, _storable(error), retry_at or 0, job_id),
+                    (status, completed, _error(error), retry_at or 0, job_id),
                 )
         return still
 
@@ -179,7 +180,7 @@ class Store(Records):
             if still:
                 connection.execute(
                     "UPDATE jobs SET status = ?, completed_at = ?, error = ? WHERE id = ?",
-                    (Status.EXPIRED, time.time(), _storable(why), job_id),
+                    (Status.EXPIRED, time.time(), _error(why), job_id),
                 )
         return still
 
@@ -197,7 +198,7 @@ class Store(Records):
                 connection.execute(
                     "UPDATE jobs SET status = ?, started_at = NULL, not_before = ?, error = ?"
                     " WHERE id = ?",
-                    (Status.QUEUED, due_at, _storable(why), job_id),
+                    (Status.QUEUED, due_at, _error(why), job_id),
                 )
         return still
 
@@ -222,6 +223,11 @@ class Store(Records):
             if still:
                 connection.execute("UPDATE jobs SET phase = NULL WHERE id = ?", (job_id,))
                 _tell(connection, job_id, now)
+
+
+def _error(text: str) -> str:
+    """Return an error as it is kept: an evaluator may have put a book into it."""
+    return _storable(text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}...")
 
 
 def _storable(text: str) -> str:

@@ -40,7 +40,10 @@ class CommandEvaluator:
         """Return the numbers of all tasks."""
         check_exit(work.profile.name, returncode)
         document = read_document(
-            self.results_file(work), program=work.profile.name, expected=work.profile.results
+            self.results_file(work),
+            program=work.profile.name,
+            expected=work.profile.results,
+            most_bytes=work.profile.results_bytes,
         )
         tasks = work.request.tasks
         return check_tasks({"results": _by_task(document, tasks)}, tasks, program=work.profile.name)

@@ -1,6 +1,7 @@
 """Find and read the file of results that an evaluator wrote, and see whether it is complete."""
 
 import json
+import os
 import signal
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 _LOG = "the log of the job says why"
+_MOST_METRICS = 100_000
 
 
 def launch(work: Work, module: str) -> list[str]:
@@ -63,16 +65,27 @@ def newest(directory: Path, pattern: str) -> Path | None:
     return max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
-def read_document(path: Path | None, *, program: str, expected: str) -> dict[str, object]:
+def read_document(
+    path: Path | None, *, program: str, expected: str, most_bytes: int
+) -> dict[str, object]:
     """Read a JSON object.
 
     Raises:
-        EvaluationError: there is no file, or it holds something else.
+        EvaluationError: there is no file, or it is too large, or has something else in it.
     """
     if path is None:
         raise EvaluationError(f"{program} wrote no results", expected=expected, hint=_LOG)
     try:
-        document = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most_bytes:
+                raise EvaluationError(
+                    f"{path}: {program}'s results are too large to be read",
+                    expected=f"at most {most_bytes} bytes",
+                    found=f"{size} bytes",
+                    hint="set `results_bytes` of the profile in the server's configuration",
+                )
+            document = json.loads(file.read(size))
     except (OSError, ValueError, RecursionError) as error:
         raise EvaluationError(f"{path}: {program}'s results cannot be read: {error}") from error
     if not isinstance(document, dict):
@@ -94,13 +107,19 @@ def check_tasks(
     A group has numbers if it has its own or all of its tasks have.
 
     Raises:
-        EvaluationError: a task is not named, or has no finite number.
+        EvaluationError: a task is not named, or has no finite number; or there are too many.
     """
     metrics = metrics_of(table(document, "results"))
+    if len(metrics) > _MOST_METRICS:
+        raise EvaluationError(
+            f"{program}'s results have too many numbers",
+            expected=f"at most {_MOST_METRICS}",
+            found=str(len(metrics)),
+        )
     missing = without_numbers(_leaves(document, tasks, metrics), metrics)
     if metrics and not missing:
         return metrics
-    there = ", ".join(sorted(table(document, "results"))) or "no task"
+    there = f"{', '.join(sorted(table(document, 'results'))):.1000}" or "no task"
     raise EvaluationError(
         f"{program}'s results have no finite number for: {', '.join(missing or tasks)}",
         expected=", ".join(tasks),

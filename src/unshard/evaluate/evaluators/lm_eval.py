@@ -40,7 +40,10 @@ class LmEvalEvaluator:
         """Return the numbers of all tasks and groups."""
         check_exit(_PROGRAM, returncode)
         document = read_document(
-            self.results_file(work), program=_PROGRAM, expected="results_TIME.json"
+            self.results_file(work),
+            program=_PROGRAM,
+            expected="results_TIME.json",
+            most_bytes=work.profile.results_bytes,
         )
         tasks = _tags_replaced(document, work.request.tasks)
         return check_tasks(document, tasks, program=_PROGRAM)

@@ -36,7 +36,10 @@ class LmmsEvalEvaluator:
         """Return the numbers of all tasks and groups."""
         check_exit(_PROGRAM, returncode)
         document = read_document(
-            self.results_file(work), program=_PROGRAM, expected="TIME_results.json"
+            self.results_file(work),
+            program=_PROGRAM,
+            expected="TIME_results.json",
+            most_bytes=work.profile.results_bytes,
         )
         return check_tasks(document, work.request.tasks, program=_PROGRAM)
 
