@@ -133,7 +133,9 @@ def test_all_options_of_a_merge_are_known_and_are_flags_or_not_as_its_parser_say
     merge = {parameter.opts[0]: parameter for parameter in _merge_parameters()}
     assert {f"--{option}" for option in OPTIONS} <= merge.keys()
     for option, placeholder in OPTIONS.items():
-        assert getattr(merge[f"--{option}"], "is_flag", False) is (placeholder == ""), option
+        parameter = merge[f"--{option}"]
+        may_be_bare = (parameter.metavar or "").startswith("[")  # --overwrite, or --overwrite=all
+        assert (parameter.is_flag or may_be_bare) is (placeholder == ""), option
     given = {one.name for one in fields(MergeOptions)} - {"allow_globals", "extra_state"}
     assert {name.replace("_", "-") for name in given} <= OPTIONS.keys()
 
@@ -196,7 +198,7 @@ def check(front: Front, text: str, options: set[str], place: str) -> None:
             assert parses(front.instead(mention)), place
             assert front.instead(mention) in warned(text, front), place
         else:
-            assert written.split(" ", 1)[0] in options, place
+            assert re.split("[ =]", written)[0] in options, place
             assert written in said(text, front), place
 
 
