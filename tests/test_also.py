@@ -27,6 +27,8 @@ from ranks import (
 from unshard import CheckpointError, CorruptError, IncompleteError, UsageError
 from unshard.read.roots import files_in
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 WORLD = 4
 SOME_BYTES = bits(some_tensors()["model.norm.weight"])
 

@@ -11,6 +11,8 @@ from ranks import assert_same, merged, rank_path, save_ranks, snapshot, some_ten
 from unshard import ConversionError, IncompleteError, OutputError, UsageError
 from unshard.progress import Advanced, Event, Stage, Warned
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:

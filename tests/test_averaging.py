@@ -26,6 +26,8 @@ from ranks import assert_same, bits, merged, rank_path, save_ranks, snapshot, so
 from unshard import ConversionError, MergeOptions, OutputError, UsageError
 from unshard.progress import Event, Warned
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 Tensors = Mapping[str, torch.Tensor]
 COUNTER = "model.counter"
 

@@ -14,6 +14,8 @@ from damage import assert_refused, judge
 from ranks import Tensors
 from unshard import CheckpointError
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 WHOLE = {"a": torch.arange(12.0).reshape(6, 2), "b": torch.ones(3).bfloat16()}

@@ -11,6 +11,8 @@ import unshard
 from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard import ConversionError, CorruptError, NotMergeableError, UsageError
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 

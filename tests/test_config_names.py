@@ -18,6 +18,8 @@ from unshard.convert.config_names import expected_by_config
 from unshard.merger import FSDP2Merger
 from unshard.write.comparison import ByConfig
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 HEAD, STRANGER = "lm_head.weight", "foo.bar.weight"
 LLAMA: Mapping[str, object] = {
     "model_type": "llama",

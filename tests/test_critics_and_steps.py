@@ -1,6 +1,8 @@
 """Critics and value heads; selections; every step of a run."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,8 +10,11 @@ import pytest
 import torch
 
 import unshard
-from ranks import assert_same, bits, merged, save_ranks, some_tensors
-from unshard import MergeOptions, UnknownFormatError, UsageError
+from ranks import assert_same, bits, merged, rank_path, save_ranks, snapshot, some_tensors
+from unshard import CheckpointError, MergeOptions, OutputError, UnknownFormatError, UsageError
+from unshard.cli.main import main
+
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
 if TYPE_CHECKING:
     from transformers import Qwen2Config
@@ -142,18 +147,79 @@ def test_one_checkpoint_is_no_run(run: Path) -> None:
 
 
 def test_the_command_merges_all_steps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from unshard.cli.main import main
-
     with pytest.raises(SystemExit) as ended:
         main(["merge", str(run), "--all-steps", "--json"])
     assert not ended.value.code
     reports = json.loads(capsys.readouterr().out)
-    assert [report["step"] for report in reports] == [5, 10]
+    assert [report["step"] for report in reports] == [5, 10, 20]
+    assert "rank 1" in reports[2]["passed_over"]
+    assert [Path(report["output"]).is_dir() for report in reports] == [True, True, False]
+
+
+def test_a_step_that_fails_keeps_back_no_other(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank_path(run / "global_step_5" / "actor", 2, 0).write_bytes(b"not a checkpoint")
+    with pytest.raises(CheckpointError, match="global_step_5"):
+        unshard.merge_all(run, tmp_path / "first")
+    assert_same(merged(tmp_path / "first" / "global_step_10"), some_tensors(10))
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", str(run), str(tmp_path / "second"), "--all-steps"])
+    assert ended.value.code == CheckpointError.exit_code
+    told = capsys.readouterr().out.splitlines()
+    assert f"saved to {tmp_path / 'second' / 'global_step_10'}" in told
+    assert any(line.startswith("step 5: failed: ") for line in told)
+    assert any(line.startswith("step 20: passed over: ") for line in told)
+    assert told[-1] == "1 of 3 steps merged, 1 failed"
+
+
+def test_steps_that_were_merged_already_can_be_skipped(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    unshard.merge_all(run, out)
+    save_ranks(run / "global_step_15" / "actor", some_tensors(15), 2)
+    before = snapshot(out / "global_step_5")
+    reports = unshard.merge_all(run, out, skip_existing=True)
+    assert [report.step for report in reports] == [15]
+    assert snapshot(out / "global_step_5") == before
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", str(run), str(out), "--all-steps", "--skip-existing"])
+    assert not ended.value.code
+    told = capsys.readouterr().out
+    assert f"step 5: skipped, {out / 'global_step_5'} was made from it already\n" in told
+    assert told.endswith("\n0 of 4 steps merged\n")
+
+
+@pytest.mark.parametrize("change", ["options", "another step", "cut short", "no record"])
+def test_only_what_was_made_from_a_step_counts_as_it(
+    run: Path, tmp_path: Path, change: str
+) -> None:
+    out, options = tmp_path / "out", MergeOptions()
+    unshard.merge_all(run, out)
+    if change == "options":
+        options = MergeOptions(dtype="float16")
+    elif change == "another step":
+        (out / "global_step_5").rename(tmp_path / "away")
+        shutil.copytree(out / "global_step_10", out / "global_step_5")
+    elif change == "cut short":
+        os.truncate(out / "global_step_5" / "model.safetensors", 10)
+    else:
+        (out / "global_step_5" / "unshard.json").unlink()
+    with pytest.raises(OutputError, match="global_step_5"):
+        unshard.merge_all(run, out, options, skip_existing=True)
+
+
+def test_skipping_goes_with_all_steps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", str(run), "--skip-existing"])
+    assert ended.value.code == UsageError.exit_code
+    assert "--skip-existing goes with --all-steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", [{"push_to_hub": "a/b"}, {"step": 5}])
 def test_options_that_contradict_all_steps_are_refused(
     run: Path, option: dict[str, str | int]
 ) -> None:
-    with pytest.raises(UsageError, match="--all-steps with"):
+    with pytest.raises(UsageError, match="merge_all with"):
         unshard.merge_all(run, options=MergeOptions(**option))  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ import torch
 import unshard
 from ranks import merged
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

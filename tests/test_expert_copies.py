@@ -16,6 +16,8 @@ import unshard
 from ranks import as_rank, assert_same, merged, rank_path, shard, some_tensors
 from unshard import NotMergeableError, UsageError
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 INTERLEAVED = ((0, 2), (1, 3))
 BLOCKS = ((0, 1), (2, 3))
 EXPERTS = ("layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj")

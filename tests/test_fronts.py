@@ -29,6 +29,8 @@ from unshard.merger import FSDP2Merger
 from unshard.merger import __main__ as merger
 from unshard.progress import Event, Warned
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 SOURCE = Path(unshard.__file__).parent
 DROP_INS: Mapping[str, tuple[Callable[[], None], list[str]]] = {
     "convert_checkpoint_simple": (convert_checkpoint_simple.main, ["{run}", "--output", "{out}"]),

@@ -26,6 +26,8 @@ from unshard.read.format import ReadOptions, Request
 from unshard.read.inflate import inflate, inflated_bytes
 from unshard.read.open import open_latest
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 NAME = "model.norm.weight"
 
 

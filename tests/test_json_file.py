@@ -15,6 +15,8 @@ from ranks import save_ranks, some_tensors
 from unshard import CorruptError, UnshardError
 from unshard.containers.json_file import MAX_DEPTH, MAX_JSON, JsonFields, json_object, parsed_object
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 
 def nested(depth: int) -> dict[str, object]:
     """Return objects and lists inside one another, `depth` of them in all."""

@@ -20,7 +20,10 @@ from ranks import as_rank, bits, rank_path, save_ranks, some_tensors
 from test_lora_merge import adapted
 from unshard import ConversionError, CorruptError, Loaded, UsageError
 
-pytestmark = pytest.mark.xdist_group("families")
+pytestmark = [
+    pytest.mark.xdist_group("families"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]
 COMPLETE = Loaded((), (), ())
 FAMILIES = ["gemma2", "qwen3_moe", "mixtral", "qwen2_5_vl", "qwen3_vl_moe", "gemma3"]
 Build = Callable[[str], Any]

@@ -11,6 +11,8 @@ import unshard
 from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard import ConversionError, UsageError
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 HEAD = "lm_head"
 
 

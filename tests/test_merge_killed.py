@@ -9,6 +9,8 @@ from ranks import bits, merged, save_ranks, some_tensors
 from test_commit import age, survives
 from unshard.write.stage import recover
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 
 @pytest.mark.parametrize("place", ["out", "ckpt"])
 def test_a_merge_killed_anywhere_leaves_the_old_or_the_new(tmp_path: Path, place: str) -> None:

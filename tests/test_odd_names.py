@@ -20,6 +20,8 @@ from unshard.api.merging import merge_with
 from unshard.progress import Event, Warned
 from unshard.read.hub_files import natural_order
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 DIGITS_FIRST = ["layers.0.w", "layers.0.w1"]
 SOME = st.one_of(
     st.text(st.sampled_from("0189aw.٣²"), max_size=8),

@@ -21,6 +21,8 @@ from test_lora_merge import adapted
 from unshard import ConversionError, CorruptError, UnknownFormatError, UsageError
 from unshard.errors import how_to_install
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:

@@ -15,6 +15,8 @@ from unshard.cli.main import main
 from unshard.merger import FSDP2Merger
 from unshard.progress import Event, Stage
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 STATE = {"extra_state_merged.pt", "lr_scheduler_state.json"}
 
 

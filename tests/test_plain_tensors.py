@@ -9,6 +9,8 @@ import unshard
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard import NotMergeableError
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 Parts = list[dict[str, torch.Tensor]]
 
 

@@ -14,6 +14,8 @@ from unshard.convert import precision as rules
 from unshard.convert.precision import KEPT_IN_16_BITS, KEPT_IN_FLOAT16, Precision, precision
 from unshard.tensors.dtypes import BY_NAME
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 FLOAT32, BFLOAT16 = BY_NAME["float32"], BY_NAME["bfloat16"]
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 

@@ -19,6 +19,8 @@ from unshard import (
     UnshardError,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:

@@ -29,6 +29,8 @@ from unshard.write.journal import Journal, Mode, read_journal, write_journal
 from unshard.write.owners import Place, claim, staging_name
 from unshard.write.stage import Stage, recover
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 SHARD = {"ckpt/model_world_size_1_rank_0.pt": "shard"}
 
 

@@ -26,6 +26,8 @@ from unshard.read.discover import discover
 from unshard.read.format import Location, Reading, ReadOptions, Request
 from unshard.read.safetensors_shards import SAFETENSORS_SHARDS
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 Piece = tuple[Sequence[int], torch.Tensor]
 
 

@@ -17,6 +17,8 @@ from ranks import assert_same, merged
 from test_safetensors_shards import Piece, cut, read, shard_path, whole, write_shard
 from unshard import IncompleteError
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 Held = Mapping[str, Piece]
 
 

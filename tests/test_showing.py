@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from unshard import showing
-from unshard.progress import Advanced, Event, Listener, Stage, Warned
+from unshard.progress import Advanced, Chosen, Event, Listener, Stage, Warned
 from unshard.showing import listening, size
 
 GB = 10**9
@@ -63,11 +63,12 @@ def test_a_log_gets_a_line_when_a_stage_begins(capsys: pytest.CaptureFixture[str
             listener,
             clock,
             (0, Stage("reading")),
+            (1, Chosen("merging a")),
             (1, Stage("writing", 40 * GB)),
             (9.9, Advanced(GB)),
             (100, Warned("careful")),
         )
-    assert capsys.readouterr().err == "reading\nwriting 40.0 GB\nwarning: careful\n"
+    assert capsys.readouterr().err == "merging a\nwriting 40.0 GB\nwarning: careful\n"
 
 
 def test_a_log_gets_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +114,7 @@ def test_a_notebook_gets_one_line_that_is_redrawn(
             listener,
             clock,
             (0, Stage("reading")),
+            (0, Chosen("merging a")),
             (1, Stage("writing", 4 * GB)),
             (1, Advanced(GB)),
             (0.1, Advanced(GB)),  # too soon to be drawn
@@ -123,6 +125,7 @@ def test_a_notebook_gets_one_line_that_is_redrawn(
     assert drawn == [
         "",
         "reading",
+        "merging a",
         f"writing    [{'-' * 30}] 0 B of 4.0 GB, 0 B/s",
         f"writing    [{'#' * 8}{'-' * 22}] 1.0 GB of 4.0 GB, 1.0 GB/s, 3 s left",
         "warning: careful",

@@ -11,6 +11,8 @@ from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard import IncompleteError, NotMergeableError
 from unshard.read.ties import TIED_BY_DEFAULT
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

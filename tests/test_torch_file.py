@@ -26,6 +26,8 @@ from unshard.containers.unpickle import (
 )
 from unshard.read.pickle_values import items_of
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 MAGIC = 0x1950A86A20F9469CFC6C
 UNLOADABLE = ("float8", "uint16")  # torch.load fails: it asks an untyped storage for its dtype
 MACHINE = {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}

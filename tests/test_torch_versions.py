@@ -10,6 +10,8 @@ import pytest
 import unshard
 from unshard.containers.safetensors_file import read_safetensors
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 DATA = Path(__file__).parent / "data"
 ARCHIVES = (DATA / "rank_files.tar.xz", DATA / "dcp.tar.xz")
 VERSIONS = ("2.2", "2.4", "2.5", "2.6", "2.8", "2.9", "2.10", "2.12", "2.15")

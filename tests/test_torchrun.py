@@ -20,6 +20,8 @@ from unshard.plan.operations import CopyRange
 from unshard.plan.work import share_of, unit_bytes
 from unshard.write.stage import recover
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 ENVIRONMENT = {
     "RANK": "0",

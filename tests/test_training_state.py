@@ -28,6 +28,8 @@ from unshard.read.training_state import TrainingState, read_training_state
 from unshard.tensors.dtypes import BY_NAME
 from unshard.write.training_state import state_file_names, write_training_state
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 EXTRA_STATE, SCHEDULER = "extra_state_merged.pt", "lr_scheduler_state.json"
 DATA = Path(__file__).parent / "data" / "extra_state.tar.xz"
 VERSIONS = ("2.2", "2.4", "2.5", "2.6", "2.8", "2.9", "2.10", "2.12", "2.15")

@@ -19,6 +19,8 @@ from unshard.plan.operations import Plan
 from unshard.progress import Listener, ignore
 from unshard.read.rank_file import read_rank_file
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 Hook = Callable[[Path], None]
 
 

@@ -26,6 +26,8 @@ from unshard.read.format import Location, Reading, ReadOptions
 from unshard.read.whole_files import WHOLE_FILES
 from unshard.tensors.catalog import ByteRange
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 INDEX = "model.safetensors.index.json"
 
 

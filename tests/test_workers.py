@@ -16,6 +16,8 @@ from unshard import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.rank_table import RankTable
 from unshard.read.workers import read_rank_files
 
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
 
 @pytest.fixture(autouse=True)
 def processes_always(monkeypatch: pytest.MonkeyPatch) -> None:

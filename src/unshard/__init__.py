@@ -33,6 +33,7 @@ from unshard.errors import (
     UnknownFormatError,
     UnsafeError,
     UnshardError,
+    UnshardWarning,
     UsageError,
 )
 
@@ -73,6 +74,7 @@ __all__ = [
     "UnknownFormatError",
     "UnsafeError",
     "UnshardError",
+    "UnshardWarning",
     "UsageError",
     "__version__",
     "average",

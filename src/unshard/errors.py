@@ -33,6 +33,7 @@ __all__ = [
     "UnknownFormatError",
     "UnsafeError",
     "UnshardError",
+    "UnshardWarning",
     "UsageError",
     "how_to_install",
     "printable",
@@ -153,6 +154,10 @@ def how_to_install(packages: str, extra: str) -> str:
     What `uv tool` and pipx install has no pip of its own, and no index has unshard itself.
     """
     return f"pip install {packages}, or install unshard again with its extra: .[{extra}]"
+
+
+class UnshardWarning(UserWarning):
+    """Something that the user should know of a merge that was made, or of a checkpoint."""
 
 
 def raise_all(kind: type[UnshardError], summary: str, problems: Sequence[UnshardError]) -> None:

@@ -67,7 +67,7 @@ _CHOICES: Mapping[str, frozenset[str]] = {
     "names": frozenset({"hub", "training"}),
     "lora": frozenset({"fuse", "adapter", "both"}),
     "weights": frozenset({"model", "ema"}),
-    "role": frozenset({"actor", "critic", "actor|critic"}),
+    "role": frozenset({"actor", "policy", "critic", "actor|critic"}),
     "verify": frozenset({"light", "full", "off"}),
 }
 _OTHERS = {  # of `verify` and `average`, which have functions in Python too

@@ -9,7 +9,7 @@ from typing import Protocol
 from unshard.errors import printable
 from unshard.fronts import PYTHON, warned
 
-__all__ = ["Advanced", "Event", "Listener", "Stage", "Warned", "ignore"]
+__all__ = ["Advanced", "Chosen", "Event", "Listener", "Stage", "Warned", "ignore"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,17 @@ class Stage:
 
     name: str
     total_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Which checkpoint is worked on, and which were passed over; comes before anything is made."""
+
+    message: str
+
+    def __post_init__(self) -> None:
+        """A path may have a name that no stream takes."""
+        object.__setattr__(self, "message", printable(self.message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +58,7 @@ class Warned:
         return warned(self.text, PYTHON)
 
 
-Event = Stage | Advanced | Warned
+Event = Stage | Chosen | Advanced | Warned
 
 
 class Listener(Protocol):

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from unshard.fronts import PYTHON, Front, warned
-from unshard.progress import Advanced, Event, Listener, Stage, Warned, ignore
+from unshard.progress import Advanced, Chosen, Event, Listener, Stage, Warned, ignore
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -136,7 +136,10 @@ def _say(text: str, end: str = "\n") -> None:
 
 
 def _as_lines(clock: Clock) -> Listener:
-    """Return what prints a line when a stage begins, and one more every ten seconds."""
+    """Return what prints a line when a stage begins, and one more every ten seconds.
+
+    The first stage, reading, has no line: the first line says what was found.
+    """
     pace = _Pace(Stage(""), clock)
     printed = clock()
 
@@ -144,13 +147,16 @@ def _as_lines(clock: Clock) -> Listener:
         nonlocal pace, printed
         match event:
             case Stage(name, total):
+                if total or pace.stage.name:
+                    _say(f"{name} {size(total)}" if total else name)
                 pace, printed = _Pace(event, clock), clock()
-                _say(f"{name} {size(total)}" if total else name)
             case Advanced(count):
                 pace.advance(count)
                 if clock() - printed >= _LINE_S:
                     printed = clock()
                     _say(f"{pace.stage.name} {pace}")
+            case Chosen(message):
+                _say(message)
             case Warned(message):
                 _say(f"warning: {message}")
 
@@ -178,6 +184,8 @@ def _in_notebook(clock: Clock) -> Iterator[Listener]:
                 pace.advance(count)
                 if pace.share == 1 or clock() - drawn >= _REDRAW_S:
                     draw(_drawn(pace))
+            case Chosen(message):
+                draw(message, end="\n")
             case Warned(message):
                 draw(f"warning: {message}", end="\n")
 
@@ -222,6 +230,8 @@ def _on_terminal(progress: "Progress", clock: Clock) -> Listener:
             case Advanced(count) if task is not None:
                 pace.advance(count)
                 progress.advance(task, count)
+            case Chosen(message):
+                progress.console.print(message, markup=False, highlight=False, soft_wrap=True)
             case Warned(message):
                 warning = f"warning: {message}"
                 progress.console.print(

@@ -17,7 +17,10 @@ from oracle.test_hub_writers import looks_whole
 from ranks import assert_same, merged
 from unshard import CheckpointError, UnshardError
 
-pytestmark = pytest.mark.xdist_group("torch processes")
+pytestmark = [
+    pytest.mark.xdist_group("torch processes"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]
 
 FLIPS = 100  # of a byte, in every format; more when hunting
 FULL_FLIPS = 30

@@ -18,7 +18,10 @@ from oracle.samples import Samples
 from ranks import assert_same, merged, snapshot
 from unshard import CheckpointError
 
-pytestmark = pytest.mark.xdist_group("torch processes")
+pytestmark = [
+    pytest.mark.xdist_group("torch processes"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]
 
 TRUTH = contract_tensors()
 SMALL = 1500  # bytes of a file: several files

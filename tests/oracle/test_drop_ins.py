@@ -28,7 +28,10 @@ from oracle.workers import WorkerPool
 from ranks import assert_same, bits, merged, rank_path, snapshot
 from unshard.merger import CheckpointMerger, FSDP2Merger
 
-pytestmark = pytest.mark.xdist_group("drop-ins")
+pytestmark = [
+    pytest.mark.xdist_group("drop-ins"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]
 
 ROOT = Path(__file__).parent.parent.parent
 WORLD = 2

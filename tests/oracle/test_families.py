@@ -30,7 +30,10 @@ from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME
 
-pytestmark = pytest.mark.xdist_group("families")
+pytestmark = [
+    pytest.mark.xdist_group("families"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]
 
 Array = NDArray[np.generic]
 Tensors = Mapping[str, torch.Tensor]

@@ -20,7 +20,10 @@ from oracle.workers import WorkerPool
 from ranks import assert_same, merged, snapshot
 from unshard import CheckpointError, NotMergeableError
 
-pytestmark = pytest.mark.xdist_group("torch processes")
+pytestmark = [
+    pytest.mark.xdist_group("torch processes"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 DCP = "pytorch_model_fsdp_0"

@@ -16,7 +16,10 @@ from oracle.writers import LAYOUTS
 from ranks import assert_same, merged, snapshot
 from unshard import CheckpointError, NotMergeableError
 
-pytestmark = pytest.mark.xdist_group("torch processes")  # one pool of them is enough
+pytestmark = [
+    pytest.mark.xdist_group("torch processes"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]  # one pool of them is enough
 
 MERGED = {
     "dcp_accelerate": (2,),

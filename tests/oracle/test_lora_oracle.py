@@ -15,7 +15,10 @@ from oracle.lora_writers import IDS, LoraCase, Truth, load_truth
 from oracle.workers import WorkerPool
 from ranks import Tensors, assert_same, merged
 
-pytestmark = pytest.mark.xdist_group("torch processes")
+pytestmark = [
+    pytest.mark.xdist_group("torch processes"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]
 
 CAUSAL = {"task_type": "CAUSAL_LM", "r": 3, "lora_alpha": 8}
 LINEAR = CAUSAL | {"target_modules": "all-linear"}

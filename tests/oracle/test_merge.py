@@ -10,7 +10,10 @@ from oracle.conftest import WriteCheckpoint
 from ranks import Tensors, assert_same, bits, merged, rank_path, snapshot
 from unshard import NotMergeableError
 
-pytestmark = pytest.mark.xdist_group("torch processes")  # one pool of them is enough
+pytestmark = [
+    pytest.mark.xdist_group("torch processes"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]  # one pool of them is enough
 
 CASES = [
     *[("fsdp2", world) for world in (1, 2, 3, 4, 7)],

@@ -20,7 +20,10 @@ from oracle.saving import save_rank
 from oracle.workers import WorkerPool
 from ranks import assert_same, merged
 
-pytestmark = pytest.mark.xdist_group("torch processes")
+pytestmark = [
+    pytest.mark.xdist_group("torch processes"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]
 
 SHAPES = ((2,), (3,), (5,), (2, 2), (3, 2), (2, 3), (2, 2, 2), (1, 4), (7,))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64)

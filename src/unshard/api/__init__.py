@@ -4,7 +4,8 @@ from unshard.api.averaging import average
 from unshard.api.inspecting import inspect
 from unshard.api.lazy import LazyTensor, OpenCheckpoint
 from unshard.api.loading import Loaded
-from unshard.api.merging import merge, merge_all, merge_with
+from unshard.api.merging import merge, merge_with
+from unshard.api.merging_steps import StepResult, merge_all, merge_steps
 from unshard.api.model_class import check_class
 from unshard.api.opening import load_into, load_state_dict, open_checkpoint
 from unshard.api.options import MergeOptions
@@ -24,6 +25,7 @@ __all__ = [
     "OpenCheckpoint",
     "Prepared",
     "Report",
+    "StepResult",
     "average",
     "check_class",
     "crew",
@@ -32,6 +34,7 @@ __all__ = [
     "load_state_dict",
     "merge",
     "merge_all",
+    "merge_steps",
     "merge_with",
     "open_checkpoint",
     "verify",

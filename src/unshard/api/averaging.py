@@ -7,14 +7,17 @@ from math import isfinite
 from pathlib import Path
 
 from unshard.api.delivering import deliver
+from unshard.api.hearing import hearing
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import prepare
 from unshard.api.sources import Source, open_source
 from unshard.convert.averaging import ema_weights
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UsageError, raise_all
-from unshard.progress import Listener, Stage, Warned, ignore
+from unshard.progress import Chosen, Listener, Stage
 from unshard.read.discover import all_steps
+from unshard.read.format import Location
+from unshard.read.open import passing_over
 from unshard.write.hub import check_repo
 from unshard.write.report import Report
 
@@ -33,8 +36,9 @@ def average(
     last: int | None = None,
     every: int | None = None,
     options: MergeOptions | None = None,
-    listener: Listener = ignore,
+    listener: Listener | None = None,
     engine: RunPlan = run_plan,
+    pass_over: bool = True,
 ) -> Report:
     """Average checkpoints into a Hugging Face directory, in one pass and in bounded memory.
 
@@ -54,8 +58,10 @@ def average(
         last: of a run, the N highest steps.
         every: of a run, every Nth step, counting back from the highest.
         options: as for `merge`.
-        listener: called with progress events; steps that are incomplete are named.
+        listener: as for `merge`; steps that are incomplete are named.
         engine: who makes the files; see `unshard.engines.crew`.
+        pass_over: whether steps of a run that are not complete are left out, with a warning, or
+            are an error.
 
     Raises:
         UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
@@ -66,19 +72,22 @@ def average(
     paths = [checkpoints] if isinstance(checkpoints, str | Path) else list(checkpoints)
     if not paths:
         raise UsageError("no checkpoint to average")
-    listener(Stage("reading"))
-    if len(paths) == 1:
-        sources = _steps_of(Path(paths[0]), chosen, last, every or 1, listener)
-    elif (last, every) != (None, None):
-        raise UsageError(
-            "--last and --every choose steps of one run, and several checkpoints were given",
-            hint="give the run alone",
-        )
-    else:
-        sources = [open_source(Path(path), chosen) for path in paths]
-    weights = _weights(coefficients, ema_decay, len(sources))
-    prepared = prepare(sources, chosen, weights)
-    return deliver(prepared, Path(output), chosen, listener, engine=engine, started=started)
+    with hearing(listener) as heard:
+        heard(Stage("reading"))
+        if len(paths) == 1:
+            sources = _steps_of(Path(paths[0]), chosen, (last, every or 1), pass_over=pass_over)
+        elif (last, every) != (None, None):
+            raise UsageError(
+                "--last and --every choose steps of one run, and several checkpoints were given",
+                hint="give the run alone",
+            )
+        else:
+            sources = [open_source(Path(path), chosen) for path in paths]
+        weights = _weights(coefficients, ema_decay, len(sources))
+        titles = ", ".join(source.checkpoint.title for source in sources)
+        heard(Chosen(f"averaging {len(sources)} checkpoints: {titles}"))
+        prepared = prepare(sources, chosen, weights)
+        return deliver(prepared, Path(output), chosen, heard, engine=engine, started=started)
 
 
 def _check(
@@ -103,17 +112,18 @@ def _check(
 
 
 def _steps_of(
-    run: Path, options: MergeOptions, last: int | None, every: int, listener: Listener
+    run: Path, options: MergeOptions, counts: tuple[int | None, int], *, pass_over: bool
 ) -> list[Source]:
-    """Open every `every`-th complete step of a run, from the highest back; the lowest first."""
+    """Open the last N, every Nth, complete steps of a run, from the highest back; lowest first."""
+    last, every = counts
     steps = all_steps(run, options.request)
     if not steps:
         raise UsageError(
-            f"{run}: is one checkpoint: there is nothing to average",
-            hint="give several, or the directory that holds the steps",
+            f"{run} is one checkpoint: there is nothing to average",
+            hint="give several, or the directory that has the steps",
         )
     sources: list[Source] = []
-    problems: list[IncompleteError] = []
+    incomplete: list[tuple[Location, IncompleteError]] = []
     complete = 0
     for location in reversed(steps):
         if last is not None and len(sources) == last:
@@ -121,8 +131,12 @@ def _steps_of(
         try:
             source = open_source(location.step_dir, _of_role(options, location.role))
         except IncompleteError as error:
-            problems.append(error)
-            listener(Warned(f"passed over an incomplete step: {error.text}"))
+            if not pass_over:
+                raise IncompleteError(
+                    f"{location.step_dir} is not complete: {error.subject}",
+                    hint="`unshard average` leaves incomplete steps out, with a warning",
+                ) from error
+            incomplete.append((location, error))
             continue
         if complete % every == 0:
             sources.append(source)
@@ -130,8 +144,10 @@ def _steps_of(
     if last is not None and len(sources) < last:
         raise UsageError(f"--last {last}: {run} has only {len(sources)} complete steps")
     if not sources:
+        problems = [error for _, error in incomplete]
         raise_all(IncompleteError, f"{run}: no step is complete", problems)
-    return sources[::-1]
+    newest = passing_over(sources[0].checkpoint, steps[-1].empty, incomplete)
+    return [*sources[:0:-1], replace(sources[0], checkpoint=newest)]
 
 
 def _of_role(options: MergeOptions, role: str | None) -> MergeOptions:

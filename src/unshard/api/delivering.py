@@ -17,6 +17,7 @@ from unshard.api.options import MergeOptions
 from unshard.api.preparing import Prepared
 from unshard.engines.threads import RunPlan
 from unshard.progress import Listener, Stage, Warned, ignore
+from unshard.showing import is_notebook, is_terminal
 from unshard.write.hub import push
 from unshard.write.record import RECORD_NAME
 from unshard.write.report import Report, dtypes, operations, peak_memory
@@ -75,6 +76,7 @@ def _report(
         source=str(checkpoints[-1].location.weights_dir),
         sources=tuple(str(one.location.weights_dir) for one in checkpoints),
         step=catalog.step,
+        passed_over=tuple(passed for one in checkpoints for passed in one.passed_over),
         world_size=catalog.world_size,
         files={file.filename: file.size for file in plan.layout.files},
         companions=(*companion_files(prepared), *state_file_names(prepared.training)),
@@ -105,5 +107,5 @@ def _pushed(
         return None
     listener(Stage("pushing"))
     names = [*weight_files(prepared), *companion_files(prepared), RECORD_NAME]
-    bars = listener is not ignore
+    bars = listener is not ignore and (is_terminal() or is_notebook())
     return push(target, options.push_to_hub, names, private=options.private, bars=bars)

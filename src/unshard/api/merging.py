@@ -5,18 +5,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from unshard.api.delivering import deliver
+from unshard.api.hearing import hearing
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import Prepared, prepare, with_training_state
 from unshard.api.sources import open_source
 from unshard.convert.precision import DtypeLike
 from unshard.engines.threads import RunPlan, run_plan
-from unshard.errors import IncompleteError, UnknownFormatError, UsageError
-from unshard.progress import Listener, Stage, Warned, ignore
-from unshard.read.discover import all_steps
+from unshard.progress import Chosen, Listener, Stage
 from unshard.write.hub import check_repo
 from unshard.write.report import Report
 
-__all__ = ["merge", "merge_all", "merge_with"]
+__all__ = ["merge", "merge_with"]
 
 
 def merge(
@@ -50,7 +49,7 @@ def merge(
     dry_run: bool = False,
     push_to_hub: str | None = None,
     private: bool = False,
-    listener: Listener = ignore,
+    listener: Listener | None = None,
 ) -> Report:
     """Merge a sharded checkpoint into a Hugging Face directory.
 
@@ -98,7 +97,8 @@ def merge(
         dry_run: plan only, write nothing.
         push_to_hub: the id of a repository to upload the output to, once it is safe on disk.
         private: make that repository private if it does not exist.
-        listener: called with progress events.
+        listener: called with progress events and warnings; without one, warnings are
+            `UnshardWarning` of Python, and a terminal or a notebook gets a progress bar.
 
     Raises:
         UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
@@ -132,47 +132,8 @@ def merge(
         push_to_hub=push_to_hub,
         private=private,
     )
-    return merge_with(checkpoint, output, options, listener)
-
-
-def merge_all(
-    run: str | Path,
-    output: str | Path | None = None,
-    options: MergeOptions | None = None,
-    listener: Listener = ignore,
-    engine: RunPlan = run_plan,
-) -> list[Report]:
-    """Merge every complete step of a run, each as `merge` does, the lowest first.
-
-    Args:
-        run: a directory that holds several steps.
-        output: the directory to make one output per step in; default `merged` beside the steps.
-        options: as for `merge`.
-        listener: called with progress events; steps that are incomplete are named.
-        engine: who makes the files; see `unshard.engines.crew`.
-
-    Raises:
-        UnshardError: a step cannot be merged; the outputs of those before it stay.
-    """
-    chosen = options or MergeOptions()
-    if chosen.push_to_hub is not None:
-        raise UsageError("--all-steps with --push-to-hub: one repository cannot hold all of them")
-    if chosen.step is not None:
-        raise UsageError(f"--all-steps with --step {chosen.step}: one of them excludes the other")
-    steps = all_steps(Path(run), chosen.request)
-    if not steps:
-        raise UnknownFormatError(
-            f"{run}: is one checkpoint, not a directory of several",
-            hint="give the directory that has the steps, or merge this checkpoint alone",
-        )
-    reports = []
-    for location in steps:
-        target = None if output is None else Path(output) / location.default_output.name
-        try:
-            reports.append(merge_with(location.step_dir, target, chosen, listener, engine=engine))
-        except IncompleteError as error:
-            listener(Warned(f"passed over an incomplete step: {error.text}"))
-    return reports
+    with hearing(listener) as heard:
+        return merge_with(checkpoint, output, options, heard)
 
 
 def merge_with(
@@ -183,6 +144,7 @@ def merge_with(
     *,
     engine: RunPlan = run_plan,
     before: Callable[[Prepared], None] = lambda _prepared: None,
+    pass_over: bool = True,
 ) -> Report:
     """Merge as `merge` does, with the options as one value.
 
@@ -190,12 +152,15 @@ def merge_with(
         checkpoint, output, options, listener: as for `merge`.
         engine: who makes the files; see `unshard.engines.crew`.
         before: called with the plan before anything is written; what it raises ends the merge.
+        pass_over: whether an older step may be taken, with a warning, for one that is not complete,
+            or that is an error, as it is for the tools that `unshard.compat` replaces.
     """
     started = time.monotonic()
     if options.push_to_hub is not None:
         check_repo(options.push_to_hub)
     listener(Stage("reading"))
-    source = open_source(Path(checkpoint), options)
+    source = open_source(Path(checkpoint), options, pass_over=pass_over)
+    listener(Chosen(f"merging {source.checkpoint.title}"))
     default = source.checkpoint.location.default_output
     target = default if output is None else Path(output)
     prepared = with_training_state(prepare([source], options), options)

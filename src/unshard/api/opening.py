@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 from unshard.api.converting import convert
+from unshard.api.hearing import hearing
 from unshard.api.lazy import OpenCheckpoint
 from unshard.api.loading import Loaded, Opened
 from unshard.api.options import MergeOptions
@@ -14,6 +15,7 @@ from unshard.containers.strided import Elements
 from unshard.engines.arrays import Reader
 from unshard.errors import UsageError
 from unshard.plan.pairs import as_stored
+from unshard.progress import Warned
 from unshard.tensors.dtypes import DType, numpy_dtype
 
 if TYPE_CHECKING:
@@ -70,7 +72,8 @@ def open_checkpoint(
 
     Nothing is merged and nothing copied, but that the items of a compressed checkpoint are
     decompressed into a temporary directory until it is closed. Memory is that of what is asked for
-    and a few MB. The dtypes are those stored.
+    and a few MB. The dtypes are those stored. What a user should know of the checkpoint (a step
+    that was passed over) is an `UnshardWarning`.
 
     Args:
         path: at any level of the checkpoint's tree; any format that `merge` reads.
@@ -109,7 +112,11 @@ def open_checkpoint(
         allow_globals=allow_globals,
     )
     with ExitStack() as stack:
-        source = inflated(open_source(Path(path), options), stack)
+        found_source = open_source(Path(path), options)
+        with hearing(None) as heard:
+            for note in found_source.checkpoint.catalog.notes:
+                heard(Warned(note))
+        source = inflated(found_source, stack)
         catalog = source.checkpoint.catalog
         found = as_stored(catalog) if names == "training" else convert(source, options).tensors
         reader = Reader(source.checkpoint.location.weights_dir)

@@ -29,7 +29,7 @@ class Source:
     base: Base | None
 
 
-def open_source(path: Path, options: MergeOptions) -> Source:
+def open_source(path: Path, options: MergeOptions, *, pass_over: bool = True) -> Source:
     """Read the checkpoint that a path means, and the base model.
 
     Raises:
@@ -38,7 +38,8 @@ def open_source(path: Path, options: MergeOptions) -> Source:
     also = [Path(one) for one in options.also]
     base = None if options.base is None else read_base(str(options.base))
     reading = replace(options.reading, shapes={} if base is None else base.shapes)
-    checkpoint = open_latest(path, options.request, reading, also)
+    request = replace(options.request, pass_over=pass_over)
+    checkpoint = open_latest(path, request, reading, also)
     _log_choice(path, checkpoint)
     if base is None:
         return Source(checkpoint, None)

@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 
 from unshard.api.checking import expected_names
+from unshard.api.hearing import hearing
 from unshard.api.options import MergeOptions
 from unshard.api.preparing import prepare
 from unshard.api.sources import Source, inflated, open_source
@@ -17,12 +18,12 @@ from unshard.convert.recipes import shape_of
 from unshard.engines.compare import compare
 from unshard.errors import UsageError
 from unshard.plan.pairs import as_stored
-from unshard.progress import Listener, Stage, ignore
+from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.inflate import inflated_bytes
 from unshard.read.open import Checkpoint, open_whole
 from unshard.read.ties import find_ties
 from unshard.write.companions import load_config
-from unshard.write.comparison import ByConfig, Comparison, Tolerances
+from unshard.write.comparison import ByConfig, Comparison, Loading, Tolerances
 from unshard.write.record import RECORD_NAME
 
 __all__ = ["verify"]
@@ -51,7 +52,7 @@ def verify(
     assume_dim0: bool = False,
     ep_size: int | None = None,
     allow_globals: Sequence[str] = (),
-    listener: Listener = ignore,
+    listener: Listener | None = None,
 ) -> Comparison:
     """Compare every tensor of a merged model with a checkpoint, or with another model.
 
@@ -79,7 +80,7 @@ def verify(
         assume_dim0: plain tensors that differ are shards.
         ep_size: size of the expert parallelism.
         allow_globals: tensor subclasses to read.
-        listener: called with progress events.
+        listener: as for `merge`.
 
     Raises:
         UnshardError: one of the tree in `unshard.errors`; that the models differ is no error.
@@ -100,24 +101,31 @@ def verify(
         allow_globals=allow_globals,
     )
     settings = options.settings
-    listener(Stage("reading"))
-    ours = open_whole(Path(output), options.reading)
-    mine = _cast(as_stored(ours.catalog), dtype)
-    source = open_source(Path(against), options)
     with ExitStack() as stack:
+        heard = stack.enter_context(hearing(listener))
+        heard(Stage("reading"))
+        ours = open_whole(Path(output), options.reading)
+        mine = _cast(as_stored(ours.catalog), dtype)
+        source = open_source(Path(against), options)
+        heard(Chosen(f"comparing {ours.location.place} with {source.checkpoint.title}"))
+        for note in source.checkpoint.catalog.notes:
+            heard(Warned(note))
         if inflated_bytes(source.checkpoint.catalog):
-            listener(Stage("decompressing"))
+            heard(Stage("decompressing"))
             source = inflated(source, stack)
         theirs = _cast(_theirs(source, options, {one.name for one in mine}), dtype)
-        found = compare(mine, theirs, Tolerances(atol, rtol), settings, listener)
-    found = replace(found, by_config=_by_config(ours, options))
-    if not load:
-        return found
+        found = compare(mine, theirs, Tolerances(atol, rtol), settings, heard)
+        found = replace(found, by_config=_by_config(ours, options))
+        return replace(found, loading=_loading(ours, mine, heard)) if load else found
+
+
+def _loading(ours: Checkpoint, mine: Sequence[Converted], listener: Listener) -> Loading:
+    """Load the names and shapes of a merged model with transformers."""
     from unshard.write.verify_load import verify_load
 
     listener(Stage("loading"))
     forms = {one.name: (one.dtype, shape_of(one.recipe)) for one in mine}
-    return replace(found, loading=verify_load(ours.location.weights_dir, forms))
+    return verify_load(ours.location.weights_dir, forms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """`unshard merge`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -41,9 +41,12 @@ from unshard.cli.options import (
     one_of,
     overwriting,
 )
-from unshard.cli.reports import print_reports
+from unshard.cli.reports import print_reports, print_steps
 from unshard.cli.show import working
 from unshard.errors import UsageError
+
+if TYPE_CHECKING:
+    from unshard.api import MergeOptions
 
 __all__ = ["merge"]
 
@@ -66,6 +69,14 @@ def merge(
         typer.Option(
             "--all-steps",
             help="Merge every complete step of a run, each into its own directory.",
+            rich_help_panel=SOURCE,
+        ),
+    ] = False,
+    skip_existing: Annotated[
+        bool,
+        typer.Option(
+            "--skip-existing",
+            help="With --all-steps: leave out the steps that were merged already.",
             rich_help_panel=SOURCE,
         ),
     ] = False,
@@ -150,13 +161,36 @@ def merge(
         push_to_hub=push_to_hub,
         private=private,
     )
+    what = (checkpoint, _one_of_both(output, output_option), options)
+    if all_steps or skip_existing:
+        _merge_steps(*what, all_steps=all_steps, skip=skip_existing, as_json=as_json, quiet=quiet)
+        return
     with working(quiet=quiet, front=front_of(merge)) as (listener, engine):
-        what = (checkpoint, _one_of_both(output, output_option), options, listener)
-        if all_steps:
-            reports = api.merge_all(*what, engine=engine)
-        else:
-            reports = [api.merge_with(*what, engine=engine)]
-    print_reports(reports, as_list=all_steps, as_json=as_json, quiet=quiet)
+        report = api.merge_with(*what, listener, engine=engine)
+    print_reports([report], as_list=False, as_json=as_json, quiet=quiet)
+
+
+def _merge_steps(
+    run: Path,
+    output: Path | None,
+    options: "MergeOptions",
+    *,
+    all_steps: bool,
+    skip: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Merge all steps of a run; end with the code of the first that failed."""
+    from unshard import api
+
+    if not all_steps:
+        raise UsageError("--skip-existing goes with --all-steps")
+    with working(quiet=quiet, front=front_of(merge)) as (listener, engine):
+        steps = list(api.merge_steps(run, output, options, listener, engine, skip_existing=skip))
+    print_steps(steps, as_json=as_json, quiet=quiet)
+    failed = [one.error for one in steps if one.error is not None and one.has_failed]
+    if failed:
+        raise typer.Exit(failed[0].exit_code)
 
 
 def _one_of_both(argument: Path | None, option: Path | None) -> Path | None:

@@ -104,7 +104,12 @@ Weights = Annotated[
 ]
 Role = Annotated[
     str | None,
-    one_of("actor", "critic", help="Which role, if the checkpoint has both.", group=SOURCE),
+    one_of(
+        *("actor", "policy", "critic"),
+        help="Which role; policy is another name of the actor. Needed if the checkpoint has both, "
+        "or only a critic.",
+        group=SOURCE,
+    ),
 ]
 Step = Annotated[
     int | None,

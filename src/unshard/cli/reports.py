@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from unshard.cli.show import counted, size
 
 if TYPE_CHECKING:
-    from unshard.api import Comparison, Inspection, Report
+    from unshard.api import Comparison, Inspection, Report, StepResult
     from unshard.write.comparison import ByConfig, Loading, TensorComparison
 
-__all__ = ["fields_of", "print_comparison", "print_reports"]
+__all__ = ["fields_of", "print_comparison", "print_reports", "print_steps"]
 
 _SHOWN = 20
 
@@ -30,6 +30,34 @@ def fields_of(found: "Report | Inspection") -> dict[str, object]:
     """Return the fields for JSON: warnings name options as the command line has them."""
     fields: dict[str, object] = asdict(found)
     return {("warnings" if key == "notes" else key): value for key, value in fields.items()}
+
+
+def print_steps(steps: "list[StepResult]", *, as_json: bool, quiet: bool) -> None:
+    """Print what became of every step of a run: for people, or as a JSON list of one for each."""
+    if as_json:
+        print(json.dumps([_step_fields(one) for one in steps]))
+        return
+    reports = [one.report for one in steps if one.report is not None]
+    print_reports(reports, as_list=True, as_json=False, quiet=quiet)
+    if quiet:
+        return
+    for one in steps:
+        if one.report is None and one.error is None:
+            print(f"step {one.step}: skipped, {one.output} was made from it already")
+        elif one.error is not None:
+            why = "failed" if one.has_failed else "passed over"
+            print(f"step {one.step}: {why}: {one.error.subject}")
+    failed = sum(one.has_failed for one in steps)
+    print(f"{len(reports)} of {len(steps)} steps merged" + (f", {failed} failed" * bool(failed)))
+
+
+def _step_fields(one: "StepResult") -> dict[str, object]:
+    if one.report is not None:
+        return fields_of(one.report)
+    fields: dict[str, object] = {"step": one.step, "source": one.source, "output": one.output}
+    if one.error is None:
+        return fields | {"skipped": "its output was made from it already"}
+    return fields | {"failed" if one.has_failed else "passed_over": one.error.text}
 
 
 def _print_report(report: "Report") -> None:

@@ -80,10 +80,10 @@ def main() -> None:
         listening(quiet=False, front=front) as listener,
     ):
         if arguments.merge and arguments.step is None:
-            report = api.average(paths, target, options=wanted, listener=listener)
+            report = api.average(paths, target, options=wanted, listener=listener, pass_over=False)
             print(f"Merging {len(report.sources)} checkpoints")
         else:
-            report = api.merge_with(paths[-1], target, wanted, listener)
+            report = api.merge_with(paths[-1], target, wanted, listener, pass_over=False)
             print(f"Using latest checkpoint: {report.source}")
     print(f"Merged checkpoint saved to: {report.output}")
 

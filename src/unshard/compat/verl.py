@@ -61,7 +61,9 @@ def _merge(arguments: argparse.Namespace) -> None:
     own = {"push-to-hub": "--hf_upload_path", "private": "--private"}
     front = Command(own, merge_line(arguments.local_dir, arguments.target_dir, options))
     with speaking(front), listening(quiet=False, front=front) as listener:
-        report = api.merge_with(arguments.local_dir, arguments.target_dir, options, listener)
+        report = api.merge_with(
+            arguments.local_dir, arguments.target_dir, options, listener, pass_over=False
+        )
     print(f"Saving model to {report.output}")
     if any(name.startswith("tokenizer") for name in report.companions):
         print(f"Saving tokenizer to {report.output}")

@@ -1,5 +1,6 @@
 """`FSDP2Merger`: sharded checkpoints in, a Hugging Face directory in bfloat16 out."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -8,7 +9,7 @@ from unshard.compat.commands import SavesItself, as_file, chosen
 from unshard.errors import speaking
 from unshard.fronts import Python, call_of
 from unshard.merger.base import CheckpointMerger
-from unshard.progress import Listener, ignore
+from unshard.progress import Chosen, Event, Listener, Warned
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["FSDP2Merger", "merge_options"]
 
 _WEIGHTS = {"regular": "model", "ema": "ema"}
+
+log = logging.getLogger("unshard.merger")
+log.addHandler(logging.NullHandler())  # a warning is said once where logging is not set up
 
 
 def merge_options(checkpoint_type: str) -> "MergeOptions":
@@ -33,7 +37,9 @@ class FSDP2Merger(CheckpointMerger):
     Args:
         checkpoint_type: "regular", or "ema" for the averaged weights in
             `pytorch_ema_model_fsdp_0/`.
-        listener: called with progress events.
+        listener: called with progress events and warnings; without one, warnings are
+            `UnshardWarning` of Python, and a terminal or a notebook gets a progress bar. The logger
+            `unshard.merger` says which checkpoint is merged, and gets the warnings too.
 
     Raises:
         ValueError: the type is neither.
@@ -43,7 +49,7 @@ class FSDP2Merger(CheckpointMerger):
         self,
         checkpoint_type: Literal["regular", "ema"] = "regular",
         *,
-        listener: Listener = ignore,
+        listener: Listener | None = None,
     ) -> None:
         if checkpoint_type not in _WEIGHTS:
             raise ValueError(f"checkpoint_type: {checkpoint_type!r} is neither regular nor ema")
@@ -63,8 +69,8 @@ class FSDP2Merger(CheckpointMerger):
         Weights of an earlier merge are replaced, other files stay; integers keep their dtype.
 
         Args:
-            checkpoint_path: a checkpoint, or a directory of `checkpoint-N`: the highest complete
-                one.
+            checkpoint_path: a checkpoint, or a directory of `checkpoint-N`: the highest one. If
+                that is not complete, nothing is merged: name an older one.
             output_path: where to; default: into `checkpoint_path` itself.
             model_cls: a class of transformers, an Auto class too; it is built on the meta device
                 and must have a place for every tensor (extra `torch`).
@@ -78,6 +84,7 @@ class FSDP2Merger(CheckpointMerger):
             UnshardError: one of the tree in `unshard.errors`; the output is as it was then.
         """
         from unshard.api import Prepared, check_class, merge_with
+        from unshard.api.hearing import hearing
 
         def check(prepared: Prepared) -> None:
             if model_cls is not None:
@@ -88,7 +95,22 @@ class FSDP2Merger(CheckpointMerger):
         options = merge_options(self.checkpoint_type)
         paths = [str(checkpoint), str(target)]
         front = Python({"config": "config"}, call_of("unshard.merge", paths, chosen(options)))
-        with speaking(front), as_file(config) as file:
+        with speaking(front), as_file(config) as file, hearing(self._listener) as heard:
             options = replace(options, config=file)
-            merge_with(checkpoint, target, options, self._listener, before=check)
+            listener = _logging(heard)
+            merge_with(checkpoint, target, options, listener, before=check, pass_over=False)
         return target
+
+
+def _logging(listener: Listener) -> Listener:
+    """Return a listener that also logs what is merged, and every warning."""
+
+    def tell(event: Event) -> None:
+        match event:
+            case Chosen(message):
+                log.info(message)
+            case Warned():
+                log.warning(event.message)
+        listener(event)
+
+    return tell

@@ -20,7 +20,7 @@ from unshard.read.formats import FORMATS, format_in
 from unshard.read.rank_files import RANK_FILES
 from unshard.read.whole_files import WHOLE_FILES
 
-__all__ = ["all_steps", "discover", "is_ema_there", "regular_of", "step_numbers"]
+__all__ = ["all_steps", "discover", "is_ema_there", "regular_of", "step_numbers", "step_of"]
 
 _STEPS = tuple(
     re.compile(pattern)
@@ -68,16 +68,16 @@ def discover(path: Path, request: Request) -> list[Location]:
         alone = _location(folder, _step_above(folder), WHOLE_FILES)
         return [_choose(start, [replace(alone, weights="model", file=start)], request, start=start)]
     place = start.parent if start.is_file() else start
-    found = _in_step(place, sharded=True)
+    found = _instep_of(place, sharded=True)
     steps = [] if found else _in_run(place, request, depth=_NESTED_RUNS)
     if not found and not any(at.format.sharded for at in steps):
-        found = _in_step(place, sharded=False)
+        found = _instep_of(place, sharded=False)
     if found:
         return [_choose(place, _about(start, found), request, start=start)]
     if steps:
         return steps
     for above in list(place.parents)[:_UPWARD]:
-        found = _in_step(above, sharded=True)
+        found = _instep_of(above, sharded=True)
         if found:
             _refuse_training_state(above, start)
             inside = [at for at in found if start.is_relative_to(at.weights_dir)]
@@ -113,7 +113,7 @@ def _about(start: Path, found: list[Location]) -> list[Location]:
     return [replace(at, file=start) if at.weights_dir == start.parent else at for at in found]
 
 
-def _in_step(place: Path, *, sharded: bool) -> list[Location]:
+def _instep_of(place: Path, *, sharded: bool) -> list[Location]:
     """Return every set of weights that `place` has, if it is a step or weights directory."""
     here = format_in(place, sharded=sharded)
     if here is not None:
@@ -135,7 +135,7 @@ def _folders(place: Path) -> list[Path]:
 def _step_above(place: Path) -> Path:
     """Return the directory of the checkpoint whose weights are in `place`."""
     for above in (place, *list(place.parents)[:_STEP_ABOVE]):
-        if _step(above.name) is not None:
+        if step_of(above.name) is not None:
             return above
     is_inner = place.name in ROLES or _FSDP_FOLDER.fullmatch(place.name)
     return place.parent if is_inner else place
@@ -145,7 +145,7 @@ def _format_of(folder: Path, *, sharded: bool) -> Format | None:
     """Return a folder's format; lmms-engine may leave its EMA folder empty."""
     found = format_in(folder, sharded=sharded)
     if found is None and sharded and folder.name == _EMA_DIR and folder.is_dir():
-        return RANK_FILES if _in_step(folder.with_name(_MODEL_DIR), sharded=True) else None
+        return RANK_FILES if _instep_of(folder.with_name(_MODEL_DIR), sharded=True) else None
     return found
 
 
@@ -153,10 +153,10 @@ def _location(folder: Path, step_dir: Path, form: Format) -> Location:
     inner = folder.relative_to(step_dir).parts
     role = next((ROLES[name] for name in inner if name in ROLES), None)
     weights = "ema" if folder.name == _EMA_DIR else "model"
-    return Location(folder, step_dir, _step(step_dir.name), role, weights, form)
+    return Location(folder, step_dir, step_of(step_dir.name), role, weights, form)
 
 
-def _step(name: str) -> int | None:
+def step_of(name: str) -> int | None:
     """Return the training step that a directory's name states."""
     matches = (pattern.fullmatch(name) for pattern in _STEPS)
     return next((int(match[1]) for match in matches if match), None)
@@ -219,7 +219,7 @@ def _steps(run: Path) -> list[tuple[int, Path]]:
     found = [
         (step, child)
         for child in run.iterdir()
-        if (step := _step(child.name)) is not None and child.is_dir()
+        if (step := step_of(child.name)) is not None and child.is_dir()
     ]
     return sorted(found, reverse=True)
 
@@ -235,7 +235,7 @@ def _in_run(run: Path, request: Request, *, depth: int) -> list[Location]:
     locations: list[Location] = []
     empty: list[Path] = []
     for _, place in steps:
-        found = _in_step(place, sharded=True) or _in_step(place, sharded=False)
+        found = _instep_of(place, sharded=True) or _instep_of(place, sharded=False)
         if found:
             locations.append(_choose(place, found, request, start=run))
         elif depth and (inner := _in_run(place, replace(request, step=None), depth=depth - 1)):

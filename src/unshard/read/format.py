@@ -12,7 +12,17 @@ from pathlib import Path
 
 from unshard.tensors.catalog import ByteRange, Skipped, TensorEntry
 
-__all__ = ["ROLES", "Format", "Location", "ReadOptions", "Reading", "Request", "Role", "Weights"]
+__all__ = [
+    "ROLES",
+    "Format",
+    "Location",
+    "PassedOver",
+    "ReadOptions",
+    "Reading",
+    "Request",
+    "Role",
+    "Weights",
+]
 
 _NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)")
 
@@ -25,11 +35,32 @@ Weights = str  # "model" | "ema"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for beside the path: step, role, weight set; None for no preference."""
+    """What the user asked for in addition to the path; None for no preference.
+
+    Attributes:
+        step: the training step.
+        role: "actor" or "critic".
+        weights: "model" or "ema".
+        pass_over: whether a step that is not complete may be passed over for an older one.
+    """
 
     step: int | None = None
     role: Role | None = None
     weights: Weights | None = None
+    pass_over: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A step that was not taken.
+
+    Attributes:
+        step: its number, where the directory's name says it.
+        reason: why, without the path of the run.
+    """
+
+    step: int | None
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +117,19 @@ class Location:
         return (self.weights_dir, *self.also)
 
     @property
+    def place(self) -> Path:
+        """The directory of the weights, or the one file that is the whole checkpoint."""
+        is_alone = self.file is not None and not self.format.claims(self.file.name)
+        return self.file if self.file is not None and is_alone else self.weights_dir
+
+    @property
+    def title(self) -> str:
+        """Which weights these are, for people: path, step, role, model or EMA."""
+        step = "" if self.step is None else f"step {self.step}, "
+        role = "" if self.role is None else f"{self.role}, "
+        return f"{self.place} ({step}{role}{'EMA' if self.weights == 'ema' else 'model'} weights)"
+
+    @property
     def default_output(self) -> Path:
         """`merged/<step directory>[-critic][-ema]` beside the step directory.
 
@@ -94,8 +138,8 @@ class Location:
         """
         suffix = "-critic" if self.role == "critic" else ""
         suffix += "-ema" if self.weights == "ema" else ""
-        if self.file is not None and not self.format.claims(self.file.name):
-            return self.weights_dir / "merged" / (self.file.stem + suffix)
+        if self.place != self.weights_dir:
+            return self.weights_dir / "merged" / (self.place.stem + suffix)
         if number := _NUMBERED.fullmatch(self.weights_dir.name):
             suffix = f"-{number[1]}" + suffix
         return self.step_dir.parent / "merged" / (self.step_dir.name + suffix)

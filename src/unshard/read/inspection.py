@@ -10,7 +10,6 @@ import numpy as np
 
 from unshard.fronts import PYTHON, warned
 from unshard.read.discover import is_ema_there
-from unshard.read.format import Location
 from unshard.read.open import Checkpoint
 from unshard.tensors.catalog import Catalog, Skipped, TensorEntry
 from unshard.tensors.placements import Sharding
@@ -138,7 +137,7 @@ def describe(
     entries = catalog.tensors.values()
     config = ("config.json",) if catalog.companions.config else ()
     return Inspection(
-        path=str(location.file if _is_alone(location) else location.weights_dir),
+        path=str(location.place),
         format=catalog.format,
         writer=catalog.writer,
         step=catalog.step,
@@ -183,11 +182,6 @@ def _placements(entry: TensorEntry) -> tuple[str, ...]:
         return tuple(str(placement) for placement in entry.sharding.placements)
     parts = [len(set(starts)) for starts in entry.chunks.offsets.T.tolist()]
     return ("plain",) if prod(parts) <= 1 else (f"cut {' x '.join(map(str, parts))}",)
-
-
-def _is_alone(location: Location) -> bool:
-    """Tell whether one file is the whole checkpoint."""
-    return location.file is not None and not location.format.claims(location.file.name)
 
 
 def _mesh(sharding: Sharding) -> str:

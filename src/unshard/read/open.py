@@ -16,23 +16,35 @@ from unshard.errors import (
 )
 from unshard.read.check import check
 from unshard.read.companions import find_companions
-from unshard.read.discover import discover, regular_of
+from unshard.read.discover import discover, regular_of, step_of
 from unshard.read.ema import filled
 from unshard.read.flat_parameters import refuse_flat_parameters
-from unshard.read.format import Location, Reading, ReadOptions, Request
+from unshard.read.format import Location, PassedOver, Reading, ReadOptions, Request
 from unshard.read.whole_files import WHOLE_FILES
 from unshard.read.wrapper_names import unwrapped
 from unshard.tensors.catalog import Catalog, TensorEntry
 
-__all__ = ["Checkpoint", "open_latest", "open_whole"]
+__all__ = ["Checkpoint", "open_latest", "open_whole", "passing_over"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A catalog and the place it was read from."""
+    """A catalog and the place it was read from.
+
+    Attributes:
+        location, catalog: where, and what.
+        passed_over: higher steps of the run, or other steps of an average, that are not complete.
+    """
 
     location: Location
     catalog: Catalog
+    passed_over: tuple[PassedOver, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Which weights these are, and what was passed over for them, for people."""
+        passed = (f"; passed over step {one.step}: {one.reason}" for one in self.passed_over)
+        return self.location.title + "".join(passed)
 
 
 def open_latest(
@@ -69,17 +81,54 @@ def _open_latest(
     path: Path, request: Request, options: ReadOptions, also: Sequence[Path]
 ) -> Checkpoint:
     locations = discover(path, request)
-    passed_over: list[IncompleteError] = []
+    if locations[0].empty and not request.pass_over:
+        raise _not_the_newest(locations[0].empty[0], locations, "it has no weights")
+    passed: list[tuple[Location, IncompleteError]] = []
     for location in locations:
         try:
             whole = replace(location, also=tuple(_beside(location, other) for other in also))
-            catalog = _read(whole, options, [error.text for error in passed_over])
+            checkpoint = Checkpoint(whole, _read(whole, options))
         except IncompleteError as error:
-            passed_over.append(error)
+            if not request.pass_over and location is not locations[-1]:
+                older = locations[locations.index(location) + 1 :]
+                raise _not_the_newest(location.step_dir, older, error.subject) from error
+            passed.append((location, error))
         else:
-            return Checkpoint(whole, catalog)
-    raise_all(IncompleteError, f"{path}: no step is complete", passed_over)
+            return passing_over(checkpoint, location.empty, passed)
+    raise_all(IncompleteError, f"{path}: no step is complete", [error for _, error in passed])
     raise UnknownFormatError(f"{path}: no checkpoint")
+
+
+def _not_the_newest(newest: Path, older: Sequence[Location], why: str) -> IncompleteError:
+    return IncompleteError(
+        f"the newest checkpoint, {newest}, is not complete: {why}",
+        hint=f"to merge an older one, give its directory: {older[0].step_dir}",
+    )
+
+
+def passing_over(
+    checkpoint: Checkpoint,
+    empty: Sequence[Path],
+    incomplete: Sequence[tuple[Location, IncompleteError]],
+) -> Checkpoint:
+    """Return a checkpoint that says which others were passed over.
+
+    Args:
+        checkpoint: the one that was taken.
+        empty: directories of steps that have no weights.
+        incomplete: the other steps, each with what it lacks.
+    """
+    passed = [PassedOver(step_of(path.name), "it has no weights") for path in empty]
+    passed += [PassedOver(at.step, _reason(at, error)) for at, error in incomplete]
+    notes = [f"passed over {path}: it has no weights" for path in empty]
+    notes += [f"passed over an incomplete step: {error.text}" for _, error in incomplete]
+    catalog = replace(checkpoint.catalog, notes=(*notes, *checkpoint.catalog.notes))
+    return Checkpoint(checkpoint.location, catalog, (*checkpoint.passed_over, *passed))
+
+
+def _reason(location: Location, error: IncompleteError) -> str:
+    """Return what a step lacks, in one line, without the path of the step."""
+    return error.subject.splitlines()[0].replace(f"{location.step_dir}/", "")
 
 
 def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
@@ -100,7 +149,7 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
             raise UnknownFormatError(what, expected="model.safetensors")
         file = start if start.is_file() else None
         location = Location(place, place, None, None, "model", WHOLE_FILES, file)
-        return Checkpoint(location, _read(location, options, ()))
+        return Checkpoint(location, _read(location, options))
 
 
 def _beside(location: Location, other: Path) -> Path:
@@ -123,7 +172,7 @@ def _beside(location: Location, other: Path) -> Path:
     return same[0].weights_dir
 
 
-def _read(location: Location, options: ReadOptions, passed_over: Sequence[str]) -> Catalog:
+def _read(location: Location, options: ReadOptions) -> Catalog:
     reading, tensors, notes = _weights(location, options)
     beside = regular_of(location) if location.weights == "ema" else None
     if beside is not None:
@@ -150,11 +199,7 @@ def _read(location: Location, options: ReadOptions, passed_over: Sequence[str]) 
         archives=reading.archives,
         missing=reading.missing,
         missing_ranks=reading.missing_ranks,
-        notes=(
-            *(f"passed over {path}: it holds no weights" for path in location.empty),
-            *(f"passed over an incomplete step: {error}" for error in passed_over),
-            *notes,
-        ),
+        notes=tuple(notes),
     )
     check(catalog)
     return catalog

@@ -5,16 +5,27 @@ No times, hosts or absolute paths: the same merge writes the same record.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from unshard._version import __version__
+from unshard.containers.json_file import json_object
+from unshard.errors import CheckpointError
 from unshard.plan.layout import INDEX_NAME, Layout
+from unshard.read.format import Location
 from unshard.read.open import Checkpoint
 from unshard.write.adapter import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from unshard.write.beneath import read_file
 from unshard.write.files import is_weight_file
 
-__all__ = ["RECORD_NAME", "Record", "read_record", "record_json", "with_companions"]
+__all__ = [
+    "RECORD_NAME",
+    "Record",
+    "is_made_from",
+    "read_record",
+    "record_json",
+    "with_companions",
+]
 
 RECORD_NAME = "unshard.json"
 
@@ -108,17 +119,50 @@ def _bytes(record: Mapping[str, object]) -> bytes:
     return (json.dumps(record, indent=2) + "\n").encode()
 
 
+def is_made_from(output: Path, location: Location, options: Mapping[str, object]) -> bool:
+    """Return whether an output is whole and was made from a checkpoint with the same options.
+
+    Told by its record: the step, role and weights, the options that shape an output, and the sizes
+    of its files. A checkpoint that was saved again under the same name is not noticed.
+    """
+    try:
+        record = json_object(output / RECORD_NAME)
+    except CheckpointError:
+        return False
+    match record:
+        case {"source": dict(source), "options": told, "output": {"files": dict(files)}}:
+            wanted = _names_of(location)
+            return (
+                told == json.loads(json.dumps(dict(options)))
+                and all(source.get(key) == value for key, value in wanted.items())
+                and all(_size(output / name) == size for name, size in files.items())
+            )
+    return False
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _names_of(location: Location) -> dict[str, object]:
+    return {
+        "name": location.step_dir.name,
+        "step": location.step,
+        "role": location.role,
+        "weights": location.weights,
+    }
+
+
 def _source(checkpoint: Checkpoint) -> dict[str, object]:
     """Return what the record says of a checkpoint."""
     catalog, location = checkpoint.catalog, checkpoint.location
+    passed = checkpoint.passed_over
     return {
-        "name": location.step_dir.name,
+        **_names_of(location),
+        **({"passed_over": list(map(asdict, passed))} if passed else {}),
         "format": catalog.format,
         "writer": catalog.writer,
-        "step": catalog.step,
         "world_size": catalog.world_size,
-        "role": location.role,
-        "weights": location.weights,
         "files": _sizes(checkpoint),
     }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from unshard.fronts import PYTHON, warned
 from unshard.plan.layout import Layout
 from unshard.plan.operations import Plan
+from unshard.read.format import PassedOver
 from unshard.tensors.catalog import Skipped
 
 __all__ = ["Report", "dtypes", "operations", "peak_memory"]
@@ -23,6 +24,7 @@ class Report:
         source: the directory of the weights; of several that were averaged, the last.
         sources: all of them.
         step, world_size: of the checkpoint, or of the last.
+        passed_over: steps of the run that are not complete and were passed over.
         files: bytes of every weight file, by name.
         companions: names of the other files.
         tensors, parameters: how many.
@@ -47,6 +49,7 @@ class Report:
     source: str
     sources: tuple[str, ...]
     step: int | None
+    passed_over: tuple[PassedOver, ...]
     world_size: int
     files: dict[str, int]
     companions: tuple[str, ...]
