@@ -4,8 +4,10 @@ import builtins
 import os
 import pickle
 import struct
+import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,12 @@ def replace_item(checkpoint: Path, name: str, data: bytes) -> None:
 
 def compressed(value: object) -> bytes:
     return zstandard.ZstdCompressor().compress(item(value))
+
+
+def streamed(data: bytes) -> bytes:
+    """Compress into a frame that does not say how much it holds."""
+    stream = zstandard.ZstdCompressor(write_content_size=False).compressobj()
+    return stream.compress(data) + stream.flush()
 
 
 def test_the_items_are_really_compressed(checkpoint: Path) -> None:
@@ -126,7 +134,7 @@ def test_without_a_library_the_extra_is_named(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_zstd(monkeypatch)
-    with pytest.raises(UsageError, match=r"unshard\[zstd\]"):
+    with pytest.raises(UsageError, match=r"\[zstd\]"):
         unshard.merge(checkpoint, tmp_path / "out" / "merged")
     assert not list((tmp_path).glob("out/*"))
 
@@ -138,6 +146,16 @@ def test_the_disk_must_have_room_for_what_is_decompressed(
     monkeypatch.setattr("unshard.read.inflate._SLACK", 1 << 50)
     with pytest.raises(unshard.OutputError, match="space"):
         unshard.merge(checkpoint, tmp_path / "out")
+
+
+def test_the_place_of_temporary_files_must_have_room_too(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unshard.read.inflate._SLACK", 1 << 50)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(unshard.OutputError, match=r"space[\s\S]*TMPDIR"):
+        unshard.load_state_dict(checkpoint)
+    assert not list(tmp_path.glob("_unshard-*"))
 
 
 def test_what_is_decompressed_is_about_what_was_announced(checkpoint: Path, tmp_path: Path) -> None:
@@ -180,6 +198,14 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "another dtype": (lambda: compressed(torch.randn(6).bfloat16()), r"bfloat16 \[6\]"),
     "no tensor": (lambda: compressed({"a": 1}), r"norm\.weight|step-3"),
     "a bomb": (lambda: compressed(torch.zeros(1 << 20)), "holds more than its tensor"),
+    "a small bomb": (lambda: compressed(torch.zeros(1 << 15)), "holds more than its tensor"),
+    "a bomb that states no size": (lambda: streamed(bytes(1 << 24)), "holds more than its tensor"),
+    "two frames": (lambda: compressed(torch.randn(6)) * 2, "goes on behind its end"),
+    "a frame and a bomb": (
+        lambda: compressed(torch.randn(6)) + streamed(bytes(1 << 24)),
+        "goes on behind its end",
+    ),
+    "a frame and junk": (lambda: compressed(torch.randn(6)) + b"junk", "goes on behind its end"),
 }
 
 
@@ -192,6 +218,17 @@ def test_an_item_that_is_not_the_tensor_is_refused(
     with pytest.raises(CheckpointError, match=words):
         unshard.merge(checkpoint, tmp_path / "out" / "merged")
     assert not list(tmp_path.glob("out/*"))
+
+
+def test_an_item_is_bounded_by_its_own_box(checkpoint: Path, tmp_path: Path) -> None:
+    """Not by the tensor, of which other ranks hold more: each item could fill the disk with it."""
+    replace_item(checkpoint, NAME, compressed(torch.zeros(1 << 19)))
+    catalog = open_latest(checkpoint, Request(), ReadOptions()).catalog
+    of_many = replace(catalog.tensors[NAME], shape=(1 << 20,))
+    catalog = replace(catalog, tensors={NAME: of_many})
+    with pytest.raises(CorruptError, match=rf"tensor {NAME}: \S+distcp: the item at byte 0 holds"):
+        inflate(catalog, tmp_path / "scratch")
+    assert (tmp_path / "scratch").stat().st_size <= inflated_bytes(catalog) < 100_000
 
 
 def test_an_uncompressed_item_beside_compressed_ones_is_read(
@@ -216,7 +253,7 @@ class TestDecompress:
         out = BytesIO()
         fd = os.open(path, os.O_RDONLY)
         try:
-            size = decompress(path, fd, (skip, len(data)), out, limit)
+            size = decompress(path.name, fd, (skip, len(data)), out, limit)
         finally:
             os.close(fd)
         return out.getvalue(), size
@@ -229,8 +266,7 @@ class TestDecompress:
         assert self.run(tmp_path, data, limit=size, skip=77) == (plain, size)
 
     def test_a_frame_that_does_not_state_its_size_gives_its_bytes(self, tmp_path: Path) -> None:
-        stream = zstandard.ZstdCompressor(write_content_size=False).compressobj()
-        data = stream.compress(b"abc" * 5000) + stream.flush()
+        data = streamed(b"abc" * 5000)
         assert self.run(tmp_path, data)[0] == b"abc" * 5000
 
     def test_no_byte_more_than_the_limit_is_written(self, tmp_path: Path) -> None:

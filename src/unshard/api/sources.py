@@ -15,6 +15,7 @@ from unshard.read.base import Base, read_base
 from unshard.read.companions import completed
 from unshard.read.inflate import inflate, inflated_bytes
 from unshard.read.open import Checkpoint, open_latest
+from unshard.write.targets import check_space
 
 __all__ = ["Source", "inflated", "open_source"]
 
@@ -72,12 +73,19 @@ def _log_choice(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def inflated(source: Source, stack: ExitStack) -> Source:
-    """Return the source with nothing in it compressed; what that needs is removed by the stack."""
+    """Return the source with nothing in it compressed; what that needs is removed by the stack.
+
+    Raises:
+        OutputError: the file system of temporary files lacks the space.
+        CorruptError: see `inflate`.
+    """
     catalog = source.checkpoint.catalog
-    if not inflated_bytes(catalog):
+    needed = inflated_bytes(catalog)
+    if not needed:
         return source
     scratch = Path(tempfile.mkdtemp(prefix="_unshard-"))
     stack.callback(_remove, scratch, os.getpid())
+    check_space(scratch, needed)
     catalog = inflate(catalog, scratch / "items")
     return replace(source, checkpoint=replace(source.checkpoint, catalog=catalog))
 

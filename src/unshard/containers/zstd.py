@@ -3,7 +3,6 @@
 Needs Python 3.14's own `compression.zstd`, or the package `zstandard` (the extra `zstd`).
 """
 
-from pathlib import Path
 from typing import IO, Protocol
 
 from unshard.containers.strided import read_exactly
@@ -21,21 +20,25 @@ class _Engine(Protocol):
     @property
     def eof(self) -> bool: ...
 
+    @property
+    def unused_data(self) -> bytes: ...
+
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
-def decompress(source: Path, fd: int, window: tuple[int, int], out: IO[bytes], limit: int) -> int:
+def decompress(source: str, fd: int, window: tuple[int, int], out: IO[bytes], limit: int) -> int:
     """Write what a compressed window of a file holds; return its size in bytes.
 
     Args:
-        source: the file, for messages.
+        source: what to call it in an error: the file, and whose bytes they are.
         fd: its descriptor.
         window: offset and length of the compressed bytes.
         out: where to write.
         limit: the most bytes that may come out.
 
     Raises:
-        CorruptError: the window is no zstd frame, ends early, or holds more than `limit`.
+        CorruptError: the window is not one zstd frame, or that ends early or holds more than
+            `limit`. Never more than `limit` bytes are written.
         UsageError: no zstd library is installed.
     """
     engine, errors = _library()
@@ -47,7 +50,7 @@ def decompress(source: Path, fd: int, window: tuple[int, int], out: IO[bytes], l
             read_exactly(fd, offset + start, memoryview(block))
             for at in range(0, len(block), _PIECE):
                 if engine.eof:
-                    return done
+                    raise _followed(source, offset)
                 data = engine.decompress(bytes(block[at : at + _PIECE]))
                 done += len(data)
                 if done > limit:
@@ -62,7 +65,18 @@ def decompress(source: Path, fd: int, window: tuple[int, int], out: IO[bytes], l
         ) from error
     if not engine.eof:
         raise CorruptError(f"{source}: the item at byte {offset} is compressed and ends early")
+    if engine.unused_data:
+        raise _followed(source, offset)
     return done
+
+
+def _followed(source: str, offset: int) -> CorruptError:
+    """Return the error for bytes that torch, which reads one frame, would pass over."""
+    return CorruptError(
+        f"{source}: the item at byte {offset} goes on behind its end",
+        expected="one zstd frame",
+        found="one, and more bytes",
+    )
 
 
 def _library() -> tuple[_Engine, tuple[type[Exception], ...]]:

@@ -5,7 +5,9 @@ file in the output's staging directory; everything after that works as for any o
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +21,18 @@ from unshard.tensors.catalog import ByteRange, Catalog, ChunkTable, TensorEntry
 
 __all__ = ["inflate", "inflated_bytes"]
 
-_SLACK = 1 << 20  # of an item, what torch.save writes beside the tensor
+_SLACK = 1 << 16  # of an item, what torch.save writes beside the tensor, and aligns it by
 
 
 def inflated_bytes(catalog: Catalog) -> int:
-    """Return about how many bytes `inflate` writes; 0 if nothing is compressed."""
-    entries = catalog.tensors.values()
-    return sum(entry.size_bytes + _SLACK for entry in entries if entry.chunks.compressed.any())
+    """Return how many bytes `inflate` writes at most; 0 if nothing is compressed."""
+    return sum(limit for entry in catalog.tensors.values() for _, limit in _limits(entry))
+
+
+def _limits(entry: TensorEntry) -> Iterator[tuple[int, int]]:
+    """Yield the compressed chunks of a tensor, and how many bytes each may have: its box's."""
+    for row in np.flatnonzero(entry.chunks.compressed).tolist():
+        yield row, prod(entry.chunks.sizes[row].tolist()) * entry.dtype.itemsize + _SLACK
 
 
 def inflate(catalog: Catalog, path: Path) -> Catalog:
@@ -36,7 +43,8 @@ def inflate(catalog: Catalog, path: Path) -> Catalog:
         path: the file to write.
 
     Raises:
-        CorruptError: an item cannot be decompressed, or is not what the metadata declares.
+        CorruptError: an item cannot be decompressed, or is not what the metadata declares. Of one
+            that holds more, no more is written than is declared for it.
         UsageError: no zstd library is installed.
     """
     if not inflated_bytes(catalog):
@@ -46,11 +54,11 @@ def inflate(catalog: Catalog, path: Path) -> Catalog:
     with OpenFiles(os.O_RDONLY, limit=16) as files, path.open("xb") as out:
         at = 0
         for name, entry in catalog.tensors.items():
-            for row in np.flatnonzero(entry.chunks.compressed).tolist():
+            for row, limit in _limits(entry):
                 chunk = entry.chunks[row].source
                 window = (chunk.offset, chunk.length)
-                limit = entry.size_bytes + _SLACK
-                size = decompress(chunk.path, files.fd(chunk.path), window, out, limit)
+                what = f"tensor {name}: {chunk.path}"
+                size = decompress(what, files.fd(chunk.path), window, out, limit)
                 archives.append(ByteRange(path, at, size))
                 windows.setdefault(name, {})[row] = archives[-1]
                 at += size

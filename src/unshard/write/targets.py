@@ -106,5 +106,6 @@ def check_space(directory: Path, needed_bytes: int) -> None:
             f"{directory}: not enough free space",
             expected=f"{needed_bytes + _SLACK:,} bytes",
             found=f"{free:,} bytes",
-            hint="free some space, or give an output on another file system",
+            hint="free some space, or use another file system: an output elsewhere, or TMPDIR for "
+            "temporary files",
         )
