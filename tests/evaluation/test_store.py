@@ -79,6 +79,32 @@ def test_an_error_of_any_length_is_kept_in_part(store: Store) -> None:
     assert len(str(job_of(store, job.id).error)) < 21_000
 
 
+def test_the_pins_that_are_needed_are_found_by_their_run(store: Store) -> None:
+    names = ("queued", "running", "cancelled", "completed", "neighbour")
+    pins = [f"/r/run/_unshard/pins/{name}" for name in names[:-1]] + ["/r/run-2/_unshard/pins/n"]
+    jobs = {
+        name: store.submit(request(Path("a"), step), pin=pin)[0].id
+        for step, (name, pin) in enumerate(zip(names, pins, strict=True))
+    }
+    store.submit(request(Path("a"), 10), pin=None)
+    for name in names[1:4]:
+        assert store.claim(time.time(), jobs[name]) is not None
+    store.cancel(jobs["cancelled"])  # its process runs on for a moment
+    store.complete(jobs["completed"], {}, None)
+    found = store.pins_below(Path("/r/run"))
+    assert found == [(jobs[name], pin) for name, pin in zip(names[:3], pins[:3], strict=True)]
+    assert {job for job, _ in store.pins_below()} == {jobs[name] for name in (*names[:3], names[4])}
+
+
+def test_no_submission_looks_at_the_whole_queue(store: Store) -> None:
+    connection = store._connection
+    by_pin = "EXPLAIN QUERY PLAN SELECT * FROM jobs WHERE pin >= '/r/' AND pin < '/r0'"
+    by_step = "EXPLAIN QUERY PLAN SELECT * FROM jobs WHERE run = 'r' AND step = 1"
+    for statement in (by_pin, by_step):
+        plan = connection.execute(statement).fetchall()
+        assert all("USING INDEX" in row["detail"] for row in plan)
+
+
 def test_a_job_that_is_not_final_can_get_another_pin(store: Store) -> None:
     job, _ = store.submit(request(Path("a")), pin="/one")
     store.repin(job.id, "/two")

@@ -99,6 +99,21 @@ class Records:
         """Return every job with an open attempt, those that are cancelled meanwhile too."""
         return self._many("WHERE open.job_id IS NOT NULL ORDER BY jobs.number", [])
 
+    def pins_below(self, directory: Path | None = None) -> list[tuple[str, str]]:
+        """Return id and pin of every job that needs one: it is queued, or an attempt of it is open.
+
+        Args:
+            directory: only pins below it.
+        """
+        start = "/" if directory is None else f"{directory}/"
+        rows = self._connection.execute(
+            "SELECT id, pin FROM jobs WHERE pin >= ? AND pin < ? AND (status = 'queued' OR EXISTS"
+            " (SELECT 1 FROM attempts WHERE job_id = jobs.id AND ended_at IS NULL))"
+            " ORDER BY number",
+            (start, f"{start[:-1]}0"),  # the character after "/"
+        )
+        return [(row["id"], row["pin"]) for row in rows.fetchall()]
+
     def get(self, job_id: str) -> Job | None:
         """Return a job."""
         return self._one(self._connection, job_id)

@@ -79,6 +79,11 @@ CREATE TABLE events (
 );
 """
 
+_INDEXES = (
+    "CREATE INDEX IF NOT EXISTS jobs_by_step ON jobs (run, step)",
+    "CREATE INDEX IF NOT EXISTS jobs_by_pin ON jobs (pin)",
+)
+
 JOB_COLUMNS = """
     jobs.*, open.pid, open.started, open.boot, open.gpus, open.directory
     FROM jobs LEFT JOIN attempts AS open ON open.job_id = jobs.id AND open.ended_at IS NULL
@@ -105,6 +110,8 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA foreign_keys = ON")
         if _version(connection) != VERSION:
             _make_tables(connection, path)
+        for index in _INDEXES:  # also for a database of an earlier version
+            connection.execute(index)
     except BaseException:
         connection.close()
         raise

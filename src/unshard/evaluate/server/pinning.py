@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.jobs import Filters, Job, Status
+from unshard.evaluate.jobs import Job
 from unshard.evaluate.pin_files import stamps_of
 from unshard.evaluate.pins import (
     ExpiredError,
@@ -77,9 +77,9 @@ class Pins:
         Raises:
             GoneError: the checkpoint is gone.
         """
-        for job in self._open():
-            if job.pin is not None and _is_of(Path(job.pin), checkpoint):
-                return job.pin
+        for _, known in self.store.pins_below(run):
+            if _is_of(Path(known), checkpoint):
+                return known
         if not self._is_inside(run):
             _log.warning("%s: not pinned, its run's directory is outside the roots", checkpoint)
             return None
@@ -94,8 +94,9 @@ class Pins:
     def let_go(self, pin: str | None = None) -> None:
         """Remove the pins of this server that no job needs: those of a pin's run, or of all."""
         with self.lock:
-            needed, owner = {job.pin for job in self._open()}, self._own().owner
+            owner = self._own().owner
             for run in self._runs() if pin is None else [Path(pin).parents[3]]:
+                needed = {path for _, path in self.store.pins_below(run)}
                 for found in pins_of(run):
                     is_own = found.is_ours and found.owner == owner
                     if is_own and str(found.path) not in needed:
@@ -113,9 +114,8 @@ class Pins:
     def jobs(self) -> dict[str, list[str]]:
         """Return the jobs that need each pin, by the path of its linked checkpoint."""
         found: dict[str, list[str]] = {}
-        for job in self._open():
-            if job.pin is not None:
-                found.setdefault(job.pin, []).append(job.id)
+        for job_id, pin in self.store.pins_below():
+            found.setdefault(pin, []).append(job_id)
         return found
 
     def remove(self, name: str) -> Pin | None:
@@ -138,10 +138,6 @@ class Pins:
                 )
             return pin
 
-    def _open(self) -> list[Job]:
-        waiting = self.store.jobs(Filters(status=Status.QUEUED))
-        return list({job.id: job for job in [*waiting, *self.store.running()]}.values())
-
     def _runs(self) -> list[Path]:
         return sorted({run.resolve() for run in self._places() if self._is_inside(run)})
 
@@ -149,9 +145,8 @@ class Pins:
         for root in self.roots:
             for depth in _DEPTHS:
                 yield from (place.parents[1] for place in root.glob(depth + "/".join(_PLACE)))
-        for job in self._open():
-            if job.pin is not None:
-                yield Path(job.pin).parents[3]
+        for _, pin in self.store.pins_below():
+            yield Path(pin).parents[3]
 
     def _is_inside(self, run: Path) -> bool:
         """Tell whether a run and its pins, links followed, lie below a root."""
