@@ -23,7 +23,7 @@ ROOMS = (
     {"containers"},
     {"tensors"},
     {"showing"},
-    {"errors", "fronts", "progress", "_version"},
+    {"errors", "fronts", "progress", "signals", "_version"},
 )
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 DOORS = {"__init__", "__main__"}
@@ -34,7 +34,6 @@ HEAVY = {"torch", "transformers", "accelerate", "ray"}
 # their own tests show it.
 ON_DEMAND = {
     "write.verify_load",
-    "engines.torchrun",
     "engines.into_torch",
     "evaluate.callbacks.transformers",
 }

@@ -1,23 +1,21 @@
 """torchrun: any number of processes make the bytes that one makes, or nothing at all."""
 
+import json
 import os
-import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import unshard
-from ranks import merged, save_ranks, snapshot
-from unshard.engines.crew import is_launcher, is_started_by_torchrun
-from unshard.engines.torchrun import joined
-from unshard.plan.operations import CopyRange
-from unshard.plan.work import share_of, unit_bytes
+from ranks import merged, rank_path, save_ranks, snapshot
+from unshard.engines import sockets
+from unshard.engines.crew import as_one_of_torchrun
+from unshard.engines.launched import is_launcher, is_started_by_torchrun
 from unshard.write.stage import recover
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -31,24 +29,52 @@ ENVIRONMENT = {
     "MASTER_PORT": "1",
 }
 
-# Runs what torchrun should run, but kills the process of one rank in the middle of its share.
-KILLER = """
-import os, signal, sys
-from unshard.engines import pool
-from unshard.cli.main import main
+# Starts processes as torchrun does, but lets each end by itself, and prints their exit codes.
+LAUNCHER = """
+import json, os, subprocess, sys
 
-real = pool.Pool.run
-
-def run(self, count, make_worker):
-    if os.environ["RANK"] == os.environ["VICTIM"]:
-        taken = next(self._jobs)
-        make_worker().do(taken)
-        os.kill(os.getpid(), signal.SIGKILL)
-    real(self, count, make_worker)
-
-pool.Pool.run = run
-main(sys.argv[1:])
+count, *command = sys.argv[1:]
+told = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+children = [
+    subprocess.Popen([sys.executable, *command], env=os.environ | told | {"RANK": str(rank)})
+    for rank in range(int(count))
+]
+codes = [child.wait() for child in children]
+print(json.dumps(codes))
 """
+
+# The command `unshard`, in which every process has a part of the work, however little there is.
+TOGETHER = """
+import os, signal, sys, threading
+from unshard.__main__ import main
+from unshard.engines import sockets, torchrun
+
+torchrun._BATCH_BYTES = 1
+accept = sockets.Listener.accept
+sockets.Listener.accept = lambda self, *, wait: accept(self, wait=True)
+all_work = threading.Barrier(int(os.environ["WORLD_SIZE"]))
+at_work = set()
+do_here, do_there = torchrun._Here.do, torchrun._There.do
+
+def wait_for_all(worker):
+    if os.environ["RANK"] == "0" and worker not in at_work:
+        at_work.add(worker)
+        all_work.wait()
+
+def there(self, batch):
+    wait_for_all(self)
+    return do_there(self, batch)
+
+def here(self, batch):
+    wait_for_all(self)
+    done = do_here(self, batch)
+    if os.environ["RANK"] == os.environ.get("VICTIM"):
+        os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
+    return done
+
+torchrun._Here.do, torchrun._There.do = here, there
+"""
+RUN = "main()\n"
 
 # What a training script might do: start a merge as a child of one of torchrun's processes.
 CHILD = """
@@ -70,6 +96,27 @@ def torchrun(
     )
 
 
+def launched(
+    directory: Path, count: int, *arguments: str, variables: Mapping[str, str] | None = None
+) -> tuple[list[int], str]:
+    """Run processes as torchrun does; return their exit codes, and what they print."""
+    launcher = directory / "torchrun"
+    launcher.write_text(LAUNCHER)
+    with tempfile.TemporaryDirectory() as scratch:
+        done = subprocess.run(
+            [sys.executable, str(launcher), str(count), *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=240,
+            env=os.environ | {"TMPDIR": scratch, **(variables or {})},
+        )
+        assert list(Path(scratch).iterdir()) == []  # nothing is left where the processes met
+    launcher.unlink()
+    *shown, codes = done.stdout.splitlines()
+    return json.loads(codes), "\n".join([*shown, done.stderr])
+
+
 def tensors() -> dict[str, torch.Tensor]:
     """Long runs, short ones, a cast that overflows, a 0-d tensor, integers."""
     generator = torch.Generator().manual_seed(0)
@@ -83,116 +130,214 @@ def checkpoint(tmp_path: Path) -> Path:
     return save_ranks(tmp_path / "ckpt", tensors(), 3)
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.fixture
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script") / "together.py"
+    path.write_text(TOGETHER + RUN)
+    return path
+
+
 def test_any_number_of_processes_makes_the_same_files(
-    checkpoint: Path, tmp_path: Path, count: int
+    checkpoint: Path, tmp_path: Path, script: Path
 ) -> None:
-    options = ["--dtype", "float16", "--max-shard-size", "200KB", "--memory", "300KB"]
+    options = ["--dtype", "float16", "--max-shard-size", "200KB", "--memory", "600KB"]
     report = unshard.merge(
-        checkpoint, tmp_path / "alone", dtype="float16", max_shard_size="200KB", memory="300KB"
+        checkpoint, tmp_path / "alone", dtype="float16", max_shard_size="200KB", memory="600KB"
     )
-    done = torchrun(count, "-m", "unshard", "merge", str(checkpoint), str(tmp_path / "o"), *options)
-    assert done.returncode == 0, done.stderr
-    alone, together = snapshot(tmp_path / "alone"), snapshot(tmp_path / "o")
-    assert {name: one[2] for name, one in together.items()} == {
-        name: one[2] for name, one in alone.items()
-    }
-    assert done.stdout.count("saved to") == 1  # one process speaks for all
-    (overflow,) = [warning for warning in report.warnings if "too large for float16" in warning]
-    assert overflow in done.stderr
+    for count in (1, 3):
+        out = tmp_path / f"out_{count}"
+        command = ["merge", str(checkpoint), str(out), *options, "--workers", "3"]
+        done = torchrun(count, *([str(script)] if count > 1 else ["-m", "unshard"]), *command)
+        assert done.returncode == 0, done.stderr
+        alone, together = snapshot(tmp_path / "alone"), snapshot(out)
+        assert {name: one[2] for name, one in together.items()} == {
+            name: one[2] for name, one in alone.items()
+        }
+        assert done.stdout.count("saved to") == 1  # one process speaks for all
+        (overflow,) = [one for one in report.warnings if "too large for float16" in one]
+        assert overflow in done.stderr
 
 
-def test_an_average_is_made_together_too(tmp_path: Path) -> None:
+def test_an_average_is_made_together_too(tmp_path: Path, script: Path) -> None:
     paths = []
     for seed in range(3):
         torch.manual_seed(seed)
         paths.append(save_ranks(tmp_path / f"ckpt_{seed}", {"w": torch.randn(300, 301)}, 2))
     unshard.average(paths, tmp_path / "alone")
-    done = torchrun(2, "-m", "unshard", "average", *map(str, paths), "-o", str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
+    command = ["average", *map(str, paths), "-o", str(tmp_path / "out"), "--workers", "2"]
+    codes, said = launched(tmp_path, 2, str(script), *command, "--memory", "300KB")
+    assert codes == [0, 0], said
     assert torch.equal(merged(tmp_path / "out")["w"], merged(tmp_path / "alone")["w"])
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_killed_in_the_middle_leaves_nothing(
-    checkpoint: Path, tmp_path: Path, victim: int
+    checkpoint: Path, tmp_path: Path, script: Path, victim: int
 ) -> None:
-    (tmp_path / "killer.py").write_text(KILLER)
     before = snapshot(tmp_path)
-    command = ["merge", str(checkpoint), str(tmp_path / "deep" / "er" / "out")]
-    done = torchrun(2, str(tmp_path / "killer.py"), *command, variables={"VICTIM": str(victim)})
+    command = ["merge", str(checkpoint), str(tmp_path / "deep" / "er" / "out"), "--workers", "2"]
+    variables = {"VICTIM": str(victim), "SIGNAL": "SIGKILL"}
+    done = torchrun(2, str(script), *command, variables=variables)
     assert done.returncode != 0
     assert "SIGKILL" in done.stderr
-    assert 'Traceback (most recent call last):\n  File "' + str(tmp_path) not in done.stderr
+    assert 'Traceback (most recent call last):\n  File "' + str(script) not in done.stderr
     assert snapshot(tmp_path) == before
     assert not (tmp_path / "deep").exists()
 
 
-def test_an_error_of_one_is_said_once_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("death", "expected"),
+    [
+        ("0 SIGKILL", [-9, 143, 143]),
+        ("1 SIGKILL", [143, -9, 143]),
+        ("0 SIGTERM", [143, 143, 143]),
+        ("1 SIGTERM", [143, 143, 143]),
+        ("0 SIGINT", [130, 130, 130]),
+        ("0 SIGHUP", [129, 129, 129]),
+    ],
+)
+def test_those_that_survive_a_death_end_alike(
+    checkpoint: Path, tmp_path: Path, script: Path, death: str, expected: list[int]
+) -> None:
+    victim, number = death.split()
+    before = snapshot(tmp_path)
+    command = ["merge", str(checkpoint), str(tmp_path / "deep" / "out"), "--workers", "3"]
+    variables = {"VICTIM": victim, "SIGNAL": number}
+    codes, said = launched(tmp_path, 3, str(script), *command, variables=variables)
+    assert codes == expected, said
+    assert "Traceback" not in said
+    assert snapshot(tmp_path) == before
+
+
+CONVERT = ("-m", "unshard.compat.convert_fsdp_to_hf", "--checkpoint_path")
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        (["-m", "unshard", "merge", "CKPT", "OUT"], 3, "missing"),
+        (["-m", "unshard", "merge", "NONE", "OUT"], 3, "NONE"),
+        (["-m", "unshard", "merge", "CKPT", "OUT", "--no-such-option"], 2, "--no-such-option"),
+        (["-m", "unshard", "merge", "CKPT", "OUT", "--workers", "0"], 2, "workers"),
+        ([*CONVERT, "CKPT", "--actor_subdir", ".", "--output_path", "OUT"], 1, "missing"),
+        ([*CONVERT, "NONE"], 1, "does not exist"),
+        ([*CONVERT, "CKPT", "--no_such_option"], 2, "--no_such_option"),
+    ],
+)
+def test_all_processes_end_with_one_code_and_one_says_why(
+    checkpoint: Path, tmp_path: Path, command: list[str], code: int, message: str
+) -> None:
+    rank_path(checkpoint, 3, 1).unlink()
+    before = snapshot(tmp_path)
+    paths = {"CKPT": str(checkpoint), "OUT": str(tmp_path / "out"), "NONE": str(tmp_path / "NONE")}
+    codes, said = launched(tmp_path, 3, *(paths.get(word, word) for word in command))
+    assert codes == [code, code, code], said
+    assert message in said
+    assert said.count("rror: ") == 1
+    assert snapshot(tmp_path) == before
+
+
+def test_a_failing_merge_ends_torchrun_with_its_code(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     before = snapshot(tmp_path)
     done = torchrun(2, "-m", "unshard", "merge", str(checkpoint), str(tmp_path / "out"))
     assert done.returncode != 0
     assert done.stderr.count("exists already") == 1
+    assert "exitcode  : 5" in done.stderr
     assert snapshot(tmp_path) == before
 
 
-def test_a_damaged_shard_fails_all_of_them(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_damaged_shard_fails_all_of_them(checkpoint: Path, tmp_path: Path, script: Path) -> None:
     """Truncated between reading and moving: whoever meets it says so, and all leave."""
-    script = tmp_path / "damage.py"
     script.write_text(
-        "import os, sys\n"
-        "from unshard.api import making\n"
-        "from unshard.cli.main import main\n"
-        "real = making.write_companions\n"
-        "from unshard.engines import torchrun\n"
-        "create = torchrun.create_files\n"
+        TOGETHER + "create = torchrun.create_files\n"
         "def damage(plan, directory):\n"
         f"    for path in {[str(path) for path in checkpoint.iterdir()]!r}:\n"
         "        os.truncate(path, 3000)\n"
         "    return create(plan, directory)\n"
-        "torchrun.create_files = damage\n"
-        "main(sys.argv[1:])\n"
+        "torchrun.create_files = damage\n" + RUN
     )
-    done = torchrun(2, str(script), "merge", str(checkpoint), str(tmp_path / "new" / "out"))
-    assert done.returncode != 0
-    assert done.stderr.count("error: ") == 1, done.stderr
-    assert "ends at byte" in done.stderr or "truncated" in done.stderr, done.stderr
-    assert "has died" not in done.stderr
-    assert re.search(r"exitcode  : 3", done.stderr)
+    command = ["merge", str(checkpoint), str(tmp_path / "new" / "out"), "--workers", "2"]
+    codes, said = launched(tmp_path, 2, str(script), *command)
+    assert codes == [3, 3], said
+    assert said.count("error: ") == 1
+    assert "ends at byte" in said or "truncated" in said
+    assert "has died" not in said
     assert not (tmp_path / "new").exists()
 
 
 def test_what_a_training_process_starts_works_alone(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CHILD)
     outs = str(tmp_path / "out")
-    done = torchrun(1, str(tmp_path / "train.py"), str(checkpoint), outs)
-    assert done.returncode == 0, done.stderr
+    codes, said = launched(tmp_path, 1, str(tmp_path / "train.py"), str(checkpoint), outs)
+    assert codes == [0], said
     assert merged(tmp_path / "out").keys() == tensors().keys()
 
 
 def test_a_process_that_dies_after_its_share_changes_nothing(
+    checkpoint: Path, tmp_path: Path, script: Path
+) -> None:
+    script.write_text(
+        TOGETHER + "def leave(self):\n"
+        "    if os.environ['RANK'] == '0':\n"
+        "        close(self)\n"
+        "    else:\n"
+        "        leaving.append(self)\n"
+        "close, leaving = torchrun._Here.close, []\n"
+        "torchrun._Here.close = leave\n"
+        "send = sockets.Connection.send\n"
+        "def send_and_leave(self, message):\n"
+        "    send(self, message)\n"
+        "    if leaving:\n"
+        "        os._exit(0)\n"
+        "sockets.Connection.send = send_and_leave\n" + RUN
+    )
+    command = ["merge", str(checkpoint), str(tmp_path / "out"), "--workers", "2"]
+    codes, said = launched(tmp_path, 2, str(script), *command)
+    assert codes == [0, 0], said
+    assert "saved to" in said
+    assert merged(tmp_path / "out").keys() == tensors().keys()
+
+
+def test_no_process_imports_torch_and_an_idle_one_not_even_numpy(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    script = tmp_path / "late.py"
+    script = tmp_path / "modules.py"
     script.write_text(
-        "import os, sys\n"
-        "from unshard.engines import torchrun\n"
-        "from unshard.cli.main import main\n"
-        "part = torchrun._take_part\n"
-        "def late(group, work, listener):\n"
-        "    results = part(group, work, listener)\n"
-        "    if group.rank:\n"
-        "        os._exit(0)\n"
-        "    return results\n"
-        "torchrun._take_part = late\n"
-        "main(sys.argv[1:])\n"
+        "import sys\n"
+        "from unshard.__main__ import main\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    print(sorted({'numpy', 'torch', 'typer'} & set(sys.modules)), file=sys.stderr)\n"
     )
-    done = torchrun(2, str(script), "merge", str(checkpoint), str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
-    assert "saved to" in done.stdout
-    assert merged(tmp_path / "out").keys() == tensors().keys()
+    command = ["merge", str(checkpoint), str(tmp_path / "out"), "--workers", "1"]
+    codes, said = launched(tmp_path, 2, str(script), *command)
+    assert codes == [0, 0], said
+    assert "['numpy', 'typer']" in said.splitlines()  # the leader
+    assert "[]" in said.splitlines()
+
+
+@pytest.mark.parametrize("stranger", ["open", "link", "file"])
+def test_processes_meet_where_no_other_user_can_come_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stranger: str
+) -> None:
+    """A place that others can enter is refused by both sides: they could put a socket there."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(sockets, "_LONGEST", 1000)
+    place = sockets._meeting_place()
+    if stranger == "open":
+        place.mkdir()
+        place.chmod(0o755)
+    elif stranger == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        place.symlink_to(tmp_path / "elsewhere")
+    else:
+        place.touch(mode=0o600)
+    for side in (lambda: sockets.Listener(1), sockets.connect):
+        with pytest.raises(unshard.OutputError, match="not a directory of this user alone"):
+            side()
 
 
 def test_the_environment_alone_is_not_torchrun() -> None:
@@ -232,21 +377,8 @@ def test_whatever_else_has_its_name_somewhere_is_none(command: str) -> None:
 def test_several_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (ENVIRONMENT | {"WORLD_SIZE": "4"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(unshard.UsageError, match="torchrun on several nodes"), joined():
-        pass
-
-
-def copies(sizes: list[int]) -> list[CopyRange]:
-    return [CopyRange(0, 0, Path("f"), 0, size, 1, 0) for size in sizes]
-
-
-@given(st.lists(st.integers(1, 1000)), st.integers(1, 9))
-def test_shares_are_disjoint_complete_and_about_equal(sizes: list[int], count: int) -> None:
-    work = copies(sizes)
-    shares = [list(share_of(work, number, count)) for number in range(count)]
-    assert sorted(map(id, work)) == sorted(id(unit) for share in shares for unit in share)
-    loads = [sum(map(unit_bytes, share)) for share in shares]
-    assert max(loads) - min(loads) <= max(sizes, default=0)
+    with pytest.raises(unshard.UsageError, match="torchrun on several nodes"):
+        as_one_of_torchrun(lambda: 0)
 
 
 def test_what_a_dead_owner_made_above_is_removed_if_it_is_empty(tmp_path: Path) -> None:

@@ -1,6 +1,20 @@
-"""`python -m unshard`."""
+"""`python -m unshard`, and the command `unshard`."""
 
-from unshard.cli.main import main
+from unshard.cli.process import run
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line; exit with 0, a code of `unshard.errors`, or 128 + a signal."""
+    run(_command_line)
+
+
+def _command_line() -> None:
+    from unshard.cli.main import main as command_line
+
+    command_line()
+
 
 if __name__ == "__main__":
     main()

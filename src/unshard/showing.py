@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from unshard import signals
 from unshard.fronts import PYTHON, Front, warned
 from unshard.progress import Advanced, Chosen, Event, Listener, Stage, Warned, ignore
 
@@ -46,12 +47,15 @@ def listening(
 ) -> Iterator[Listener]:
     """Show events for as long as the context lasts.
 
+    In a command: from here on there may be something to clean up after a signal.
+
     Args:
         quiet: show nothing, not even warnings.
         clock: seconds that only grow.
         front: whose words warnings use.
     """
     if quiet:
+        signals.raise_them()
         yield ignore
         return
     with _shown(clock) as listener:
@@ -64,8 +68,10 @@ def _in_words_of(front: Front, event: Event) -> Event:
 
 @contextmanager
 def _shown(clock: Clock) -> Iterator[Listener]:
-    if is_terminal():
-        with _bar() as progress:
+    bar = _bar() if is_terminal() else None
+    signals.raise_them()
+    if bar is not None:
+        with bar as progress:
             yield _on_terminal(progress, clock)
     elif is_notebook():
         with _in_notebook(clock) as listener:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unshard import signals
 from unshard.cli.guard import guarded
 from unshard.cli.options import Json
 from unshard.errors import UsageError, how_to_install
@@ -26,6 +27,12 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+
+@app.callback()
+def _group() -> None:
+    signals.raise_them()  # each of these commands says for itself what goes on without it
+
 
 Url = Annotated[
     str,

@@ -10,12 +10,11 @@ from typing import ParamSpec
 
 import typer
 
+from unshard import signals
 from unshard.errors import UnshardError
 from unshard.fronts import Command
 
 __all__ = ["front_of", "guarded"]
-
-_INTERRUPTED = 130
 
 P = ParamSpec("P")
 
@@ -37,8 +36,8 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
-            print(str(error) or "interrupted: nothing was left half done", file=sys.stderr)
-            raise typer.Exit(_INTERRUPTED) from error
+            print(signals.message(error), file=sys.stderr)
+            raise typer.Exit(signals.exit_code(error)) from error
 
     return run
 

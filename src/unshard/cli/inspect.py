@@ -3,6 +3,7 @@
 import json
 from typing import TYPE_CHECKING
 
+from unshard import signals
 from unshard.cli.guard import front_of
 from unshard.cli.options import (
     AllowGlobal,
@@ -39,6 +40,7 @@ def inspect(
     """Describe a checkpoint, and what merge would write."""
     from unshard import api
 
+    signals.raise_them()
     found = api.inspect(
         checkpoint,
         weights=weights,

@@ -48,5 +48,5 @@ def _root(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; exit with 0, 130, or a code of `unshard.errors`."""
+    """Run the command line in this process as it is; `unshard.__main__` is the command itself."""
     app(arguments)

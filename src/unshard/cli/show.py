@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import typer
-
 from unshard.fronts import Front
 from unshard.progress import Event, Listener, Stage
 from unshard.showing import counted, listening, size
@@ -38,14 +36,11 @@ def print_row(title: str, text: str) -> None:
 
 @contextmanager
 def working(*, quiet: bool, front: Front) -> Iterator[tuple[Listener, "RunPlan"]]:
-    """Yield who listens and who makes the files; end here for all but the leader of a torchrun."""
+    """Yield who listens and who makes the files: all processes of a torchrun, if there is one."""
     from unshard import api
 
-    with api.crew() as crew:
-        if not crew.leads:
-            raise typer.Exit
-        with listening(quiet=quiet, front=front) as listener:
-            yield _logged(listener), crew.engine
+    with listening(quiet=quiet, front=front) as listener:
+        yield _logged(listener), api.crew()
 
 
 def _logged(listener: Listener) -> Listener:

@@ -1,15 +1,14 @@
 """What all drop-in commands do alike: how they end, what they advise, a config as a file."""
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from unshard.errors import UnshardError
-from unshard.fronts import PYTHON, Command, line_of
+from unshard.cli import process
+from unshard.fronts import line_of
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "SavesItself", "as_file", "chosen", "merge_line", "run"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-_INTERRUPTED = 130
 
 
 class SavesItself(Protocol):
@@ -27,23 +25,14 @@ class SavesItself(Protocol):
         """Write config.json into a directory."""
 
 
-def run(main: Callable[[], None], *, failed: str = "error: ") -> None:
-    """Run a command; exit with 1 if it fails, as the originals do.
+def run(main: Callable[[], None], *, failed: str = "error: ") -> NoReturn:
+    """Run a command as this process; exit with 1 if it fails, as the originals do.
 
     Args:
         main: the command.
         failed: what stands before an error's message, on stderr.
     """
-    try:
-        main()
-    except UnshardError as error:
-        if error.front is PYTHON:
-            error.front = Command({})
-        print(f"{failed}{error}", file=sys.stderr)
-        raise SystemExit(1) from error
-    except KeyboardInterrupt as error:
-        print("interrupted: nothing was left half done", file=sys.stderr)
-        raise SystemExit(_INTERRUPTED) from error
+    process.run(main, failed=failed, failure=1)
 
 
 def merge_line(checkpoint: Path, output: Path, options: "MergeOptions") -> str:

@@ -45,23 +45,17 @@ def main() -> None:
     from unshard import api
 
     arguments = _arguments()
-    with api.crew() as crew:
-        if not crew.leads:
-            return
-        with speaking(Command({"output": "--output_path"})):
-            paths = find_paths(
-                arguments.checkpoint_path, arguments.actor_subdir, arguments.output_path
-            )
-        _print_header(paths, arguments.torch_dtype)
-        options = api.MergeOptions(dtype=arguments.torch_dtype, overwrite=True)
+    with speaking(Command({"output": "--output_path"})):
+        paths = find_paths(arguments.checkpoint_path, arguments.actor_subdir, arguments.output_path)
+    _print_header(paths, arguments.torch_dtype)
+    options = api.MergeOptions(dtype=arguments.torch_dtype, overwrite=True)
 
-        def before(catalog: "Catalog", counts: "ShardCounts") -> None:
-            print(f"Detected world_size={catalog.world_size} from checkpoint")
-            print(f"\nLoading and merging {len(counts.keys)} checkpoint shards...")
-            print(f"\nSaving merged model with dtype={arguments.torch_dtype}...", flush=True)
+    def before(catalog: "Catalog", counts: "ShardCounts") -> None:
+        print(f"Detected world_size={catalog.world_size} from checkpoint")
+        print(f"\nLoading and merging {len(counts.keys)} checkpoint shards...")
+        print(f"\nSaving merged model with dtype={arguments.torch_dtype}...", flush=True)
 
-        report = convert(paths, options, crew.engine, before)
-    _print_saved(report, paths)
+    _print_saved(convert(paths, options, api.crew(), before), paths)
 
 
 def _print_header(paths: Paths, dtype: str) -> None:

@@ -1,104 +1,81 @@
 """Who moves the bytes of a plan: the threads of this process, or all processes of a torchrun."""
 
-import logging
 import os
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+import signal
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
-from unshard.engines.threads import RunPlan, run_plan
+from unshard import signals
+from unshard.engines.sockets import connect, remove_meeting_place
+from unshard.errors import UsageError
 
-__all__ = ["Crew", "crew", "is_launcher", "is_started_by_torchrun"]
+if TYPE_CHECKING:
+    from unshard.engines.threads import RunPlan
+    from unshard.engines.torchrun import Leader
 
-_log = logging.getLogger(__name__)
+__all__ = ["as_one_of_torchrun", "crew"]
 
-_SCRIPTS = frozenset({"torchrun", "accelerate", "accelerate-launch"})
-_MODULES = frozenset(
-    {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
-)
-_WITH_VALUE = frozenset({"-W", "-X"})  # options of the interpreter that take the next word
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass(frozen=True, slots=True)
-class Crew:
-    """Those who work on one output.
-
-    Attributes:
-        leads: whether this process reads, plans, verifies, commits and reports. The others have
-            done their share of the bytes by the time they learn that they do not.
-        engine: makes the files of a plan.
-    """
-
-    leads: bool = True
-    engine: RunPlan = run_plan
+_TERMINATED = 128 + signal.SIGTERM
+_LEADER: "ContextVar[Leader | None]" = ContextVar("leader", default=None)
 
 
-@contextmanager
-def crew() -> Iterator[Crew]:
-    """Yield the crew: of all processes if torchrun started this one, else of this process alone.
+def crew() -> "RunPlan":
+    """Return what makes the files of a plan: with all processes of a torchrun if this one leads."""
+    from unshard.engines.threads import run_plan
+
+    leader = _LEADER.get()
+    return run_plan if leader is None else leader.run_plan
+
+
+def as_one_of_torchrun(command: Callable[[], int]) -> int:
+    """Run a command in the first process of a torchrun, and work for it in the others.
+
+    Args:
+        command: returns its exit code.
+
+    Returns:
+        The exit code, the same in all processes.
 
     Raises:
-        UnshardError: another process of the crew failed or died.
+        UsageError: they run on several nodes.
+        OutputError: they cannot meet.
     """
-    if not is_started_by_torchrun(os.environ):
-        yield Crew()
-        return
-    from unshard.engines.torchrun import follow, joined, lead
-
-    with joined() as group:
-        if group.rank == 0:
-            with lead(group) as engine:
-                yield Crew(engine=engine)
-        else:
-            follow(group)
-            yield Crew(leads=False)
-
-
-def is_started_by_torchrun(environment: Mapping[str, str]) -> bool:
-    """Tell whether torchrun started this very process.
-
-    What a training process starts inherits the environment of torchrun, too, and must not wait for
-    other processes to join: the parent must be torchrun itself.
-    """
-    if not all(name in environment for name in _VARIABLES):
-        return False
-    if is_launcher(_parent_command()):
-        return True
-    if environment["WORLD_SIZE"] != "1":
-        _log.warning(
-            "torchrun's variables are set, but it did not start this process: working alone"
+    size = int(os.environ["WORLD_SIZE"])
+    if int(os.environ["LOCAL_WORLD_SIZE"]) != size:
+        raise UsageError(
+            "torchrun on several nodes: the processes must be on one",
+            hint="run it on one node that sees all files: torchrun --nproc_per_node=N",
         )
-    return False
+    if size == 1:
+        return command()
+    if os.environ["RANK"] != "0":
+        return _follow()
+    from unshard.engines.torchrun import Leader
+
+    leader = Leader(size)
+    _LEADER.set(leader)
+    code = command()
+    leader.dismiss(code)
+    return code
 
 
-def is_launcher(command: Sequence[str]) -> bool:
-    """Tell whether a command line is torchrun's: by its script, or the module after `-m`."""
-    if command and Path(command[0]).name in _SCRIPTS:
-        return True
-    words = iter(command[1:])
-    for word in words:
-        if word == "-m":
-            return next(words, "") in _MODULES
-        if word in _WITH_VALUE:
-            next(words, None)
-        elif not word.startswith("-"):
-            return Path(word).name in _SCRIPTS
-    return False
+def _follow() -> int:
+    """Work for the leader; return its exit code. It speaks for all: nothing is printed here.
 
-
-def _parent_command() -> list[str]:
-    """Return the command line of the process that started this one."""
-    parent = os.getppid()
+    Until there is work for this process, it has imported neither numpy nor anything that needs it.
+    """
+    signals.raise_them()
     try:
-        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
-    except OSError:  # not Linux
-        shown = subprocess.run(  # noqa: S603 (no shell, and nothing but a number)
-            ["/bin/ps", "-ww", "-o", "command=", "-p", str(parent)],
-            capture_output=True,
-            check=False,
-        )
-        words = shown.stdout.split()
-    return [os.fsdecode(word) for word in words]
+        leader = connect()
+        message = leader.receive()
+        if isinstance(message, int):
+            return message
+        from unshard.engines.torchrun import follow
+
+        return follow(leader, message)
+    except (OSError, EOFError):
+        remove_meeting_place()
+        return _TERMINATED  # what torchrun is about to do to all that are left
+    except KeyboardInterrupt as error:
+        return signals.exit_code(error)

@@ -1,232 +1,227 @@
 """Run a plan with the processes of a torchrun on one node.
 
-Rank 0 leads: it reads the checkpoint, plans, makes the staging directory and the files, and sends
-the operations to the others. A plan is data: the others read no pickle and decide nothing; each
-moves its share of the bytes into the same files. Then all say how it went, and rank 0 verifies and
-commits. gloo carries plans and results; no tensor is ever sent.
+Rank 0 leads: it is the command. It reads the checkpoint, plans, makes the staging directory and the
+files, verifies and commits. Each of the others is one more worker of its pool: it is sent a few
+units of work at a time, moves those bytes into the same files and says how it went. It reads no
+checkpoint and no plan, and decides nothing.
 
-Whoever dies, dies for all: torchrun stops the others, and gloo tells them. The leader then leaves
-as after Ctrl-C; if it is the leader that has died, the others remove what it was making.
+Whoever dies, dies for all: torchrun stops the others, and their connections tell them. The leader
+then leaves as after Ctrl-C; if the leader itself has died, the others remove what it was making.
 """
 
-import os
 import signal
-import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
-from unshard.engines.pool import MIN_BUFFER, Means, Settings, shares
-from unshard.engines.threads import (
-    Overflows,
-    RunPlan,
-    create_files,
-    named_overflows,
-    run_units,
-)
-from unshard.errors import OutputError, UnshardError, UsageError
-from unshard.plan.layout import Layout
+from unshard import signals
+from unshard.engines.pool import Means, Pool, Settings, shares
+from unshard.engines.sockets import Connection, Listener
+from unshard.engines.threads import Overflows, create_files, named_overflows
+from unshard.errors import UnshardError
 from unshard.plan.operations import Plan
-from unshard.plan.work import share_of, units
-from unshard.progress import Advanced, Event, Listener, ignore
+from unshard.plan.work import Unit, unit_bytes, units
+from unshard.progress import Listener as Shown
+from unshard.signals import Interrupted
+from unshard.write.execute import Executor
 from unshard.write.interrupts import uninterrupted
 from unshard.write.stage import recover
 
-__all__ = ["Group", "follow", "joined", "lead"]
+__all__ = ["Leader", "follow"]
 
-_PATIENCE = timedelta(days=7)  # a large merge is no reason to give up; a death shows at once
-_FAILED = 1
-_TERMINATED = 143
-
-
-class _DeathError(OutputError):
-    """Another process is gone, and with it the connection to all of them."""
+_SIGNALS = 128  # exit codes from here on are those of signals
+_BATCH_BYTES = 4 * 1024 * 1024
+"""Small units are sent together: so much takes longer to move than to ask for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """The processes of a torchrun: this one's rank, and how many there are."""
+class _Begin:
+    """There are files to fill. Units of work follow, as lists, and an `_Enough`."""
 
-    rank: int
-    size: int
-
-    def broadcast(self, message: object) -> object:
-        """Return what rank 0 sends; on the others the argument does not count.
-
-        Raises:
-            OutputError: a process has died.
-        """
-        import torch.distributed as dist
-
-        box = [message]
-        try:
-            dist.broadcast_object_list(box, src=0)
-        except RuntimeError as error:
-            raise _death(error) from error
-        return box[0]
-
-    def gather(self, message: object) -> list[object]:
-        """Return what every process says, in the order of their ranks.
-
-        Raises:
-            OutputError: a process has died.
-        """
-        import torch.distributed as dist
-
-        said: list[object] = [None] * self.size
-        try:
-            dist.all_gather_object(said, message)
-        except RuntimeError as error:
-            raise _death(error) from error
-        return said
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Work:
-    """A plan to take one's share of. Its layout is left out: nobody needs the names."""
-
-    plan: Plan
     outputs: tuple[Path, ...]
     means: Means
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
-    """There is no more to do; the processes end with the exit code, unless it is 0."""
-
-    exit_code: int
+class _Enough:
+    """No more units for these files: close them, and say what became infinite."""
 
 
-@contextmanager
-def joined() -> Iterator[Group]:
-    """Join the other processes.
+class Leader:
+    """The process that is the command, and its connections to the others.
 
-    Raises:
-        UsageError: they run on several nodes.
-    """
-    import torch.distributed as dist
-
-    size = int(os.environ["WORLD_SIZE"])
-    if int(os.environ["LOCAL_WORLD_SIZE"]) != size:
-        raise UsageError(
-            "torchrun on several nodes: the processes must be on one",
-            hint="run it on one node that sees all files: torchrun --nproc_per_node=N",
-        )
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dist.init_process_group("gloo", timeout=_PATIENCE)
-        yield Group(dist.get_rank(), size)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        signal.signal(signal.SIGTERM, before)
-
-
-def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """Leave as after Ctrl-C, so that what is being made is removed."""
-    raise SystemExit(_TERMINATED)
-
-
-@contextmanager
-def lead(group: Group) -> Iterator[RunPlan]:
-    """Yield a function that makes the files of a plan with all processes; then let the others go.
-
-    Settings are those of all processes together.
+    Args:
+        size: how many processes there are.
     """
 
-    def run(plan: Plan, directory: Path, settings: Settings, listener: Listener) -> dict[str, int]:
+    def __init__(self, size: int) -> None:
+        self._listener = Listener(size - 1)
+        self._others: list[Connection] = []
+
+    def run_plan(
+        self, plan: Plan, directory: Path, settings: Settings, listener: Shown
+    ) -> dict[str, int]:
+        """Make the output files as `threads.run_plan` does, with all processes that have come.
+
+        The settings are those of all processes together: where there are more processes than
+        workers, some have nothing to do.
+        """
+        while (come := self._listener.accept(wait=False)) is not None:
+            self._others.append(come)
         outputs = create_files(plan, directory)
-        each = Settings(
-            max(1, settings.workers // group.size),
-            max(MIN_BUFFER, settings.memory_bytes // group.size),
+        means = shares(settings)
+        work = _batches(units(plan, buffer_bytes=means.buffer_bytes))
+        others = iter(self._others[: means.workers - 1])
+        workers: list[_Here | _There] = []
+
+        def worker() -> _Here | _There:
+            other = next(others, None)
+            new = _Here(outputs, means) if other is None else _There(other, outputs, means)
+            workers.append(new)
+            return new
+
+        Pool(work, listener).run(means.workers, worker)
+        return named_overflows(sum((one.overflows for one in workers), Counter()), plan)
+
+    def dismiss(self, exit_code: int) -> None:
+        """Let the others end with the exit code of this process, those too that are still to come.
+
+        That one of them is gone already changes nothing any more. After a signal it does not wait
+        for any: torchrun ends them all.
+        """
+        signals.end_at_once()
+        while (come := self._listener.accept(wait=exit_code < _SIGNALS)) is not None:
+            self._others.append(come)
+        signals.ignore()
+        self._listener.close()
+        for other in self._others:
+            with suppress(OSError):
+                other.send(exit_code)
+
+
+class _Here:
+    """A worker of the pool that is a thread of this process."""
+
+    def __init__(self, outputs: tuple[Path, ...], means: Means) -> None:
+        self._executor = Executor(
+            outputs, open_files=means.open_files, buffer_bytes=means.buffer_bytes
         )
-        bare = replace(plan, layout=Layout((), {}, 0))
-        work = _Work(bare, outputs, shares(each))
-        group.broadcast(work)
-        return named_overflows(_united(_take_part(group, work, listener)), plan)
 
-    try:
-        yield run
-    except _DeathError:
-        raise
-    except UnshardError as error:
-        _dismiss(group, error.exit_code)
-        raise
-    except OSError:
-        _dismiss(group, _FAILED)
-        raise
-    # after anything else the others may wait for something else: they see this process leave
-    _dismiss(group, 0)
+    @property
+    def overflows(self) -> Overflows:
+        """What became infinite."""
+        return self._executor.overflows
+
+    def do(self, batch: list[Unit]) -> int:
+        """Do units of work; return the bytes written."""
+        return sum(map(self._executor.do, batch))
+
+    def close(self) -> None:
+        """Close all files."""
+        self._executor.close()
 
 
-def _dismiss(group: Group, exit_code: int) -> None:
-    """Let the others go; that one of them is gone already changes nothing any more."""
-    with suppress(_DeathError):
-        group.broadcast(_End(exit_code))
+class _There:
+    """A worker of the pool that is another process."""
+
+    def __init__(self, other: Connection, outputs: tuple[Path, ...], means: Means) -> None:
+        self._other = other
+        self.overflows: Overflows = Counter()
+        self._ask(_Begin(outputs, means))
+
+    def do(self, batch: list[Unit]) -> int:
+        """Have units of work done; return the bytes written.
+
+        Raises:
+            UnshardError: as `Executor.do` raised it there.
+            OSError: likewise.
+            Interrupted: the process has died.
+        """
+        done = self._ask(batch)
+        return done if isinstance(done, int) else 0
+
+    def close(self) -> None:
+        """Have all files closed."""
+        overflows = self._ask(_Enough())
+        if isinstance(overflows, Counter):
+            self.overflows = overflows
+
+    def _ask(self, message: object) -> object:
+        """Return the answer to a message."""
+        try:
+            self._other.send(message)
+            answer = self._other.receive()
+        except (OSError, EOFError) as error:
+            raise Interrupted(
+                signal.SIGTERM,
+                "error: a process of this torchrun has died: nothing was written\n"
+                "  hint:     look for its own message above; if it was killed for memory, use "
+                "fewer processes",
+            ) from error
+        if isinstance(answer, UnshardError | OSError | MemoryError):
+            raise answer
+        return answer
 
 
-def follow(group: Group) -> None:
-    """Do this process's share of whatever the leader plans, until it says that it is over.
+def _batches(work: Iterator[Unit]) -> Iterator[list[Unit]]:
+    """Yield the units together, each time so many as make the bytes of a batch, or more."""
+    batch: list[Unit] = []
+    size = 0
+    for unit in work:
+        batch.append(unit)
+        size += unit_bytes(unit)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
-    That a share fails, here or elsewhere, is for the leader to say.
+
+def follow(leader: Connection, message: object) -> int:
+    """Do what the leader sends until it says that all is over; return its exit code.
+
+    Args:
+        leader: the connection to it.
+        message: what it has sent first.
 
     Raises:
-        SystemExit: the leader failed; it has said why, and ends with the same exit code, so that
-            torchrun reports that one whoever ends first.
-        OutputError: a process has died.
+        OSError, EOFError: the leader has died; what it was making is removed.
+        Interrupted: this process was told to end.
     """
     outputs: tuple[Path, ...] = ()
+    worker: _Here | None = None
+    answer: object = None
     try:
-        while isinstance(message := group.broadcast(None), _Work):
-            outputs = message.outputs
-            _take_part(group, message, ignore)
-    except BaseException:
+        while not isinstance(message, int):
+            match message:
+                case _Begin(outputs, means):
+                    worker, answer = _Here(outputs, means), 0
+                case list() if worker is not None:
+                    answer = _done(worker, message)
+                case _Enough() if worker is not None:
+                    worker.close()
+                    answer = worker.overflows
+            leader.send(answer)
+            message = leader.receive()
+    except (OSError, EOFError):
+        leader.wait_for_death()
+        _remove_what_is_left(outputs)
+        raise
+    except KeyboardInterrupt:
         with uninterrupted():
             _remove_what_is_left(outputs)
         raise
-    if isinstance(message, _End) and message.exit_code:
-        raise SystemExit(message.exit_code)
+    return message
 
 
-def _take_part(group: Group, work: _Work, listener: Listener) -> list[object]:
-    """Do this process's share, and wait for the others'; return what became of each share."""
-    mine = share_of(units(work.plan, buffer_bytes=work.means.buffer_bytes), group.rank, group.size)
-
-    def as_all(event: Event) -> None:
-        """Show the progress of one as if the others had made the same."""
-        if isinstance(event, Advanced):
-            event = Advanced(event.written_bytes * group.size)
-        listener(event)
-
-    result: Overflows | UnshardError | OSError
+def _done(worker: _Here, batch: list[Unit]) -> int | UnshardError | OSError | MemoryError:
+    """Return what becomes of a batch; that it fails is for the leader to say."""
     try:
-        result = run_units(mine, work.outputs, work.means, as_all)
-    except (UnshardError, OSError) as error:
-        result = error
-    return group.gather(result)
-
-
-def _united(results: list[object]) -> Overflows:
-    """Return what all noticed.
-
-    Raises:
-        UnshardError: the first error of any of them.
-        OSError: likewise.
-    """
-    overflows: Overflows = Counter()
-    for said in results:
-        if isinstance(said, UnshardError | OSError):
-            raise said
-        if isinstance(said, Counter):
-            overflows += said
-    return overflows
+        return worker.do(batch)
+    except (UnshardError, OSError, MemoryError) as error:
+        return error
 
 
 def _remove_what_is_left(outputs: tuple[Path, ...]) -> None:
@@ -234,11 +229,3 @@ def _remove_what_is_left(outputs: tuple[Path, ...]) -> None:
     if outputs:
         staging = outputs[0].parent.parent
         recover(staging.parent)
-
-
-def _death(error: RuntimeError) -> _DeathError:
-    return _DeathError(
-        "a process of this torchrun has died: nothing was written",
-        found=str(error).partition("\n")[0],
-        hint="look for its own message above; if it was killed for memory, use fewer processes",
-    )

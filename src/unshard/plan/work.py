@@ -1,6 +1,6 @@
 """Divide a plan into units of work, small enough to spread over workers and to bound memory."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from unshard.containers.strided import SLACK
@@ -8,7 +8,7 @@ from unshard.plan.operations import Cast, CopyRange, Fuse, Gather, Plan, Reduce,
 from unshard.tensors.boxes import Box
 from unshard.tensors.tiles import row_tile, square_tile, tiles
 
-__all__ = ["Tile", "Unit", "fuse_tile", "share_of", "tile_shape", "unit_bytes", "units"]
+__all__ = ["Tile", "Unit", "fuse_tile", "tile_shape", "unit_bytes", "units"]
 
 _COPY_UNIT = 64 * 1024 * 1024
 _MAX_TILE = 8 * 1024 * 1024
@@ -95,16 +95,3 @@ def unit_bytes(unit: Unit) -> int:
     if isinstance(unit, Tile):
         return unit.box.volume * unit.operation.to.itemsize
     return unit.size
-
-
-def share_of(work: Iterable[Unit], number: int, count: int) -> Iterator[Unit]:
-    """Yield the units that are the share of one of `count` processes: about as many bytes for each.
-
-    Every unit goes to whoever has the least so far; all processes come to the same division.
-    """
-    loads = [0] * count
-    for unit in work:
-        least = loads.index(min(loads))
-        loads[least] += unit_bytes(unit)
-        if least == number:
-            yield unit

@@ -1,0 +1,186 @@
+"""How the processes of a torchrun on one node find each other and talk, without torch.
+
+The first process listens on a Unix socket in a directory that only this user can enter, named
+after what torchrun tells all of them alike. What travels are pickles, so both sides ask the kernel
+who the other is before they read a byte: another user is turned away.
+"""
+
+import os
+import pickle
+import signal
+import socket
+import stat
+import time
+from binascii import crc32
+from contextlib import suppress
+from pathlib import Path
+from select import select
+from struct import Struct
+
+from unshard.errors import OutputError
+from unshard.signals import Interrupted
+
+__all__ = ["Connection", "Listener", "connect", "remove_meeting_place"]
+
+_NAME = "socket"
+_TMP = "/tmp"  # noqa: S108 (what is there is checked)
+_LONGEST = 100  # bytes of a socket's path: 107 on Linux, 103 on macOS
+_LOOK_S = 0.01  # between looks for a process that is still starting
+_CREDENTIALS = Struct("3i")  # pid, uid, gid
+
+
+class Connection:
+    """A way to send objects to another process of this user, and to receive them."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._peer = _check_peer(connected)
+        connected.settimeout(None)
+        self._socket = connected
+        self._file = connected.makefile("rb")
+
+    def send(self, message: object) -> None:
+        """Send an object.
+
+        Raises:
+            OSError: the other process is gone.
+        """
+        self._socket.sendall(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def receive(self) -> object:
+        """Return the next object.
+
+        Raises:
+            EOFError, OSError: the other process is gone.
+        """
+        return pickle.load(self._file)  # noqa: S301 (of this user: the kernel said so)
+
+    def wait_for_death(self) -> None:
+        """Wait until the other process, whose connection has ended, has closed its files too.
+
+        Only then are its locks free. Where the system cannot tell, this returns at once.
+        """
+        if self._peer and hasattr(os, "pidfd_open"):
+            with suppress(OSError):  # it is gone
+                fd = os.pidfd_open(self._peer)
+                select([fd], [], [])
+                os.close(fd)
+
+
+class Listener:
+    """Where the first process awaits the others.
+
+    Args:
+        others: how many there are.
+
+    Raises:
+        OutputError: the place is not ours alone, or cannot be made.
+    """
+
+    def __init__(self, others: int) -> None:
+        self._directory = _meeting_place()
+        self._path = self._directory / _NAME
+        self._left = others
+        try:
+            with suppress(FileExistsError):
+                self._directory.mkdir(0o700)
+            _check_private(self._directory)
+            self._path.unlink(missing_ok=True)  # of a process that was killed
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.bind(str(self._path))
+        except OSError as error:
+            raise OutputError(
+                f"{self._path}: the processes of torchrun cannot meet there: "
+                f"{error.strerror or error}",
+                hint="set TMPDIR to a directory of yours",
+            ) from error
+        self._socket.listen(others)
+
+    def accept(self, *, wait: bool) -> Connection | None:
+        """Return a process that has come, or None if all have, or without waiting, none has."""
+        parent = os.getppid()
+        while self._left:
+            self._socket.settimeout(_LOOK_S if wait else 0)
+            try:
+                connected, _ = self._socket.accept()
+            except (TimeoutError, BlockingIOError):
+                if not wait:
+                    return None
+                if os.getppid() != parent:
+                    raise Interrupted(signal.SIGTERM) from None
+                continue
+            self._left -= 1
+            if not self._left:
+                self.close()
+            return Connection(connected)
+        return None
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        self._socket.close()
+        _remove(self._directory)
+
+
+def connect() -> Connection:
+    """Return the connection to the first process, as soon as it listens.
+
+    Raises:
+        OutputError: what is there belongs to another user.
+        Interrupted: torchrun is gone.
+    """
+    directory, parent = _meeting_place(), os.getppid()
+    while True:
+        with suppress(FileNotFoundError):
+            _check_private(directory)
+        connected = socket.socket(socket.AF_UNIX)
+        try:
+            connected.connect(str(directory / _NAME))
+            return Connection(connected)
+        except (FileNotFoundError, ConnectionRefusedError):  # not yet there
+            connected.close()
+        if os.getppid() != parent:
+            raise Interrupted(signal.SIGTERM)
+        time.sleep(_LOOK_S)
+
+
+def remove_meeting_place() -> None:
+    """Remove what the first process could not remove because it was killed."""
+    _remove(_meeting_place())
+
+
+def _meeting_place() -> Path:
+    """Return the directory that all processes of this torchrun, and no others, come to."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    told = "\0".join([socket.gethostname(), *(os.environ.get(name, "") for name in names)])
+    name = f"unshard-{os.geteuid()}-{os.getppid()}-{crc32(told.encode()):08x}"
+    place = Path(os.environ.get("TMPDIR") or _TMP, name)
+    return place if len(bytes(place / _NAME)) <= _LONGEST else Path(_TMP, name)
+
+
+def _check_private(directory: Path) -> None:
+    """Refuse a directory that others could have put there, or could put something into."""
+    status = directory.lstat()
+    ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not ours or status.st_mode & 0o077:
+        raise OutputError(
+            f"{directory}: is not a directory of this user alone",
+            hint="remove it, or set TMPDIR to a directory of yours",
+        )
+
+
+def _check_peer(connected: socket.socket) -> int:
+    """Refuse to talk to another user; return the other process's id, 0 where it is not known."""
+    if not hasattr(socket, "SO_PEERCRED"):  # not Linux: the directory alone keeps others out
+        return 0
+    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(told)
+    if uid != os.geteuid():
+        connected.close()
+        raise OutputError(f"a process of another user (uid {uid}) answers for torchrun's")
+    return int(pid)
+
+
+def _remove(directory: Path) -> None:
+    with suppress(OSError):
+        (directory / _NAME).unlink()
+    with suppress(OSError):
+        directory.rmdir()

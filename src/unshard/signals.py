@@ -1,0 +1,89 @@
+"""Signals that end a command: Ctrl-C, SIGTERM and SIGHUP.
+
+Only a process that is a command has these handlers, never one that imports the package. While it
+imports there is nothing to clean up and much that must not be torn apart, so a signal ends it at
+once. From `raise_them` on, a signal becomes an exception, and whatever is being made is removed.
+"""
+
+import os
+import signal
+from types import FrameType
+from typing import NoReturn
+
+__all__ = ["Interrupted", "end_at_once", "exit_code", "ignore", "message", "raise_them"]
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_INTERRUPTED = 128 + signal.SIGINT
+_STDERR = 2
+
+
+class Interrupted(KeyboardInterrupt):
+    """The process was told to end; what cleans up after Ctrl-C cleans up after this.
+
+    Args:
+        number: the signal.
+        text: in what state things are left, if it is not the usual one.
+    """
+
+    def __init__(self, number: int, text: str = "") -> None:
+        super().__init__(*([text] if text else []))
+        self.number = number
+
+
+def end_at_once() -> None:
+    """End the process at a signal, with a message and nothing else, until `raise_them`.
+
+    Signals that are ignored (nohup, jobs in the background of a shell) stay so.
+    """
+    for number in _ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _end)
+
+
+def raise_them() -> None:
+    """Raise `Interrupted` at a signal from now on; change nothing in a process of others."""
+    for number in _ENDING:
+        if signal.getsignal(number) is _end:
+            signal.signal(number, _raise)
+
+
+def ignore() -> None:
+    """Let signals change nothing any more: the outcome is settled."""
+    for number in _ENDING:
+        if signal.getsignal(number) in (_end, _raise):
+            signal.signal(number, _ignore)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return 128 and the number of the signal that an interruption, or its cause, is due to."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, Interrupted):
+            return 128 + cause.number
+        cause = cause.__cause__
+    return _INTERRUPTED
+
+
+def message(error: KeyboardInterrupt) -> str:
+    """Return what to tell the user: what the error says, or that nothing was left half done."""
+    return str(error) or _message(exit_code(error) - 128)
+
+
+def _message(number: int) -> str:
+    how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    return f"{how}: nothing was left half done"
+
+
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    try:
+        os.write(_STDERR, f"{_message(number)}\n".encode())
+    finally:
+        os._exit(128 + number)
+
+
+def _raise(number: int, _frame: FrameType | None) -> NoReturn:
+    raise Interrupted(number)
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    pass
