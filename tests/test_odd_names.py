@@ -130,3 +130,18 @@ def test_a_warning_is_printable(tmp_path: Path) -> None:
     warnings = [event.message for event in heard if isinstance(event, Warned)]
     assert any("stale" in warning and r"caf\udce9" in warning for warning in warnings)
     assert all(warning.isprintable() for warning in warnings)
+
+
+def test_a_path_too_long_for_any_file_system_is_refused(tmp_path: Path) -> None:
+    save_whole(tmp_path, ["a"])
+    long = "x" * 300
+    for attempt in (
+        lambda: unshard.merge(long, tmp_path / "out"),
+        lambda: unshard.merge(tmp_path, tmp_path / long),
+        lambda: unshard.merge(tmp_path, tmp_path / "out", base=long),
+        lambda: unshard.merge(tmp_path, tmp_path / "out", config=long),
+        lambda: unshard.merge(tmp_path, tmp_path / "out", also=[long]),
+        lambda: unshard.verify(long, tmp_path),
+    ):
+        with pytest.raises(UnshardError, match=f"{long}.*name too long"):
+            attempt()

@@ -20,7 +20,7 @@ from unshard.errors import UsageError
 from unshard.plan.pairs import as_stored
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.inflate import inflated_bytes
-from unshard.read.open import Checkpoint, open_whole
+from unshard.read.open import Checkpoint, blaming, open_whole
 from unshard.read.ties import find_ties
 from unshard.write.companions import load_config
 from unshard.write.comparison import ByConfig, Comparison, Loading, Tolerances
@@ -88,8 +88,10 @@ def verify(
     if not (0 <= atol < inf and 0 <= rtol < inf):
         raise UsageError("--atol, --rtol: a tolerance must be a number, 0 or more")
     told = _Told(names, base, include, exclude, lora_alpha, config)
+    with blaming(Path(output)):
+        shaped = told.options(Path(output))
     options = replace(
-        told.options(Path(output)),
+        shaped,
         weights=weights,
         role=role,
         step=step,

@@ -112,6 +112,8 @@ def _below(above: str, value: dict[str, object] | list[object], what: str) -> It
 
 
 def _is_text(text: str) -> bool:
+    if text.isascii():
+        return True
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -115,7 +115,8 @@ def _first(places: Iterator[Path], name: str) -> AdapterConfig | None:
 def _parsed(path: Path) -> AdapterConfig:
     fields = json_object(path)
     reader = JsonFields(path, fields)
-    reader.text("peft_type")
+    for key in ("peft_type", "bias"):  # which are read where they matter, among other fields
+        reader.text(key)
     targets = fields.get("target_modules")
     ranks, alphas = reader.inside("rank_pattern"), reader.inside("alpha_pattern")
     return AdapterConfig(

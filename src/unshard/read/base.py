@@ -14,6 +14,7 @@ from unshard.errors import ConversionError, CorruptError, IncompleteError
 from unshard.read.companions import companions_in
 from unshard.read.format import Location, ReadOptions
 from unshard.read.hub_files import weight_map
+from unshard.read.open import blaming
 from unshard.read.whole_files import WHOLE_FILES
 from unshard.tensors.catalog import Companions, TensorEntry
 from unshard.tensors.dtypes import BY_CODE, DType
@@ -57,7 +58,9 @@ def read_base(spec: str, *, needs_weights: bool = False) -> Base:
         ConversionError: there is no such model, or the hub cannot be reached.
         CheckpointError: its files are damaged.
     """
-    if Path(spec).is_dir():
+    with blaming(Path(spec)):
+        is_directory = Path(spec).is_dir()
+    if is_directory:
         directory = Path(spec)
     elif _is_path(spec):
         raise ConversionError(

@@ -24,7 +24,7 @@ from unshard.read.whole_files import WHOLE_FILES
 from unshard.read.wrapper_names import unwrapped
 from unshard.tensors.catalog import Catalog, TensorEntry
 
-__all__ = ["Checkpoint", "open_latest", "open_whole", "passing_over"]
+__all__ = ["Checkpoint", "blaming", "open_latest", "open_whole", "passing_over"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,12 +61,12 @@ def open_latest(
     Raises:
         CheckpointError: see `discover`, and the reader of the format.
     """
-    with _blaming(path):
+    with blaming(path):
         return _open_latest(path, request, options, also)
 
 
 @contextmanager
-def _blaming(path: Path) -> Iterator[None]:
+def blaming(path: Path) -> Iterator[None]:
     """Say of a file that cannot be read that it is the checkpoint's."""
     try:
         yield
@@ -141,7 +141,7 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
     Raises:
         CheckpointError: there are none; or see the reader of whole files.
     """
-    with _blaming(path):
+    with blaming(path):
         start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
         place = start.parent if start.is_file() else start
         if not start.exists() or not (start.is_file() or WHOLE_FILES.holds(start)):
