@@ -204,11 +204,11 @@ def alone(test: Callable[..., None]) -> Callable[..., None]:
         if "monkeypatch" in given:
             given["monkeypatch"] = pytest.MonkeyPatch()
         code = (
-            "import pickle, sys, test_commit\n"
-            "name, given = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
-            "getattr(test_commit, name).__wrapped__(**given)"
+            "import importlib, pickle, sys\n"
+            "module, name, given = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+            "getattr(importlib.import_module(module), name).__wrapped__(**given)"
         )
-        packed = pickle.dumps((test.__name__, given)).hex()
+        packed = pickle.dumps((test.__module__, test.__name__, given)).hex()
         done = subprocess.run(
             [sys.executable, "-c", code, packed],
             cwd=Path(__file__).parent,
