@@ -28,13 +28,17 @@ class Repo:
 
 @dataclass
 class Hub:
-    """What the stand-in holds; `failing` maps a part of a path to the status that it gets."""
+    """What the stand-in holds; `failing` maps a part of a path to the status that it gets.
+
+    `role` is that of its one token: write, read or fineGrained.
+    """
 
     address: str = ""
     repos: dict[str, Repo] = field(default_factory=dict)
     blobs: dict[str, bytes] = field(default_factory=dict)
     failing: dict[str, int] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
+    role: str = "write"
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, object]:
         """Return status and JSON for a request."""
@@ -47,6 +51,10 @@ class Hub:
         return self._api(path.partition("?")[0], body)
 
     def _api(self, route: str, body: bytes) -> tuple[int, object]:
+        if route == "/api/whoami-v2":
+            orgs = [{"name": "their-org", "roleInOrg": "write"}]
+            token = {"accessToken": {"role": self.role}}
+            return 200, {"type": "user", "name": "someone", "orgs": orgs, "auth": token}
         if route == "/api/repos/create":
             return self._create(json.loads(body))
         if route == "/api/validate-yaml":

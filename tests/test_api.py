@@ -1,6 +1,7 @@
 """The main path through the Python API."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -257,3 +258,65 @@ def test_an_earlier_output_is_replaced_and_a_checkpoint_merged_into_itself(
         if target != output:
             assert target.stat().st_mtime_ns == mtime
     assert (output / "notes.txt").read_text() == "mine"
+
+
+# what is not a path
+
+
+@pytest.mark.parametrize("option", ["base", "config", "also"])
+def test_an_empty_path_is_not_the_current_directory(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.chdir(checkpoint)
+    calls: list[Callable[[], object]] = [
+        lambda: unshard.merge("", tmp_path / "out"),
+        lambda: unshard.merge(checkpoint, ""),
+        lambda: unshard.merge_all("", tmp_path / "out"),
+        lambda: unshard.average(["", checkpoint], tmp_path / "out"),
+        lambda: unshard.average([checkpoint, checkpoint], ""),
+        lambda: unshard.inspect(""),
+        lambda: unshard.open_checkpoint(""),
+        lambda: unshard.load_state_dict(""),
+        lambda: unshard.verify("", checkpoint),
+        lambda: unshard.verify(checkpoint, ""),
+        lambda: unshard.MergeOptions(**{option: [""] if option == "also" else ""}),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match="is an empty path"):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "merged.pt"])
+def test_the_name_of_a_file_is_not_an_output(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    for dry_run in (True, False):
+        with pytest.raises(UsageError, match="the output is a directory") as caught:
+            unshard.merge(checkpoint, tmp_path / name, dry_run=dry_run)
+        assert f"give {tmp_path / name.partition('.')[0]};" in caught.value.hint
+    with pytest.raises(UsageError, match="the output is a directory"):
+        unshard.average([checkpoint, checkpoint], tmp_path / name)
+    (tmp_path / "odd.pt").mkdir()
+    unshard.merge(checkpoint, tmp_path / "odd.pt")
+
+
+# how things show themselves
+
+
+def test_what_is_returned_shows_itself_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    report = unshard.merge(checkpoint, tmp_path / "out")
+    size = f"{report.bytes_written:,}"
+    assert repr(report) == (
+        f"<Report: saved 3 tensors in 1 file ({size} bytes) to '{tmp_path / 'out'}', "
+        f"from 3 ranks, {len(report.warnings)} warning{'s' * (len(report.warnings) != 1)}>"
+    )
+    found = unshard.inspect(checkpoint)
+    assert repr(found) == (
+        f"<Inspection of '{checkpoint / 'actor'}': FSDP rank files, step 7, 3 ranks, 3 tensors, "
+        f"{found.parameters:,} parameters, {found.size_bytes:,} bytes>"
+    )
+    same = unshard.verify(tmp_path / "out", checkpoint)
+    assert repr(same) == "<Comparison: the same, 3 tensors compared>"
+    assert repr(unshard.MergeOptions()) == "MergeOptions()"
+    options = unshard.MergeOptions(dtype=torch.bfloat16, also=["x"])
+    assert repr(options) == "MergeOptions(dtype='bfloat16', also=['x'])"
+    assert eval(repr(options), {"MergeOptions": unshard.MergeOptions}) == options  # noqa: S307

@@ -163,8 +163,18 @@ def test_a_base_whose_files_lie_elsewhere_is_refused(ckpt: Path, tmp_path: Path,
         unshard.merge(ckpt, tmp_path / "out", base=directory)
 
 
-@pytest.mark.parametrize("spec", ["./nowhere", "/nowhere/at/all", "a/b/c"])
-def test_a_base_that_is_not_there_is_refused(ckpt: Path, tmp_path: Path, spec: str) -> None:
+@pytest.mark.parametrize(
+    "spec", ["./nowhere", "/nowhere/at/all", "a/b/c", "models/qwen", "gone/", r"c:\\x"]
+)
+def test_a_base_that_is_not_there_is_refused_and_the_hub_is_not_asked(
+    ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str
+) -> None:
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", asked)
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ConversionError, match=r"base=.*no such directory[\s\S]*nothing was asked of the hub"
     ):

@@ -340,3 +340,22 @@ def exchanged(directory: Path) -> bool:
         return exchange(fd, "first", fd, "second")
     finally:
         os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (["merge", "", "out"], "an argument"),
+        (["merge", "ckpt", ""], "an argument"),
+        (["merge", "ckpt", "--base", ""], "the value of --base"),
+        (["inspect", "--role=", "."], "the value of --role"),
+        (["eval", "serve", "--config", ""], "the value of --config"),
+    ],
+)
+def test_an_empty_argument_is_not_the_current_directory(
+    arguments: list[str], where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert f"error: {where} is empty\n" in capsys.readouterr().err

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+import unshard
 from hub_server import TOKEN, Hub, Repo, serving
-from ranks import snapshot
+from ranks import save_ranks, snapshot, some_tensors
 from unshard.errors import OutputError, UsageError
+from unshard.progress import Event, ignore
 from unshard.write.hub import check_repo, model_card, push
 
 RECORD: dict[str, object] = {
@@ -218,8 +220,66 @@ def test_progress_bars_are_shown_only_if_wanted(output: Path, tmp_path: Path, ba
 @pytest.mark.parametrize("repo", ["a/b/c", "", "with space", "-x", "a--b", "x" * 200])
 def test_a_name_that_no_repository_can_have_is_a_usage_error(repo: str) -> None:
     with pytest.raises(UsageError, match="push_to_hub="):
-        check_repo(repo)
-    check_repo("someone/my-model.v2")
+        check_repo(repo, may_ask=False)
+    check_repo("someone/my-model.v2", may_ask=False)
+
+
+def test_what_may_be_pushed_is_known_before_the_merge(hub: Hub) -> None:
+    for repo in ("model", "someone/model", "their-org/model"):
+        check_repo(repo, may_ask=True)
+    hub.role = "fineGrained"  # the hub does not say for what
+    check_repo("of-others/model", may_ask=True)
+    assert hub.repos == {}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("someone/model", "read", "the token may only read"),
+        ("of-others/model", "write", "of-others is not among the names .*: someone, their-org"),
+        ("someone/model", "wrong", r"the token is not valid \(HTTP 401\)"),
+        ("someone/model", "none", "there is no token"),
+    ],
+)
+def test_a_merge_that_could_not_be_pushed_does_not_begin(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[str, str, str]
+) -> None:
+    repo, role, words = case
+    save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    hub.role = role
+    if role == "none":
+        monkeypatch.delenv("HF_TOKEN")
+    elif role == "wrong":
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    events: list[Event] = []
+    with pytest.raises(OutputError, match=words) as caught:
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out", push_to_hub=repo, listener=events.append)
+    assert "leave --push-to-hub out" in caught.value.hint
+    assert (events, hub.repos) == ([], {})
+    assert not (tmp_path / "out").exists()
+    unshard.merge(
+        tmp_path / "ckpt", tmp_path / "out", push_to_hub=repo, dry_run=True, listener=ignore
+    )
+
+
+def test_a_merge_is_pushed(hub: Hub, tmp_path: Path) -> None:
+    save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    report = unshard.merge(
+        tmp_path / "ckpt", tmp_path / "out", push_to_hub="their-org/model", listener=ignore
+    )
+    assert report.url == f"{hub.address}/their-org/model"
+    assert "model.safetensors" in hub.repos["their-org/model"].files
+
+
+def test_a_hub_that_is_out_of_reach_is_said_before_the_merge(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.failing["whoami"] = 503
+    with pytest.raises(OutputError, match=r"the hub failed \(HTTP 503\)"):
+        check_repo("someone/model", may_ask=True)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(OutputError, match="nothing has been read or written yet"):
+        check_repo("someone/model", may_ask=True)
 
 
 def test_the_card_says_what_was_made_of_what() -> None:

@@ -2,7 +2,7 @@
 
 import gc
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,50 @@ def in_torch(checkpoint: Path) -> Iterator["unshard.OpenCheckpoint[torch.Tensor]
 
 
 def test_it_is_a_collection_of_names(opened: "unshard.OpenCheckpoint[Any]") -> None:
-    assert opened.keys() == list(opened) == list(MIXED)
+    assert list(opened.keys()) == list(opened) == list(MIXED)
     assert len(opened) == len(MIXED)
     assert "half" in opened
     assert "other" not in opened
-    assert 7 not in opened
+    assert 7 not in opened  # type: ignore[comparison-overlap]  # that is tested
+
+
+def test_it_is_a_mapping_of_names_to_tensors(
+    opened: "unshard.OpenCheckpoint[Any]", in_torch: "unshard.OpenCheckpoint[torch.Tensor]"
+) -> None:
+    assert isinstance(opened, Mapping)
+    assert_same(dict(in_torch), MIXED)
+    assert {name: array.tobytes() for name, array in opened.items()} == {
+        name: bits(tensor) for name, tensor in MIXED.items()
+    }
+    assert opened.get("other") is None
+    assert opened.keys() == MIXED.keys()
+    assert opened.keys() - {"half"} == MIXED.keys() - {"half"}
+    assert opened.keys()[:2] == list(MIXED)[:2]
+    assert opened.keys()[-1] == list(MIXED)[-1]
+    with pytest.raises(KeyError):
+        opened["other"]
+    assert opened == opened  # noqa: PLR0124 (that it does not read everything)
+    assert opened != in_torch
+    assert len({opened, in_torch}) == 2
+
+
+def test_a_model_of_torch_takes_it_as_a_state_dict(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 5)
+    save_ranks(tmp_path / "ckpt", dict(model.state_dict()), 2)
+    other = torch.nn.Linear(3, 5)
+    with unshard.open_checkpoint(tmp_path / "ckpt", framework="pt") as one:
+        other.load_state_dict(one)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_it_says_in_one_line_what_it_is(checkpoint: Path) -> None:
+    opened = unshard.open_checkpoint(checkpoint)
+    shown = f"{checkpoint / 'actor'}': {len(MIXED)} tensors, FSDP rank files, step 7"
+    assert repr(opened) == f"<OpenCheckpoint '{shown}>"
+    assert repr(opened.get_slice("half")) == "<LazyTensor 'half': BF16 [9, 4]>"
+    assert repr(opened.keys()) == repr(list(MIXED))
+    opened.close()
+    assert repr(opened) == f"<OpenCheckpoint '{shown}, closed>"
 
 
 def test_every_dtype_is_read_as_it_is_stored(
@@ -139,7 +178,7 @@ def test_indices_are_refused_as_numpy_refuses_them(opened: "unshard.OpenCheckpoi
 def test_an_unknown_name_is_an_error_that_names_the_nearest(
     opened: "unshard.OpenCheckpoint[Any]",
 ) -> None:
-    with pytest.raises(NoSuchTensorError, match="holds no tensor weigth") as caught:
+    with pytest.raises(NoSuchTensorError, match="has no tensor weigth") as caught:
         opened.get_tensor("weigth")
     assert caught.value.hint.startswith("the nearest names are weight")
     assert isinstance(caught.value, KeyError)

@@ -245,7 +245,8 @@ class Command:
 
     def instead(self, mention: Mention) -> str:
         """Return the line of `unshard merge` with an option."""
-        return f"{self.line} {_example(mention)}"
+        others = re.sub(rf" --{mention.option}(?= |$)", "", self.line)
+        return f"{others} {_example(mention)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unshard.api.delivering import deliver
 from unshard.api.hearing import hearing
-from unshard.api.options import MergeOptions
+from unshard.api.options import MergeOptions, given_output, given_path
 from unshard.api.preparing import prepare
 from unshard.api.sources import Source, open_source
 from unshard.convert.averaging import ema_weights
@@ -70,24 +70,26 @@ def average(
     chosen = options or MergeOptions()
     _check(chosen, coefficients, ema_decay, (last, every))
     paths = [checkpoints] if isinstance(checkpoints, str | Path) else list(checkpoints)
+    places = [given_path(path, "a checkpoint") for path in paths]
+    target = given_output(output)
     if not paths:
         raise UsageError("no checkpoint to average")
     with hearing(listener) as heard:
         heard(Stage("reading"))
         if len(paths) == 1:
-            sources = _steps_of(Path(paths[0]), chosen, (last, every or 1), pass_over=pass_over)
+            sources = _steps_of(places[0], chosen, (last, every or 1), pass_over=pass_over)
         elif (last, every) != (None, None):
             raise UsageError(
                 "--last and --every choose steps of one run, and several checkpoints were given",
                 hint="give the run alone",
             )
         else:
-            sources = [open_source(Path(path), chosen) for path in paths]
+            sources = [open_source(place, chosen) for place in places]
         weights = _weights(coefficients, ema_decay, len(sources))
         titles = ", ".join(source.checkpoint.title for source in sources)
         heard(Chosen(f"averaging {len(sources)} checkpoints: {titles}"))
         prepared = prepare(sources, chosen, weights)
-        return deliver(prepared, Path(output), chosen, heard, engine=engine, started=started)
+        return deliver(prepared, target, chosen, heard, engine=engine, started=started)
 
 
 def _check(
@@ -101,7 +103,7 @@ def _check(
             "an average is one whole model of several steps: --lora and --step do not apply"
         )
     if options.push_to_hub is not None:
-        check_repo(options.push_to_hub)
+        check_repo(options.push_to_hub, may_ask=not options.dry_run)
     if coefficients is not None and ema_decay is not None:
         raise UsageError(
             "--coefficients and --ema-decay exclude each other: both weigh the checkpoints"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from unshard.api.options import MergeOptions
+from unshard.api.options import MergeOptions, given_path
 from unshard.api.preparing import prepare
 from unshard.api.sources import open_source
 from unshard.convert.precision import config_dtype
@@ -41,7 +41,7 @@ def inspect(
         ep_size=ep_size,
         allow_globals=allow_globals,
     )
-    source = open_source(Path(checkpoint), options)
+    source = open_source(given_path(checkpoint, "the checkpoint"), options)
     found = source.checkpoint
     named = config_dtype(load_config(found.catalog.companions))
     try:

@@ -1,12 +1,12 @@
 """An open checkpoint: its tensors by name, each read when it is asked for, and no more of it."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, KeysView, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar, overload
 
 from unshard.api.loading import Loaded, Opened, fill
 from unshard.containers.strided import Elements
@@ -21,13 +21,13 @@ from unshard.tensors.selection import Index, Selection, select
 if TYPE_CHECKING:
     from unshard.engines.into_torch import Module
 
-__all__ = ["LazyTensor", "OpenCheckpoint"]
+__all__ = ["LazyTensor", "Names", "OpenCheckpoint"]
 
 _Array_co = TypeVar("_Array_co", covariant=True)
 _NEAREST = 3
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LazyTensor(Generic[_Array_co]):
     """A tensor of an open checkpoint, of which nothing is read before it is indexed.
 
@@ -38,6 +38,10 @@ class LazyTensor(Generic[_Array_co]):
 
     _tensor: Converted
     _read: Callable[[Tiled, Selection], _Array_co]
+
+    def __repr__(self) -> str:
+        """Return name, dtype and shape; nothing is read."""
+        return f"<LazyTensor {self._tensor.name!r}: {self.get_dtype()} {self.get_shape()}>"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,11 +72,30 @@ class LazyTensor(Generic[_Array_co]):
         return tiled(target, self._tensor.recipe, self._tensor.dtype)
 
 
-class OpenCheckpoint(Generic[_Array_co]):
+class Names(KeysView[str]):
+    """The names of a checkpoint's tensors: a set, as of a dict, that can be indexed like a list."""
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        """Return names by their place in the state dict."""
+        return list(self)[index]
+
+    def __repr__(self) -> str:
+        """Return the names as a list."""
+        return repr(list(self))
+
+
+class OpenCheckpoint(Mapping[str, _Array_co]):
     """A checkpoint as one state dict, of which tensors or parts are read when they are asked for.
 
-    Made by `unshard.open_checkpoint`; a context manager. Several threads may read from it. Another
-    process must open its own.
+    Made by `unshard.open_checkpoint`; a context manager. A mapping of names to whole tensors, each
+    read anew whenever it is looked up: `values()` and `items()` hold one tensor at a time. Equal to
+    itself only. Several threads may read from it. Another process must open its own.
 
     Args:
         opened: what it holds.
@@ -102,9 +125,27 @@ class OpenCheckpoint(Generic[_Array_co]):
         """Close all files, and remove what was decompressed; nothing can be read afterwards."""
         self._close()
 
-    def keys(self) -> list[str]:
+    def keys(self) -> Names:
         """Return the names of all tensors, in the order of the state dict."""
-        return list(self._tensors)
+        return Names(self)
+
+    def __getitem__(self, name: str) -> _Array_co:
+        """Read a whole tensor, as `get_tensor` does."""
+        return self.get_tensor(name)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by identity: comparing contents would read all of them."""
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        """Return one line: where, what format, how many tensors."""
+        known = self.metadata()
+        step = f", step {known['step']}" if "step" in known else ""
+        state = "" if self._close.alive else ", closed"
+        count = f"{len(self)} tensor{'' if len(self) == 1 else 's'}"
+        return f"<OpenCheckpoint {known['path']!r}: {count}, {known['format']}{step}{state}>"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -127,7 +168,7 @@ class OpenCheckpoint(Generic[_Array_co]):
         """
         if name not in self._tensors:
             raise NoSuchTensorError(
-                f"{self._opened.path}: holds no tensor {name}",
+                f"{self._opened.path}: has no tensor {name}",
                 hint=f"the nearest names are {', '.join(_nearest(name, self._tensors))}",
             )
         return LazyTensor(self._tensors[name], self._read)  # which keeps this open

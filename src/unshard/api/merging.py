@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unshard.api.delivering import deliver
 from unshard.api.hearing import hearing
-from unshard.api.options import MergeOptions
+from unshard.api.options import MergeOptions, given_output, given_path
 from unshard.api.preparing import Prepared, prepare, with_training_state
 from unshard.api.sources import open_source
 from unshard.convert.precision import DtypeLike
@@ -156,13 +156,14 @@ def merge_with(
             or that is an error, as it is for the tools that `unshard.compat` replaces.
     """
     started = time.monotonic()
+    place = given_path(checkpoint, "the checkpoint")
+    target = None if output is None else given_output(output)
     if options.push_to_hub is not None:
-        check_repo(options.push_to_hub)
+        check_repo(options.push_to_hub, may_ask=not options.dry_run)
     listener(Stage("reading"))
-    source = open_source(Path(checkpoint), options, pass_over=pass_over)
+    source = open_source(place, options, pass_over=pass_over)
     listener(Chosen(f"merging {source.checkpoint.title}"))
-    default = source.checkpoint.location.default_output
-    target = default if output is None else Path(output)
+    target = target or source.checkpoint.location.default_output
     prepared = with_training_state(prepare([source], options), options)
     before(prepared)
     return deliver(prepared, target, options, listener, engine=engine, started=started)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unshard.api.hearing import hearing
 from unshard.api.merging import merge_with
-from unshard.api.options import MergeOptions
+from unshard.api.options import MergeOptions, given_output, given_path
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import (
     IncompleteError,
@@ -106,7 +106,7 @@ def merge_steps(
         raise UsageError("--all-steps with --push-to-hub: one repository cannot hold all of them")
     if chosen.step is not None:
         raise UsageError(f"--all-steps with --step {chosen.step}: one of them excludes the other")
-    steps = all_steps(Path(run), chosen.request)
+    steps = all_steps(given_path(run, "the run"), chosen.request)
     if not steps:
         raise UnknownFormatError(
             f"{run} is one checkpoint, not a directory of several",
@@ -115,7 +115,7 @@ def merge_steps(
     for location in steps:
         target = location.default_output
         if output is not None:
-            target = Path(output) / target.name
+            target = given_output(output) / target.name
         if skip_existing and is_made_from(target, location, chosen.recorded):
             listener(Chosen(f"skipping step {location.step}: {target} was made from it already"))
             yield StepResult(location.step, str(location.weights_dir), str(target))

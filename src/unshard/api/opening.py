@@ -9,7 +9,7 @@ from unshard.api.converting import convert
 from unshard.api.hearing import hearing
 from unshard.api.lazy import OpenCheckpoint
 from unshard.api.loading import Loaded, Opened
-from unshard.api.options import MergeOptions
+from unshard.api.options import MergeOptions, given_path
 from unshard.api.sources import inflated, open_source
 from unshard.containers.strided import Elements
 from unshard.engines.arrays import Reader
@@ -112,7 +112,7 @@ def open_checkpoint(
         allow_globals=allow_globals,
     )
     with ExitStack() as stack:
-        found_source = open_source(Path(path), options)
+        found_source = open_source(given_path(path, "the checkpoint"), options)
         with hearing(None) as heard:
             for note in found_source.checkpoint.catalog.notes:
                 heard(Warned(note))

@@ -1,7 +1,7 @@
 """The options of a merge and their defaults: here, once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from unshard.convert.precision import DtypeLike, dtype_choice
@@ -10,17 +10,48 @@ from unshard.errors import UsageError
 from unshard.plan.layout import size_in_bytes
 from unshard.read.format import ROLES, ReadOptions, Request
 
-__all__ = ["MergeOptions"]
+__all__ = ["MergeOptions", "given_output", "given_path"]
 
 _KNOWN: dict[str, tuple[str, ...]] = {
     "names": ("hub", "training"),
     "lora": ("fuse", "adapter", "both"),
     "verify": ("light", "full", "off"),
 }
+_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 _DEFAULT_SHARD = "5GB"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def given_path(path: str | Path, what: str) -> Path:
+    """Return a path that a caller gave.
+
+    Args:
+        path: what was given.
+        what: what it is, for the error: "the checkpoint".
+
+    Raises:
+        UsageError: it is empty, which `Path` would take for the current directory.
+    """
+    if path == "":
+        raise UsageError(f"{what} is an empty path", hint="for the current directory, give .")
+    return Path(path)
+
+
+def given_output(path: str | Path) -> Path:
+    """Return the directory that a caller wants the output in.
+
+    Raises:
+        UsageError: it is empty, or named like a file of weights.
+    """
+    output = given_path(path, "the output")
+    if output.suffix in _FILES and not output.is_dir():
+        raise UsageError(
+            f"{output}: the output is a directory, and this is the name of a file",
+            hint=f"give {output.with_suffix('')}; the weights are written into it",
+        )
+    return output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MergeOptions:
     """Everything that can be chosen for a merge; `merge` explains each.
 
@@ -60,6 +91,9 @@ class MergeOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_choice(self.dtype))
+        if "" in (self.base, self.config, *self.also):
+            what = "a value of --base, --config or --also is an empty path"
+            raise UsageError(what, hint="give a path, or leave the option out")
         for option, known in _KNOWN.items():
             value = getattr(self, option)
             if value not in known:
@@ -77,6 +111,17 @@ class MergeOptions:
             raise UsageError(f"--overwrite={self.overwrite}: unknown", expected="no value, or all")
         if self.private and self.push_to_hub is None:
             raise UsageError("--private applies to --push-to-hub, which was not given")
+
+    def __repr__(self) -> str:
+        """Return what was chosen; the rest is as by default."""
+        chosen = ", ".join(f"{name}={value!r}" for name, value in self.chosen.items())
+        return f"MergeOptions({chosen})"
+
+    @property
+    def chosen(self) -> dict[str, object]:
+        """The options that are not as by default, by name."""
+        values = {one.name: (getattr(self, one.name), one.default) for one in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     @property
     def request(self) -> Request:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unshard.api.checking import expected_names
 from unshard.api.hearing import hearing
-from unshard.api.options import MergeOptions
+from unshard.api.options import MergeOptions, given_path
 from unshard.api.preparing import prepare
 from unshard.api.sources import Source, inflated, open_source
 from unshard.containers.json_file import JsonFields, json_object
@@ -87,9 +87,10 @@ def verify(
     """
     if not (0 <= atol < inf and 0 <= rtol < inf):
         raise UsageError("--atol, --rtol: a tolerance must be a number, 0 or more")
+    place, other = given_path(output, "the output"), given_path(against, "--against")
     told = _Told(names, base, include, exclude, lora_alpha, config)
-    with blaming(Path(output)):
-        shaped = told.options(Path(output))
+    with blaming(place):
+        shaped = told.options(place)
     options = replace(
         shaped,
         weights=weights,
@@ -106,9 +107,9 @@ def verify(
     with ExitStack() as stack:
         heard = stack.enter_context(hearing(listener))
         heard(Stage("reading"))
-        ours = open_whole(Path(output), options.reading)
+        ours = open_whole(place, options.reading)
         mine = _cast(as_stored(ours.catalog), dtype)
-        source = open_source(Path(against), options)
+        source = open_source(other, options)
         heard(Chosen(f"comparing {ours.location.place} with {source.checkpoint.title}"))
         for note in source.checkpoint.catalog.notes:
             heard(Warned(note))

@@ -1,5 +1,9 @@
 """The `unshard` command: its groups."""
 
+import re
+import sys
+from itertools import pairwise
+
 import typer
 
 from unshard import __version__
@@ -15,6 +19,8 @@ from unshard.cli.options import Grouped
 from unshard.cli.verify import verify
 
 __all__ = ["app", "main"]
+
+_EMPTY_VALUE = re.compile(r"--[a-z0-9-]+=")
 
 app = typer.Typer(
     name="unshard",
@@ -49,4 +55,16 @@ def _root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line in this process as it is; `unshard.__main__` is the command itself."""
+    _refuse_empty(sys.argv[1:] if arguments is None else arguments)
     app(arguments)
+
+
+def _refuse_empty(arguments: list[str]) -> None:
+    """Refuse an empty argument: a shell's unset variable, which would be the current directory."""
+    for before, argument in pairwise(["unshard", *arguments]):
+        if argument == "" or _EMPTY_VALUE.fullmatch(argument):
+            named = before if before.startswith("-") and not argument else argument
+            where = f"the value of {named.removesuffix('=')}" if named else "an argument"
+            print(f"error: {where} is empty", file=sys.stderr)
+            print("  hint:     is a variable of your shell unset?", file=sys.stderr)
+            raise SystemExit(2)

@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -13,7 +12,7 @@ from unshard.fronts import line_of
 if TYPE_CHECKING:
     from unshard.api import MergeOptions
 
-__all__ = ["DTYPES", "SavesItself", "as_file", "chosen", "merge_line", "run"]
+__all__ = ["DTYPES", "SavesItself", "as_file", "merge_line", "run"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -37,13 +36,7 @@ def run(main: Callable[[], None], *, failed: str = "error: ") -> NoReturn:
 
 def merge_line(checkpoint: Path, output: Path, options: "MergeOptions") -> str:
     """Return the line of `unshard merge` that does what a drop-in does."""
-    return line_of("unshard merge", [str(checkpoint), str(output)], chosen(options))
-
-
-def chosen(options: "MergeOptions") -> dict[str, object]:
-    """Return the options that are not as by default, by name."""
-    values = {one.name: (getattr(options, one.name), one.default) for one in fields(options)}
-    return {name: value for name, (value, default) in values.items() if value != default}
+    return line_of("unshard merge", [str(checkpoint), str(output)], options.chosen)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unshard.compat.commands import chosen, merge_line, run
+from unshard.compat.commands import merge_line, run
 from unshard.errors import UnknownFormatError, UnshardError, UsageError, speaking
 from unshard.fronts import Command, line_of
 
@@ -97,7 +97,7 @@ def _front(
     if not arguments.merge or arguments.step is not None:
         return Command(own, merge_line(paths[-1], target, options))
     inputs = [*map(str, paths), "--output", str(target)]
-    return Command(own, line_of("unshard average", inputs, chosen(options)))
+    return Command(own, line_of("unshard average", inputs, options.chosen))
 
 
 def _checkpoints(run_dir: Path, dirname: str, step: int | None) -> list[Path]:

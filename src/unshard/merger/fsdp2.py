@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from unshard.compat.commands import SavesItself, as_file, chosen
+from unshard.compat.commands import SavesItself, as_file
 from unshard.errors import speaking
 from unshard.fronts import Python, call_of
 from unshard.merger.base import CheckpointMerger
@@ -94,7 +94,7 @@ class FSDP2Merger(CheckpointMerger):
         target = checkpoint if output_path is None else Path(output_path)
         options = merge_options(self.checkpoint_type)
         paths = [str(checkpoint), str(target)]
-        front = Python({"config": "config"}, call_of("unshard.merge", paths, chosen(options)))
+        front = Python({"config": "config"}, call_of("unshard.merge", paths, options.chosen))
         with speaking(front), as_file(config) as file, hearing(self._listener) as heard:
             options = replace(options, config=file)
             listener = _logging(heard)

@@ -131,7 +131,7 @@ class ByConfig:
         return not (self.missing or self.unexpected)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
     """Two models, compared.
 
@@ -150,6 +150,20 @@ class Comparison:
     unexpected: tuple[str, ...]
     by_config: ByConfig | None = None
     loading: Loading | None = None
+
+    def __repr__(self) -> str:
+        """Return one line: the verdict, and what differs."""
+        counts = (
+            f", {len(names)} {what}"
+            for what, names in (
+                ("different", self.different),
+                ("missing", self.missing),
+                ("unexpected", self.unexpected),
+            )
+            if names
+        )
+        verdict = "the same" if self.equal else "not the same"
+        return f"<Comparison: {verdict}, {len(self.tensors)} tensors compared{''.join(counts)}>"
 
     @property
     def equal(self) -> bool:

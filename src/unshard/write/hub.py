@@ -29,11 +29,17 @@ _REASONS = {
 }
 
 
-def check_repo(repo: str) -> None:
-    """Check the name of a repository before anything is done.
+def check_repo(repo: str, *, may_ask: bool) -> None:
+    """Check before anything is done whether an output can be pushed.
+
+    Args:
+        repo: "NAME" or "OWNER/NAME".
+        may_ask: ask the hub whether it accepts the token, and whether that may write there; else
+            only the name is checked.
 
     Raises:
         UsageError: no repository can have this name.
+        OutputError: there is no token, it may not write there, or the hub cannot be reached.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented
@@ -42,6 +48,44 @@ def check_repo(repo: str) -> None:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise UsageError(f"--push-to-hub {repo}: {error}", expected="NAME or OWNER/NAME") from error
+    if may_ask:
+        _check_access(repo)
+
+
+def _check_access(repo: str) -> None:
+    from huggingface_hub import HfApi, get_token
+
+    subject = f"--push-to-hub {repo}"
+    later = "; or leave --push-to-hub out, and push the output later"
+    if get_token() is None:
+        raise OutputError(
+            f"{subject}: there is no token", hint=f"`hf auth login`, or set HF_TOKEN{later}"
+        )
+    try:
+        owner = HfApi().whoami()
+    except Exception as error:
+        raise OutputError(
+            f"{subject}: {_reason(error)}",
+            found="nothing has been read or written yet",
+            hint=f"check the token (`hf auth whoami`) and the network{later}",
+        ) from error
+    problem = _refusal(owner, repo)
+    if problem is not None:
+        raise OutputError(f"{subject}: {problem}", hint=f"give a token that may write there{later}")
+
+
+def _refusal(owner: Mapping[str, object], repo: str) -> str | None:
+    """Return why the owner of a token may not write to a repository, as far as the hub says it."""
+    role = _fields(_fields(owner, "auth"), "accessToken").get("role")
+    if role == "read":
+        return "the token may only read"
+    listed = owner.get("orgs")
+    orgs = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    names = [str(one.get("name")) for one in (owner, *orgs)]
+    namespace = repo.rpartition("/")[0]
+    if not namespace or namespace in names or role == "fineGrained":
+        return None
+    return f"{namespace} is not among the names that the token belongs to: {', '.join(names)}"
 
 
 def push(directory: Path, repo: str, names: Collection[str], *, private: bool, bars: bool) -> str:
