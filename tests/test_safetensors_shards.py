@@ -322,6 +322,39 @@ def test_smaller_embeddings_beside_the_main_ones_may_be_right(tmp_path: Path) ->
     read(tmp_path)
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_columns_of_projections_tell_that_the_last_rank_is_missing(
+    tmp_path: Path, world: int
+) -> None:
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(20, 12),
+        "model.layers.0.input_layernorm.weight": torch.randn(12),
+        "model.layers.0.self_attn.q_proj.weight": torch.randn(24, 12),
+        "model.layers.0.mlp.up_proj.weight": torch.randn(36, 12),
+        "model.layers.0.mlp.down_proj.weight": torch.randn(12, 36),
+    }
+    for rank in range(world):
+        write_shard(
+            shard_path(tmp_path, rank), {n: cut(one, world)[rank] for n, one in tensors.items()}
+        )
+    assert read(tmp_path).tensors["model.layers.0.mlp.down_proj.weight"].shape == (12, 36)
+    shard_path(tmp_path, world - 1).unlink()
+    with pytest.raises(
+        IncompleteError, match=r"12 rows \(as many as model\.layers\.0\.self_attn\.q"
+    ):
+        read(tmp_path)
+
+
+def test_projections_that_disagree_are_no_evidence(tmp_path: Path) -> None:
+    write_rows(tmp_path, 8, 4, "model.layers.0.mlp.down_proj.weight")
+    other = {
+        "model.layers.0.self_attn.q_proj.weight": whole(torch.randn(4, 24)),
+        "model.layers.0.mlp.up_proj.weight": whole(torch.randn(4, 12)),
+    }
+    write_shard(shard_path(tmp_path, 4), other)
+    assert read(tmp_path).tensors["model.layers.0.mlp.down_proj.weight"].shape == (8, 3)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"vocab_size": "16"}', '{"text_config": 3}'])
 def test_a_config_that_says_nothing_is_no_evidence(tmp_path: Path, text: str) -> None:
     write_rows(tmp_path, 16, 4, EMBEDDING)

@@ -55,7 +55,7 @@ def _read(location: Location, options: ReadOptions) -> Reading:
     tensors = union.tensors(tuple(chosen.files.values()))
     raise_all(CorruptError, summary, _disagreements(tensors))
     losses, said = loss_problems(location, tensors)
-    losses += gap_problems(chosen, tensors)
+    losses = [*gap_problems(chosen, tensors)] or losses  # which name the file, not what follows
     raise_all(IncompleteError, f"{location.weights_dir}: files of ranks are missing", losses)
     missing = chosen.missing()
     return Reading(

@@ -2,7 +2,7 @@
 
 Three things may tell: an index that torch, transformers or torchtitan wrote when they made whole
 files of the same shards; NeMo AutoModel's list of names; the vocabulary and hidden size in the
-model's config.
+model's config. Without a config, the columns of a layer's projections tell the hidden size.
 An index that lacks names which the shards hold speaks of other weights, and is not asked.
 
 Sources: torchtitan's `last_save_in_hf`, NeMo AutoModel's `ConsolidatedHFAddon`, torch's
@@ -32,6 +32,9 @@ _OUTPUT = "lm_head.weight"
 _HIDDEN_ROWS = re.compile(
     r"model\.(?:norm|layers\.\d+\.(?:input_layernorm|post_attention_layernorm|mlp\.down_proj|"
     r"self_attn\.o_proj))\.weight"
+)
+_HIDDEN_COLUMNS = re.compile(
+    r"model\.layers\.\d+\.(?:mlp\.(?:gate|up)_proj|self_attn\.(?:q|k|v|qkv)_proj)\.weight"
 )
 _HINT = (
     "copy the missing files here from the node that wrote them. If nothing is missing, move {} "
@@ -160,18 +163,46 @@ def _short_rows(
     config: _Config | None, tensors: Mapping[str, TensorEntry]
 ) -> Iterator[IncompleteError]:
     """Compare what has a row per hidden unit in decoder layers with the hidden size."""
-    hidden = None if config is None else _stated(config[1], "hidden_size")
-    if config is None or not isinstance(hidden, int):
+    hidden = _hidden_size(config, tensors)
+    if hidden is None:
         return
+    size, said, hint = hidden
     for name, entry in tensors.items():
-        if _HIDDEN_ROWS.fullmatch(name) and 0 < entry.shape[0] < hidden and _is_cut_evenly(entry):
+        if _HIDDEN_ROWS.fullmatch(name) and 0 < entry.shape[0] < size and _is_cut_evenly(entry):
             yield IncompleteError(
                 f"tensor {name} {list(entry.shape)}: has fewer rows than the hidden size, and its "
                 "pieces are all of one size, as if the last were missing",
-                expected=f"{hidden} rows (hidden_size in {config[0]})",
+                expected=f"{size} rows ({said})",
                 found=f"{entry.shape[0]} rows",
-                hint=_HINT.format(config[0].name),
+                hint=hint,
             )
+
+
+def _hidden_size(
+    config: _Config | None, tensors: Mapping[str, TensorEntry]
+) -> tuple[int, str, str] | None:
+    """Return the hidden size, what says so, and what to do if the tensors are smaller.
+
+    Without a config, the projections of the layers tell: they have a column per hidden unit, and a
+    rank has all columns of its rows.
+    """
+    stated = None if config is None else _stated(config[1], "hidden_size")
+    if config is not None and isinstance(stated, int):
+        return stated, f"hidden_size in {config[0]}", _HINT.format(config[0].name)
+    found = {
+        entry.shape[1]: name
+        for name, entry in tensors.items()
+        if _HIDDEN_COLUMNS.fullmatch(name) and _has_whole_columns(entry)
+    }
+    if len(found) != 1:
+        return None
+    ((size, name),) = found.items()
+    hint = "copy the missing files here from the node that wrote them"
+    return size, f"as many as {name} has columns", hint
+
+
+def _has_whole_columns(entry: TensorEntry) -> bool:
+    return len(entry.shape) == 2 and bool((entry.chunks.sizes[:, 1] == entry.shape[1]).all())
 
 
 def _stated(config: Mapping[str, object], name: str) -> object:
