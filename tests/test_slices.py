@@ -11,12 +11,13 @@ from hypothesis.extra.numpy import basic_indices
 
 from sources import Sources, Tensor, grid, tensors
 from unshard.convert.recipes import take
-from unshard.plan.slices import sliced, tile_parts
+from unshard.plan.slices import tile_parts
 from unshard.plan.tables import table_of
 from unshard.tensors.boxes import find_gap
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import BY_NAME
 from unshard.tensors.selection import Selection, select
+from unshard.tensors.steps import sliced
 
 often = settings(deadline=None, max_examples=100)
 DTYPES = [BY_NAME[name] for name in ("uint8", "float16", "float32", "complex64")]

@@ -13,6 +13,7 @@ from unshard.convert.names import Renamed, hub_names, names_of_base
 from unshard.convert.outputs import Converted, finish, select, selected
 from unshard.convert.precision import Fields, Precision, precision
 from unshard.convert.recipes import Recipe, Take, shape_of
+from unshard.convert.torchtitan import without_native_names
 from unshard.errors import ConversionError
 from unshard.read.base import Base
 from unshard.read.ties import Ties, are_tied, find_ties, is_head
@@ -37,7 +38,7 @@ def convert(source: Source, options: MergeOptions) -> Outcome:
     adapted = fuse_adapter(source, options)
     tensors, notes = without_trl_wrapper(adapted.tensors), list(adapted.notes)
     if options.names == "hub":
-        renamed = _named(tensors, source.base, config)
+        renamed = _named(without_native_names(tensors, config), source.base, config)
         tensors, notes = renamed.tensors, [*notes, *renamed.notes]
     ties = _ties(tensors, config)
     notes += [

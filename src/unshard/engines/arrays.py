@@ -14,11 +14,12 @@ from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import SLACK, Elements, raw_dtype
 from unshard.errors import UsageError
 from unshard.plan.operations import Gather, Tiled
-from unshard.plan.slices import sliced, strides_of, tile_parts
+from unshard.plan.slices import tile_parts
 from unshard.plan.work import Tile, tile_shape
 from unshard.read.chunks import fill_box, view
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.selection import Selection
+from unshard.tensors.steps import sliced, strides_of
 from unshard.tensors.tiles import row_tile, square_tile, tiles
 from unshard.write.execute import make_tile
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from unshard.convert.recipes import Concat, Recipe, Stack, Take, shape_of
-from unshard.plan.slices import sliced, strides_of, unless_row_major
 from unshard.tensors.boxes import Box, distinct
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.selection import of_box
+from unshard.tensors.steps import sliced, strides_of, unless_row_major
 
 __all__ = ["table_of"]
 

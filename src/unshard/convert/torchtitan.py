@@ -1,0 +1,196 @@
+"""torchtitan's own names, and Meta's: to those of the hub, as torchtitan's adapters turn them.
+
+Source: `state_dict_adapter.py` of torchtitan 0.2 and 0.3, for Llama 3, Qwen3 and DeepSeek-V3. Both
+versions' names are known, also mixed. Llama's rotary embedding turns neighbouring rows of a head
+where the hub's turns its halves, so the rows of queries and keys change places; no value changes.
+Experts are stacked, as in training with transformers, and are split with all others.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unshard.convert.precision import Fields
+from unshard.convert.recipes import Recipe, Take, shape_of, take
+from unshard.errors import ConversionError
+from unshard.tensors.boxes import Box
+from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.selection import Selection
+from unshard.tensors.steps import sliced, together
+
+__all__ = ["without_native_names"]
+
+_LAYER = re.compile(r"(mtp_)?layers\.(\d+)\.(.+)")
+_TOP = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+_BLOCK = {
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_ATTENTION = {
+    f"attention.{inner}w{one}": f"self_attn.{one}_proj"
+    for inner in ("", "qkv_linear.")
+    for one in "qkv"
+}
+_QK_NORM = {f"attention.{one}_norm": f"self_attn.{one}_norm" for one in "qk"}
+_LATENT = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+    "moe.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "moe.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "moe.shared_experts.w3": "mlp.shared_experts.up_proj",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "mtp_norm": "shared_head.norm",
+}
+_MOE = {"moe.router.gate": "mlp.gate"}
+_STACKED = {
+    "moe.experts.w1": "mlp.experts.gate_proj",
+    "moe.experts.w2": "mlp.experts.down_proj",
+    "moe.experts.w3": "mlp.experts.up_proj",
+    "moe.routed_experts.inner_experts.w1_EFD": "mlp.experts.gate_proj",
+    "moe.routed_experts.inner_experts.w2_EDF": "mlp.experts.down_proj",
+    "moe.routed_experts.inner_experts.w3_EFD": "mlp.experts.up_proj",
+}
+_BIASES = {f"moe.expert_bias{end}": "mlp.gate.e_score_correction_bias" for end in ("", "_E")}
+_BUFFERS = re.compile(r"(^|\.)(freqs_cis|rope_cache|rope\.cache|inv_freq|tokens_per_expert(_E)?)$")
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How torchtitan names the layers of a model type.
+
+    Attributes:
+        weights: modules, whose tensor is `.weight`. tensors: whole ends of names.
+        without: ends of names that its adapter leaves out.
+        turned: modules whose rows change places, and the key that counts their heads.
+    """
+
+    weights: Mapping[str, str]
+    tensors: Mapping[str, str]
+    without: tuple[str, ...] = ()
+    turned: tuple[tuple[str, str], ...] = ()
+
+
+_QWEN3 = _Family({**_BLOCK, **_ATTENTION, **_QK_NORM, **_MOE}, _STACKED, tuple(_BIASES))
+_FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family(
+        {**_BLOCK, **_ATTENTION},
+        {},
+        turned=(
+            ("self_attn.q_proj", "num_attention_heads"),
+            ("self_attn.k_proj", "num_key_value_heads"),
+        ),
+    ),
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3,
+    "deepseek_v3": _Family({**_BLOCK, **_LATENT, **_MOE}, {**_STACKED, **_BIASES}),
+}
+
+
+def without_native_names(
+    tensors: Mapping[str, Recipe], config: Fields | None
+) -> Mapping[str, Recipe]:
+    """Give tensors that have torchtitan's names those of transformers; all others stay.
+
+    What has another name than its adapters know stays, too.
+
+    Args:
+        tensors: by their names in the checkpoint.
+        config: config.json: the model type, and how many heads there are.
+
+    Raises:
+        ConversionError: rows do not fit the config's heads, or are not stored as they are.
+    """
+    family = None if config is None else _FAMILIES.get(str(config.get("model_type")))
+    if config is None or family is None or "tok_embeddings.weight" not in tensors:
+        return tensors
+    found: dict[str, Recipe] = {}
+    for name, recipe in tensors.items():
+        new = _renamed(name, family, config)
+        if new is None:
+            continue
+        if new in found:
+            raise ConversionError(f"tensor {name}: another one would be {new}, too")
+        key = dict(family.turned).get(".".join(new.split(".")[3:5]))
+        found[new] = recipe if key is None else _halved(name, recipe, _heads(config, key))
+    return found
+
+
+def _renamed(name: str, family: _Family, config: Fields) -> str | None:
+    """Return a tensor's name in transformers; its own if it is not known, None to leave it out."""
+    if _BUFFERS.search(name):
+        return None
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return _TOP.get(name, name)
+    further, number, end = layer.groups()
+    if end in family.without:
+        return None
+    new = family.tensors.get(end)
+    if new is None and end.endswith(".weight"):
+        module = family.weights.get(end.removesuffix(".weight"))
+        new = None if module is None else f"{module}.weight"
+    if new is None:
+        return name
+    return f"model.layers.{int(number) + (_layers(config) if further else 0)}.{new}"
+
+
+def _layers(config: Fields) -> int:
+    """Return how many layers come before those that predict further tokens."""
+    found = config.get("num_hidden_layers")
+    if type(found) is not int:
+        raise ConversionError("config.json: num_hidden_layers is needed to name the MTP layers")
+    return found
+
+
+def _heads(config: Fields, key: str) -> int:
+    found = config.get(key, config.get("num_attention_heads"))
+    if type(found) is not int or found < 1:
+        raise ConversionError(
+            f"config.json: {key} is needed to turn torchtitan's queries and keys",
+            found=repr(found),
+        )
+    return found
+
+
+def _halved(name: str, recipe: Recipe, heads: int) -> Recipe:
+    """Return a projection with its even rows first, then its odd ones, head by head.
+
+    The stored boxes become others, with twice the strides: what is read stays the same.
+    """
+    shape = shape_of(recipe)
+    if not isinstance(recipe, Take) or recipe != take(recipe.entry):
+        raise ConversionError(
+            f"tensor {name}: its rows change places, and it is not stored as it is",
+            hint="write the adapter by itself: --lora adapter",
+        )
+    half = shape[0] // heads // 2 if shape else 0
+    if len(shape) != 2 or shape[0] != 2 * half * heads:
+        raise ConversionError(
+            f"tensor {name}: its rows are not those of {heads} heads, each of two halves",
+            found=str(list(shape)),
+            hint="check that this is the config of the model that was trained",
+        )
+    entry, width = recipe.entry, shape[1]
+    parts = []
+    for part in range(2 * heads):
+        start = part // 2 * 2 * half + part % 2
+        rows = Selection((start, 0), (2, 1), (half, width), (), (half, width))
+        parts.append((sliced(entry.chunks, rows, entry.dtype.itemsize), (part * half, 0)))
+    turned = TensorEntry(entry.fqn, entry.dtype, entry.shape, together(parts))
+    return Take(turned, Box.whole(entry.shape))
