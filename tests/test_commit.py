@@ -101,7 +101,7 @@ def replacing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_without_overwrite_an_output_is_left_alone(tmp_path: Path) -> None:
     write(tmp_path / "out", OLD)
     with (
-        pytest.raises(OutputError, match=r"exists already[\s\S]*--overwrite"),
+        pytest.raises(OutputError, match=r"exists already[\s\S]*overwrite=True"),
         Stage(tmp_path / "out", 10),
     ):
         pass
