@@ -1,6 +1,8 @@
 """Light verification finds an output that is not what was laid out."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,13 +58,13 @@ def test_a_wrong_output_is_named(
         verify_light(tmp_path, layout())
 
 
-def test_a_file_that_safetensors_cannot_open_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_safetensors_is_named(tmp_path: Path) -> None:
     write(tmp_path, TENSORS)
     path = tmp_path / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[8:10] = b"!!"
     path.write_bytes(data)
-    with pytest.raises(OutputError, match="safetensors cannot open it"):
+    with pytest.raises(OutputError, match="not a valid safetensors file"):
         verify_light(tmp_path, layout())
 
 
@@ -78,3 +80,31 @@ def test_a_wrong_index_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(OutputError, match="weight map"):
         verify_light(tmp_path, several)
+
+
+LIMITED = """
+import resource, sys
+from unshard.__main__ import main
+import unshard.api, unshard.cli.main
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit = used + 400_000_000  # below the output's size; threads reserve stacks and arenas
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+main()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_an_output_larger_than_the_address_space_is_verified(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "ckpt"
+    checkpoint.mkdir()
+    size = 1_000_000_000
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with (checkpoint / "model.safetensors").open("wb") as file:  # sparse: takes no space
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    command = ["merge", str(checkpoint), str(tmp_path / "out"), "--workers", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, *command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > size

@@ -196,6 +196,13 @@ def test_a_config_is_what_gets_written(lmms: Path, tmp_path: Path, given: str) -
     assert_same(merged(tmp_path / "out"), truth(lmms, 10))
 
 
+def test_the_name_of_a_class_is_refused_in_a_sentence(lmms: Path, tmp_path: Path) -> None:
+    name: type = "Qwen2ForCausalLM"  # type: ignore[assignment]
+    with pytest.raises(unshard.UsageError, match="model_cls: 'Qwen2ForCausalLM' is not a class"):
+        FSDP2Merger().merge(lmms / "checkpoint-10", tmp_path / "out", model_cls=name)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("model_cls", [Qwen2ForCausalLM, AutoModelForCausalLM])
 def test_a_class_that_fits_is_accepted(lmms: Path, tmp_path: Path, model_cls: type) -> None:
     FSDP2Merger().merge(lmms / "checkpoint-10", tmp_path / "out", model_cls=model_cls)

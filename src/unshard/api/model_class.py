@@ -13,18 +13,24 @@ __all__ = ["check_class"]
 _SHOWN = 20
 
 
-def check_class(prepared: Prepared, model_class: type) -> None:
+def check_class(prepared: Prepared, model_class: object) -> None:
     """Compare every name and shape of a planned output with those of a model class.
 
     The class is built on the meta device, from the config that will be written.
 
     Raises:
         ConversionError: they differ; all that do are named.
-        UsageError: torch or transformers is not installed, or there is no config.
+        UsageError: torch or transformers is not installed, or there is no config, or it is not a
+            class.
         OutputError: the class cannot be built.
     """
     from unshard.write.verify_load import load_as
 
+    if not isinstance(model_class, type):
+        raise UsageError(
+            f"model_cls: {model_class!r} is not a class",
+            hint="give the class itself: from transformers import Qwen2ForCausalLM",
+        )
     if prepared.config is None:
         raise UsageError("model_cls: there is no config to build it from", hint="give one: config")
     forms = {one.name: (one.dtype, shape_of(one.recipe)) for one in prepared.tensors}

@@ -14,7 +14,7 @@ __all__ = ["run"]
 _FAILED = 1
 _NO_MEMORY = (
     "not enough memory, or a limit on it (ulimit -v) is too low\n"
-    "  hint:     --memory 16MB --workers 1 takes less"
+    "  hint:     raise the limit, or run it where more memory is free"
 )
 
 
