@@ -36,6 +36,7 @@ pytestmark = [
 ROOT = Path(__file__).parent.parent.parent
 WORLD = 2
 COMPANIONS = {"config.json", "tokenizer.json", "tokenizer_config.json", "unshard.json"}
+GENERATES = {*COMPANIONS, "generation_config.json"}  # which lmms-engine's merger adds
 STATE = {"extra_state_merged.pt", "lr_scheduler_state.json"}
 Tensors = Mapping[str, torch.Tensor]
 
@@ -106,7 +107,9 @@ def test_merger_into_the_checkpoint_itself(lmms: Path) -> None:
     assert f"Merged checkpoint saved to: {checkpoint}\n" in done.stdout
     assert_loads(checkpoint, truth(lmms, 10))
     after = snapshot(checkpoint)
-    assert after.keys() - before.keys() == {"model.safetensors", "unshard.json"}
+    assert after.keys() - before.keys() == {
+        *("model.safetensors", "unshard.json", "generation_config.json")
+    }
     assert before.items() <= after.items()
     assert checkpoint.stat().st_mtime_ns == mtime
 
@@ -128,7 +131,7 @@ def test_merger_takes_the_highest_of_a_run_and_writes_into_the_run(lmms: Path) -
     assert_loads(lmms, truth(lmms, 20))
     assert before.items() <= snapshot(lmms).items()
     assert names(lmms) - {name.split("/")[0] for name in before} == {
-        *COMPANIONS, "model.safetensors"
+        *GENERATES, "model.safetensors"
     }  # fmt: skip
     assert AutoTokenizer.from_pretrained(lmms).convert_tokens_to_ids("c") == 3
 
@@ -142,7 +145,7 @@ def test_merger_to_another_place(lmms: Path, tmp_path: Path) -> None:
             *("--model_general_type", "causal_lm"),
         )
         assert f"saved to: {tmp_path / 'merged_checkpoint'}\n" in done.stdout
-    assert names(tmp_path / "merged_checkpoint") == {*COMPANIONS, "model.safetensors"}
+    assert names(tmp_path / "merged_checkpoint") == {*GENERATES, "model.safetensors"}
     assert_loads(tmp_path / "merged_checkpoint", truth(lmms, 10))
     assert snapshot(lmms) == before
 
@@ -400,6 +403,7 @@ def test_the_simple_script_says_which_rank_is_missing(verl: Path) -> None:
 def test_the_simple_script_joins_plain_tensors_as_its_guide_says(tmp_path: Path) -> None:
     actor = tmp_path / "global_step_1" / "actor"
     actor.mkdir(parents=True)
+    (actor / "config.json").write_text('{"model_type": "mine"}')
     parts = [{"w": torch.randn(3, 2), "same": torch.arange(4)} for _ in range(2)]
     for rank, part in enumerate(parts):
         torch.save(part, rank_path(actor, 2, rank))

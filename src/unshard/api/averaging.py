@@ -1,7 +1,7 @@
 """`average`: several checkpoints in, their mean out, in one pass over all of them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 from unshard.api.delivering import deliver
 from unshard.api.hearing import hearing
 from unshard.api.options import MergeOptions, given_output, given_path
-from unshard.api.preparing import prepare
+from unshard.api.preparing import Prepared, prepare
 from unshard.api.sources import Source, open_source
 from unshard.convert.averaging import ema_weights
 from unshard.engines.threads import RunPlan, run_plan
@@ -38,6 +38,7 @@ def average(
     options: MergeOptions | None = None,
     listener: Listener | None = None,
     engine: RunPlan = run_plan,
+    before: Callable[[Prepared], Prepared] = lambda prepared: prepared,
     pass_over: bool = True,
 ) -> Report:
     """Average checkpoints into a Hugging Face directory, in one pass and in bounded memory.
@@ -60,6 +61,7 @@ def average(
         options: as for `merge`.
         listener: as for `merge`; steps that are incomplete are named.
         engine: who makes the files; see `unshard.engines.crew`.
+        before: as for `merge_with`.
         pass_over: whether steps of a run that are not complete are left out, with a warning, or
             are an error.
 
@@ -88,7 +90,7 @@ def average(
         weights = _weights(coefficients, ema_decay, len(sources))
         titles = ", ".join(source.checkpoint.title for source in sources)
         heard(Chosen(f"averaging {len(sources)} checkpoints: {titles}"))
-        prepared = prepare(sources, chosen, weights)
+        prepared = before(prepare(sources, chosen, weights))
         return deliver(prepared, target, chosen, heard, engine=engine, started=started)
 
 

@@ -143,7 +143,7 @@ def merge_with(
     listener: Listener,
     *,
     engine: RunPlan = run_plan,
-    before: Callable[[Prepared], None] = lambda _prepared: None,
+    before: Callable[[Prepared], Prepared] = lambda prepared: prepared,
     pass_over: bool = True,
 ) -> Report:
     """Merge as `merge` does, with the options as one value.
@@ -151,7 +151,8 @@ def merge_with(
     Args:
         checkpoint, output, options, listener: as for `merge`.
         engine: who makes the files; see `unshard.engines.crew`.
-        before: called with the plan before anything is written; what it raises ends the merge.
+        before: called with the plan before anything is written; returns what is made of it, and
+            what it raises ends the merge.
         pass_over: whether an older step may be taken, with a warning, for one that is not complete,
             or that is an error, as it is for the tools that `unshard.compat` replaces.
     """
@@ -165,5 +166,4 @@ def merge_with(
     listener(Chosen(f"merging {source.checkpoint.title}"))
     target = target or source.checkpoint.location.default_output
     prepared = with_training_state(prepare([source], options), options)
-    before(prepared)
-    return deliver(prepared, target, options, listener, engine=engine, started=started)
+    return deliver(before(prepared), target, options, listener, engine=engine, started=started)

@@ -3,16 +3,27 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from unshard.cli import process
+from unshard.compat.generation import GENERATION_CONFIG, generation_config
+from unshard.errors import ConversionError
 from unshard.fronts import line_of
 
 if TYPE_CHECKING:
-    from unshard.api import MergeOptions
+    from unshard.api import MergeOptions, Prepared
 
-__all__ = ["DTYPES", "SavesItself", "as_file", "merge_line", "run"]
+__all__ = [
+    "DTYPES",
+    "SavesItself",
+    "as_file",
+    "as_transformers_saves",
+    "merge_line",
+    "need_config",
+    "run",
+]
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -37,6 +48,36 @@ def run(main: Callable[[], None], *, failed: str = "error: ") -> NoReturn:
 def merge_line(checkpoint: Path, output: Path, options: "MergeOptions") -> str:
     """Return the line of `unshard merge` that does what a drop-in does."""
     return line_of("unshard merge", [str(checkpoint), str(output)], options.chosen)
+
+
+def need_config(prepared: "Prepared") -> "Prepared":
+    """Return what is to be made, unless it lacks a config: the originals cannot go on then.
+
+    Raises:
+        ConversionError: transformers could not load the output.
+    """
+    if prepared.config is not None:
+        return prepared
+    location = prepared.checkpoint.location
+    places = dict.fromkeys((location.weights_dir, location.step_dir))
+    raise ConversionError(
+        f"{location.place}: there is no config.json, without which the output is not a model",
+        expected="config.json in " + " or ".join(f"{one} or its huggingface/" for one in places),
+        hint="give it with --config FILE|DIR or --base MODEL",
+    )
+
+
+def as_transformers_saves(prepared: "Prepared") -> "Prepared":
+    """Return what is to be made, with the generation_config.json that lmms-engine's merger writes.
+
+    Raises:
+        ConversionError: see `need_config`.
+    """
+    fields = need_config(prepared).config
+    text = None if fields is None else generation_config(fields)
+    if text is None or GENERATION_CONFIG in prepared.checkpoint.catalog.companions.files:
+        return prepared
+    return replace(prepared, files={**prepared.files, GENERATION_CONFIG: text})
 
 
 @contextmanager

@@ -41,11 +41,15 @@ def main() -> None:
 
     def before(catalog: "Catalog", counts: "ShardCounts") -> None:
         _print_shards(catalog, counts)
-        print(f"\nSaving merged model to {paths.output}")
-        print("  Creating model from config... (not needed: bytes are moved, config.json is kept)")
-        print(f"  Saving model with dtype={arguments.dtype}...", flush=True)
+        merged.append(counts)
 
-    _print_saved(convert(paths, options, run_plan, before), paths)
+    merged: list[ShardCounts] = []
+    report = convert(paths, options, run_plan, before)
+    _print_merged(merged[0])
+    print(f"\nSaving merged model to {paths.output}")
+    print("  Creating model from config... (not needed: bytes are moved, config.json is kept)")
+    print(f"  Saving model with dtype={arguments.dtype}...")
+    _print_saved(report, paths)
 
 
 def _print_header(paths: Paths, dtype: str) -> None:
@@ -64,7 +68,10 @@ def _print_shards(catalog: "Catalog", counts: "ShardCounts") -> None:
     print(f"\nLoading {len(counts.keys)} checkpoint shards...")
     for number, (name, keys) in enumerate(counts.keys.items(), start=1):
         print(f"  [{number}/{len(counts.keys)}] Loading {name}... ({keys} keys)")
-    print("\nMerging shards into full state dict...")
+    print("\nMerging shards into full state dict...", flush=True)
+
+
+def _print_merged(counts: "ShardCounts") -> None:
     print(f"✓ Merged {counts.replicated + counts.sharded} parameters:")
     print(f"  - {counts.replicated} replicated parameters")
     print(f"  - {counts.sharded} sharded parameters")

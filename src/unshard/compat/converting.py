@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unshard.compat.commands import merge_line
+from unshard.compat.commands import merge_line, need_config
 from unshard.errors import UnknownFormatError, UsageError, speaking
 from unshard.fronts import Command
 
@@ -66,9 +66,10 @@ def convert(
     from unshard.cli.show import listening
     from unshard.read.inspection import count_shards
 
-    def tell(prepared: Prepared) -> None:
-        catalog = prepared.checkpoint.catalog
+    def tell(prepared: Prepared) -> Prepared:
+        catalog = need_config(prepared).checkpoint.catalog
         before(catalog, count_shards(catalog))
+        return prepared
 
     front = Command({}, merge_line(paths.actor, paths.output, options))
     with speaking(front), listening(quiet=False, front=front) as listener:
@@ -79,4 +80,4 @@ def print_how_to_load(output: Path) -> None:
     """Print how the output is loaded."""
     print("\nYou can now load this model with:")
     print("  from transformers import AutoModelForCausalLM")
-    print(f"  model = AutoModelForCausalLM.from_pretrained('{output}')")
+    print(f"  model = AutoModelForCausalLM.from_pretrained({str(output)!r})")

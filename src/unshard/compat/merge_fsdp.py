@@ -11,18 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unshard.compat.commands import merge_line, run
+from unshard.compat.commands import as_transformers_saves, merge_line, run
 from unshard.errors import UnknownFormatError, UnshardError, UsageError, speaking
 from unshard.fronts import Command, line_of
 
 if TYPE_CHECKING:
-    from unshard.api import MergeOptions
+    from unshard.api import MergeOptions, Prepared
     from unshard.convert.precision import Fields
 
 _EMA_DIR, _MODEL_DIR = "pytorch_ema_model_fsdp_0", "pytorch_model_fsdp_0"
 _MODEL = "--model_name_or_class"
 _WEIGHTS = {_MODEL_DIR: "model", _EMA_DIR: "ema"}
 _STEP = re.compile(r"checkpoint-(\d+)")
+_AUTO = re.compile(r"AutoModel(For\w+)?")
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")  # Qwen2ForCausalLM; hub ids have a slash
 
 
@@ -80,12 +81,27 @@ def main() -> None:
         listening(quiet=False, front=front) as listener,
     ):
         if arguments.merge and arguments.step is None:
-            report = api.average(paths, target, options=wanted, listener=listener, pass_over=False)
-            print(f"Merging {len(report.sources)} checkpoints")
+            report = api.average(
+                *(paths, target),
+                options=wanted,
+                listener=listener,
+                before=_told,
+                pass_over=False,
+            )
         else:
-            report = api.merge_with(paths[-1], target, wanted, listener, pass_over=False)
-            print(f"Using latest checkpoint: {report.source}")
+            what = (paths[-1], target, wanted, listener)
+            report = api.merge_with(*what, before=_told, pass_over=False)
     print(f"Merged checkpoint saved to: {report.output}")
+
+
+def _told(prepared: "Prepared") -> "Prepared":
+    """Print what is merged, before it is; return what is made."""
+    if len(prepared.sources) > 1:
+        print(f"Merging {len(prepared.sources)} checkpoints", flush=True)
+    else:
+        place = prepared.checkpoint.location.weights_dir
+        print(f"Using latest checkpoint: {place}", flush=True)
+    return as_transformers_saves(prepared)
 
 
 def _front(
@@ -120,7 +136,7 @@ def _checkpoints(run_dir: Path, dirname: str, step: int | None) -> list[Path]:
 @contextmanager
 def _of_model(model: str, checkpoint: Path, options: "MergeOptions") -> Iterator["MergeOptions"]:
     """Yield the options with what a directory, a hub id or a class name says of the model."""
-    if not model:
+    if not model or _AUTO.fullmatch(model):  # how to load a model, not what it is
         yield options
     elif Path(model).is_dir():
         weights = [*Path(model).glob("*.safetensors*"), *Path(model).glob("*.bin*")]

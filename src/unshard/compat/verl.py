@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from unshard.compat.commands import merge_line, run
+from unshard.compat.commands import merge_line, need_config, run
 from unshard.errors import NotMergeableError, UsageError, speaking
 from unshard.fronts import Command, line_of
 
@@ -62,7 +62,9 @@ def _merge(arguments: argparse.Namespace) -> None:
     front = Command(own, merge_line(arguments.local_dir, arguments.target_dir, options))
     with speaking(front), listening(quiet=False, front=front) as listener:
         report = api.merge_with(
-            arguments.local_dir, arguments.target_dir, options, listener, pass_over=False
+            *(arguments.local_dir, arguments.target_dir, options, listener),
+            before=need_config,
+            pass_over=False,
         )
     print(f"Saving model to {report.output}")
     if any(name.startswith("tokenizer") for name in report.companions):

@@ -5,14 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from unshard.compat.commands import SavesItself, as_file
-from unshard.errors import speaking
+from unshard.compat.commands import SavesItself, as_file, as_transformers_saves
+from unshard.errors import UsageError, speaking
 from unshard.fronts import Python, call_of
 from unshard.merger.base import CheckpointMerger
 from unshard.progress import Chosen, Event, Listener, Warned
 
 if TYPE_CHECKING:
-    from unshard.api import MergeOptions
+    from unshard.api import MergeOptions, Prepared
 
 __all__ = ["FSDP2Merger", "merge_options"]
 
@@ -86,9 +86,11 @@ class FSDP2Merger(CheckpointMerger):
         from unshard.api import Prepared, check_class, merge_with
         from unshard.api.hearing import hearing
 
-        def check(prepared: Prepared) -> None:
+        def check(prepared: Prepared) -> Prepared:
+            _check_place(checkpoint, prepared)
             if model_cls is not None:
                 check_class(prepared, model_cls)
+            return as_transformers_saves(prepared)
 
         checkpoint = Path(checkpoint_path)
         target = checkpoint if output_path is None else Path(output_path)
@@ -100,6 +102,16 @@ class FSDP2Merger(CheckpointMerger):
             listener = _logging(heard)
             merge_with(checkpoint, target, options, listener, before=check, pass_over=False)
         return target
+
+
+def _check_place(path: Path, prepared: "Prepared") -> None:
+    """Refuse a path inside a checkpoint: the merger writes into it by default."""
+    step = prepared.checkpoint.location.step_dir
+    if path.resolve() not in (step, *step.parents):
+        raise UsageError(
+            f"{path} is not a checkpoint directory, but something inside one",
+            hint=f"give the checkpoint itself: {step}",
+        )
 
 
 def _logging(listener: Listener) -> Listener:
