@@ -119,6 +119,7 @@ class Stage:
         self._made_parents: list[Path] = []
         self._place: Place | None = None
         self._held = ExitStack()
+        self._is_complete = False
 
     @property
     def directory(self) -> Path:
@@ -139,12 +140,12 @@ class Stage:
     def __enter__(self) -> Self:
         try:
             self._enter()
+            return self  # noqa: TRY300 (a signal just before it is caught, too)
         except BaseException as error:
             self._clean_up()
             if isinstance(error, OSError):
                 raise unwritable(self._target, error) from error
             raise
-        return self
 
     def __exit__(
         self,
@@ -152,7 +153,11 @@ class Stage:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._clean_up()
+        try:
+            self._clean_up()
+        except KeyboardInterrupt as late:
+            self._say(late)
+            raise
         if isinstance(error, OSError):
             raise unwritable(self._target, error) from error
 
@@ -171,17 +176,21 @@ class Stage:
             OutputError: a new target has come to exist meanwhile, or not all files could be moved.
             KeyboardInterrupt: it came meanwhile, and the output is complete nevertheless.
         """
-        notes: list[str] | None = None
         try:
             with uninterrupted():
                 notes = self._take_place(replaced)
+                self._is_complete = True
                 self._made_parents.clear()
                 self._clean_up()
+            return notes  # noqa: TRY300 (as above)
         except KeyboardInterrupt as error:
-            if notes is not None:
-                error.args = (f"interrupted, but only after {self._target} was complete",)
+            self._say(error)
             raise
-        return notes
+
+    def _say(self, error: KeyboardInterrupt) -> None:
+        """Let an interruption say that it came too late."""
+        if self._is_complete:
+            error.args = (f"interrupted, but only after {self._target} was complete",)
 
     def _take_place(self, replaced: Collection[str]) -> list[str]:
         place = self._staging
@@ -330,4 +339,4 @@ def _remove(place: Place) -> None:
         if mtime is not None:
             os.utime(place.parent, ns=(os.fstat(place.parent).st_atime_ns, mtime))
     except OSError as error:
-        _log.warning("%s is left for the next run to remove: %s", place.path, error)
+        _log.warning("%s is left for the next run: %s", place.path, error)
