@@ -37,7 +37,8 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
         try:
             vars(module)["main"]()
-        except UnshardError:
+        except UnshardError as error:
+            sys.stderr.write(f"{error}\n")
             return 1
         return 0
 
