@@ -1,5 +1,6 @@
 """What the documents show is what the program prints."""
 
+import ast
 import json
 import os
 import re
@@ -129,6 +130,18 @@ def test_architecture_names_every_module() -> None:
     for path in (ROOT / "src" / "unshard").rglob("*.py"):
         if not path.name.startswith("_"):
             assert f"`{path.stem}`" in text or f"`{path.name}`" in text, path
+
+
+def test_every_promise_of_the_replaced_tools_names_a_test_that_is_there() -> None:
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert [int(row[0].removeprefix("| ")) for row in rows] == list(range(1, 75))
+    for _, promise, here, _why, test in rows:
+        assert promise
+        assert here in {"same", "better", "different"}, promise
+        path, _, name = test.removesuffix(" |").strip("`").partition("::")
+        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        assert name in {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}, test
 
 
 def test_every_row_of_the_formats_table_names_a_test_that_is_there() -> None:
