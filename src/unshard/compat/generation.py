@@ -19,10 +19,11 @@ _SINCE_5 = {"output_attentions": False, "output_hidden_states": False, "use_cach
 
 
 def generation_config(config: Fields) -> bytes | None:
-    """Return the file's bytes; None for a model that does not generate."""
+    """Return the file's bytes; None for a model whose config says that it does not generate."""
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    if not any(isinstance(name, str) and name.endswith(_GENERATES) for name in names):
+    generates = any(isinstance(name, str) and name.endswith(_GENERATES) for name in names)
+    if names and not generates:
         return None
     nested = (config.get(key) for key in _TEXT_CONFIGS)
     inner = next((one for one in nested if isinstance(one, dict)), {})
