@@ -20,7 +20,10 @@ from oracle.saving import truth_file
 from oracle.workers import WorkerPool
 from ranks import assert_same, bits, snapshot
 
-pytestmark = pytest.mark.xdist_group("torch processes")
+pytestmark = [
+    pytest.mark.xdist_group("torch processes"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]
 
 CASES = [
     ("fsdp2", 3),
