@@ -24,6 +24,7 @@ import pytest
 import unshard
 from ranks import Tensors, assert_same, bits, merged
 from unshard import UnshardError
+from unshard.progress import ignore
 
 __all__ = [
     "Findings",
@@ -78,7 +79,7 @@ def judge(
 def _error_of_merge(source: Path, output: Path, options: Mapping[str, Any]) -> UnshardError | None:
     try:
         with in_time(), in_bounds():
-            unshard.merge(source, output, **options)
+            unshard.merge(source, output, listener=ignore, **options)
     except UnshardError as error:
         return error
     return None

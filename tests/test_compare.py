@@ -370,14 +370,14 @@ from unshard.progress import ignore
 from unshard.read.format import ReadOptions, Request
 from unshard.read.open import open_latest
 from unshard.write.comparison import Tolerances
-from unshard.write.report import _peak_memory
+from unshard.write.report import peak_memory
 
 ours, theirs = (
     as_stored(open_latest(Path(path), Request(), ReadOptions()).catalog) for path in sys.argv[1:]
 )
 found = compare(ours, theirs, Tolerances(), Settings(2, 64_000_000), ignore)
 assert len(found.different) == 1
-print(_peak_memory())
+print(peak_memory())
 """
 
 

@@ -223,7 +223,7 @@ def special() -> dict[str, torch.Tensor]:
 def test_an_unknown_tensor_subclass_is_refused_unless_vouched_for(tmp_path: Path) -> None:
     plain = special()
     directory = save_ranks(tmp_path / "ckpt", {}, 1, plain=[plain])
-    refused(directory, NotMergeableError, "tensor w", "--allow-global test_rank_files.Special")
+    refused(directory, NotMergeableError, "tensor w", "allow_globals=['test_rank_files.Special']")
     unshard.merge(directory, tmp_path / "out", allow_globals=["test_rank_files.Special"])
     assert_same(merged(tmp_path / "out"), {"w": plain["w"].as_subclass(torch.Tensor)})
 
