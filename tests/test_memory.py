@@ -28,7 +28,7 @@ READING = """
 import sys
 import numpy as np
 import unshard
-from unshard.write.report import _peak_memory as peak_memory
+from unshard.write.report import peak_memory
 
 with unshard.open_checkpoint(sys.argv[1]) as opened:
     one = opened.get_slice("large")
@@ -40,7 +40,7 @@ LOADING = """
 import sys
 import torch
 import unshard
-from unshard.write.report import _peak_memory as peak_memory
+from unshard.write.report import peak_memory
 
 model = torch.nn.ModuleList(torch.nn.Linear(5000, 4000, bias=False) for _ in range(4))
 small = torch.nn.Linear(2, 2, bias=False)
