@@ -156,6 +156,26 @@ def test_waiting_goes_on_while_the_server_is_away(
     assert said.err.count("away") == 1
 
 
+def test_a_superseded_job_is_listed_like_others_and_waiting_for_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unshard.evaluate.client_v1 import V1Client
+
+    job: Fields = {"step": 5, "run": "run", "weights": "model", "profile": "script"}
+    job |= {"completed_at": 1.0, "tasks": ["score"], "metrics": {}}
+    first = job | {"id": "1", "status": "superseded", "error": "saved again since: see job 2"}
+    second = job | {"id": "2", "status": "completed", "error": None}
+    monkeypatch.setattr(V1Client, "submit", lambda *_, **__: first)
+    monkeypatch.setattr(V1Client, "job", lambda *_: first)
+    monkeypatch.setattr(V1Client, "jobs", lambda *_, **__: [first, second])
+    assert ended("submit", str(tmp_path), "--tasks=score", "--wait") == 1
+    assert "see job 2" in capsys.readouterr().out
+    assert ended("status") == 0
+    listed, why, other = capsys.readouterr().out.splitlines()
+    assert (listed.split()[1], why.strip()) == ("superseded", first["error"])
+    assert listed.index("step 5") == other.index("step 5")
+
+
 def test_what_cannot_be_sent_or_written_is_said_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,8 @@ HOSTILE = {
     "torn": '{"st',
     "empty": "",
     "binary": "\x00\x01",
+    "twice": '{"step": 1, "step": 2}',
+    "not text": '{"step": 1, "run": "\\ud800"}',
 }
 
 
@@ -281,7 +283,7 @@ def test_a_pin_of_another_run_is_not_released(run: Path, tmp_path: Path) -> None
 def test_a_file_that_is_too_large_is_not_read(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("unshard.evaluate.folders._MOST_BYTES", 1000)
+    monkeypatch.setattr("unshard.write.beneath._LONGEST", 1000)
     Spool(run).add({"step": 1, "error": "e" * 1000})
     assert Spool(run).waiting() == []
     assert "more than 1000 bytes" in caplog.text
@@ -331,6 +333,34 @@ def test_a_record_is_ours_where_it_was_written(tmp_path: Path) -> None:
         copied = read_record(there, "z.json")
         assert (copied.fields, copied.is_ours) == ({"a": 1}, False)
     assert sorted(tree(tmp_path)) == ["here", "there", "there/y.json", "there/z.json"]
+
+
+def test_a_file_whose_name_is_not_text_hinders_no_pin(run: Path) -> None:
+    stray = run / "checkpoint-1" / os.fsdecode(b"caf\xe9.txt")
+    stray.write_text("notes")
+    pin = pin_checkpoint(run / "checkpoint-1", quota=ANY)
+    assert pins_of(run) == [pin]
+    assert stray.name not in pin.files
+
+
+def test_a_path_that_is_not_text_is_refused_before_anything_is_kept(run: Path) -> None:
+    place = run.rename(run.with_name(os.fsdecode(b"caf\xe9")))
+    with pytest.raises(PinError, match="not UTF-8"):
+        pin_checkpoint(place / "checkpoint-1", quota=ANY)
+    assert list((place / "_unshard" / "pins").iterdir()) == []
+
+
+def test_a_pin_that_cannot_be_removed_whole_keeps_its_record(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pin = pin_checkpoint(run / "checkpoint-1", quota=ANY)
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda *_, **__: None)
+        unpin(pin)
+    (left,) = pin.directory.parent.iterdir()
+    assert (left / "pin.json").exists()
+    enforce_quota(run, ANY)
+    assert not left.exists()
 
 
 def test_half_made_and_half_removed_pins_of_ours_are_finished(run: Path) -> None:

@@ -97,6 +97,7 @@ def test_every_file_of_an_index_and_every_numbered_one_is_needed(tmp_path: Path)
     for text, reason in (
         ('{"weight_map": {"a": "other.safetensors"}}', "other.safetensors is missing"),
         ('{"weight_map"', "model.safetensors.index.json is not finished"),
+        ('{"a":' * 100_000, "model.safetensors.index.json is not finished"),
         (json.dumps({"weight_map": {"a": first}}), None),
     ):
         index.write_text(text)
@@ -138,7 +139,14 @@ def test_verl_says_itself_what_is_complete(tmp_path: Path) -> None:
 def test_transformers_says_at_the_end_which_step_it_was(tmp_path: Path) -> None:
     place = whole_model(tmp_path / "checkpoint-7")
     state = place / "trainer_state.json"
-    for text in ("", "[]", '{"global_step": 6}', '{"global_step": "7"}', '{"global_st'):
+    for text in (
+        "",
+        "[]",
+        '{"global_step": 6}',
+        '{"global_step": "7"}',
+        '{"global_st',
+        "[" * 100_000,
+    ):
         state.write_text(text)
         assert why(place) == "trainer_state.json is of another step"
     state.write_text(json.dumps({"global_step": 7}))

@@ -168,7 +168,9 @@ def submit(
     weights: WeightSets = "model",
     wait: Annotated[
         bool,
-        typer.Option("--wait", help="Wait until the jobs have ended; exit code 1 if one failed."),
+        typer.Option(
+            "--wait", help="Wait until the jobs have ended; exit code 1 unless all completed."
+        ),
     ] = False,
     server: Url = URL,
     token_file: TokenFile = None,
@@ -312,7 +314,7 @@ def _print_jobs(jobs: "Sequence[Mapping[str, Any]]", *, as_json: bool) -> None:
     for job in jobs:
         step = "-" if job["step"] is None else job["step"]
         what = f"{job['run']}  step {step}  {job['weights']}  {job['profile']}"
-        print(f"{job['id']}  {job['status']:<9}  {what}  {','.join(job['tasks'])}")
+        print(f"{job['id']}  {job['status']:<10}  {what}  {','.join(job['tasks'])}")
         for name, value in job["metrics"].items():
             print(f"    {name} = {value:.6g}")
         if job["error"]:

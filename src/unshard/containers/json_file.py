@@ -15,7 +15,15 @@ from pathlib import Path
 
 from unshard.errors import CorruptError
 
-__all__ = ["MAX_DEPTH", "MAX_JSON", "JsonFields", "json_object", "parsed_object", "shown"]
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_JSON",
+    "JsonFields",
+    "is_text",
+    "json_object",
+    "parsed_object",
+    "shown",
+]
 
 MAX_JSON = 100_000_000
 """The most bytes of a JSON file: what safetensors allows its headers. The longest index known has
@@ -105,13 +113,14 @@ _Inside = tuple[str, dict[str, object] | list[object]]
 def _below(above: str, value: dict[str, object] | list[object], what: str) -> Iterator[_Inside]:
     entries = value.items() if isinstance(value, dict) else (("", one) for one in value)
     for key, one in entries:
-        if not _is_text(key) or (isinstance(one, str) and not _is_text(one)):
+        if not is_text(key) or (isinstance(one, str) and not is_text(one)):
             raise CorruptError(f"{what}: {above or key}: half a surrogate pair, which is not text")
         if isinstance(one, dict | list):
             yield above or key, one
 
 
-def _is_text(text: str) -> bool:
+def is_text(text: str) -> bool:
+    """Return whether a string can be written as UTF-8: it has no half of a surrogate pair."""
     if text.isascii():
         return True
     try:

@@ -5,7 +5,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from unshard.evaluate.folders import STATE, open_regular, opened
+from unshard.evaluate.folders import STATE, opened
+from unshard.write.beneath import open_regular
 
 __all__ = ["lock", "lock_file", "unlock"]
 
@@ -27,7 +28,7 @@ def lock(run: Path, name: str) -> int | None:
     """Lock `<run>/_unshard/<name>` as `lock_file` does; the mtime of the run's directory stays."""
     run.mkdir(parents=True, exist_ok=True)
     with opened(run, STATE, make=True) as state:
-        return _locked(open_regular(name, _FLAGS, folder=state))
+        return _locked(open_regular(name, _FLAGS, within=state))
 
 
 def _locked(fd: int) -> int | None:

@@ -1,7 +1,8 @@
 """Which files of a checkpoint a pin keeps, and a listing of them that shows whether it changed.
 
 A pin keeps weights of every kind and what makes them a model; not optimizer, not dataloader, not
-random state. Names are those of the writers that `read.discover` names. Opens no file.
+random state, nothing whose name is not text. Names are those of the writers that `read.discover`
+names. Opens no file.
 """
 
 import hashlib
@@ -11,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from unshard.containers.json_file import is_text
+
 __all__ = [
     "Identity",
     "Listing",
     "changed_files",
     "fingerprint",
     "identity",
-    "is_inside",
     "list_checkpoint",
     "stamps_of",
 ]
@@ -63,16 +65,6 @@ def identity(path: Path) -> Identity:
     """Return what tells a file from one that replaced it or was written again in place."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def is_inside(path: str) -> bool:
-    """Return whether a path that somebody wrote down names a file below a directory."""
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:  # a lone surrogate: no file can have this name
-        return False
-    parts = path.split("/")
-    return "\0" not in path and not {"", ".", ".."}.intersection(parts)
 
 
 def changed_files(checkpoint: Path, files: Mapping[str, Identity]) -> list[str]:
@@ -172,7 +164,7 @@ def _list_folder(
 def _entries(folder: Path) -> Iterator[tuple[str, bool | None]]:
     """Yield names of a folder that a pin keeps, and whether they are folders: see `_is_folder`."""
     with os.scandir(folder) as entries:
-        found = sorted((entry.name, _is_folder(entry)) for entry in entries)
+        found = sorted((one.name, _is_folder(one)) for one in entries if is_text(one.name))
     for name, is_folder in found:
         left_out = _LEFT_OUT_FOLDERS if is_folder else _LEFT_OUT_FILES
         if not left_out.fullmatch(name):

@@ -1,12 +1,13 @@
 """What a pin's record, `pin.json`, says; another user, or an archive, may have put it there."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from unshard.errors import CorruptError
 from unshard.evaluate.folders import Record
-from unshard.evaluate.pin_files import Identity, changed_files, is_inside
+from unshard.evaluate.pin_files import Identity, changed_files
+from unshard.write.beneath import check_path
 
 __all__ = ["Pin", "fields_of", "pin_of"]
 
@@ -73,7 +74,7 @@ def pin_of(record: Record, directory: Path) -> Pin:
     """Return the pin that a record describes, which a stranger may have written.
 
     Raises:
-        ValueError: it describes none.
+        CorruptError: it describes none.
     """
     match record.fields:
         case {
@@ -83,9 +84,8 @@ def pin_of(record: Record, directory: Path) -> Pin:
             "created": int() | float() as created,
             "files": dict(files),
             "owner": str(owner),
-        } if _is_name(name) and step is not True and 0 <= created < _LATEST:
+        } if _is_inside(name) and "/" not in name and 0 <= created < _LATEST and step is not True:
             found = {inside: _identity(inside, values) for inside, values in files.items()}
-            os.fsencode(checkpoint)  # raises where no file can have this name
             return Pin(
                 directory / name,
                 directory,
@@ -96,15 +96,19 @@ def pin_of(record: Record, directory: Path) -> Pin:
                 owner,
                 record.is_ours,
             )
-    raise ValueError("not the record of a pin")
+    raise CorruptError("not the record of a pin")
 
 
-def _is_name(text: str) -> bool:
-    return is_inside(text) and "/" not in text
+def _is_inside(path: str) -> bool:
+    try:
+        check_path(path)
+    except ValueError:
+        return False
+    return True
 
 
 def _identity(inside: str, values: object) -> Identity:
     match values:
-        case [int(inode), int(size), int(mtime)] if is_inside(inside):
+        case [int(inode), int(size), int(mtime)] if _is_inside(inside):
             return inode, size, mtime
-    raise ValueError(f"not a file of a pin: {inside!r:.100}")
+    raise CorruptError(f"not a file of a pin: {inside!r:.100}")

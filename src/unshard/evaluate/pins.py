@@ -19,13 +19,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from unshard.errors import CorruptError
 from unshard.evaluate.folders import (
     STATE,
-    empty,
     left_alone,
-    names_in,
     opened,
-    opened_in,
     read_record,
     write_record,
 )
@@ -39,6 +37,8 @@ from unshard.evaluate.pin_links import (
     refusal,
 )
 from unshard.evaluate.pin_records import Pin, fields_of, pin_of
+from unshard.write.beneath import names_in, remove
+from unshard.write.beneath import opened as opened_in
 
 __all__ = [
     "DEFAULT_QUOTA",
@@ -127,7 +127,7 @@ def _being_made(run: Path, directory: Path, owner: str) -> Iterator[tuple[Path, 
     try:
         with opened(run, *_PLACE, make=True) as pins:
             os.mkdir(partial.name, dir_fd=pins)
-            with opened_in(pins, partial) as folder:
+            with opened_in(partial.name, within=pins) as folder:
                 try:
                     write_record(folder, _RECORD, {"owner": owner})  # known as ours if we die
                     yield partial, folder
@@ -156,12 +156,12 @@ def read_pin(path: Path) -> Pin:
     try:
         with opened(directory.parents[2], *_PLACE) as pins:
             return _read(pins, directory)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, CorruptError) as error:
         raise ExpiredError(f"{path}: no pin", found=str(error)) from error
 
 
 def _read(pins: int, directory: Path) -> Pin:
-    with opened_in(pins, directory) as folder:
+    with opened_in(directory.name, within=pins) as folder:
         return pin_of(read_record(folder, _RECORD), directory)
 
 
@@ -177,7 +177,7 @@ def pins_of(run: Path) -> list[Pin]:
                 except FileNotFoundError as error:
                     if error.filename == _RECORD:  # else another process has just removed it
                         left_alone(f"{directory}: not a pin, it has no {_RECORD}")
-                except (OSError, ValueError, TypeError) as error:
+                except (OSError, CorruptError) as error:
                     left_alone(f"{directory}: not a pin: {error}")
     return sorted(pins, key=lambda pin: (pin.created, pin.name))
 
@@ -208,7 +208,7 @@ def unpin(pin: Pin) -> bool:
 
 def _remove(pins: int, directory: Path) -> bool:
     """Remove a pin, or what is left of one, if this user made it; return whether it is gone."""
-    with opened_in(pins, directory) as folder:
+    with opened_in(directory.name, within=pins) as folder:
         if not _is_ours(folder):
             left_alone(f"{directory}: not a pin that this user made there")
             return False
@@ -222,8 +222,13 @@ def _remove(pins: int, directory: Path) -> bool:
 
 def _remove_opened(pins: int, name: str, folder: int) -> None:
     """Remove a directory and what is in it, its record last: until then it is known as ours."""
-    with suppress(OSError):  # what cannot be removed now is removed by the next sweep
-        empty(folder, last=_RECORD)
+    for inside in names_in(folder):
+        if inside != _RECORD:
+            with suppress(OSError):  # what cannot be removed now is removed by the next sweep
+                remove(inside, within=folder)
+    with suppress(OSError):
+        if names_in(folder) == [_RECORD]:
+            remove(_RECORD, within=folder)
         os.rmdir(name, dir_fd=pins)
 
 
@@ -231,7 +236,7 @@ def _is_ours(folder: int) -> bool:
     """Return whether a directory is empty, or has a record that this user wrote there."""
     try:
         return read_record(folder, _RECORD).is_ours
-    except (OSError, ValueError, TypeError):
+    except (OSError, CorruptError):
         return not names_in(folder)
 
 
@@ -256,16 +261,16 @@ def sweep(run: Path, owner: str = "") -> None:
                 except FileNotFoundError:
                     continue
                 except OSError as error:
-                    left_alone(str(error))
+                    left_alone(f"{directory}: {error.strerror}")
 
 
 def _is_abandoned(pins: int, directory: Path, owner: str) -> bool:
-    with opened_in(pins, directory) as folder:
+    with opened_in(directory.name, within=pins) as folder:
         if time.time() - os.fstat(folder).st_mtime > _ABANDONED:
             return True
         try:
             return bool(owner) and read_record(folder, _RECORD).fields.get("owner") == owner
-        except (OSError, ValueError, TypeError):
+        except (OSError, CorruptError):
             return False
 
 

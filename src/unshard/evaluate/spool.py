@@ -16,8 +16,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.evaluate.folders import STATE, left_alone, names_in, opened, read_record, write_record
+from unshard.errors import CorruptError
+from unshard.evaluate.folders import STATE, left_alone, opened, read_record, write_record
 from unshard.evaluate.jobs import EvaluationError
+from unshard.write.beneath import names_in
 
 __all__ = ["Entry", "Fields", "Spool", "pins_in"]
 
@@ -173,7 +175,7 @@ class Spool:
             record = read_record(folder, path.name)
         except FileNotFoundError:
             return []
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, CorruptError) as error:
             left_alone(f"{path}: not readable: {error}")
             return []
         if type(record.fields.get("step")) is not int:

@@ -7,17 +7,18 @@ every rank's are there, in the folder of the dataloader too, every zip has its e
 is there; safetensors files when all that belong together are, each as long as its header says.
 """
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from unshard.containers.json_file import JsonFields, json_object
 from unshard.containers.safetensors_file import read_safetensors
-from unshard.errors import UnshardError, UsageError
+from unshard.errors import CorruptError, UnshardError, UsageError
 from unshard.read.discover import all_steps, step_numbers
 from unshard.read.format import Location, Request
+from unshard.read.hub_files import weight_map
 
 __all__ = ["Watcher", "why_incomplete", "why_unfinished"]
 
@@ -130,10 +131,9 @@ def why_incomplete(location: Location) -> str | None:
 
 def _step_of(state: Path) -> int | None:
     try:
-        step = json.loads(state.read_bytes())["global_step"]
-    except (ValueError, KeyError, TypeError):
+        return JsonFields(state, json_object(state)).count("global_step")
+    except CorruptError:
         return None
-    return step if isinstance(step, int) else None
 
 
 def _why_ranks(location: Location) -> str | None:
@@ -177,8 +177,8 @@ def _why_shards(folder: Path, names: set[str]) -> str | None:
     }
     if _INDEX in names:
         try:
-            wanted |= set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
+            wanted |= set(weight_map(folder / _INDEX).values())
+        except CorruptError:
             return f"{_INDEX} is not finished"
     missing = sorted(wanted - names)
     return f"{missing[0]} is missing" if missing else None

@@ -1,22 +1,27 @@
 """Files beneath a directory that is held open: by names without a slash, and no link is followed.
 
-Whatever the paths of a directory are made to mean meanwhile, these steps stay inside it.
+Whatever the paths of a directory are made to mean meanwhile, these steps stay inside it. Staging
+and recovery work this way, and so does everything in a run's `_unshard`.
 """
 
 import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 __all__ = [
     "check_path",
     "folder_of",
+    "names_in",
     "open_directory",
+    "open_inside",
+    "open_regular",
     "opened",
     "read_file",
+    "read_with_status",
     "remove",
     "status_of",
     "walk",
@@ -42,10 +47,45 @@ def open_directory(name: str, *, within: int) -> int:
     """Open a directory; a link to one is refused.
 
     Raises:
-        OSError: there is no such directory.
+        OSError: there is no such directory (ENOENT), or it is a link or something else (ELOOP).
     """
     (single,) = check_path(name)
-    return os.open(single, _DIRECTORY, dir_fd=within)
+    try:
+        return os.open(single, _DIRECTORY, dir_fd=within)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):  # which one depends on the system
+            raise
+        why = "not a directory; links are not followed here"
+        raise OSError(errno.ELOOP, why, name) from error
+
+
+def open_inside(names: Sequence[str], *, within: int, make: bool = False) -> int:
+    """Open a directory inside another, one name after the other.
+
+    Args:
+        names: of the directories on the way, the last one included; none for `within` itself.
+        within: where it begins.
+        make: make the directories that are missing.
+
+    Raises:
+        OSError: see `open_directory`; `filename` is the path from `within` to the one that failed.
+    """
+    fd, passed = os.dup(within), PurePosixPath()
+    try:
+        for name in names:
+            passed /= name
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=fd)
+            inner = open_directory(name, within=fd)
+            os.close(fd)
+            fd = inner
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, OSError):
+            error.filename = str(passed)
+        raise
+    return fd
 
 
 @contextmanager
@@ -71,15 +111,8 @@ def folder_of(path: str, *, within: int, make: bool = False) -> Iterator[tuple[i
         OSError: a directory is missing, or a link, or something else.
     """
     *folders, name = check_path(path)
-    fd = os.dup(within)
+    fd = open_inside(folders, within=within, make=make)
     try:
-        for folder in folders:
-            if make:
-                with suppress(FileExistsError):
-                    os.mkdir(folder, dir_fd=fd)
-            inner = open_directory(folder, within=fd)
-            os.close(fd)
-            fd = inner
         yield fd, name
     finally:
         os.close(fd)
@@ -90,31 +123,55 @@ def status_of(path: str, *, within: int) -> os.stat_result | None:
     try:
         with folder_of(path, within=within) as (folder, name):
             return os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
         return None
 
 
-def read_file(
-    name: str, *, within: int, check: Callable[[os.stat_result], None] = lambda _status: None
-) -> bytes:
-    """Return what a small regular file contains.
+def open_regular(path: Path | str, flags: int, *, within: int | None = None) -> int:
+    """Open a regular file that is not a link; return its descriptor.
 
     Args:
-        name: of the file.
+        path: of the file, or its name in `within`.
+        flags: of open(2).
         within: the directory that holds it.
-        check: called with the status of the open file; what it raises is raised.
+
+    Raises:
+        OSError: it is missing, a link, a pipe, or anything else that is not a regular file.
+    """
+    if within is not None:
+        (path,) = check_path(str(path))
+    # Without O_NONBLOCK opening a pipe would wait for its other end.
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o666, dir_fd=within)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
+
+
+def read_file(name: str, *, within: int) -> bytes:
+    """Return what a small regular file contains: see `read_with_status`."""
+    return read_with_status(name, within=within)[0]
+
+
+def read_with_status(name: str, *, within: int) -> tuple[bytes, os.stat_result]:
+    """Return what a small regular file contains, and its status.
 
     Raises:
         OSError: it is missing, a link, not a regular file, or larger than 64 MiB.
     """
-    (single,) = check_path(name)
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with os.fdopen(os.open(single, flags, dir_fd=within), "rb") as stream:
+    with os.fdopen(open_regular(name, os.O_RDONLY, within=within), "rb") as stream:
         status = os.fstat(stream.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _LONGEST:
-            raise PermissionError(f"{name} is not a small regular file")
-        check(status)
-        return stream.read(_LONGEST)
+        if status.st_size > _LONGEST:
+            raise OSError(errno.EFBIG, f"more than {_LONGEST} bytes", name)
+        return stream.read(_LONGEST), status
+
+
+def names_in(directory: int) -> list[str]:
+    """Return the names in a directory, in order."""
+    return sorted(os.listdir(directory))
 
 
 def walk(directory: int, before: str = "") -> Iterator[tuple[str, bool]]:

@@ -14,7 +14,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from unshard.write.beneath import read_file
+from unshard.write.beneath import read_with_status
 
 __all__ = ["is_sealed", "seal"]
 
@@ -86,7 +86,8 @@ def _refuse_unless_own(status: os.stat_result, forbidden: int) -> None:
 
 
 def _read(folder: int) -> bytes:
-    key = read_file(_KEY, within=folder, check=lambda status: _refuse_unless_own(status, _OTHERS))
+    key, status = read_with_status(_KEY, within=folder)
+    _refuse_unless_own(status, _OTHERS)
     if len(key) != _KEY_BYTES:
         raise PermissionError("the key is damaged")
     return key

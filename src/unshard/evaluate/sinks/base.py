@@ -8,7 +8,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
-from unshard.evaluate.folders import open_regular, opened
+from unshard.evaluate.folders import opened
+from unshard.write.beneath import open_regular
 
 __all__ = ["PREFIX", "STEP_METRIC", "Marks", "Sink", "metric_names"]
 
@@ -88,4 +89,4 @@ class Marks:
     def _opened(self, flags: int) -> FileIO:
         """Open the file; neither it nor its directory may be a link: see `folders`."""
         with opened(self._directory.parent, self._directory.name) as folder:
-            return FileIO(open_regular(self._name, flags, folder=folder), _MODES[flags & os.O_RDWR])
+            return FileIO(open_regular(self._name, flags, within=folder), _MODES[flags & os.O_RDWR])
