@@ -20,12 +20,13 @@ from evaluation.server_stub import Stub, free_port, scores, serving, until
 from unshard.evaluate import courier as courier_module
 from unshard.evaluate import recorder
 from unshard.evaluate import submitter as submitter_module
+from unshard.evaluate.client import EvalClient
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.courier import Courier
 from unshard.evaluate.pins import DEFAULT_QUOTA, pin_checkpoint, pins_of
 from unshard.evaluate.recorder import Recording
 from unshard.evaluate.sinks.jsonl import JsonlSink
-from unshard.evaluate.spool import Spool
+from unshard.evaluate.spool import Fields, Spool
 from unshard.evaluate.submitter import Submitter, is_first_rank
 
 
@@ -327,6 +328,27 @@ def test_whatever_fails_on_one_submission_the_others_are_sent_and_it_waits(
     assert [body["step"] for body in server.submissions] == [1, 2]
     assert spool.waiting() == [bad]
     courier.close()
+
+
+def test_what_is_superseded_while_the_client_connects_is_not_sent(
+    tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool, results = Spool(tmp_path), list[Recording]()
+    fields: Fields = {"step": 1, "request": {"checkpoint": "/c", "step": 1, "tasks": ["t"]}}
+
+    def connect(url: str, timeout: float, token: str | None) -> EvalClient:
+        spool.supersede(spool.add(fields))
+        return EvalClient(url, timeout=timeout, token=token)
+
+    spool.add(fields)
+    server.finishes = scores
+    monkeypatch.setattr("unshard.evaluate.courier.EvalClient", connect)
+    courier = Courier(config_for(server.url), spool, results.append)
+    for _ in range(2):
+        courier.send()
+        courier.poll()
+    courier.close()
+    assert len(results) == 1
 
 
 def test_a_job_is_not_submitted_again_and_again_where_that_cannot_be_written_down(

@@ -152,7 +152,10 @@ class Courier:
         return self._client
 
     def _send(self, entry: Entry) -> None:
-        job = self._connected().submit_body(self._body(entry.fields))
+        client = self._connected()  # takes a while: meanwhile the step may have been saved again
+        if not entry.path.exists():
+            return
+        job = client.submit_body(self._body(entry.fields))
         accepted = self._spool.accept(entry, str(job.get("id", "")))
         log.info("step %s: job %s", accepted.step, accepted.name)
 
