@@ -2,12 +2,13 @@
 """The same as `python -m unshard.compat.convert_fsdp_to_hf`, where it used to be."""
 
 import sys
-from pathlib import Path
 
 try:
-    from unshard.compat.commands import run
+    from unshard import signals
 except ImportError as error:
     if error.name == "unshard":
+        from pathlib import Path
+
         clone = Path(__file__).resolve().parent.parent
         sys.exit(
             f"unshard is not installed; to install it: {sys.executable} -m pip install {clone}"
@@ -24,4 +25,7 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
+    signals.end_at_once()
+    from unshard.compat.commands import run
+
     run(_main)

@@ -51,7 +51,7 @@ EXIT_CODES = """## Exit codes
 | 3 | the checkpoint: unknown, incomplete, corrupt, unsafe, not mergeable |
 | 4 | names or dtypes cannot be resolved |
 | 5 | the output: exists, no space, not writable |
-| 130 | interrupted |
+| 130 | interrupted (Ctrl-C); 143 after SIGTERM, 129 after SIGHUP |
 
 With `--json` stdout has one JSON object: the report, or `{"error": {"type", "code", "message",
 "expected", "found", "hint"}}`. Everything for people goes to stderr.

@@ -39,6 +39,35 @@ for step in json.loads(sys.argv.pop(1)):
     print(step, code, file=sys.stderr)
 """
 
+# Prints what is imported when a command sets its first signal handler, and ends.
+FIRST_HANDLER = """
+import os, runpy, signal, sys
+
+def handle(*_):
+    print(*sys.modules, flush=True)
+    os._exit(0)
+
+signal.signal = handle
+name = sys.argv[1]
+if name.endswith(".py"):
+    exec(open(name).read(), {"__name__": "__main__", "__file__": name})
+else:
+    runpy._run_module_as_main(name)
+"""
+
+# Is sent a signal when the interpreter has ended so far that it handles none any more.
+LATE = """
+import os, signal
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)
+
+late = Late()
+from unshard.__main__ import main
+main()
+"""
+
 
 def run(
     *command: str, encoding: str = "utf-8", shell: str = '"$@"'
@@ -70,6 +99,36 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(verl: Path, tmp_path: Pat
     assert {code for _, code in ends} <= {"130", "0", "5"}  # later there is nothing to import
     assert lines.count("interrupted: nothing was left half done") == len(interrupted)
     assert {path.name for path in tmp_path.iterdir()} <= {"global_step_1", "out"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "unshard",
+        "unshard.merger",
+        "unshard.compat.convert_checkpoint_simple",
+        "unshard.compat.convert_fsdp_to_hf",
+        "unshard.compat.merge_fsdp",
+        "unshard.compat.verl",
+        "scripts/convert_checkpoint_simple.py",
+        "scripts/convert_fsdp_to_hf.py",
+        "tools/merge_fsdp.py",
+    ],
+)
+def test_signals_are_handled_before_anything_else_is_imported(command: str) -> None:
+    name = str(ROOT / command) if command.endswith(".py") else command
+    loaded = set(run("-c", FIRST_HANDLER, name).stdout.decode().split())
+    package = {name for name in loaded if name.startswith("unshard")}
+    assert "unshard.signals" in package
+    parents = {"unshard._version", "unshard.compat", "unshard.merger", command}
+    assert package <= {"unshard", "unshard.signals", "unshard.__main__"} | parents
+    assert loaded.isdisjoint({"argparse", "json", "typing"})
+
+
+def test_a_signal_while_the_interpreter_ends_changes_nothing(verl: Path, tmp_path: Path) -> None:
+    done = run("-c", LATE, "merge", str(verl), str(tmp_path / "out"), "--quiet")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
@@ -117,3 +176,22 @@ def test_a_script_without_unshard_says_how_to_install_it(script: str) -> None:
     (line,) = done.stderr.decode().splitlines()
     assert line.startswith("unshard is not installed; to install it: ")
     assert line.endswith(f" -m pip install {ROOT}")
+
+
+@pytest.mark.parametrize("command", [("unshard", "env"), CONVERT[1:]])
+def test_a_current_directory_that_was_deleted_is_said(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    gone = f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone && "
+    arguments = ["."] if command == CONVERT[1:] else []
+    done = run("-m", *command, *arguments, shell=gone + '"$@"')
+    assert done.returncode == 1
+    assert b"the current directory has been deleted\n  hint:     cd to another" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_absolute_paths_need_no_current_directory(verl: Path, tmp_path: Path) -> None:
+    gone = f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone && "
+    done = run("-m", "unshard", "merge", str(verl), str(tmp_path / "out"), shell=gone + '"$@"')
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()

@@ -7,11 +7,11 @@
     with unshard.open_checkpoint("checkpoint-1000") as checkpoint:
         rows = checkpoint.get_slice("lm_head.weight")[0:16]
 
-Importing this package imports nothing heavy; numpy comes with the first call.
+Importing this package imports nothing else; numpy comes with the first call. A command so handles
+signals before it imports anything that takes time.
 """
 
 import sys
-from typing import TYPE_CHECKING
 
 if sys.version_info < (3, 11):  # noqa: UP036 (pip checks it, but not for a source tree)
     raise ImportError(
@@ -22,21 +22,8 @@ if sys.version_info < (3, 11):  # noqa: UP036 (pip checks it, but not for a sour
     )
 
 from unshard._version import __version__
-from unshard.errors import (
-    CheckpointError,
-    ConversionError,
-    CorruptError,
-    IncompleteError,
-    NoSuchTensorError,
-    NotMergeableError,
-    OutputError,
-    UnknownFormatError,
-    UnsafeError,
-    UnshardError,
-    UnshardWarning,
-    UsageError,
-)
 
+TYPE_CHECKING = False  # as type checkers know it; importing typing takes time
 if TYPE_CHECKING:
     from unshard.api import (
         Comparison,
@@ -54,6 +41,20 @@ if TYPE_CHECKING:
         merge_all,
         open_checkpoint,
         verify,
+    )
+    from unshard.errors import (
+        CheckpointError,
+        ConversionError,
+        CorruptError,
+        IncompleteError,
+        NoSuchTensorError,
+        NotMergeableError,
+        OutputError,
+        UnknownFormatError,
+        UnsafeError,
+        UnshardError,
+        UnshardWarning,
+        UsageError,
     )
 
 __all__ = [
@@ -87,33 +88,17 @@ __all__ = [
     "verify",
 ]
 
-_LAZY = frozenset(
-    {
-        "Comparison",
-        "Inspection",
-        "LazyTensor",
-        "Loaded",
-        "MergeOptions",
-        "OpenCheckpoint",
-        "Report",
-        "average",
-        "inspect",
-        "load_into",
-        "load_state_dict",
-        "merge",
-        "merge_all",
-        "open_checkpoint",
-        "verify",
-    }
-)
-
 
 def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        from unshard import api
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.endswith(("Error", "Warning")):
+        from unshard import errors
 
-        return getattr(api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(errors, name)
+    from unshard import api
+
+    return getattr(api, name)
 
 
 def __dir__() -> list[str]:

@@ -1,12 +1,15 @@
 """`python -m unshard`, and the command `unshard`."""
 
-from unshard.cli.process import run
+from unshard import signals
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """Run the command line; exit with 0, a code of `unshard.errors`, or 128 + a signal."""
+    signals.end_at_once()
+    from unshard.cli.process import run
+
     run(_command_line)
 
 

@@ -1,16 +1,24 @@
 """Signals that end a command: Ctrl-C, SIGTERM and SIGHUP.
 
 Only a process that is a command has these handlers, never one that imports the package. While it
-imports there is nothing to clean up and much that must not be torn apart, so a signal ends it at
+imports there is nothing to clean up, and much that must not be torn apart, so a signal ends it at
 once. From `raise_them` on, a signal becomes an exception, and whatever is being made is removed.
+This module imports little: what it imports is imported before there are handlers.
 """
 
 import os
 import signal
 from types import FrameType
-from typing import NoReturn
 
-__all__ = ["Interrupted", "end_at_once", "exit_code", "ignore", "message", "raise_them"]
+__all__ = [
+    "Interrupted",
+    "end_at_once",
+    "exit_code",
+    "ignore",
+    "ignore_for_good",
+    "message",
+    "raise_them",
+]
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _INTERRUPTED = 128 + signal.SIGINT
@@ -54,6 +62,16 @@ def ignore() -> None:
             signal.signal(number, _ignore)
 
 
+def ignore_for_good() -> None:
+    """Let signals change nothing while the interpreter ends, and not the exit code.
+
+    As it ends it takes handlers written in Python away, and leaves ignored signals ignored.
+    """
+    for number in _ENDING:
+        if signal.getsignal(number) in (_end, _raise, _ignore):
+            signal.signal(number, signal.SIG_IGN)
+
+
 def exit_code(error: BaseException) -> int:
     """Return 128 and the number of the signal that an interruption, or its cause, is due to."""
     cause: BaseException | None = error
@@ -74,14 +92,14 @@ def _message(number: int) -> str:
     return f"{how}: nothing was left half done"
 
 
-def _end(number: int, _frame: FrameType | None) -> NoReturn:
+def _end(number: int, _frame: FrameType | None) -> None:
     try:
         os.write(_STDERR, f"{_message(number)}\n".encode())
     finally:
         os._exit(128 + number)
 
 
-def _raise(number: int, _frame: FrameType | None) -> NoReturn:
+def _raise(number: int, _frame: FrameType | None) -> None:
     raise Interrupted(number)
 
 

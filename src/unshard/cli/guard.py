@@ -36,6 +36,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
+            signals.ignore()
             print(signals.message(error), file=sys.stderr)
             raise typer.Exit(signals.exit_code(error)) from error
 

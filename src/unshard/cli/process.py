@@ -12,6 +12,9 @@ from unshard import signals
 __all__ = ["run"]
 
 _FAILED = 1
+_NO_DIRECTORY = (
+    "the current directory has been deleted\n  hint:     cd to another one, or give absolute paths"
+)
 _NO_MEMORY = (
     "not enough memory, or a limit on it (ulimit -v) is too low\n"
     "  hint:     raise the limit, or run it where more memory is free"
@@ -45,7 +48,9 @@ def run(
 
         return as_one_of_torchrun(alone)
 
-    raise SystemExit(_exit_code(together, failed, failure) if is_started_by_torchrun() else alone())
+    code = _exit_code(together, failed, failure) if is_started_by_torchrun() else alone()
+    signals.ignore_for_good()
+    raise SystemExit(code)
 
 
 def _returned(command: Callable[[], None]) -> int:
@@ -80,8 +85,12 @@ def _exit_code(command: Callable[[], int], failed: str, failure: int | None) -> 
         signals.ignore()
         print(f"{failed}{_NO_MEMORY}", file=sys.stderr)
         code = _FAILED
-    except Exception:  # noqa: BLE001 (a defect of ours: shown as Python does, code included)
-        sys.excepthook(*sys.exc_info())
+    except Exception as error:  # noqa: BLE001 (a defect of ours: shown as Python does, code included)
+        signals.ignore()
+        if isinstance(error, FileNotFoundError) and not _has_directory():
+            print(f"{failed}{_NO_DIRECTORY}", file=sys.stderr)
+        else:
+            sys.excepthook(*sys.exc_info())
         code = _FAILED
     lost = flushed()
     if lost is not None and code == 0:
@@ -92,6 +101,17 @@ def _exit_code(command: Callable[[], int], failed: str, failure: int | None) -> 
         )
         code = _FAILED
     return code
+
+
+def _has_directory() -> bool:
+    """Return whether the current directory still exists: no relative path means anything in it."""
+    from pathlib import Path
+
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _number(code: object) -> int:

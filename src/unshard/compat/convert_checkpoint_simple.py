@@ -3,6 +3,11 @@
 It prints the transcript that the script's guide shows.
 """
 
+from unshard import signals
+
+if __name__ == "__main__":
+    signals.end_at_once()  # before the imports, which take time
+
 import argparse
 from typing import TYPE_CHECKING
 

@@ -3,6 +3,11 @@
 Also `torchrun --nproc_per_node=N -m unshard.compat.convert_fsdp_to_hf`.
 """
 
+from unshard import signals
+
+if __name__ == "__main__":
+    signals.end_at_once()  # before the imports, which take time
+
 import argparse
 from typing import TYPE_CHECKING
 

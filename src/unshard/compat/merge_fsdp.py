@@ -1,5 +1,10 @@
 """`tools/merge_fsdp.py` of lmms-engine; also `python -m unshard.compat.merge_fsdp`."""
 
+from unshard import signals
+
+if __name__ == "__main__":
+    signals.end_at_once()  # before the imports, which take time
+
 import argparse
 import json
 import re

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from unshard.progress import Advanced, Listener
+from unshard.write.interrupts import uninterrupted
 
 __all__ = ["MIN_BUFFER", "Means", "Pool", "Settings", "default_workers", "shares"]
 
@@ -93,9 +94,10 @@ class Pool(Generic[_T]):
                 thread.join()
         finally:  # Ctrl-C arrives here, in the main thread: let the others finish their job
             self._stopped = True
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
+            with uninterrupted():
+                for thread in threads:
+                    if thread.ident is not None:
+                        thread.join()
         if self._errors:
             raise self._errors[0]
 

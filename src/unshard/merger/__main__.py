@@ -1,5 +1,10 @@
 """`python -m unshard.merger`, for `python -m lmms_engine.merger`."""
 
+from unshard import signals
+
+if __name__ == "__main__":
+    signals.end_at_once()  # before the imports, which take time
+
 import argparse
 from pathlib import Path
 

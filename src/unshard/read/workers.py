@@ -85,6 +85,7 @@ def _worker() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,  # Ctrl-C on a terminal is for this process, which ends its workers
     )
 
 
