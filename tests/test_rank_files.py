@@ -71,7 +71,7 @@ def test_a_missing_replica_is_no_error(tmp_path: Path) -> None:
         rank_path(directory, 4, rank).unlink()
     report = unshard.merge(directory, tmp_path / "out")
     assert_same(merged(tmp_path / "out"), some_tensors())
-    assert any("ranks 0, 3 are missing" in warning for warning in report.warnings)
+    assert any("no file of rank 0, 3; replicas" in warning for warning in report.warnings)
 
 
 def test_a_missing_rank_and_its_replica_are_an_error(tmp_path: Path) -> None:
@@ -137,7 +137,20 @@ def test_a_rank_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
 def test_all_problems_come_in_one_error(tmp_path: Path) -> None:
     parts = [{"a": torch.ones(2), "b": torch.ones(2)}, {"a": torch.zeros(2), "b": torch.zeros(2)}]
     directory = save_ranks(tmp_path / "ckpt", {}, 2, plain=parts)
-    refused(directory, NotMergeableError, "(2 problems)", "tensor a", "tensor b")
+    refused(directory, NotMergeableError, "(2 problems)", "tensor a", "and 1 more tensor: b")
+
+
+def test_a_fault_of_many_tensors_is_said_once(tmp_path: Path) -> None:
+    """The sizes differ from tensor to tensor, the fault does not."""
+    names = [f"layers.{number}.w" for number in range(27)]
+    first = {name: torch.ones(number + 1) for number, name in enumerate(names)}
+    parts = [first, {name: value.half() for name, value in first.items()}]
+    directory = save_ranks(tmp_path / "ckpt", {}, 2, plain=parts)
+    message = refused(
+        directory, NotMergeableError, "(27 problems)", "tensor layers.0.w: rank 1", "float16"
+    )
+    assert message.count("rank 0 says") == 1
+    assert "and 26 more tensors: layers.1.w, layers.2.w, layers.3.w, …" in message
 
 
 def test_a_renamed_rank_file_is_noticed(checkpoint: Path) -> None:

@@ -16,8 +16,10 @@ An error names its subject (file, tensor, rank), what was expected, what was fou
 next. A stage gathers all its problems and raises once (see `raise_all`).
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import ClassVar
 
 from unshard.fronts import PYTHON, Front, advice, said
@@ -42,6 +44,9 @@ __all__ = [
 ]
 
 _SHOWN_PROBLEMS = 20
+_SHOWN_NAMES = 3
+_OF_TENSOR = re.compile(r"tensor (.+?)(?= \[[\d, ]*\]|: )")
+_SIZES = re.compile(r"\[[\d:, ]*\]")
 
 
 def printable(text: str) -> str:
@@ -163,16 +168,44 @@ class UnshardWarning(UserWarning):
 def raise_all(kind: type[UnshardError], summary: str, problems: Sequence[UnshardError]) -> None:
     """Raise one error that lists all `problems`; return if there are none.
 
-    A single problem is raised as it is. Of very many, the first are shown and the rest counted.
+    A single problem is raised as it is. A fault of many tensors is said once, with their names. Of
+    very many faults, the first are shown and the rest counted.
     """
     if not problems:
         return
     if len(problems) == 1:
         raise problems[0]
-    shown = "\n".join(f"- {problem.text}" for problem in problems[:_SHOWN_PROBLEMS])
-    rest = len(problems) - _SHOWN_PROBLEMS
+    faults: dict[tuple[str, ...], list[UnshardError]] = {}
+    for problem in problems:
+        faults.setdefault(_fault(problem), []).append(problem)
+    shown = "\n".join(
+        f"- {_said_once(alike)}" for alike in islice(faults.values(), _SHOWN_PROBLEMS)
+    )
+    rest = len(faults) - _SHOWN_PROBLEMS
     more = f"\n- and {rest} more" if rest > 0 else ""
     raise kind(f"{summary} ({len(problems)} problems):\n{shown}{more}")
+
+
+def _fault(problem: UnshardError) -> tuple[str, ...]:
+    """Return what a problem says, but for the name of its tensor, and its sizes and regions."""
+    of_tensor = _OF_TENSOR.match(problem.subject)
+    subject = problem.subject if of_tensor is None else problem.subject[of_tensor.end() :]
+    parts = (subject, problem.expected, problem.found, problem.hint)
+    if of_tensor is not None:
+        parts = tuple(_SIZES.sub("[]", part) for part in parts)
+    return (type(problem).__name__, *parts)
+
+
+def _said_once(alike: Sequence[UnshardError]) -> str:
+    """Return the first of some problems that are alike, and the names of the other tensors."""
+    if len(alike) == 1:
+        return alike[0].text
+    found = (_OF_TENSOR.match(problem.subject) for problem in alike[1:])
+    names = [match[1] for match in found if match is not None]
+    listed = ", ".join(names[:_SHOWN_NAMES]) + (", …" if len(names) > _SHOWN_NAMES else "")
+    of_tensors = f" tensor{'s' if len(names) > 1 else ''}: {listed}" if names else ""
+    others = f"and {len(alike) - 1} more{of_tensors}"
+    return f"{alike[0].text}\n  {others}"
 
 
 @contextmanager

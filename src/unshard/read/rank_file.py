@@ -85,7 +85,7 @@ class _Reader:
             try:
                 self._add(name, self._decoder.decode(value))
             except TensorFormError as error:
-                self._complain(NotMergeableError, name, f"it is {error}")
+                self._complain(NotMergeableError, name, f"cannot be read: {error}")
             except PlacementError as error:
                 self._complain(NotMergeableError, name, str(error))
         table.kind_table = list(self._kinds)

@@ -100,7 +100,8 @@ def _read(location: Location, options: ReadOptions) -> Reading:
     raise_all(NotMergeableError, summary, [*gathered.problems, *names, *resolved.problems])
     missing = tuple(rank for rank in range(world) if rank not in chosen.files)
     if missing:
-        notes.append(f"ranks {', '.join(map(str, missing))} are missing; replicas hold their part")
+        ranks = ", ".join(map(str, missing))
+        notes.append(f"there is no file of rank {ranks}; replicas have what it held")
     tensors = {
         name: resolved.entries.get(name) or draft.entry(paths)
         for name, draft in gathered.drafts.items()
