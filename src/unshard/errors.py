@@ -190,9 +190,9 @@ def _fault(problem: UnshardError) -> tuple[str, ...]:
     """Return what a problem says, but for the name of its tensor, and its sizes and regions."""
     of_tensor = _OF_TENSOR.match(problem.subject)
     subject = problem.subject if of_tensor is None else problem.subject[of_tensor.end() :]
-    parts = (subject, problem.expected, problem.found, problem.hint)
+    parts = [subject, problem.expected, problem.found, problem.hint]
     if of_tensor is not None:
-        parts = tuple(_SIZES.sub("[]", part) for part in parts)
+        parts = [_SIZES.sub("[]", part) for part in parts]
     return (type(problem).__name__, *parts)
 
 

@@ -119,6 +119,7 @@ class Stage:
         self._made_parents: list[Path] = []
         self._place: Place | None = None
         self._held = ExitStack()
+        self._quiet = ExitStack()  # holds signals back from a commit to the end of the stage
         self._is_complete = False
 
     @property
@@ -155,14 +156,17 @@ class Stage:
     ) -> None:
         try:
             self._clean_up()
+            self._quiet.close()
+            if isinstance(error, OSError):
+                raise unwritable(self._target, error) from error
         except KeyboardInterrupt as late:
             self._say(late)
             raise
-        if isinstance(error, OSError):
-            raise unwritable(self._target, error) from error
 
     def commit(self, *, replaced: Collection[str] = ()) -> list[str]:
-        """Make everything durable and let it take the target's place; Ctrl-C waits for that.
+        """Make everything durable and let it take the target's place.
+
+        Ctrl-C and the like wait until the stage is left, which then says that they came too late.
 
         Args:
             replaced: names of companions that take the place of those in a checkpoint's own
@@ -174,18 +178,15 @@ class Stage:
 
         Raises:
             OutputError: a new target has come to exist meanwhile, or not all files could be moved.
-            KeyboardInterrupt: it came meanwhile, and the output is complete nevertheless.
         """
-        try:
-            with uninterrupted():
-                notes = self._take_place(replaced)
-                self._is_complete = True
-                self._made_parents.clear()
-                self._clean_up()
-            return notes  # noqa: TRY300 (as above)
-        except KeyboardInterrupt as error:
-            self._say(error)
-            raise
+        with ExitStack() as quiet:
+            quiet.enter_context(uninterrupted())
+            notes = self._take_place(replaced)
+            self._is_complete = True
+            self._made_parents.clear()
+            self._clean_up()
+            self._quiet = quiet.pop_all()
+        return notes
 
     def _say(self, error: KeyboardInterrupt) -> None:
         """Let an interruption say that it came too late."""
