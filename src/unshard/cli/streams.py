@@ -56,7 +56,7 @@ def _safe(stream: TextIO | None, number: int) -> TextIO:
 def flushed() -> OSError | None:
     """Flush both streams; return why stdout could not be written.
 
-    A reader that has gone (`| head`) has read what it wanted: that is no error.
+    A reader that has gone (`| head`) has read what it wanted: this is not an error.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,4 +1,4 @@
-"""JSON files that somebody else wrote: bounded, and read once for all who need them.
+"""JSON files that others wrote: bounded, and read once for all who need them.
 
 Python's own reader takes any length and any depth that its stack holds, keeps the last of two equal
 keys, and returns half surrogate pairs, which no file can hold. What passes here can be copied,
@@ -139,7 +139,7 @@ class JsonFields:
     Attributes:
         path: the file.
         fields: the fields, of any type.
-        prefix: "key." of the object they stand in, where that is not the whole file.
+        prefix: "key." of the object that contains them, where that is not the whole file.
     """
 
     path: Path

@@ -5,7 +5,7 @@ files, verifies and commits. Each of the others is one more worker of its pool: 
 units of work at a time, moves those bytes into the same files and says how it went. It reads no
 checkpoint and no plan, and decides nothing.
 
-Whoever dies, dies for all: torchrun stops the others, and their connections tell them. The leader
+If one process dies, all end: torchrun stops the others, and their connections tell them. The leader
 then leaves as after Ctrl-C; if the leader itself has died, the others remove what it was making.
 """
 
