@@ -187,13 +187,11 @@ def raise_all(kind: type[UnshardError], summary: str, problems: Sequence[Unshard
 
 
 def _fault(problem: UnshardError) -> tuple[str, ...]:
-    """Return what a problem says, but for the name of its tensor, and its sizes and regions."""
-    of_tensor = _OF_TENSOR.match(problem.subject)
-    subject = problem.subject if of_tensor is None else problem.subject[of_tensor.end() :]
-    parts = [subject, problem.expected, problem.found, problem.hint]
-    if of_tensor is not None:
-        parts = [_SIZES.sub("[]", part) for part in parts]
-    return (type(problem).__name__, *parts)
+    """Return what a problem says, but for the name of its tensor, and its sizes in the subject."""
+    subject = problem.subject
+    if (of_tensor := _OF_TENSOR.match(subject)) is not None:
+        subject = _SIZES.sub("[]", subject[of_tensor.end() :])
+    return (type(problem).__name__, subject, problem.expected, problem.found, problem.hint)
 
 
 def _said_once(alike: Sequence[UnshardError]) -> str:
