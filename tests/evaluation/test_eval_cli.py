@@ -156,7 +156,7 @@ def test_waiting_goes_on_while_the_server_is_away(
     assert said.err.count("away") == 1
 
 
-def test_a_superseded_job_is_listed_like_others_and_waiting_for_it_fails(
+def test_a_superseded_job_is_listed_like_others_and_who_waits_for_it_gets_the_newer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from unshard.evaluate.client_v1 import V1Client
@@ -164,12 +164,15 @@ def test_a_superseded_job_is_listed_like_others_and_waiting_for_it_fails(
     job: Fields = {"step": 5, "run": "run", "weights": "model", "profile": "script"}
     job |= {"completed_at": 1.0, "tasks": ["score"], "metrics": {}}
     first = job | {"id": "1", "status": "superseded", "error": "saved again since: see job 2"}
+    first |= {"superseded_by": "2"}
     second = job | {"id": "2", "status": "completed", "error": None}
     monkeypatch.setattr(V1Client, "submit", lambda *_, **__: first)
-    monkeypatch.setattr(V1Client, "job", lambda *_: first)
+    monkeypatch.setattr(V1Client, "job", lambda _, job_id: {"1": first, "2": second}[job_id])
     monkeypatch.setattr(V1Client, "jobs", lambda *_, **__: [first, second])
-    assert ended("submit", str(tmp_path), "--tasks=score", "--wait") == 1
-    assert "see job 2" in capsys.readouterr().out
+    assert ended("submit", str(tmp_path), "--tasks=score", "--wait") == 0
+    said = capsys.readouterr()
+    assert "waiting for job 2" in said.err
+    assert [line.split()[:2] for line in said.out.splitlines()] == [["2", "completed"]]
     assert ended("status") == 0
     listed, why, other = capsys.readouterr().out.splitlines()
     assert (listed.split()[1], why.strip()) == ("superseded", first["error"])

@@ -183,6 +183,7 @@ def test_a_step_that_is_saved_twice_has_one_result_and_no_failure(
     jobs = server.v1("GET", "/jobs?run=twice")["jobs"]
     assert isinstance(jobs, list)
     assert [job["status"] for job in jobs] == ["completed", "superseded"]
+    assert [job["superseded_by"] for job in jobs] == [None, jobs[0]["id"]]
     assert [step for step, _ in submitter.completed()] == [5]
     assert "no result" not in caplog.text
     assert pins(place.parent) == []

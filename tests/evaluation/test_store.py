@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -127,11 +128,23 @@ def test_what_is_not_completed_can_be_superseded_and_submitted_again(store: Stor
     jobs = (queued, running, failed, completed, cancelled)
     assert [store.supersede(job.id, "newer") for job in jobs] == [True, True, True, False, False]
     assert {job_of(store, job.id).status for job in jobs[:3]} == {Status.SUPERSEDED}
-    assert job_of(store, failed.id).error == "newer"
+    assert job_of(store, failed.id).superseded_by == "newer"
+    assert job_of(store, failed.id).error == "saved again since: see job newer"
     assert [job.id for job in store.running()] == [running.id]  # until its process is gone
     store.release(running.id)
     assert job_of(store, running.id).status is Status.SUPERSEDED
-    assert store.submit(queued.request, pin=None)[0].status is Status.QUEUED
+    again = store.submit(queued.request, pin=None)[0]
+    assert (again.status, again.superseded_by) == (Status.QUEUED, None)
+
+
+def test_the_database_of_an_earlier_version_gets_the_columns_that_it_lacks(tmp_path: Path) -> None:
+    with closing(Store(tmp_path / "jobs.sqlite")) as store:
+        job = submit(store)
+    with closing(sqlite3.connect(tmp_path / "jobs.sqlite")) as connection:
+        connection.execute("ALTER TABLE jobs DROP COLUMN superseded_by")
+    with closing(Store(tmp_path / "jobs.sqlite")) as store:
+        assert store.supersede(job.id, "newer")
+        assert job_of(store, job.id).superseded_by == "newer"
 
 
 def test_a_job_that_ended_badly_is_queued_anew_with_the_new_checkpoint(store: Store) -> None:

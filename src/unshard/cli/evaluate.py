@@ -290,16 +290,21 @@ def _all_ended(client: "EvalClient", jobs: list[str]) -> list[dict[str, object]]
 
 
 def _ended(client: "EvalClient", job_id: str) -> dict[str, object]:
-    """Wait until a job is final, through restarts of the server."""
+    """Wait until a job, or the one that superseded it, is final; through restarts of the server."""
     from unshard.evaluate.client_v1 import ServerAwayError
 
     is_away = False
     while True:
         try:
             job = client.job(job_id)
-            if job["completed_at"] is not None:
-                return job
             is_away = False
+            newer = job.get("superseded_by")
+            if newer is None and job["completed_at"] is not None:
+                return job
+            if newer is not None:
+                print(f"job {job_id}: saved again since; waiting for job {newer}", file=sys.stderr)
+                job_id = str(newer)
+                continue
         except ServerAwayError as error:
             if not is_away:
                 print(f"waiting: {error}", file=sys.stderr)

@@ -143,6 +143,7 @@ class Job:
         error: why it failed, was expired, or the last attempt did.
         metrics: by "task/metric", or "task/metric,filter" where the filter is not "none".
         results: the evaluator's own file, on the server.
+        superseded_by: the id of the job that has come in its place.
     """
 
     id: str
@@ -159,6 +160,7 @@ class Job:
     metrics: Mapping[str, float] = field(default_factory=dict)
     results: str | None = None
     failures: int = 0
+    superseded_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,9 +144,9 @@ class Scheduler:
         """
         return self._stopped(job_id, self._store.cancel(job_id))
 
-    def supersede(self, job_id: str, why: str) -> bool:
+    def supersede(self, job_id: str, by: str) -> bool:
         """End a job in whose place another has come, as `cancel` does; a failed one, too."""
-        return self._stopped(job_id, self._store.supersede(job_id, why))
+        return self._stopped(job_id, self._store.supersede(job_id, by))
 
     def _stopped(self, job_id: str, done: bool) -> bool:  # noqa: FBT001  (what the store says)
         if done and job_id not in {job.id for job in self._store.running()}:

@@ -47,7 +47,8 @@ CREATE TABLE jobs (
     attempts INTEGER NOT NULL DEFAULT 0,
     failures INTEGER NOT NULL DEFAULT 0,
     error TEXT,
-    results TEXT
+    results TEXT,
+    superseded_by TEXT
 );
 CREATE INDEX jobs_by_status ON jobs (status, queued_at, number);
 CREATE TABLE attempts (
@@ -110,8 +111,7 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA foreign_keys = ON")
         if _version(connection) != VERSION:
             _make_tables(connection, path)
-        for index in _INDEXES:  # also for a database of an earlier version
-            connection.execute(index)
+        _bring_up_to_date(connection)
     except BaseException:
         connection.close()
         raise
@@ -138,6 +138,21 @@ def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
                 connection.execute(statement)
             connection.execute(f"PRAGMA application_id = {secrets.randbits(31)}")
             connection.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def _bring_up_to_date(connection: sqlite3.Connection) -> None:
+    """Add to a database of an earlier version what it lacks."""
+    for index in _INDEXES:
+        connection.execute(index)
+    if not _has_column(connection, "superseded_by"):
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            if not _has_column(connection, "superseded_by"):  # another process may have been first
+                connection.execute("ALTER TABLE jobs ADD COLUMN superseded_by TEXT")
+
+
+def _has_column(connection: sqlite3.Connection, name: str) -> bool:
+    return any(row["name"] == name for row in connection.execute("PRAGMA table_info(jobs)"))
 
 
 def request_as_json(request: Request) -> str:
@@ -170,6 +185,7 @@ def as_job(row: sqlite3.Row, metrics: Mapping[str, float]) -> Job:
         metrics=metrics,
         results=row["results"],
         failures=row["failures"],
+        superseded_by=row["superseded_by"],
     )
 
 

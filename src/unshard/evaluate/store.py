@@ -55,7 +55,8 @@ class Store(Records):
                     connection.execute(
                         "UPDATE jobs SET status = ?, request = ?, pin = ?, queued_at = ?,"
                         " not_before = 0, failures = 0, phase = NULL, error = NULL,"
-                        " started_at = NULL, completed_at = NULL WHERE id = ?",
+                        " started_at = NULL, completed_at = NULL, superseded_by = NULL"
+                        " WHERE id = ?",
                         (Status.QUEUED, request_as_json(request), pin, now, job_id),
                     )
                     _tell(connection, job_id, now)
@@ -69,23 +70,26 @@ class Store(Records):
 
         The process of a running one is ended by the scheduler, and is open until then.
         """
-        return self._stop(job_id, Status.CANCELLED, None, Status.QUEUED)
+        return self._stop(job_id, Status.CANCELLED, (Status.QUEUED,))
 
-    def supersede(self, job_id: str, why: str) -> bool:
+    def supersede(self, job_id: str, by: str) -> bool:
         """End a job in whose place another has come; return whether it was queued, running, failed.
 
         The process of a running one is ended by the scheduler, and is open until then.
         """
-        return self._stop(job_id, Status.SUPERSEDED, why, Status.QUEUED, Status.FAILED)
+        return self._stop(job_id, Status.SUPERSEDED, (Status.QUEUED, Status.FAILED), by)
 
-    def _stop(self, job_id: str, status: Status, why: str | None, *among: Status) -> bool:
+    def _stop(
+        self, job_id: str, status: Status, among: tuple[Status, ...], by: str | None = None
+    ) -> bool:
         marks = ", ".join("?" * len(among))
+        why = None if by is None else f"saved again since: see job {by}"
         with self._transaction() as connection:
             done = connection.execute(
                 "UPDATE jobs SET status = ?, phase = NULL, completed_at = ?,"  # noqa: S608
-                " error = COALESCE(?, error)"
+                " error = COALESCE(?, error), superseded_by = ?"
                 f" WHERE id = ? AND status IN (?, {marks})",
-                (status, time.time(), why, job_id, Status.RUNNING, *among),
+                (status, time.time(), why, by, job_id, Status.RUNNING, *among),
             )
             if done.rowcount:
                 _tell(connection, job_id, time.time())

@@ -138,7 +138,7 @@ class Service:
         for other in self._alike(job.request):
             same = replace(other.request, fingerprint=job.request.fingerprint).key
             if other.id != job.id and same == job.request.key and changed_since(other):
-                self.scheduler.supersede(other.id, f"saved again since: see job {job.id}")
+                self.scheduler.supersede(other.id, job.id)
 
     def _stamped(self, request: Request, pin: str | None) -> Request:
         """Add the checkpoint's fingerprint; where it is gone, that of the last job like it."""

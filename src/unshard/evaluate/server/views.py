@@ -83,7 +83,10 @@ class Submission(BaseModel):
 
 
 class JobView(BaseModel):
-    """A job and how it stands; times are seconds since the epoch."""
+    """A job and how it stands; times are seconds since the epoch.
+
+    `superseded_by` is the job for the files that its trainer has saved in the same place since.
+    """
 
     id: str
     status: Status
@@ -100,6 +103,7 @@ class JobView(BaseModel):
     completed_at: float | None
     attempts: int
     error: str | None
+    superseded_by: str | None
     position: int | None
     metrics: dict[str, float]
 
@@ -245,6 +249,7 @@ def job_view(job: Job, position: int | None) -> JobView:
         completed_at=job.completed_at,
         attempts=job.attempts,
         error=job.error,
+        superseded_by=job.superseded_by,
         position=position,
         metrics=dict(job.metrics),
     )
