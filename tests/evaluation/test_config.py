@@ -1,5 +1,6 @@
 """lmms-engine's YAML is read as it is documented, with what is misplaced in it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,8 @@ def test_paths_are_translated_by_the_longest_beginning() -> None:
 
 
 def test_numbers_of_steps_may_be_written_otherwise(caplog: pytest.LogCaptureFixture) -> None:
-    read = EvalConfig.from_dict({**LEAST, "eval_steps": 500.0, "poll_interval": 0})
-    assert (read.eval_steps, read.poll_interval) == (500, 0.01)
+    read = EvalConfig.from_dict({**LEAST, "eval_steps": 500.0, "poll_interval": 1})
+    assert (read.eval_steps, read.poll_interval) == (500, 1)
     assert EvalConfig.from_dict({**LEAST, "eval_steps": 0.1}).eval_steps is None
     assert "eval_steps 0.1: a ratio" in caplog.text
 
@@ -143,8 +144,6 @@ def test_unknown_keys_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
         ({"tasks": [1]}, "tasks"),
         ({"eval_steps": -1}, "eval_steps"),
         ({"eval_steps": True}, "eval_steps"),
-        ({"poll_interval": "soon"}, "poll_interval"),
-        ({"poll_interval": float("nan")}, "poll_interval"),
         ({"flush_timeout": float("inf")}, "flush_timeout"),
         ({"model_args": [1]}, "model_args"),
         ({"model_args": {"a": float("nan")}}, "model_args.a"),
@@ -159,6 +158,18 @@ def test_unknown_keys_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
 def test_what_is_wrong_is_named(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         EvalConfig.from_dict({**LEAST, **wrong})
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -1, float("nan"), float("inf"), "soon", True, [1]])
+def test_a_poll_interval_is_above_0(value: float) -> None:
+    """However the configuration is made: 0 would ask the server without a pause."""
+    with pytest.raises(UsageError, match="poll_interval of the evaluation") as caught:
+        EvalConfig.from_dict({**LEAST, "poll_interval": value})
+    assert "above 0" in caught.value.expected
+    with pytest.raises(UsageError, match="poll_interval of the evaluation"):
+        EvalConfig("http://127.0.0.1:9", "p", ("t",), poll_interval=value)
+    with pytest.raises(UsageError, match="poll_interval of the evaluation"):
+        replace(EvalConfig.from_dict(LEAST), poll_interval=value)
 
 
 @pytest.mark.parametrize("text", ["a: [", "- list\n- of: things\n", "/nowhere.yaml"])

@@ -10,6 +10,7 @@ import pytest
 
 from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine
 from evaluation.server_stub import Stub, free_port, scores, serving, until
+from unshard.errors import UsageError
 from unshard.evaluate import lmms_engine as ours
 from unshard.evaluate.client import EvalClient
 
@@ -175,11 +176,32 @@ def test_the_trainer_comes_to_its_end_without_a_server(tmp_path: Path) -> None:
     backend.close()
 
 
-def test_a_configuration_that_says_too_little_does_not_stop_the_trainer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"model": None}, "says too little: profile"),
+        ({"tasks": []}, "says too little: tasks"),
+        ({"poll_interval": 0}, "poll_interval"),
+        ({"server_url": "evaluator"}, "server_url"),
+        ({"quota": {"size": 1}}, "quota"),
+    ],
+)
+def test_a_wrong_configuration_stops_the_trainer_at_its_start(
+    backends: ModuleType, wrong: dict[str, object], said: str
 ) -> None:
-    backend = ours.UnshardEvalBackend("http://127.0.0.1:9", 0.01, {"tasks": ["t"]})
-    assert backend.submit_eval(str(tmp_path / "run" / "checkpoint-1"), 1) is None
-    assert (backend.pending_evals, backend.check_and_get_completed()) == ({}, [])
-    backend.close()
-    assert "says too little" in caplog.text
+    """Its trainer makes the backend like this before the first step."""
+    ours.install()
+    config = {"server_url": "http://127.0.0.1:9", **EVAL_CONFIG, **wrong}
+    with pytest.raises(UsageError, match=said):
+        backends.EvalServerBackend(
+            url=config.get("server_url"),
+            poll_interval=config.get("poll_interval", 20.0),
+            eval_config=config,
+        )
+
+
+def test_lmms_engine_waits_as_long_as_we_poll(backends: ModuleType) -> None:
+    """It sleeps for the backend's `poll_interval`, also where the YAML says null."""
+    ours.install()
+    for given, waited in ((None, 20.0), (3, 3)):
+        assert backends.EvalServerBackend(None, given, EVAL_CONFIG).poll_interval == waited

@@ -156,7 +156,10 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         (PROFILE % "timeout: .inf", "timeout cannot be read"),
         (PROFILE % "timeout: 1h", "timeout cannot be read"),
         (PROFILE % "retries: -1", "retries cannot be read"),
-        (PROFILE % "gpus: 2", "gpus cannot be read\n  expected: a whole number, 0 to 1"),
+        (
+            PROFILE % "gpus: 2",
+            "gpus cannot be read\n  expected: 0 to 1, which is how many GPUs the server has",
+        ),
         (PROFILE % "launcher: torchrun", "expected: accelerate, none"),
         (PROFILE % "interpreter: /nowhere/python", "interpreter cannot be read"),
         (PROFILE % "interpreter: no-such-python", "interpreter cannot be read"),

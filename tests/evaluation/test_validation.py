@@ -255,6 +255,12 @@ def test_fields_with_other_values(field: str, values: list[object]) -> None:
         refused(f"{field} cannot be accepted", **{field: value})
 
 
+def test_more_gpus_than_there_are_are_refused_with_their_number() -> None:
+    with pytest.raises(UsageError, match="num_gpus cannot be accepted") as caught:
+        check_request(replace(GOOD, num_gpus=3), CONFIG)
+    assert "0 to 2, which is how many GPUs the server has" in str(caught.value)
+
+
 def test_an_evaluator_that_the_servers_python_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "find_spec", {"lm_eval": "there"}.get)
     profiles = {kind.value: Profile(kind.value, kind) for kind in Kind}

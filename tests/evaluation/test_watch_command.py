@@ -219,6 +219,14 @@ def test_once_wants_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf"])
+def test_once_wants_an_interval_that_ends(
+    run: Path, capsys: pytest.CaptureFixture[str], interval: str
+) -> None:
+    assert once(run, "http://127.0.0.1:9", f"--interval={interval}") == 2
+    assert "--interval" in capsys.readouterr().err
+
+
 def config_for(url: str, **more: object) -> EvalConfig:
     given = {"server_url": url, "profile": "score", "tasks": ["t"], "poll_interval": 0.02}
     return EvalConfig.from_dict({**given, **more})

@@ -165,7 +165,9 @@ def _configured(file: Path | None, chosen: dict[str, object], interval: float) -
     from dataclasses import replace
 
     from unshard.evaluate.config import EvalConfig
+    from unshard.evaluate.config_values import an_interval
 
+    an_interval({"--interval": interval}, "--interval")
     if file is None:
         default = {"server_url": URL, "profile": "lm-eval", "poll_interval": interval}
         return EvalConfig.from_dict({**default, **chosen})

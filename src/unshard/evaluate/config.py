@@ -31,6 +31,7 @@ from unshard.evaluate.config_values import (
     a_text_or_whole,
     a_url,
     a_whole,
+    an_interval,
     names,
     paths,
     scalars,
@@ -41,7 +42,6 @@ from unshard.evaluate.pins import DEFAULT_QUOTA, Quota
 __all__ = ["EvalConfig"]
 
 _TRAINER = ("eval_strategy", "eval_steps", "save_steps")
-_SHORTEST_INTERVAL = 0.01  # seconds
 _LIFTED = (
     "num_gpus",
     "batch_size",
@@ -78,6 +78,9 @@ class EvalConfig:
         token_file: holds the token that the server wants; read when it is needed.
         quota: of pins.
         flush_timeout: seconds to wait for results when training ends.
+
+    Raises:
+        UsageError: `poll_interval` is not a number above 0.
     """
 
     server_url: str
@@ -100,6 +103,9 @@ class EvalConfig:
     token_file: Path | None = None
     quota: Quota = DEFAULT_QUOTA
     flush_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        an_interval({"poll_interval": self.poll_interval}, "poll_interval")
 
     @classmethod
     def of(cls, source: "EvalConfig | Mapping[str, object] | str | Path") -> "EvalConfig":
@@ -207,11 +213,6 @@ def _is_text(source: str) -> bool:
     return "\n" in source or (":" in source and not Path(source).is_file())
 
 
-def _interval(given: Mapping[str, object], key: str) -> float | None:
-    found = a_number(given, key)
-    return None if found is None else max(_SHORTEST_INTERVAL, found)
-
-
 def _steps(given: Mapping[str, object], key: str) -> int | None:
     """Return a number of steps; a ratio of all steps (transformers) is left out with a warning."""
     found = given.get(key)
@@ -222,7 +223,7 @@ def _steps(given: Mapping[str, object], key: str) -> int | None:
 
 
 _READ = {
-    "poll_interval": _interval,
+    "poll_interval": an_interval,
     "eval_strategy": a_text,
     "eval_steps": _steps,
     "save_steps": _steps,

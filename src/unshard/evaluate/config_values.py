@@ -18,6 +18,7 @@ __all__ = [
     "a_text_or_whole",
     "a_url",
     "a_whole",
+    "an_interval",
     "names",
     "paths",
     "scalars",
@@ -81,6 +82,14 @@ def a_number(given: Mapping[str, object], key: str) -> float | int | None:
         return None
     if not _is_number(found) or found < 0:
         raise _wrong(key, "a number", found)
+    return found
+
+
+def an_interval(given: Mapping[str, object], key: str) -> float:
+    """Return seconds, above 0."""
+    found = given.get(key)
+    if not _is_number(found) or found <= 0:
+        raise _wrong(key, "seconds, above 0", found)
     return found
 
 

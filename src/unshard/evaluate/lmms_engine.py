@@ -49,28 +49,30 @@ class UnshardEvalBackend:
 
     Args:
         url: of the evaluation server; None: lmms-engine's own default.
-        poll_interval: seconds between polls.
+        poll_interval: seconds between polls; None: 20.
         eval_config: of lmms-engine's form, with our own keys if there are any.
+
+    Raises:
+        UsageError: the configuration cannot be read, or a key is missing or has a wrong value. The
+            trainer makes its backend before the first step, so this stops the training there.
     """
 
     def __init__(
         self,
         url: str | None,
-        poll_interval: float = 20.0,
+        poll_interval: float | None = 20.0,
         eval_config: Mapping[str, object] | None = None,
     ) -> None:
         url = url or _DEFAULT_URL
         given = {**(eval_config or {}), "server_url": url, "poll_interval": poll_interval}
+        self._config = EvalConfig.from_dict(given)
         self.url = url
-        self.poll_interval = poll_interval
+        self.poll_interval = self._config.poll_interval
         self.eval_config = given
         self._submitter: Submitter | None = None
         self._undelivered: list[tuple[int, dict[str, float]]] = []
         self._waiting_since: float | None = None
         self._wandb: PacedSink | None = None
-        self._config: EvalConfig | None = None
-        with ignoring_errors("checkpoints are not evaluated"):
-            self._config = EvalConfig.from_dict(given)
 
     def submit_eval(
         self,
@@ -112,7 +114,7 @@ class UnshardEvalBackend:
 
         After `flush_timeout` seconds of waiting nothing is: the trainer must come to its end.
         """
-        if self._submitter is None or self._config is None:
+        if self._submitter is None:
             return {}
         now = time.monotonic()
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
@@ -136,7 +138,7 @@ class UnshardEvalBackend:
             self._submitter.close(0.0)
 
     def _started(self, run_dir: Path, checkpoint_type: str | None) -> Submitter | None:
-        if self._submitter is None and self._config is not None:
+        if self._submitter is None:
             with ignoring_errors("checkpoints are not evaluated"):
                 config = self._config
                 if checkpoint_type == "ema" and "weights" not in self.eval_config:

@@ -291,7 +291,7 @@ def _profile(name: str, kind: Kind, settings: Settings, gpus: tuple[int, ...]) -
         allowed_tasks=settings.texts("allowed_tasks"),
         timeout_s=settings.seconds("timeout", default.timeout_s),
         retries=settings.count("retries", default.retries, most=100),
-        gpus=settings.count("gpus", min(1, len(gpus)), most=len(gpus)),
+        gpus=_job_gpus(settings, len(gpus)),
         keep=keep,
         best_metric=settings.text("best_metric", "") or None,
         launcher=settings.choice("launcher", default.launcher),
@@ -299,3 +299,12 @@ def _profile(name: str, kind: Kind, settings: Settings, gpus: tuple[int, ...]) -
         results=read_results(settings, default.results),
         results_bytes=settings.count("results_bytes", default.results_bytes, least=1),
     )
+
+
+def _job_gpus(settings: Settings, there: int) -> int:
+    """Return how many GPUs a job gets, of those that are there."""
+    count = settings.count("gpus", min(1, there))
+    if count > there:
+        expected = f"0 to {there}, which is how many GPUs the server has"
+        raise settings.wrong("gpus", expected=expected)
+    return count

@@ -197,8 +197,10 @@ def _numbers(request: Request, config: ServerConfig) -> Iterator[UsageError]:
         yield _wrong("step", request.step, expected="a whole number, at least 0")
     if not _is_count(request.num_fewshot, least=0):
         yield _wrong("num_fewshot", request.num_fewshot, expected="a whole number, at least 0")
-    if not _is_count(request.num_gpus, least=0, most=len(config.gpus)):
-        yield _wrong("num_gpus", request.num_gpus, expected=f"0 to {len(config.gpus)}")
+    count = len(config.gpus)
+    if not _is_count(request.num_gpus, least=0, most=count):
+        expected = f"0 to {count}, which is how many GPUs the server has"
+        yield _wrong("num_gpus", request.num_gpus, expected=expected)
     batch = request.batch_size
     named = isinstance(batch, str) and _BATCH.fullmatch(batch)
     if not named and not _is_count(batch, least=1):
