@@ -115,6 +115,18 @@ def test_a_process_that_ends_by_itself_when_asked_is_not_waited_for(tmp_path: Pa
         assert child.wait() == -signal.SIGTERM
 
 
+def test_a_child_that_is_dead_and_not_reaped_has_an_identity() -> None:
+    """A signal may end it before the server has looked at it."""
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
+    ) as one:
+        before = identify(one.pid, gpus=(), directory="")
+        one.kill()
+        os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+        assert identify(one.pid, gpus=(), directory="") == before
+        assert not is_alive(before)
+
+
 def test_who_is_not_there_has_no_identity() -> None:
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", ""]) as child:
         child.wait()

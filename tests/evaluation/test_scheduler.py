@@ -219,6 +219,43 @@ def test_an_evaluator_that_is_stopped_from_outside_is_run_again(
     assert (done.attempts, done.failures) == (2, 0)
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "os.kill(os.getpid(), signal.SIGTERM)",
+        "sys.exit(128 + signal.SIGKILL)",  # a shell that it was started by
+        "os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)",  # the supervisor
+    ],
+)
+def test_an_evaluator_that_is_killed_from_outside_has_not_failed(
+    tmp_path: Path, model: Path, end: str
+) -> None:
+    script = f"import signal\nif output.parent.name == '2': sys.exit(done(acc=1))\n{end}"
+    store, server = scheduler(tmp_path / "work", script, profile=script_profile(retries=0))
+    job = submit(store, server, model)
+    server.start()
+    done = wait_for(store, job.id, Status.COMPLETED)
+    server.stop(end=True)
+    assert (done.attempts, done.failures) == (2, 0)
+
+
+def test_an_evaluator_that_is_killed_every_time_fails_in_the_end(
+    tmp_path: Path, model: Path
+) -> None:
+    """As one does that takes all memory, whatever `retries` says."""
+    script = "print('a lot of memory', flush=True); os.kill(os.getpid(), 9)"
+    store, server = scheduler(tmp_path / "work", script, profile=script_profile(retries=9))
+    job = submit(store, server, model)
+    server.start()
+    failed = wait_for(store, job.id, Status.FAILED)
+    server.stop(end=True)
+    assert failed.attempts == 3
+    assert "exit code -9" in str(failed.error)
+    assert "a lot of memory" in str(failed.error)
+    assert "3 times in a row" in str(failed.error)
+
+
 def test_a_timeout_is_a_failure(tmp_path: Path, model: Path) -> None:
     store, server = scheduler(tmp_path / "work", SLEEPS, profile=script_profile(timeout_s=0.5))
     job = submit(store, server, model)

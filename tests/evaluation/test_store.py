@@ -16,7 +16,7 @@ from evaluation.running import child_environment, job_of, request
 from unshard.errors import UsageError
 from unshard.evaluate import store as jobs_store
 from unshard.evaluate.jobs import Filters, Job, Phase, Process, Request, Status
-from unshard.evaluate.records import LONGEST_WAIT_S
+from unshard.evaluate.records import LONGEST_WAIT_S, POSTPONED
 from unshard.evaluate.store import Store
 
 
@@ -298,7 +298,7 @@ def test_a_clock_that_is_set_back_makes_no_job_wait_longer(store: Store) -> None
     job = submit(store)
     now = time.time()
     store.claim(now)
-    store.postpone(job.id, "full", now + LONGEST_WAIT_S)
+    store.postpone(job.id, POSTPONED, "full", now + LONGEST_WAIT_S)
     assert store.due(now + 1) is None
     assert store.due(now - 10) is not None
     assert store.claim(now - 10) is not None

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from unshard.evaluate.endings import (
     Completed,
     Expired,
     Failed,
+    Killed,
     Left,
     Lost,
     Outcome,
@@ -30,7 +32,15 @@ from unshard.evaluate.merging import CrashedError, GivenUpError, GoneError, Merg
 from unshard.evaluate.processes import is_alive, kill_group
 from unshard.evaluate.slots import visible_devices
 from unshard.evaluate.store import Store
-from unshard.evaluate.supervise import LOG_NAME, Exit, Order, has_begun, read_exit
+from unshard.evaluate.supervise import (
+    LOG_NAME,
+    STOPS,
+    Exit,
+    Order,
+    has_begun,
+    is_ended_by,
+    read_exit,
+)
 from unshard.evaluate.work import Evaluator, Profile, Work
 
 __all__ = ["Attempt", "Halt", "Limits", "Runner"]
@@ -41,6 +51,7 @@ _SHOWN_LINES = 20
 _MARGIN_S = 30.0
 _READING = "reading"  # a byte for every server that reads the results
 _MOST_FATAL = 2
+_KILLS = (signal.SIGKILL, *STOPS)
 _SPACE_BYTES = 8 << 20  # with less an evaluator's failure is taken for the disk's
 
 
@@ -147,7 +158,7 @@ class Runner:
         was_alive = is_alive(process)
         outcome = self._conclude(attempt, attempt.work(self._merger.model_of(attempt.job)), process)
         is_lost = not was_alive and read_exit(attempt.directory) is None
-        if is_lost and isinstance(outcome, Failed):
+        if is_lost and isinstance(outcome, Killed):
             return Lost("its process ended with an earlier server")
         return outcome
 
@@ -231,7 +242,7 @@ class Runner:
         if done is None and not has_begun(attempt.directory):
             return Postponed("its supervisor ended before it got its order")
         if done is None:
-            return self._failed(attempt, "the evaluator and its supervisor were killed")
+            return Killed(_with_log(attempt, "the evaluator and its supervisor were killed"))
         with _counted(attempt.directory) as fatal:
             if fatal < _MOST_FATAL:
                 return self._judge(attempt, work, done)
@@ -262,9 +273,7 @@ class Runner:
             metrics = attempt.evaluator.metrics(work, done.returncode)
             results = attempt.evaluator.results_file(work)
         except (UnshardError, OSError) as error:
-            failed = self._failed(attempt, str(error))
-            full = _why_full(attempt.directory)
-            return Postponed(f"{full}\n{failed.error}") if full else failed
+            return self._excused(attempt, self._failed(attempt, str(error)), done)
         odd = [name for name, value in metrics.items() if not math.isfinite(value)]
         if odd:
             return self._failed(attempt, f"not finite: {', '.join(odd)}")
@@ -272,10 +281,20 @@ class Runner:
         rewritten = None if is_merged else self._rewritten(attempt.job)
         return rewritten or Completed(metrics, results)
 
+    def _excused(self, attempt: Attempt, failed: Failed, done: Exit) -> Outcome:
+        """Return a failure, or what it is where the evaluator could do nothing about it."""
+        full = _why_full(attempt.directory)
+        if full:
+            return Postponed(f"{full}\n{failed.error}")
+        return Killed(failed.error) if is_ended_by(_KILLS, done.returncode) else failed
+
     def _failed(self, attempt: Attempt, why: str) -> Failed:
-        lines = last_lines(attempt.directory / LOG_NAME, _SHOWN_LINES)
-        shown = f"\nThe log ends with:\n{lines}" if lines else ""
-        return Failed(f"{why}{shown}", may_retry=True)
+        return Failed(_with_log(attempt, why), may_retry=True)
+
+
+def _with_log(attempt: Attempt, why: str) -> str:
+    lines = last_lines(attempt.directory / LOG_NAME, _SHOWN_LINES)
+    return f"{why}\nThe log ends with:\n{lines}" if lines else why
 
 
 @contextmanager

@@ -4,7 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Cancelled", "Completed", "Expired", "Failed", "Left", "Lost", "Outcome", "Postponed"]
+__all__ = [
+    "Cancelled",
+    "Completed",
+    "Expired",
+    "Failed",
+    "Killed",
+    "Left",
+    "Lost",
+    "Outcome",
+    "Postponed",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +36,13 @@ class Failed:
 @dataclass(frozen=True, slots=True)
 class Postponed:
     """It could not be begun or merged, for something that may pass: no space, a killed worker."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """A signal that the server did not send ended its evaluator; the kernel sends one, too."""
 
     why: str
 
@@ -54,4 +71,4 @@ class Left:
     """It goes on without this server; the next one adopts it."""
 
 
-Outcome = Completed | Failed | Postponed | Expired | Lost | Cancelled | Left
+Outcome = Completed | Failed | Killed | Postponed | Expired | Lost | Cancelled | Left

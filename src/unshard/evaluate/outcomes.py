@@ -18,6 +18,7 @@ from unshard.evaluate.endings import (
     Completed,
     Expired,
     Failed,
+    Killed,
     Left,
     Lost,
     Outcome,
@@ -26,6 +27,7 @@ from unshard.evaluate.endings import (
 from unshard.evaluate.jobs import Filters, Job, Status
 from unshard.evaluate.keeping import removable
 from unshard.evaluate.merging import Merger
+from unshard.evaluate.records import KILLED, POSTPONED
 from unshard.evaluate.store import Store
 from unshard.evaluate.work import Evaluator, Profile
 
@@ -35,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
 _MOST_POSTPONED = 20
+_MOST_KILLED = 2  # an evaluator that takes all memory would be killed for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +138,9 @@ class Outcomes:
                 retry_at = time.time() + self._backoff.after(job.failures)
                 store.fail(job.id, error, None if is_last else retry_at)
             case Postponed(why):
-                count = store.postponed(job.id)
-                if count < _MOST_POSTPONED:
-                    store.postpone(job.id, why, time.time() + self._backoff.after(count))
-                else:
-                    store.fail(job.id, f"{why}\nSo it was {count + 1} times in a row.", None)
+                self._postpone(job.id, POSTPONED, why, at_most=_MOST_POSTPONED)
+            case Killed(why):
+                self._postpone(job.id, KILLED, why, at_most=_MOST_KILLED)
             case Expired(why):
                 store.expire(job.id, why)
             case Lost(why):
@@ -150,6 +151,15 @@ class Outcomes:
                 pass
             case _:
                 assert_never(outcome)
+
+    def _postpone(self, job_id: str, outcome: str, why: str, *, at_most: int) -> None:
+        """Queue a job again; after so many such attempts in a row it has failed."""
+        count = self._store.in_a_row(job_id, outcome)
+        if count < at_most:
+            due_at = time.time() + self._backoff.after(count)
+            self._store.postpone(job_id, outcome, why, due_at)
+        else:
+            self._store.fail(job_id, f"{why}\nSo it was {count + 1} times in a row.", None)
 
     def _complete(
         self, attempt: Attempt, metrics: Mapping[str, float], results: Path | None

@@ -30,12 +30,13 @@ _ROUNDS = 500
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One living process; `started` as in `Process`."""
+    """One process; `started` as in `Process`; a dead one only waits to be reaped."""
 
     pid: int
     parent: int
     group: int
     started: int
+    is_dead: bool
 
 
 def boot() -> str:
@@ -47,12 +48,12 @@ def boot() -> str:
 
 
 def identify(pid: int, *, gpus: tuple[int, ...], directory: str) -> Process:
-    """Return what tells this living process from others of its number.
+    """Return what tells this process from others of its number; a child may be dead already.
 
     Raises:
         ProcessLookupError: it is not there any more.
     """
-    found = next((entry for entry in table([pid])), None)
+    found = next(_entries([pid]), None)
     if found is None:
         raise ProcessLookupError(pid)
     return Process(pid, found.started, boot(), gpus, directory)
@@ -131,6 +132,10 @@ def _is_marked(entry: Entry, process: Process) -> bool:
 
 def table(pids: Iterable[int] | None = None) -> Iterator[Entry]:
     """Yield all living processes, or those of these numbers."""
+    return (entry for entry in _entries(pids) if not entry.is_dead)
+
+
+def _entries(pids: Iterable[int] | None) -> Iterator[Entry]:
     if sys.platform != "linux":
         yield from _asked(pids)
         return
@@ -144,8 +149,8 @@ def table(pids: Iterable[int] | None = None) -> Iterator[Entry]:
 def _parsed(pid: int, line: bytes) -> Iterator[Entry]:
     """Read /proc/<pid>/stat; the name, in parentheses, may hold anything (proc_pid_stat(5))."""
     fields = line[line.rindex(b")") + 2 :].split()
-    if fields[0].decode() not in _DEAD:
-        yield Entry(pid, int(fields[1]), int(fields[2]), int(fields[19]))
+    is_dead = fields[0].decode() in _DEAD
+    yield Entry(pid, int(fields[1]), int(fields[2]), int(fields[19]), is_dead)
 
 
 def _asked(pids: Iterable[int] | None) -> Iterator[Entry]:
@@ -153,9 +158,10 @@ def _asked(pids: Iterable[int] | None) -> Iterator[Entry]:
     wanted = None if pids is None else set(pids)
     for line in _output("ps", "-axo", "pid=,ppid=,pgid=,state=,lstart=").splitlines():
         pid, parent, group, state, *moment = line.split()
-        if state[0] not in _DEAD and (wanted is None or int(pid) in wanted):
+        if wanted is None or int(pid) in wanted:
             seconds = time.mktime(time.strptime(" ".join(moment), "%a %b %d %H:%M:%S %Y"))
-            yield Entry(int(pid), int(parent), int(group), int(seconds))
+            is_dead = state[0] in _DEAD
+            yield Entry(int(pid), int(parent), int(group), int(seconds), is_dead)
 
 
 def _output(*command: str) -> str:

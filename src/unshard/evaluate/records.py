@@ -17,10 +17,13 @@ from unshard.evaluate.schema import (
     connect,
 )
 
-__all__ = ["CLAIMABLE", "LONGEST_WAIT_S", "POSTPONED", "Records"]
+__all__ = ["CLAIMABLE", "KILLED", "LONGEST_WAIT_S", "POSTPONED", "Records"]
 
 POSTPONED = "postponed"
 """The outcome of an attempt that was hindered by what may pass."""
+
+KILLED = "killed"
+"""The outcome of an attempt whose evaluator was ended by a signal from elsewhere."""
 
 LONGEST_WAIT_S = 3600.0
 """No job waits longer for its next attempt: one that seems to had its clock set back."""
@@ -135,14 +138,14 @@ class Records:
         ).fetchone()
         return row[0] or None
 
-    def postponed(self, job_id: str) -> int:
-        """Return how many attempts in a row were postponed, since the job was last submitted."""
+    def in_a_row(self, job_id: str, outcome: str) -> int:
+        """Return how many attempts in a row ended like this, since the job was last submitted."""
         row = self._connection.execute(
             "SELECT COUNT(*) FROM attempts JOIN jobs ON jobs.id = attempts.job_id"
-            " WHERE jobs.id = :id AND outcome = :postponed AND began_at >= queued_at"
+            " WHERE jobs.id = :id AND outcome = :outcome AND began_at >= queued_at"
             " AND attempts.number > (SELECT COALESCE(MAX(number), 0) FROM attempts AS other"
-            " WHERE other.job_id = :id AND outcome != :postponed)",
-            {"id": job_id, "postponed": POSTPONED},
+            " WHERE other.job_id = :id AND outcome != :outcome)",
+            {"id": job_id, "outcome": outcome},
         ).fetchone()
         return int(row[0])
 

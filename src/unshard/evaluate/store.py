@@ -13,7 +13,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from unshard.evaluate.jobs import Job, Phase, Process, Request, Status
-from unshard.evaluate.records import CLAIMABLE, POSTPONED, Records
+from unshard.evaluate.records import CLAIMABLE, Records
 from unshard.evaluate.schema import request_as_json
 
 __all__ = ["Store"]
@@ -192,9 +192,9 @@ class Store(Records):
         """End the open attempt as lost; the job keeps its place in the queue, and its retries."""
         return self._queue_again(job_id, "lost", why, 0)
 
-    def postpone(self, job_id: str, why: str, due_at: float) -> bool:
+    def postpone(self, job_id: str, outcome: str, why: str, due_at: float) -> bool:
         """End the open attempt for what may pass; the job is due again then, with its retries."""
-        return self._queue_again(job_id, POSTPONED, why, due_at)
+        return self._queue_again(job_id, outcome, why, due_at)
 
     def _queue_again(self, job_id: str, outcome: str, why: str, due_at: float) -> bool:
         with self._ending(job_id, outcome) as (connection, still):

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +24,17 @@ from pathlib import Path
 from unshard.evaluate.bounded_log import BoundedLog
 from unshard.evaluate.processes import identify, members, send
 
-__all__ = ["EXIT_NAME", "LOG_NAME", "STOPS", "Exit", "Order", "has_begun", "main", "read_exit"]
+__all__ = [
+    "EXIT_NAME",
+    "LOG_NAME",
+    "STOPS",
+    "Exit",
+    "Order",
+    "has_begun",
+    "is_ended_by",
+    "main",
+    "read_exit",
+]
 
 EXIT_NAME = "exit.json"
 LOG_NAME = "log.txt"
@@ -131,9 +141,14 @@ def supervise(order: Order, log: BoundedLog, is_stopped: Callable[[], bool]) -> 
     return Exit(reason, watched.returncode, "", seconds)
 
 
+def is_ended_by(signals: Collection[signal.Signals], returncode: int) -> bool:
+    """Return whether one of these signals ended a process, or a child of the shell that it was."""
+    return returncode in {code for number in signals for code in (-number, 128 + number)}
+
+
 def was_stopped(returncode: int, is_stopped: Callable[[], bool]) -> bool:
     """Tell whether a signal that ended the evaluator goes to us too: it may have been faster."""
-    if returncode in {code for number in STOPS for code in (-number, 128 + number)}:
+    if is_ended_by(STOPS, returncode):
         deadline = time.monotonic() + _MOMENT_S
         while not is_stopped() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
