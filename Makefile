@@ -13,7 +13,7 @@ INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 WITHOUT_DEPENDENCIES := lightning==2.6.1 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
 	lmms-engine==0.1.4 loguru==0.7.3
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint docs format bench clean
 
 # venv would make an environment that cannot install the project, and pip says so at length.
 define NEED_PYTHON
@@ -57,13 +57,17 @@ demo: $(VENV)/.installed
 	@rm -rf $(DEMO_OUTPUT)
 	@VENV=$(VENV) OUTPUT=$(DEMO_OUTPUT) sh examples/demo.sh
 
-test: lint demo $(LMMS_VENV)/.installed
+test: lint demo docs $(LMMS_VENV)/.installed
 	UNSHARD_LMMS_EVAL_PYTHON=$(CURDIR)/$(LMMS_VENV)/bin/python $(TEST_VENV)/bin/python -m pytest -n 3 --dist loadgroup
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .
 	$(TEST_VENV)/bin/ruff format --check .
 	$(TEST_VENV)/bin/mypy
+
+# Strict: a link that leads nowhere fails, and so does a docstring that does not fit its function.
+docs: $(TEST_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(TEST_VENV)/bin/mkdocs build
 
 format: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check --fix .

@@ -152,3 +152,23 @@ def test_every_row_of_the_formats_table_names_a_test_that_is_there() -> None:
         assert tests, row
         assert all((ROOT / test).is_file() for test in tests), row
     assert len(rows) > 10
+
+
+def constants(path: Path) -> str:
+    """Return the literal text of a module, with `…` for each value that a message has in it."""
+    texts = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            parts = (one.value if isinstance(one, ast.Constant) else "…" for one in node.values)
+            texts.append("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_every_error_of_the_troubleshooting_page_is_one_that_the_program_has() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
+    source = "\n".join(map(constants, (ROOT / "src" / "unshard").rglob("*.py")))
+    assert len(headings) > 20
+    assert [one for one in headings if one not in source] == []

@@ -69,9 +69,12 @@ def merge(
         names: "hub" (tensor names and expert layout as on the hub) or "training" (as they are).
         base: the model it was trained from, a Hugging Face directory or hub id: says which tensors
             are expected, under which names and in which files; completes config and tokenizer.
-        allow_missing, allow_unexpected: let tensors differ from the base's; without a base, from
-            those that config.json says there are.
-        include, exclude: regular expressions on output names.
+        allow_missing: write the output also if tensors of the base are missing; without a base,
+            tensors that config.json says there are.
+        allow_unexpected: write the output also if it has tensors that the base, or config.json,
+            does not have.
+        include: a regular expression; only tensors whose output names it matches are written.
+        exclude: a regular expression; tensors whose output names it matches are left out.
         lora: what to do with adapters: "fuse" them, write the "adapter" alone, or "both".
         lora_alpha: the scale of the adapter, where nothing beside the checkpoint says it.
         weights: "model" (default) or "ema".

@@ -67,8 +67,10 @@ def verify(
         rtol: allowed |ours - theirs| / |theirs|. Both 0: bit by bit.
         dtype: cast both to this first: bfloat16, float16 or float32, given as for `merge`.
         load: also load names and shapes with transformers (extra `torch`).
-        names, include, exclude, lora_alpha: what `merge` was told; by default what the output's
-            own record says.
+        names: "hub" or "training", as `merge` was told; by default as the output's record says.
+        include: as `merge` was told; by default as the output's record says.
+        exclude: likewise.
+        lora_alpha: likewise.
         base: the base model that `merge` was given.
         config: config.json, or its directory; by default the output's own.
         weights: which weights of `against`; as in `merge`, like all that follow.
