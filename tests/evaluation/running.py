@@ -144,6 +144,14 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def hanging_worker(directory: Path) -> Path:
+    """Return a program that takes its order and then hangs, as on a disk that does not answer."""
+    worker = directory / "hanging"
+    worker.write_text("#!/bin/sh\nread line\nexec sleep 600\n")
+    worker.chmod(0o755)
+    return worker
+
+
 STAGING = """
 import os, pathlib, sys
 from unshard.write.stage import Stage

@@ -8,10 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from evaluation.running import largest_file, leave_staging, request, wait_until, whole_model
+from evaluation.running import (
+    hanging_worker,
+    largest_file,
+    leave_staging,
+    request,
+    wait_until,
+    whole_model,
+)
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard.api.options import MergeOptions
-from unshard.evaluate.jobs import EvaluationError, Job, Status
+from unshard.evaluate import merging
+from unshard.evaluate.jobs import EvaluationError, Job, Process, Status
 from unshard.evaluate.merging import (
     CrashedError,
     GivenUpError,
@@ -20,6 +28,7 @@ from unshard.evaluate.merging import (
     PassingError,
     source_of,
 )
+from unshard.evaluate.processes import is_alive, kill_group
 
 
 def job(checkpoint: Path, weights: str = "model", pin: str | None = None) -> Job:
@@ -169,12 +178,33 @@ def test_a_merge_ends_in_time_and_leaves_nothing(tmp_path: Path, merger: Merger)
     checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
     (tmp_path / "attempt").mkdir()
     left = leave_staging(tmp_path / "merged")
-    with pytest.raises(PassingError, match="more than 0 s"):
+    with pytest.raises(CrashedError, match="more than 0 s"):
         merger.prepare(
             job(checkpoint), directory=tmp_path / "attempt", timeout_s=0, is_given_up=lambda: False
         )
     assert not left.exists()
     assert list((tmp_path / "merged").iterdir()) == []
+
+
+def test_a_worker_that_cannot_be_ended_is_not_waited_for(
+    tmp_path: Path, merger: Merger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    (tmp_path / "attempt").mkdir()
+    left: list[Process] = []
+
+    def fails(process: Process, *, grace_s: float) -> bool:
+        left.append(process)
+        return grace_s < 0
+
+    monkeypatch.setattr(merging, "kill_group", fails)
+    monkeypatch.setattr(sys, "executable", str(hanging_worker(tmp_path)))
+    with pytest.raises(CrashedError, match="more than 0 s"):
+        merger.prepare(
+            job(checkpoint), directory=tmp_path / "attempt", timeout_s=0, is_given_up=lambda: False
+        )
+    assert is_alive(left[0])
+    assert kill_group(left[0], grace_s=0)
 
 
 def test_merges_take_turns(tmp_path: Path, merger: Merger) -> None:

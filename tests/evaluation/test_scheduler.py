@@ -3,6 +3,7 @@ import os
 import shutil
 import signal
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ import torch
 from evaluation.running import (
     ScriptEvaluator,
     all_final,
+    hanging_worker,
     is_running,
     job_of,
     largest_file,
@@ -264,6 +266,21 @@ def test_a_timeout_is_a_failure(tmp_path: Path, model: Path) -> None:
     server.stop(end=True)
     assert "timed out after 0.5 s" in str(failed.error)
     assert not is_running(pid_of(server, store, job.id))
+
+
+def test_a_merge_that_hangs_fails_after_its_retries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    monkeypatch.setattr(sys, "executable", str(hanging_worker(tmp_path)))
+    profile = script_profile(timeout_s=0.1, retries=1)
+    store, server = scheduler(tmp_path / "work", SCORED, profile=profile)
+    job = submit(store, server, checkpoint)
+    server.start()
+    failed = wait_for(store, job.id, Status.FAILED)
+    server.stop(end=True)
+    assert (failed.attempts, failed.failures) == (2, 2)
+    assert "the merge took more than 0.1 s" in str(failed.error)
 
 
 def test_a_crash_is_retried_and_shows_the_end_of_the_log(tmp_path: Path, model: Path) -> None:

@@ -1,8 +1,10 @@
 """From a job to a Hugging Face directory: merged in a process of its own, or taken as it is."""
 
 import json
+import logging
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -31,6 +33,8 @@ __all__ = [
     "source_of",
 ]
 
+_log = logging.getLogger(__name__)
+
 _POLL_S = 0.05
 _WHOLE = ("model*.safetensors", "pytorch_model*.bin")
 _LOG_NAME = "merge.log"
@@ -41,11 +45,11 @@ class GoneError(EvaluationError):
 
 
 class PassingError(EvaluationError):
-    """A merge failed for something that may pass: no space, a process killed by a signal, time."""
+    """A merge failed for something that may pass: no space, a process killed by a signal."""
 
 
 class CrashedError(EvaluationError):
-    """The process of a merge ended by a mistake of its own."""
+    """The process of a merge crashed, or took too long: a failed attempt."""
 
 
 class GivenUpError(EvaluationError):
@@ -109,7 +113,7 @@ class Merger:
         Raises:
             GoneError: the checkpoint is not there, or went away meanwhile.
             PassingError: it may be tried again.
-            CrashedError: its process made a mistake.
+            CrashedError: its process made a mistake, or took longer than `timeout_s`.
             GivenUpError: `is_given_up`.
             UnshardError: it cannot be merged.
         """
@@ -190,17 +194,23 @@ def merge_in_process(
                 worker.stdin.close()
             worker.wait()
         finally:
-            kill_group(process, grace_s=0)
+            if not kill_group(process, grace_s=0) and worker.poll() is None:
+                _log.error("process %d cannot be ended; it is left behind", worker.pid)
+                worker.returncode = -signal.SIGKILL  # do not wait for it: its disk may be dead
     _judge(source, directory, worker.returncode)
 
 
 def _in_time(is_given_up: Callable[[], bool], timeout_s: float) -> Callable[[], bool]:
-    """Return what asks the same, and raises PassingError when the time is up."""
+    """Return what asks the same, and raises CrashedError when the time is up."""
     deadline = time.monotonic() + timeout_s
 
     def asked() -> bool:
         if time.monotonic() > deadline:
-            raise PassingError(f"the merge took more than {timeout_s:g} s")
+            raise CrashedError(
+                f"the merge took more than {timeout_s:g} s",
+                hint="does the disk of the checkpoint answer? a slow merge needs a longer "
+                "`timeout` in the profile",
+            )
         return is_given_up()
 
     return asked
