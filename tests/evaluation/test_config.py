@@ -123,10 +123,8 @@ def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
     config = EvalConfig.from_dict({**LEAST, "token_file": str(tmp_path / "token")})
     assert config.token() == "secret"
     assert EvalConfig.from_dict(LEAST).token() is None
-    (tmp_path / "other").write_text("\u00fcber", encoding="utf-8")
-    for name in ("none", "other"):
-        with pytest.raises(UsageError, match="cannot be read"):
-            EvalConfig.from_dict({**LEAST, "token_file": str(tmp_path / name)}).token()
+    with pytest.raises(UsageError, match="cannot be read"):
+        EvalConfig.from_dict({**LEAST, "token_file": str(tmp_path / "none")}).token()
 
 
 def test_unknown_keys_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:

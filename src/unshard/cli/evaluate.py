@@ -66,16 +66,12 @@ def _client(url: str, token_file: Path | None) -> "EvalClient":
     _check_extra("httpx")
     from unshard.evaluate.client import EvalClient
     from unshard.evaluate.config_values import a_url
+    from unshard.evaluate.credentials import read_token
 
     a_url({"--server": url}, "--server")
-    return EvalClient(url, token=None if token_file is None else _read_token(token_file))
-
-
-def _read_token(file: Path) -> str:
-    try:
-        return file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--token-file {file}: cannot be read", found=str(error)) from error
+    what = f"--token-file {token_file}"
+    token = None if token_file is None else read_token(token_file, what=what)
+    return EvalClient(url, token=token)
 
 
 def _check_extra(*modules: str) -> None:

@@ -16,6 +16,7 @@ from typing import Literal, Self
 import httpx
 
 from unshard.evaluate.client_v1 import Answer, V1Client
+from unshard.evaluate.credentials import check_token, split_url
 
 __all__ = ["AsyncEvalClient", "EvalClient"]
 
@@ -32,6 +33,9 @@ class EvalClient(V1Client):
         timeout: seconds for a request; None for no limit.
         token: sent with every request, if there is one.
 
+    Raises:
+        UsageError: the URL or the token cannot be one. No error shows token or password.
+
     The methods of our own protocol (`submit`, `job`, `jobs`, `results`, `cancel`, `log`, `events`)
     raise errors of `unshard.errors`.
     """
@@ -42,8 +46,8 @@ class EvalClient(V1Client):
         timeout: float | None = None,
         token: str | None = None,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
-        self.client = httpx.Client(timeout=timeout, headers=_headers(token))
+        self.base_url, user = split_url(base_url.rstrip("/"), what="base_url")
+        self.client = httpx.Client(timeout=timeout, headers=_headers(token), auth=user)
 
     def __enter__(self) -> Self:
         return self
@@ -180,8 +184,8 @@ class AsyncEvalClient:
         timeout: float | None = None,
         token: str | None = None,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
-        self.client = httpx.AsyncClient(timeout=timeout, headers=_headers(token))
+        self.base_url, user = split_url(base_url.rstrip("/"), what="base_url")
+        self.client = httpx.AsyncClient(timeout=timeout, headers=_headers(token), auth=user)
 
     async def __aenter__(self) -> Self:
         return self
@@ -243,7 +247,11 @@ class AsyncEvalClient:
 
 
 def _headers(token: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"} if token else {}
+    if not token:
+        return {}
+    token = token.strip()  # the line break at the end of a file
+    check_token(token, what="token")
+    return {"Authorization": f"Bearer {token}"}
 
 
 def _given(payload: Mapping[str, object]) -> dict[str, object]:

@@ -178,7 +178,7 @@ def _object(answer: httpx.Response) -> Answer:
         found = None
     if not isinstance(found, dict):
         raise ServerAwayError(
-            f"{answer.url.copy_with(userinfo=b'')}: somebody else answers",
+            f"{answer.url}: somebody else answers",
             expected="a JSON object of an evaluation server",
             found=f"{answer.status_code} {answer.text[:_SHOWN]}",
         )
@@ -219,7 +219,7 @@ def _events(lines: Iterator[str]) -> Iterator[Answer]:
 
 def _away(url: str, error: Exception) -> ServerAwayError:
     return ServerAwayError(
-        f"{httpx.URL(url).copy_with(userinfo=b'') if '@' in url else url}: no answer",
+        f"{url}: no answer",
         found=f"{type(error).__name__}: {error}",
         hint="is the server running (`unshard eval serve`)? does a proxy stand between?",
     )

@@ -36,6 +36,7 @@ from unshard.evaluate.config_values import (
     paths,
     scalars,
 )
+from unshard.evaluate.credentials import read_token
 from unshard.evaluate.jobs import Scalar
 from unshard.evaluate.pins import DEFAULT_QUOTA, Quota
 
@@ -83,7 +84,7 @@ class EvalConfig:
         UsageError: `poll_interval` is not a number above 0.
     """
 
-    server_url: str
+    server_url: str = field(repr=False)
     profile: str
     tasks: tuple[str, ...]
     weights: tuple[str, ...] = ("model",)
@@ -198,14 +199,11 @@ class EvalConfig:
         """Return the server's token, if a file of it is named.
 
         Raises:
-            UsageError: the file cannot be read.
+            UsageError: the file cannot be read, or does not contain a token.
         """
         if self.token_file is None:
             return None
-        try:
-            return self.token_file.expanduser().read_text(encoding="ascii").strip()
-        except (OSError, ValueError) as error:
-            raise UsageError(f"token_file {self.token_file}: cannot be read: {error}") from error
+        return read_token(self.token_file, what=f"token_file {self.token_file}")
 
 
 def _is_text(source: str) -> bool:

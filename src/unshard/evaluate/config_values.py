@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from math import isfinite
 from pathlib import PurePosixPath
 from typing import TypeGuard
-from urllib.parse import urlsplit
 
 from unshard.errors import UsageError
+from unshard.evaluate.credentials import split_url
 from unshard.evaluate.jobs import Scalar
 from unshard.evaluate.pins import DEFAULT_QUOTA, Quota
 
@@ -48,13 +48,8 @@ def a_text(given: Mapping[str, object], key: str) -> str | None:
 def a_url(given: Mapping[str, object], key: str) -> str | None:
     """Return the address of a server; None where nothing stands."""
     found = a_text(given, key)
-    try:
-        parts = urlsplit(found or "http://host")
-        is_one = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        is_one = False
-    if not is_one:
-        raise _wrong(key, "http://HOST:PORT or https://HOST:PORT", found)
+    if found:
+        split_url(found, what=_named(key))
     return found
 
 
@@ -140,4 +135,8 @@ def _is_number(found: object) -> TypeGuard[int | float]:
 
 
 def _wrong(key: str, expected: str, found: object) -> UsageError:
-    return UsageError(f"{key} of the evaluation", expected=expected, found=repr(found)[:100])
+    return UsageError(_named(key), expected=expected, found=repr(found)[:100])
+
+
+def _named(key: str) -> str:
+    return f"{key} of the evaluation"

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 from starlette.responses import JSONResponse
 
 from unshard.errors import UsageError
+from unshard.evaluate.credentials import read_token
 
 __all__ = ["Guard", "Rules", "rules_for"]
 
@@ -101,14 +102,10 @@ def is_loopback(host: str) -> bool:
 
 
 def _token(file: Path) -> str:
-    try:
-        text = file.read_text(encoding="utf-8").strip()
-        mode = file.stat().st_mode
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--token-file {file}: cannot be read: {error}") from error
-    if len(text) < _MIN_TOKEN or not text.isascii() or not text.isprintable():
+    text = read_token(file, what=f"--token-file {file}")
+    if len(text) < _MIN_TOKEN:
         raise UsageError(f"--token-file {file}: a token has at least {_MIN_TOKEN} ASCII characters")
-    if mode & 0o077:
+    if file.expanduser().stat().st_mode & 0o077:
         raise UsageError(f"--token-file {file}: others may read it", hint=f"chmod 600 {file}")
     return text
 

@@ -1,0 +1,73 @@
+"""Tokens, and URLs that carry one: read, checked, and never shown.
+
+A token with a line break in it would be shown whole by the error of the HTTP library that refuses
+it as a header; so would a password in a URL that cannot be parsed, or that the server refuses.
+"""
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from unshard.errors import UsageError
+
+__all__ = ["check_token", "read_token", "split_url", "without_password"]
+
+
+def read_token(file: Path, *, what: str) -> str:
+    """Return the token in a file, without the space and the line break around it.
+
+    Args:
+        file: that has it.
+        what: how an error names the file.
+
+    Raises:
+        UsageError: it cannot be read, or is not a token.
+    """
+    try:
+        text = file.expanduser().read_bytes().decode("latin-1").strip()
+    except OSError as error:
+        raise UsageError(f"{what}: cannot be read", found=error.strerror or str(error)) from error
+    check_token(text, what=what)
+    return text
+
+
+def check_token(text: str, *, what: str) -> None:
+    """Raise UsageError, without the text in it, unless a text can be sent as a token."""
+    if text and text.isascii() and text.isprintable():
+        return
+    wrong = "several lines" if "\n" in text else "a character that is not printable ASCII"
+    raise UsageError(
+        f"{what}: not a token",
+        expected="one line of printable ASCII characters",
+        found=wrong if text else "nothing",
+    )
+
+
+def split_url(url: str, *, what: str) -> tuple[str, tuple[str, str] | None]:
+    """Return the URL of a server without user and password, and these, if it has them.
+
+    Args:
+        url: `http://HOST:PORT` or `http://USER:PASSWORD@HOST:PORT`, or https.
+        what: how an error names it.
+
+    Raises:
+        UsageError: it is not such a URL; the error does not show what may be a password.
+    """
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_one = False
+    if not is_one or not url.isprintable():
+        shown = repr(without_password(url))[:100]
+        raise UsageError(what, expected="http://HOST:PORT or https://HOST:PORT", found=shown)
+    given, _, place = parts.netloc.rpartition("@")
+    bare = parts._replace(netloc=place).geturl()
+    user, _, password = given.partition(":")
+    return bare, (unquote(user), unquote(password)) if given else None
+
+
+def without_password(url: str) -> str:
+    """Return a URL, which may be wrong, with `***` for all that may be user and password."""
+    before, at, place = url.rpartition("@")
+    scheme, slashes, _ = before.partition("//")
+    return f"{scheme if slashes else ''}{slashes}***@{place}" if at else url
