@@ -26,9 +26,9 @@ from unshard.plan.layout import lay_out
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.progress import ignore
-from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_CODE, BY_NAME, DType
 
 Shape = tuple[int, ...]

@@ -11,9 +11,9 @@ from unshard.convert.lora_files import adapter_shape
 from unshard.convert.lora_names import FRONT, split_adapter
 from unshard.convert.recipes import take
 from unshard.errors import ConversionError, CorruptError
-from unshard.read.adapter_config import AdapterConfig, read_adapter_config
+from unshard.read.beside.adapter_config import AdapterConfig, read_adapter_config
 from unshard.read.format import Location
-from unshard.read.rank_files import RANK_FILES
+from unshard.read.rank_files.reader import RANK_FILES
 from unshard.write.adapter import adapter_config_json
 
 PEFT = {

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import (
     ByteRange,
@@ -15,6 +14,7 @@ from unshard.tensors.catalog import (
     CompressedRange,
     TensorEntry,
 )
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
 
 PATHS = (Path("a.pt"), Path("b.pt"))

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from unshard.errors import CorruptError, UsageError
-from unshard.read.companions import find_companions
+from unshard.read.beside.companions import find_companions
 from unshard.read.format import Location
-from unshard.read.rank_files import RANK_FILES
+from unshard.read.rank_files.reader import RANK_FILES
 from unshard.tensors.catalog import Companions
 from unshard.write.companions import load_config, output_config, write_companions
 

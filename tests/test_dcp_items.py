@@ -14,8 +14,8 @@ from torch.utils.serialization import config
 from unshard.containers.records import Value
 from unshard.containers.torch_file import unpickled
 from unshard.errors import CorruptError, IncompleteError, UnsafeError, UnshardError
-from unshard.read import dcp_items
-from unshard.read.dcp_items import StoredItem, Window, read_items
+from unshard.read.dcp import items as dcp_items
+from unshard.read.dcp.items import StoredItem, Window, read_items
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)
 

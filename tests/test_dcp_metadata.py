@@ -25,7 +25,7 @@ from unshard.errors import (
     NotMergeableError,
     UnsafeError,
 )
-from unshard.read.dcp_metadata import DcpMetadata, Item, StoredTensor, read_metadata
+from unshard.read.dcp.metadata import DcpMetadata, Item, StoredTensor, read_metadata
 from unshard.tensors.dtypes import BY_NAME
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]

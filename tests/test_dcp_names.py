@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from unshard.errors import NotMergeableError
-from unshard.read.dcp_metadata import DcpMetadata, StoredTensor
-from unshard.read.dcp_names import ModelNames, model_names
+from unshard.read.dcp.metadata import DcpMetadata, StoredTensor
+from unshard.read.dcp.names import ModelNames, model_names
 from unshard.tensors.dtypes import BY_NAME
 
 Path = tuple[str, ...]

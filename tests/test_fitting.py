@@ -6,8 +6,8 @@ import pytest
 
 from unshard.convert.fitting import Fit, Slot, fit, misfits
 from unshard.convert.recipes import Recipe, take
-from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
 
 

@@ -23,8 +23,8 @@ from unshard.plan.layout import (
     lay_out,
     size_in_bytes,
 )
-from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
 
 often = settings(deadline=None, max_examples=100)

@@ -21,10 +21,10 @@ from unshard.convert.recipes import LowRank, Recipe, Take, stored_dtype, take
 from unshard.errors import ConversionError, UsageError
 from unshard.plan.layout import lay_out
 from unshard.plan.planner import make_plan
-from unshard.read.adapter_config import AdapterConfig
-from unshard.read.chunk_rows import ChunkRows
+from unshard.read.beside.adapter_config import AdapterConfig
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
 
 Array = NDArray[np.float32]

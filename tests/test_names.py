@@ -15,8 +15,8 @@ from unshard import ConversionError
 from unshard.convert.families import ADVICE, FAMILIES, VARIANTS, Stored
 from unshard.convert.names import Renamed, hub_names, names_of_base
 from unshard.convert.recipes import LowRank, Recipe, WeightedSum, shape_of, take
-from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
 
 Shape = tuple[int, ...]

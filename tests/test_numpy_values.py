@@ -8,8 +8,8 @@ import pytest
 
 from unshard.containers.records import Record
 from unshard.containers.unpickle import unpickle
-from unshard.read.numpy_values import bytes_of, is_numpy, read_array, read_scalar
-from unshard.read.pickle_values import TensorFormError
+from unshard.read.torch_save.values import TensorFormError
+from unshard.read.training_state.numpy_values import bytes_of, is_numpy, read_array, read_scalar
 
 DTYPES = ("b1", "i1", "<i2", ">i4", "<i8", "u1", ">u2", "<u4", "u8", "f2", ">f4", "f8", "c8", "c16")
 

@@ -19,8 +19,8 @@ from unshard.convert.precision import (
 )
 from unshard.convert.recipes import Recipe, take
 from unshard.errors import ConversionError, UsageError
-from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME, DType
 
 NEVER_CAST = sorted(name for name, dtype in BY_NAME.items() if not dtype.castable and dtype.code)

@@ -17,8 +17,8 @@ from unshard.containers.pickle_writer import Plain, SavedTensor
 from unshard.containers.torch_file import read_torch_file
 from unshard.containers.torch_save import write_torch_file
 from unshard.errors import CorruptError
-from unshard.read import plain_values as module
-from unshard.read.plain_values import PlainValues, plain_values
+from unshard.read.training_state import plain_values as module
+from unshard.read.training_state.plain_values import PlainValues, plain_values
 from unshard.tensors.catalog import ByteRange
 
 

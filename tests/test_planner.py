@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unshard.containers.chunks import chunk_part
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import take
@@ -19,10 +20,9 @@ from unshard.plan.layout import lay_out
 from unshard.plan.operations import Cast, CopyRange, Gather, Operation, Plan
 from unshard.plan.planner import LONG_RUN, make_plan
 from unshard.plan.work import Tile, Unit, units
-from unshard.read.chunk_rows import ChunkRows
-from unshard.read.chunks import chunk_part
 from unshard.tensors.boxes import Box, row_major_strides
 from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
 
 PATHS = tuple(Path(f"rank{n}") for n in range(4))

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unshard.convert.recipes import LowRank, Stack, Take, WeightedSum, dtype_of, shape_of, take
-from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
 
 

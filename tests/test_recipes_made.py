@@ -32,9 +32,9 @@ from unshard.convert.recipes import (
 from unshard.engines.pool import MIN_BUFFER, Settings
 from unshard.plan.layout import lay_out
 from unshard.plan.planner import make_plan
-from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME, numpy_dtype
 
 Array = NDArray[np.generic]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from unshard.containers.pickle_writer import Plain, SavedTensor
-from unshard.read.rng_states import RankState, rank_state, unite
-from unshard.read.state_files import Layout
+from unshard.read.training_state.files import Layout
+from unshard.read.training_state.rng_states import RankState, rank_state, unite
 from unshard.tensors.dtypes import BY_NAME
 
 UINT8 = BY_NAME["uint8"]

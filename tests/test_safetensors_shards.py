@@ -24,7 +24,7 @@ from ranks import Tensors, assert_same, merged
 from unshard import CorruptError, IncompleteError, NotMergeableError, UnshardError
 from unshard.read.discover import discover
 from unshard.read.format import Location, Reading, ReadOptions, Request
-from unshard.read.safetensors_shards import SAFETENSORS_SHARDS
+from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 

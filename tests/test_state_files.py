@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from unshard.read.format import Location
-from unshard.read.rank_files import RANK_FILES
-from unshard.read.state_files import Layout, StateFiles, find_state_files, listed
+from unshard.read.rank_files.reader import RANK_FILES
+from unshard.read.training_state.files import Layout, StateFiles, find_state_files, listed
 
 
 def found(step: Path, inside: str, world: int, also: tuple[Path, ...] = ()) -> StateFiles | None:

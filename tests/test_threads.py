@@ -24,9 +24,9 @@ from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.plan.work import Unit
 from unshard.progress import Advanced, Event, ignore
-from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.boxes import row_major_strides
 from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME, numpy_dtype
 from unshard.write.execute import Executor
 

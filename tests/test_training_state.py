@@ -24,7 +24,7 @@ from training_states import WRITERS, Saved, draw, seeded
 from unshard import UnsafeError
 from unshard.api.sources import open_source
 from unshard.containers.pickle_writer import SavedTensor
-from unshard.read.training_state import TrainingState, read_training_state
+from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.tensors.dtypes import BY_NAME
 from unshard.write.training_state import state_file_names, write_training_state
 

@@ -13,8 +13,8 @@ from unshard.convert.outputs import Converted
 from unshard.convert.recipes import take
 from unshard.errors import OutputError
 from unshard.plan.layout import Layout, index_json, lay_out
-from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
 from unshard.write.verify import verify_light
 

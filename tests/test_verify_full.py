@@ -17,7 +17,7 @@ from unshard.engines.pool import Settings
 from unshard.engines.threads import run_plan
 from unshard.plan.operations import Plan
 from unshard.progress import Listener, ignore
-from unshard.read.rank_file import read_rank_file
+from unshard.read.torch_save.state_dict import read_rank_file
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 

@@ -23,7 +23,7 @@ from unshard import (
     UnshardError,
 )
 from unshard.read.format import Location, Reading, ReadOptions
-from unshard.read.whole_files import WHOLE_FILES
+from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.tensors.catalog import ByteRange
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")

@@ -10,18 +10,18 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import unshard
-import unshard.read.workers
+import unshard.read.rank_files.workers
 from ranks import assert_same, merged, rank_path, save_ranks, some_tensors
 from unshard import CorruptError, IncompleteError, NotMergeableError
-from unshard.read.rank_table import RankTable
-from unshard.read.workers import read_rank_files
+from unshard.read.rank_files.workers import read_rank_files
+from unshard.read.torch_save.table import RankTable
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
 
 @pytest.fixture(autouse=True)
 def processes_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unshard.read.workers, "_WORTH_PROCESSES", 0)
+    monkeypatch.setattr(unshard.read.rank_files.workers, "_WORTH_PROCESSES", 0)
 
 
 def files(directory: Path, world: int) -> list[tuple[int, Path]]:

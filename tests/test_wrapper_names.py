@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from unshard.errors import CorruptError
-from unshard.read.chunk_rows import ChunkRows
 from unshard.read.wrapper_names import unwrapped
 from unshard.tensors.boxes import row_major_strides
 from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
 
 WRAPPERS = (

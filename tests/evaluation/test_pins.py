@@ -24,7 +24,7 @@ from unshard.evaluate.pins import (
     read_pin,
     unpin,
 )
-from unshard.read.companions import find_companions
+from unshard.read.beside.companions import find_companions
 from unshard.read.discover import discover
 from unshard.read.format import Request
 

@@ -13,7 +13,7 @@ from ranks import save_ranks, some_tensors
 from unshard.evaluate.watch import Watcher, why_incomplete
 from unshard.read.discover import discover
 from unshard.read.format import Location, Request
-from unshard.read.whole_files import WHOLE_FILES
+from unshard.read.whole_files.reader import WHOLE_FILES
 
 
 def why(place: Path) -> str | None:

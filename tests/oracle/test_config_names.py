@@ -17,10 +17,10 @@ from unshard.convert.config_names import expected_by_config
 from unshard.convert.expected import Expected
 from unshard.convert.names import hub_names
 from unshard.convert.recipes import take
+from unshard.convert.ties import may_be_tied
 from unshard.convert.whole_models import MODELS
-from unshard.read.chunk_rows import ChunkRows
-from unshard.read.ties import may_be_tied
 from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
 
 pytestmark = pytest.mark.xdist_group("families")

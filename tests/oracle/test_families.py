@@ -26,8 +26,8 @@ from test_recipes_made import evaluate
 from unshard.convert.families import FAMILIES
 from unshard.convert.names import Renamed, hub_names, names_of_base
 from unshard.convert.recipes import Recipe, shape_of, take
-from unshard.read.chunk_rows import ChunkRows
 from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
 
 pytestmark = [

@@ -16,7 +16,7 @@ from unshard.errors import UsageError
 from unshard.plan.layout import lay_out
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
-from unshard.read.adapter_config import read_adapter_config
+from unshard.read.beside.adapter_config import read_adapter_config
 from unshard.write.adapter import ADAPTER_CONFIG_NAME, ADAPTER_NAME, adapter_config_json
 from unshard.write.companions import load_config
 

@@ -9,7 +9,7 @@ from unshard.convert.config_names import expected_by_config
 from unshard.convert.expected import Expected, check_expected
 from unshard.convert.outputs import Converted, selected
 from unshard.convert.precision import Fields
-from unshard.read.ties import may_be_tied
+from unshard.convert.ties import may_be_tied
 
 __all__ = ["Checked", "check_names", "expected_names"]
 

@@ -11,7 +11,7 @@ from unshard.convert.outputs import Converted
 from unshard.convert.recipes import stored_dtype
 from unshard.errors import ConversionError, raise_all
 from unshard.plan.pairs import make_pair
-from unshard.read.inflate import inflated_bytes
+from unshard.read.dcp.inflate import inflated_bytes
 from unshard.tensors.dtypes import BY_NAME, Kind
 from unshard.write.unchanged import are_equal
 

@@ -13,10 +13,10 @@ from unshard.convert.names import Renamed, hub_names, names_of_base
 from unshard.convert.outputs import Converted, finish, select, selected
 from unshard.convert.precision import Fields, Precision, precision
 from unshard.convert.recipes import Recipe, Take, shape_of
+from unshard.convert.ties import Ties, are_tied, find_ties, is_head
 from unshard.convert.torchtitan import without_native_names
 from unshard.errors import ConversionError
-from unshard.read.base import Base
-from unshard.read.ties import Ties, are_tied, find_ties, is_head
+from unshard.read.beside.base import Base
 from unshard.tensors.boxes import Box
 from unshard.write.companions import load_config
 

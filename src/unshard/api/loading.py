@@ -9,6 +9,7 @@ from unshard.api.adapters import fuse_adapter
 from unshard.api.converting import is_stored
 from unshard.api.options import MergeOptions
 from unshard.api.sources import Source
+from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.critics import without_trl_wrapper
 from unshard.convert.fitting import Fit, Slot, fit, misfits
@@ -16,12 +17,11 @@ from unshard.convert.names import names_of_base
 from unshard.convert.outputs import Converted
 from unshard.convert.precision import Fields
 from unshard.convert.recipes import Recipe, stored_dtype
+from unshard.convert.ties import find_ties
 from unshard.engines.arrays import Reader
 from unshard.errors import ConversionError, raise_all
 from unshard.plan.operations import Target
 from unshard.plan.planner import tiled
-from unshard.read.chunks import equal_tensors
-from unshard.read.ties import find_ties
 from unshard.tensors.boxes import Box
 from unshard.tensors.selection import of_box
 from unshard.write.companions import load_config

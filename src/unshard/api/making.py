@@ -10,7 +10,7 @@ from unshard.engines.threads import RunPlan, run_plan, verify_full
 from unshard.plan.layout import INDEX_NAME, index_json
 from unshard.plan.operations import Plan
 from unshard.progress import Listener, Stage
-from unshard.read.inflate import inflate, inflated_bytes
+from unshard.read.dcp.inflate import inflate, inflated_bytes
 from unshard.write.companions import write_companions
 from unshard.write.record import RECORD_NAME, record_json
 from unshard.write.stage import Stage as Staging

@@ -16,9 +16,9 @@ from unshard.convert.precision import Fields, config_dtype
 from unshard.plan.layout import Layout, lay_out
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
-from unshard.read.base import Base
+from unshard.read.beside.base import Base
 from unshard.read.open import Checkpoint
-from unshard.read.training_state import TrainingState, read_training_state
+from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, Companions
 from unshard.write.companions import output_config

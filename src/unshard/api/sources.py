@@ -11,9 +11,9 @@ from pathlib import Path
 from unshard.api.options import MergeOptions
 from unshard.convert.lora_names import split_adapter
 from unshard.convert.recipes import take
-from unshard.read.base import Base, read_base
-from unshard.read.companions import completed
-from unshard.read.inflate import inflate, inflated_bytes
+from unshard.read.beside.base import Base, read_base
+from unshard.read.beside.companions import completed
+from unshard.read.dcp.inflate import inflate, inflated_bytes
 from unshard.read.open import Checkpoint, open_latest
 from unshard.write.targets import check_space
 

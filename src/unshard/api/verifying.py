@@ -15,13 +15,13 @@ from unshard.containers.json_file import JsonFields, json_object
 from unshard.convert.outputs import Converted
 from unshard.convert.precision import DtypeLike, precision
 from unshard.convert.recipes import shape_of
+from unshard.convert.ties import find_ties
 from unshard.engines.compare import compare
 from unshard.errors import UsageError
 from unshard.plan.pairs import as_stored
 from unshard.progress import Chosen, Listener, Stage, Warned
-from unshard.read.inflate import inflated_bytes
+from unshard.read.dcp.inflate import inflated_bytes
 from unshard.read.open import Checkpoint, blaming, open_whole
-from unshard.read.ties import find_ties
 from unshard.write.companions import load_config
 from unshard.write.comparison import ByConfig, Comparison, Loading, Tolerances
 from unshard.write.record import RECORD_NAME

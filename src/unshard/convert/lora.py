@@ -8,7 +8,7 @@ from unshard.convert.lora_scale import alpha_note, check_rank, known_alpha, scal
 from unshard.convert.lora_weights import Fit, fits
 from unshard.convert.recipes import LowRank, Recipe, Stack, cut, shape_of, transposed
 from unshard.errors import ConversionError, raise_all
-from unshard.read.adapter_config import AdapterConfig
+from unshard.read.beside.adapter_config import AdapterConfig
 from unshard.tensors.boxes import Box
 
 __all__ = ["Fused", "check_saved_modules", "fuse"]

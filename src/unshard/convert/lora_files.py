@@ -10,7 +10,7 @@ from unshard.convert.lora_scale import check_rank
 from unshard.convert.lora_weights import fits
 from unshard.convert.recipes import Recipe, shape_of
 from unshard.errors import ConversionError, raise_all
-from unshard.read.adapter_config import AdapterConfig
+from unshard.read.beside.adapter_config import AdapterConfig
 
 __all__ = ["AdapterShape", "adapter_shape", "adapter_tensors"]
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from unshard.convert.patterns import ends_like
 from unshard.errors import ConversionError, UsageError
-from unshard.read.adapter_config import AdapterConfig
+from unshard.read.beside.adapter_config import AdapterConfig
 
 __all__ = ["alpha_note", "check_rank", "known_alpha", "scale_of"]
 

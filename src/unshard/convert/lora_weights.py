@@ -13,7 +13,7 @@ from itertools import permutations
 from unshard.convert.lora_names import Pair
 from unshard.convert.recipes import Recipe, dtype_of, shape_of
 from unshard.errors import ConversionError, raise_all
-from unshard.read.adapter_config import AdapterConfig
+from unshard.read.beside.adapter_config import AdapterConfig
 
 __all__ = ["Fit", "fits"]
 

@@ -10,13 +10,13 @@ from threading import Lock
 
 import numpy as np
 
+from unshard.containers.chunks import fill_box, view
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import SLACK, Elements, raw_dtype
 from unshard.errors import UsageError
 from unshard.plan.operations import Gather, Tiled
 from unshard.plan.slices import tile_parts
 from unshard.plan.work import Tile, tile_shape
-from unshard.read.chunks import fill_box, view
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.selection import Selection
 from unshard.tensors.steps import sliced, strides_of

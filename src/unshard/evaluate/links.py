@@ -5,7 +5,7 @@ from pathlib import Path
 
 from unshard.errors import UsageError
 from unshard.evaluate.pin_files import list_checkpoint
-from unshard.read.companions import companions_in
+from unshard.read.beside.companions import companions_in
 
 __all__ = ["check_links"]
 

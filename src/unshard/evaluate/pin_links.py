@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unshard.errors import UnshardError
 from unshard.evaluate.pin_files import Identity, Listing, identity, list_checkpoint
-from unshard.read.companions import companions_in, find_companions
+from unshard.read.beside.companions import companions_in, find_companions
 from unshard.read.discover import discover
 from unshard.read.format import Request
 

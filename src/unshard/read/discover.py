@@ -17,8 +17,8 @@ from pathlib import Path
 from unshard.errors import IncompleteError, UnknownFormatError, UsageError
 from unshard.read.format import ROLES, Format, Location, Request, Role
 from unshard.read.formats import FORMATS, format_in
-from unshard.read.rank_files import RANK_FILES
-from unshard.read.whole_files import WHOLE_FILES
+from unshard.read.rank_files.reader import RANK_FILES
+from unshard.read.whole_files.reader import WHOLE_FILES
 
 __all__ = ["all_steps", "discover", "is_ema_there", "regular_of", "step_numbers", "step_of"]
 

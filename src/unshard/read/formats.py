@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from unshard.read.dcp import DCP
+from unshard.read.dcp.reader import DCP
 from unshard.read.format import Format
-from unshard.read.rank_files import RANK_FILES
+from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.refused import DEEPSPEED, MEGATRON
-from unshard.read.safetensors_shards import SAFETENSORS_SHARDS
-from unshard.read.whole_files import WHOLE_FILES
+from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
+from unshard.read.whole_files.reader import WHOLE_FILES
 
 __all__ = ["FORMATS", "format_in"]
 

@@ -14,13 +14,13 @@ from unshard.errors import (
     UsageError,
     raise_all,
 )
+from unshard.read.beside.companions import find_companions
 from unshard.read.check import check
-from unshard.read.companions import find_companions
 from unshard.read.discover import discover, regular_of, step_of
 from unshard.read.ema import filled
 from unshard.read.flat_parameters import refuse_flat_parameters
 from unshard.read.format import Location, PassedOver, Reading, ReadOptions, Request
-from unshard.read.whole_files import WHOLE_FILES
+from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.wrapper_names import unwrapped
 from unshard.tensors.catalog import Catalog, TensorEntry
 

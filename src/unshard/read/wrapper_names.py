@@ -12,9 +12,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
+from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.errors import CorruptError, raise_all
-from unshard.read.chunks import equal_tensors
 from unshard.tensors.catalog import TensorEntry
 
 __all__ = ["unwrapped", "without_wrapper_module"]

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from unshard.convert.precision import CASTS, Fields
-from unshard.read.companions import read_config
+from unshard.read.beside.companions import read_config
 from unshard.tensors.catalog import Companions
 
 __all__ = ["load_config", "output_config", "write_companions"]

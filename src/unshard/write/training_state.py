@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unshard.containers.pickle_writer import Plain, SavedTensor
 from unshard.containers.torch_save import write_torch_file
-from unshard.read.training_state import TrainingState
+from unshard.read.training_state.reader import TrainingState
 
 __all__ = ["EXTRA_STATE_NAME", "SCHEDULER_NAME", "state_file_names", "write_training_state"]
 

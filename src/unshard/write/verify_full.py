@@ -17,6 +17,7 @@ from zlib import crc32
 
 import numpy as np
 
+from unshard.containers.chunks import first_difference, replicas
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import raw_dtype, read_exactly
 from unshard.containers.torch_file import read_torch_file
@@ -25,7 +26,6 @@ from unshard.errors import CorruptError, OutputError, UnshardError
 from unshard.plan.layout import Layout, OutputTensor
 from unshard.plan.operations import CopyRange
 from unshard.plan.work import Tile, Unit
-from unshard.read.chunks import first_difference, replicas
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 from unshard.tensors.tiles import row_tile, tiles

@@ -25,7 +25,7 @@ from unshard.evaluate.recorder import PacedSink
 from unshard.evaluate.sinks.base import Sink
 from unshard.evaluate.sinks.trainers import open_sinks
 from unshard.evaluate.submitter import Submitter
-from unshard.read.companions import companions_in
+from unshard.read.beside.companions import companions_in
 
 __all__ = ["UnshardEvalCallback"]
 

@@ -1,0 +1,1 @@
+"""The files next to the weights: config, tokenizer, base model, adapter config."""

@@ -1,0 +1,1 @@
+"""Torch distributed checkpoints: `.metadata` and `*.distcp`."""

@@ -1,0 +1,123 @@
+"""Decompress the items of a compressed DCP checkpoint, so that they have bytes at known places.
+
+A compressed item can be read only from its start to its end. All are written, one by one, into one
+file in the output's staging directory; everything after that works as for any other checkpoint.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from unshard.containers.open_files import OpenFiles
+from unshard.containers.zstd import decompress
+from unshard.errors import CorruptError, UnshardError, raise_all
+from unshard.read.dcp.items import StoredItem, read_items
+from unshard.tensors.boxes import is_row_major, row_major_strides
+from unshard.tensors.catalog import ByteRange, Catalog, ChunkTable, TensorEntry
+
+__all__ = ["inflate", "inflated_bytes"]
+
+_SLACK = 1 << 16  # of an item, what torch.save writes beside the tensor, and aligns it by
+
+
+def inflated_bytes(catalog: Catalog) -> int:
+    """Return how many bytes `inflate` writes at most; 0 if nothing is compressed."""
+    return sum(limit for entry in catalog.tensors.values() for _, limit in _limits(entry))
+
+
+def _limits(entry: TensorEntry) -> Iterator[tuple[int, int]]:
+    """Yield the compressed chunks of a tensor, and how many bytes each may have: its box's."""
+    for row in np.flatnonzero(entry.chunks.compressed).tolist():
+        yield row, prod(entry.chunks.sizes[row].tolist()) * entry.dtype.itemsize + _SLACK
+
+
+def inflate(catalog: Catalog, path: Path) -> Catalog:
+    """Return the catalog with every chunk decompressed; itself if there is nothing to do.
+
+    Args:
+        catalog: the checkpoint.
+        path: the file to write.
+
+    Raises:
+        CorruptError: an item cannot be decompressed, or is not what the metadata declares. Of one
+            that holds more, no more is written than is declared for it.
+        UsageError: no zstd library is installed.
+    """
+    if not inflated_bytes(catalog):
+        return catalog
+    archives: list[ByteRange] = list(catalog.archives)
+    windows: dict[str, dict[int, ByteRange]] = {}
+    with OpenFiles(os.O_RDONLY, limit=16) as files, path.open("xb") as out:
+        at = 0
+        for name, entry in catalog.tensors.items():
+            for row, limit in _limits(entry):
+                chunk = entry.chunks[row].source
+                window = (chunk.offset, chunk.length)
+                what = f"tensor {name}: {chunk.path}"
+                size = decompress(what, files.fd(chunk.path), window, out, limit)
+                archives.append(ByteRange(path, at, size))
+                windows.setdefault(name, {})[row] = archives[-1]
+                at += size
+    problems: list[UnshardError] = []
+    tensors = {
+        name: _inflated(entry, windows.get(name, {}), path, problems)
+        for name, entry in catalog.tensors.items()
+    }
+    raise_all(CorruptError, "the items do not fit the metadata", problems)
+    return replace(catalog, tensors=tensors, archives=tuple(archives))
+
+
+def _inflated(
+    entry: TensorEntry, windows: dict[int, ByteRange], path: Path, problems: list[UnshardError]
+) -> TensorEntry:
+    table = entry.chunks
+    file, start, length = table.file.copy(), table.start.copy(), table.length.copy()
+    steps = [row_major_strides(sizes) for sizes in table.sizes.tolist()]
+    if table.strides is not None:
+        steps = [tuple(row) for row in table.strides.tolist()]
+    items = read_items([(w.path, w.offset, w.length) for w in windows.values()])
+    for row, item in zip(windows, items, strict=True):
+        problem = _misfit(entry, table, row, item)
+        if problem is not None or isinstance(item, UnshardError):
+            problems += [problem] if problem else []
+            continue
+        file[row], start[row] = len(table.paths), item.start
+        length[row] = item.view.storage_elements * entry.dtype.itemsize
+        steps[row] = item.view.strides
+    odd = any(
+        not is_row_major(sizes, step)
+        for sizes, step in zip(table.sizes.tolist(), steps, strict=True)
+    )
+    strides = np.array(steps, dtype=np.int64).reshape(table.sizes.shape) if odd else None
+    done = np.zeros(len(table), dtype=np.bool_)
+    chunks = replace(
+        table,
+        paths=(*table.paths, path),
+        strides=strides,
+        file=file,
+        start=start,
+        length=length,
+        compressed=done,
+    )
+    return replace(entry, chunks=chunks)
+
+
+def _misfit(
+    entry: TensorEntry, table: ChunkTable, row: int, item: StoredItem | UnshardError
+) -> UnshardError | None:
+    sizes, at = tuple(table.sizes[row].tolist()), table.offsets[row].tolist()
+    where = f"tensor {entry.fqn}: {table[row].source.path.name}: its chunk {at}"
+    if isinstance(item, UnshardError):
+        what = item.subject.rpartition(": ")[2]
+        return CorruptError(f"{where} is compressed, and holds no tensor of torch: {what}")
+    if (item.view.sizes, item.view.dtype) == (sizes, entry.dtype):
+        return None
+    return CorruptError(
+        f"{where} is not what is stored for it",
+        expected=f"{entry.dtype} {list(sizes)}, as the metadata declares",
+        found=f"{item.view.dtype} {list(item.view.sizes)}",
+    )

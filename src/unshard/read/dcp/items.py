@@ -1,0 +1,149 @@
+"""The items of `.distcp` files: each a torch.save zip of one tensor, one after another in a file.
+
+A checkpoint may have 10^5 of them. The two ends of an item say all there is to know of it, and the
+end of one lies beside the start of the next; so neighbours are read together, by several threads.
+Items of one shape have the same pickle, byte for byte; each is decoded once.
+"""
+
+import os
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from unshard.containers.torch_file import unpickled
+from unshard.containers.torch_zip import TorchZip, read_torch_zip
+from unshard.errors import CorruptError, UnshardError
+from unshard.read.torch_save.values import TensorFormError
+from unshard.read.torch_save.views import StorageView, read_view
+
+__all__ = ["StoredItem", "Window", "read_items"]
+
+Window = tuple[Path, int, int]
+"""Where an item lies: file, offset and length in bytes."""
+
+_HEAD, _TAIL = 2048, 2048
+_GAP = 16 * 1024
+_BATCH_BYTES = 4 * 1024 * 1024
+_BATCH_ITEMS = 2048
+_THREADS = 4
+_KNOWN_PICKLES = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """A stored tensor: how it lies in its storage, and the byte of the file where it starts."""
+
+    view: StorageView
+    start: int
+
+
+def read_items(items: Sequence[Window]) -> list[StoredItem | UnshardError]:
+    """Return what every item holds; a problem in place of what cannot be read."""
+    by_file: dict[Path, list[_Numbered]] = defaultdict(list)
+    for number, (path, offset, length) in enumerate(items):
+        by_file[path].append((offset, length, number))
+    jobs = [(path, batch) for path, inside in by_file.items() for batch in _batches(sorted(inside))]
+    decoder = _Decoder()
+    found: dict[int, StoredItem | UnshardError] = {}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for part in pool.map(lambda job: _read_batch(job[0], job[1], decoder), jobs):
+            found |= part
+    return [found[number] for number in range(len(items))]
+
+
+_Numbered = tuple[int, int, int]
+"""Offset and length of an item, and its number among those asked for."""
+
+
+def _batches(items: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
+    """Yield neighbours: so many that their ends take a few megabytes."""
+    batch: list[_Numbered] = []
+    size = 0
+    for item in items:
+        needed = min(item[1], _HEAD + _TAIL)
+        if batch and (size + needed > _BATCH_BYTES or len(batch) == _BATCH_ITEMS):
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += needed
+    if batch:
+        yield batch
+
+
+def _read_batch(
+    path: Path, batch: Sequence[_Numbered], decoder: "_Decoder"
+) -> dict[int, StoredItem | UnshardError]:
+    found: dict[int, StoredItem | UnshardError] = {}
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        blocks = _Blocks(fd, batch)
+        for offset, length, number in batch:
+            try:
+                archive = read_torch_zip(path, offset=offset, length=length, pread=blocks.pread)
+                found[number] = _stored(archive, decoder)
+            except UnshardError as error:
+                found[number] = error
+    finally:
+        os.close(fd)
+    return found
+
+
+class _Blocks:
+    """The ends of some items of a file, in memory; what else is asked for is read."""
+
+    def __init__(self, fd: int, batch: Sequence[_Numbered]) -> None:
+        self._fd = fd
+        spans: list[list[int]] = []
+        for offset, length, _ in batch:
+            end, head, tail = offset + length, offset + _HEAD, offset + length - _TAIL
+            ends = [(offset, end)] if head >= tail else [(offset, head), (tail, end)]
+            for start, end in ends:
+                if spans and start - spans[-1][1] <= _GAP:
+                    spans[-1][1] = max(spans[-1][1], end)
+                else:
+                    spans.append([start, end])
+        self._starts = [start for start, _ in spans]
+        self._data = [os.pread(fd, end - start, start) for start, end in spans]
+
+    def pread(self, count: int, position: int) -> bytes:
+        at = bisect_right(self._starts, position) - 1
+        if at >= 0:
+            skip = position - self._starts[at]
+            if skip + count <= len(self._data[at]):
+                return self._data[at][skip : skip + count]
+        return os.pread(self._fd, count, position)
+
+
+class _Decoder:
+    """Decodes pickles of tensors, equal ones once."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, StorageView] = {}
+
+    def view(self, archive: TorchZip) -> StorageView:
+        known = self._known.get(archive.pickle)
+        if known is not None:
+            return known
+        try:
+            view = read_view(unpickled(archive.path, archive.pickle))
+        except TensorFormError as error:
+            raise CorruptError(f"{archive.path}: an item is {error}") from error
+        if len(self._known) < _KNOWN_PICKLES:
+            self._known[archive.pickle] = view
+        return view
+
+
+def _stored(archive: TorchZip, decoder: _Decoder) -> StoredItem:
+    view = decoder.view(archive)
+    storage = archive.storages.get(view.key)
+    size = 0 if storage is None else storage.size
+    needed = view.storage_elements * view.dtype.itemsize
+    if size < needed and 0 not in view.sizes:
+        raise CorruptError(
+            f"{archive.path}: an item's storage has {size} bytes, its pickle says {needed}"
+        )
+    start = 0 if storage is None else storage.offset
+    return StoredItem(view, start + view.offset * view.dtype.itemsize)

@@ -1,0 +1,257 @@
+"""The `.metadata` of torch.distributed.checkpoint (DCP): which items make which tensors, and where.
+
+A pickle of a `Metadata` object: per name the shape, dtype and chunks (`state_dict_metadata`), the
+path in the saved dict (`planner_data`), and per chunk the file, offset and length of its item
+(`storage_data`). Without collectives every rank writes its own, `__R.metadata`, of its own chunks.
+
+Source: `torch.distributed.checkpoint.metadata`, `.filesystem`; the files of torch 2.2 to 2.15.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from unshard.containers.records import Record, Value
+from unshard.containers.torch_file import unpickled
+from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+from unshard.read.torch_save.values import TensorFormError, ints, member, named, state_of
+from unshard.read.torch_save.values import shape as sizes_of
+from unshard.read.torch_save.views import dtype_named
+from unshard.tensors.dtypes import DType
+
+__all__ = ["DcpMetadata", "Item", "StoredTensor", "read_metadata"]
+
+_MAX_BYTES = 1 << 30
+_MAX_OFFSET = 1 << 62
+_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.checkpoint.metadata")
+_STORAGE_INFO = (
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed._shard.checkpoint.filesystem._StorageInfo",
+)
+_ZSTD = re.compile(r"stream\.zstd/1(\..*)?")
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Where an item lies: a torch.save zip inside a file, perhaps compressed as a whole."""
+
+    path: str
+    offset: int
+    length: int
+    compressed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as the metadata has it; `chunks` are (offsets, sizes), in elements."""
+
+    dtype: DType
+    shape: Ints
+    chunks: list[tuple[Ints, Ints]]
+
+
+@dataclass(slots=True)
+class DcpMetadata:
+    """What one or several metadata files say together.
+
+    Attributes:
+        tensors: by flat name, in the order of the saved dict.
+        objects: flat names of values that are not tensors.
+        paths: of flat names in the saved dict; empty if the save was not flattened.
+        items: by flat name and offsets; offsets None for objects.
+    """
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    objects: dict[str, None] = field(default_factory=dict)
+    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    items: dict[tuple[str, Ints | None], Item] = field(default_factory=dict)
+
+
+def read_metadata(files: Iterable[Path]) -> DcpMetadata:
+    """Return what these metadata files say together.
+
+    Raises:
+        IncompleteError: a file is empty.
+        CorruptError: it is no valid metadata, or contradicts another one.
+        UnsafeError: its pickle names something that runs commands.
+        NotMergeableError: it was written by an engine of another family, or in an unknown way.
+    """
+    whole = DcpMetadata()
+    for path in files:
+        try:
+            _add(whole, path, _unpickled(path))
+        except TensorFormError as error:
+            raise CorruptError(f"{path}: not a valid DCP metadata file: it is {error}") from error
+    named = [name for name in whole.paths if name in whole.tensors]
+    if len(named) == len(whole.tensors):
+        whole.tensors = {name: whole.tensors[name] for name in named}
+    return whole
+
+
+def _unpickled(path: Path) -> Value:
+    size = path.stat().st_size
+    if size == 0:
+        raise IncompleteError(f"{path}: the file is empty", hint="the save was interrupted")
+    if size > _MAX_BYTES:
+        raise CorruptError(f"{path}: {size} bytes are no metadata", expected=f"up to {_MAX_BYTES}")
+    return unpickled(path, path.read_bytes())
+
+
+def _add(whole: DcpMetadata, path: Path, value: Value) -> None:
+    fields = _metadata_fields(path, value)
+    for name, described in _named(member(fields, "state_dict_metadata")).items():
+        if _is(described, "BytesStorageMetadata"):
+            whole.objects[name] = None
+        elif _is(described, "TensorStorageMetadata"):
+            _unite(whole, path, name, _stored_tensor(name, described))
+        else:
+            raise TensorFormError(f"metadata of unknown form for {name}")
+    described_names = _named(member(fields, "state_dict_metadata"))
+    planned = member(fields, "planner_data")
+    whole.paths |= _paths(planned, described_names)
+    storage = member(fields, "storage_data")
+    if not isinstance(storage, dict):
+        raise TensorFormError("storage data of unknown form")
+    for index, info in storage.items():
+        name, offsets = _index(index)
+        if planned is None and name not in described_names:
+            raise TensorFormError(f"storage data of {name!r}, which it does not describe")
+        whole.items[name, offsets] = _item(path, info)
+
+
+def _paths(planned: Value, described: dict[str, Value]) -> dict[str, tuple[str, ...]]:
+    """Return the path of every name; none where the saved dict was not flattened."""
+    if planned is None:
+        return {}
+    paths = {}
+    for name, parts in _named(planned).items():
+        match parts:
+            case [*_] if parts and all(map(_is_part, parts)):
+                paths[name] = tuple(str(part) for part in parts)
+        if name in described and ".".join(paths.get(name, ())) != name:
+            raise TensorFormError(f"a plan that gives {name!r} another path")
+    lost = [name for name in described if name not in paths]
+    if lost:
+        raise TensorFormError(f"a plan that lacks {len(lost)} names: {lost[0]!r}")
+    return paths
+
+
+def _is_part(part: Value) -> bool:
+    """Tell whether a value is a step of a path: a key of a dict, or an index of a list."""
+    return isinstance(part, str) or (type(part) is int and 0 <= part < _MAX_OFFSET)
+
+
+def _metadata_fields(path: Path, value: Value) -> dict[str, Value]:
+    if isinstance(value, Record) and _is(value, "Metadata"):
+        return state_of(value)
+    callee = named(value.callee) if isinstance(value, Record) else named(value)
+    if "megatron" in callee.lower():
+        raise NotMergeableError(
+            f"{path}: written by Megatron-core ({callee})",
+            hint="convert it with Megatron-Bridge (or NeMo's export to Hugging Face)",
+        )
+    raise TensorFormError(f"{callee}, not torch's Metadata")
+
+
+def _is(value: Value, name: str) -> bool:
+    return isinstance(value, Record) and value.is_call_of(*(f"{m}.{name}" for m in _MODULES))
+
+
+def _named(value: Value) -> dict[str, Value]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise TensorFormError("a dict by name was expected")
+    return value
+
+
+def _stored_tensor(name: str, described: Value) -> StoredTensor:
+    fields = state_of(described)
+    properties = member(fields, "properties")
+    chunks = member(fields, "chunks")
+    shape = sizes_of(member(fields, "size"))
+    if not isinstance(chunks, list) or not isinstance(properties, Record):
+        raise TensorFormError(f"metadata of unknown form for tensor {name}")
+    match properties.state:
+        case (dtype, *_):
+            pass
+        case {"dtype": dtype}:
+            pass
+        case _:
+            raise TensorFormError(f"properties of unknown form for tensor {name}")
+    boxes = []
+    for chunk in chunks:
+        box = state_of(chunk)
+        offsets, sizes = ints(member(box, "offsets")), ints(member(box, "sizes"))
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            at >= 0 and n >= 0 and at + n <= max(size, at)
+            for at, n, size in zip(offsets, sizes, shape, strict=True)
+        )
+        if not inside or min(shape, default=0) < 0:
+            raise TensorFormError(
+                f"tensor {name}, whose chunk of {list(sizes)} at {list(offsets)} lies outside its "
+                f"shape {list(shape)}"
+            )
+        boxes.append((offsets, sizes))
+    return StoredTensor(dtype_named(dtype), shape, boxes)
+
+
+def _unite(whole: DcpMetadata, path: Path, name: str, tensor: StoredTensor) -> None:
+    first = whole.tensors.setdefault(name, tensor)
+    if first is tensor:
+        return
+    if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
+        raise CorruptError(
+            f"{path}: tensor {name}: {tensor.dtype} {list(tensor.shape)}",
+            expected=f"{first.dtype} {list(first.shape)}, as the files of other ranks say",
+        )
+    first.chunks.extend(tensor.chunks)
+
+
+def _index(index: Value) -> tuple[str, Ints | None]:
+    fields = state_of(index)
+    name, offset = member(fields, "fqn"), fields.get("offset")
+    if not isinstance(name, str):
+        raise TensorFormError("an index without a name")
+    return name, None if offset is None else ints(offset)
+
+
+def _item(source: Path, info: Value) -> Item:
+    if not isinstance(info, Record) or not info.is_call_of(*_STORAGE_INFO):
+        raise TensorFormError("storage data of unknown form")
+    match state_of(info):
+        case {"relative_path": str(path), "offset": int(offset), "length": int(length)} as fields:
+            pass
+        case _:
+            raise TensorFormError("storage data of unknown form")
+    if _leaves(path):
+        raise CorruptError(
+            f"{source}: refers to {path[:200]!r}, which is no file of this directory",
+            hint="the metadata was damaged, or made to point elsewhere",
+        )
+    if not 0 <= offset < _MAX_OFFSET or not 0 <= length < _MAX_OFFSET:
+        raise TensorFormError(f"an item of impossible size or place in {path}")
+    return Item(path, offset, length, _is_compressed(source, fields.get("transform_descriptors")))
+
+
+def _leaves(path: str) -> bool:
+    """Tell whether a relative path is anything but that of a file inside the directory."""
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or not path.isprintable():
+        return True
+    return len(path) > 1024 or any(len(part.encode()) > 255 for part in parts)
+
+
+def _is_compressed(source: Path, transforms: Value) -> bool:
+    match transforms:
+        case None | []:
+            return False
+        case [str(one)] if _ZSTD.fullmatch(one):
+            return True
+    shown = ", ".join(map(named, transforms[:4])) if isinstance(transforms, list) else "something"
+    raise NotMergeableError(
+        f"{source}: its items were transformed by {shown}, which is not known here",
+        expected="plain items, or stream.zstd/1",
+        hint="load it with torch and the extension that wrote it, and save it again",
+    )

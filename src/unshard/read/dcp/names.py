@@ -1,0 +1,150 @@
+"""Which of a DCP checkpoint's values are the model, and what its tensors are called.
+
+`dcp.save` takes a nested dict and stores it flat; the metadata keeps every value's path. The model
+is what lies below a `model` (or another of a few words); so `("model", "model.norm.weight")` is the
+tensor `model.norm.weight` of accelerate, while `("model.norm.weight",)` is that of a flat dict, as
+torchtitan saves it. No prefix is ever guessed from the names themselves.
+
+An optimizer's state that was flattened (`torch.distributed.checkpoint.state_dict` does it:
+`state.<name>.exp_avg`, `….step`, `param_groups.<name>.lr`) is told by what ends its names.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from unshard.errors import NotMergeableError
+from unshard.read.dcp.metadata import DcpMetadata
+from unshard.tensors.catalog import Skipped
+
+__all__ = ["ModelNames", "model_names"]
+
+_MODEL = frozenset({"model", "state_dict", "module", "model_state_dict"})
+_OTHER = frozenset(
+    """
+    callbacks dataloader dataset ema ema_model extra_state grad_scaler integrations loops
+    lr_scheduler lr_schedulers metadata model_ema random_states rng rng_state sampler scaler
+    scheduler schedulers timestamp train_state trainer trainer_state
+    """.split()
+)
+_MOMENTS = frozenset(
+    "exp_avg exp_avg_sq max_exp_avg_sq exp_avg_sq_row exp_avg_sq_col momentum_buffer".split()
+)
+_LISTED = 8
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """The model among the values of a checkpoint.
+
+    Attributes:
+        prefix: the path under which it lies: ("model",), or () for a flat dict.
+        names: flat name -> the tensor's name in the model's own state dict, in order.
+        skipped: everything else, many values of one kind as one.
+    """
+
+    prefix: Path
+    names: Mapping[str, str]
+    skipped: tuple[Skipped, ...]
+
+
+def model_names(metadata: DcpMetadata, where: str) -> ModelNames:
+    """Return which tensors are the model's.
+
+    Args:
+        metadata: what the metadata files say.
+        where: the checkpoint, for messages.
+
+    Raises:
+        NotMergeableError: several sets of tensors may be the model; or they are an optimizer's.
+    """
+    paths = {name: metadata.paths.get(name, (name,)) for name in metadata.tensors}
+    moments = _of_optimizer(paths)
+    prefixes = {name: _prefix(path) for name, path in paths.items()}
+    flattened = sorted(name for name in moments if prefixes[name] is not None)
+    prefixes |= dict.fromkeys(moments)
+    prefix = _choose(metadata, prefixes, where)
+    if prefix is None and flattened:
+        raise NotMergeableError(
+            f"{where}: an optimizer's state, not a model",
+            expected="the weights of a model",
+            found=f"{len(flattened)} values, such as {flattened[-1]}",
+            hint="the model was saved in a directory of its own: give that, or the step above both",
+        )
+    if prefix is None:
+        return ModelNames((), {}, tuple(_skipped(metadata, {})))
+    names = {
+        name: ".".join(paths[name][len(prefix) :]) for name, at in prefixes.items() if at == prefix
+    }
+    twice = [name for name, count in Counter(names.values()).items() if count > 1]
+    if twice:
+        raise NotMergeableError(
+            f"{where}: {len(twice)} names stand for several tensors each: {twice[0]}",
+            found=", ".join(flat for flat, name in names.items() if name == twice[0]),
+            hint="the saved dict has keys with dots that equal nested keys; rename one of them",
+        )
+    return ModelNames(prefix, names, tuple(_skipped(metadata, names)))
+
+
+def _of_optimizer(paths: Mapping[str, Path]) -> frozenset[str]:
+    """Return the names that belong to an optimizer's state, outside of what is called a model."""
+    flat = {name: ".".join(path) for name, path in paths.items() if _MODEL.isdisjoint(path[:-1])}
+    owners = {owner for name in flat.values() if (owner := name.rpartition("."))[2] in _MOMENTS}
+    stems = {stem for stem, _, _ in owners}
+    return frozenset(
+        name
+        for name, whole in flat.items()
+        if stems and (whole.rpartition(".")[0] in stems or whole.startswith("param_groups."))
+    )
+
+
+def _prefix(path: Path) -> Path | None:
+    """Return the path of the set of tensors that a tensor belongs to; None for other state."""
+    container = path[:-1]
+    for depth, word in enumerate(container):
+        if word in _OTHER or word.startswith("optim"):
+            return None
+        if word in _MODEL:
+            inner = container[depth + 1 :]
+            return None if any(part in _OTHER for part in inner) else container[: depth + 1]
+    return container[:1]
+
+
+def _choose(metadata: DcpMetadata, prefixes: Mapping[str, Path | None], where: str) -> Path | None:
+    """Return the prefix of the model; None if there is none."""
+    found = Counter([at for at in prefixes.values() if at is not None])
+    named = [at for at in found if at and at[-1] in _MODEL]
+    top = [metadata.tensors[name] for name, at in prefixes.items() if at == ()]
+    if not any(tensor.shape for tensor in top):
+        del found[()]  # counters beside the state dict
+    candidates = named or list(found)
+    if len(candidates) > 1:
+        sets = [(".".join(at) or "the top level", found[at]) for at in candidates]
+        listed = ", ".join(f"{name} ({count})" for name, count in sets)
+        raise NotMergeableError(
+            f"{where}: several sets of tensors, and nothing says which is the model",
+            expected="one, under `model` or at the top level",
+            found=listed,
+            hint="save the model alone, or under `model`",
+        )
+    return candidates[0] if candidates else None
+
+
+def _skipped(metadata: DcpMetadata, names: Mapping[str, str]) -> Iterable[Skipped]:
+    """Yield what is left out; values of one container, if many, together."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    others = [(name, "tensor") for name in metadata.tensors if name not in names]
+    others += [(name, "object") for name in metadata.objects]
+    for name, kind in others:
+        path = metadata.paths.get(name, (name,))
+        depth = 2 if path[0] in ("state", "app") and len(path) > 2 else 1
+        groups.setdefault(".".join(path[:depth]), []).append((name, kind))
+    for group, values in groups.items():
+        if len(values) <= _LISTED:
+            yield from (Skipped(name, f"not model weights: {kind}") for name, kind in values)
+        else:
+            counts = Counter(kind for _, kind in values)
+            what = " and ".join(f"{count} {kind}s" for kind, count in counts.items())
+            yield Skipped(f"{group}.*", f"not model weights: {what}")

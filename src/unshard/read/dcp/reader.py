@@ -1,0 +1,286 @@
+"""Reader for torch.distributed.checkpoint (DCP): `.metadata` and `__R_I.distcp` files.
+
+Written by `torch.distributed.checkpoint.save`: accelerate and the HF Trainer, torchtitan,
+torchtune, Lightning, Composer, OLMo-core. The metadata declares every chunk; each is compared with
+the tensor that is stored for it, because torch itself writes wrong ones: with FSDP2 and tensor
+parallelism of uneven sizes the declared boxes are not those that are stored.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from unshard.errors import CorruptError, IncompleteError, UnshardError, raise_all
+from unshard.read.dcp.items import StoredItem, read_items
+from unshard.read.dcp.metadata import DcpMetadata, Item, StoredTensor, read_metadata
+from unshard.read.dcp.names import model_names
+from unshard.read.dcp.objects import holds_model, read_object
+from unshard.read.dcp.writers import WRAPPING, training_state, writer_of
+from unshard.read.format import Format, Location, Reading, ReadOptions
+from unshard.read.roots import files_in, find_file
+from unshard.read.wrapper_names import without_wrapper_module
+from unshard.tensors.boxes import is_row_major
+from unshard.tensors.catalog import ByteRange, TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows, chunk_row
+
+__all__ = ["DCP"]
+
+_METADATA = re.compile(r"(?:__\d+)?\.metadata")
+_UNFINISHED = re.compile(r"(?:__\d+)?\.metadata\.tmp")
+_ITEMS = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
+
+Ints = tuple[int, ...]
+
+
+def _holds(directory: Path) -> bool:
+    return any(_claims(path.name) for path in directory.iterdir())
+
+
+def _claims(name: str) -> bool:
+    known = (_METADATA, _UNFINISHED)
+    return name.endswith(".distcp") or any(pattern.fullmatch(name) for pattern in known)
+
+
+def _read(location: Location, options: ReadOptions) -> Reading:
+    metadata = read_metadata(_metadata_files(location))
+    if not metadata.tensors or holds_model(metadata):
+        return read_object(metadata, location, options)
+    chosen = model_names(metadata, str(location.weights_dir))
+    writer = writer_of(location, metadata, chosen.prefix)
+    names = dict(chosen.names)
+    if writer in WRAPPING:
+        names = without_wrapper_module(names)
+    _check_disjoint(metadata, location)
+    pieces = _Pieces(metadata, _Files(location.roots))
+    for flat in names:
+        pieces.add(flat)
+    entries = pieces.entries(names)
+    ranks = {rank for item in metadata.items.values() if (rank := _rank(item.path)) is not None}
+    return Reading(
+        writer=writer,
+        world_size=max(ranks, default=0) + 1,
+        tensors=entries,
+        skipped=chosen.skipped,
+        archives=tuple(pieces.archives),
+        training_state=training_state(location),
+    )
+
+
+DCP = Format("torch DCP", _holds, _read, _claims)
+
+
+def _metadata_files(location: Location) -> list[Path]:
+    """Return `.metadata`, or without it those of the single ranks.
+
+    Raises:
+        IncompleteError: there is none: the save was interrupted, or another node has it.
+    """
+    found = files_in(location.roots, lambda name: bool(_METADATA.fullmatch(name)))
+    whole = [path for path in found if path.name == ".metadata"]
+    if found:
+        return whole or found
+    unfinished = files_in(location.roots, lambda name: bool(_UNFINISHED.fullmatch(name)))
+    raise IncompleteError(
+        f"{location.weights_dir}: its .metadata is missing",
+        expected=".metadata, which torch writes last",
+        found=", ".join(path.name for path in unfinished) or "*.distcp files only",
+        hint="the save was interrupted; or the file lies on another node: name that node's "
+        "directory: --also DIR",
+    )
+
+
+def _check_disjoint(metadata: DcpMetadata, location: Location) -> None:
+    """Two items on the same bytes: then the metadata is wrong about at least one of them."""
+    placed = sorted(
+        (item.path, item.offset, item.offset + item.length, name)
+        for (name, _), item in metadata.items.items()
+    )
+    for (path, _, end, first), (other, start, _, second) in pairwise(placed):
+        if path == other and start < end:
+            raise CorruptError(
+                f"{location.weights_dir}: the metadata puts {first} and {second} on the same bytes",
+                found=f"{path}, from byte {start} on",
+                hint="the metadata was damaged; take another checkpoint",
+            )
+
+
+def _rank(path: str) -> int | None:
+    match = _ITEMS.fullmatch(Path(path).name)
+    return int(match["rank"]) if match else None
+
+
+class _Files:
+    """The files that items lie in, wherever they are among the roots."""
+
+    def __init__(self, roots: tuple[Path, ...]) -> None:
+        self.roots = roots
+        self._found: dict[str, tuple[int, Path, int] | None] = {}
+        self.paths: list[Path] = []
+
+    def find(self, name: str) -> tuple[int, Path, int] | None:
+        """Return a file's number among `paths`, its path and size in bytes; None if missing."""
+        if name not in self._found:
+            found = find_file(self.roots, name)
+            self._found[name] = None
+            if found is not None:
+                self._found[name] = (len(self.paths), found, found.stat().st_size)
+                self.paths.append(found)
+        return self._found[name]
+
+    @property
+    def missing(self) -> list[str]:
+        """Names that were looked for and not found."""
+        return [name for name, found in self._found.items() if found is None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A declared chunk of a tensor and the item that should hold it."""
+
+    flat: str
+    offsets: Ints
+    sizes: Ints
+    item: Item
+    file: int
+    path: Path
+
+    @property
+    def where(self) -> str:
+        return f"tensor {self.flat}: {self.item.path}: its chunk {list(self.offsets)}"
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """All declared chunks of the model, and what is wrong with them."""
+
+    metadata: DcpMetadata
+    files: _Files
+    pieces: list[_Piece] = field(default_factory=list)
+    problems: list[UnshardError] = field(default_factory=list)
+    archives: list[ByteRange] = field(default_factory=list)
+    compressed: set[int] = field(default_factory=set)
+
+    def add(self, flat: str) -> None:
+        """Look up the items of a tensor."""
+        for offsets, sizes in dict.fromkeys(self.metadata.tensors[flat].chunks):
+            item = self.metadata.items.get((flat, offsets))
+            if item is None:
+                what = f"tensor {flat}: the metadata names no item for its chunk {list(offsets)}"
+                self.problems.append(CorruptError(what))
+                continue
+            found = self.files.find(item.path)
+            if found is None:
+                continue
+            number, path, size = found
+            if item.offset + item.length > size:
+                self.problems.append(_truncated(flat, item, path, size))
+            else:
+                self.pieces.append(_Piece(flat, offsets, sizes, item, number, path))
+                if item.compressed:
+                    self.compressed.add(number)
+
+    def entries(self, names: Mapping[str, str]) -> dict[str, TensorEntry]:
+        """Read all items and return the tensors under their names.
+
+        Raises:
+            IncompleteError: files are missing or truncated.
+            CorruptError: an item is not what the metadata declares.
+        """
+        self._raise_missing()
+        plain = [piece for piece in self.pieces if piece.file not in self.compressed]
+        items = [(piece.path, piece.item.offset, piece.item.length) for piece in plain]
+        self.archives = [ByteRange(*window) for window in items]
+        stored = dict(zip(map(id, plain), read_items(items), strict=True))
+        tensors = self.metadata.tensors
+        rows = {flat: ChunkRows(len(tensors[flat].shape)) for flat in names}
+        for piece in self.pieces:
+            if piece.file in self.compressed:
+                _add_compressed(rows[piece.flat], piece)
+            else:
+                self._add_stored(rows[piece.flat], piece, stored[id(piece)])
+        raise_all(CorruptError, "the items do not fit the metadata", self.problems)
+        paths = tuple(self.files.paths)
+        return {
+            name: _entry(name, tensors[flat], rows[flat], paths, self.compressed)
+            for flat, name in names.items()
+        }
+
+    def _raise_missing(self) -> None:
+        missing = self.files.missing
+        if missing:
+            raise IncompleteError(
+                f"{self.files.roots[0]}: "
+                f"{len(missing)} files that the metadata names are missing: "
+                f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}",
+                hint="copy them here from the nodes that wrote them, or name those nodes' "
+                "directories: --also DIR",
+            )
+
+    def _add_stored(
+        self, rows: ChunkRows, piece: _Piece, stored: StoredItem | UnshardError
+    ) -> None:
+        if isinstance(stored, UnshardError):
+            problem = f"{piece.where}: {stored.subject}"
+            kind = type(stored)
+            self.problems.append(
+                kind(problem, expected=stored.expected, found=stored.found, hint=stored.hint)
+            )
+            return
+        view, dtype = stored.view, self.metadata.tensors[piece.flat].dtype
+        if view.sizes != piece.sizes:
+            self.problems.append(_wrong_box(piece, view.sizes))
+        elif view.dtype is not dtype:
+            what = f"{piece.where} is stored as {view.dtype}"
+            self.problems.append(CorruptError(what, expected=f"{dtype}, as the metadata says"))
+        elif 0 not in view.sizes:
+            odd = {} if is_row_major(view.sizes, view.strides) else {0: view.strides}
+            row = chunk_row(
+                _rank(piece.item.path) or 0,
+                piece.file,
+                stored.start,
+                dtype.itemsize,
+                piece.offsets,
+                piece.sizes,
+                view.strides,
+            )
+            rows.extend(row, odd)
+
+
+def _add_compressed(rows: ChunkRows, piece: _Piece) -> None:
+    """Add a chunk whose item must be decompressed before anything is known of it."""
+    if 0 not in piece.sizes:
+        rank, item = _rank(piece.item.path) or 0, piece.item
+        row = (rank, piece.file, item.offset, item.length, *piece.offsets, *piece.sizes)
+        rows.extend(row, {})
+
+
+def _entry(
+    name: str, tensor: StoredTensor, rows: ChunkRows, paths: tuple[Path, ...], files: set[int]
+) -> TensorEntry:
+    """Return a tensor; `files` are those whose items are compressed."""
+    table = rows.table(paths)
+    if files:
+        table = replace(table, compressed=np.isin(table.file, list(files)))
+    return TensorEntry(name, tensor.dtype, tensor.shape, table)
+
+
+def _truncated(flat: str, item: Item, path: Path, size: int) -> IncompleteError:
+    return IncompleteError(
+        f"{path}: truncated: tensor {flat} lies outside its {size} bytes",
+        expected=f"at least {item.offset + item.length} bytes",
+        hint="the save was interrupted, or the file was copied in part",
+    )
+
+
+def _wrong_box(piece: _Piece, stored: Ints) -> CorruptError:
+    return CorruptError(
+        f"{piece.where} is not what is stored for it",
+        expected=f"{list(piece.sizes)}, as the metadata declares",
+        found=f"{list(stored)}",
+        hint="torch declares wrong boxes when FSDP2 and tensor parallelism cut unevenly; save with "
+        "sizes that divide, or the full state dict",
+    )

@@ -1,0 +1,1 @@
+"""One file of `torch.save` per rank: verl, lmms-engine, FSDP1."""

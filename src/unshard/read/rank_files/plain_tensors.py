@@ -1,0 +1,180 @@
+"""Plain tensors in rank files: copies of one tensor, or shards whose cut nobody recorded?
+
+A DTensor says how it is cut; a plain tensor says nothing. The rules, the only heuristic of unshard:
+
+* one rank only: it is the tensor;
+* its shape is known (`--base`): what fits it, a copy or shards along dimension 0;
+* the bytes differ between ranks: shards along dimension 0, but only if the user says so
+  (`--assume-dim0`); otherwise refused;
+* equal on all ranks: one copy. But where other plain tensors of the same files do differ, an equal
+  one may be a shard too (an all-ones norm): refused, or taken as a copy under `--assume-dim0`;
+  tensors without dimensions cannot be shards.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+
+from unshard.containers.chunks import first_difference
+from unshard.containers.open_files import OpenFiles
+from unshard.containers.strided import raw_dtype
+from unshard.errors import NotMergeableError, UnshardError
+from unshard.read.torch_save.gathering import Draft
+from unshard.tensors.catalog import ChunkTable, TensorEntry
+from unshard.tensors.tiles import row_tile, tiles
+
+__all__ = ["Resolved", "resolve_plain"]
+
+_COMPARE_BYTES = 1 << 20
+_HINT = (
+    "save it as a DTensor or on one rank only; or, if plain tensors of this checkpoint are shards "
+    "along dimension 0: --assume-dim0"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What the plain tensors of a checkpoint are, what is wrong with them, and what was assumed."""
+
+    entries: dict[str, TensorEntry]
+    problems: tuple[UnshardError, ...]
+    notes: tuple[str, ...]
+
+
+def resolve_plain(
+    drafts: Iterable[Draft],
+    paths: tuple[Path, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    assume_dim0: bool,
+) -> Resolved:
+    """Decide what every plain tensor is, by its known shape or by comparing its bytes across ranks.
+
+    Args:
+        drafts: the plain tensors, each row one rank's whole tensor.
+        paths: the files that the rows refer to.
+        shapes: shapes that are known from elsewhere, by name.
+        assume_dim0: take tensors that differ as shards along dimension 0.
+    """
+    tables = {draft.fqn: (draft, draft.rows.table(paths)) for draft in drafts}
+    with OpenFiles(os.O_RDONLY, limit=16) as files:
+        differing = {
+            name for name, (draft, table) in tables.items() if _differ(draft, table, files)
+        }
+    entries: dict[str, TensorEntry] = {}
+    problems: list[UnshardError] = []
+    told: dict[str, list[str]] = {}
+    for name, (draft, table) in tables.items():
+        case = _Case(name in differing, bool(differing) and len(table) > 1 and draft.rows.ndim > 0)
+        verdict, why = _judge(draft, table, case, shapes.get(name), assume_dim0=assume_dim0)
+        if verdict is _Verdict.REFUSED:
+            problems.append(_refusal(draft, table, sorted(differing)))
+            continue
+        joined = verdict is _Verdict.SHARDS
+        entries[name] = _joined(draft, table) if joined else _copy(draft, table)
+        if why:
+            told.setdefault(why, []).append(name)
+    notes = tuple(
+        f"{len(names)} plain tensors were taken {why}: {', '.join(names)}"
+        for why, names in told.items()
+    )
+    return Resolved(entries, tuple(problems), notes)
+
+
+class _Verdict(Enum):
+    COPY = "copies of one tensor"
+    SHARDS = "shards along dimension 0"
+    REFUSED = "nobody knows"
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Whether a tensor differs between ranks; and others do, which it may be cut like."""
+
+    differs: bool
+    others_differ: bool
+
+
+def _judge(
+    draft: Draft,
+    table: ChunkTable,
+    case: _Case,
+    known: tuple[int, ...] | None,
+    *,
+    assume_dim0: bool,
+) -> tuple[_Verdict, str]:
+    """Return what a tensor is, and how that is known if it was not plain."""
+    if len(table) > 1 and known is not None and _joined_shape(draft, table) == known:
+        return _Verdict.SHARDS, "as shards along dimension 0, whose joined shape the base has"
+    if not case.differs and (known == draft.kind.shape or not case.others_differ):
+        return _Verdict.COPY, ""
+    if assume_dim0 and not case.differs:
+        return _Verdict.COPY, "as copies (--assume-dim0)"
+    if assume_dim0 and _joinable(table):
+        return _Verdict.SHARDS, "as shards along dimension 0 (--assume-dim0)"
+    return _Verdict.REFUSED, ""
+
+
+def _copy(draft: Draft, table: ChunkTable) -> TensorEntry:
+    return TensorEntry(draft.fqn, draft.kind.dtype, draft.kind.shape, table)
+
+
+def _differ(draft: Draft, table: ChunkTable, files: OpenFiles) -> bool:
+    """Tell whether ranks hold different values (or shapes) of a plain tensor."""
+    if len(table) < 2:
+        return False
+    if (table.sizes != table.sizes[0]).any():
+        return True
+    raw = raw_dtype(draft.kind.dtype)
+    tile = row_tile(draft.kind.shape, _COMPARE_BYTES // raw.itemsize)
+    return any(
+        first_difference(table, (0, row), tiles(draft.kind.shape, tile), raw, files)
+        for row in range(1, len(table))
+    )
+
+
+def _joinable(table: ChunkTable) -> bool:
+    return table.sizes.shape[1] > 0 and not (table.sizes[:, 1:] != table.sizes[0, 1:]).any()
+
+
+def _joined_shape(draft: Draft, table: ChunkTable) -> tuple[int, ...] | None:
+    """Return the shape that the ranks' parts make when joined; None if they cannot be."""
+    if not _joinable(table):
+        return None
+    return (int(table.sizes[:, 0].sum()), *draft.kind.shape[1:])
+
+
+def _joined(draft: Draft, table: ChunkTable) -> TensorEntry:
+    """Return the tensor that the ranks' parts make when joined along dimension 0, in rank order."""
+    rows = table.sizes[:, 0]
+    shape = _joined_shape(draft, table) or ()
+    table.offsets[:, 0] = np.concatenate([[0], np.cumsum(rows)[:-1]])
+    return TensorEntry(draft.fqn, draft.kind.dtype, shape, table)
+
+
+def _refusal(draft: Draft, table: ChunkTable, differing: list[str]) -> NotMergeableError:
+    ranks = f"ranks {', '.join(map(str, table.rank[:8].tolist()))}{' …' if len(table) > 8 else ''}"
+    shapes = " and ".join(
+        str(list(s)) for s in sorted({tuple(s) for s in table.sizes.tolist()})[:4]
+    )
+    if draft.fqn not in differing:
+        what = f"{shapes}, equal on {ranks}, but {differing[0]} differs between them"
+        return NotMergeableError(
+            f"tensor {draft.fqn}: a plain tensor that may be a copy or a shard",
+            expected="plain tensors that are all copies of one another",
+            found=what,
+            hint=_HINT,
+        )
+    joinable = _joinable(table)
+    return NotMergeableError(
+        f"tensor {draft.fqn}: a plain tensor that differs between ranks, cut nobody knows how",
+        expected=f"equal bytes on {ranks}",
+        found=f"different values of shape {shapes}",
+        hint=_HINT
+        if joinable
+        else "it cannot be joined along dimension 0 either: each rank has its own",
+    )

@@ -1,0 +1,239 @@
+"""Reader for FSDP rank files: one torch.save file per rank.
+
+`model_world_size_W_rank_R.pt` of verl and lmms-engine, where the name says the world size; and
+`pytorch_model_fsdp[_I]_rankR.bin` of accelerate, where only the tensors do. I is the number of the
+model. They hold DTensors (FSDP2; FSDP1 on a device mesh), ShardedTensors (FSDP1 without one), or
+plain tensors.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from unshard.containers.json_file import JsonFields, json_object
+from unshard.errors import (
+    CorruptError,
+    IncompleteError,
+    NotMergeableError,
+    UsageError,
+    raise_all,
+)
+from unshard.read.format import Format, Location, Reading, ReadOptions
+from unshard.read.rank_files.expert_copies import resolve_experts
+from unshard.read.rank_files.plain_tensors import resolve_plain
+from unshard.read.rank_files.workers import read_rank_files
+from unshard.read.roots import files_in
+from unshard.read.torch_save.gathering import Gathering
+from unshard.tensors.catalog import ByteRange
+
+__all__ = ["RANK_FILES", "rank_file_name"]
+
+_NAMED = re.compile(r"model_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
+_UNNAMED = re.compile(r"pytorch_model_fsdp(?:_(?P<model>\d+))?_rank(?P<rank>\d+)\.bin")
+_SIBLINGS = re.compile(
+    r"(?:optim|optimizer|extra_state|data|dataloader_state)_(?:world_size_)?.*\.pt"
+    r"|optimizer_\d+_rank.*"
+)
+_TRAINING_STATE = ("optim_world_size_*", "extra_state_world_size_*", "optimizer_*_rank*.bin")
+_LMMS_STATE = ("optimizer/*.pt", "extra_state/*.pt", "dataloader_state/*.pt")
+
+
+def rank_file_name(world_size: int, rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"model_world_size_{world_size}_rank_{rank}.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class _Set:
+    """The files of one save: rank -> path.
+
+    Attributes:
+        label: what distinguishes it from other sets: "world size 4", "model 0".
+        files: by rank, ascending.
+        world_size: what the names say; None where they do not.
+    """
+
+    label: str
+    files: dict[int, Path]
+    world_size: int | None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.world_size is None or len(self.files) == self.world_size
+
+    def name_of(self, rank: int) -> str:
+        """Return the name that a rank's file has, or would have."""
+        if self.world_size is not None:
+            return rank_file_name(self.world_size, rank)
+        some = next(iter(self.files.values())).name
+        return re.sub(r"_rank\d+\.bin", f"_rank{rank}.bin", some)
+
+
+def _holds(directory: Path) -> bool:
+    return any(_is_rank_file(path.name) for path in directory.iterdir())
+
+
+def _is_rank_file(name: str) -> bool:
+    return bool(_NAMED.fullmatch(name) or _UNNAMED.fullmatch(name))
+
+
+def _claims(name: str) -> bool:
+    return _is_rank_file(name) or bool(_SIBLINGS.fullmatch(name))
+
+
+def _read(location: Location, options: ReadOptions) -> Reading:
+    chosen, notes = _choose(location)
+    gathered = Gathering()
+    stated = 1
+    for table in read_rank_files(
+        list(chosen.files.items()), allowed=options.allowed_globals, processes=options.processes
+    ):
+        gathered.add(table)
+        stated = max(stated, table.world_size)
+    world = chosen.world_size or max(stated, *chosen.files, 0)
+    paths = tuple(chosen.files.values())
+    plain = [draft for draft in gathered.drafts.values() if draft.kind.is_plain]
+    resolved = resolve_plain(plain, paths, options.shapes, assume_dim0=options.assume_dim0)
+    names = _name_problems(gathered, chosen.files)
+    summary = f"{location.weights_dir}: the rank files cannot be merged"
+    raise_all(NotMergeableError, summary, [*gathered.problems, *names, *resolved.problems])
+    missing = tuple(rank for rank in range(world) if rank not in chosen.files)
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        notes.append(f"there is no file of rank {ranks}; replicas have what it held")
+    tensors = {
+        name: resolved.entries.get(name) or draft.entry(paths)
+        for name, draft in gathered.drafts.items()
+    }
+    experts = resolve_experts(tensors, location, options)
+    return Reading(
+        writer=_writer(location),
+        world_size=world,
+        tensors=experts.tensors,
+        skipped=tuple(gathered.skipped.values()),
+        archives=tuple(ByteRange(path, 0, path.stat().st_size) for path in paths),
+        training_state=_training_state(location),
+        missing=tuple(location.weights_dir / chosen.name_of(rank) for rank in missing),
+        missing_ranks=missing,
+        notes=(*notes, *resolved.notes, *experts.notes),
+    )
+
+
+RANK_FILES = Format("FSDP rank files", _holds, _read, _claims)
+
+
+def _choose(location: Location) -> tuple[_Set, list[str]]:
+    """Return the set of files that is meant, and what to say of the others.
+
+    Files of another world size are left by a resumed run. `fsdp_config.json` decides where it is;
+    else the only complete set.
+    """
+    sets = list(_sets(files_in(location.roots, _is_rank_file)))
+    if not sets:
+        raise IncompleteError(
+            f"{location.weights_dir}: is empty: this run saved no {location.weights} weights "
+            "at this step"
+        )
+    stated = _stated_world(location)
+    meant = location.file.name if location.file else None
+    if stated is not None:
+        kept = [one for one in sets if one.world_size == stated]
+    elif meant is not None and len(sets) > 1 and _is_rank_file(meant):
+        kept = [one for one in sets if any(path.name == meant for path in one.files.values())]
+    else:
+        kept = [one for one in sets if one.is_complete] if len(sets) > 1 else sets
+    if stated is not None and not kept:
+        raise IncompleteError(
+            f"{location.weights_dir}: no rank files of the world size that fsdp_config.json states",
+            expected=f"{rank_file_name(stated, 0)} and the others",
+            found=", ".join(f"files of {one.label}" for one in sets),
+        )
+    if len(kept) != 1:
+        raise _ambiguous(location.weights_dir, sets)
+    chosen = kept[0]
+    if chosen.world_size is not None and max(chosen.files) >= chosen.world_size:
+        what = f"rank {max(chosen.files)} of world size {chosen.world_size}"
+        raise CorruptError(f"{location.weights_dir}: {what}")
+    return chosen, [
+        f"{location.weights_dir}: left out {len(one.files)} stale rank files of {one.label}"
+        for one in sets
+        if one is not chosen
+    ]
+
+
+def _sets(paths: Iterable[Path]) -> Iterable[_Set]:
+    named: dict[int, dict[int, Path]] = {}
+    unnamed: dict[int, dict[int, Path]] = {}
+    for path in paths:
+        if match := _NAMED.fullmatch(path.name):
+            named.setdefault(int(match["world"]), {})[int(match["rank"])] = path
+        elif match := _UNNAMED.fullmatch(path.name):
+            unnamed.setdefault(int(match["model"] or 0), {})[int(match["rank"])] = path
+    for world, files in sorted(named.items()):
+        yield _Set(f"world size {world}", dict(sorted(files.items())), world)
+    for model, files in sorted(unnamed.items()):
+        yield _Set(f"model {model}", dict(sorted(files.items())), None)
+
+
+def _ambiguous(directory: Path, sets: list[_Set]) -> Exception:
+    if any(one.world_size is None for one in sets):
+        return UsageError(
+            f"{directory}: holds the files of several models",
+            found=", ".join(one.label for one in sets),
+            hint="say which one, by giving one of its files instead of the directory",
+        )
+    found = "; ".join(f"{len(one.files)} of {one.world_size} ranks" for one in sets)
+    return NotMergeableError(
+        f"{directory}: rank files of several world sizes, and nothing says which are meant",
+        expected="one complete set, or fsdp_config.json",
+        found=found,
+        hint="move the stale files elsewhere",
+    )
+
+
+def _stated_world(location: Location) -> int | None:
+    """Return the world size that verl's fsdp_config.json states; None without the file."""
+    for root in location.roots:
+        path = root / "fsdp_config.json"
+        if path.is_file():
+            return JsonFields(path, json_object(path)).count("world_size")
+    return None
+
+
+def _name_problems(gathered: Gathering, files: dict[int, Path]) -> list[CorruptError]:
+    """Every rank saves every name in this format; say which ranks lack which."""
+    lacking: dict[int, list[str]] = {}
+    contradicted = {problem.subject.split(":")[0] for problem in gathered.problems}
+    for name, draft in gathered.drafts.items():
+        if len(draft.ranks) == len(files) or f"tensor {name}" in contradicted:
+            continue
+        have = set(draft.ranks)
+        for rank in files:
+            if rank not in have:
+                lacking.setdefault(rank, []).append(name)
+    return [
+        CorruptError(
+            f"{files[rank].name}: lacks {len(names)} tensors that other ranks have",
+            found=f"no {', '.join(names[:5])}{' …' if len(names) > 5 else ''}",
+        )
+        for rank, names in lacking.items()
+    ]
+
+
+def _writer(location: Location) -> str:
+    directory = location.weights_dir
+    if next(directory.glob("pytorch_model_fsdp*_rank*.bin"), None):
+        return "accelerate"
+    if directory.name in ("pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0"):
+        return "lmms-engine"
+    marks = ("fsdp_config.json", "huggingface", "optim_world_size_*", "extra_state_world_size_*")
+    if location.role or any(next(directory.glob(mark), None) for mark in marks):
+        return "verl"
+    return "unknown"
+
+
+def _training_state(location: Location) -> tuple[Path, ...]:
+    patterns = [(root, pattern) for root in location.roots for pattern in _TRAINING_STATE]
+    patterns += [(location.step_dir, pattern) for pattern in _LMMS_STATE]
+    return tuple(sorted({p for folder, pattern in patterns for p in folder.glob(pattern)}))

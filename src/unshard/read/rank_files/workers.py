@@ -1,0 +1,121 @@
+"""Read many rank files, in several processes where that pays.
+
+Unpickling is interpreted work, about 50 µs a tensor, so a thousand files of a thousand tensors take
+a core a minute. Workers are plain child processes that read paths from a pipe and send tables back:
+nothing of the caller's program is imported again, and nothing is pickled on the way.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from struct import pack, unpack
+from typing import IO
+
+from unshard.errors import CorruptError, UnshardError
+from unshard.read.torch_save.state_dict import read_rank_file
+from unshard.read.torch_save.table import RankTable, problem, problem_fields
+
+__all__ = ["read_rank_files"]
+
+_WORTH_PROCESSES = 16 * 1024 * 1024
+"""Bytes of pickle, all files together, from which on processes are started."""
+
+_Job = tuple[int, int, Path]
+
+
+def read_rank_files(
+    files: Sequence[tuple[int, Path]], *, allowed: frozenset[str], processes: int
+) -> Iterator[RankTable]:
+    """Yield the table of every (rank, path), in this order.
+
+    Raises:
+        CheckpointError: a file as a whole cannot be read.
+    """
+    jobs = [(number, rank, path) for number, (rank, path) in enumerate(files)]
+    if not jobs:
+        return
+    first = _read(jobs[0], allowed)
+    yield first
+    many = _pickle_bytes(first) * len(jobs) >= _WORTH_PROCESSES
+    if processes < 2 or not many:
+        for job in jobs[1:]:
+            yield _read(job, allowed)
+    else:
+        yield from _read_in_processes(jobs[1:], allowed, min(processes, len(jobs) - 1))
+
+
+def _read(job: _Job, allowed: frozenset[str]) -> RankTable:
+    number, rank, path = job
+    return read_rank_file(path, rank=rank, file=number, allowed=allowed)
+
+
+def _pickle_bytes(table: RankTable) -> int:
+    """Return about how long the pickle was: torch writes some 350 bytes for a DTensor."""
+    return 350 * len(table.names)
+
+
+def _read_in_processes(
+    jobs: Sequence[_Job], allowed: frozenset[str], processes: int
+) -> Iterator[RankTable]:
+    """Deal the jobs out in turn and collect the results in turn: the order is that of the jobs."""
+    with ExitStack() as stack:
+        pipes = []
+        for worker in range(processes):
+            child = stack.enter_context(_worker())
+            stack.callback(child.kill)
+            mine = [(number, rank, str(path)) for number, rank, path in jobs[worker::processes]]
+            if child.stdin is None or child.stdout is None:
+                raise RuntimeError("a worker without pipes")
+            child.stdin.write(json.dumps([sorted(allowed), mine]).encode())
+            child.stdin.close()
+            pipes.append(child.stdout)
+        for turn, (_, _, path) in enumerate(jobs):
+            yield _receive(pipes[turn % processes], path)
+
+
+def _worker() -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "unshard.read.rank_files.workers"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,  # Ctrl-C on a terminal is for this process, which ends its workers
+    )
+
+
+def _receive(pipe: IO[bytes], path: Path) -> RankTable:
+    head = pipe.read(9)
+    if len(head) == 9:
+        kind, size = head[:1], unpack("<Q", head[1:])[0]
+        data = pipe.read(size)
+        if len(data) == size:
+            if kind == b"T":
+                return RankTable.from_bytes(data)
+            raise problem(json.loads(data))
+    raise CorruptError(f"{path}: the process that read it died: not a valid checkpoint")
+
+
+def main() -> None:
+    """Be a worker: read jobs from stdin, write tables (T) or the first error (E) to stdout."""
+    gc.disable()  # tables are freed by reference; cycles of a pickle are few, and the process ends
+    names, jobs = json.load(sys.stdin)
+    for number, rank, path in jobs:
+        try:
+            table = _read((number, rank, Path(path)), frozenset(names))
+            kind, data = b"T", table.to_bytes()
+        except UnshardError as error:
+            kind, data = b"E", json.dumps(problem_fields(error)).encode()
+        sys.stdout.buffer.write(kind + pack("<Q", len(data)) + data)
+        sys.stdout.buffer.flush()
+        if number % 16 == 0:
+            gc.collect()
+
+
+if __name__ == "__main__":
+    main()

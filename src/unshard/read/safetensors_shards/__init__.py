@@ -1,0 +1,1 @@
+"""Safetensors files of which each has a shard of the tensors."""

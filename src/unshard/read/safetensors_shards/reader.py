@@ -1,0 +1,214 @@
+"""Reader for sharded safetensors: every rank's pieces, as torch's HuggingFaceStorageWriter saves.
+
+transformers (`save_pretrained(…, distributed_checkpoint=True)`), torchtitan and NeMo AutoModel use
+it. The metadata of each file says where its pieces start. Nothing says how large a tensor is, or
+how many ranks there were: a tensor ends where its last piece ends.
+
+A lost file of last pieces therefore leaves no hole. The rank's other files may tell
+(`shard_gaps`), or what lies beside the shards (`shard_evidence`). What nothing tells goes
+unnoticed: all files of the last ranks, and a tensor that lay, whole, in a lost file only.
+
+Source: `torch.distributed.checkpoint.hf_storage`, `filesystem` and `_consolidate_hf_safetensors`.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unshard.containers.chunks import equal_chunks, replicas
+from unshard.containers.json_file import shown
+from unshard.containers.open_files import OpenFiles
+from unshard.containers.safetensors_file import HeaderEntry, SafetensorsFile
+from unshard.errors import CorruptError, IncompleteError, UnshardError, raise_all
+from unshard.read.format import Format, Location, Reading, ReadOptions
+from unshard.read.hub_files import (
+    MAX_INTEGER,
+    natural_order,
+    read_header,
+    saved_offsets,
+    size_problem,
+)
+from unshard.read.safetensors_shards.evidence import loss_problems, writer_of
+from unshard.read.safetensors_shards.gaps import gap_problems
+from unshard.read.safetensors_shards.names import choose_shards, is_shard_name
+from unshard.tensors.boxes import distinct, row_major_strides
+from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
+from unshard.tensors.dtypes import DType
+
+__all__ = ["SAFETENSORS_SHARDS"]
+
+
+def _holds(directory: Path) -> bool:
+    return any(is_shard_name(path.name) for path in directory.iterdir())
+
+
+def _read(location: Location, options: ReadOptions) -> Reading:
+    del options
+    chosen, notes = choose_shards(location)
+    union = _Union()
+    for number, ((index, rank), path) in enumerate(chosen.files.items()):
+        union.add(read_header(path), _Place(index, rank, number))
+    summary = f"{location.weights_dir}: the sharded safetensors cannot be merged"
+    raise_all(CorruptError, summary, union.problems)
+    tensors = union.tensors(tuple(chosen.files.values()))
+    raise_all(CorruptError, summary, _disagreements(tensors))
+    losses, said = loss_problems(location, tensors)
+    losses = [*gap_problems(chosen, tensors)] or losses  # which name the file, not what follows
+    raise_all(IncompleteError, f"{location.weights_dir}: files of ranks are missing", losses)
+    missing = chosen.missing()
+    return Reading(
+        writer=writer_of(location),
+        world_size=chosen.ranks,
+        tensors=tensors,
+        missing=tuple(missing),
+        missing_ranks=tuple(sorted(set(missing.values()))),
+        notes=(*notes, *said),
+    )
+
+
+SAFETENSORS_SHARDS = Format("sharded safetensors", _holds, _read, is_shard_name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a file stands among all: index in the names, rank, number among the files read."""
+
+    index: int
+    rank: int
+    number: int
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A tensor while its pieces are being gathered.
+
+    Attributes:
+        index: of the files that hold it.
+        dtype: as the first file that has it states it; `first` is that file.
+        rows: the pieces.
+        ends: per dimension, where the last piece ends.
+    """
+
+    index: int
+    dtype: DType
+    first: Path
+    rows: ChunkRows
+    ends: list[int]
+
+
+class _Union:
+    """Unites the pieces that the files hold."""
+
+    def __init__(self) -> None:
+        self.problems: list[UnshardError] = []
+        self._drafts: dict[str, _Draft] = {}
+
+    def add(self, file: SafetensorsFile, place: _Place) -> None:
+        """Add the pieces of one file; what is wrong with them goes to `problems`."""
+        known = saved_offsets(file)
+        if known is None:
+            self.problems.append(_without_offsets(file.path))
+            return
+        for entry in file.entries:
+            problem = size_problem(file.path, entry)
+            offsets = _offsets(entry, known)
+            if problem is None and offsets is None:
+                problem = _bad_offsets(file.path, entry, known)
+            elif problem is None and offsets is not None:
+                problem = self._add(file, entry, offsets, place)
+            if problem is not None:
+                self.problems.append(problem)
+
+    def _add(
+        self, file: SafetensorsFile, entry: HeaderEntry, offsets: tuple[int, ...], place: _Place
+    ) -> CorruptError | None:
+        draft = self._drafts.get(entry.name)
+        if draft is None:
+            rows = ChunkRows(len(entry.shape))
+            draft = _Draft(place.index, entry.dtype, file.path, rows, [0] * len(entry.shape))
+            self._drafts[entry.name] = draft
+        if draft.dtype is not entry.dtype or draft.rows.ndim != len(entry.shape):
+            return CorruptError(
+                f"tensor {entry.name}: rank {place.rank} ({file.path.name}) contradicts "
+                f"{draft.first.name}",
+                expected=f"{draft.dtype} of {draft.rows.ndim} dimensions",
+                found=f"{entry.dtype} of {len(entry.shape)} dimensions",
+                hint="do the files belong to one save?",
+            )
+        pieces = zip(offsets, entry.shape, draft.ends, strict=True)
+        draft.ends = [max(start + size, end) for start, size, end in pieces]
+        draft.rows.add(
+            rank=place.rank,
+            file=place.number,
+            start=file.data_start + entry.begin,
+            itemsize=entry.dtype.itemsize,
+            offsets=offsets,
+            sizes=entry.shape,
+            strides=row_major_strides(entry.shape),
+        )
+        return None
+
+    def tensors(self, paths: tuple[Path, ...]) -> dict[str, TensorEntry]:
+        """Return the tensors, ordered by the index of their file, then by name."""
+        drafts = self._drafts
+        names = sorted(drafts, key=lambda name: (drafts[name].index, natural_order(name)))
+        return {name: _entry(name, drafts[name], paths) for name in names}
+
+
+def _disagreements(tensors: Mapping[str, TensorEntry]) -> list[CorruptError]:
+    """Name the tensors that two files hold the same piece of, with different bytes.
+
+    torch saves every piece once; a second one is left from another save, or damaged.
+    """
+    problems = []
+    with OpenFiles(os.O_RDONLY, limit=16) as files:
+        for entry in tensors.values():
+            table = entry.chunks
+            if len(distinct(table.offsets, table.sizes)) == len(table):
+                continue
+            for first, other in replicas(table):
+                if not equal_chunks(entry, first, other, files):
+                    problems.append(_disagreement(entry, first, other))
+    return problems
+
+
+def _disagreement(entry: TensorEntry, first: int, other: int) -> CorruptError:
+    ours, theirs = entry.chunks[first], entry.chunks[other]
+    return CorruptError(
+        f"tensor {entry.fqn}: two files hold its region {ours.box}, with different values",
+        found=f"{ours.source.path.name} and {theirs.source.path.name}",
+        hint="do the files belong to one save?",
+    )
+
+
+def _entry(name: str, draft: _Draft, paths: tuple[Path, ...]) -> TensorEntry:
+    return TensorEntry(name, draft.dtype, tuple(draft.ends), draft.rows.table(paths))
+
+
+def _offsets(entry: HeaderEntry, known: Mapping[str, object]) -> tuple[int, ...] | None:
+    """Return where a piece starts in its tensor; None unless that is one place of a real tensor."""
+    stated = known.get(entry.name)
+    if not isinstance(stated, list) or len(stated) != len(entry.shape):
+        return None
+    for start, size in zip(stated, entry.shape, strict=True):
+        if type(start) is not int or not 0 <= start <= MAX_INTEGER - size:
+            return None
+    return tuple(stated)
+
+
+def _bad_offsets(path: Path, entry: HeaderEntry, known: Mapping[str, object]) -> CorruptError:
+    return CorruptError(
+        f"{path}: tensor {entry.name}: it is not said where this piece starts",
+        expected=f"{len(entry.shape)} offsets in saved_offsets of DCP_SHARDING_INFO",
+        found=shown(known[entry.name]) if entry.name in known else "nothing of this tensor",
+    )
+
+
+def _without_offsets(path: Path) -> CorruptError:
+    return CorruptError(
+        f"{path}: it does not say where its pieces start",
+        expected="DCP_SHARDING_INFO in the metadata of its header",
+        hint="was it written again by a tool that drops metadata?",
+    )

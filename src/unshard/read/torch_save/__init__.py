@@ -1,0 +1,1 @@
+"""What `torch.save` makes of a state dict: tensors, DTensors and ShardedTensors."""

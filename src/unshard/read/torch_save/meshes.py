@@ -1,0 +1,180 @@
+"""Pickled device meshes of every torch version: sizes, names, and which piece a rank holds.
+
+Sizes stand, in order of age, in a `mesh` tensor, in `_layout.shape` or in `_layout.axes`; the
+coordinates in `_coordinate_on_dim` in all of them. torch cuts along a mesh dimension in the order
+of the *sorted* ranks of its group, so a coordinate is the number of a piece only where ranks
+ascend; where they do not, the place in the sorted group is taken (measured with torch 2.13).
+"""
+
+from collections.abc import Callable
+from itertools import product
+from math import prod
+
+from unshard.containers.records import Record, Value
+from unshard.read.torch_save.values import TensorFormError, ints, member, named, state_of
+from unshard.read.torch_save.values import shape as sizes_of
+from unshard.tensors.placements import DeviceMesh
+
+__all__ = ["MeshReader"]
+
+_MAX_AXES = 64
+
+
+class MeshReader:
+    """Reads the device meshes of one rank file; each mesh object once.
+
+    Args:
+        rank: the rank that the file's name states.
+        read_ints: reads the integers of a pickled tensor.
+
+    Attributes:
+        world_size: the highest rank of any mesh read so far, plus one.
+    """
+
+    def __init__(self, rank: int, read_ints: Callable[[Value], tuple[int, ...]]) -> None:
+        self.world_size = 1
+        self._rank = rank
+        self._read_ints = read_ints
+        self._known: dict[int, DeviceMesh] = {}
+
+    def read(self, value: Value) -> DeviceMesh:
+        """Return the mesh as this rank sees it.
+
+        Raises:
+            TensorFormError: it is of unknown form, or its facts contradict one another.
+        """
+        known = self._known.get(id(value))
+        if known is None:
+            known = self._known[id(value)] = self._read(state_of(value))
+        return known
+
+    def _read(self, fields: dict[str, Value]) -> DeviceMesh:
+        stated = fields.get("_rank")
+        if isinstance(stated, int) and stated != self._rank:
+            raise TensorFormError(
+                f"its mesh says rank {stated}, the file's name rank {self._rank}: was it renamed?"
+            )
+        coordinates = member(fields, "_coordinate_on_dim")
+        if coordinates is None:
+            raise TensorFormError(f"rank {self._rank} is not part of its mesh")
+        at = ints(coordinates)
+        shape, ranks = self._grid(fields, at)
+        self.world_size = max(self.world_size, max(ranks, default=0) + 1)
+        if len(at) != len(shape):
+            raise TensorFormError(f"coordinates {at} do not fit a mesh of shape {shape}")
+        return DeviceMesh(shape, _names(fields), self._piece_numbers(fields, shape, ranks, at))
+
+    def _grid(
+        self, fields: dict[str, Value], at: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the sizes, and the ranks in row-major order (of a slice: this rank's own)."""
+        layout = fields.get("_layout")
+        if layout is None:
+            return self._grid_of_tensor(fields)
+        ranks = self._all_ranks(fields)
+        shape, steps = _layout(state_of(layout), len(ranks))
+        inside = len(at) == len(shape) and all(0 <= c < n for c, n in zip(at, shape, strict=True))
+        if not inside or self._rank not in ranks:
+            raise TensorFormError(f"a mesh of shape {shape} that does not hold rank {self._rank}")
+        own = sum(offsets[c] for offsets, c in zip(steps, at, strict=True))
+        base = ranks.index(self._rank) - own
+        places = [base + sum(offsets) for offsets in product(*steps)]
+        if min(places) < 0 or max(places) >= len(ranks):
+            raise TensorFormError(f"a slice of shape {shape} that does not fit its mesh of {ranks}")
+        return shape, tuple(ranks[place] for place in places)
+
+    def _grid_of_tensor(self, fields: dict[str, Value]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        mesh = member(fields, "mesh", "_mesh")
+        match mesh:
+            case Record(args=(_, _, sizes, *_)):
+                shape = sizes_of(sizes)
+            case _:
+                raise TensorFormError("a device mesh of unknown form")
+        flat = fields.get("_flatten_mesh_list")
+        ranks = self._read_ints(mesh) if flat is None else ints(flat)
+        if len(ranks) != prod(shape):
+            raise TensorFormError(f"a mesh of shape {shape} with {len(ranks)} ranks")
+        return shape, ranks
+
+    def _all_ranks(self, fields: dict[str, Value]) -> tuple[int, ...]:
+        flat = fields.get("_flatten_rank_map")
+        return self._read_ints(member(fields, "_rank_map")) if flat is None else ints(flat)
+
+    def _piece_numbers(
+        self,
+        fields: dict[str, Value],
+        shape: tuple[int, ...],
+        ranks: tuple[int, ...],
+        at: tuple[int, ...],
+    ) -> tuple[int, ...]:
+        """Return which piece this rank holds per mesh dimension: its place in the sorted group."""
+        if list(ranks) == sorted(ranks):
+            return at
+        if fields.get("_preserve_rank_order"):
+            raise TensorFormError(
+                f"a device mesh with preserved, non-ascending rank order {list(ranks)}: "
+                "how torch cuts there is not known"
+            )
+        steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        start = sum(c * step for c, step in zip(at, steps, strict=True))
+        numbers = []
+        for size, step, c in zip(shape, steps, at, strict=True):
+            group = [ranks[start + (i - c) * step] for i in range(size)]
+            numbers.append(sorted(group).index(group[c]))
+        return tuple(numbers)
+
+
+def _layout(fields: dict[str, Value], ranks: int) -> tuple[tuple[int, ...], list[list[int]]]:
+    """Return the size of every mesh dimension, and the offsets that its coordinates stand for."""
+    if "axes" in fields:
+        axes = fields["axes"]
+        if not isinstance(axes, tuple | list):
+            raise TensorFormError("a mesh layout of unknown form")
+        parts = [(state_of(axis).get("shape"), state_of(axis).get("stride")) for axis in axes]
+    else:
+        shape, stride = member(fields, "shape"), member(fields, "stride")
+        parts = list(zip(_sequence(shape), _sequence(stride), strict=True))
+    axes = [(_flat(shape), _flat(stride)) for shape, stride in parts]
+    sizes = [size for shape, _ in axes for size in shape]
+    if len(sizes) > _MAX_AXES or min(sizes, default=1) < 1 or prod(sizes) > ranks:
+        raise TensorFormError(f"a mesh layout of more places than its {ranks} ranks")
+    steps = [_axis_offsets(shape, stride) for shape, stride in axes]
+    return tuple(len(offsets) for offsets in steps), steps
+
+
+def _axis_offsets(shape: list[int], stride: list[int]) -> list[int]:
+    """Return the offsets along one mesh dimension, itself possibly made of several."""
+    if len(shape) != len(stride):
+        raise TensorFormError(f"a mesh axis of shape {shape} with strides {stride}")
+    ranges = [[i * step for i in range(size)] for size, step in zip(shape, stride, strict=True)]
+    return [sum(at) for at in product(*ranges)]
+
+
+def _sequence(value: Value) -> tuple[Value, ...]:
+    if isinstance(value, Record) and value.is_call_of("torch.Size") and value.args:
+        value = value.args[0]
+    if isinstance(value, tuple | list):
+        return tuple(value)
+    return (value,)
+
+
+def _flat(value: Value) -> list[int]:
+    """Return the integers of a possibly nested tuple, left to right; its depth is bounded."""
+    found: list[int] = []
+    waiting: list[tuple[Value, int]] = [(value, 0)]
+    while waiting:
+        item, depth = waiting.pop()
+        if type(item) is int:
+            found.append(item)
+        elif depth < 8 and len(found) + len(waiting) < _MAX_AXES:
+            waiting.extend((part, depth + 1) for part in reversed(_sequence(item)))
+        else:
+            raise TensorFormError("a mesh layout of unknown form")
+    return found
+
+
+def _names(fields: dict[str, Value]) -> tuple[str, ...] | None:
+    names = fields.get("mesh_dim_names", fields.get("_mesh_dim_names"))
+    if not isinstance(names, tuple | list):
+        return None
+    return tuple(name if isinstance(name, str) else named(name) for name in names)

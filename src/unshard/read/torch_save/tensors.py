@@ -1,0 +1,186 @@
+"""What torch pickles a tensor as: storage, shape and strides, mesh and placements.
+
+Dispatches on the attributes that are present, never on a torch version; every fact that a pickle
+states twice is compared. Knows nothing of files.
+
+Sources: the pickles of torch 2.1 to 2.15 (`docs/formats.md`), `torch._utils`, `torch._tensor`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from unshard.containers.records import Global, Record, Value
+from unshard.read.torch_save.meshes import MeshReader
+from unshard.read.torch_save.sharded_tensors import (
+    SHARDED_TENSOR,
+    ShardedTensor,
+    read_sharded_tensor,
+)
+from unshard.read.torch_save.values import TensorFormError, ints, member, named, state_of
+from unshard.read.torch_save.values import shape as sizes_of
+from unshard.read.torch_save.views import (
+    TYPED,
+    StorageView,
+    dtype_named,
+    read_view,
+    unwrap,
+    view_of,
+)
+from unshard.tensors.dtypes import DType
+from unshard.tensors.placements import Partial, Placement, Replicate, Shard, Sharding, StridedShard
+
+__all__ = ["LocalTensor", "TensorDecoder"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor as one rank saved it.
+
+    Attributes:
+        dtype: of the elements.
+        shape: the global shape; of a plain tensor the stored one.
+        parts: what is stored of it here; of a ShardedTensor any number, else one.
+        offsets: where each part lies in the global tensor, if the pickle says so (ShardedTensor).
+        sharding: mesh and placements that say it instead; None for plain tensors.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    parts: tuple[StorageView, ...]
+    offsets: tuple[tuple[int, ...], ...] | None = None
+    sharding: Sharding | None = None
+
+
+_DTENSORS = frozenset(
+    {
+        "torch.distributed.tensor.DTensor",
+        "torch.distributed.tensor._api.DTensor",
+        "torch.distributed.tensor.api.DTensor",
+        "torch.distributed._tensor.api.DTensor",
+        "torch.distributed._tensor.DTensor",
+    }
+)
+_PLACEMENT_MODULES = (
+    "torch.distributed.tensor.placement_types",
+    "torch.distributed._tensor.placement_types",
+)
+
+
+class TensorDecoder:
+    """Decodes the tensors of one rank file.
+
+    Args:
+        rank: the rank that the file's name states.
+        read_ints: reads the integers of a small tensor (old torch keeps mesh ranks in one).
+        allowed: names of tensor subclasses that the user vouches for (`--allow-global`): read as
+            the plain tensors they are stored as.
+
+    Attributes:
+        world_size: number of ranks that the tensors decoded so far speak of.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        read_ints: Callable[[StorageView], tuple[int, ...]],
+        allowed: frozenset[str] = frozenset(),
+    ) -> None:
+        self.world_size = 1
+        self._rank = rank
+        self._allowed = allowed
+        self._meshes = MeshReader(rank, lambda value: read_ints(read_view(value, allowed)))
+        self._specs: dict[int, Sharding] = {}
+
+    def decode(self, value: Value) -> LocalTensor:
+        """Return what a pickled tensor says.
+
+        Raises:
+            TensorFormError: it is of a kind that cannot be read, or contradicts itself.
+        """
+        name, args = unwrap(value, self._allowed)
+        if name != TYPED:
+            view = view_of(name, args)
+            return LocalTensor(view.dtype, view.sizes, (view,))
+        kind, inner, state = named(args[1]), args[2], args[3]
+        if kind in _DTENSORS and isinstance(inner, tuple):
+            return self._dtensor(inner, state_of(state))
+        if kind == SHARDED_TENSOR and isinstance(inner, tuple):
+            return self._sharded(read_sharded_tensor(inner, state, self._allowed))
+        raise TensorFormError(
+            f"an instance of {kind}, which may mean something else than its stored bytes "
+            f"(if it does not: --allow-global {kind})"
+        )
+
+    def _sharded(self, tensor: ShardedTensor) -> LocalTensor:
+        if tensor.rank != self._rank:
+            raise TensorFormError(
+                f"saved by rank {tensor.rank}, the file's name says rank {self._rank}: "
+                "was it renamed?"
+            )
+        self.world_size = max(self.world_size, tensor.world_size)
+        return LocalTensor(tensor.dtype, tensor.shape, tensor.parts, tensor.offsets)
+
+    def _dtensor(self, args: tuple[Value, ...], state: dict[str, Value]) -> LocalTensor:
+        if len(args) < 3:
+            raise TensorFormError(f"a DTensor with {len(args)} arguments")
+        view = read_view(member(state, "_local_tensor"), self._allowed)
+        spec = member(state, "_spec")
+        shape, stated = sizes_of(args[2]), dtype_named(args[1])
+        if stated is not view.dtype:
+            raise TensorFormError(f"the DTensor says {stated}, its local tensor {view.dtype}")
+        sharding = self._specs.get(id(spec))
+        if sharding is None:
+            sharding = self._specs[id(spec)] = self._sharding(spec)
+        _check_meta(spec, shape)
+        return LocalTensor(view.dtype, shape, (view,), sharding=sharding)
+
+    def _sharding(self, spec: Value) -> Sharding:
+        fields = state_of(spec)
+        placements = member(fields, "placements")
+        if not isinstance(placements, tuple | list):
+            raise TensorFormError("placements that are not a sequence")
+        mesh = self._meshes.read(member(fields, "mesh"))
+        self.world_size = max(self.world_size, self._meshes.world_size)
+        order = fields.get("shard_order")
+        return Sharding(mesh, tuple(_placement(p) for p in placements), _shard_order(order))
+
+
+def _check_meta(spec: Value, shape: tuple[int, ...]) -> None:
+    """Compare the shape with what the spec's tensor_meta repeats; in all forms it stands first."""
+    match state_of(spec).get("tensor_meta"):
+        case Record(args=(stated, *_)) if ints(stated) != shape:
+            raise TensorFormError(f"the DTensor says shape {shape}, its spec {ints(stated)}")
+
+
+def _placement(value: Value) -> Placement:
+    if not isinstance(value, Record) or not isinstance(value.callee, Global):
+        raise TensorFormError(f"an unknown placement: {named(value)}")
+    fields = state_of(value)
+    name = value.callee.name if value.callee.module in _PLACEMENT_MODULES else named(value.callee)
+    match name, fields:
+        case "Shard", {"dim": int(dim)}:
+            return Shard(dim)
+        case "_StridedShard", {"dim": int(dim), "split_factor": int(factor)}:
+            return StridedShard(dim, factor)
+        case "Replicate", _:
+            return Replicate()
+        case "Partial" | "_Partial" | "_NormPartial" | "_MaskPartial", _:
+            operation = fields.get("reduce_op", "sum")
+            return Partial(operation[:80] if isinstance(operation, str) else named(operation))
+    raise TensorFormError(f"an unknown placement: {name}, with {len(fields)} attributes")
+
+
+def _shard_order(value: Value) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+    if value is None:
+        return None
+    entries = value if isinstance(value, tuple | list) else ()
+    order = []
+    for entry in entries:
+        match entry:
+            case Record(args=(int(dim), mesh_dims)):
+                order.append((dim, ints(mesh_dims)))
+            case Record(state={"tensor_dim": int(dim), "mesh_dims": mesh_dims}):
+                order.append((dim, ints(mesh_dims)))
+            case _:
+                raise TensorFormError("a shard order of unknown form")
+    return tuple(order)

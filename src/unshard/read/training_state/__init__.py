@@ -1,0 +1,1 @@
+"""Scheduler and random state of a training."""

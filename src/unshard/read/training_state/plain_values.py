@@ -1,0 +1,241 @@
+"""From the inert records of a pickle to plain values: what `Plain` lists, and nothing else.
+
+numpy's numbers become Python's, its arrays tensors, defaultdicts dicts. What has no plain form (an
+object, a function, a DTensor) is left out and named: of a dict with its key, of a list or tuple
+with None in its place. Values may be shared and even form cycles, so depth, number and bytes of
+what comes out are bounded.
+"""
+
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from zlib import crc32
+
+from unshard.containers.pickle_writer import MAX_INT_BYTES, Plain, SavedTensor
+from unshard.containers.records import Record, Value
+from unshard.containers.strided import raw_dtype, read_exactly, read_strided
+from unshard.containers.torch_file import TorchFile
+from unshard.errors import CorruptError
+from unshard.read.torch_save.values import TensorFormError, named
+from unshard.read.torch_save.views import StorageView, is_tensor, read_view
+from unshard.read.training_state.numpy_values import bytes_of, is_numpy, read_array, read_scalar
+from unshard.tensors.catalog import ByteRange
+from unshard.tensors.dtypes import BY_NAME
+
+__all__ = ["PlainValues", "plain_values"]
+
+_MAX_DEPTH = 80  # what is written around them must fit `pickle_writer.MAX_DEPTH`
+_MAX_VALUES = 2_000_000  # a rank's random state has some 1,300
+_SMALL = 1 << 16  # bytes of a tensor that is read at once, so that two can be compared
+_MAX_STRIDED = 1 << 24
+_MAX_TOLD, _MAX_PLACE = 1000, 200
+_ORDERED, _COUNTER = "collections.OrderedDict", "collections.Counter"
+_DEFAULT = "collections.defaultdict"
+_SETS = ("__builtin__.set", "builtins.set")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainValues:
+    """What a file says, as plain values; and what was left out: "lr_scheduler.x: an instance …"."""
+
+    value: Plain
+    left_out: tuple[str, ...]
+
+
+def plain_values(file: TorchFile) -> PlainValues:
+    """Return what a file holds as plain values: small tensors read, large ones by their place.
+
+    Raises:
+        CorruptError: it holds values without end, or cannot be read.
+    """
+    fd = os.open(file.path, os.O_RDONLY)
+    try:
+        decoder = _Decoder(file, fd)
+        try:
+            value = decoder.plain(file.value, "", 0)
+        except TensorFormError as error:
+            raise CorruptError(f"{file.path}: holds no plain values: {error}") from error
+        return PlainValues(value, tuple(decoder.left_out))
+    finally:
+        os.close(fd)
+
+
+class _Decoder:
+    def __init__(self, file: TorchFile, fd: int) -> None:
+        self.left_out: list[str] = []
+        self._file = file
+        self._fd = fd
+        self._values = 0
+        self._bytes = 4 * os.fstat(fd).st_size  # views may share a storage, within reason
+
+    def plain(self, value: Value, at: str, depth: int) -> Plain:
+        """Return one value; `at` is where it stands, for messages.
+
+        Raises:
+            TensorFormError: it has no plain form.
+            CorruptError: there are too many.
+        """
+        self._values += 1
+        if self._values > _MAX_VALUES:
+            raise CorruptError(f"{self._file.path}: holds more than {_MAX_VALUES} values")
+        if depth > _MAX_DEPTH:
+            raise TensorFormError(f"nested deeper than {_MAX_DEPTH}")
+        if isinstance(value, Record):
+            return self._record(value, at, depth)
+        return self._container(value, at, depth)
+
+    def _container(self, value: Value, at: str, depth: int) -> Plain:
+        match value:
+            case list():
+                return self._items(value, at, depth)
+            case tuple():
+                return tuple(self._items(value, at, depth))
+            case dict():
+                return self._dict(value, at, depth)
+            case set() | frozenset():
+                return self._set(value, at)
+        return _scalar(value)
+
+    def _record(self, value: Record, at: str, depth: int) -> Plain:
+        if is_tensor(value):
+            return self._tensor(read_view(value))
+        if is_numpy(value):
+            number = read_scalar(value)
+            return self._array(value) if number is None else number
+        if value.is_call_of(_ORDERED, _COUNTER, _DEFAULT):
+            return self._dict_record(value, at, depth)
+        match value.args:
+            case (list() as elements,) if value.is_call_of(*_SETS):
+                return self._set(elements, at)
+            case (tuple() as sizes,) if value.is_call_of("torch.Size"):
+                return tuple(self._items(sizes, at, depth))
+        data = bytes_of(value)
+        if data is None:
+            raise TensorFormError(named(value))
+        return data
+
+    def _dict_record(self, value: Record, at: str, depth: int) -> Plain:
+        """Return an OrderedDict or Counter as such, a defaultdict as a dict."""
+        items: dict[Value, Value] = {}
+        match value.args:
+            case ():
+                pass
+            case (dict() as items,) if value.is_call_of(_COUNTER):
+                pass
+            case (_,) if value.is_call_of(_DEFAULT):
+                pass  # what it would make of missing keys
+            case _:
+                raise TensorFormError(named(value))
+        if value.state:
+            self._tell(at, f"the attributes of {named(value)}")
+        found = self._dict({**items, **dict(value.items)}, at, depth)
+        if value.is_call_of(_ORDERED):
+            return OrderedDict(found)
+        return Counter(found) if value.is_call_of(_COUNTER) else found
+
+    def _dict(self, items: Mapping[Value, Value], at: str, depth: int) -> dict[Plain, Plain]:
+        found: dict[Plain, Plain] = {}
+        for key, value in items.items():
+            is_word = isinstance(key, str) and key.isprintable()
+            place = f"{at}.{key}" if is_word else f"{at}[{named(key)}]"
+            try:
+                found[_key(key)] = self.plain(value, place, depth + 1)
+            except TensorFormError as error:
+                self._tell(place, str(error))
+        return found
+
+    def _items(self, values: Iterable[Value], at: str, depth: int) -> list[Plain]:
+        found: list[Plain] = []
+        for index, value in enumerate(values):
+            try:
+                found.append(self.plain(value, f"{at}[{index}]", depth + 1))
+            except TensorFormError as error:
+                self._tell(f"{at}[{index}]", str(error))
+                found.append(None)
+        return found
+
+    def _set(self, elements: Iterable[Value], at: str) -> set[Plain]:
+        found: set[Plain] = set()
+        for element in elements:
+            self._values += 1
+            try:
+                found.add(_key(element))
+            except TensorFormError as error:
+                self._tell(f"{at}{{…}}", str(error))
+        return found
+
+    def _array(self, value: Record) -> SavedTensor:
+        array = read_array(value)
+        self._charge(array.nbytes)
+        return SavedTensor(BY_NAME[array.dtype.name], array.shape, array.tobytes())
+
+    def _tensor(self, view: StorageView) -> SavedTensor:
+        size = view.dtype.itemsize
+        for count in view.sizes:
+            size *= count
+        if size == 0:
+            return SavedTensor(view.dtype, view.sizes, b"")
+        stored = self._file.storages.get(view.key)
+        if stored is None or stored.size < view.storage_elements * view.dtype.itemsize:
+            raise TensorFormError("a tensor whose storage is not there, or too short")
+        self._charge(size)
+        start = stored.offset + view.offset * view.dtype.itemsize
+        if not _is_contiguous(view):
+            return self._gathered(view, start, size)
+        if size > _SMALL:
+            return SavedTensor(view.dtype, view.sizes, ByteRange(self._file.path, start, size))
+        data = bytearray(size)
+        read_exactly(self._fd, start, memoryview(data))
+        if size == stored.size and stored.crc not in (0, crc32(data)):
+            raise TensorFormError("a tensor that does not fit its checksum (CRC-32)")
+        return SavedTensor(view.dtype, view.sizes, bytes(data))
+
+    def _gathered(self, view: StorageView, start: int, size: int) -> SavedTensor:
+        """Read elements that lie at strides."""
+        if size > _MAX_STRIDED:
+            raise TensorFormError(f"a tensor of {size} bytes that is not stored row by row")
+        raw = raw_dtype(view.dtype)
+        strides = tuple(step * raw.itemsize for step in view.strides)
+        elements = read_strided(self._fd, start, strides, view.sizes, raw)
+        return SavedTensor(view.dtype, view.sizes, elements.tobytes())
+
+    def _tell(self, at: str, what: str) -> None:
+        """Note what was left out, but not without end."""
+        if len(self.left_out) < _MAX_TOLD:
+            self.left_out.append(f"{at.lstrip('.')[-_MAX_PLACE:] or 'all'}: {what}")
+
+    def _charge(self, size: int) -> None:
+        """Count the bytes of tensors: views of one storage may be many, and expanded."""
+        self._bytes -= size
+        if self._bytes < 0:
+            raise CorruptError(f"{self._file.path}: its tensors are far larger than the file")
+
+
+def _scalar(value: Value) -> Plain:
+    match value:
+        case None | bool() | float() | str() | bytes():
+            return value
+        case int() if value.bit_length() < 8 * MAX_INT_BYTES:
+            return int(value)  # dict keys hash by a salt
+        case int():
+            raise TensorFormError(f"an integer of {value.bit_length()} bits")
+    raise TensorFormError(named(value))
+
+
+def _key(value: Value) -> Plain:
+    """Return a dict key or an element of a set."""
+    if isinstance(value, tuple):
+        return tuple(_key(part) for part in value)  # never nested: see `safe_key`
+    data = bytes_of(value)
+    return _scalar(value) if data is None else data
+
+
+def _is_contiguous(view: StorageView) -> bool:
+    """Tell whether a view's elements lie one after another, row-major."""
+    step = 1
+    for size, stride in zip(reversed(view.sizes), reversed(view.strides), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True

@@ -1,0 +1,197 @@
+"""The names of whole weights in a Hugging Face directory, and which of them make the model.
+
+An index decides where there is one. Where there is none, numbered files must be complete; and
+safetensors come before torch.save files, as transformers reads them.
+
+Sources: transformers' file name constants, accelerate's `pytorch_model_fsdp.bin`.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+from unshard.read.format import Location
+from unshard.read.hub_files import natural_order, weight_map
+from unshard.read.safetensors_shards.names import is_shard_name
+
+__all__ = ["WholeSet", "choose_files", "holds_whole_files", "is_part_of_set"]
+
+_NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.(safetensors|bin)")
+_INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")
+_KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
+_ACCELERATE = "pytorch_model_fsdp.bin"
+_ACCELERATE_MODEL = re.compile(r"pytorch_model_fsdp(_\d+)?\.bin")
+_SINGLE = frozenset({*(f"{stem}.{suffix}" for stem, suffix in _KINDS), _ACCELERATE})
+
+
+@dataclass(frozen=True, slots=True)
+class WholeSet:
+    """The files that make the model.
+
+    Attributes:
+        files: in the order of their names, numbers as numbers.
+        index: the index that lists them, and what it says: tensor name -> file name; None for none.
+        notes: what to say of files left out.
+    """
+
+    files: tuple[Path, ...]
+    index: tuple[Path, Mapping[str, str]] | None = None
+    notes: tuple[str, ...] = field(default=())
+
+
+def holds_whole_files(directory: Path) -> bool:
+    """Tell whether whole weights lie in a directory."""
+    names = [path.name for path in directory.iterdir()]
+    return any(
+        name in _SINGLE or is_part_of_set(name) or _ACCELERATE_MODEL.fullmatch(name)
+        for name in names
+    )
+
+
+def is_part_of_set(name: str) -> bool:
+    """Tell whether a file's name is that of one of several, or of their index."""
+    return bool(_numbered_name(name) or _INDEX.fullmatch(name))
+
+
+def choose_files(location: Location) -> WholeSet:
+    """Return the files that make the model.
+
+    Raises:
+        IncompleteError: files of the set are not there.
+        NotMergeableError: several sets, and nothing says which is meant.
+        CorruptError: the index is malformed.
+    """
+    directory, file = location.weights_dir, location.file
+    if file is not None:
+        return _set_of(file) if is_part_of_set(file.name) else WholeSet((file,))
+    for stem, suffix in _KINDS:
+        found = _of_kind(directory, stem, suffix)
+        if found is not None:
+            return found
+    models = [one for one in sorted(directory.iterdir()) if _ACCELERATE_MODEL.fullmatch(one.name)]
+    if len(models) > 1:
+        raise NotMergeableError(
+            f"{directory}: holds the weights of {len(models)} models",
+            found=", ".join(one.name for one in models),
+            hint="say which one, by giving its file",
+        )
+    if models:
+        return WholeSet((models[0],))
+    return _only_numbered(directory)
+
+
+def _of_kind(directory: Path, stem: str, suffix: str) -> WholeSet | None:
+    """Return the weights that go by the usual names: by their index, in one file, or numbered."""
+    index, single = directory / f"{stem}.{suffix}.index.json", directory / f"{stem}.{suffix}"
+    if index.is_file():
+        listed = _by_index(index)
+        if single.is_file() and single not in listed.files:
+            raise NotMergeableError(
+                f"{directory}: holds two sets of weights, and nothing says which are meant",
+                found=f"{single.name}, and {len(listed.files)} other files in {index.name}",
+                hint=f"move one of them elsewhere, or give {single.name} itself",
+            )
+        return listed
+    if single.is_file():
+        return WholeSet((single,))
+    return _by_number(directory, stem, suffix)
+
+
+def _set_of(file: Path) -> WholeSet:
+    """Return the set that a numbered file, or an index, belongs to."""
+    if _INDEX.fullmatch(file.name):
+        return _by_index(file)
+    match = _numbered_name(file.name)
+    stem, suffix = (match[1], match[4]) if match else (file.stem, file.suffix)
+    index = file.with_name(f"{stem.removesuffix('.' + suffix)}.{suffix}.index.json")
+    if index.is_file() and file in (listed := _by_index(index)).files:
+        return listed
+    return _by_number(file.parent, stem, suffix) or WholeSet((file,))
+
+
+def _by_index(index: Path) -> WholeSet:
+    listed = weight_map(index)
+    names = sorted(set(listed.values()), key=natural_order)
+    absent = [name for name in names if not (index.parent / name).is_file()]
+    if absent:
+        raise IncompleteError(
+            f"{index}: {len(absent)} of its {len(names)} files are not there",
+            expected=", ".join(absent[:16]) + (" …" if len(absent) > 16 else ""),
+            hint="the download or the copy was interrupted; fetch the missing files",
+        )
+    return WholeSet(tuple(index.parent / name for name in names), (index, listed))
+
+
+def _by_number(directory: Path, stem: str, suffix: str) -> WholeSet | None:
+    """Return the numbered files with this stem; of several counts, the only complete set."""
+    sets = _numbered(directory).get((stem, suffix), {})
+    if not sets:
+        return None
+    whole = {count: files for count, files in sets.items() if files.keys() == set(_upto(count))}
+    if len(sets) > 1 and len(whole) != 1:
+        raise NotMergeableError(
+            f"{directory}: numbered files of several sets, and nothing says which are meant",
+            expected=f"one set that is complete, or {stem}.{suffix}.index.json",
+            found="; ".join(f"{len(files)} of {count}" for count, files in sorted(sets.items())),
+            hint="move the stale files elsewhere",
+        )
+    count, files = next(iter((whole or sets).items()))
+    if not whole:
+        absent = [number for number in _upto(count) if number not in files]
+        if not absent:
+            raise CorruptError(f"{directory}: files with numbers beyond {count}, of which they are")
+        raise IncompleteError(
+            f"{directory}: {len(absent)} of {count} numbered files are missing",
+            expected=", ".join(f"{stem}-{n:05d}-of-{count:05d}.{suffix}" for n in absent[:16]),
+            found=", ".join(sorted(path.name for path in files.values())[:16]),
+            hint="the download or the copy was interrupted; fetch the missing files",
+        )
+    others = (f"left out {len(sets[n])} stale files of a set of {n}" for n in sets if n != count)
+    return WholeSet(
+        tuple(path for _, path in sorted(files.items())),
+        notes=tuple(f"{directory}: {other}" for other in others),
+    )
+
+
+def _only_numbered(directory: Path) -> WholeSet:
+    """Return the numbered files with an unusual stem (a variant), if there is only one stem."""
+    kinds = _numbered(directory)
+    indices = [path for path in directory.iterdir() if _INDEX.fullmatch(path.name)]
+    if len(indices) == 1:
+        return _by_index(indices[0])
+    if len(kinds) == 1 and not indices:
+        ((stem, suffix),) = kinds
+        found = _by_number(directory, stem, suffix)
+        if found is not None:
+            return found
+    raise NotMergeableError(
+        f"{directory}: no weights with a usual name, and several with others",
+        expected=", ".join(sorted(_SINGLE)),
+        found=", ".join([f"{stem}-….{suffix}" for stem, suffix in kinds]) or "none",
+        hint="give one of the files that are meant",
+    )
+
+
+def _upto(count: int) -> range:
+    return range(1, count + 1)
+
+
+_Sets = dict[int, dict[int, Path]]
+
+
+def _numbered(directory: Path) -> dict[tuple[str, str], _Sets]:
+    """Return all numbered files: (stem, suffix) -> count -> number -> path."""
+    found: dict[tuple[str, str], _Sets] = {}
+    for path in sorted(directory.iterdir()):
+        match = _numbered_name(path.name)
+        if match is not None:
+            sets = found.setdefault((match[1], match[4]), {})
+            sets.setdefault(int(match[3]), {})[int(match[2])] = path
+    return found
+
+
+def _numbered_name(name: str) -> re.Match[str] | None:
+    """Return the parts of a numbered file's name; shards of single ranks are another format."""
+    return None if is_shard_name(name) else _NUMBERED.fullmatch(name)

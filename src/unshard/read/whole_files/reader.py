@@ -1,0 +1,213 @@
+"""Reader for weights that are whole already: a Hugging Face directory, or one file of weights.
+
+Safetensors and files of torch.save, one or several. What an index says is compared with what the
+files hold: every name where it is said to be, none twice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from unshard.containers.json_file import json_object, shown
+from unshard.containers.records import Value
+from unshard.containers.torch_file import read_torch_file
+from unshard.errors import CheckpointError, CorruptError, NotMergeableError, UnshardError, raise_all
+from unshard.read.format import Format, Location, Reading, ReadOptions
+from unshard.read.hub_files import (
+    natural_order,
+    read_header,
+    saved_offsets,
+    size_problem,
+)
+from unshard.read.torch_save.gathering import Gathering
+from unshard.read.torch_save.nested import find_state_dict
+from unshard.read.torch_save.state_dict import tensors_of
+from unshard.read.torch_save.values import items_of
+from unshard.read.whole_files.names import WholeSet, choose_files, holds_whole_files, is_part_of_set
+from unshard.read.wrapper_names import without_wrapper_module
+from unshard.tensors.boxes import row_major_strides
+from unshard.tensors.catalog import ByteRange, Skipped, TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
+
+__all__ = ["WHOLE_FILES"]
+
+_RECORD = "unshard.json"  # written by write.record, beside what a merge made
+
+
+def _read(location: Location, options: ReadOptions) -> Reading:
+    chosen = choose_files(location)
+    union = _Union(chosen.files, options.allowed_globals)
+    for number, path in enumerate(chosen.files):
+        if path.suffix == ".safetensors":
+            union.add_safetensors(number, path)
+        else:
+            union.add_torch(number, path)
+    problems = [*union.problems, *_index_problems(chosen, union.holders)]
+    place = location.file or location.weights_dir
+    raise_all(CorruptError, f"{place}: the weights cannot be read", problems)
+    writer, made = _origin(chosen.files)
+    return Reading(
+        writer=writer,
+        world_size=1,
+        tensors=union.tensors,
+        skipped=tuple(union.skipped.values()),
+        archives=tuple(union.archives),
+        notes=(*chosen.notes, *made, *union.notes, *_index_notes(chosen, union.holders)),
+    )
+
+
+WHOLE_FILES = Format("whole files", holds_whole_files, _read, is_part_of_set, sharded=False)
+
+
+class _Union:
+    """Unites what the files hold; `holders` says which file holds a tensor."""
+
+    def __init__(self, paths: tuple[Path, ...], allowed: frozenset[str]) -> None:
+        self.tensors: dict[str, TensorEntry] = {}
+        self.holders: dict[str, Path] = {}
+        self.skipped: dict[str, Skipped] = {}
+        self.archives: list[ByteRange] = []
+        self.problems: list[UnshardError] = []
+        self.notes: list[str] = []
+        self._paths = paths
+        self._allowed = allowed
+
+    def add_safetensors(self, number: int, path: Path) -> None:
+        """Add the tensors of the file that is `number` among the paths."""
+        file = read_header(path)
+        pieces = saved_offsets(file)
+        if pieces and any(offsets != [0] * len(offsets) for offsets in _lists(pieces)):
+            raise NotMergeableError(
+                f"{path}: one rank's shard of a checkpoint, not a whole model",
+                found="pieces that start at offsets, in DCP_SHARDING_INFO",
+                hint="give the directory with the shards of all ranks, under their own names",
+            )
+        for entry in sorted(file.entries, key=lambda entry: natural_order(entry.name)):
+            problem = size_problem(path, entry)
+            if problem is not None:
+                self.problems.append(problem)
+                continue
+            rows = ChunkRows(len(entry.shape))
+            rows.add(
+                rank=0,
+                file=number,
+                start=file.data_start + entry.begin,
+                itemsize=entry.dtype.itemsize,
+                offsets=(0,) * len(entry.shape),
+                sizes=entry.shape,
+                strides=row_major_strides(entry.shape),
+            )
+            table = rows.table(self._paths)
+            self._add(path, TensorEntry(entry.name, entry.dtype, entry.shape, table))
+
+    def add_torch(self, number: int, path: Path) -> None:
+        """Add the tensors of the state dict in the file that is `number` among the paths."""
+        file = read_torch_file(path)
+        state = find_state_dict(path, file.value)
+        gathered = Gathering()
+        gathered.add(
+            tensors_of(file, state.items, rank=0, file_number=number, allowed=self._allowed)
+        )
+        self.problems += gathered.problems
+        names = {name: name for name in gathered.drafts}
+        if state.under == "state.model" or _is_lightning(file.value):
+            names = without_wrapper_module(names)
+        for name, draft in gathered.drafts.items():
+            entry = draft.entry(self._paths)
+            self._add(path, replace(entry, fqn=names[name]))
+        left = {name: Skipped(name, reason) for name, reason in state.skipped.items()}
+        self.skipped |= gathered.skipped | left
+        if state.under:
+            self.notes.append(f"{path.name}: the weights were taken from {state.under}")
+        if any(storage.crc for storage in file.storages.values()):
+            self.archives.append(ByteRange(path, 0, path.stat().st_size))
+
+    def _add(self, path: Path, entry: TensorEntry) -> None:
+        first = self.holders.setdefault(entry.fqn, path)
+        if entry.fqn in self.tensors:
+            self.problems.append(
+                CorruptError(
+                    f"tensor {entry.fqn}: two files hold it",
+                    found=f"{first.name} and {path.name}",
+                    hint="are these files of one model?",
+                )
+            )
+        self.tensors.setdefault(entry.fqn, entry)
+
+
+def _is_lightning(value: Value) -> bool:
+    """Tell a checkpoint of Lightning's Trainer, whose module wraps the model."""
+    return "pytorch-lightning_version" in (items_of(value) or {})
+
+
+def _lists(pieces: Mapping[str, object]) -> list[list[object]]:
+    return [offsets for offsets in pieces.values() if isinstance(offsets, list)]
+
+
+def _index_problems(chosen: WholeSet, holders: Mapping[str, Path]) -> list[CorruptError]:
+    """Compare where the index says each tensor lies with where it does."""
+    if chosen.index is None:
+        return []
+    index, listed = chosen.index
+    wrong: dict[str, list[str]] = {}
+    for name, file in listed.items():
+        if name not in holders or holders[name].name != file:
+            wrong.setdefault(file, []).append(name)
+    return [
+        CorruptError(
+            f"{index}: {len(names)} tensors are not in {file}, where it says they are",
+            found=f"no {', '.join(names[:5])}{' …' if len(names) > 5 else ''}",
+            hint="is the index that of another save?",
+        )
+        for file, names in wrong.items()
+    ]
+
+
+def _index_notes(chosen: WholeSet, holders: Mapping[str, Path]) -> list[str]:
+    """Say which tensors the index leaves out: transformers loads them all the same."""
+    if chosen.index is None:
+        return []
+    index, listed = chosen.index
+    names = [name for name in holders if name not in listed]
+    more = " …" if len(names) > 5 else ""
+    what = f"{index.name} does not list {len(names)} tensors that its files hold: "
+    return [what + ", ".join(names[:5]) + more] if names else []
+
+
+def _origin(files: tuple[Path, ...]) -> tuple[str, list[str]]:
+    """Return the tool that wrote the files, and what is known of where they come from."""
+    directory = files[0].parent
+    record = _fields(directory / _RECORD)
+    match record:
+        case {"output": {"files": dict(named)}, "source": dict(source)} if all(
+            path.name in named for path in files
+        ):
+            return f"unshard {_word(record.get('unshard'))}", [_made_from(source)]
+    if files[0].name == "pytorch_model_fsdp.bin":
+        return "accelerate", []
+    known = "transformers_version" in _fields(directory / "config.json")
+    return ("transformers" if known else "unknown"), []
+
+
+def _made_from(source: Mapping[str, object]) -> str:
+    said = {name: _word(value) for name, value in source.items() if value is not None}
+    writer = said.get("writer", "unknown")
+    facts = [
+        said.get("format", "unknown format"),
+        "unknown writer" if writer == "unknown" else f"of {writer}",
+        f"world size {said.get('world_size')}",
+        *([f"step {said['step']}"] if "step" in said else []),
+    ]
+    return f"made by unshard from {said.get('name')} ({', '.join(facts)})"
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def _fields(path: Path) -> dict[str, object]:
+    """Return the fields of a file that may say where weights come from, if it can be read."""
+    try:
+        return json_object(path)
+    except CheckpointError:
+        return {}
