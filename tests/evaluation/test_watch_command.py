@@ -23,7 +23,7 @@ from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.naming import run_name
 from unshard.evaluate.pins import pins_of
 from unshard.evaluate.spool import Spool
-from unshard.evaluate.watching import Watching
+from unshard.evaluate.watching import Answer, Watching
 
 WEIGHTS = {"layer.weight": torch.arange(24.0).reshape(8, 3)}
 LATEST = "latest_checkpointed_iteration.txt"
@@ -190,10 +190,13 @@ def test_once_says_what_was_refused(
     stub.refuses = (400, "no such profile")
     for _ in range(2):
         assert once(run, stub.url) == 1
-        assert "refused: POST /api/v1/jobs: no such profile" in capsys.readouterr().err
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert "step 10: refused (model): POST /api/v1/jobs: no such profile" in said.err
     assert [pin.step for pin in pins_of(run)] == [10]
     stub.refuses = None
     assert once(run, stub.url) == 0
+    assert capsys.readouterr().out.startswith("step 10: submitted (model)\n")
     assert [body["step"] for body in stub.submissions] == [10]
 
 
@@ -284,6 +287,36 @@ def test_a_server_that_is_mended_gets_what_it_refused_and_what_waited(
         stub.refuses = None
         until(lambda: (one.look(), len(stub.submissions) == 4)[1])
     assert sorted(str(body["step"]) for body in stub.submissions) == ["1", "2", "3", "4"]
+
+
+def test_each_answer_is_told_once_and_an_acceptance_after_a_refusal_too(
+    run: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(courier, "_REFUSED_AGAIN", 0.05)
+    stub.refuses = (400, "not below a root")
+    verl_step(run, 10)
+    with Watching(run, config_for(stub.url)) as one:
+        one.look()
+        assert one.answers() == []
+        assert one.look() == [(10, ("model",))]
+        answers: list[Answer] = []
+
+        def told() -> int:
+            answers.extend(one.answers())
+            return len(answers)
+
+        until(told)
+        until(lambda: stub.paths.count("POST /api/v1/jobs") > 4)
+        stub.refuses = None
+        until(lambda: told() > 1)
+        assert one.answers() == []
+    refused, accepted = answers
+    assert (refused.step, refused.weights, accepted) == (
+        10,
+        ("model",),
+        Answer(10, ("model",), None),
+    )
+    assert "not below a root" in str(refused.refused)
 
 
 def test_what_somebody_else_submitted_comes_too(run: Path, stub: Stub) -> None:

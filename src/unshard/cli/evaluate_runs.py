@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["export", "watch"]
 
 _SEND_S = 30.0  # how long --once waits for a server
+_ANSWER_S = 2.0  # how long a look waits for the server's answers; later ones are said by the next
 _SETTLE_S = 2.0  # how far apart the two looks of --once are, at most
 
 Server = Annotated[
@@ -191,18 +192,29 @@ def _watch_once(watching: "Watching", apart: float) -> None:
     time.sleep(apart)  # a file that still grows is not complete
     _look(watching)
     is_sent = watching.sent(_SEND_S)
-    for why in watching.refused():
-        print(f"refused: {why}", file=sys.stderr)
+    _say_answers(watching)
     if not is_sent:
         print("not sent: the server accepts nothing now; the next `watch` resends", file=sys.stderr)
-    if not is_sent or watching.refused() or watching.held_back:
+    if not is_sent or watching.has_refusals or watching.held_back:
         raise typer.Exit(FAILED)
+
+
+def _say_answers(watching: "Watching") -> None:
+    """Print what the server accepted and what it refused."""
+    for answer in watching.answers():
+        weights = ", ".join(answer.weights)
+        if answer.refused is None:
+            print(f"step {answer.step}: submitted ({weights})", flush=True)
+        else:
+            why = f"step {answer.step}: refused ({weights}): {answer.refused}"
+            print(why, file=sys.stderr, flush=True)
 
 
 def _look(watching: "Watching") -> None:
     before = watching.held_back
-    for step, weights in watching.look():
-        print(f"step {step}: submitted ({', '.join(weights)})", flush=True)
+    if watching.look():
+        watching.sent(_ANSWER_S)
+    _say_answers(watching)
     if watching.held_back not in (0, before):
         waiting = watching.held_back
         print(f"{waiting} more waiting for room among the pins", file=sys.stderr, flush=True)

@@ -103,10 +103,6 @@ class Spool:
         """Return what the server refused: it is sent again now and then."""
         return self._entries("refused")
 
-    def refusals(self) -> dict[str, str]:
-        """Return what the server said to the submissions that it refused, by their names."""
-        return {one.name: str(one.fields.get("error")) for one in self.refused()}
-
     def follow(self, job_id: str, fields: Fields) -> Entry:
         """Add a job that the server has, and that somebody else submitted.
 

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -32,13 +32,22 @@ from unshard.evaluate.watch import Watcher
 from unshard.read.discover import discover
 from unshard.read.format import Location, Request
 
-__all__ = ["Watching"]
+__all__ = ["Answer", "Watching"]
 
 _STATE = "_unshard"
 _TIMEOUT = 10.0  # seconds for a request
 _LOOK = 0.05  # seconds between looks at the spool
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the server said to the submission of a step; `refused`: why, None if it accepted it."""
+
+    step: int
+    weights: tuple[str, ...]
+    refused: str | None
 
 
 class Watching:
@@ -69,7 +78,9 @@ class Watching:
         self._ready: list[Location] = []
         self._marks = Marks(self.run / _STATE, "watched")
         self._spool = Spool(self.run)
-        self._refused_before = self._spool.refusals().keys()
+        # What waits for the server's answer, by what is asked; then what was said of it.
+        left = (*self._spool.waiting(), *self._spool.refused())
+        self._unanswered: dict[str, str | None] = {_asked(entry.fields): None for entry in left}
         self._client = EvalClient(config.server_url, timeout=_TIMEOUT, token=config.token())
         always = replace(config, eval_strategy="steps", eval_steps=None, save_steps=None)
         self._submitter = Submitter(always, self.run, acts=True)
@@ -87,6 +98,8 @@ class Watching:
 
     def look(self) -> list[tuple[int, tuple[str, ...]]]:
         """Submit what is complete; return step and weights of each checkpoint.
+
+        It is in the spool then: `answers` says what became of it.
 
         Raises:
             RefusedError: the server does not let this client ask.
@@ -107,6 +120,7 @@ class Watching:
                 self._mark(location)
             if weights:
                 submitted.append((location.step or 0, weights))
+                self._unanswered |= {self._asked_of(location, one): None for one in weights}
         return submitted
 
     @property
@@ -125,10 +139,40 @@ class Watching:
             time.sleep(_LOOK)
         return not self._spool.waiting()
 
-    def refused(self) -> list[str]:
-        """Return what the server said to the submissions that it refused, since the beginning."""
-        new = self._spool.refusals()
-        return [why for name, why in new.items() if name not in self._refused_before]
+    def answers(self) -> list[Answer]:
+        """Return what the server has answered since the last call, also to what was left before.
+
+        What is refused is sent again now and then, and is answered again if the answer changes.
+        """
+        # Twice: what is sent again meanwhile is never in neither place.
+        before = self._refusals()
+        waiting = {_asked(entry.fields) for entry in self._spool.waiting()}
+        refused = before | self._refusals()
+        found: dict[tuple[int, str | None], list[str]] = {}
+        for asked, said in list(self._unanswered.items()):
+            why = refused.get(asked)
+            if asked in waiting or (why is not None and why == said):
+                continue
+            if why is None:
+                del self._unanswered[asked]
+            else:
+                self._unanswered[asked] = why
+            request = json.loads(asked)
+            found.setdefault((int(request["step"]), why), []).append(request["weights"])
+        return [Answer(step, tuple(weights), why) for (step, why), weights in found.items()]
+
+    @property
+    def has_refusals(self) -> bool:
+        """Whether the server refused a submission that is still wanted."""
+        return bool(self._spool.refused())
+
+    def _refusals(self) -> dict[str, str]:
+        return {_asked(one.fields): str(one.fields.get("error")) for one in self._spool.refused()}
+
+    def _asked_of(self, location: Location, weights: str) -> str:
+        request = self._submitter.request(location.step or 0)
+        asked = {**request, "checkpoint": str(_checkpoint(location)), "weights": weights}
+        return _asked({"request": asked})
 
     def close(self) -> None:
         """Stop; what is not final goes on with the next that watches."""
@@ -251,6 +295,11 @@ class Watching:
 def _checkpoint(location: Location) -> Path:
     """Return what is submitted: the step, or the role's part of it (verl)."""
     return location.step_dir if location.role is None else location.weights_dir
+
+
+def _asked(fields: Fields) -> str:
+    """Name what an entry of the spool asks for."""
+    return json.dumps(fields.get("request"), sort_keys=True)
 
 
 def _names(found: object) -> set[str]:
