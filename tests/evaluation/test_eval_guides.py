@@ -57,6 +57,8 @@ def test_the_table_says_which_kinds_have_a_key() -> None:
 def place(tmp_path: Path) -> Path:
     """A directory in which the pages' paths are there."""
     (tmp_path / "tasks").mkdir()
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
     for venv in ("lm-venv", "lmms-venv"):
         (tmp_path / venv / "bin").mkdir(parents=True)
         (tmp_path / venv / "bin" / "python").symlink_to(sys.executable)

@@ -1,3 +1,4 @@
+import json
 import shutil
 import sys
 import threading
@@ -13,6 +14,7 @@ from evaluation.running import (
     largest_file,
     leave_staging,
     request,
+    script_profile,
     wait_until,
     whole_model,
 )
@@ -29,6 +31,7 @@ from unshard.evaluate.merging import (
     source_of,
 )
 from unshard.evaluate.processes import is_alive, kill_group
+from unshard.evaluate.profiles import Kind
 
 
 def job(checkpoint: Path, weights: str = "model", pin: str | None = None) -> Job:
@@ -41,16 +44,22 @@ def merger(tmp_path: Path) -> Merger:
     return Merger(tmp_path / "merged", MergeOptions(extra_state=False), at_once=1)
 
 
-def prepare(merger: Merger, what: Job, directory: Path) -> Path:
+def prepare(merger: Merger, what: Job, directory: Path, **profile: object) -> Path:
     attempt = directory / "attempt"
     attempt.mkdir(exist_ok=True)
-    return prepare_in(merger, what, attempt)
+    return prepare_in(merger, what, attempt, lambda: False, **profile)
 
 
 def prepare_in(
-    merger: Merger, what: Job, attempt: Path, is_given_up: Callable[[], bool] = lambda: False
+    merger: Merger,
+    what: Job,
+    attempt: Path,
+    is_given_up: Callable[[], bool] = lambda: False,
+    **profile: object,
 ) -> Path:
-    return merger.prepare(what, directory=attempt, timeout_s=60, is_given_up=is_given_up)
+    return merger.prepare(
+        what, script_profile(**profile), directory=attempt, is_given_up=is_given_up
+    )
 
 
 def test_a_sharded_checkpoint_is_merged_and_not_touched(tmp_path: Path, merger: Merger) -> None:
@@ -92,6 +101,40 @@ def test_whole_weights_beside_shards_or_without_a_config_are_merged(
     assert prepare(merger, job(bare), tmp_path) == tmp_path / "merged" / "job"
 
 
+def test_a_checkpoint_without_a_config_is_refused_before_it_is_merged(
+    tmp_path: Path, merger: Merger
+) -> None:
+    """An evaluator could not load it; a command may want the weights alone."""
+    checkpoint = save_ranks(tmp_path / "checkpoint-5" / "pytorch_model_fsdp_0", some_tensors(), 2)
+    with pytest.raises(EvaluationError, match=r"no config\.json was found") as caught:
+        prepare(merger, job(checkpoint), tmp_path, kind=Kind.LM_EVAL)
+    assert type(caught.value) is EvaluationError
+    said = caught.value.text
+    assert f"unshard merge {checkpoint} OUTPUT --config FILE" in said
+    assert "`config` of the profile" in said
+    assert merger.kept() == []
+    assert_same(merged(prepare(merger, job(checkpoint), tmp_path)), some_tensors())
+
+
+def test_the_config_of_the_profile_is_for_checkpoints_that_have_none(
+    tmp_path: Path, merger: Merger
+) -> None:
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "config.json").write_text('{"model_type": "given"}')
+    (given / "tokenizer.json").write_text("{}")
+    checkpoint = save_ranks(tmp_path / "checkpoint-5" / "pytorch_model_fsdp_0", some_tensors(), 2)
+    for place, files in ((given, {"tokenizer.json"}), (given / "config.json", set[str]())):
+        chosen = {"config": place, "kind": Kind.LM_EVAL}
+        model = prepare(merger, job(checkpoint), tmp_path, **chosen)
+        assert json.loads((model / "config.json").read_bytes())["model_type"] == "given"
+        assert {path.name for path in model.glob("tokenizer*")} == files
+    (checkpoint.parent / "config.json").write_text('{"model_type": "own"}')
+    model = prepare(merger, job(checkpoint), tmp_path, config=given, kind=Kind.LM_EVAL)
+    assert json.loads((model / "config.json").read_bytes())["model_type"] == "own"
+    assert not (model / "tokenizer.json").exists()
+
+
 def test_a_pin_comes_before_the_checkpoint(tmp_path: Path, merger: Merger) -> None:
     pin = save_ranks(tmp_path / "pin", some_tensors(3), 2)
     pinned = job(tmp_path / "gone", pin=str(pin))
@@ -121,9 +164,7 @@ def test_a_checkpoint_that_goes_during_the_merge_is_gone(tmp_path: Path, merger:
 
     (tmp_path / "attempt").mkdir()
     with pytest.raises(GoneError):
-        merger.prepare(
-            job(checkpoint), directory=tmp_path / "attempt", timeout_s=60, is_given_up=rotated
-        )
+        prepare_in(merger, job(checkpoint), tmp_path / "attempt", rotated)
 
 
 def test_a_disk_without_space_may_pass(tmp_path: Path, merger: Merger) -> None:
@@ -163,14 +204,10 @@ def test_who_waits_for_a_turn_or_merges_can_be_given_up(tmp_path: Path, merger: 
     (tmp_path / "attempt").mkdir()
     merger._turns.acquire()
     with pytest.raises(GivenUpError):
-        merger.prepare(
-            job(checkpoint), directory=tmp_path / "attempt", timeout_s=60, is_given_up=lambda: True
-        )
+        prepare_in(merger, job(checkpoint), tmp_path / "attempt", lambda: True)
     merger._turns.release()
     with pytest.raises(GivenUpError):
-        merger.prepare(
-            job(checkpoint), directory=tmp_path / "attempt", timeout_s=60, is_given_up=lambda: True
-        )
+        prepare_in(merger, job(checkpoint), tmp_path / "attempt", lambda: True)
     assert prepare(merger, job(checkpoint), tmp_path).is_dir()
 
 
@@ -179,9 +216,7 @@ def test_a_merge_ends_in_time_and_leaves_nothing(tmp_path: Path, merger: Merger)
     (tmp_path / "attempt").mkdir()
     left = leave_staging(tmp_path / "merged")
     with pytest.raises(CrashedError, match="more than 0 s"):
-        merger.prepare(
-            job(checkpoint), directory=tmp_path / "attempt", timeout_s=0, is_given_up=lambda: False
-        )
+        prepare_in(merger, job(checkpoint), tmp_path / "attempt", timeout_s=0.0)
     assert not left.exists()
     assert list((tmp_path / "merged").iterdir()) == []
 
@@ -200,9 +235,7 @@ def test_a_worker_that_cannot_be_ended_is_not_waited_for(
     monkeypatch.setattr(merging, "kill_group", fails)
     monkeypatch.setattr(sys, "executable", str(hanging_worker(tmp_path)))
     with pytest.raises(CrashedError, match="more than 0 s"):
-        merger.prepare(
-            job(checkpoint), directory=tmp_path / "attempt", timeout_s=0, is_given_up=lambda: False
-        )
+        prepare_in(merger, job(checkpoint), tmp_path / "attempt", timeout_s=0.0)
     assert is_alive(left[0])
     assert kill_group(left[0], grace_s=0)
 

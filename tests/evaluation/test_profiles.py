@@ -32,6 +32,7 @@ profiles:
     retries: 0
     gpus: 2
     launcher: none
+    config: model
   images:
     kind: lmms-eval
     checkpoint_key: model
@@ -69,6 +70,8 @@ def test_a_quota_of_null_is_no_limit(
 
 def test_everything_that_can_be_said(tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     config = read(tmp_path, WHOLE)
     assert config.roots == (tmp_path / "runs", Path("/data/runs"))
     assert config.gpus == (0, 2)
@@ -90,6 +93,7 @@ def test_everything_that_can_be_said(tmp_path: Path) -> None:
         retries=0,
         gpus=2,
         launcher=Launcher.NONE,
+        config=tmp_path / "model",
     )
     images = Profile("images", Kind.LMMS_EVAL, model="qwen2_5_vl", checkpoint_key="model", gpus=1)
     assert config.profiles["images"] == images
@@ -164,6 +168,9 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         (PROFILE % "interpreter: /nowhere/python", "interpreter cannot be read"),
         (PROFILE % "interpreter: no-such-python", "interpreter cannot be read"),
         (PROFILE % "include_paths: [nowhere]", "include_paths cannot be read"),
+        (PROFILE % "config: nowhere", "config cannot be read\n  expected: a config.json, or a dir"),
+        (PROFILE % "config: .", "config cannot be read"),
+        (PROFILE % "config: server.yaml", "config cannot be read"),
         (PROFILE % "environment: {A: true}", "environment cannot be read"),
         (PROFILE % "environment: {'A=B': c}", "environment cannot be read"),
         (PROFILE % "environment: [A]", "environment cannot be read"),

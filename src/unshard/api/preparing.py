@@ -23,7 +23,7 @@ from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, Companions
 from unshard.write.companions import output_config
 
-__all__ = ["Prepared", "prepare", "with_training_state"]
+__all__ = ["Prepared", "prepare", "with_training_state", "without_config"]
 
 _log = logging.getLogger(__name__)
 
@@ -121,17 +121,21 @@ def prepare(
     )
 
 
+def without_config(source: Source) -> str:
+    """Return what a user should know of a checkpoint that has no config."""
+    return (
+        f"no config.json was found in or beside {source.checkpoint.location.weights_dir}: the "
+        "weights are complete, but transformers needs one to load them; give it with "
+        "--config FILE|DIR or --base MODEL"
+    )
+
+
 def _said_of_config(
     source: Source, config: Fields | None, written: str | None, options: MergeOptions
 ) -> list[str]:
     """Return what a user should know of the config: that there is none, or another dtype in it."""
     if config is None:
-        missing = (
-            f"no config.json was found in or beside {source.checkpoint.location.weights_dir}: the "
-            "weights are complete, but transformers needs one to load them; give it with "
-            "--config FILE|DIR or --base MODEL"
-        )
-        return [missing]
+        return [without_config(source)]
     named = config_dtype(config)
     if options.dtype != "keep" or None in (named, written) or named == written:
         return []

@@ -137,21 +137,21 @@ class Runner:
             (attempt.directory / "output").mkdir(parents=True)
             model = self._merger.prepare(
                 job,
+                attempt.profile,
                 directory=attempt.directory,
-                timeout_s=attempt.profile.timeout_s,
                 is_given_up=lambda: self._halt(job.id) is not None,
             )
             rewritten = self._rewritten(job)
             return rewritten or self._evaluate(attempt, attempt.work(model))
         except GoneError as error:
-            return Expired(str(error))
+            return Expired(_named(error, job))
         except GivenUpError:
             is_cancelled = self._halt(job.id) is Halt.CANCELLED
             return Cancelled() if is_cancelled else Lost("the server was stopped while it merged")
         except (PassingError, OSError) as error:
-            return Postponed(str(error))
+            return Postponed(_named(error, job))
         except UnshardError as error:
-            return Failed(str(error), may_retry=isinstance(error, CrashedError))
+            return Failed(_named(error, job), may_retry=isinstance(error, CrashedError))
 
     def resume(self, attempt: Attempt, process: Process) -> Outcome:
         """Go on with an attempt of an earlier server, as if this one had begun it."""
@@ -295,6 +295,17 @@ class Runner:
 def _with_log(attempt: Attempt, why: str) -> str:
     lines = last_lines(attempt.directory / LOG_NAME, _SHOWN_LINES)
     return f"{why}\nThe log ends with:\n{lines}" if lines else why
+
+
+def _named(error: Exception, job: Job) -> str:
+    """Return an error that names the checkpoint as it was submitted: its pin will be removed."""
+    # `str` would put the options of a line of `unshard merge` into Python's notation.
+    text = error.text if isinstance(error, UnshardError) else str(error)
+    submitted = Path(job.request.checkpoint)
+    if job.pin is None:
+        return text
+    pin = Path(job.pin)
+    return text.replace(str(pin), str(submitted)).replace(str(pin.parent), str(submitted.parent))
 
 
 @contextmanager

@@ -10,15 +10,40 @@ import shlex
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from unshard.errors import OutputError, UnshardError
+from unshard.errors import ConversionError, OutputError, UnshardError
 from unshard.fronts import Command
 
-__all__ = ["ANSWER_NAME", "main"]
+if TYPE_CHECKING:
+    from unshard.api.preparing import Prepared
+
+__all__ = ["ANSWER_NAME", "Order", "main"]
 
 ANSWER_NAME = "merge.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a worker is told.
+
+    Attributes:
+        checkpoint: what to merge.
+        output: where the model goes.
+        options: the fields of the merge's `MergeOptions`.
+        config: for a checkpoint that has none: config.json, or a directory with it and a tokenizer.
+        needs_config: whether a model without a config is refused, before it is merged.
+    """
+
+    checkpoint: str
+    output: str
+    options: Mapping[str, object]
+    config: str | None = None
+    needs_config: bool = False
 
 
 def main() -> int:
@@ -27,16 +52,16 @@ def main() -> int:
     if not line.endswith(b"\n"):  # the server is gone
         return 1
     threading.Thread(target=_die_with_server, daemon=True).start()
-    order = json.loads(line)
+    order = Order(**json.loads(line))
     answer: dict[str, object]
     try:
-        _merge(order["checkpoint"], order["output"], order["options"])
+        _merge(order)
         answer = {"error": None, "may_pass": False}
     except UnshardError as error:
-        error.front = Command({}, f"unshard merge {shlex.quote(order['checkpoint'])} OUTPUT")
+        error.front = Command({}, f"unshard merge {shlex.quote(order.checkpoint)} OUTPUT")
         answer = {"error": str(error), "may_pass": isinstance(error, OutputError)}
     except (OSError, MemoryError) as error:
-        answer = {"error": f"{order['checkpoint']}: {error!r}", "may_pass": True}
+        answer = {"error": f"{order.checkpoint}: {error!r}", "may_pass": True}
     draft = Path(f"{ANSWER_NAME}.partial")
     try:
         draft.write_text(json.dumps(answer), encoding="utf-8")
@@ -48,12 +73,36 @@ def main() -> int:
     return 0
 
 
-def _merge(checkpoint: str, output: str, options: dict[str, object]) -> None:
+def _merge(order: Order) -> None:
     from unshard.api.merging import merge_with
     from unshard.api.options import MergeOptions
     from unshard.progress import ignore
+    from unshard.read.companions import find_companions
+    from unshard.read.discover import discover
 
-    merge_with(checkpoint, output, MergeOptions(**options), ignore)  # type: ignore[arg-type]  # JSON
+    options = MergeOptions(**order.options)  # type: ignore[arg-type]  # JSON
+    if order.config is not None:
+        location = discover(Path(order.checkpoint), options.request)[0]
+        if find_companions(location, None).config is None:
+            options = replace(options, config=order.config)
+    before = _demand_config if order.needs_config else _accept
+    merge_with(order.checkpoint, order.output, options, ignore, before=before)
+
+
+def _accept(prepared: "Prepared") -> "Prepared":
+    return prepared
+
+
+def _demand_config(prepared: "Prepared") -> "Prepared":
+    """Raise, before anything is written, if the output will have no config."""
+    from unshard.api.preparing import without_config
+
+    if prepared.config is None:
+        raise ConversionError(
+            without_config(prepared.source),
+            hint="on a server: set `config` of the profile to that file or directory",
+        )
+    return prepared
 
 
 def _die_with_server() -> None:

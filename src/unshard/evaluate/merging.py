@@ -17,8 +17,9 @@ from unshard.api.options import MergeOptions
 from unshard.errors import UnshardError
 from unshard.evaluate.jobs import EvaluationError, Job
 from unshard.evaluate.launching import start_module
-from unshard.evaluate.merge_worker import ANSWER_NAME
+from unshard.evaluate.merge_worker import ANSWER_NAME, Order
 from unshard.evaluate.processes import identify, kill_group
+from unshard.evaluate.profiles import Kind, Profile
 from unshard.read.discover import discover
 from unshard.read.format import Request as Wanted
 from unshard.write.stage import recover
@@ -100,14 +101,15 @@ class Merger:
         recover(self._directory)
 
     def prepare(
-        self, job: Job, *, directory: Path, timeout_s: float, is_given_up: Callable[[], bool]
+        self, job: Job, profile: Profile, *, directory: Path, is_given_up: Callable[[], bool]
     ) -> Path:
         """Return a Hugging Face directory of a job's checkpoint.
 
         Args:
             job: what to merge; its own directory is returned where it holds a whole model.
+            profile: says how long the merge itself may take, and which config a checkpoint gets
+                that has none; without one, only a command can evaluate it.
             directory: of the attempt.
-            timeout_s: how long the merge itself may take.
             is_given_up: asked often, while waiting too.
 
         Raises:
@@ -122,7 +124,7 @@ class Merger:
             if _is_whole(source, job.request.weights):
                 return source
             self.remove(job.id)
-            self._merge_in_turn(source, job, directory, timeout_s, is_given_up)
+            self._merge_in_turn(source, job, profile, directory, is_given_up)
         except (UnshardError, OSError) as error:
             if source.exists() or isinstance(error, GivenUpError):
                 raise
@@ -133,8 +135,8 @@ class Merger:
         self,
         source: Path,
         job: Job,
+        profile: Profile,
         directory: Path,
-        timeout_s: float,
         is_given_up: Callable[[], bool],
     ) -> None:
         if not source.exists():
@@ -143,33 +145,26 @@ class Merger:
             if is_given_up():
                 raise GivenUpError(f"{source}: not wanted any more")
         options = replace(self._options, weights=job.request.weights)
+        order = Order(
+            str(source),
+            str(self.merged(job.id)),
+            asdict(options),
+            None if profile.config is None else str(profile.config),
+            needs_config=profile.kind is not Kind.COMMAND,
+        )
+        in_time = _in_time(is_given_up, profile.timeout_s)
         try:
-            merge_in_process(
-                source,
-                self.merged(job.id),
-                options,
-                directory=directory,
-                is_given_up=_in_time(is_given_up, timeout_s),
-            )
+            merge_in_process(order, directory=directory, is_given_up=in_time)
         finally:
             self.recover()
             self._turns.release()
 
 
-def merge_in_process(
-    source: Path,
-    output: Path,
-    options: MergeOptions,
-    *,
-    directory: Path,
-    is_given_up: Callable[[], bool],
-) -> None:
+def merge_in_process(order: Order, *, directory: Path, is_given_up: Callable[[], bool]) -> None:
     """Merge a checkpoint in a process of its own.
 
     Args:
-        source: the checkpoint.
-        output: where the model goes.
-        options: of the merge.
+        order: what to merge, how, and where to.
         directory: where the process works and leaves its log and its answer.
         is_given_up: asked often; the process is then ended.
 
@@ -179,14 +174,13 @@ def merge_in_process(
         CrashedError: its process made a mistake.
         EvaluationError: it cannot be merged.
     """
-    order = {"checkpoint": str(source), "output": str(output), "options": asdict(options)}
     log = directory / _LOG_NAME
     with start_module("unshard.evaluate.merge_worker", directory=directory, log=log) as worker:
         if worker.stdin is None:
             raise RuntimeError("the worker has no stdin")
         process = identify(worker.pid, gpus=(), directory=str(directory))
         try:
-            worker.stdin.write(json.dumps(order, default=str).encode() + b"\n")
+            worker.stdin.write(json.dumps(asdict(order), default=str).encode() + b"\n")
             worker.stdin.flush()
             _wait(worker, is_given_up)
         except BrokenPipeError:
@@ -197,7 +191,7 @@ def merge_in_process(
             if not kill_group(process, grace_s=0) and worker.poll() is None:
                 _log.error("process %d cannot be ended; it is left behind", worker.pid)
                 worker.returncode = -signal.SIGKILL  # do not wait for it: its disk may be dead
-    _judge(source, directory, worker.returncode)
+    _judge(order.checkpoint, directory, worker.returncode)
 
 
 def _in_time(is_given_up: Callable[[], bool], timeout_s: float) -> Callable[[], bool]:
@@ -234,7 +228,7 @@ def _wait(worker: "subprocess.Popen[bytes]", is_given_up: Callable[[], bool]) ->
             return
 
 
-def _judge(source: Path, directory: Path, returncode: int) -> None:
+def _judge(source: str, directory: Path, returncode: int) -> None:
     """Raise what a worker answered, if it failed."""
     try:
         answer = json.loads((directory / ANSWER_NAME).read_bytes())

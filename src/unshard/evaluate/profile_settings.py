@@ -8,9 +8,11 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from unshard.errors import CorruptError
 from unshard.evaluate.arguments import join_arguments
 from unshard.evaluate.jobs import Scalar
 from unshard.evaluate.settings import Settings
+from unshard.read.companions import read_config
 
 __all__ = [
     "filled",
@@ -19,6 +21,7 @@ __all__ = [
     "read_include_paths",
     "read_interpreter",
     "read_model_args",
+    "read_model_config",
     "read_results",
 ]
 
@@ -64,6 +67,22 @@ def read_model_args(settings: Settings) -> dict[str, Scalar]:
     arguments = settings.scalars("model_args")
     join_arguments(arguments, what=f"{settings.where}: model_args")
     return arguments
+
+
+def read_model_config(settings: Settings) -> Path | None:
+    """Return a config.json that is a model's, or a directory that has one."""
+    path = settings.path("config")
+    if path is None:
+        return None
+    file = path / "config.json" if path.is_dir() else path
+    expected = "a config.json, or a directory with config.json and tokenizer"
+    if not file.is_file():
+        raise settings.wrong("config", expected=expected)
+    try:
+        read_config(file)
+    except CorruptError as error:
+        raise settings.wrong("config", expected=expected) from error
+    return path
 
 
 def read_command(settings: Settings, *, needed: bool) -> tuple[str, ...]:

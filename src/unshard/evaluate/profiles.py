@@ -23,6 +23,7 @@ from unshard.evaluate.profile_settings import (
     read_include_paths,
     read_interpreter,
     read_model_args,
+    read_model_config,
     read_results,
 )
 from unshard.evaluate.settings import Settings
@@ -93,6 +94,8 @@ class Profile:
         launcher: how several GPUs are used.
         command: kind command: the arguments, with {checkpoint}, {output}, {tasks}, {step},
             {weights} and {run}; no shell reads them.
+        config: a config.json, or a directory with config and tokenizer, for checkpoints that have
+            none; None: only `kind: command` can evaluate those.
         results: kind command: the file below {output} that it writes its numbers to.
         results_bytes: the largest file of results that is read.
     """
@@ -114,6 +117,7 @@ class Profile:
     keep: Keep = Keep.NONE
     best_metric: str | None = None
     launcher: Launcher = Launcher.ACCELERATE
+    config: Path | None = None
     command: tuple[str, ...] = ()
     results: str = "results.json"
     results_bytes: int = 64 << 20
@@ -180,7 +184,8 @@ _SERVER_KEYS = frozenset(
     "roots gpus host port token_file work_directory pin_quota profiles".split()
 )
 _COMMON_KEYS = frozenset(
-    "kind environment allowed_tasks timeout retries gpus keep best_metric results_bytes".split()
+    "kind environment allowed_tasks timeout retries gpus keep best_metric results_bytes"
+    " config".split()
 )
 _HARNESS_KEYS = _COMMON_KEYS | set(
     "interpreter include_paths model checkpoint_key model_args allowed_model_args launcher".split()
@@ -295,6 +300,7 @@ def _profile(name: str, kind: Kind, settings: Settings, gpus: tuple[int, ...]) -
         keep=keep,
         best_metric=settings.text("best_metric", "") or None,
         launcher=settings.choice("launcher", default.launcher),
+        config=read_model_config(settings),
         command=read_command(settings, needed=kind is Kind.COMMAND),
         results=read_results(settings, default.results),
         results_bytes=settings.count("results_bytes", default.results_bytes, least=1),

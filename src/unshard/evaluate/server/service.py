@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +18,7 @@ from unshard.evaluate.bounded_log import read_log
 from unshard.evaluate.harmless import CHECKPOINT_KEYS
 from unshard.evaluate.jobs import Filters, Job, Request, Status
 from unshard.evaluate.links import check_links
+from unshard.evaluate.merge_worker import Order
 from unshard.evaluate.merging import GoneError, merge_in_process
 from unshard.evaluate.naming import run_name as _name
 from unshard.evaluate.pin_files import fingerprint, stamps_of
@@ -197,13 +198,8 @@ class Service:
         target = resolve_checkpoint(str(place), self.config.roots)
         options = MergeOptions(weights=weights, overwrite=True, extra_state=False)
         with TemporaryDirectory(prefix="unshard-merge-") as directory:
-            merge_in_process(
-                path,
-                target,
-                options,
-                directory=Path(directory),
-                is_given_up=self.stopping.is_set,
-            )
+            order = Order(str(path), str(target), asdict(options))
+            merge_in_process(order, directory=Path(directory), is_given_up=self.stopping.is_set)
         return target
 
     def results_file(self, job: Job) -> str | None:
