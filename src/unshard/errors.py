@@ -46,14 +46,22 @@ __all__ = [
 _SHOWN_PROBLEMS = 20
 _SHOWN_NAMES = 3
 _OF_TENSOR = re.compile(r"tensor (.+?)(?= \[[\d, ]*\]|: )")
+# C0 and C1 but for line breaks and tabs, and what is invisible or turns the direction of text. The
+# joiners U+200C and U+200D stay: words and emoji need them.
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f"
+    r"\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
 _SIZES = re.compile(r"\[[\d:, ]*\]")
 
 
 def printable(text: str) -> str:
-    r"""Return a text that any UTF-8 stream takes: half a surrogate pair becomes `\udcff`.
+    r"""Return a text that any UTF-8 stream takes, and that says nothing to a terminal.
 
-    A file name that is not UTF-8 and a name in a stranger's pickle may hold one.
+    Control characters become `\x1b`, half a surrogate pair `\udcff`; line breaks and tabs stay.
+    File names, names in pickles, answers of a server and logs of evaluators may contain anything.
     """
+    text = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

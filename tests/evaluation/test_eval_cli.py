@@ -13,7 +13,7 @@ import pytest
 
 from evaluation.live import Fields, Live, checkpoint, cli, live
 from evaluation.running import child_environment
-from evaluation.server_stub import free_port
+from evaluation.server_stub import Stub, free_port, serving
 from unshard.cli.main import main
 
 pytestmark = pytest.mark.xdist_group("eval-cli")  # one server for all
@@ -177,6 +177,29 @@ def test_a_superseded_job_is_listed_like_others_and_who_waits_for_it_gets_the_ne
     listed, why, other = capsys.readouterr().out.splitlines()
     assert (listed.split()[1], why.strip()) == ("superseded", first["error"])
     assert listed.index("step 5") == other.index("step 5")
+
+
+EVIL = "\x1b[2J\x9b31m\u202e\u2028\b\x7f"
+SHOWN = r"\x1b[2J\x9b31m\u202e\u2028\x08\x7f"
+
+
+def test_nothing_that_others_wrote_controls_the_terminal() -> None:
+    with serving(Stub()) as stub:
+        log = cli(stub.url, "logs", f"a\r\n10%\r20%\tb{EVIL}").stdout
+        view = {"id": "1", "run": "run", "step": 5, "weights": "model", "profile": "script"}
+        view |= {"status": "failed", "tasks": ["score"], "phase": None, "position": None}
+        view |= {"created_at": 1.0, "started_at": 1.0, "completed_at": 2.0, "attempts": 1}
+        stub.jobs["1"] = view | {"metrics": {f"a{EVIL}": 1.0}, "error": f"this\n\tthat{EVIL}"}
+        listed = cli(stub.url, "status").stdout
+        exact = cli(stub.url, "status", "--json").stdout
+        stub.refuses = 400, f"the reason{EVIL}"
+        refused = cli(stub.url, "submit", "/c/checkpoint-1", "--tasks", "t").stderr
+    assert log == f"log of a\n10%\n20%\tb{SHOWN}"
+    assert f"a{SHOWN}" in listed
+    assert f"\tthat{SHOWN}" in listed
+    assert f"the reason{SHOWN}" in refused
+    assert not set(EVIL) & set(log + listed + refused + exact) - set("[2J31m")
+    assert json.loads(exact)["jobs"][0]["error"] == f"this\n\tthat{EVIL}"
 
 
 def test_what_cannot_be_sent_or_written_is_said_so(

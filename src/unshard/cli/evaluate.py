@@ -230,7 +230,7 @@ def logs(
         offset = 0
         while True:
             part = client.log(job, offset)
-            print(part["text"], end="", flush=True)
+            print(_lines(str(part["text"])), end="", flush=True)
             if part["ended"] or not (follow or part["text"]):
                 return
             after = int(str(part["offset"]))
@@ -266,6 +266,11 @@ def results(
         return
     for one in found:
         print("  ".join(str(one[name]) for name in columns))
+
+
+def _lines(text: str) -> str:
+    """Return a part of a log with each state of a progress bar on a line of its own."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _listed(text: str) -> list[str]:

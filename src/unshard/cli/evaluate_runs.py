@@ -87,10 +87,11 @@ def watch(
     from unshard.cli.evaluate import _check_extra
 
     _check_extra("httpx", "yaml")
+    from unshard.evaluate.logs import log_to_stderr
     from unshard.evaluate.watching import Watching
 
     _check_directory(directory, is_needed=once)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
     given: dict[str, object] = {
         "server_url": server,
         "profile": profile,

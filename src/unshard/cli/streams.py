@@ -6,6 +6,8 @@ import os
 import sys
 from typing import TextIO
 
+from unshard.errors import printable
+
 __all__ = ["flushed", "make_safe"]
 
 
@@ -30,13 +32,25 @@ class _Unfailing(io.FileIO):
         return len(view)
 
 
+class _Printable(io.TextIOWrapper):
+    """Escapes what would control a terminal: what others wrote is printed, too."""
+
+    def write(self, text: str, /) -> int:
+        """Write a text."""
+        return super().write(printable(text))
+
+
 def make_safe() -> None:
-    """Make stdout and stderr print any text in their encoding, and outlast their own failure."""
-    sys.stdout = _safe(sys.stdout, 1)
-    sys.stderr = _safe(sys.stderr, 2)
+    """Make stdout and stderr print any text in their encoding, and outlast their own failure.
+
+    Nothing in stdout controls a terminal. In stderr a progress bar does; errors are escaped by
+    themselves (`errors.printable`).
+    """
+    sys.stdout = _safe(sys.stdout, 1, _Printable)
+    sys.stderr = _safe(sys.stderr, 2, io.TextIOWrapper)
 
 
-def _safe(stream: TextIO | None, number: int) -> TextIO:
+def _safe(stream: TextIO | None, number: int, kind: type[io.TextIOWrapper]) -> TextIO:
     """Return a stream in the place of one of Python's own; None is one that was closed."""
     if stream is None:
         fd = os.open(os.devnull, os.O_RDWR)
@@ -45,7 +59,7 @@ def _safe(stream: TextIO | None, number: int) -> TextIO:
             os.close(fd)
         stream = io.TextIOWrapper(io.FileIO(number, "w", closefd=False), encoding="utf-8")
     raw = _Unfailing(number, "w", closefd=False)
-    return io.TextIOWrapper(
+    return kind(
         io.BufferedWriter(raw),
         encoding=stream.encoding,
         errors="backslashreplace",

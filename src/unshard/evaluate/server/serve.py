@@ -14,6 +14,7 @@ from unshard.errors import UsageError
 from unshard.evaluate.evaluators import make_evaluator
 from unshard.evaluate.gpus import gpus_in
 from unshard.evaluate.jobs import Job
+from unshard.evaluate.logs import log_to_stderr
 from unshard.evaluate.pins import Quota
 from unshard.evaluate.profiles import ServerConfig
 from unshard.evaluate.scheduler import Scheduler, Settings
@@ -130,7 +131,7 @@ def serve(given: Given) -> None:
     Raises:
         UsageError: the configuration makes no sense, or another server uses the work directory.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    log_to_stderr(logging.INFO, "%(asctime)s %(name)s %(message)s")
     raise_file_limit()
     config = configured(given)
     rules = rules_for(config.host, config.token_file, given.allow_unauthenticated)
