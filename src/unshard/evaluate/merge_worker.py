@@ -77,7 +77,7 @@ def _merge(order: Order) -> None:
     from unshard.api.merging import merge_with
     from unshard.api.options import MergeOptions
     from unshard.progress import ignore
-    from unshard.read.companions import find_companions
+    from unshard.read.beside.companions import find_companions
     from unshard.read.discover import discover
 
     options = MergeOptions(**order.options)  # type: ignore[arg-type]  # JSON
