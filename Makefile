@@ -13,7 +13,7 @@ INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 WITHOUT_DEPENDENCIES := lightning==2.6.1 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
 	lmms-engine==0.1.4 loguru==0.7.3
 
-.PHONY: demo test lint docs format bench clean
+.PHONY: demo test lint docs format bench torture-eval clean
 
 # venv would make an environment that cannot install the project, and pip says so at length.
 define NEED_PYTHON
@@ -77,6 +77,18 @@ bench: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python benchmarks/merge_against_cat.py
 	$(TEST_VENV)/bin/python benchmarks/torchrun_against_alone.py
 	$(TEST_VENV)/bin/python benchmarks/trainer_step.py
+
+# A real server and its processes, killed at random moments; then the tests of what once went wrong
+# only now and then, again and again with busy loops next to them. Half an hour on two idle cores.
+TORTURE ?=
+REPEATED := tests/evaluation/test_adoption.py::test_a_server_killed_again_and_again_runs_every_job_once_at_a_time \
+	tests/evaluation/test_adoption.py::test_a_supervisor_that_never_got_its_order_is_no_failure \
+	tests/evaluation/test_adoption.py::test_a_stop_of_the_whole_service_while_an_evaluator_starts_fails_nothing \
+	tests/evaluation/test_supervise.py::test_a_signal_before_the_order_ends_it_as_stopped_and_nothing_is_run
+torture-eval: export PYTHONPATH := $(CURDIR)/tests
+torture-eval: $(TEST_VENV)/.installed
+	$(TEST_VENV)/bin/python -m evaluation.torture $(TORTURE)
+	$(TEST_VENV)/bin/python -m pytest -p evaluation.repetition --times 200 --busy 4 -n 4 $(REPEATED)
 
 clean:
 	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache

@@ -5,7 +5,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from evaluation.running import (
     whole_model,
 )
 from ranks import save_ranks
-from unshard.evaluate.jobs import Filters, Job, Status
+from unshard.evaluate.jobs import Filters, Job, Phase, Status
 from unshard.evaluate.launching import start_supervisor
 from unshard.evaluate.processes import is_alive, kill_group
 from unshard.evaluate.store import Store
@@ -138,6 +138,30 @@ def test_a_supervisor_that_never_got_its_order_is_no_failure(tmp_path: Path) -> 
     done = wait_for(store, job.id, Status.COMPLETED)
     server.stop(end=True)
     assert (done.attempts, done.failures) == (2, 0)
+
+
+@pytest.mark.parametrize("moment_s", [0, 0.02, 0.04, 0.08])
+def test_a_stop_of_the_whole_service_while_an_evaluator_starts_fails_nothing(
+    tmp_path: Path, moment_s: float
+) -> None:
+    """systemd sends SIGTERM to the server, supervisors and evaluators at once."""
+    profile = script_profile(retries=0)
+    store, server = scheduler(tmp_path / "work", "done(acc=1)", profile=profile)
+    job = submit(store, whole_model(tmp_path / "model"), 1)
+    server.start()
+    wait_until(lambda: job_of(store, job.id).attempts > 0, "an attempt")
+    wait_until(lambda: job_of(store, job.id).phase is not Phase.MERGING, "a supervisor")
+    time.sleep(moment_s)
+    process = job_of(store, job.id).process
+    if process is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    server.stop(end=False)
+    _, following = scheduler(tmp_path / "work", "done(acc=1)", profile=profile)
+    following.start()
+    done = wait_for(store, job.id, Status.COMPLETED)
+    following.stop(end=True)
+    assert done.failures == 0
 
 
 @pytest.mark.parametrize("gpus", ["2,3", ""])
