@@ -30,7 +30,7 @@ from unshard.evaluate.jobs import Job, Phase, Process
 from unshard.evaluate.launching import start_supervisor
 from unshard.evaluate.merging import CrashedError, GivenUpError, GoneError, Merger, PassingError
 from unshard.evaluate.processes import is_alive, kill_group
-from unshard.evaluate.slots import visible_devices
+from unshard.evaluate.slots import shown_slots, visible_devices
 from unshard.evaluate.store import Store
 from unshard.evaluate.supervise import (
     LOG_NAME,
@@ -41,6 +41,7 @@ from unshard.evaluate.supervise import (
     is_ended_by,
     read_exit,
 )
+from unshard.evaluate.telling import LOG_MARK, tell
 from unshard.evaluate.work import Evaluator, Profile, Work
 
 __all__ = ["Attempt", "Halt", "Limits", "Runner"]
@@ -141,6 +142,8 @@ class Runner:
                 directory=attempt.directory,
                 is_given_up=lambda: self._halt(job.id) is not None,
             )
+            if model == self._merger.merged(job.id):
+                tell(job, "merged")
             rewritten = self._rewritten(job)
             return rewritten or self._evaluate(attempt, attempt.work(model))
         except GoneError as error:
@@ -194,6 +197,8 @@ class Runner:
             child.drop()
             raise
         child.give(order)
+        what = f"attempt {attempt.job.attempts}, {attempt.profile.name}"
+        tell(attempt.job, f"started: {what} on {shown_slots(attempt.gpus)}")
         outcome: Outcome | None = None
         try:
             outcome = self._conclude(attempt, work, child.process)
@@ -294,7 +299,7 @@ class Runner:
 
 def _with_log(attempt: Attempt, why: str) -> str:
     lines = last_lines(attempt.directory / LOG_NAME, _SHOWN_LINES)
-    return f"{why}\nThe log ends with:\n{lines}" if lines else why
+    return f"{why}\n{LOG_MARK}\n{lines}" if lines else why
 
 
 def _named(error: Exception, job: Job) -> str:

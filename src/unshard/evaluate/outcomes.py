@@ -29,6 +29,7 @@ from unshard.evaluate.keeping import removable
 from unshard.evaluate.merging import Merger
 from unshard.evaluate.records import KILLED, POSTPONED
 from unshard.evaluate.store import Store
+from unshard.evaluate.telling import tell, tell_outcome
 from unshard.evaluate.work import Evaluator, Profile
 
 __all__ = ["Backoff", "Outcomes"]
@@ -97,16 +98,33 @@ class Outcomes:
             except Exception as error:  # noqa: BLE001  or else it would run for ever
                 _log.exception("job %s: what became of it cannot be recorded", job_id)
                 self._persist(partial(self._store.fail, job_id, repr(error), None))
+        now = self._job(job_id)
+        if now is not None:
+            tell_outcome(attempt.job, outcome, now)
+
+    def _job(self, job_id: str) -> Job | None:
+        """Return a job for the log; None where the database does not answer."""
+        try:
+            return self._store.get(job_id)
+        except sqlite3.Error:
+            return None
 
     def fail(self, job_id: str, error: str) -> None:
         """Record that a job failed for good, if it runs."""
         self._persist(lambda: self._store.fail(job_id, error, None))
         self._persist(lambda: self.tell_end(job_id))
+        self.tell(job_id, f"failed: {error}")
 
     def requeue(self, job_id: str, why: str) -> None:
         """Record that an attempt was lost."""
         self._persist(lambda: self._store.requeue(job_id, why))
         self._persist(lambda: self.tell_end(job_id))
+        self.tell(job_id, f"queued again: {why}")
+
+    def tell(self, job_id: str, what: str) -> None:
+        """Log a step on a job's way."""
+        if (job := self._job(job_id)) is not None:
+            tell(job, what)
 
     def tell_end(self, job_id: str) -> None:
         """Tell whoever asked to know, if a job has ended."""

@@ -17,8 +17,9 @@ from unshard.evaluate.locks import lock_file, unlock
 from unshard.evaluate.merging import Merger
 from unshard.evaluate.outcomes import Backoff, Outcomes
 from unshard.evaluate.records import LONGEST_WAIT_S
-from unshard.evaluate.slots import Slots
+from unshard.evaluate.slots import Slots, shown_slots
 from unshard.evaluate.store import Store
+from unshard.evaluate.telling import short_id, tell
 from unshard.evaluate.work import Evaluator, Profile
 
 __all__ = ["Scheduler", "Settings"]
@@ -142,16 +143,18 @@ class Scheduler:
 
         The processes of a running one are gone a little later.
         """
-        return self._stopped(job_id, self._store.cancel(job_id))
+        return self._store.cancel(job_id) and self._stopped(job_id, "cancelled")
 
     def supersede(self, job_id: str, by: str) -> bool:
         """End a job in whose place another has come, as `cancel` does; a failed one, too."""
-        return self._stopped(job_id, self._store.supersede(job_id, by))
+        done = self._store.supersede(job_id, by)
+        return done and self._stopped(job_id, f"superseded by job {short_id(by)}")
 
-    def _stopped(self, job_id: str, done: bool) -> bool:  # noqa: FBT001  (what the store says)
-        if done and job_id not in {job.id for job in self._store.running()}:
+    def _stopped(self, job_id: str, what: str) -> bool:
+        self._outcomes.tell(job_id, what)
+        if job_id not in {job.id for job in self._store.running()}:
             self._outcomes.tell_end(job_id)
-        return done
+        return True
 
     def directory_of(self, job: Job) -> Path:
         """Return the directory of a job's last attempt; the log lies in it."""
@@ -234,21 +237,21 @@ class Scheduler:
         """Adopt an attempt of an earlier server, or end what is left of it."""
         process = job.process
         if process is None:
-            self._store.requeue(job.id, "the server ended while it merged")
-            self._outcomes.tell_end(job.id)
+            self._outcomes.requeue(job.id, "the server ended while it merged")
             return
         has_slots = self._slots.adopt(process.gpus)
         try:
             profile, evaluator = self._evaluators(job.request.profile)
         except UnshardError as error:
-            _log.warning("job %s cannot be adopted: %s", job.id, error)
+            tell(job, f"not adopted: {error}")
         else:
             if has_slots:
                 directory = Path(process.directory)
                 attempt = Attempt(job, profile, evaluator, process.gpus, directory)
+                tell(job, f"adopted: attempt {job.attempts} on {shown_slots(process.gpus)}")
                 self._spawn(lambda: self._perform(attempt, process), f"job {job.id}")
                 return
-            _log.warning("job %s cannot be adopted: its GPUs are not this server's", job.id)
+            tell(job, "not adopted: its GPUs are not this server's")
         self._spawn(lambda: self._discard(job, process, has_slots=has_slots), f"job {job.id}")
 
     def _discard(self, job: Job, process: Process, *, has_slots: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError
 
-__all__ = ["Slots", "visible_devices"]
+__all__ = ["Slots", "shown_slots", "visible_devices"]
 
 
 class Slots:
@@ -88,6 +88,11 @@ class Slots:
 def visible_devices(gpus: tuple[int, ...]) -> str:
     """Return what CUDA_VISIBLE_DEVICES must be: "" hides every GPU."""
     return ",".join(str(gpu) for gpu in gpus)
+
+
+def shown_slots(gpus: tuple[int, ...]) -> str:
+    """Return what an attempt has, for people: "GPU 6, 7", or "the CPU"."""
+    return f"GPU {_shown(gpus)}" if gpus else "the CPU"
 
 
 def _shown(gpus: Iterable[int]) -> str:

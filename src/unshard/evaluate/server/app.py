@@ -4,6 +4,7 @@
 they load their scripts from another site, which a cluster without internet does not reach.
 """
 
+import logging
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
@@ -17,10 +18,12 @@ from unshard.evaluate.server import lmms, v1
 from unshard.evaluate.server.security import Guard, Rules
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.views import ErrorBody, ErrorFields, error_body
+from unshard.evaluate.telling import one_line
 
 __all__ = ["make_app"]
 
 _V1 = "/api/"
+_log = logging.getLogger(__name__)
 
 
 def make_app(service: Service, rules: Rules) -> FastAPI:
@@ -83,6 +86,8 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
         raise error
     problems = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors()[:8]]
     message = "; ".join(f"{one:.300}" for one in problems).encode("ascii", "backslashreplace")
+    why = one_line(message.decode())
+    _log.info("refused: %s %s: %s", request.method, one_line(request.url.path), why)
     fields = ErrorFields(type="UsageError", code=UsageError.exit_code, message=message.decode())
     return _answer(request, fields, 400 if _is_ours(request) else 422)
 

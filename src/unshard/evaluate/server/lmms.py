@@ -28,9 +28,10 @@ from unshard.evaluate.server.lmms_views import (
     TaskNames,
     job_info,
 )
-from unshard.evaluate.server.service import Service, allows_model
+from unshard.evaluate.server.service import Service
+from unshard.evaluate.telling import tell_refusal
 
-__all__ = ["profile_of", "router", "service_of", "wanted_of"]
+__all__ = ["router", "service_of", "wanted_of"]
 
 router = APIRouter(tags=["lmms-eval"], responses={"4XX": {"model": Problem}})
 _CHECKPOINT_KEYS = ("pretrained", "model", "model_path", "checkpoint", "ckpt_path")
@@ -56,7 +57,12 @@ def evaluate(request: Request, asked: EvaluateRequest) -> Submitted:
     """Queue a job."""
     service = service_of(request)
     try:
-        job, is_new = service.submit(wanted_of(asked, service), None)
+        wanted = wanted_of(asked)
+    except UsageError as error:
+        tell_refusal(Wanted("", asked.model, tuple(asked.tasks)), str(error))
+        raise HTTPException(400, str(error)) from error
+    try:
+        job, is_new = service.submit(wanted, None)
     except UnshardError as error:
         raise HTTPException(400, str(error)) from error
     position = service.store.position(job.id) or 0
@@ -146,14 +152,14 @@ async def merge(request: Request, asked: MergeRequest) -> MergeResponse:
     )
 
 
-def wanted_of(asked: EvaluateRequest, service: Service) -> Wanted:
+def wanted_of(asked: EvaluateRequest) -> Wanted:
     """Return what a request of this protocol means.
 
     `model` names a profile, or a type of model of the profile for lmms-eval. The checkpoint stands
     in `lmms_engine_kwargs`, or in `model_args` under whichever key the type of model has for it.
 
     Raises:
-        UsageError: no checkpoint is named, no profile is there for it, or nothing is measured.
+        UsageError: no checkpoint is named, or nothing is measured.
     """
     if asked.predict_only:
         raise UsageError("predict_only: nothing would be measured", expected="false")
@@ -168,7 +174,7 @@ def wanted_of(asked: EvaluateRequest, service: Service) -> Wanted:
     batch_size = lifted.get("batch_size", asked.batch_size)
     return Wanted(
         checkpoint=checkpoint,
-        profile=profile_of(asked.model, service),
+        profile=asked.model,
         tasks=tuple(asked.tasks),
         weights=_WEIGHTS[kind],
         model_args=arguments,
@@ -199,23 +205,3 @@ def _checkpoint_of(arguments: dict[str, Scalar], engine: Mapping[str, Scalar | N
             expected=f"an absolute path under one of: {', '.join(_CHECKPOINT_KEYS)}",
         )
     return found[0]
-
-
-def profile_of(model: str, service: Service) -> str:
-    """Return a profile's name, or "name:type": best one of this type, else one that allows it."""
-    if model in service.profiles:
-        return model
-    found = {name: one for name, one in service.profiles.items() if one.kind == "lmms-eval"}
-    for name, profile in found.items():
-        if profile.model == model:
-            return name
-    for name, profile in found.items():
-        if allows_model(profile, model):
-            return f"{name}:{model}"
-    known = ", ".join(sorted(service.profiles)) or "none"
-    raise UsageError(
-        f"{model!r:.200}: no profile of this name"
-        + (", and no type of model that one for lmms-eval allows" if found else ""),
-        expected=f"one of: {known}",
-        hint="a profile can allow more types of model by `allowed_models`" if found else "",
-    )

@@ -27,11 +27,12 @@ from unshard.evaluate.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.scheduler import Scheduler
 from unshard.evaluate.server.pinning import Pins, changed_since
 from unshard.evaluate.store import Store
+from unshard.evaluate.telling import tell, tell_refusal
 from unshard.evaluate.validation import check_request, resolve_checkpoint
 from unshard.read.discover import discover
 from unshard.read.format import Request as Wanted
 
-__all__ = ["Service", "allows_model", "by_task", "profile_named"]
+__all__ = ["Service", "by_task", "profile_named"]
 
 _log = logging.getLogger(__name__)
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
@@ -65,6 +66,33 @@ def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
     return replace(profile, model=model, checkpoint_key=CHECKPOINT_KEYS.get(model, "pretrained"))
 
 
+def profile_of(name: str, profiles: Mapping[str, Profile]) -> str:
+    """Return the profile that a name means: its own, or "profile:type" for a type of model.
+
+    lmms-engine and lmms-eval's clients name a type of model: then the best is a profile for
+    lmms-eval of this type, else one that allows it.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = {key: one for key, one in profiles.items() if one.kind is Kind.LMMS_EVAL}
+    if ":" in name or name in profiles:
+        return name
+    for key, profile in found.items():
+        if profile.model == name:
+            return key
+    for key, profile in found.items():
+        if allows_model(profile, name):
+            return f"{key}:{name}"
+    known = ", ".join(sorted(profiles)) or "none"
+    raise UsageError(
+        f"{name!r:.200}: no profile of this name"
+        + (", and no type of model that one for lmms-eval allows" if found else ""),
+        expected=f"one of: {known}",
+        hint="a profile can allow more types of model by `allowed_models`" if found else "",
+    )
+
+
 def allows_model(profile: Profile, model: str) -> bool:
     """Tell whether a client may choose a type of model."""
     return any(fnmatchcase(model, pattern) for pattern in profile.allowed_models)
@@ -96,6 +124,17 @@ class Service:
         return self.config.profiles
 
     def submit(self, request: Request, pin: str | None) -> tuple[Job, bool]:
+        """Queue a job, or refuse it; the log says which. See `_submit`."""
+        try:
+            job, is_new = self._submit(request, pin)
+        except UnshardError as error:
+            tell_refusal(request, str(error))
+            raise
+        what = f"{job.request.profile}: {','.join(job.request.tasks)} of {job.request.checkpoint}"
+        tell(job, f"accepted: {what}" if is_new else f"submitted again: it is {job.status}")
+        return job, is_new
+
+    def _submit(self, request: Request, pin: str | None) -> tuple[Job, bool]:
         """Queue a job; return it, and whether it is new.
 
         A checkpoint that its client has not pinned is pinned here, if that is possible. One that is
@@ -104,8 +143,10 @@ class Service:
         Raises:
             UnshardError: the request is refused.
         """
-        profile = profile_named(self.profiles, request.profile)
-        request = replace(request, batch_size=_number(request.batch_size))
+        name = profile_of(request.profile, self.profiles)
+        profile = profile_named(self.profiles, name)
+        batch_size = _number(request.batch_size)
+        request = replace(request, profile=name, batch_size=batch_size)
         known = {**self.profiles, request.profile: profile}
         check_request(request, replace(self.config, profiles=known))
         checkpoint = resolve_checkpoint(request.checkpoint, self.config.roots)

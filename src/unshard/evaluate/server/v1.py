@@ -3,15 +3,13 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from unshard.evaluate.jobs import Event, Filters, Job
-from unshard.evaluate.jobs import Request as Wanted
-from unshard.evaluate.server.lmms import profile_of, service_of
+from unshard.evaluate.server.lmms import service_of
 from unshard.evaluate.server.pinning import PinInUseError
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.views import (
@@ -57,19 +55,10 @@ def _found(service: Service, job_id: str) -> Job:
 def submit(request: Request, response: Response, submission: Submission) -> JobView:
     """Queue a job; the same one again (run, step, weights, profile, tasks) is not queued twice."""
     service = service_of(request)
-    job, is_new = service.submit(_meant(submission.request(), service), submission.pin)
+    job, is_new = service.submit(submission.request(), submission.pin)
     if not is_new:
         response.status_code = 200
     return _view(service, job)
-
-
-def _meant(wanted: Wanted, service: Service) -> Wanted:
-    """Take a name that no profile has for a type of lmms-eval's models, as lmms-engine has it."""
-    if ":" in wanted.profile or wanted.profile in service.profiles:
-        return wanted
-    if all(profile.kind != "lmms-eval" for profile in service.profiles.values()):
-        return wanted
-    return replace(wanted, profile=profile_of(wanted.profile, service))
 
 
 @router.get("/jobs")
