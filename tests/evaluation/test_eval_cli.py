@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,9 +56,24 @@ def test_a_checkpoint_is_submitted_waited_for_and_its_numbers_printed(server: Li
     assert {row["value"] for row in rows if row["metric"] == "acc"} == {"0.05"}
     code, out, _ = call(server, "results", "--json")
     assert (code, len(json.loads(out)["results"])) == (0, len(rows))
-    code, out, _ = call(server, "status", str(jobs[0]["id"]))
-    assert (code, "score/acc = 0.05" in out, "run  step 5  model" in out) == (0, True, True)
-    code, out, _ = call(server, "logs", str(jobs[1]["id"]), "--follow")
+    code, out, _ = call(server, "status", str(jobs[0]["id"])[:8])
+    head, row, *rest = out.splitlines()
+    assert (code, head.split()[:5]) == (0, ["job", "status", "run", "step", "weights"])
+    assert row.split()[:5] == [str(jobs[0]["id"])[:8], "completed", "run", "5", "model"]
+    assert "    score/acc = 0.05" in rest
+    code, out, _ = call(server, "results", "--run", "run")
+    lines = out.splitlines()
+    assert (code, len(lines), lines[0].split()[:3]) == (
+        0,
+        len(rows) + 1,
+        ["run", "step", "weights"],
+    )
+    assert {line.index(one["profile"]) for line, one in zip(lines[1:], rows, strict=True)} == {
+        lines[0].index("profile")
+    }
+    code, out, _ = call(server, "results", "--run", "another")
+    assert (code, out) == (0, "no results of run another\n")
+    code, out, _ = call(server, "logs", str(jobs[1]["id"])[:8], "--follow")
     assert (code, out) == (0, "evaluating step 5 with ema\n")
 
 
@@ -135,7 +151,7 @@ def ended(*arguments: str) -> int:
 def test_waiting_goes_on_while_the_server_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.cli import evaluate
+    from unshard.cli import evaluate_wait
     from unshard.evaluate.client_v1 import ServerAwayError, V1Client
 
     def job(client: V1Client, job_id: str) -> dict[str, object]:
@@ -145,11 +161,12 @@ def test_waiting_goes_on_while_the_server_is_away(
             raise ServerAwayError("away")
         return {**answer, "id": job_id}
 
-    answers: list[dict[str, object] | None] = [{"completed_at": None}, None, None]
-    answers.append({"completed_at": 1.0, "status": "completed", "step": 1, "error": None})
+    waiting: Fields = {"completed_at": None, "status": "queued"}
+    done: Fields = {"completed_at": 1.0, "status": "completed", "step": 1, "error": None}
+    answers: list[Fields | None] = [waiting, None, None, done]
     monkeypatch.setattr(V1Client, "job", job)
     monkeypatch.setattr(V1Client, "submit", lambda *_, **__: {"id": "x"})
-    monkeypatch.setattr(evaluate, "_LOOK_S", 0.0)
+    monkeypatch.setattr(evaluate_wait, "_LOOK_S", 0.0)
     assert ended("submit", str(tmp_path), "--tasks=t", "--wait", "--json") == 0
     said = capsys.readouterr()
     assert (json.loads(said.out)["jobs"][0]["status"], answers) == ("completed", [])
@@ -172,11 +189,104 @@ def test_a_superseded_job_is_listed_like_others_and_who_waits_for_it_gets_the_ne
     assert ended("submit", str(tmp_path), "--tasks=score", "--wait") == 0
     said = capsys.readouterr()
     assert "waiting for job 2" in said.err
-    assert [line.split()[:2] for line in said.out.splitlines()] == [["2", "completed"]]
+    assert [line.split()[:2] for line in said.out.splitlines()[1:]] == [["2", "completed"]]
     assert ended("status") == 0
-    listed, why, other = capsys.readouterr().out.splitlines()
+    head, listed, why, other = capsys.readouterr().out.splitlines()
     assert (listed.split()[1], why.strip()) == ("superseded", first["error"])
-    assert listed.index("step 5") == other.index("step 5")
+    assert head.index("weights") == listed.index("model") == other.index("model")
+
+
+def test_who_waits_is_told_what_a_job_does_and_why_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two jobs are followed at once; the first is queued again, the second fails."""
+    from unshard.cli import evaluate_wait
+    from unshard.evaluate.client_v1 import V1Client
+
+    same: Fields = {"run": "r", "step": 1, "weights": "model", "profile": "p", "tasks": ["t"]}
+    same |= {"metrics": {}, "completed_at": None, "position": None, "phase": None, "error": None}
+    queued = same | {"status": "queued", "position": 2, "attempts": 0}
+    merging = same | {"status": "running", "phase": "merging", "attempts": 1}
+    evaluating = merging | {"phase": "evaluating"}
+    again = queued | {"position": 1, "attempts": 1, "error": "lm-eval failed\n  found: 1\x1b[2J"}
+    second = evaluating | {"attempts": 2, "error": again["error"]}
+    done = same | {"status": "completed", "completed_at": 5.0, "attempts": 2}
+    answers = {
+        "aaaabbbbccccdddd": [queued, queued, merging, evaluating, again, second, done],
+        "0123456789abcdef": [merging, done | {"status": "failed", "error": "no config.json"}],
+    }
+    ids = iter(answers)
+    monkeypatch.setattr(V1Client, "submit", lambda *_, **__: {"id": next(ids)})
+    monkeypatch.setattr(V1Client, "job", lambda _, one: {"id": one, **answers[one].pop(0)})
+    monkeypatch.setattr(evaluate_wait, "_LOOK_S", 0.0)
+    assert ended("submit", str(tmp_path), "--tasks=t", "--weights=model,ema", "--wait") == 1
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert [line for line in lines if "0123" in line] == [
+        "waiting for job 01234567",
+        "job 01234567: merging",
+        "job 01234567: failed",
+    ]
+    assert [line for line in lines if "0123" not in line] == [
+        "waiting for job aaaabbbb",
+        "job aaaabbbb: queued #2",
+        "job aaaabbbb: merging",
+        "job aaaabbbb: evaluating",
+        "job aaaabbbb: attempt 1 did not complete, the job is tried again: lm-eval failed",
+        *[line for line in lines if line.startswith("      found: 1")],
+        "job aaaabbbb: queued #1",
+        "job aaaabbbb: evaluating, attempt 2",
+        "job aaaabbbb: completed",
+    ]
+    head, first, second_row, why = said.out.splitlines()
+    assert (first.split()[:2], second_row.split()[:2]) == (
+        ["aaaabbbb", "completed"],
+        ["01234567", "failed"],
+    )
+    assert (head.split()[0], why) == ("job", "    no config.json")
+
+
+def test_times_are_local_and_columns_are_aligned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unshard.evaluate.client_v1 import V1Client
+
+    monkeypatch.setenv("TZ", "Etc/GMT-3")
+    time.tzset()
+    found: list[Fields] = [
+        {"run": run, "step": step, "weights": "model", "profile": "p", "task": "t", "metric": "m",
+         "value": value, "job_id": "0123456789abcdef", "completed_at": 0.0}
+        for run, step, value in (("a", 5, 0.25), ("longer", None, 12.5), ("a", 1000, 3.0))
+    ]  # fmt: skip
+    monkeypatch.setattr(V1Client, "results", lambda *_, **__: found)
+    assert ended("results") == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[1] for row in rows] == ["5", "-", "1000"]
+    at = head.index("completed (local)")
+    assert {row[at : at + 19] for row in rows} == {"1970-01-01 03:00:00"}
+    assert {row.index("model") for row in rows} == {head.index("weights")}
+    end = head.index("value") + len("value")
+    assert [row[:end].split()[-1] for row in rows] == ["0.25", "12.5", "3.0"]
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_where_there_are_no_jobs_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unshard.evaluate.client_v1 import V1Client
+
+    for name in ("jobs", "results"):
+        monkeypatch.setattr(V1Client, name, lambda *_, **__: [])
+    said = {}
+    for command in ("status", "results", "status --run=x", "status --json", "results --csv"):
+        assert ended(*command.split()) == 0
+        said[command] = capsys.readouterr().out
+    assert said["status"] == "no jobs yet\n"
+    assert said["results"] == "no results yet\n"
+    assert said["status --run=x"] == "no jobs of run x\n"
+    assert json.loads(said["status --json"]) == {"jobs": []}
+    assert said["results --csv"].startswith("run,step,weights,")
 
 
 EVIL = "\x1b[2J\x9b31m\u202e\u2028\b\x7f"

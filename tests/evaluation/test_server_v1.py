@@ -1,6 +1,7 @@
 """Our own protocol, spoken to a real server."""
 
 import json
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 from pydantic import BaseModel
 
 from evaluation.live import Fields, Live, all_gone, checkpoint, live, until
+from unshard.evaluate.jobs import Request
 from unshard.evaluate.server import views
+from unshard.evaluate.store import Store
 
 pytestmark = pytest.mark.xdist_group("eval-v1")  # one server for all
 
@@ -60,6 +63,27 @@ def test_a_new_job_is_created_and_the_same_again_is_not(
     assert (ema.status_code, ema.json()["id"] == done["id"]) == (201, False)
     assert server.ended(ema.json())["weights"] == "ema"
     assert list((run / "_unshard" / "pins").iterdir()) == []
+
+
+def test_the_beginning_of_an_id_is_the_job_if_no_other_begins_like_it(
+    server: Live, done: Fields, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = str(done["id"])[:8]
+    for path in (f"/api/v1/jobs/{short}", f"/api/v1/jobs/{short}/log", f"/jobs/{short}"):
+        assert server.call("GET", path).status_code == 200, path
+    assert server.v1("DELETE", f"/jobs/{short}") == done
+    assert server.call("GET", f"/api/v1/jobs/{short[:3]}").status_code == 404
+    alike = iter(("abcdabcd00000000", "abcdabcd11111111"))
+    monkeypatch.setattr(secrets, "token_hex", lambda _: next(alike))
+    store = Store(server.work / "jobs.sqlite")
+    for step in (1, 2):
+        store.submit(Request("/gone", "no-profile", ("t",), step), pin=None)
+    for method in ("GET", "DELETE"):
+        answer = server.call(method, "/api/v1/jobs/abcdabcd")
+        assert answer.status_code == 400
+        assert error_of(answer).found == "abcdabcd00000000, abcdabcd11111111"
+    assert server.v1("GET", "/jobs/abcdabcd1")["id"] == "abcdabcd11111111"
+    store.close()
 
 
 def test_the_directory_of_a_run_means_its_newest_step(server: Live, run: Path) -> None:

@@ -1,22 +1,20 @@
 """`unshard eval`: the server, and what speaks to it."""
 
-import json
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from unshard import signals
+from unshard.cli.evaluate_show import print_jobs, print_results
+from unshard.cli.evaluate_wait import wait_for
 from unshard.cli.guard import guarded
 from unshard.cli.options import Json
 from unshard.errors import UsageError, how_to_install
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from unshard.evaluate.client import EvalClient
 
 __all__ = ["FAILED", "URL", "TokenFile", "app"]
@@ -48,7 +46,7 @@ TokenFile = Annotated[
         help="A file that contains the server's token.",
     ),
 ]
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, or its beginning.")]
 Profile = Annotated[
     str,
     typer.Option(metavar="NAME", help="One of the evaluators that the server offers."),
@@ -59,7 +57,6 @@ WeightSets = Annotated[
 ]
 URL = "http://127.0.0.1:8000"
 FAILED = 1
-_LOOK_S = 1.0  # between looks at a job that is waited for
 
 
 def _client(url: str, token_file: Path | None) -> "EvalClient":
@@ -165,7 +162,9 @@ def submit(
     wait: Annotated[
         bool,
         typer.Option(
-            "--wait", help="Wait until the jobs have ended; exit code 1 unless all completed."
+            "--wait",
+            help="Wait until the jobs have ended, and say what happens to them; exit code 1 unless "
+            "all completed.",
         ),
     ] = False,
     server: Url = URL,
@@ -181,8 +180,8 @@ def submit(
             for one in _listed(weights)
         ]
         if wait:
-            jobs = _all_ended(client, [str(job["id"]) for job in jobs])
-    _print_jobs(jobs, as_json=as_json)
+            jobs = wait_for(client, [str(job["id"]) for job in jobs])
+    print_jobs(jobs, as_json=as_json)
     if wait and any(job["status"] != "completed" for job in jobs):
         raise typer.Exit(FAILED)
 
@@ -192,7 +191,9 @@ def submit(
 def status(
     job: Annotated[
         str | None,
-        typer.Argument(metavar="JOB", help="A job's id.  [default: the newest 100 jobs]"),
+        typer.Argument(
+            metavar="JOB", help="A job's id, or its beginning.  [default: the newest 100 jobs]"
+        ),
     ] = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Only jobs of this run.")] = None,
     server: Url = URL,
@@ -202,7 +203,7 @@ def status(
     """Show the status of jobs."""
     with _client(server, token_file) as client:
         jobs = [client.job(job)] if job else client.jobs(run=run)
-    _print_jobs(jobs, as_json=as_json)
+    print_jobs(jobs, run=run, as_json=as_json)
 
 
 @app.command()
@@ -212,7 +213,7 @@ def cancel(
 ) -> None:
     """Cancel a job, queued or running."""
     with _client(server, token_file) as client:
-        _print_jobs([client.cancel(job)], as_json=as_json)
+        print_jobs([client.cancel(job)], as_json=as_json)
 
 
 @app.command()
@@ -251,21 +252,9 @@ def results(
     as_json: Json = False,
 ) -> None:
     """Print all results, each with its training step."""
-    import csv
-
     with _client(server, token_file) as client:
         found = client.results(run=run)
-    if as_json:
-        print(json.dumps({"results": found}))
-        return
-    columns = ("run", "step", "weights", "profile", "task", "metric", "value", "job_id")
-    if as_csv:
-        writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
-        return
-    for one in found:
-        print("  ".join(str(one[name]) for name in columns))
+    print_results(found, run=run, as_csv=as_csv, as_json=as_json)
 
 
 def _lines(text: str) -> str:
@@ -275,53 +264,3 @@ def _lines(text: str) -> str:
 
 def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _all_ended(client: "EvalClient", jobs: list[str]) -> list[dict[str, object]]:
-    """Wait until all jobs are final; after Ctrl-C they go on without us."""
-    for job in jobs:
-        print(f"waiting for job {job}", file=sys.stderr)
-    try:
-        return [_ended(client, job) for job in jobs]
-    except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(
-            f"interrupted: the server continues with {', '.join(jobs)}\n"
-            "to cancel a job: unshard eval cancel JOB"
-        ) from error
-
-
-def _ended(client: "EvalClient", job_id: str) -> dict[str, object]:
-    """Wait until a job, or the one that superseded it, is final; through restarts of the server."""
-    from unshard.evaluate.client_v1 import ServerAwayError
-
-    is_away = False
-    while True:
-        try:
-            job = client.job(job_id)
-            is_away = False
-            newer = job.get("superseded_by")
-            if newer is None and job["completed_at"] is not None:
-                return job
-            if newer is not None:
-                print(f"job {job_id}: saved again since; waiting for job {newer}", file=sys.stderr)
-                job_id = str(newer)
-                continue
-        except ServerAwayError as error:
-            if not is_away:
-                print(f"waiting: {error}", file=sys.stderr)
-            is_away = True
-        time.sleep(_LOOK_S)
-
-
-def _print_jobs(jobs: "Sequence[Mapping[str, Any]]", *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"jobs": list(jobs)}))
-        return
-    for job in jobs:
-        step = "-" if job["step"] is None else job["step"]
-        what = f"{job['run']}  step {step}  {job['weights']}  {job['profile']}"
-        print(f"{job['id']}  {job['status']:<10}  {what}  {','.join(job['tasks'])}")
-        for name, value in job["metrics"].items():
-            print(f"    {name} = {value:.6g}")
-        if job["error"]:
-            print(f"    {job['error']}")

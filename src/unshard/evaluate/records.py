@@ -121,6 +121,14 @@ class Records:
         """Return a job."""
         return self._one(self._connection, job_id)
 
+    def ids_like(self, start: str, most: int) -> list[str]:
+        """Return the ids that begin like this, `most` of them at most."""
+        rows = self._connection.execute(
+            "SELECT id FROM jobs WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
+            (start, f"{start}g", most),  # the letter after "f"
+        )
+        return [row[0] for row in rows.fetchall()]
+
     def jobs(self, filters: Filters) -> list[Job]:
         """Return jobs, the newest first."""
         where, values = chosen(filters)

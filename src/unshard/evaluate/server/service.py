@@ -36,6 +36,8 @@ __all__ = ["Service", "by_task", "profile_named"]
 
 _log = logging.getLogger(__name__)
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
+_SHORT_ID = re.compile(r"[0-9a-f]{4,15}", re.ASCII)
+_SHOWN_IDS = 20
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 
 
@@ -270,14 +272,30 @@ class Service:
         return sorted(map(str, output.rglob("*samples_*.jsonl")))
 
     def job(self, job_id: str) -> Job | None:
-        """Return a job."""
-        return self.store.get(job_id)
+        """Return a job: by its id, or by the first letters of it, at least four.
+
+        Raises:
+            UsageError: several ids begin like this.
+        """
+        found = self.store.get(job_id)
+        if found is not None or not _SHORT_ID.fullmatch(job_id):
+            return found
+        ids = self.store.ids_like(job_id, _SHOWN_IDS)
+        if len(ids) > 1:
+            raise UsageError(
+                f"job {job_id}: several ids begin like this",
+                expected="more letters of the id",
+                found=", ".join(ids),
+            )
+        return self.store.get(ids[0]) if ids else None
 
     def cancel(self, job_id: str) -> Job | None:
         """Cancel a job, a running one too; return it as it stands then."""
-        if self.store.get(job_id) is not None:
-            self.scheduler.cancel(job_id)
-        return self.store.get(job_id)
+        job = self.job(job_id)
+        if job is None:
+            return None
+        self.scheduler.cancel(job.id)
+        return self.store.get(job.id)
 
     def log(self, job: Job, offset: int) -> tuple[str, int, bool]:
         """Return a part of the log of a job's last attempt, where the next begins, and if it ends.

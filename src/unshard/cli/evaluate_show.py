@@ -1,0 +1,123 @@
+"""How `unshard eval` shows jobs and results: as tables, as CSV, and as JSON."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+__all__ = ["print_jobs", "print_results", "short", "state_of"]
+
+Fields = Mapping[str, object]
+
+_SHORT = 8  # characters of a job's id: the server knows it by them
+_COLUMNS = ("run", "step", "weights", "profile", "task", "metric", "value", "job_id")
+_NUMBERS = frozenset({"step", "value"})  # aligned at their ends
+
+
+def short(job_id: object) -> str:
+    """Return the beginning of a job's id, which stands for it in every command."""
+    return str(job_id)[:_SHORT]
+
+
+def state_of(job: Fields) -> str:
+    """Return how a job stands, with its place in the queue, or what it is doing."""
+    detail = job.get("position") if job["status"] == "queued" else job.get("phase")
+    if detail is None:
+        return str(job["status"])
+    return f"queued #{detail}" if job["status"] == "queued" else str(detail)
+
+
+def print_jobs(jobs: Sequence[Fields], *, run: str | None = None, as_json: bool) -> None:
+    """Print jobs, each with its results and its error below.
+
+    Args:
+        jobs: as the server shows them.
+        run: that these are all jobs of.
+        as_json: as JSON, whole.
+    """
+    if as_json:
+        print(json.dumps({"jobs": list(jobs)}))
+        return
+    if not jobs:
+        print(f"no jobs of run {run}" if run else "no jobs yet")
+        return
+    rows = [
+        {
+            "job": short(job["id"]),
+            "status": state_of(job),
+            **{name: job[name] for name in ("run", "step", "weights", "profile")},
+            "tasks": _joined(job["tasks"]),
+            "submitted (local)": _local(job.get("created_at")),
+            "ended (local)": _local(job.get("completed_at")),
+        }
+        for job in jobs
+    ]
+    head, *lines = _table(rows)
+    print(head)
+    for job, line in zip(jobs, lines, strict=True):
+        print(line)
+        metrics = job["metrics"]
+        if isinstance(metrics, Mapping):
+            for name, value in metrics.items():
+                print(f"    {name} = {value:.6g}")
+        if job["error"]:
+            print(f"    {_reason(job)}".replace("\n", "\n    "))
+
+
+def print_results(found: Sequence[Fields], *, run: str | None, as_csv: bool, as_json: bool) -> None:
+    """Print numbers, one in a row."""
+    if as_json:
+        print(json.dumps({"results": list(found)}))
+    elif as_csv:
+        import csv
+
+        writer = csv.DictWriter(sys.stdout, _COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found)
+    elif not found:
+        print(f"no results of run {run}" if run else "no results yet")
+    else:
+        rows = [
+            {
+                **{name: one[name] for name in _COLUMNS[:-1]},
+                "completed (local)": _local(one.get("completed_at")),
+                "job": short(one["job_id"]),
+            }
+            for one in found
+        ]
+        for line in _table(rows):
+            print(line)
+
+
+def _reason(job: Fields) -> str:
+    """Return a job's error; of one that is tried again, of which attempt it is."""
+    if job["status"] == "queued":
+        return f"attempt {job.get('attempts')}: {job['error']}"
+    return str(job["error"])
+
+
+def _table(rows: Sequence[Fields]) -> list[str]:
+    """Return the lines of a table with headings; None is shown as "-"."""
+    headings = {name: name for name in rows[0]}
+    cells = [
+        {name: "-" if value is None else str(value) for name, value in row.items()}
+        for row in (headings, *rows)
+    ]
+    widths = {name: max(len(row[name]) for row in cells) for name in headings}
+    lines = ("  ".join(_aligned(name, row[name], widths[name]) for name in row) for row in cells)
+    return [line.rstrip() for line in lines]
+
+
+def _aligned(name: str, text: str, width: int) -> str:
+    return text.rjust(width) if name in _NUMBERS else text.ljust(width)
+
+
+def _joined(tasks: object) -> str:
+    return ",".join(map(str, tasks)) if isinstance(tasks, Sequence) else str(tasks)
+
+
+def _local(seconds: object) -> str | None:
+    """Return a time since the epoch as a local one."""
+    if not isinstance(seconds, int | float):
+        return None
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
