@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
 
@@ -28,8 +28,6 @@ from unshard.plan.operations import Target, Tiled
 from unshard.plan.planner import make_plan, tiled
 from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype
 from unshard.tensors.selection import select
-
-often = settings(deadline=None, max_examples=100)
 
 
 @contextmanager
@@ -57,7 +55,6 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, int, int]:
     return draw(tensors(ANY_DTYPE)), draw(st.integers(64, 200)), draw(st.sampled_from([0, 16384]))
 
 
-@often
 @given(cases(), st.data())
 def test_a_part_of_any_tensor_is_what_numpy_takes(
     case: tuple[Tensor, int, int], data: st.DataObject
@@ -77,7 +74,6 @@ def test_a_part_of_any_tensor_is_what_numpy_takes(
     assert found.tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
-@often
 @given(cases(), st.data())
 def test_a_part_of_what_a_recipe_moves_is_what_numpy_takes(
     case: tuple[Tensor, int, int], data: st.DataObject

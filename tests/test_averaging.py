@@ -421,7 +421,7 @@ def test_settings_do_not_change_the_bytes_of_random_bits(tmp_path: Path, dtype: 
         assert load_file(out / "model.safetensors")["w"].tobytes() == expected
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=50)  # an average each, verified in full
 @given(st.data(), st.sampled_from(sorted(RANDOM_BITS)))
 def test_tiles_of_any_size_have_the_same_bytes(data: st.DataObject, dtype: str) -> None:
     weights = data.draw(

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from numpy.typing import NDArray
@@ -15,8 +15,6 @@ from unshard.tensors.boxes import (
     is_row_major,
     row_major_strides,
 )
-
-often = settings(deadline=None, max_examples=100)
 
 Shape = tuple[int, ...]
 Tiling = tuple[Shape, list[Box]]
@@ -123,14 +121,12 @@ def test_the_whole_of_a_shape_begins_at_its_origin() -> None:
 # find_gap
 
 
-@often
 @given(tilings())
 def test_an_exact_tiling_has_no_gap(tiling: Tiling) -> None:
     shape, boxes = tiling
     assert gap_of(boxes, shape) is None
 
 
-@often
 @given(tilings(), st.data())
 def test_a_missing_box_is_a_hole_inside_it(tiling: Tiling, data: st.DataObject) -> None:
     shape, boxes = tiling
@@ -145,7 +141,6 @@ def test_a_missing_box_is_a_hole_inside_it(tiling: Tiling, data: st.DataObject) 
     assert inside[region(where)].all()
 
 
-@often
 @given(tilings(), st.data())
 def test_a_box_laid_over_a_tiling_is_an_overlap(tiling: Tiling, data: st.DataObject) -> None:
     shape, boxes = tiling
@@ -157,7 +152,6 @@ def test_a_box_laid_over_a_tiling_is_an_overlap(tiling: Tiling, data: st.DataObj
     assert_gap_is_true(boxes, shape)
 
 
-@often
 @given(tilings(), st.data())
 def test_a_shifted_box_leaves_a_gap_that_is_real(tiling: Tiling, data: st.DataObject) -> None:
     shape, boxes = tiling
@@ -168,7 +162,6 @@ def test_a_shifted_box_leaves_a_gap_that_is_real(tiling: Tiling, data: st.DataOb
     assert_gap_is_true(list(dict.fromkeys(boxes)), shape)
 
 
-@often
 @given(some_boxes(min_size=1))
 def test_the_gap_among_any_boxes_is_real(given_boxes: Tiling) -> None:
     shape, boxes = given_boxes
@@ -232,7 +225,6 @@ def first_of_equal(boxes: list[Box]) -> list[int]:
     return sorted(first.values())
 
 
-@often
 @given(some_boxes(min_size=0), st.data())
 def test_distinct_keeps_the_first_of_equal_boxes(given_boxes: Tiling, data: st.DataObject) -> None:
     shape, boxes = given_boxes
@@ -250,7 +242,6 @@ def test_replicas_of_a_0d_tensor_are_one() -> None:
     assert distinct(*columns([Box((), ())] * 3, 0)).tolist() == [0]
 
 
-@often
 @given(tilings(), st.data())
 def test_a_tiling_with_replicas_and_empty_boxes_is_whole_once_distinct(
     tiling: Tiling, data: st.DataObject
@@ -276,7 +267,6 @@ def test_an_empty_dimension_counts_as_one_in_strides_as_torch_has_it() -> None:
     assert row_major_strides((2, 0, 3)) == (3, 3, 1)
 
 
-@often
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), max_size=4),
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -397,7 +397,6 @@ def test_memory_is_bounded_whatever_the_size(tmp_path: Path) -> None:
 NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.tuples(NUMBERS, st.one_of(st.none(), NUMBERS)), min_size=1, max_size=40),
     st.sampled_from(["float32", "float64", "bfloat16", "float16"]),

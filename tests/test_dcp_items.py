@@ -170,7 +170,7 @@ def test_an_item_asked_for_twice_is_given_twice(tmp_path: Path) -> None:
     assert isinstance(first, StoredItem)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=1000)
 @given(
     sizes=st.lists(st.integers(0, 6000), min_size=1, max_size=6),
     gaps=st.lists(st.integers(0, 20_000), min_size=6, max_size=6),

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -43,8 +43,6 @@ from unshard.tensors.boxes import Box
 from unshard.tensors.dtypes import BY_NAME, numpy_dtype
 from unshard.write.execute import Executor
 
-often = settings(deadline=None, max_examples=100)
-
 
 @contextmanager
 def sources_of(drawn: list[Tensor]) -> Iterator[Sources]:
@@ -61,7 +59,6 @@ def assert_merges(drawn: list[Tensor], knobs: Knobs, settings: Settings, limit: 
         assert tensors_in(files) == sources.expected()
 
 
-@often
 @given(some_tensors, some_settings, st.integers(1, 2000))
 def test_gathered_tensors_have_the_bits_that_are_stored(
     drawn: list[Tensor], settings: Settings, limit: int
@@ -69,7 +66,6 @@ def test_gathered_tensors_have_the_bits_that_are_stored(
     assert_merges(drawn, Knobs(), settings, limit)
 
 
-@often
 @given(some_tensors, some_settings, st.integers(1, 20), st.integers(1, 2000))
 def test_copied_tensors_have_the_bits_that_are_stored(
     drawn: list[Tensor], settings: Settings, copy_unit: int, limit: int
@@ -77,7 +73,6 @@ def test_copied_tensors_have_the_bits_that_are_stored(
     assert_merges(drawn, Knobs(long_run=1, copy_unit=copy_unit), settings, limit)
 
 
-@often
 @given(some_tensors, st.integers(1, 3), st.integers(1, 200), st.sampled_from([0, 16, 16384]))
 def test_tensors_made_in_the_smallest_tiles_have_the_bits_that_are_stored(
     drawn: list[Tensor], workers: int, tile_bytes: int, small_read: int
@@ -409,7 +404,6 @@ def test_a_cast_puts_every_element_in_its_place(tmp_path: Path, name: str) -> No
     assert (found.view(np.uint16) == values.astype(ml_dtypes.bfloat16).view(np.uint16)).all()
 
 
-@often
 @given(
     tensors([BY_NAME[name] for name in ("float64", "float32", "float16", "bfloat16")]),
     st.sampled_from(["float32", "float16", "bfloat16"]),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.serialization._base import parse_size_to_int
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
@@ -26,8 +26,6 @@ from unshard.plan.layout import (
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
-
-often = settings(deadline=None, max_examples=100)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -79,7 +77,6 @@ some_filled_tensors = st.dictionaries(
 # one file
 
 
-@often
 @given(some_tensors)
 def test_a_header_is_what_safetensors_writes(tensors: Tensors) -> None:
     (file,) = lay_out(converted(tensors), UNLIMITED).files
@@ -108,7 +105,6 @@ def test_a_header_says_its_length_and_ends_at_a_multiple_of_8() -> None:
         assert json.loads(file.header[8:])["__metadata__"] == {"format": "pt"}
 
 
-@often
 @given(some_tensors)
 def test_tensors_follow_one_another_in_a_file(tensors: Tensors) -> None:
     (file,) = lay_out(converted(tensors), UNLIMITED).files
@@ -136,7 +132,6 @@ def test_a_tensor_keeps_its_recipe_shape_and_target_dtype() -> None:
 # several files
 
 
-@often
 @given(some_filled_tensors, st.integers(1, 1500))
 def test_tensors_are_split_over_files_as_huggingface_hub_splits_them(
     tensors: Tensors, limit: int
@@ -149,7 +144,6 @@ def test_tensors_are_split_over_files_as_huggingface_hub_splits_them(
     assert layout.total_size == theirs.metadata["total_size"]
 
 
-@often
 @given(some_filled_tensors, st.integers(1, 1500))
 def test_each_of_several_headers_is_what_safetensors_writes(tensors: Tensors, limit: int) -> None:
     for file in lay_out(converted(tensors), limit).files:
@@ -242,7 +236,6 @@ def test_a_header_past_the_formats_limit_is_refused(monkeypatch: pytest.MonkeyPa
 # size_in_bytes
 
 
-@often
 @given(
     st.one_of(st.integers(1, 10**6), st.decimals("0.01", 5000, places=2)),
     st.sampled_from(["", " "]),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -234,7 +234,6 @@ segments = st.from_regex(r"[a-z]{1,3}_?[0-9]?", fullmatch=True).filter(lambda s:
 module_names = st.lists(segments, min_size=1, max_size=3).map(".".join)
 
 
-@settings(deadline=None)
 @given(
     st.lists(module_names, min_size=1, max_size=5, unique=True),
     st.data(),

@@ -4,18 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unshard.containers.open_files import OpenFiles
 from unshard.errors import CorruptError
 
 COUNT = 6
-
-
-def examples(count: int) -> settings:
-    """Return settings without clocks: the machine may be busy."""
-    return settings(deadline=None, max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +36,6 @@ def open_now(paths: list[Path]) -> list[Path]:
     return [path for fd in fds for path in paths if is_file(fd, path)]
 
 
-@examples(100)
 @given(limit=st.integers(1, COUNT + 1), asked=st.lists(st.integers(0, COUNT - 1), max_size=30))
 def test_never_more_than_the_limit_are_open_and_each_reads_its_own_file(
     paths: list[Path], limit: int, asked: list[int]
@@ -55,7 +49,6 @@ def test_never_more_than_the_limit_are_open_and_each_reads_its_own_file(
     assert open_now(paths) == []
 
 
-@examples(100)
 @given(
     limit=st.integers(1, COUNT), asked=st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=30)
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unshard.containers.pickle_writer import MAX_DEPTH, Plain, SavedTensor, write_pickle
@@ -62,12 +62,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("values") / "value.pt"
 
 
+@settings(max_examples=1000)
 @given(value=values)
 def test_torch_gives_any_plain_value_back(place: Path, value: Plain) -> None:
     write_torch_file(place, value)
     assert same(torch.load(place, weights_only=True), value)
 
 
+@settings(max_examples=1000)
 @given(value=values)
 def test_pythons_own_unpickler_gives_it_back_too(value: Plain) -> None:
     pickled, tensors = write_pickle(value)

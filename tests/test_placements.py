@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from numpy.typing import NDArray
@@ -23,8 +23,6 @@ from unshard.tensors.placements import (
     StridedShard,
     place,
 )
-
-often = settings(deadline=None, max_examples=100)
 
 Shape = tuple[int, ...]
 Order = tuple[tuple[int, tuple[int, ...]], ...]
@@ -109,7 +107,6 @@ def cut_in_order(size: int, mesh: Shape, order: tuple[int, ...], at: Shape) -> I
 # Shard and Replicate
 
 
-@often
 @given(shard_cases())
 def test_plain_shards_are_cut_left_to_right(
     case: tuple[Shape, Shape, tuple[Placement, ...]],
@@ -123,7 +120,6 @@ def test_plain_shards_are_cut_left_to_right(
         assert_holds(shape, sharding(mesh, at, placements), expected)
 
 
-@often
 @given(shard_cases())
 def test_all_ranks_hold_every_element_once_per_replica(
     case: tuple[Shape, Shape, tuple[Placement, ...]],
@@ -137,7 +133,6 @@ def test_all_ranks_hold_every_element_once_per_replica(
     assert found.tolist() == sorted(list(range(prod(shape))) * copies)
 
 
-@often
 @given(st.integers(0, 40), st.integers(1, 12))
 def test_one_dimension_is_cut_as_torch_chunk_cuts_it(size: int, ranks: int) -> None:
     chunks = list(torch.arange(size).chunk(ranks))
@@ -166,7 +161,6 @@ def test_a_0d_tensor_is_held_whole_by_every_rank() -> None:
 # _StridedShard with later mesh dimensions that explain it
 
 
-@often
 @given(ordered_cases())
 def test_split_factors_are_decoded_to_the_order_they_encode(
     case: tuple[int, Shape, tuple[int, ...]],
@@ -216,7 +210,6 @@ def test_a_lone_strided_shard_of_36_elements_holds_two_segments() -> None:
     ]
 
 
-@often
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(2, 12), st.integers(1, 3))
 def test_a_lone_strided_shard_is_a_cut_of_every_part(
     size: int, ranks: int, factor: int, width: int
@@ -265,7 +258,6 @@ def test_a_huge_split_factor_costs_no_more_than_the_dimension_has_elements(
 # a stated shard order
 
 
-@often
 @given(ordered_cases().filter(lambda case: list(case[2]) != sorted(case[2])), st.booleans())
 def test_a_stated_order_replaces_what_split_factors_say(
     case: tuple[int, Shape, tuple[int, ...]],

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
@@ -82,6 +82,7 @@ values = st.recursive(
 )
 
 
+@settings(max_examples=1000)
 @given(value=values)
 def test_what_was_written_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, value: Plain

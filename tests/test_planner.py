@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unshard.containers.chunks import chunk_part
@@ -295,7 +295,6 @@ def copy_units(plan: Plan) -> list[CopyRange]:
     return all_copies(units(plan, buffer_bytes=2**20))
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     rows=st.integers(1, 9),
     left=st.integers(1, 9),

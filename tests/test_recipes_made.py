@@ -8,7 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 from numpy.typing import NDArray
@@ -38,7 +38,6 @@ from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME, numpy_dtype
 
 Array = NDArray[np.generic]
-often = settings(deadline=None, max_examples=100)
 
 
 def evaluate(recipe: Recipe, values: dict[str, Array]) -> Array:
@@ -107,7 +106,6 @@ def run(recipes: dict[str, Recipe], sources: Sources, to: str | None = None) -> 
 MOVED = [BY_NAME[name] for name in ("uint8", "float16", "float32", "complex64")]
 
 
-@often
 @given(tensors(MOVED), st.data(), st.sampled_from([1, 64 * 1024]))
 def test_a_recipe_that_moves_values_moves_those_of_numpy(
     tensor: Tensor, data: DataObject, long_run: int
@@ -143,7 +141,6 @@ def parts(draw: st.DrawFn, recipe: Recipe) -> tuple[Recipe, Callable[[Array], Ar
     return cut(recipe, box), lambda whole: np.asarray(whole[where])
 
 
-@often
 @given(tensors(MOVED), st.data(), st.integers(1, 3), st.sampled_from([1, 64 * 1024]))
 def test_parts_of_recipes_are_those_of_numpy(
     tensor: Tensor, data: DataObject, depth: int, long_run: int
@@ -164,7 +161,6 @@ def test_parts_of_recipes_are_those_of_numpy(
         assert found["out"] == np.ascontiguousarray(expected).tobytes()
 
 
-@often
 @given(st.data(), st.sampled_from(["mean", "low rank"]))
 def test_parts_of_arithmetic_are_those_of_numpy(data: DataObject, kind: str) -> None:
     shapes = {"w": (3, 5, 4), "a": (3, 2, 4), "b": (3, 5, 2)}
@@ -217,7 +213,6 @@ def test_a_weighted_sum_is_the_mean_of_numpy(tmp_path: Path, dtype: str, count: 
     assert found["out"] == mean.tobytes()
 
 
-@often
 @given(st.lists(st.floats(0.0078125, 8, width=32), min_size=1, max_size=4), st.integers(0, 99))
 def test_weights_count_as_stated(weights: list[float], seed: int) -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -13,7 +13,7 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unshard.containers.safetensors_file import (
@@ -27,11 +27,6 @@ from unshard.tensors.dtypes import BY_CODE, BY_NAME
 
 DIGITS = b"12345678"
 ODD_NAME = 'näme "quoted" \\ \n \x1f \x7f 😀'
-
-
-def examples(count: int) -> settings:
-    """Return settings without clocks: the machine may be busy."""
-    return settings(deadline=None, max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +92,6 @@ arrays = st.builds(
 names = st.text(max_size=12).filter(lambda name: name != "__metadata__")
 
 
-@examples(150)
 @given(
     tensors=st.dictionaries(names, arrays, max_size=6),
     metadata=st.dictionaries(st.just("format") | st.just("x"), st.text(max_size=9), max_size=1),
@@ -130,7 +124,6 @@ def test_every_dtype_we_write_is_read_by_safetensors(file: Path, code: str) -> N
         assert (found.get_dtype(), found.get_shape()) == (code, [2, 3])
 
 
-@examples(100)
 @given(st.dictionaries(names, st.integers(0, 40), min_size=1, max_size=5))
 def test_data_always_starts_at_a_multiple_of_8(sizes: Mapping[str, int]) -> None:
     entries, at = [], 0
@@ -275,7 +268,6 @@ headers = st.dictionaries(
 )
 
 
-@examples(200)
 @given(header=headers, size=st.integers(0, 16))
 def test_no_header_passes_here_that_safetensors_refuses(
     file: Path, header: dict[str, object], size: int
@@ -288,7 +280,6 @@ def test_no_header_passes_here_that_safetensors_refuses(
     assert reference_accepts(file)
 
 
-@examples(200)
 @given(
     edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4)
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, basic_indices
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from unshard.tensors.boxes import Box
 from unshard.tensors.selection import Selection, of_box, select
 
-often = settings(deadline=None, max_examples=100)
 Shape = tuple[int, ...]
 shapes = array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=7)
 
@@ -42,7 +41,6 @@ def counting(shape: Sequence[int]) -> NDArray[np.int64]:
     return np.arange(int(np.prod(shape, dtype=np.int64)), dtype=np.int64).reshape(shape)
 
 
-@often
 @given(indexed())
 def test_every_basic_index_takes_what_numpy_takes(case: tuple[Shape, Any]) -> None:
     shape, index = case
@@ -54,7 +52,6 @@ def test_every_basic_index_takes_what_numpy_takes(case: tuple[Shape, Any]) -> No
     assert (found == expected).all()
 
 
-@often
 @given(indexed())
 def test_ranges_rise_and_lie_inside(case: tuple[Shape, Any]) -> None:
     shape, index = case

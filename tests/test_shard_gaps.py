@@ -137,7 +137,7 @@ def test_a_tensor_that_ends_with_a_smaller_piece_is_whole(tmp_path: Path) -> Non
 WORDS = ["embed", "up", "down", "gate", "query", "key", "value", "norm"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=100)  # a merge each
 @given(st.data())
 def test_a_lost_file_never_ends_in_other_tensors(data: st.DataObject) -> None:
     """Whatever the sizes: what is merged without a file is what was saved, or nothing is."""

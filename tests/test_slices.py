@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
 
@@ -19,7 +19,6 @@ from unshard.tensors.dtypes import BY_NAME
 from unshard.tensors.selection import Selection, select
 from unshard.tensors.steps import sliced
 
-often = settings(deadline=None, max_examples=100)
 DTYPES = [BY_NAME[name] for name in ("uint8", "float16", "float32", "complex64")]
 
 
@@ -56,7 +55,6 @@ def grid_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(np.prod(sizes[dim + 1 :])) for dim in range(len(sizes)))
 
 
-@often
 @given(sliced_tensors())
 def test_a_sliced_table_describes_what_numpy_takes(case: tuple[Tensor, Any]) -> None:
     tensor, index = case
@@ -93,7 +91,6 @@ def tiled_selections(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...],
     return shape, tile, select(draw(basic_indices(shape)), shape)
 
 
-@often
 @given(tiled_selections())
 def test_parts_of_tiles_make_the_selection(
     case: tuple[tuple[int, ...], tuple[int, ...], Selection],

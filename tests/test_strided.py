@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from unshard.containers.strided import (
@@ -33,11 +33,6 @@ class Source:
     path: Path
     fd: int
     data: bytes
-
-
-def examples(count: int) -> settings:
-    """Return settings without clocks: the machine may be busy."""
-    return settings(deadline=None, max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +84,6 @@ def read(source: Source, view: View) -> Elements:
     return read_strided(source.fd, view.start, view.strides, view.sizes, view.dtype)
 
 
-@examples(200)
 @given(views())
 @example(View(0, (100, 4), (0, 3), np.dtype("u4")))
 @example(View(SIZE - 4, (100,), (0,), np.dtype("u4")))
@@ -116,7 +110,6 @@ def recorded_reads(source: Source, view: View) -> list[int]:
     return reads
 
 
-@examples(200)
 @given(views(smallest=1))
 def test_memory_stays_within_the_promised_slack(source: Source, view: View) -> None:
     bound = max(SLACK * prod(view.sizes) * view.dtype.itemsize, SMALL)

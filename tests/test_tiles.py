@@ -4,13 +4,11 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
 from unshard.tensors.tiles import row_tile, square_tile, tiles
-
-often = settings(deadline=None, max_examples=100)
 
 Shape = tuple[int, ...]
 
@@ -29,7 +27,6 @@ def tiled(draw: st.DrawFn) -> tuple[Shape, Shape]:
 # tiles
 
 
-@often
 @given(tiled())
 def test_tiles_hold_every_element_once(case: tuple[Shape, Shape]) -> None:
     shape, tile = case
@@ -41,7 +38,6 @@ def test_tiles_hold_every_element_once(case: tuple[Shape, Shape]) -> None:
     assert (count == 1).all()
 
 
-@often
 @given(tiled())
 def test_tiles_come_in_row_major_order(case: tuple[Shape, Shape]) -> None:
     offsets = [box.offsets for box in tiles(*case)]
@@ -62,7 +58,6 @@ def test_a_0d_tensor_is_one_tile() -> None:
 # row_tile
 
 
-@often
 @given(filled, budgets)
 def test_row_tiles_are_contiguous_in_the_tensor(shape: Shape, budget: int) -> None:
     tile = row_tile(shape, budget)
@@ -70,13 +65,11 @@ def test_row_tiles_are_contiguous_in_the_tensor(shape: Shape, budget: int) -> No
         assert is_row_major(box.sizes, row_major_strides(shape))
 
 
-@often
 @given(st.one_of(filled, large), budgets)
 def test_row_tiles_are_bounded(shape: Shape, budget: int) -> None:
     assert prod(row_tile(shape, budget)) <= budget
 
 
-@often
 @given(st.one_of(filled, large), budgets)
 def test_row_tiles_are_as_large_as_the_budget_allows(shape: Shape, budget: int) -> None:
     """The next larger contiguous tile, one more of the dimension that is cut, is too large."""
@@ -100,7 +93,6 @@ def test_a_row_tile_is_part_of_a_row_where_none_fits() -> None:
 # square_tile
 
 
-@often
 @given(st.one_of(filled, large), budgets)
 def test_square_tiles_are_bounded_and_fit_the_tensor(shape: Shape, budget: int) -> None:
     tile = square_tile(shape, budget)

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.serialization import config
 
@@ -523,10 +523,7 @@ def test_a_size_that_would_fill_the_memory_is_refused(tmp_path: Path, what: str)
 
 # --- random damage -------------------------------------------------------------------------------
 
-settled = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 
-
-@settled
 @given(st.binary(max_size=300).filter(lambda data: not data.startswith(b"PK\3\4")))
 def test_random_bytes_are_corrupt(scratch: Path, data: bytes) -> None:
     scratch.write_bytes(data)
@@ -555,7 +552,6 @@ wide_or_not = st.sampled_from(
 )
 
 
-@settled
 @given(data=wide_or_not, edits=edits, cut=st.none() | st.integers(0, 2000))
 def test_damage_never_leads_outside_the_file_or_to_another_error(
     scratch: Path, data: bytes, edits: list[tuple[int, int]], cut: int | None
@@ -567,7 +563,6 @@ def test_damage_never_leads_outside_the_file_or_to_another_error(
     reads_or_refuses(scratch)
 
 
-@settled
 @given(data=wide_or_not, place=st.integers(0, 10**6), word=st.sampled_from([0, 1, 2**31, FULL]))
 def test_damaged_numbers_never_lead_outside_the_file(
     scratch: Path, data: bytes, place: int, word: int
