@@ -12,6 +12,7 @@ import pytest
 from unshard.errors import OutputError
 from unshard.write.stage import Stage
 from unshard.write.targets import check_space
+from waiting import LIMIT_S
 
 
 def staged(parent: Path) -> list[Path]:
@@ -127,7 +128,7 @@ def holder(target: Path) -> subprocess.Popen[str]:
 
 def stop(child: subprocess.Popen[str], number: int) -> None:
     child.send_signal(number)
-    child.wait(60)
+    child.wait(LIMIT_S)
     assert child.stdout is not None
     child.stdout.close()
 

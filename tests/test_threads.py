@@ -29,6 +29,7 @@ from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME, numpy_dtype
 from unshard.write.execute import Executor
+from waiting import LIMIT_S
 
 MEGABYTE = 1_000_000
 ONE = Settings(workers=1, memory_bytes=MEGABYTE)
@@ -289,7 +290,7 @@ def many_files(directory: Path) -> None:
 def test_64_descriptors_are_enough_for_any_number_of_files(tmp_path: Path, output: Path) -> None:
     here = str(Path(__file__).parent)
     command = [sys.executable, "-c", CHILD, str(tmp_path), here]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=LIMIT_S)
     assert len(list(output.iterdir())) == 100
     data = b"".join(path.read_bytes()[-240:] for path in sorted(output.iterdir()))
     assert data == b"".join(bytes([n % 251]) * 80 for n in range(300))

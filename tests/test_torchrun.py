@@ -17,6 +17,7 @@ from unshard.engines import sockets
 from unshard.engines.crew import as_one_of_torchrun
 from unshard.engines.launched import is_launcher, is_started_by_torchrun
 from unshard.write.stage import recover
+from waiting import LIMIT_S
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -31,8 +32,9 @@ ENVIRONMENT = {
 
 # Starts processes as torchrun does, but lets each end by itself, and prints their exit codes.
 LAUNCHER = """
-import json, os, subprocess, sys
+import json, os, signal, subprocess, sys
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup starts its children with it ignored
 count, *command = sys.argv[1:]
 told = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "here", "MASTER_PORT": "1"}
 children = [
@@ -43,7 +45,7 @@ codes = [child.wait() for child in children]
 print(json.dumps(codes))
 """
 
-# The command `unshard`, in which every process has a part of the work, however little there is.
+# The command `unshard`, in which every worker has a part of the work, however little there is.
 TOGETHER = """
 import os, signal, sys, threading
 from unshard.__main__ import main
@@ -52,7 +54,7 @@ from unshard.engines import sockets, torchrun
 torchrun._BATCH_BYTES = 1
 accept = sockets.Listener.accept
 sockets.Listener.accept = lambda self, *, wait: accept(self, wait=True)
-all_work = threading.Barrier(int(os.environ["WORLD_SIZE"]))
+all_work = threading.Barrier(int(sys.argv[sys.argv.index("--workers") + 1]))
 at_work = set()
 do_here, do_there = torchrun._Here.do, torchrun._There.do
 
@@ -91,7 +93,7 @@ def torchrun(
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=LIMIT_S,
         env=os.environ | (variables or {}),
     )
 
@@ -108,7 +110,7 @@ def launched(
             capture_output=True,
             text=True,
             check=True,
-            timeout=240,
+            timeout=LIMIT_S,
             env=os.environ | {"TMPDIR": scratch, **(variables or {})},
         )
         assert list(Path(scratch).iterdir()) == []  # nothing is left where the processes met
@@ -144,7 +146,7 @@ def test_any_number_of_processes_makes_the_same_files(
     report = unshard.merge(
         checkpoint, tmp_path / "alone", dtype="float16", max_shard_size="200KB", memory="600KB"
     )
-    for count in (1, 3):
+    for count in (1, 2, 3):
         out = tmp_path / f"out_{count}"
         command = ["merge", str(checkpoint), str(out), *options, "--workers", "3"]
         done = torchrun(count, *([str(script)] if count > 1 else ["-m", "unshard"]), *command)
@@ -170,14 +172,14 @@ def test_an_average_is_made_together_too(tmp_path: Path, script: Path) -> None:
     assert torch.equal(merged(tmp_path / "out")["w"], merged(tmp_path / "alone")["w"])
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_process_killed_in_the_middle_leaves_nothing(
     checkpoint: Path, tmp_path: Path, script: Path, victim: int
 ) -> None:
     before = snapshot(tmp_path)
-    command = ["merge", str(checkpoint), str(tmp_path / "deep" / "er" / "out"), "--workers", "2"]
+    command = ["merge", str(checkpoint), str(tmp_path / "deep" / "er" / "out"), "--workers", "3"]
     variables = {"VICTIM": str(victim), "SIGNAL": "SIGKILL"}
-    done = torchrun(2, str(script), *command, variables=variables)
+    done = torchrun(3, str(script), *command, variables=variables)
     assert done.returncode != 0
     assert "SIGKILL" in done.stderr
     assert 'Traceback (most recent call last):\n  File "' + str(script) not in done.stderr

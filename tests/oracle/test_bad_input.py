@@ -16,6 +16,7 @@ from oracle.samples import FORMATS, Samples, weight_ranges
 from oracle.test_hub_writers import looks_whole
 from ranks import assert_same, merged
 from unshard import CheckpointError, UnshardError
+from waiting import LIMIT_S
 
 pytestmark = [
     pytest.mark.xdist_group("torch processes"),
@@ -70,7 +71,7 @@ def test_a_truncated_file_is_noticed_or_does_not_matter(
 ) -> None:
     sample, random, findings = samples[name], Random(name), Findings()
     spare = Spare(sample.directory, tmp_path / "copy")
-    for file in spare.some_files():
+    for file in spare.files():
         size = (spare.original / file).stat().st_size
         cuts = {0, 1, size // 2, size - 1, *random.sample(range(size), min(size, 10))}
         for cut in sorted(cuts):
@@ -87,7 +88,7 @@ def test_bytes_behind_the_end_are_noticed_or_do_not_matter(
 ) -> None:
     sample, random, findings = samples[name], Random(name), Findings()
     spare = Spare(sample.directory, tmp_path / "copy")
-    for file in spare.some_files():
+    for file in spare.files():
         whole = (spare.original / file).read_bytes()
         for more in (b"\0", b"\n", random.randbytes(100), random.randbytes(70_000), whole):
             change = partial(append, more=more)
@@ -150,7 +151,7 @@ def test_what_is_no_such_file_is_noticed_or_does_not_matter(
 ) -> None:
     sample, findings = samples[name], Findings()
     spare = Spare(sample.directory, tmp_path / "copy")
-    for file in spare.some_files():
+    for file in spare.files():
         with findings.attempt(file), spare.damaged(file, replacement):
             expect_checkpoint_error(judge(spare.directory, sample.truth, out))
     findings.tell()
@@ -162,7 +163,7 @@ def test_a_pipe_is_not_waited_for(samples: Samples, tmp_path: Path, name: str) -
     spare, out = Spare(samples[name].directory, tmp_path / "copy"), tmp_path / "merged"
     files = [spare.directory / file for file in spare.files()[:4]]
     command = [sys.executable, "-c", WITH_PIPES, str(spare.directory), str(out), *map(str, files)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout)
     assert len(outcomes) == len(files) > 0
@@ -182,7 +183,7 @@ outcomes = []
 for number, file in enumerate(files):
     os.rename(file, f"{out}-kept")
     os.mkfifo(file)
-    signal.alarm(10)  # which ends this process
+    signal.alarm(60)  # which ends this process
     try:
         unshard.merge(source, f"{out}-{number}")
         outcomes.append(None)

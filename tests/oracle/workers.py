@@ -25,11 +25,11 @@ import torch
 from torch.distributed import init_process_group
 
 from oracle.writers import Scenario
+from waiting import LIMIT_S
 
 __all__ = ["RankError", "WorkerPool"]
 
-_GROUP_TIMEOUT = timedelta(seconds=60)
-_RUN_SECONDS = 120.0
+_GROUP_TIMEOUT = timedelta(seconds=LIMIT_S)
 _GRACE_SECONDS = 3.0
 _IMPORTED_ONCE = [
     "torch.distributed.checkpoint.state_dict",
@@ -122,7 +122,7 @@ def _collect(workers: list[_Worker]) -> dict[int, str]:
     """Wait for all ranks; once one has failed, only briefly for the others."""
     waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
     problems: dict[int, str] = {}
-    deadline = time.monotonic() + _RUN_SECONDS
+    deadline = time.monotonic() + LIMIT_S
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -145,7 +145,7 @@ def _serve(connection: "Connection[str | None, None]", task: _Task) -> None:
     torch.set_num_threads(1)
     connection.send(_attempt(task))
     while True:
-        time.sleep(_RUN_SECONDS)
+        time.sleep(LIMIT_S)
 
 
 def _attempt(task: _Task) -> str | None:
