@@ -168,11 +168,28 @@ def test_ema_runs_are_evaluated_with_their_ema_weights(tmp_path: Path, server: S
     backend.close()
 
 
-def test_the_trainer_comes_to_its_end_without_a_server(tmp_path: Path) -> None:
+def test_the_end_of_a_training_says_what_has_no_result(
+    tmp_path: Path, server: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """lmms-engine itself says that all evaluation jobs completed."""
+    server.finishes = lambda body: {"status": "failed", "error": "no memory"}  # noqa: ARG005
+    backend = ours.UnshardEvalBackend(server.url, 0.02, EVAL_CONFIG)
+    backend.submit_eval(str(lmms_checkpoint(tmp_path / "run", 10)), 10)
+    assert wait_as_lmms_engine_does(backend) == []
+    assert [backend.pending_evals for _ in range(2)] == [{}, {}]
+    said = [one.message for one in caplog.records if one.message.startswith("no result")]
+    assert said == ["no result: step 10: job job1 failed: no memory"]
+    backend.close()
+
+
+def test_the_trainer_comes_to_its_end_without_a_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     absent = f"http://127.0.0.1:{free_port()}"
     backend = ours.UnshardEvalBackend(absent, 0.01, {**EVAL_CONFIG, "flush_timeout": 0.1})
     backend.submit_eval(str(lmms_checkpoint(tmp_path / "run", 10)), 10)
     assert wait_as_lmms_engine_does(backend) == []
+    assert "no result yet: step 10; the next trainer on" in caplog.text
     backend.close()
 
 

@@ -50,7 +50,7 @@ def test_a_checkpoint_is_submitted_and_its_result_comes_back(tmp_path: Path, ser
     submitter = Submitter(config_for(server.url, batch_size=4, model_args={"a": "b"}), run)
     checkpoint = lmms_checkpoint(run, 10)
     assert submitter.submit(checkpoint, 10)
-    submitter.close(20)
+    assert submitter.close(20)
     assert submitter.completed() == [(10, {"unshard_eval/t/acc": 0.1})]
     (body,) = server.submissions
     assert body["checkpoint"] == str(checkpoint)
@@ -383,7 +383,7 @@ def test_failed_jobs_end_and_are_told(
     server.finishes = lambda body: {"status": "failed", "error": "no memory"}  # noqa: ARG005
     submitter = Submitter(config_for(server.url), tmp_path)
     submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
-    submitter.close(20)
+    assert [submitter.close(20), submitter.close(20)] == [False, False]
     assert (submitter.completed(), submitter.pending(), pins_of(tmp_path)) == ([], [], [])
     assert "no memory" in caplog.text
 
@@ -402,6 +402,29 @@ def test_the_end_of_a_training_says_what_has_no_result(
     submitter.close(20)
     said = [one.message for one in caplog.records if one.message.startswith("no result")]
     assert said == ["no result: step 1: job job1 expired: gone"]
+
+
+def test_the_end_of_a_training_names_what_was_refused_and_what_is_not_final(
+    tmp_path: Path, server: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.refuses = (400, "no such profile")
+    submitter = Submitter(config_for(server.url), tmp_path)
+    submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
+    until(lambda: Spool(tmp_path).refused())
+    server.refuses, server.finishes = None, lambda body: None  # noqa: ARG005
+    for step in (2, 3):
+        submitter.submit(lmms_checkpoint(tmp_path, step), step)
+    until(lambda: len(Spool(tmp_path).pending()) == 2)
+    assert not submitter.close(0.1)
+    refused, later = [one.message for one in caplog.records if one.message.startswith("no result")]
+    assert refused.startswith("no result: step 1: refused: ")
+    assert "no such profile" in refused
+    assert later.startswith("no result yet: steps 2, 3; the next trainer on ")
+    for job in ("job1", "job2"):
+        server.finish(job, **{"t/acc": 0.5})
+    server.finishes = scores
+    assert Submitter(config_for(server.url), tmp_path).close(20)
+    assert pins_of(tmp_path) == []
 
 
 def test_a_step_that_is_saved_again_while_the_server_is_away_is_submitted_once(

@@ -124,8 +124,8 @@ class UnshardEvalBackend:
         pending = dict(self._submitter.pending())
         self._take(self._submitter)
         left = pending | {f"result-{n}": step for n, (step, _) in enumerate(self._undelivered)}
-        if not left and self._wandb is not None:
-            self._submitter.close(0.0)  # nobody else tells that W&B's run is about to end
+        if not left:
+            self._submitter.close(0.0)  # W&B's run is about to end; and what failed is said
         return left
 
     def _take(self, submitter: Submitter) -> None:

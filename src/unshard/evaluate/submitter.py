@@ -80,6 +80,7 @@ class Submitter:
         self._polled = float("-inf")  # when, in the background thread
         self._leaving, self._left = threading.Lock(), 0
         self._is_second = False
+        self._is_all_there = not self.acts
         if self.acts:
             self._start()
 
@@ -131,23 +132,41 @@ class Submitter:
             entries = (*self._spool.waiting(), *self._spool.pending())
         return [(entry.name, entry.step) for entry in entries]
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self, timeout: float | None = None) -> bool:
         """Wait until everything is final, `timeout` seconds at most, and write what came.
 
         What is not final by then stays in the spool for the next trainer on this run, and so do
-        results that a tracker did not take in that time.
+        results that a tracker did not take in that time. The log says which steps have no result,
+        and why.
+
+        Returns:
+            Whether every evaluation that was asked for has its result.
         """
         if self._thread is None:
-            return
+            return self._is_all_there
+        limit = self.config.flush_timeout if timeout is None else timeout
+        end = time.monotonic() + limit
         with ignoring_errors("not all results are logged"):
-            limit = self.config.flush_timeout if timeout is None else timeout
-            end = time.monotonic() + limit
             if limit and (count := len(self.pending())):
                 log.warning("training waits for %d evaluations, %g s at most", count, limit)
             while self.pending() and not self._is_second and time.monotonic() < end:
                 time.sleep(min(_LOOK, max(0.0, end - time.monotonic())))
-            for failure in self._courier.failures.values():
-                log.warning("no result: %s", failure)
+            missing = self._missing()
+            for one in missing:
+                log.warning("%s", one)
+            self._is_all_there = not missing
+        self.stop(end)
+        return self._is_all_there
+
+    def stop(self, end: float = 0.0) -> None:
+        """Send what waits and write what came; say nothing of what has no result.
+
+        Args:
+            end: until when, of `time.monotonic`; a short grace is given in any case.
+        """
+        if self._thread is None:
+            return
+        with ignoring_errors("not all results are logged"):
             self._stop.set()
             self._wake.set()
             self._thread.join(max(_GRACE, end - time.monotonic()))
@@ -157,6 +176,21 @@ class Submitter:
                 self._recorder.close(max(_GRACE, end - time.monotonic()))
         self._leave()
         self._thread = None
+
+    def _missing(self) -> list[str]:
+        """Return what has no result: what ended without one, was refused, or is not final yet."""
+        missing = [f"no result: {failure}" for failure in self._courier.failures.values()]
+        missing += [
+            f"no result: step {one.step}: refused: {one.fields.get('error')}"
+            for one in self._spool.refused()
+        ]
+        if steps := sorted({step for _, step in self.pending()}):
+            listed = f"{'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}"
+            missing.append(
+                f"no result yet: {listed}; the next trainer on {self.run_dir} fetches it, or "
+                "`unshard eval watch`"
+            )
+        return missing
 
     def _start(self) -> None:
         with ignoring_errors("checkpoints are not evaluated", then=self._give_up):

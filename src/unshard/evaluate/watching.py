@@ -176,7 +176,7 @@ class Watching:
 
     def close(self) -> None:
         """Stop; what is not final goes on with the next that watches."""
-        self._submitter.close(0.0)
+        self._submitter.stop()
         self._client.close()
         unlock(self._lock)
 
