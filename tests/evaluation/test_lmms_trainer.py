@@ -1,0 +1,212 @@
+"""The trainer of lmms-engine 0.1.4, whose last step is saved twice into the same files.
+
+Three trainings: the server is away for good; it is away until the training is over; it is there
+from the first save on. Each has `max_steps` at a multiple of `save_steps`.
+"""
+
+import json
+import re
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from math import isclose
+from pathlib import Path
+
+import mlflow
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from evaluation.lmms_training import Order, begins, truth_of
+from evaluation.running import child_environment
+from evaluation.server_stub import free_port, until
+from evaluation.wandb_file import history
+from unshard.evaluate.client import EvalClient
+from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.exporting import Destination, Target, export_all
+from unshard.evaluate.pins import pins_of
+from unshard.evaluate.spool import Spool
+from unshard.evaluate.submitter import Submitter
+
+pytest.importorskip("lmms_engine", reason="pip install --no-deps lmms_engine")
+pytestmark = pytest.mark.xdist_group("lmms-trainer")  # one training for all
+
+STEPS, LAST = (2, 4), 4
+NAME = "unshard_eval/values/rms"
+LOGGED = "eval/values_rms"  # as lmms-engine calls it
+PATIENCE_S = 600.0  # for a machine that does other things, too
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the trainings left."""
+
+    root: Path
+    url: str
+
+    def run(self, name: str) -> Path:
+        return self.root / "runs" / name
+
+    def truth(self, name: str) -> float:
+        return float(json.loads(truth_of(self.run(name)).read_text()))
+
+    def log(self, name: str) -> str:
+        """Return what the training of this name printed; "": all of them."""
+        text = (self.root / "training.log").read_text()
+        return text.partition(begins(name))[2].partition(begins(""))[0] if name else text
+
+    def jobs(self, name: str) -> list[dict[str, object]]:
+        with EvalClient(self.url, timeout=20) as client:
+            return client.jobs(run=name)
+
+    def is_last(self, name: str, value: float) -> bool:
+        return isclose(value, self.truth(name), rel_tol=1e-6)
+
+
+def _order(trained: Trained, name: str, flush_timeout: float, report_to: str = "none") -> Path:
+    evaluation: dict[str, object] = {
+        "server_url": trained.url,
+        "poll_interval": 0.1,
+        "model": "command",
+        "tasks": ["values"],
+        "flush_timeout": flush_timeout,
+    }
+    file = trained.root / f"{name}.json"
+    file.write_text(Order(str(trained.run(name)), evaluation, report_to).as_json())
+    return file
+
+
+def _train(trained: Trained, *orders: Path) -> "subprocess.Popen[bytes]":
+    trackers = {"WANDB_MODE": "offline", "WANDB_DIR": str(trained.root), "WANDB_SILENT": "true"}
+    with (trained.root / "training.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "evaluation.lmms_training", *map(str, orders)],
+            env=child_environment() | trackers | {"OMP_NUM_THREADS": "1"},
+            cwd=trained.root,
+            stdout=log,
+            stderr=log,
+        )
+
+
+def _serve(trained: Trained) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "unshard", "eval", "serve", f"--root={trained.root / 'runs'}"]
+    command += ["--gpus=0", f"--port={trained.url.rpartition(':')[2]}", "--work-dir=work"]
+    with (trained.root / "server.log").open("wb") as log:
+        return subprocess.Popen(
+            command, env=child_environment(), cwd=trained.root, stdout=log, stderr=log
+        )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """Train thrice, with a server that comes when the second training is over and waits."""
+    place = Trained(tmp_path_factory.mktemp("lmms"), f"http://127.0.0.1:{free_port()}")
+    place.run("").mkdir()
+    with ExitStack() as stack:
+
+        def kept(process: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
+            stack.callback(process.wait, 60)
+            stack.callback(process.terminate)
+            return process
+
+        orders = [_order(place, "late", 0.5), _order(place, "away", PATIENCE_S)]
+        orders.append(_order(place, "there", PATIENCE_S, "wandb"))
+        training = kept(_train(place, *orders))
+        waits = "Waiting for pending evaluation jobs"
+        until(lambda: waits in place.log("away") or training.poll() is not None, PATIENCE_S)
+        kept(_serve(place))
+        assert training.wait(PATIENCE_S) == 0, place.log("")
+        yield place
+
+
+def results(trained: Trained, name: str) -> list[tuple[int, float]]:
+    lines = (trained.run(name) / "_unshard" / "results.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [(one["step"], one["metrics"][NAME]) for one in found]
+
+
+def nothing_is_left(run: Path) -> bool:
+    return not pins_of(run) and not list((run / "_unshard" / "spool").rglob("*.json"))
+
+
+def test_a_server_that_comes_at_the_end_makes_one_job_of_each_step(trained: Trained) -> None:
+    jobs = trained.jobs("away")
+    assert sorted((job["step"], job["status"]) for job in jobs) == [
+        (step, "completed") for step in STEPS
+    ]
+    logged = dict(re.findall(rf"'{LOGGED}': ([\d.e-]+).*step=(\d+)", trained.log("away")))
+    assert trained.is_last("away", next(float(v) for v, s in logged.items() if int(s) == LAST))
+    found = dict(results(trained, "away"))
+    assert sorted(found) == list(STEPS)
+    assert trained.is_last("away", found[LAST])
+    assert not trained.is_last("away", found[STEPS[0]])
+    assert nothing_is_left(trained.run("away"))
+    assert "no result" not in trained.log("away")
+
+
+def test_with_a_server_that_is_there_no_job_fails_and_the_last_result_is_in_wandb(
+    trained: Trained,
+) -> None:
+    jobs = trained.jobs("there")
+    assert {job["status"] for job in jobs} <= {"completed", "superseded"}
+    done = [job["step"] for job in jobs if job["status"] == "completed"]
+    assert sorted(done) == list(STEPS)  # type: ignore[type-var]  # numbers
+    found = dict(results(trained, "there"))
+    assert trained.is_last("there", found[LAST])
+    (file,) = trained.root.glob("wandb/offline-run-*/run-*.wandb")
+    rows = [row for row in history(file) if NAME in row]
+    assert [int(row["unshard_eval/step"]) for row in rows] == list(STEPS)
+    assert trained.is_last("there", float(rows[-1][NAME]))
+    assert nothing_is_left(trained.run("there"))
+    assert "no result" not in trained.log("there")
+
+
+def test_the_last_result_reaches_every_tracker_that_results_are_exported_to(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    with EvalClient(trained.url, timeout=20) as client:
+        rows = client.results(run="there")
+    for target in (Target.JSONL, Target.TENSORBOARD, Target.MLFLOW, Target.TRACKIO):
+        export_all(rows, Destination(target, tmp_path, "project"))
+    found: dict[str, list[tuple[int, float]]] = {}
+    lines = (tmp_path / "there.jsonl").read_text().splitlines()
+    found["jsonl"] = [(one["step"], one["metrics"][NAME]) for one in map(json.loads, lines)]
+    events = EventAccumulator(str(tmp_path / "unshard_eval"))
+    events.Reload()
+    found["tensorboard"] = [(one.step, one.value) for one in events.Scalars(NAME)]
+    client_of = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    experiment = client_of.get_experiment_by_name("project")
+    assert experiment is not None
+    (run,) = client_of.search_runs([experiment.experiment_id])
+    history_of = client_of.get_metric_history(run.info.run_id, NAME)
+    found["mlflow"] = [(one.step, one.value) for one in history_of]
+    (database,) = (tmp_path / "trackio").glob("project*.db")
+    with closing(sqlite3.connect(database)) as connection:
+        written = connection.execute("SELECT step, metrics FROM metrics").fetchall()
+    found["trackio"] = [(step, json.loads(text)[NAME]) for step, text in written]
+    for tracker, points in found.items():
+        assert sorted(step for step, _ in points) == list(STEPS), tracker
+        assert trained.is_last("there", dict(points)[LAST]), tracker
+
+
+def test_what_a_server_missed_for_longer_than_the_training_waits_comes_later(
+    trained: Trained,
+) -> None:
+    """The next process on the run sends it, and has the results."""
+    run = trained.run("late")
+    steps = ", ".join(map(str, STEPS))
+    assert f"no result yet: steps {steps}; the next trainer on {run}" in trained.log("late")
+    assert [entry.step for entry in Spool(run).waiting()] == list(STEPS)
+    given = {"server_url": trained.url, "profile": "command", "tasks": ["values"]}
+    submitter = Submitter(EvalConfig.from_dict({**given, "poll_interval": 0.1}), run)
+    assert submitter.close(PATIENCE_S)
+    found = dict(submitter.completed())
+    assert sorted(found) == list(STEPS)
+    assert trained.is_last("late", found[LAST][NAME])
+    assert {job["status"] for job in trained.jobs("late")} == {"completed"}
+    assert nothing_is_left(run)
