@@ -183,8 +183,8 @@ class Outcomes:
         self, attempt: Attempt, metrics: Mapping[str, float], results: Path | None
     ) -> None:
         job_id = attempt.job.id
+        _remove_others(attempt.directory)  # afterwards a killed server would leave them
         if self._store.complete(job_id, metrics, results):
-            _remove_others(attempt.directory)
             return
         now = self._store.get(job_id)
         if now is None or now.status in {Status.CANCELLED, Status.SUPERSEDED}:
