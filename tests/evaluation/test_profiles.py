@@ -68,6 +68,15 @@ def test_a_quota_of_null_is_no_limit(
     assert (config.pin_count, config.pin_bytes) == expected
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"), [("", 30), ("keep_days: 7", 7), ("keep_days: null", None)]
+)
+def test_what_ended_jobs_leave_is_kept_for_thirty_days_or_as_long_as_is_said(
+    tmp_path: Path, said: str, expected: int | None
+) -> None:
+    assert read(tmp_path, said).keep_days == expected
+
+
 def test_everything_that_can_be_said(tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     (tmp_path / "model").mkdir()
@@ -131,7 +140,7 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
     [
         (
             "rots: [a]",
-            r"server\.yaml has the unknown key 'rots'\n  expected: gpus, host, pin_quota",
+            r"server\.yaml has the unknown key 'rots'\n  expected: gpus, host, keep_days, ",
         ),
         ("[1]", "server.yaml cannot be read\n  expected: a mapping"),
         ("a: [", "cannot be read"),
@@ -146,6 +155,8 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         ("gpus: -1", "gpus cannot be read"),
         (PROFILE % "keep: best", "best_metric cannot be read\n  expected: TASK/METRIC"),
         (PROFILE % "keep: some", "keep cannot be read\n  expected: none, best, all"),
+        ("keep_days: 0", "keep_days cannot be read\n  expected: a whole number, at least 1"),
+        ("keep_days: soon", "keep_days cannot be read"),
         ("pin_quota: 8", "pin_quota cannot be read"),
         ("pin_quota: {size: 8}", "pin_quota has the unknown key 'size'"),
         ("pin_quota: {count: -1}", "pin_quota: count cannot be read"),

@@ -135,6 +135,8 @@ class ServerConfig:
         work_directory: where jobs have their directories; None: the server's default.
         pin_count, pin_bytes: how many checkpoints of a run, and how much of its disk, are kept from
             rotation at most; None: no limit.
+        keep_days: how long the directories and logs of ended jobs are kept, and jobs without a
+            result; None: for ever.
         profiles: the evaluators, by name.
     """
 
@@ -146,6 +148,7 @@ class ServerConfig:
     work_directory: Path | None = None
     pin_count: int | None = 8
     pin_bytes: int | None = None
+    keep_days: int | None = 30
     profiles: Mapping[str, Profile] = field(default_factory=dict)
 
     @classmethod
@@ -181,7 +184,7 @@ class ServerConfig:
 
 
 _SERVER_KEYS = frozenset(
-    "roots gpus host port token_file work_directory pin_quota profiles".split()
+    "roots gpus host port token_file work_directory pin_quota keep_days profiles".split()
 )
 _COMMON_KEYS = frozenset(
     "kind environment allowed_tasks timeout retries gpus keep best_metric results_bytes"
@@ -238,6 +241,7 @@ def _server(settings: Settings, given: tuple[int, ...] | None) -> ServerConfig:
         work_directory=settings.path("work_directory"),
         pin_count=quota.limit("count", default.pin_count),
         pin_bytes=quota.limit("bytes", default.pin_bytes),
+        keep_days=settings.limit("keep_days", default.keep_days, least=1),
         profiles=_profiles(settings, gpus),
     )
 

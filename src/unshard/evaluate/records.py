@@ -17,7 +17,7 @@ from unshard.evaluate.schema import (
     connect,
 )
 
-__all__ = ["CLAIMABLE", "KILLED", "LONGEST_WAIT_S", "POSTPONED", "Records"]
+__all__ = ["CLAIMABLE", "FORGETTABLE", "KILLED", "LONGEST_WAIT_S", "POSTPONED", "Records"]
 
 POSTPONED = "postponed"
 """The outcome of an attempt that was hindered by what may pass."""
@@ -32,6 +32,16 @@ CLAIMABLE = f"""jobs.status = 'queued' AND jobs.not_before - ? NOT BETWEEN 1e-6 
     AND NOT EXISTS
     (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id AND attempts.ended_at IS NULL)"""  # noqa: S608  (a number of ours)
 """Which jobs may be claimed, at a time that is its one value."""
+
+
+_FINAL = ", ".join(f"'{status}'" for status in Status if status.is_final)
+
+FORGETTABLE = f"""jobs.status IN ({_FINAL}) AND jobs.completed_at < ?
+    AND NOT EXISTS
+    (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id AND attempts.ended_at IS NULL)
+    AND (jobs.status != 'completed'
+         OR EXISTS (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id))"""  # noqa: S608  (words of ours)
+"""Which jobs ended before a time that is its one value, and are more than a result."""
 
 
 class _Held:
@@ -169,6 +179,15 @@ class Records:
             "SELECT id FROM jobs WHERE status = 'queued' ORDER BY queued_at, number"
         )
         return [row[0] for row in rows.fetchall()]
+
+    def ended_before(self, time_s: float) -> list[str]:
+        """Return the jobs that ended before a time and have something that can be forgotten."""
+        rows = self._connection.execute(f"SELECT id FROM jobs WHERE {FORGETTABLE}", (time_s,))  # noqa: S608
+        return [row[0] for row in rows.fetchall()]
+
+    def forgotten(self) -> list[str]:
+        """Return the jobs whose directories are to be removed."""
+        return [row[0] for row in self._connection.execute("SELECT job_id FROM forgotten")]
 
     def runs(self) -> list[str]:
         """Return the names of all runs."""

@@ -17,6 +17,7 @@ from unshard.evaluate.locks import lock_file, unlock
 from unshard.evaluate.merging import Merger
 from unshard.evaluate.outcomes import Backoff, Outcomes
 from unshard.evaluate.records import LONGEST_WAIT_S
+from unshard.evaluate.retention import JOBS, Retention
 from unshard.evaluate.slots import Slots, shown_slots
 from unshard.evaluate.store import Store
 from unshard.evaluate.telling import short_id, tell
@@ -50,6 +51,7 @@ class Settings:
         options: of every merge.
         changed: the files of a job's checkpoint that are not what was submitted.
         ended: called when a job will not change by itself any more, perhaps more than once.
+        keep_days: see `retention.Retention`.
     """
 
     work_dir: Path
@@ -59,6 +61,7 @@ class Settings:
     options: MergeOptions = field(default_factory=lambda: MergeOptions(extra_state=False))
     changed: Callable[[Job], Sequence[str]] = _nothing_changed
     ended: Callable[[Job], None] = _nobody_asks
+    keep_days: float | None = None
 
 
 class Scheduler:
@@ -98,6 +101,7 @@ class Scheduler:
             ended=settings.ended,
             is_stopped=lambda: self._halt is not None,
         )
+        self._retention = Retention(store, self._work_dir, settings.keep_days)
         self._halt: Halt | None = None
         self._wake = threading.Event()
         self._threads: set[threading.Thread] = set()
@@ -158,7 +162,7 @@ class Scheduler:
 
     def directory_of(self, job: Job) -> Path:
         """Return the directory of a job's last attempt; the log lies in it."""
-        return self._work_dir / "jobs" / job.id / str(job.attempts)
+        return self._work_dir / JOBS / job.id / str(job.attempts)
 
     def _spawn(self, target: Callable[[], None], name: str) -> threading.Thread:
         def body() -> None:
@@ -180,11 +184,19 @@ class Scheduler:
         while self._halt is None:
             self._wake.clear()
             try:
+                if self._retention.is_due():
+                    self._spawn(self._sweep, "retention")
                 while (job := self._store.due(time.time())) is not None and self._begin(job):
                     pass
             except Exception:  # noqa: BLE001  the jobs after it must not wait for ever
                 _log.exception("jobs cannot be begun; trying again")
             self._wake.wait(self._settings.limits.poll_s)
+
+    def _sweep(self) -> None:
+        try:
+            self._retention.sweep(lambda: self._halt is not None)
+        except sqlite3.Error:
+            _log.exception("what old jobs have left is removed later")
 
     def _halt_of(self, job_id: str) -> Halt | None:
         if self._halt is not None:

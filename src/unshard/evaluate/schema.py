@@ -80,9 +80,11 @@ CREATE TABLE events (
 );
 """
 
-_INDEXES = (
+_ADDITIONS = (
     "CREATE INDEX IF NOT EXISTS jobs_by_step ON jobs (run, step)",
     "CREATE INDEX IF NOT EXISTS jobs_by_pin ON jobs (pin)",
+    # Ended jobs whose directories are to be removed; their rows may be gone already.
+    "CREATE TABLE IF NOT EXISTS forgotten (job_id TEXT PRIMARY KEY)",
 )
 
 JOB_COLUMNS = """
@@ -142,8 +144,8 @@ def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
 
 def _bring_up_to_date(connection: sqlite3.Connection) -> None:
     """Add to a database of an earlier version what it lacks."""
-    for index in _INDEXES:
-        connection.execute(index)
+    for addition in _ADDITIONS:
+        connection.execute(addition)
     if not _has_column(connection, "superseded_by"):
         with connection:
             connection.execute("BEGIN IMMEDIATE")

@@ -90,11 +90,11 @@ class Settings:
             raise self.wrong(key, expected=f"a whole number, {limits}")
         return value
 
-    def limit(self, key: str, default: int | None) -> int | None:
-        """Return a whole number, or None for an explicit null: no limit."""
+    def limit(self, key: str, default: int | None, *, least: int = 0) -> int | None:
+        """Return a whole number from `least` on, or None for an explicit null: no limit."""
         if key not in self._values:
             return default
-        return self.count(key, 0) if key in self else None
+        return self.count(key, 0, least=least) if key in self else None
 
     def seconds(self, key: str, default: float) -> float:
         """Return a duration above zero."""

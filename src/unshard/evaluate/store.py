@@ -7,13 +7,13 @@ or after it. Any number of threads and processes may use one database; each thre
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 
 from unshard.evaluate.jobs import Job, Phase, Process, Request, Status
-from unshard.evaluate.records import CLAIMABLE, Records
+from unshard.evaluate.records import CLAIMABLE, FORGETTABLE, Records
 from unshard.evaluate.schema import request_as_json
 
 __all__ = ["Store"]
@@ -210,6 +210,33 @@ class Store(Records):
         """End the open attempt of a job that was cancelled: its process is gone."""
         with self._ending(job_id, Status.CANCELLED):
             pass
+
+    # What retention does.
+
+    def forget(self, job_ids: Sequence[str], before: float) -> None:
+        """Forget the attempts of jobs that ended before a time, and the jobs that have no result.
+
+        Those of them that did not begin anew meanwhile are `forgotten` until
+        `forgotten_is_gone`. A completed job stays, with its results.
+        """
+        with self._transaction() as connection:
+            for job_id in job_ids:
+                marked = connection.execute(
+                    "INSERT OR IGNORE INTO forgotten (job_id) SELECT id FROM jobs"  # noqa: S608
+                    f" WHERE {FORGETTABLE} AND id = ?",
+                    (before, job_id),
+                )
+                if marked.rowcount:
+                    connection.execute("DELETE FROM attempts WHERE job_id = ?", (job_id,))
+                    connection.execute("UPDATE jobs SET results = NULL WHERE id = ?", (job_id,))
+                    connection.execute(
+                        "DELETE FROM jobs WHERE id = ? AND status != ?", (job_id, Status.COMPLETED)
+                    )
+
+    def forgotten_is_gone(self, job_id: str) -> None:
+        """Record that the directory of a job is removed."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM forgotten WHERE job_id = ?", (job_id,))
 
     @contextmanager
     def _ending(self, job_id: str, outcome: str) -> Iterator[tuple[sqlite3.Connection, bool]]:

@@ -84,7 +84,7 @@ def make_service(config: ServerConfig) -> Service:
         if job.pin is not None:
             pins.let_go(job.pin)
 
-    settings = Settings(work, changed=changed_since, ended=ended)
+    settings = Settings(work, changed=changed_since, ended=ended, keep_days=config.keep_days)
     scheduler = Scheduler(store, Slots(config.gpus), evaluators, settings)
     return Service(store, scheduler, config, pins)
 

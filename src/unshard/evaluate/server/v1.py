@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from unshard.evaluate.jobs import Event, Filters, Job
+from unshard.evaluate.jobs import Event, Filters, Job, Status
 from unshard.evaluate.server.lmms import service_of
 from unshard.evaluate.server.pinning import PinInUseError
 from unshard.evaluate.server.service import Service
@@ -47,7 +47,9 @@ def _view(service: Service, job: Job) -> JobView:
 def _found(service: Service, job_id: str) -> Job:
     job = service.job(job_id)
     if job is None:
-        raise HTTPException(404, f"job {job_id}: there is none")
+        days = service.config.keep_days
+        old = f"; jobs without a result are forgotten after {days} days (`keep_days`)"
+        raise HTTPException(404, f"job {job_id}: there is none{old if days else ''}")
     return job
 
 
@@ -90,7 +92,11 @@ def cancel(request: Request, job_id: str) -> JobView:
 def log(request: Request, job_id: str, offset: Number = 0) -> LogPart:
     """Read the log of a job's last attempt from a byte on."""
     service = service_of(request)
-    text, after, ended = service.log(_found(service, job_id), offset)
+    found, days = _found(service, job_id), service.config.keep_days
+    if found.status is Status.COMPLETED and not service.scheduler.directory_of(found).exists():
+        kept = f"; the server keeps logs for {days} days (`keep_days`)" if days else ""
+        raise HTTPException(410, f"job {job_id}: its log has been removed{kept}")
+    text, after, ended = service.log(found, offset)
     return LogPart(text=text, offset=after, ended=ended)
 
 
