@@ -1,5 +1,7 @@
 """`unshard eval`: the server, and what speaks to it."""
 
+import contextlib
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -202,6 +204,7 @@ def status(
 ) -> None:
     """Show the status of jobs."""
     with _client(server, token_file) as client:
+        _print_problems(client)
         jobs = [client.job(job)] if job else client.jobs(run=run)
     print_jobs(jobs, run=run, as_json=as_json)
 
@@ -255,6 +258,15 @@ def results(
     with _client(server, token_file) as client:
         found = client.results(run=run)
     print_results(found, run=run, as_csv=as_csv, as_json=as_json)
+
+
+def _print_problems(client: "EvalClient") -> None:
+    """Say why the server accepts no jobs now, if it answers that."""
+    from unshard.evaluate.client_v1 import ServerAwayError
+
+    with contextlib.suppress(ServerAwayError):  # what is asked next fails with the reason
+        for problem in client.problems():
+            print(f"warning: the server accepts no jobs now: {problem}", file=sys.stderr)
 
 
 def _lines(text: str) -> str:

@@ -119,6 +119,15 @@ class V1Client:
         """Return the numbers that fit, one by one."""
         return self._list("results", {"run": run, "step": step, "profile": profile})
 
+    def problems(self) -> list[str]:
+        """Return why the server accepts no jobs now: a sentence for each reason, or nothing."""
+        try:
+            answer = self.client.get(f"{self.base_url}/health")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise _away(self.base_url, error) from error
+        found = _object(answer).get("problems")
+        return [_sentence(one) for one in found] if isinstance(found, list) else []
+
     def cancel(self, job_id: str) -> Answer:
         """Cancel a job, a running one, too; return it as it stands then."""
         return self._call("DELETE", f"/jobs/{_part(job_id)}")
@@ -183,6 +192,13 @@ def _object(answer: httpx.Response) -> Answer:
             found=f"{answer.status_code} {answer.text[:_SHOWN]}",
         )
     return found
+
+
+def _sentence(problem: object) -> str:
+    """Return the parts of an error that say what is wrong and what to do, on one line."""
+    fields = problem if isinstance(problem, dict) else {}
+    parts = [fields.get(name) for name in ("message", "found", "hint")]
+    return "; ".join(str(part) for part in parts if part)
 
 
 def _raise_for(answer: httpx.Response) -> None:

@@ -5,6 +5,7 @@ they load their scripts from another site, which a cluster without internet does
 """
 
 import logging
+import sqlite3
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
@@ -15,6 +16,7 @@ from starlette.exceptions import HTTPException as StarletteError
 from unshard._version import __version__
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.server import lmms, v1
+from unshard.evaluate.server.health import RETRY_AFTER_S, UnhealthyError
 from unshard.evaluate.server.security import Guard, Rules
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.views import ErrorBody, ErrorFields, error_body
@@ -44,6 +46,8 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
     app.include_router(v1.router)
     app.include_router(lmms.router)
     app.add_exception_handler(UnshardError, _on_error)
+    app.add_exception_handler(UnhealthyError, _on_unhealthy)
+    app.add_exception_handler(sqlite3.OperationalError, _on_database)
     app.add_exception_handler(StarletteError, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(Exception, _on_mistake)
@@ -66,6 +70,23 @@ async def _on_error(_request: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, UnshardError):
         raise error
     return JSONResponse(error_body(error).model_dump(), 400)
+
+
+async def _on_unhealthy(request: Request, error: Exception) -> JSONResponse:
+    """Answer that the same request may be sent again later."""
+    if not isinstance(error, UnhealthyError):
+        raise error
+    body: dict[str, object] = {"detail": str(error)}
+    if _is_ours(request):
+        body = error_body(error).model_dump()
+    return JSONResponse(body, 503, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+async def _on_database(request: Request, error: Exception) -> JSONResponse:
+    """Answer when the database is locked, or its disk full; the log has it."""
+    _log.warning("the database of jobs does not answer: %s", error)
+    why = UnhealthyError("the server's database does not answer", found=str(error))
+    return await _on_unhealthy(request, why)
 
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:

@@ -8,12 +8,13 @@ import asyncio
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, HTTPException, Request, Response
 
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Request as Wanted
 from unshard.evaluate.jobs import Scalar, Status
 from unshard.evaluate.merging import GivenUpError, GoneError
+from unshard.evaluate.server.health import UnhealthyError
 from unshard.evaluate.server.lmms_views import (
     EvaluateRequest,
     Health,
@@ -29,6 +30,7 @@ from unshard.evaluate.server.lmms_views import (
     job_info,
 )
 from unshard.evaluate.server.service import Service
+from unshard.evaluate.server.views import error_body
 from unshard.evaluate.telling import tell_refusal
 
 __all__ = ["router", "service_of", "wanted_of"]
@@ -45,11 +47,19 @@ def service_of(request: Request) -> Service:
     return service
 
 
-@router.get("/health")
-def health(request: Request) -> Health:
-    """Say that the server lives."""
-    waiting = service_of(request).store.counts()[Status.QUEUED]
-    return Health(status="healthy", timestamp=datetime.now(UTC).isoformat(), queue_size=waiting)
+@router.get("/health", responses={503: {"model": Health}})
+def health(request: Request, response: Response) -> Health:
+    """Say whether jobs are accepted now, and if not, why."""
+    service = service_of(request)
+    problems = [error_body(problem).error for problem in service.health.problems()]
+    if problems:
+        response.status_code = 503
+    return Health(
+        status="unhealthy" if problems else "healthy",
+        timestamp=datetime.now(UTC).isoformat(),
+        queue_size=None if problems else service.store.counts()[Status.QUEUED],
+        problems=problems,
+    )
 
 
 @router.post("/evaluate")
@@ -63,6 +73,8 @@ def evaluate(request: Request, asked: EvaluateRequest) -> Submitted:
         raise HTTPException(400, str(error)) from error
     try:
         job, is_new = service.submit(wanted, None)
+    except UnhealthyError:
+        raise
     except UnshardError as error:
         raise HTTPException(400, str(error)) from error
     position = service.store.position(job.id) or 0

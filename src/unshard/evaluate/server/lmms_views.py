@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from unshard.evaluate.jobs import Job, Scalar, Status
-from unshard.evaluate.server.views import Tasks, Text
+from unshard.evaluate.server.views import ErrorFields, Tasks, Text
 
 __all__ = [
     "EvaluateRequest",
@@ -33,11 +33,12 @@ class Problem(BaseModel):
 
 
 class Health(BaseModel):
-    """That the server lives (lmms-eval's protocol)."""
+    """How the server is (lmms-eval's protocol); `problems` (ours): why it accepts no jobs now."""
 
     status: str
     timestamp: str
-    queue_size: int
+    queue_size: int | None
+    problems: list[ErrorFields]
 
 
 class EvaluateRequest(BaseModel):

@@ -20,6 +20,7 @@ from unshard.evaluate.profiles import ServerConfig
 from unshard.evaluate.scheduler import Scheduler, Settings
 from unshard.evaluate.server.app import make_app
 from unshard.evaluate.server.connections import BoundedProtocol, raise_file_limit
+from unshard.evaluate.server.health import Health
 from unshard.evaluate.server.pinning import Pins, changed_since
 from unshard.evaluate.server.security import rules_for
 from unshard.evaluate.server.service import Service, profile_named
@@ -86,7 +87,7 @@ def make_service(config: ServerConfig) -> Service:
 
     settings = Settings(work, changed=changed_since, ended=ended, keep_days=config.keep_days)
     scheduler = Scheduler(store, Slots(config.gpus), evaluators, settings)
-    return Service(store, scheduler, config, pins)
+    return Service(store, scheduler, config, pins, Health(work / _DATABASE))
 
 
 def _own_directory(work: Path) -> Path:

@@ -5,8 +5,10 @@ import json
 import logging
 import re
 import secrets
+import sqlite3
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,6 +27,7 @@ from unshard.evaluate.pin_files import fingerprint, stamps_of
 from unshard.evaluate.pins import ExpiredError
 from unshard.evaluate.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.scheduler import Scheduler
+from unshard.evaluate.server.health import Health
 from unshard.evaluate.server.pinning import Pins, changed_since
 from unshard.evaluate.store import Store
 from unshard.evaluate.telling import tell, tell_refusal
@@ -109,6 +112,7 @@ class Service:
         scheduler: runs them.
         config: what may be run, and where checkpoints may lie.
         pins: what keeps checkpoints while their jobs wait.
+        health: whether a job that is accepted is kept.
         merging: held by whoever merges for a client: one at a time.
         stopping: set when the server is told to end.
     """
@@ -117,6 +121,7 @@ class Service:
     scheduler: Scheduler
     config: ServerConfig
     pins: Pins
+    health: Health
     merging: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -143,8 +148,11 @@ class Service:
         gone from its run's directory becomes a job that expires.
 
         Raises:
+            UnhealthyError: no job can be kept now.
             UnshardError: the request is refused.
+            sqlite3.OperationalError: the database did not take it.
         """
+        self.health.check()
         name = profile_of(request.profile, self.profiles)
         profile = profile_named(self.profiles, name)
         batch_size = _number(request.batch_size)
@@ -158,12 +166,22 @@ class Service:
         with self.pins.lock:
             is_done = self._status_of(request) is Status.COMPLETED
             kept = None if is_done else self._pinned(request, run, pin)
-            job, is_new = self.store.submit(request, pin=kept)
+            job, is_new = self._stored(request, kept)
             if kept is not None and job.pin != kept:
                 job = self._repinned(job, kept)
             self._supersede_older(job)
         self.scheduler.wake()
         return job, is_new
+
+    def _stored(self, request: Request, pin: str | None) -> tuple[Job, bool]:
+        """Queue a job; a pin of ours does not stay if that is not possible."""
+        try:
+            return self.store.submit(request, pin=pin)
+        except sqlite3.Error:
+            if pin is not None:
+                with suppress(sqlite3.Error):
+                    self.pins.let_go(pin)
+            raise
 
     def _repinned(self, job: Job, pin: str) -> Job:
         """Give a job the pin of its newer submission, if its own does not keep it any more."""

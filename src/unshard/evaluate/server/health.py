@@ -1,0 +1,139 @@
+"""Whether the server can keep what it accepts: its work directory, the space there, its database.
+
+Submissions are refused while it cannot. Clients of ours keep what is refused for now, and send it
+again later.
+"""
+
+import os
+import sqlite3
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryFile
+from urllib.parse import quote
+
+from unshard.errors import UnshardError
+
+__all__ = ["RETRY_AFTER_S", "Health", "UnhealthyError"]
+
+RETRY_AFTER_S = 30
+"""After how many seconds clients may try again."""
+
+_LEAST_BYTES = 64 << 20
+_PROBE_BYTES = 4096
+_LOCKED_S = 2.0  # a database that another process has locked for longer is reported
+_EVERY_S = 5.0  # between two tries to write
+
+
+class UnhealthyError(UnshardError):
+    """The server accepts no jobs now; the same request may be sent again later."""
+
+
+class Health:
+    """Finds out what would make the server lose a job.
+
+    Args:
+        database: of the jobs; it exists, and its directory is the server's work directory.
+    """
+
+    def __init__(self, database: Path) -> None:
+        self._database = database
+        self._work_dir = database.parent
+        self._was = _identity(database)
+        self._lock = threading.Lock()
+        self._tried = float("-inf")
+        self._found: list[UnhealthyError] = []
+
+    def check(self) -> None:
+        """Raise the first problem, if there is one.
+
+        Raises:
+            UnhealthyError: a job that is accepted now could be lost.
+        """
+        for problem in self.problems():
+            raise UnhealthyError(
+                f"the server accepts no jobs now: {problem.subject}",
+                expected=problem.expected,
+                found=problem.found,
+                hint=problem.hint,
+            )
+
+    def problems(self) -> list[UnhealthyError]:
+        """Return what is wrong, with what to do; takes two seconds at most if the disk answers."""
+        if _identity(self._database) != self._was:
+            return [
+                UnhealthyError(
+                    f"the server's database {self._database} was moved, removed or replaced",
+                    hint="put the work directory back, or restart the server",
+                )
+            ]
+        space = self._space()
+        with self._lock:
+            if time.monotonic() - self._tried >= _EVERY_S:
+                self._found = [*self._unwritable(), *self._locked()]
+                self._tried = time.monotonic()
+            return [*space, *self._found]
+
+    def _space(self) -> list[UnhealthyError]:
+        try:
+            status = os.statvfs(self._work_dir)
+        except OSError as error:
+            return [_unusable(self._work_dir, error)]
+        free = status.f_bavail * status.f_frsize
+        if free >= _LEAST_BYTES:
+            return []
+        return [
+            UnhealthyError(
+                f"the disk of {self._work_dir} is full",
+                expected=f"at least {_LEAST_BYTES >> 20} MiB free",
+                found=f"{free >> 20} MiB",
+                hint="make room on it",
+            )
+        ]
+
+    def _unwritable(self) -> list[UnhealthyError]:
+        try:
+            with TemporaryFile(dir=self._work_dir) as probe:
+                probe.write(bytes(_PROBE_BYTES))
+                probe.flush()
+        except OSError as error:
+            return [_unusable(self._work_dir, error)]
+        return []
+
+    def _locked(self) -> list[UnhealthyError]:
+        address = f"file:{quote(str(self._database))}?mode=rw"  # never make another
+        try:
+            with closing(
+                sqlite3.connect(address, uri=True, timeout=_LOCKED_S, isolation_level=None)
+            ) as connection:
+                connection.execute("BEGIN IMMEDIATE")
+                connection.execute("ROLLBACK")
+        except sqlite3.Error as error:
+            return [
+                UnhealthyError(
+                    f"the server's database {self._database} cannot be written",
+                    found=str(error),
+                    hint="end the process that has locked it (a backup, sqlite3)"
+                    if "locked" in str(error)
+                    else "look at the disk, and at the owner of the file",
+                )
+            ]
+        return []
+
+
+def _unusable(work_dir: Path, error: OSError) -> UnhealthyError:
+    return UnhealthyError(
+        f"the work directory {work_dir} cannot be written",
+        found=error.strerror or str(error),
+        hint="look at its disk (space, quota, mounted read-only) and at its owner",
+    )
+
+
+def _identity(database: Path) -> tuple[int, int] | None:
+    """Return which file a path means; None if there is none."""
+    try:
+        status = database.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
