@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
+import unshard
+from ranks import save_ranks, some_tensors
 from unshard.errors import CorruptError, UsageError
-from unshard.read.beside.companions import find_companions
+from unshard.read.beside import companions
+from unshard.read.beside.companions import Companions, find_companions
+from unshard.read.beside.model_config import Fields, ModelConfig, read_config
 from unshard.read.format import Location
 from unshard.read.rank_files.reader import RANK_FILES
-from unshard.tensors.catalog import Companions
-from unshard.write.companions import load_config, output_config, write_companions
+from unshard.write.companions import write_companions
 
 
 def location(weights: Path, step: Path | None = None) -> Location:
@@ -163,7 +166,7 @@ def test_a_config_that_is_no_json_object_is_named(tmp_path: Path, text: str) -> 
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(CorruptError, match=r"config\.json is not"):
-        load_config(Companions(path))
+        read_config(path)
 
 
 @pytest.mark.parametrize("kind", [[], {}, 1, True])
@@ -176,7 +179,7 @@ def test_a_model_type_that_is_not_text_is_named(
     path.write_text(json.dumps({"text_config": fields} if nested else fields))
     key = r"text_config\.model_type" if nested else "model_type"
     with pytest.raises(CorruptError, match=rf"config\.json: {key} is not a text"):
-        load_config(Companions(path))
+        read_config(path)
 
 
 @pytest.mark.parametrize("classes", ["Qwen3ForCausalLM", {}, [1], [["Qwen3ForCausalLM"]]])
@@ -184,19 +187,37 @@ def test_architectures_that_are_not_names_are_named(tmp_path: Path, classes: obj
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"architectures": classes}))
     with pytest.raises(CorruptError, match=r"config\.json: architectures is not a list of names"):
-        load_config(Companions(path))
+        read_config(path)
+
+
+def test_a_merge_reads_the_config_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    (step / "config.json").write_text('{"model_type": "llama", "dtype": "float16"}')
+    read: list[Path] = []
+
+    def counted(path: Path) -> ModelConfig:
+        read.append(path)
+        return read_config(path)
+
+    monkeypatch.setattr(companions, "read_config", counted)
+    unshard.merge(step, tmp_path / "out", dtype="config", allow_missing=True, allow_unexpected=True)
+    assert read == [step / "config.json"]
+
+
+def written(fields: Fields, dtype: str) -> Fields:
+    return ModelConfig(fields).as_written(dtype).fields
 
 
 def test_the_dtype_key_that_is_there_says_what_was_written() -> None:
-    assert output_config({"torch_dtype": "bfloat16"}, "float32") == {"torch_dtype": "float32"}
-    assert output_config({"dtype": "bfloat16"}, "float32") == {"dtype": "float32"}
+    assert written({"torch_dtype": "bfloat16"}, "float32") == {"torch_dtype": "float32"}
+    assert written({"dtype": "bfloat16"}, "float32") == {"dtype": "float32"}
 
 
 @pytest.mark.parametrize(("version", "key"), [("4.51.0", "torch_dtype"), ("5.23.0", "dtype")])
 def test_a_missing_dtype_key_is_added_as_that_transformers_spells_it(
     version: str, key: str
 ) -> None:
-    assert output_config({"transformers_version": version}, "bfloat16")[key] == "bfloat16"
+    assert written({"transformers_version": version}, "bfloat16")[key] == "bfloat16"
 
 
 def test_nested_configs_are_adjusted_but_quantization_is_not() -> None:
@@ -204,19 +225,21 @@ def test_nested_configs_are_adjusted_but_quantization_is_not() -> None:
         "dtype": None,
         "text_config": {"dtype": "bfloat16", "hidden_size": 4},
         "vision_config": {"hidden_size": 4},
+        "decoder": {"model_type": "t5", "dtype": "bfloat16"},
         "quantization_config": {"dtype": "bfloat16"},
     }
-    assert output_config(config, "float16") == {
+    assert written(config, "float16") == {
         "dtype": "float16",
         "text_config": {"dtype": "float16", "hidden_size": 4},
         "vision_config": {"hidden_size": 4},
+        "decoder": {"model_type": "t5", "dtype": "float16"},
         "quantization_config": {"dtype": "bfloat16"},
     }
 
 
 def test_the_prefix_that_fsdp2_gives_classes_is_stripped() -> None:
     config = {"architectures": ["FSDPQwen2ForCausalLM"], "dtype": "float32"}
-    assert output_config(config, "float32")["architectures"] == ["Qwen2ForCausalLM"]
+    assert written(config, "float32")["architectures"] == ["Qwen2ForCausalLM"]
 
 
 def test_companions_are_written_as_they_are_and_the_config_keeps_its_order(tmp_path: Path) -> None:
@@ -229,7 +252,7 @@ def test_companions_are_written_as_they_are_and_the_config_keeps_its_order(tmp_p
         "tokenizer.json": source / "tokenizer.json",
         "additional_chat_templates/tools.jinja": source / "additional_chat_templates/tools.jinja",
     }
-    names = write_companions(Companions(None, files), {"z": "ü", "a": 1}, output)
+    names = write_companions(Companions(None, files), ModelConfig({"z": "ü", "a": 1}), output)
     assert names == ["config.json", *files]
     assert (output / "tokenizer.json").read_bytes() == b'{"a":\r\n1}'
     assert (output / "additional_chat_templates" / "tools.jinja").exists()

@@ -1,8 +1,9 @@
 """Names and layouts of the output: renamed, split, fused, refused; values as by numpy."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from numpy.typing import NDArray
 
 from test_recipes_made import evaluate
 from unshard import ConversionError
+from unshard.convert import names as naming
 from unshard.convert.families import ADVICE, FAMILIES, VARIANTS, Stored
-from unshard.convert.names import Renamed, hub_names, names_of_base
+from unshard.convert.names import Renamed
 from unshard.convert.recipes import LowRank, Recipe, WeightedSum, shape_of, take
+from unshard.read.beside.model_config import ModelConfig
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
@@ -44,6 +47,19 @@ PARTS = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": 
 EACH: dict[str, Shape] = {
     f"{AT}.{n}.{part}.weight": shape for n in range(EXPERTS) for part, shape in PARTS.items()
 }
+
+
+def hub_names(tensors: Mapping[str, Recipe], fields: Mapping[str, object] | None) -> Renamed:
+    return naming.hub_names(tensors, None if fields is None else ModelConfig(fields))
+
+
+def names_of_base(
+    tensors: Mapping[str, Recipe],
+    base: Collection[str],
+    fields: Mapping[str, object],
+    shapes: Mapping[str, Shape] = MappingProxyType({}),
+) -> Renamed:
+    return naming.names_of_base(tensors, base, ModelConfig(fields), shapes)
 
 
 def tensors(shapes: Mapping[str, Shape], dtype: str = "float32") -> dict[str, Recipe]:

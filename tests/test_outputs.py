@@ -10,18 +10,16 @@ import torch
 from unshard import MergeOptions
 from unshard.convert.outputs import Converted, finish
 from unshard.convert.precision import (
-    CASTS,
     DtypeLike,
-    Fields,
     Precision,
-    config_dtype,
     precision,
 )
 from unshard.convert.recipes import Recipe, take
 from unshard.errors import ConversionError, UsageError
+from unshard.read.beside.model_config import Fields, ModelConfig
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
-from unshard.tensors.dtypes import BY_NAME, DType
+from unshard.tensors.dtypes import BY_NAME, CASTS, DType
 
 NEVER_CAST = sorted(name for name, dtype in BY_NAME.items() if not dtype.castable and dtype.code)
 
@@ -43,7 +41,8 @@ def convert(tensors: dict[str, Recipe], target: DType | None) -> list[Converted]
 
 
 def target_dtype(choice: DtypeLike, config: Fields | None) -> DType | None:
-    return precision(choice, config, None, None).target
+    known = None if config is None else ModelConfig(config)
+    return precision(choice, known, None, None).target
 
 
 # convert
@@ -179,7 +178,6 @@ def test_a_config_may_name_a_dtype_that_is_no_target(named: str) -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (None, None),
         ({}, None),
         ({"dtype": "bfloat16"}, "bfloat16"),
         ({"torch_dtype": "float16"}, "float16"),
@@ -194,6 +192,6 @@ def test_a_config_may_name_a_dtype_that_is_no_target(named: str) -> None:
     ],
 )
 def test_a_config_names_its_own_dtype_or_else_its_text_models(
-    config: dict[str, object] | None, expected: str | None
+    config: dict[str, object], expected: str | None
 ) -> None:
-    assert config_dtype(config) == expected
+    assert ModelConfig(config).dtype == expected

@@ -12,6 +12,7 @@ from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard import UsageError
 from unshard.convert import precision as rules
 from unshard.convert.precision import KEPT_IN_16_BITS, KEPT_IN_FLOAT16, Precision, precision
+from unshard.read.beside.model_config import ModelConfig
 from unshard.tensors.dtypes import BY_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -21,7 +22,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def rule(choice: str, model_type: str = "llama", keep: str | None = None) -> Precision:
-    return precision(choice, {"model_type": model_type}, None, keep)
+    return precision(choice, ModelConfig({"model_type": model_type}), None, keep)
 
 
 def test_a_router_bias_stays_float32_under_a_cast_where_the_family_keeps_it() -> None:
@@ -31,8 +32,12 @@ def test_a_router_bias_stays_float32_under_a_cast_where_the_family_keeps_it() ->
     assert rule("bfloat16", "llama").dtype(BIAS, FLOAT32) is BFLOAT16
 
 
-def test_a_nested_config_is_a_family_too() -> None:
-    nested = precision("bfloat16", {"text_config": {"model_type": "glm4_moe"}}, None, None)
+@pytest.mark.parametrize("keys", [["text_config"], ["thinker_config", "text_config"], ["decoder"]])
+def test_a_config_inside_another_is_a_family_too_however_deep_it_is(keys: list[str]) -> None:
+    config: dict[str, object] = {"model_type": "glm4_moe"}
+    for key in reversed(keys):
+        config = {"model_type": "outer", key: config}
+    nested = precision("bfloat16", ModelConfig(config), None, None)
     assert nested.dtype(BIAS, FLOAT32) is FLOAT32
 
 

@@ -262,13 +262,16 @@ def test_an_index_of_other_weights_is_not_asked(tmp_path: Path) -> None:
     assert "about other weights" in note
 
 
-def test_a_tied_output_layer_is_not_missed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config", ['{"tie_word_embeddings": true}', '{"model_type": "gemma2"}'], ids=["said", "default"]
+)
+def test_a_tied_output_layer_is_not_missed(tmp_path: Path, config: str) -> None:
     tensor = write_rows(tmp_path, 12, 4)
     listed = {"model.norm.weight": tensor, "lm_head.weight": tensor}
     index_of(tmp_path / "model.safetensors.index.json", listed)
     with pytest.raises(IncompleteError):
         read(tmp_path)
-    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    (tmp_path / "config.json").write_text(config)
     read(tmp_path)
 
 

@@ -22,7 +22,7 @@ from test_cli import unshard as run_command
 from test_lora_merge import adapted
 from training_states import WRITERS, Saved, draw, seeded
 from unshard import UnsafeError
-from unshard.api.sources import open_source
+from unshard.api.sources import read_checkpoint
 from unshard.containers.pickle_writer import SavedTensor
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.tensors.dtypes import BY_NAME
@@ -341,7 +341,7 @@ def test_what_is_no_file_is_named(step: Path, tmp_path: Path) -> None:
 
 def test_whatever_is_damaged_the_model_is_merged(step: Path, tmp_path: Path) -> None:
     """Only a pickle that became dangerous may end the merge."""
-    location = open_source(step, unshard.MergeOptions()).checkpoint.location
+    location = read_checkpoint(step, unshard.MergeOptions()).location
     whole = rank_file(step, 1).read_bytes()
     chance = random.Random(5)
     damaged = 0
@@ -492,8 +492,8 @@ def test_memory_grows_by_little_per_rank(tmp_path: Path) -> None:
     """About 60 KB of a rank's state; the files of 200 ranks take 2.9 MB."""
     one = seeded(1)
     step = WRITERS["HF Trainer"](tmp_path, [one] * 200)
-    source = open_source(step, unshard.MergeOptions())
-    location = source.checkpoint.location
+    source = read_checkpoint(step, unshard.MergeOptions())
+    location = source.location
     tracemalloc.start()
     try:
         state = read_training_state(location, 200)

@@ -17,8 +17,8 @@ from unshard.convert.config_names import expected_by_config
 from unshard.convert.expected import Expected
 from unshard.convert.names import hub_names
 from unshard.convert.recipes import take
-from unshard.convert.ties import may_be_tied
 from unshard.convert.whole_models import MODELS
+from unshard.read.beside.model_config import ModelConfig
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
@@ -122,7 +122,7 @@ def names_of(model: Any) -> list[str]:
         )
         for name, one in model.state_dict().items()
     }
-    return list(hub_names(recipes, config_of(model)).tensors)
+    return list(hub_names(recipes, ModelConfig(config_of(model))).tensors)
 
 
 def everything(names: Iterable[str]) -> list[str]:
@@ -131,7 +131,7 @@ def everything(names: Iterable[str]) -> list[str]:
 
 def assert_exact(config: Fields, names: list[str], *, tied: bool | None = None) -> Expected:
     """Every name is expected; and nothing else is, but a tied head and buffers."""
-    known = may_be_tied(config) if tied is None else tied
+    known = ModelConfig(config).may_be_tied if tied is None else tied
     expected = expected_by_config(config, names, everything, tied=known)
     assert expected is not None
     assert set(expected.names) <= set(names)

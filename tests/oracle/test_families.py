@@ -26,6 +26,7 @@ from test_recipes_made import evaluate
 from unshard.convert.families import FAMILIES
 from unshard.convert.names import Renamed, hub_names, names_of_base
 from unshard.convert.recipes import Recipe, shape_of, take
+from unshard.read.beside.model_config import ModelConfig, read_config
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
@@ -101,8 +102,8 @@ def made(renamed: Renamed, tensors: Tensors) -> dict[str, torch.Tensor]:
     }
 
 
-def config_of(directory: Path) -> Any:
-    return json.loads((directory / "config.json").read_text())
+def config_of(directory: Path) -> ModelConfig:
+    return read_config(directory / "config.json")
 
 
 def untied(model: Any) -> Tensors:
@@ -198,7 +199,7 @@ def test_a_base_of_the_hub_is_followed_as_transformers_follows_it(
     training = untied(model)
     on_hub = as_on_the_hub(model_type, load_file(saved(model_type) / "model.safetensors"), training)
     save_file(on_hub, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config.fields))
     loaded = type(model).from_pretrained(tmp_path)
     assert torch.equal(logits(loaded), logits(model))
     loaded.save_pretrained(tmp_path / "again")
@@ -230,7 +231,7 @@ def test_every_type_with_rules_is_named_as_by_transformers(models: Any, model_ty
     model = models.hollow_model(model_type)
     state = model.state_dict()
     theirs = {name: tuple(tensor.shape) for name, tensor in revert(model, state).items()}
-    ours = hub_names(recipes(state), model.config.to_dict()).tensors
+    ours = hub_names(recipes(state), ModelConfig(model.config.to_dict())).tensors
     assert {name: shape_of(recipe) for name, recipe in ours.items()} == theirs
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from unshard.api.options import MergeOptions
-from unshard.api.sources import Source
 from unshard.convert.lora import fuse
 from unshard.convert.lora_files import adapter_tensors
 from unshard.convert.lora_names import Split, split_adapter
@@ -17,8 +16,8 @@ from unshard.plan.layout import lay_out
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.read.beside.adapter_config import read_adapter_config
+from unshard.read.open import Checkpoint
 from unshard.write.adapter import ADAPTER_CONFIG_NAME, ADAPTER_NAME, adapter_config_json
-from unshard.write.companions import load_config
 
 __all__ = ["ADAPTER_FOLDER", "Adapted", "AdapterPart", "adapter_part", "fuse_adapter"]
 
@@ -43,45 +42,45 @@ class AdapterPart:
     files: Mapping[str, bytes]
 
 
-def fuse_adapter(source: Source, options: MergeOptions) -> Adapted:
+def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Adapted:
     """Fuse a checkpoint's adapter; without one, return its tensors as they are.
 
     Raises:
         ConversionError: it cannot be fused, or not all of it.
         UsageError: `--lora both` was asked for, and there is no adapter.
     """
-    split = _split(source)
+    split = _split(checkpoint)
     if not split.pairs:
         if options.lora == "both":
-            raise _no_adapter(source, options)
+            raise _no_adapter(checkpoint, options)
         return Adapted({**split.base, **split.saved}, ())
     base: dict[str, Recipe] | None = None
-    if split.adapter_only and source.base is not None:
-        base = {name: take(entry) for name, entry in source.base.tensors.items()}
+    if split.adapter_only and checkpoint.base is not None:
+        base = {name: take(entry) for name, entry in checkpoint.base.tensors.items()}
         if not all(_has_weight(path, base) for path in split.pairs):
-            base = training_names(base, load_config(source.checkpoint.catalog.companions))
-    config = read_adapter_config(source.checkpoint.location)
+            base = training_names(base, checkpoint.config)
+    config = read_adapter_config(checkpoint.location)
     fused = fuse(split, config, options.lora_alpha, base)
     note = f"{fused.pairs_used} LoRA pairs were fused into the weights"
     return Adapted(fused.tensors, (note, *fused.notes))
 
 
-def adapter_part(source: Source, options: MergeOptions) -> AdapterPart:
+def adapter_part(checkpoint: Checkpoint, options: MergeOptions) -> AdapterPart:
     """Plan a checkpoint's adapter as a directory that PEFT loads; its dtypes stay.
 
     Raises:
         UsageError: there is no adapter.
         ConversionError: what PEFT must know of it is not known.
     """
-    split = _split(source)
+    split = _split(checkpoint)
     if not split.pairs:
-        raise _no_adapter(source, options)
+        raise _no_adapter(checkpoint, options)
     if options.lora == "adapter":
         _refuse_unused(options)
     tensors = finish(adapter_tensors(split), Precision())
     plan = make_plan(lay_out(tensors, _ONE_FILE, pattern=ADAPTER_NAME))
-    config = read_adapter_config(source.checkpoint.location)
-    fields = load_config(source.checkpoint.catalog.companions)
+    config = read_adapter_config(checkpoint.location)
+    fields = None if checkpoint.config is None else checkpoint.config.fields
     text = adapter_config_json(split, config, options.lora_alpha, fields)
     return AdapterPart(tuple(tensors), plan, {ADAPTER_CONFIG_NAME: text})
 
@@ -108,11 +107,11 @@ def _has_weight(path: str, tensors: Mapping[str, Recipe]) -> bool:
     return path in tensors or f"{path}.weight" in tensors
 
 
-def _split(source: Source) -> Split:
-    entries = source.checkpoint.catalog.tensors.items()
+def _split(checkpoint: Checkpoint) -> Split:
+    entries = checkpoint.catalog.tensors.items()
     return split_adapter({name: take(entry) for name, entry in entries})
 
 
-def _no_adapter(source: Source, options: MergeOptions) -> UsageError:
-    where = source.checkpoint.location.weights_dir
+def _no_adapter(checkpoint: Checkpoint, options: MergeOptions) -> UsageError:
+    where = checkpoint.location.weights_dir
     return UsageError(f"--lora {options.lora}: {where} has no LoRA adapter")

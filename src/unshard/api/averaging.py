@@ -10,14 +10,14 @@ from unshard.api.delivering import deliver
 from unshard.api.hearing import hearing
 from unshard.api.options import MergeOptions, given_output, given_path
 from unshard.api.preparing import Prepared, prepare
-from unshard.api.sources import Source, open_source
+from unshard.api.sources import read_checkpoint
 from unshard.convert.averaging import ema_weights
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UsageError, raise_all
 from unshard.progress import Chosen, Listener, Stage
 from unshard.read.discover import all_steps
 from unshard.read.format import Location
-from unshard.read.open import passing_over
+from unshard.read.open import Checkpoint, passing_over
 from unshard.write.hub import check_repo
 from unshard.write.report import Report
 
@@ -86,9 +86,9 @@ def average(
                 hint="give the run alone",
             )
         else:
-            sources = [open_source(place, chosen) for place in places]
+            sources = [read_checkpoint(place, chosen) for place in places]
         weights = _weights(coefficients, ema_decay, len(sources))
-        titles = ", ".join(source.checkpoint.title for source in sources)
+        titles = ", ".join(source.title for source in sources)
         heard(Chosen(f"averaging {len(sources)} checkpoints: {titles}"))
         prepared = before(prepare(sources, chosen, weights))
         return deliver(prepared, target, chosen, heard, engine=engine, started=started)
@@ -117,7 +117,7 @@ def _check(
 
 def _steps_of(
     run: Path, options: MergeOptions, counts: tuple[int | None, int], *, pass_over: bool
-) -> list[Source]:
+) -> list[Checkpoint]:
     """Open the last N, every Nth, complete steps of a run, from the highest back; lowest first."""
     last, every = counts
     steps = all_steps(run, options.request)
@@ -126,14 +126,14 @@ def _steps_of(
             f"{run} is one checkpoint: there is nothing to average",
             hint="give several, or the directory that has the steps",
         )
-    sources: list[Source] = []
+    sources: list[Checkpoint] = []
     incomplete: list[tuple[Location, IncompleteError]] = []
     complete = 0
     for location in reversed(steps):
         if last is not None and len(sources) == last:
             break
         try:
-            source = open_source(location.step_dir, _of_role(options, location.role))
+            source = read_checkpoint(location.step_dir, _of_role(options, location.role))
         except IncompleteError as error:
             if not pass_over:
                 raise IncompleteError(
@@ -150,8 +150,8 @@ def _steps_of(
     if not sources:
         problems = [error for _, error in incomplete]
         raise_all(IncompleteError, f"{run}: no step is complete", problems)
-    newest = passing_over(sources[0].checkpoint, steps[-1].empty, incomplete)
-    return [*sources[:0:-1], replace(sources[0], checkpoint=newest)]
+    newest = passing_over(sources[0], steps[-1].empty, incomplete)
+    return [*sources[:0:-1], newest]
 
 
 def _of_role(options: MergeOptions, role: str | None) -> MergeOptions:

@@ -4,12 +4,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from unshard.api.options import MergeOptions
-from unshard.api.sources import Source
 from unshard.convert.config_names import expected_by_config
 from unshard.convert.expected import Expected, check_expected
 from unshard.convert.outputs import Converted, selected
-from unshard.convert.precision import Fields
-from unshard.convert.ties import may_be_tied
+from unshard.read.beside.model_config import ModelConfig
+from unshard.read.open import Checkpoint
 
 __all__ = ["Checked", "check_names", "expected_names"]
 
@@ -23,7 +22,10 @@ class Checked:
 
 
 def check_names(
-    tensors: Sequence[Converted], config: Fields | None, source: Source, options: MergeOptions
+    tensors: Sequence[Converted],
+    config: ModelConfig | None,
+    checkpoint: Checkpoint,
+    options: MergeOptions,
 ) -> Checked:
     """Compare the names of an output with those that its config says there are.
 
@@ -32,16 +34,15 @@ def check_names(
     Raises:
         ConversionError: tensors are missing, or have no place in the model.
     """
-    if source.base is not None:
+    if checkpoint.base is not None:
         return Checked("base")
     recipes = {one.name: one.recipe for one in tensors}
     expected = expected_names(recipes, config, options)
     if expected is None:
         return Checked()
-    file = source.checkpoint.catalog.companions.config
     notes = check_expected(
         recipes,
-        replace(expected, name=str(file)),
+        replace(expected, name=str(checkpoint.companions.config)),
         allow_missing=options.allow_missing,
         allow_unexpected=options.allow_unexpected,
     )
@@ -49,7 +50,7 @@ def check_names(
 
 
 def expected_names(
-    names: Collection[str], config: Fields | None, options: MergeOptions
+    names: Collection[str], config: ModelConfig | None, options: MergeOptions
 ) -> Expected | None:
     """Return what an output of these names has by its config; None if that is not known."""
     if config is None or options.names != "hub" or options.base is not None:
@@ -58,4 +59,4 @@ def expected_names(
     def kept(known: Iterable[str]) -> list[str]:
         return selected(known, options.include, options.exclude)
 
-    return expected_by_config(config, names, kept, tied=may_be_tied(config))
+    return expected_by_config(config.fields, names, kept, tied=config.may_be_tied)

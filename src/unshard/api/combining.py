@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 
 from unshard.api.converting import Outcome
-from unshard.api.sources import Source
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.averaging import averaged
 from unshard.convert.outputs import Converted
@@ -12,6 +11,7 @@ from unshard.convert.recipes import stored_dtype
 from unshard.errors import ConversionError, raise_all
 from unshard.plan.pairs import make_pair
 from unshard.read.dcp.inflate import inflated_bytes
+from unshard.read.open import Checkpoint
 from unshard.tensors.dtypes import BY_NAME, Kind
 from unshard.write.unchanged import are_equal
 
@@ -19,7 +19,7 @@ __all__ = ["combine"]
 
 
 def combine(
-    sources: Sequence[Source], outcomes: Sequence[Outcome], weights: Sequence[float]
+    checkpoints: Sequence[Checkpoint], outcomes: Sequence[Outcome], weights: Sequence[float]
 ) -> Outcome:
     """Return the mean of several outcomes, with config and companions of the last.
 
@@ -30,12 +30,12 @@ def combine(
     """
     if len(outcomes) == 1:
         return outcomes[0]
-    names = [str(one.checkpoint.location.weights_dir) for one in sources]
+    names = [str(one.location.weights_dir) for one in checkpoints]
     mean = averaged([one.tensors for one in outcomes], names, weights)
     notes = dict.fromkeys(note for one in outcomes for note in one.notes)
     if any(_is_wide(one) for one in mean.tensors if one.name not in mean.fixed):
         notes["float64 values are averaged in float32, and lose digits"] = None
-    if not any(inflated_bytes(one.checkpoint.catalog) for one in sources):  # else: after that
+    if not any(inflated_bytes(one.catalog) for one in checkpoints):  # else: after that
         notes |= dict.fromkeys(_differing(list(mean.fixed.values()), names))
     return Outcome(mean.tensors, outcomes[-1].config, tuple(notes))
 

@@ -6,19 +6,19 @@ from typing import TypeGuard
 
 from unshard.api.adapters import fuse_adapter
 from unshard.api.options import MergeOptions
-from unshard.api.sources import Source
 from unshard.convert.critics import critic_config, without_trl_wrapper
 from unshard.convert.expected import Expected, check_expected
 from unshard.convert.names import Renamed, hub_names, names_of_base
 from unshard.convert.outputs import Converted, finish, select, selected
-from unshard.convert.precision import Fields, Precision, precision
+from unshard.convert.precision import Precision, precision
 from unshard.convert.recipes import Recipe, Take, shape_of
-from unshard.convert.ties import Ties, are_tied, find_ties, is_head
+from unshard.convert.ties import Ties, find_ties, is_head
 from unshard.convert.torchtitan import without_native_names
 from unshard.errors import ConversionError
 from unshard.read.beside.base import Base
+from unshard.read.beside.model_config import ModelConfig
+from unshard.read.open import Checkpoint
 from unshard.tensors.boxes import Box
-from unshard.write.companions import load_config
 
 __all__ = ["Outcome", "convert", "is_stored"]
 
@@ -28,17 +28,17 @@ class Outcome:
     """The output's tensors and config, and what a user should know."""
 
     tensors: list[Converted]
-    config: Fields | None
+    config: ModelConfig | None
     notes: tuple[str, ...]
 
 
-def convert(source: Source, options: MergeOptions) -> Outcome:
+def convert(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
     """Decide names, ties, selection and dtypes of the output."""
-    config = load_config(source.checkpoint.catalog.companions)
-    adapted = fuse_adapter(source, options)
+    config, base = checkpoint.config, checkpoint.base
+    adapted = fuse_adapter(checkpoint, options)
     tensors, notes = without_trl_wrapper(adapted.tensors), list(adapted.notes)
     if options.names == "hub":
-        renamed = _named(without_native_names(tensors, config), source.base, config)
+        renamed = _named(without_native_names(tensors, config), base, config)
         tensors, notes = renamed.tensors, [*notes, *renamed.notes]
     ties = _ties(tensors, config)
     notes += [
@@ -48,18 +48,18 @@ def convert(source: Source, options: MergeOptions) -> Outcome:
     ]
     tensors = {name: one for name, one in tensors.items() if name not in ties.equal}
     whole, tensors = tensors, select(tensors, options.include, options.exclude)
-    rule = _precision(source.base, config, options)
-    if source.base is not None:
+    rule = _precision(base, config, options)
+    if base is not None:
         left_out = [name for name in whole if name not in tensors]
-        notes += _check_base(tensors, source.base, options, config, left_out)
+        notes += _check_base(tensors, base, options, config, left_out)
     if config is not None:
-        config = _resized(config, source, tensors)
+        config = _resized(config, checkpoint, tensors)
         config = critic_config(config, tensors)
-        config = _untied(config) if ties.different else config
+        config = config.untied() if ties.different else config
     return Outcome(finish(tensors, rule), config, tuple(notes))
 
 
-def _ties(tensors: Mapping[str, Recipe], config: Fields | None) -> Ties:
+def _ties(tensors: Mapping[str, Recipe], config: ModelConfig | None) -> Ties:
     """Find tied weights among the output's tensors; one with an adapter in it equals no other."""
     stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
     computed = {name: shape_of(one) for name, one in tensors.items() if name not in stored}
@@ -73,14 +73,14 @@ def is_stored(recipe: Recipe) -> TypeGuard[Take]:
     return recipe.box == Box.whole(recipe.entry.shape)
 
 
-def _named(tensors: Mapping[str, Recipe], base: Base | None, config: Fields | None) -> Renamed:
+def _named(tensors: Mapping[str, Recipe], base: Base | None, config: ModelConfig | None) -> Renamed:
     """Give tensors the names of the hub, or of the base model where there is one."""
     if base is None:
         return hub_names(tensors, config)
     return names_of_base(tensors, base.files, config, base.shapes)
 
 
-def _precision(base: Base | None, config: Fields | None, options: MergeOptions) -> Precision:
+def _precision(base: Base | None, config: ModelConfig | None, options: MergeOptions) -> Precision:
     dtypes = None if base is None else base.dtypes
     if base is not None and not base.dtypes and options.dtype == "base":
         raise ConversionError(f"--dtype base: the dtypes of {base.name} are not known")
@@ -91,7 +91,7 @@ def _check_base(
     tensors: Mapping[str, Recipe],
     base: Base,
     options: MergeOptions,
-    config: Fields | None,
+    config: ModelConfig | None,
     left_out: Sequence[str],
 ) -> list[str]:
     """Compare names and shapes with the base's.
@@ -100,7 +100,7 @@ def _check_base(
     """
     kept = selected(base.files, options.include, options.exclude)
     excused = {*left_out, *(base.files.keys() - kept)}
-    if config is not None and are_tied(config):
+    if config is not None and config.is_tied:
         excused |= {name for name in (*base.files, *tensors) if is_head(name)}
     notes = check_expected(
         tensors,
@@ -115,27 +115,15 @@ def _check_base(
     return notes
 
 
-def _resized(config: Fields, source: Source, tensors: Mapping[str, Recipe]) -> Fields:
+def _resized(
+    config: ModelConfig, checkpoint: Checkpoint, tensors: Mapping[str, Recipe]
+) -> ModelConfig:
     """Return a config of the base model's with the vocabulary that the embedding has now."""
-    base = source.base
-    if base is None or source.checkpoint.catalog.companions.config != base.companions.config:
+    base = checkpoint.base
+    if base is None or checkpoint.companions.config != base.companions.config:
         return config
     for name, shape in base.shapes.items():
         rows = shape_of(tensors[name])[:1] if name in tensors else ()
         if name.endswith("embed_tokens.weight") and rows and rows != shape[:1]:
-            text = config.get("text_config")
-            if isinstance(text, dict) and text.get("vocab_size") == shape[0]:
-                config = {**config, "text_config": {**text, "vocab_size": rows[0]}}
-            if config.get("vocab_size") == shape[0]:
-                config = {**config, "vocab_size": rows[0]}
+            config = config.with_vocabulary(shape[0], rows[0])
     return config
-
-
-def _untied(config: Fields) -> Fields:
-    """Return the config with its ties undone, also where a nested config states them."""
-    key = "tie_word_embeddings"
-    fields = {**config, key: False}
-    text = config.get("text_config")
-    if isinstance(text, dict) and key in text:
-        fields["text_config"] = {**text, key: False}
-    return fields

@@ -69,7 +69,7 @@ def _report(
     prepared: Prepared, target: Path, options: MergeOptions, noticed: Noticed, seconds: float
 ) -> Report:
     """Return the report of a merge, or of an average of several checkpoints."""
-    checkpoints = [source.checkpoint for source in prepared.sources]
+    checkpoints = prepared.sources
     catalog, plan = checkpoints[-1].catalog, prepared.plan
     return Report(
         output=str(target),

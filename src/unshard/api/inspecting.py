@@ -5,11 +5,9 @@ from pathlib import Path
 
 from unshard.api.options import MergeOptions, given_path
 from unshard.api.preparing import prepare
-from unshard.api.sources import open_source
-from unshard.convert.precision import config_dtype
+from unshard.api.sources import read_checkpoint
 from unshard.errors import ConversionError
 from unshard.read.inspection import Inspection, describe
-from unshard.write.companions import load_config
 
 __all__ = ["inspect"]
 
@@ -41,11 +39,10 @@ def inspect(
         ep_size=ep_size,
         allow_globals=allow_globals,
     )
-    source = open_source(given_path(checkpoint, "the checkpoint"), options)
-    found = source.checkpoint
-    named = config_dtype(load_config(found.catalog.companions))
+    found = read_checkpoint(given_path(checkpoint, "the checkpoint"), options)
+    named = None if found.config is None else found.config.dtype
     try:
-        prepared = prepare([source], options)
+        prepared = prepare([found], options)
     except ConversionError as error:
         refusal = f"nothing: {error.subject}"
         return describe(found, config_dtype=named, would_write=refusal, warnings=())

@@ -179,7 +179,7 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
         The keys are path, format, writer, step, world_size, role ("actor" or "critic"), weights
         ("model" or "ema"), and config, the path of the config.json that belongs to it.
         """
-        checkpoint = self._opened.source.checkpoint
+        checkpoint = self._opened.checkpoint
         catalog, location = checkpoint.catalog, checkpoint.location
         known = {
             "path": self._opened.path,
@@ -189,7 +189,7 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
             "world_size": catalog.world_size,
             "role": location.role,
             "weights": location.weights,
-            "config": catalog.companions.config,
+            "config": checkpoint.companions.config,
         }
         return {key: str(value) for key, value in known.items() if value is not None}
 

@@ -8,23 +8,22 @@ from typing import TYPE_CHECKING
 from unshard.api.adapters import fuse_adapter
 from unshard.api.converting import is_stored
 from unshard.api.options import MergeOptions
-from unshard.api.sources import Source
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.critics import without_trl_wrapper
 from unshard.convert.fitting import Fit, Slot, fit, misfits
 from unshard.convert.names import names_of_base
 from unshard.convert.outputs import Converted
-from unshard.convert.precision import Fields
 from unshard.convert.recipes import Recipe, stored_dtype
 from unshard.convert.ties import find_ties
 from unshard.engines.arrays import Reader
 from unshard.errors import ConversionError, raise_all
 from unshard.plan.operations import Target
 from unshard.plan.planner import tiled
+from unshard.read.beside.model_config import ModelConfig
+from unshard.read.open import Checkpoint
 from unshard.tensors.boxes import Box
 from unshard.tensors.selection import of_box
-from unshard.write.companions import load_config
 
 if TYPE_CHECKING:
     from unshard.engines.into_torch import Module, Place, Tensor
@@ -57,13 +56,13 @@ class Opened:
     """What an open checkpoint consists of.
 
     Attributes:
-        source: the checkpoint, nothing in it compressed any more.
+        checkpoint: the checkpoint, nothing in it compressed any more.
         options: how it was opened.
         tensors: its tensors by the names that were asked for.
         reader: reads them.
     """
 
-    source: Source
+    checkpoint: Checkpoint
     options: MergeOptions
     tensors: Mapping[str, Converted]
     reader: Reader
@@ -71,7 +70,7 @@ class Opened:
     @property
     def path(self) -> str:
         """The directory of the weights, or the one file that is meant."""
-        location = self.source.checkpoint.location
+        location = self.checkpoint.location
         return str(location.file or location.weights_dir)
 
 
@@ -100,7 +99,9 @@ def _fitting(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Re
     First as the checkpoint was opened; then, an adapter fused, as the table of names leads to
     those of the model, whichever side has them as in training and whichever as on the hub.
     """
-    config = load_config(opened.source.checkpoint.catalog.companions) or _config_of(model)
+    config = opened.checkpoint.config
+    if config is None or not config.fields:
+        config = _config_of(model)
     tensors: Recipes = {name: one.recipe for name, one in opened.tensors.items()}
     found = _without_ties(tensors, fit(tensors, slots), config)
     wrong = _problems(tensors, slots, found)
@@ -108,7 +109,7 @@ def _fitting(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Re
         return tensors, found
     shapes = {name: slot.shape for slot in slots for name in slot.names}
     try:
-        fused = without_trl_wrapper(fuse_adapter(opened.source, opened.options).tensors)
+        fused = without_trl_wrapper(fuse_adapter(opened.checkpoint, opened.options).tensors)
         others = names_of_base(fused, shapes.keys(), config, shapes).tensors
     except ConversionError:
         if not any(found.sources):
@@ -124,7 +125,7 @@ def _problems(tensors: Recipes, slots: Sequence[Slot], found: Fit) -> int:
     return len(found.missing) + len(found.unexpected) + len(misfits(tensors, slots, found))
 
 
-def _without_ties(tensors: Recipes, found: Fit, config: Fields | None) -> Fit:
+def _without_ties(tensors: Recipes, found: Fit, config: ModelConfig | None) -> Fit:
     """Excuse what the model does not have because it repeats, tied, something that it has."""
     if not found.unexpected:
         return found
@@ -193,8 +194,8 @@ def _reader(recipe: Recipe, place: "Place", reader: Reader) -> Callable[[Box], "
     return lambda box: as_tensor(reader.read(operation, of_box(box)), dtype)
 
 
-def _config_of(model: "Module") -> Fields | None:
+def _config_of(model: "Module") -> ModelConfig | None:
     """Return the config that a model of transformers carries."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     fields = to_dict() if callable(to_dict) else None
-    return fields if isinstance(fields, dict) else None
+    return ModelConfig(fields) if isinstance(fields, dict) else None

@@ -61,10 +61,8 @@ def _inflated(
     listener(Stage("decompressing"))
     sources = []
     for number, source in enumerate(prepared.sources):
-        found = source.checkpoint
         scratch = staging.scratch.with_suffix(f".{number}")
-        inflated = replace(found, catalog=inflate(found.catalog, scratch))
-        sources.append(replace(source, checkpoint=inflated))
+        sources.append(replace(source, catalog=inflate(source.catalog, scratch)))
     again = prepare(sources, options, prepared.weights)
     return replace(again, training=prepared.training)
 
@@ -76,7 +74,7 @@ def _write(
     plan, directory = prepared.plan, staging.directory
     listener(Stage("writing", plan.layout.total_size))
     overflows = engine(plan, directory, options.settings, listener)
-    write_companions(prepared.checkpoint.catalog.companions, prepared.config, directory)
+    write_companions(prepared.checkpoint.companions, prepared.config, directory)
     if len(plan.layout.files) > 1:
         (directory / INDEX_NAME).write_bytes(index_json(plan.layout))
     for name, text in prepared.files.items():
@@ -105,10 +103,8 @@ def _record(prepared: Prepared, options: MergeOptions) -> bytes:
         "names_checked": prepared.names_checked,
         **({"training_state": list(state)} if state else {}),
     }
-    checkpoints = [source.checkpoint for source in prepared.sources]
-    return record_json(
-        checkpoints, prepared.weights, prepared.plan.layout, options.recorded, output
-    )
+    layout = prepared.plan.layout
+    return record_json(prepared.sources, prepared.weights, layout, options.recorded, output)
 
 
 def _asked_for(prepared: Prepared, options: MergeOptions) -> tuple[str, ...]:
@@ -116,7 +112,7 @@ def _asked_for(prepared: Prepared, options: MergeOptions) -> tuple[str, ...]:
     if options.config is None:
         return ()
     if Path(options.config).is_dir():
-        return ("config.json", *prepared.checkpoint.catalog.companions.files)
+        return ("config.json", *prepared.checkpoint.companions.files)
     return ("config.json",)
 
 
@@ -134,7 +130,7 @@ def _write_adapter(
 
 def _compare_with_base(prepared: Prepared, listener: Listener) -> Noticed:
     """Count what training has changed: a merge of the wrong weights often gives the base itself."""
-    base = prepared.source.base
+    base = prepared.checkpoint.base
     if base is None or not base.tensors:
         return Noticed()
     listener(Stage("comparing with the base"))
@@ -165,7 +161,7 @@ def _overflow_warnings(overflows: dict[str, int], plan: Plan) -> list[str]:
 
 def _needed_bytes(prepared: Prepared) -> int:
     """Return about what the output will take on disk."""
-    companions = prepared.checkpoint.catalog.companions
+    companions = prepared.checkpoint.companions
     extra = sum(path.stat().st_size for path in companions.files.values())
     extra += prepared.adapter.plan.bytes_written if prepared.adapter is not None else 0
     extra += 2 * prepared.training.size  # of the first rank it is written twice
@@ -186,14 +182,14 @@ def check_target(prepared: Prepared, target: Path) -> None:
 
 def places(prepared: Prepared) -> tuple[Path, ...]:
     """Return the directories that hold the checkpoints."""
-    locations = [source.checkpoint.location for source in prepared.sources]
+    locations = [source.location for source in prepared.sources]
     return tuple(place for one in locations for place in (one.step_dir, *one.roots))
 
 
 def companion_files(prepared: Prepared) -> tuple[str, ...]:
     """Return the names of the other files that belong to the model."""
     config = ("config.json",) if prepared.config is not None else ()
-    return (*config, *prepared.checkpoint.catalog.companions.files, *prepared.files)
+    return (*config, *prepared.checkpoint.companions.files, *prepared.files)
 
 
 def output_names(prepared: Prepared) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from unshard.api.delivering import deliver
 from unshard.api.hearing import hearing
 from unshard.api.options import MergeOptions, given_output, given_path
 from unshard.api.preparing import Prepared, prepare, with_training_state
-from unshard.api.sources import open_source
+from unshard.api.sources import read_checkpoint
 from unshard.convert.precision import DtypeLike
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.progress import Chosen, Listener, Stage
@@ -165,8 +165,8 @@ def merge_with(
     if options.push_to_hub is not None:
         check_repo(options.push_to_hub, may_ask=not options.dry_run)
     listener(Stage("reading"))
-    source = open_source(place, options, pass_over=pass_over)
-    listener(Chosen(f"merging {source.checkpoint.title}"))
-    target = target or source.checkpoint.location.default_output
+    source = read_checkpoint(place, options, pass_over=pass_over)
+    listener(Chosen(f"merging {source.title}"))
+    target = target or source.location.default_output
     prepared = with_training_state(prepare([source], options), options)
     return deliver(before(prepared), target, options, listener, engine=engine, started=started)

@@ -35,7 +35,7 @@ def check_class(prepared: Prepared, model_class: object) -> None:
         raise UsageError("model_cls: there is no config to build it from", hint="give one: config")
     forms = {one.name: (one.dtype, shape_of(one.recipe)) for one in prepared.tensors}
     with tempfile.TemporaryDirectory(prefix="_unshard-") as scratch:
-        text = json.dumps(prepared.config)
+        text = json.dumps(prepared.config.fields)
         (Path(scratch) / "config.json").write_text(text, encoding="utf-8")
         found = load_as(model_class, Path(scratch), forms)
     problems = [

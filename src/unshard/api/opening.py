@@ -10,7 +10,7 @@ from unshard.api.hearing import hearing
 from unshard.api.lazy import OpenCheckpoint
 from unshard.api.loading import Loaded, Opened
 from unshard.api.options import MergeOptions, given_path
-from unshard.api.sources import inflated, open_source
+from unshard.api.sources import inflated, read_checkpoint
 from unshard.containers.strided import Elements
 from unshard.engines.arrays import Reader
 from unshard.errors import UsageError
@@ -112,16 +112,17 @@ def open_checkpoint(
         allow_globals=allow_globals,
     )
     with ExitStack() as stack:
-        found_source = open_source(given_path(path, "the checkpoint"), options)
+        stored = read_checkpoint(given_path(path, "the checkpoint"), options)
         with hearing(None) as heard:
-            for note in found_source.checkpoint.catalog.notes:
+            for note in stored.catalog.notes:
                 heard(Warned(note))
-        source = inflated(found_source, stack)
-        catalog = source.checkpoint.catalog
-        found = as_stored(catalog) if names == "training" else convert(source, options).tensors
-        reader = Reader(source.checkpoint.location.weights_dir)
+        checkpoint = inflated(stored, stack)
+        found = as_stored(checkpoint.catalog)
+        if names != "training":
+            found = convert(checkpoint, options).tensors
+        reader = Reader(checkpoint.location.weights_dir)
         stack.callback(reader.close)
-        opened = Opened(source, options, {one.name: one for one in found}, reader)
+        opened = Opened(checkpoint, options, {one.name: one for one in found}, reader)
         return OpenCheckpoint(opened, make, stack.pop_all())
 
 

@@ -10,18 +10,17 @@ from unshard.api.checking import check_names
 from unshard.api.combining import combine
 from unshard.api.converting import convert
 from unshard.api.options import MergeOptions
-from unshard.api.sources import Source
 from unshard.convert.outputs import Converted
-from unshard.convert.precision import Fields, config_dtype
 from unshard.plan.layout import Layout, lay_out
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.read.beside.base import Base
+from unshard.read.beside.companions import Companions
+from unshard.read.beside.model_config import ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.showing import counted
-from unshard.tensors.catalog import Catalog, Companions
-from unshard.write.companions import output_config
+from unshard.tensors.catalog import Catalog
 
 __all__ = ["Prepared", "prepare", "with_training_state", "without_config"]
 
@@ -45,11 +44,11 @@ class Prepared:
         training: scheduler and random state, to be written beside.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[Checkpoint, ...]
     weights: tuple[float, ...]
     tensors: tuple[Converted, ...]
     plan: Plan
-    config: Fields | None
+    config: ModelConfig | None
     warnings: tuple[str, ...]
     files: Mapping[str, bytes]
     names_checked: str = "none"
@@ -57,14 +56,9 @@ class Prepared:
     training: TrainingState = field(default_factory=TrainingState)
 
     @property
-    def source(self) -> Source:
+    def checkpoint(self) -> Checkpoint:
         """What is merged; of several, the last."""
         return self.sources[-1]
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The last source's checkpoint."""
-        return self.source.checkpoint
 
     @property
     def loadable(self) -> bool:
@@ -74,11 +68,11 @@ class Prepared:
     @property
     def catalogs(self) -> list[Catalog]:
         """What all sources hold."""
-        return [source.checkpoint.catalog for source in self.sources]
+        return [source.catalog for source in self.sources]
 
 
 def prepare(
-    sources: Sequence[Source], options: MergeOptions, weights: Sequence[float] = (1.0,)
+    sources: Sequence[Checkpoint], options: MergeOptions, weights: Sequence[float] = (1.0,)
 ) -> Prepared:
     """Convert, lay out and plan.
 
@@ -93,22 +87,21 @@ def prepare(
     source = sources[-1]
     if options.lora == "adapter":
         part = adapter_part(source, options)
-        catalog = replace(source.checkpoint.catalog, companions=Companions())
-        alone = replace(source, checkpoint=replace(source.checkpoint, catalog=catalog))
-        said = source.checkpoint.catalog.notes
+        alone = replace(source, companions=Companions())
+        said = source.catalog.notes
         return Prepared((alone,), (1.0,), part.tensors, part.plan, None, said, part.files)
     outcome = combine(sources, [convert(one, options) for one in sources], weights)
     checked = check_names(outcome.tensors, outcome.config, source, options)
     plan = _plan_of(outcome.tensors, source.base, options)
     written = _written_dtype(plan.layout)
-    notes = (note for one in sources for note in one.checkpoint.catalog.notes)
+    notes = (note for one in sources for note in one.catalog.notes)
     config = outcome.config
     return Prepared(
         sources=tuple(sources),
         weights=tuple(weights),
         tensors=tuple(outcome.tensors),
         plan=plan,
-        config=None if config is None else output_config(config, written),
+        config=None if config is None else config.as_written(written),
         warnings=(
             *notes,
             *outcome.notes,
@@ -121,22 +114,22 @@ def prepare(
     )
 
 
-def without_config(source: Source) -> str:
+def without_config(checkpoint: Checkpoint) -> str:
     """Return what a user should know of a checkpoint that has no config."""
     return (
-        f"no config.json was found in or beside {source.checkpoint.location.weights_dir}: the "
+        f"no config.json was found in or beside {checkpoint.location.weights_dir}: the "
         "weights are complete, but transformers needs one to load them; give it with "
         "--config FILE|DIR or --base MODEL"
     )
 
 
 def _said_of_config(
-    source: Source, config: Fields | None, written: str | None, options: MergeOptions
+    checkpoint: Checkpoint, config: ModelConfig | None, written: str | None, options: MergeOptions
 ) -> list[str]:
     """Return what a user should know of the config: that there is none, or another dtype in it."""
     if config is None:
-        return [without_config(source)]
-    named = config_dtype(config)
+        return [without_config(checkpoint)]
+    named = config.dtype
     if options.dtype != "keep" or None in (named, written) or named == written:
         return []
     other = (

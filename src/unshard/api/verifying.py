@@ -10,7 +10,7 @@ from unshard.api.checking import expected_names
 from unshard.api.hearing import hearing
 from unshard.api.options import MergeOptions, given_path
 from unshard.api.preparing import prepare
-from unshard.api.sources import Source, inflated, open_source
+from unshard.api.sources import inflated, read_checkpoint
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.convert.outputs import Converted
 from unshard.convert.precision import DtypeLike, precision
@@ -21,8 +21,8 @@ from unshard.errors import UsageError
 from unshard.plan.pairs import as_stored
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.dcp.inflate import inflated_bytes
-from unshard.read.open import Checkpoint, blaming, open_whole
-from unshard.write.companions import load_config
+from unshard.read.format import blaming
+from unshard.read.open import Checkpoint, open_whole
 from unshard.write.comparison import ByConfig, Comparison, Loading, Tolerances
 from unshard.write.record import RECORD_NAME
 
@@ -111,15 +111,15 @@ def verify(
         heard(Stage("reading"))
         ours = open_whole(place, options.reading)
         mine = _cast(as_stored(ours.catalog), dtype)
-        source = open_source(other, options)
-        heard(Chosen(f"comparing {ours.location.place} with {source.checkpoint.title}"))
-        for note in source.checkpoint.catalog.notes:
+        theirs = read_checkpoint(other, options)
+        heard(Chosen(f"comparing {ours.location.place} with {theirs.title}"))
+        for note in theirs.catalog.notes:
             heard(Warned(note))
-        if inflated_bytes(source.checkpoint.catalog):
+        if inflated_bytes(theirs.catalog):
             heard(Stage("decompressing"))
-            source = inflated(source, stack)
-        theirs = _cast(_theirs(source, options, {one.name for one in mine}), dtype)
-        found = compare(mine, theirs, Tolerances(atol, rtol), settings, heard)
+            theirs = inflated(theirs, stack)
+        other_side = _cast(_theirs(theirs, options, {one.name for one in mine}), dtype)
+        found = compare(mine, other_side, Tolerances(atol, rtol), settings, heard)
         found = replace(found, by_config=_by_config(ours, options))
         return replace(found, loading=_loading(ours, mine, heard)) if load else found
 
@@ -164,7 +164,7 @@ class _Told:
 def _by_config(ours: Checkpoint, options: MergeOptions) -> ByConfig | None:
     """Compare the output's names with those that its config says there are."""
     names = ours.catalog.tensors
-    expected = expected_names(names, load_config(ours.catalog.companions), options)
+    expected = expected_names(names, ours.config, options)
     if expected is None:
         return None
     known = {*expected.names, *expected.excused}
@@ -175,22 +175,20 @@ def _by_config(ours: Checkpoint, options: MergeOptions) -> ByConfig | None:
     )
 
 
-def _theirs(source: Source, options: MergeOptions, ours: set[str]) -> Sequence[Converted]:
+def _theirs(checkpoint: Checkpoint, options: MergeOptions, ours: set[str]) -> Sequence[Converted]:
     """Return what the output is compared with: a model as it is, or a checkpoint as merged.
 
     A whole model is taken as it is if that fits the output's names better; a head that it stores
     twice, tied, is not missed.
     """
-    merged: Sequence[Converted] = prepare([source], options).tensors
-    if source.checkpoint.location.format.sharded:
+    merged: Sequence[Converted] = prepare([checkpoint], options).tensors
+    if checkpoint.location.format.sharded:
         return merged
-    stored = as_stored(source.checkpoint.catalog)
+    stored = as_stored(checkpoint.catalog)
     wanted = {one.name for one in merged}
     if len(ours ^ {one.name for one in stored}) > len(ours ^ wanted):
         return merged
-    tied = find_ties(
-        source.checkpoint.catalog.tensors, {}, load_config(source.checkpoint.catalog.companions)
-    )
+    tied = find_ties(checkpoint.catalog.tensors, {}, checkpoint.config)
     return [one for one in stored if one.name in ours or one.name not in tied.equal]
 
 

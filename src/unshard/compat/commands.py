@@ -73,9 +73,9 @@ def as_transformers_saves(prepared: "Prepared") -> "Prepared":
     Raises:
         ConversionError: see `need_config`.
     """
-    fields = need_config(prepared).config
-    text = None if fields is None else generation_config(fields)
-    if text is None or GENERATION_CONFIG in prepared.checkpoint.catalog.companions.files:
+    config = need_config(prepared).config
+    text = None if config is None else generation_config(config.fields)
+    if text is None or GENERATION_CONFIG in prepared.checkpoint.companions.files:
         return prepared
     return replace(prepared, files={**prepared.files, GENERATION_CONFIG: text})
 

@@ -6,7 +6,7 @@ begin, end and pad a text, and, since transformers 5, what a forward pass return
 
 import json
 
-from unshard.convert.precision import Fields
+from unshard.read.beside.model_config import Fields
 
 __all__ = ["GENERATION_CONFIG", "generation_config"]
 

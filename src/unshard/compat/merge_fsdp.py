@@ -22,7 +22,7 @@ from unshard.fronts import Command, line_of
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions, Prepared
-    from unshard.convert.precision import Fields
+    from unshard.read.beside.model_config import Fields
 
 _EMA_DIR, _MODEL_DIR = "pytorch_ema_model_fsdp_0", "pytorch_model_fsdp_0"
 _MODEL = "--model_name_or_class"
@@ -169,16 +169,15 @@ def _not_needed(model: str) -> Iterator[None]:
 
 
 def _config_of(checkpoint: Path, model: str, options: "MergeOptions") -> "Fields":
-    from unshard.api.sources import open_source
-    from unshard.write.companions import load_config
+    from unshard.api.sources import read_checkpoint
 
-    fields = load_config(open_source(checkpoint, options).checkpoint.catalog.companions)
-    if fields is None:
+    config = read_checkpoint(checkpoint, options).config
+    if config is None:
         raise UsageError(
             f"{_MODEL} {model}: a class name, and {checkpoint} holds no config.json",
             hint="give a model's directory or hub id instead",
         )
-    return fields
+    return config.fields
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from unshard.convert.precision import Fields
+from unshard.read.beside.model_config import Fields
 
 __all__ = [
     "Condition",

@@ -11,8 +11,8 @@ from itertools import product
 from unshard.convert.conditions import NotKnownError, integer
 from unshard.convert.decoders import Group
 from unshard.convert.expected import Expected
-from unshard.convert.precision import Fields
 from unshard.convert.whole_models import MODELS, PARTS, Model, Place
+from unshard.read.beside.model_config import Fields
 
 __all__ = ["expected_by_config"]
 

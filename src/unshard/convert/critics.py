@@ -7,8 +7,8 @@ names and adds `v_head.`, which it looks for beside them when it loads.
 
 from collections.abc import Mapping
 
-from unshard.convert.precision import Fields
 from unshard.convert.recipes import Recipe, shape_of
+from unshard.read.beside.model_config import ModelConfig
 
 __all__ = ["critic_config", "without_trl_wrapper"]
 
@@ -27,7 +27,7 @@ def without_trl_wrapper(tensors: Mapping[str, Recipe]) -> dict[str, Recipe]:
     return {name.removeprefix(_TRL): recipe for name, recipe in tensors.items()}
 
 
-def critic_config(config: Fields, tensors: Mapping[str, Recipe]) -> Fields:
+def critic_config(config: ModelConfig, tensors: Mapping[str, Recipe]) -> ModelConfig:
     """Return a config under which transformers loads the head that is there.
 
     Only where the config names a language model and the tensors have a classifier's head instead
@@ -38,7 +38,7 @@ def critic_config(config: Fields, tensors: Mapping[str, Recipe]) -> Fields:
         tensors: the output's tensors.
     """
     head = next((tensors[name] for name in _HEADS if name in tensors), None)
-    architectures = config.get("architectures")
+    architectures = config.fields.get("architectures")
     if head is None or "lm_head.weight" in tensors or not isinstance(architectures, list):
         return config
     names = [str(name) for name in architectures]
@@ -47,9 +47,10 @@ def critic_config(config: Fields, tensors: Mapping[str, Recipe]) -> Fields:
     if not any(name.endswith(_LANGUAGE_MODEL) for name in names):
         return config
     labels = shape_of(head)[0]
-    return {
-        **config,
-        "architectures": [name.replace(_LANGUAGE_MODEL, _CLASSIFIERS[0]) for name in names],
-        "id2label": {str(n): f"LABEL_{n}" for n in range(labels)},
-        "label2id": {f"LABEL_{n}": n for n in range(labels)},
-    }
+    return config.changed(
+        {
+            "architectures": [name.replace(_LANGUAGE_MODEL, _CLASSIFIERS[0]) for name in names],
+            "id2label": {str(n): f"LABEL_{n}" for n in range(labels)},
+            "label2id": {f"LABEL_{n}": n for n in range(labels)},
+        }
+    )

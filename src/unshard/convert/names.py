@@ -19,11 +19,12 @@ from unshard.convert.experts import (
 from unshard.convert.families import ADVICE, FAMILIES, VARIANTS, Experts, Rename, Stored
 from unshard.convert.recipes import Recipe, shape_of, transposed
 from unshard.errors import ConversionError, raise_all
+from unshard.read.beside.model_config import ModelConfig
 
 __all__ = ["Renamed", "hub_names", "names_of_base", "training_names"]
 
 _Shape = tuple[int, ...]
-_Config = Mapping[str, object] | None
+_Config = ModelConfig | None
 _Piece = tuple[str, Recipe]
 _FAMILY_OF = {one: family for family in FAMILIES for one in family.model_types.split()}
 
@@ -120,8 +121,8 @@ def names_of_base(
 
 def _rules(config: _Config) -> _Rules:
     """Gather what applies: of configs inside the config all but what is tied to a name's start."""
-    configs = list(_configs(config or {}))
-    model_types = tuple(str(one.get("model_type", "")) for one in configs)
+    known = config or ModelConfig({})
+    model_types = known.types
     families = [_FAMILY_OF[name] for name in model_types if name in _FAMILY_OF]
     unknown = ""
     if config is None:
@@ -133,15 +134,7 @@ def _rules(config: _Config) -> _Rules:
     nested = (rename for rename in inner if not rename.training.startswith("^"))
     renames = tuple(dict.fromkeys((*nested, *outer)))
     experts = tuple(dict.fromkeys(one for family in families for one in family.experts))
-    return _Rules(model_types, unknown, renames, experts, find_sizes(configs))
-
-
-def _configs(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """Yield a config and all configs inside it: text, vision, thinker."""
-    yield config
-    for value in config.values():
-        if isinstance(value, dict):
-            yield from (one for one in _configs(value) if one is not value or "model_type" in one)
+    return _Rules(model_types, unknown, renames, experts, find_sizes(known.nested))
 
 
 def _on_hub(name: str, recipe: Recipe, rules: _Rules) -> Iterator[_Piece]:

@@ -12,21 +12,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from unshard.errors import ConversionError, UsageError
-from unshard.tensors.dtypes import BY_NAME, DType
+from unshard.read.beside.model_config import ModelConfig
+from unshard.tensors.dtypes import BY_NAME, CASTS, DType
 
 __all__ = [
     "ALIASES",
-    "CASTS",
     "DtypeLike",
-    "Fields",
     "Precision",
-    "config_dtype",
     "dtype_choice",
     "precision",
 ]
-
-CASTS = ("bfloat16", "float16", "float32")
-"""Dtypes that a merge can cast floating point tensors to."""
 
 ALIASES = {
     "bf16": "bfloat16",
@@ -50,8 +45,6 @@ class _ElementType(Protocol):
 
 DtypeLike = str | type | _ElementType
 """What callers may give as a dtype: a name, or a dtype of numpy, ml_dtypes or torch."""
-
-Fields = Mapping[str, object]
 
 _BIAS = ("e_score_correction_bias",)
 _INDEXER = ("indexer.weights_proj",)
@@ -163,7 +156,10 @@ def _name_of(dtype: DtypeLike) -> str:
 
 
 def precision(
-    choice: DtypeLike, config: Fields | None, base: Mapping[str, DType] | None, keep: str | None
+    choice: DtypeLike,
+    config: ModelConfig | None,
+    base: Mapping[str, DType] | None,
+    keep: str | None,
 ) -> Precision:
     """Return the rule that `--dtype` and `--keep-fp32` mean.
 
@@ -194,12 +190,12 @@ def precision(
     return Precision(target, {}, _union(patterns))
 
 
-def _target(choice: str, config: Fields | None) -> DType | None:
+def _target(choice: str, config: ModelConfig | None) -> DType | None:
     if choice == "keep":
         return None
     if choice in CASTS:
         return BY_NAME[choice]
-    named = config_dtype(config)
+    named = None if config is None else config.dtype
     if named is None:
         raise ConversionError(
             "--dtype config: " + ("there is no config.json" if config is None else "it names none"),
@@ -210,35 +206,14 @@ def _target(choice: str, config: Fields | None) -> DType | None:
     return BY_NAME[named]
 
 
-def _known(target: DType, config: Fields | None) -> list[str]:
+def _known(target: DType, config: ModelConfig | None) -> list[str]:
     """Return patterns of the names that this family keeps in float32."""
-    types = [fields.get("model_type") for fields in _configs(config)]
-    parts = [part for kind in types for part in KEPT_IN_16_BITS.get(str(kind), ())]
+    types = () if config is None else config.types
+    parts = [part for kind in types for part in KEPT_IN_16_BITS.get(kind, ())]
     if target.name == "float16":
-        parts += [part for kind in types for part in KEPT_IN_FLOAT16.get(str(kind), ())]
+        parts += [part for kind in types for part in KEPT_IN_FLOAT16.get(kind, ())]
     return [rf"(?:^|\.){re.escape(part)}(?:$|\.)" for part in dict.fromkeys(parts)]
 
 
 def _union(patterns: list[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
-
-
-def _configs(config: Fields | None) -> list[Fields]:
-    """Return a config and the configs nested in it."""
-    if config is None:
-        return []
-    nested = [value for key, value in config.items() if key.endswith("_config")]
-    return [config, *(value for value in nested if isinstance(value, dict))]
-
-
-def config_dtype(config: Fields | None) -> str | None:
-    """Return the dtype that a model's config names, its own or its text model's; None if none."""
-    if config is None:
-        return None
-    text = config.get("text_config")
-    for fields in (config, text if isinstance(text, dict) else {}):
-        for key in ("dtype", "torch_dtype"):
-            value = fields.get(key)
-            if isinstance(value, str):
-                return value.removeprefix("torch.")
-    return None

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
+from unshard.read.beside.model_config import ModelConfig
 from unshard.tensors.catalog import TensorEntry
 
-__all__ = ["Ties", "are_tied", "find_ties", "is_head", "may_be_tied"]
+__all__ = ["Ties", "find_ties", "is_head"]
 
 _EMBEDDINGS = (
     "embed_tokens.weight",
@@ -38,16 +39,6 @@ _OTHERS: Mapping[str, tuple[str, ...]] = {
     "cls.predictions.decoder.bias": ("cls.predictions.bias",),
     "lm_head.decoder.bias": ("lm_head.bias",),
 }
-TIED_BY_DEFAULT = frozenset(
-    """
-    aya_vision bart bert bloom cohere cohere2 ctrl ernie4_5 ernie4_5_moe falcon falcon_mamba gemma
-    gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text got_ocr2 gpt2 gpt_bigcode
-    gpt_neo instructblip internvl lfm2 lfm2_moe lfm2_vl longt5 mamba marian mbart mistral3 mpt mt5
-    opt ovis2 paligemma pegasus recurrent_gemma roberta smollm3 starcoder2 t5 t5gemma umt5
-    vaultgemma whisper xglm xlm-roberta zamba zamba2
-    """.split()
-)
-"""Model types whose config means tied weights without saying so; a test asks transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +52,7 @@ class Ties:
 def find_ties(
     tensors: Mapping[str, TensorEntry],
     computed: Mapping[str, tuple[int, ...]],
-    config: Mapping[str, object] | None,
+    config: ModelConfig | None,
 ) -> Ties:
     """Compare what may be tied, if the config says that it is.
 
@@ -75,7 +66,7 @@ def find_ties(
     """
     equal: dict[str, str] = {}
     different: dict[str, str] = {}
-    if config is None or not are_tied(config):
+    if config is None or not config.is_tied:
         return Ties({}, {})
     shapes = {name: entry.shape for name, entry in tensors.items()} | dict(computed)
     with OpenFiles(os.O_RDONLY, limit=16) as files:
@@ -99,29 +90,6 @@ def find_ties(
 def is_head(name: str) -> bool:
     """Tell whether a tensor is an output head by its name."""
     return any(_ends_with(name, ending) for ending in _HEADS)
-
-
-def are_tied(config: Mapping[str, object]) -> bool:
-    """Tell whether a config, or its text model's, says that head and embedding are one."""
-    text = config.get("text_config")
-    nested = text if isinstance(text, dict) else {}
-    stated = config.get("tie_word_embeddings", nested.get("tie_word_embeddings"))
-    if stated is None:
-        return bool({config.get("model_type"), nested.get("model_type")} & TIED_BY_DEFAULT)
-    return stated is True
-
-
-def may_be_tied(config: Mapping[str, object]) -> bool:
-    """Return whether a config or its text model's, each by itself, says that they are one.
-
-    Versions of transformers differ in which of the two counts.
-    """
-    text = config.get("text_config")
-    for fields in (config, text if isinstance(text, dict) else {}):
-        stated = fields.get("tie_word_embeddings")
-        if stated is True or (stated is None and fields.get("model_type") in TIED_BY_DEFAULT):
-            return True
-    return False
 
 
 def _likely(name: str, names: Collection[str]) -> list[str]:

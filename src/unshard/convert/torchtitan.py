@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unshard.convert.precision import Fields
 from unshard.convert.recipes import Recipe, Take, shape_of, take
 from unshard.errors import ConversionError
+from unshard.read.beside.model_config import Fields, ModelConfig
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.selection import Selection
@@ -103,7 +103,7 @@ _FAMILIES: Mapping[str, _Family] = {
 
 
 def without_native_names(
-    tensors: Mapping[str, Recipe], config: Fields | None
+    tensors: Mapping[str, Recipe], config: ModelConfig | None
 ) -> Mapping[str, Recipe]:
     """Give tensors that have torchtitan's names those of transformers; all others stay.
 
@@ -116,18 +116,18 @@ def without_native_names(
     Raises:
         ConversionError: rows do not fit the config's heads, or are not stored as they are.
     """
-    family = None if config is None else _FAMILIES.get(str(config.get("model_type")))
+    family = None if config is None else _FAMILIES.get(str(config.fields.get("model_type")))
     if config is None or family is None or "tok_embeddings.weight" not in tensors:
         return tensors
     found: dict[str, Recipe] = {}
     for name, recipe in tensors.items():
-        new = _renamed(name, family, config)
+        new = _renamed(name, family, config.fields)
         if new is None:
             continue
         if new in found:
             raise ConversionError(f"tensor {name}: another one would be {new}, too")
         key = dict(family.turned).get(".".join(new.split(".")[3:5]))
-        found[new] = recipe if key is None else _halved(name, recipe, _heads(config, key))
+        found[new] = recipe if key is None else _halved(name, recipe, _heads(config.fields, key))
     return found
 
 

@@ -99,7 +99,7 @@ def _demand_config(prepared: "Prepared") -> "Prepared":
 
     if prepared.config is None:
         raise ConversionError(
-            without_config(prepared.source),
+            without_config(prepared.checkpoint),
             hint="on a server: set `config` of the profile to that file or directory",
         )
     return prepared

@@ -12,7 +12,7 @@ from unshard.errors import CorruptError
 from unshard.evaluate.arguments import join_arguments
 from unshard.evaluate.jobs import Scalar
 from unshard.evaluate.settings import Settings
-from unshard.read.beside.companions import read_config
+from unshard.read.beside.model_config import read_config
 
 __all__ = [
     "filled",

@@ -6,10 +6,12 @@ holes, companions) is done by `open` afterwards.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from unshard.errors import CorruptError
 from unshard.tensors.catalog import ByteRange, Skipped, TensorEntry
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "Request",
     "Role",
     "Weights",
+    "blaming",
 ]
 
 _NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)")
@@ -195,3 +198,15 @@ class Format:
 
     def __str__(self) -> str:
         return self.name
+
+
+@contextmanager
+def blaming(path: Path) -> Iterator[None]:
+    """Say of a file that cannot be read that it is the checkpoint's."""
+    try:
+        yield
+    except OSError as error:
+        raise CorruptError(
+            f"{error.filename or path}: cannot be read: {error.strerror or error}",
+            hint="are its permissions right, and is its disk mounted?",
+        ) from error

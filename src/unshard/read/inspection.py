@@ -135,7 +135,7 @@ def describe(
     """Return what there is to say of a checkpoint."""
     catalog, location = checkpoint.catalog, checkpoint.location
     entries = catalog.tensors.values()
-    config = ("config.json",) if catalog.companions.config else ()
+    config = ("config.json",) if checkpoint.companions.config else ()
     return Inspection(
         path=str(location.place),
         format=catalog.format,
@@ -156,7 +156,7 @@ def describe(
         missing=tuple(path.name for path in catalog.missing),
         skipped=catalog.skipped,
         config_dtype=config_dtype,
-        companions=(*config, *catalog.companions.files),
+        companions=(*config, *checkpoint.companions.files),
         training_state=tuple(
             path.name + ("/" if path.is_dir() else "") for path in catalog.training_state
         ),

@@ -1,44 +1,64 @@
 """From a path to a checked catalog: the one entrance to this room."""
 
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard.errors import (
-    CorruptError,
     IncompleteError,
     NotMergeableError,
     UnknownFormatError,
     UsageError,
     raise_all,
 )
-from unshard.read.beside.companions import find_companions
+from unshard.read.beside.base import Base
+from unshard.read.beside.companions import Companions, find_companions
+from unshard.read.beside.model_config import ModelConfig
 from unshard.read.check import check
 from unshard.read.discover import discover, regular_of, step_of
 from unshard.read.ema import filled
 from unshard.read.flat_parameters import refuse_flat_parameters
-from unshard.read.format import Location, PassedOver, Reading, ReadOptions, Request
+from unshard.read.format import (
+    Location,
+    PassedOver,
+    Reading,
+    ReadOptions,
+    Request,
+    blaming,
+)
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.wrapper_names import unwrapped
 from unshard.tensors.catalog import Catalog, TensorEntry
 
-__all__ = ["Checkpoint", "blaming", "open_latest", "open_whole", "passing_over"]
+__all__ = ["Checkpoint", "open_latest", "open_whole", "passing_over"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A catalog and the place it was read from.
+    """A checkpoint that was read: where it is, what it holds, and what belongs to it.
 
     Attributes:
         location, catalog: where, and what.
+        companions: config, tokenizer and the like; completed by those of the base model.
+        base: the model that it was trained from, if one was named.
         passed_over: higher steps of the run, or other steps of an average, that are not complete.
     """
 
     location: Location
     catalog: Catalog
+    companions: Companions
+    base: Base | None = None
     passed_over: tuple[PassedOver, ...] = ()
+
+    @property
+    def config(self) -> ModelConfig | None:
+        """The model's config.json, read once, when it is first asked for; None without one.
+
+        Raises:
+            CorruptError: it is not a config.
+        """
+        return self.companions.model
 
     @property
     def title(self) -> str:
@@ -65,18 +85,6 @@ def open_latest(
         return _open_latest(path, request, options, also)
 
 
-@contextmanager
-def blaming(path: Path) -> Iterator[None]:
-    """Say of a file that cannot be read that it is the checkpoint's."""
-    try:
-        yield
-    except OSError as error:
-        raise CorruptError(
-            f"{error.filename or path}: cannot be read: {error.strerror or error}",
-            hint="are its permissions right, and is its disk mounted?",
-        ) from error
-
-
 def _open_latest(
     path: Path, request: Request, options: ReadOptions, also: Sequence[Path]
 ) -> Checkpoint:
@@ -87,7 +95,7 @@ def _open_latest(
     for location in locations:
         try:
             whole = replace(location, also=tuple(_beside(location, other) for other in also))
-            checkpoint = Checkpoint(whole, _read(whole, options))
+            checkpoint = _read(whole, options)
         except IncompleteError as error:
             if not request.pass_over and location is not locations[-1]:
                 older = locations[locations.index(location) + 1 :]
@@ -123,7 +131,7 @@ def passing_over(
     notes = [f"passed over {path}: it has no weights" for path in empty]
     notes += [f"passed over an incomplete step: {error.text}" for _, error in incomplete]
     catalog = replace(checkpoint.catalog, notes=(*notes, *checkpoint.catalog.notes))
-    return Checkpoint(checkpoint.location, catalog, (*checkpoint.passed_over, *passed))
+    return replace(checkpoint, catalog=catalog, passed_over=(*checkpoint.passed_over, *passed))
 
 
 def _reason(location: Location, error: IncompleteError) -> str:
@@ -149,7 +157,7 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
             raise UnknownFormatError(what, expected="model.safetensors")
         file = start if start.is_file() else None
         location = Location(place, place, None, None, "model", WHOLE_FILES, file)
-        return Checkpoint(location, _read(location, options))
+        return _read(location, options)
 
 
 def _beside(location: Location, other: Path) -> Path:
@@ -172,7 +180,7 @@ def _beside(location: Location, other: Path) -> Path:
     return same[0].weights_dir
 
 
-def _read(location: Location, options: ReadOptions) -> Catalog:
+def _read(location: Location, options: ReadOptions) -> Checkpoint:
     reading, tensors, notes = _weights(location, options)
     beside = regular_of(location) if location.weights == "ema" else None
     if beside is not None:
@@ -194,15 +202,15 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
         world_size=reading.world_size,
         tensors=tensors,
         skipped=reading.skipped,
-        companions=find_companions(location, options.config),
         training_state=reading.training_state,
         archives=reading.archives,
         missing=reading.missing,
         missing_ranks=reading.missing_ranks,
         notes=tuple(notes),
     )
+    companions = find_companions(location, options.config)
     check(catalog)
-    return catalog
+    return Checkpoint(location, catalog, companions)
 
 
 def _weights(

@@ -5,7 +5,7 @@ keeps its chunks as columns (one array row per chunk, about 60 bytes); `Chunk` i
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -21,7 +21,6 @@ __all__ = [
     "Catalog",
     "Chunk",
     "ChunkTable",
-    "Companions",
     "CompressedRange",
     "Skipped",
     "TensorEntry",
@@ -150,19 +149,6 @@ class Skipped:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Companions:
-    """The files that make weights a model: config, tokenizer, processor, custom code.
-
-    Attributes:
-        config: the model's config.json, or None.
-        files: every other file to copy, by its name in the output.
-    """
-
-    config: Path | None = None
-    files: Mapping[str, Path] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Catalog:
     """What a checkpoint holds.
@@ -175,7 +161,6 @@ class Catalog:
         world_size: number of ranks that wrote the checkpoint.
         tensors: by name, in the order of the state dict.
         skipped: values that are not tensors.
-        companions: config and the like.
         training_state: files of optimizer, scheduler, random state.
         archives: the torch.save zips that hold the tensors, whose records may carry checksums.
         missing: files of ranks that should be there and are not; replicas may make up for them.
@@ -190,7 +175,6 @@ class Catalog:
     world_size: int
     tensors: Mapping[str, TensorEntry]
     skipped: tuple[Skipped, ...] = ()
-    companions: Companions = Companions()
     training_state: tuple[Path, ...] = ()
     archives: tuple[ByteRange, ...] = ()
     missing: tuple[Path, ...] = ()

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from unshard.errors import ConversionError, CorruptError, IncompleteError
-from unshard.read.beside.companions import companions_in
-from unshard.read.format import Location, ReadOptions
+from unshard.read.beside.companions import Companions, companions_in
+from unshard.read.format import Location, ReadOptions, blaming
 from unshard.read.hub_files import weight_map
-from unshard.read.open import blaming
 from unshard.read.whole_files.reader import WHOLE_FILES
-from unshard.tensors.catalog import Companions, TensorEntry
+from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_CODE, DType
 
 __all__ = ["Base", "read_base"]

@@ -7,15 +7,16 @@ axolotl and others, which write them once, at the start, into the run's director
 """
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
-from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import CorruptError, UsageError
+from unshard.read.beside.model_config import ModelConfig, read_config
 from unshard.read.format import Location
-from unshard.tensors.catalog import Companions
 
-__all__ = ["companions_in", "completed", "find_companions", "read_config"]
+__all__ = ["Companions", "companions_in", "completed", "find_companions"]
 
 _CONFIG = "config.json"
 _NAMES = frozenset(
@@ -29,6 +30,28 @@ _NAMES = frozenset(
 )
 _SUFFIXES = (".tiktoken", ".py")
 _TEMPLATES = "additional_chat_templates"
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The files that make weights a model: config, tokenizer, processor, custom code.
+
+    Attributes:
+        config: the model's config.json, or None.
+        files: every other file to copy, by its name in the output.
+    """
+
+    config: Path | None = None
+    files: Mapping[str, Path] = field(default_factory=dict)
+
+    @cached_property
+    def model(self) -> ModelConfig | None:
+        """What config.json says, read once, when it is first asked for; None without one.
+
+        Raises:
+            CorruptError: it is not a config; see `read_config`.
+        """
+        return None if self.config is None else read_config(self.config)
 
 
 def find_companions(location: Location, config: Path | None) -> Companions:
@@ -59,22 +82,6 @@ def find_companions(location: Location, config: Path | None) -> Companions:
     return Companions(config, found.files) if config else found
 
 
-def read_config(path: Path) -> dict[str, object]:
-    """Return the fields of a model's config.json.
-
-    Raises:
-        CorruptError: it is not a JSON object, or the type or the classes of the model, or of one
-            nested in it, are not text.
-    """
-    fields = json_object(path)
-    whole = JsonFields(path, fields)
-    nested = [key for key, value in fields.items() if isinstance(value, dict)]
-    for one in (whole, *(whole.inside(key) for key in nested if key.endswith("_config"))):
-        one.text("model_type")
-        one.names("architectures")
-    return fields
-
-
 def _places(location: Location) -> Iterator[tuple[Path, bool]]:
     """Yield where companions may lie, and whether that place belongs to this checkpoint alone."""
     for root in location.roots:
@@ -96,15 +103,13 @@ def _in_run(folder: Path) -> Companions:
     Its config.json must be a model's; code belongs to the model only if that config says so.
     """
     here = companions_in(folder)
-    if here.config is None:
-        return Companions()
     try:
-        fields = read_config(here.config)
+        config = here.model
     except CorruptError:
         return here  # that it is broken is said where it is used
-    if not {"model_type", "architectures"} & fields.keys():
+    if config is None or not {"model_type", "architectures"} & config.fields.keys():
         return Companions()
-    if "auto_map" in fields:
+    if "auto_map" in config.fields:
         return here
     files = {name: path for name, path in here.files.items() if not name.endswith(".py")}
     return Companions(here.config, files)

@@ -18,6 +18,7 @@ import numpy as np
 
 from unshard.containers.json_file import json_object
 from unshard.errors import CorruptError, IncompleteError, UnshardError
+from unshard.read.beside.model_config import ModelConfig, read_config
 from unshard.read.format import Location
 from unshard.read.hub_files import weight_map
 from unshard.tensors.catalog import TensorEntry
@@ -70,9 +71,9 @@ def writer_of(location: Location) -> str:
     if any((root / _NEMO).is_dir() for root in location.roots):
         return "NeMo AutoModel"
     config = _config(location)
-    if config is None or config[0].parent not in location.roots:
+    if config is None or config.path.parent not in location.roots:
         return "unknown"
-    return "transformers" if "transformers_version" in config[1] else "unknown"
+    return "transformers" if "transformers_version" in config.fields else "unknown"
 
 
 def _places(location: Location) -> Iterator[Path]:
@@ -87,26 +88,26 @@ def _indices(location: Location) -> Iterator[Path]:
     return (path for place in _places(location) if (path := place / _INDEX).is_file())
 
 
-_Config = tuple[Path, dict[str, object]]
-
-
-def _config(location: Location) -> _Config | None:
-    """Return the nearest config.json that can be read, and its fields."""
+def _config(location: Location) -> ModelConfig | None:
+    """Return the nearest config.json that can be read."""
     folders = [*location.roots, *(root / _NEMO for root in location.roots)]
     folders += [root.parent for root in location.roots]
     for folder in folders:
         path = folder / "config.json"
         if path.is_file():
             with suppress(CorruptError):
-                return path, json_object(path)
+                return read_config(path)
     return None
 
 
 def _absent_names(
-    path: Path, listed: Collection[str], tensors: Mapping[str, TensorEntry], config: _Config | None
+    path: Path,
+    listed: Collection[str],
+    tensors: Mapping[str, TensorEntry],
+    config: ModelConfig | None,
 ) -> Iterator[IncompleteError]:
     absent = sorted(name for name in listed if name not in tensors)
-    if config is not None and _stated(config[1], "tie_word_embeddings") is True:
+    if config is not None and config.may_be_tied:
         absent = [name for name in absent if not name.endswith(_OUTPUT)]
     if absent:
         yield IncompleteError(
@@ -132,14 +133,14 @@ def _absent_bytes(path: Path, tensors: Mapping[str, TensorEntry]) -> Iterator[In
 
 
 def _short_embeddings(
-    config: _Config | None, tensors: Mapping[str, TensorEntry]
+    config: ModelConfig | None, tensors: Mapping[str, TensorEntry]
 ) -> Iterator[IncompleteError]:
     """Compare the embeddings with the vocabulary, only downwards: padding makes them larger.
 
     Of several (a speech model's own beside the language model's), the largest is meant.
     """
     found = [one for name, one in tensors.items() if f".{name}".endswith(_EMBEDDING) and one.shape]
-    vocabulary = None if config is None else _stated(config[1], "vocab_size")
+    vocabulary = None if config is None else _stated(config, "vocab_size")
     if config is None or not found or not isinstance(vocabulary, int):
         return
     largest = max(found, key=lambda entry: entry.shape[0])
@@ -147,9 +148,9 @@ def _short_embeddings(
         yield IncompleteError(
             f"tensor {largest.fqn} {list(largest.shape)}: smaller than the vocabulary, and its "
             "pieces are all of one size, as if the last were missing",
-            expected=f"{vocabulary} rows or more (vocab_size in {config[0]})",
+            expected=f"{vocabulary} rows or more (vocab_size in {config.path})",
             found=f"{largest.shape[0]} rows",
-            hint=_HINT.format(config[0].name),
+            hint=_HINT.format(config.path.name),
         )
 
 
@@ -160,7 +161,7 @@ def _is_cut_evenly(entry: TensorEntry) -> bool:
 
 
 def _short_rows(
-    config: _Config | None, tensors: Mapping[str, TensorEntry]
+    config: ModelConfig | None, tensors: Mapping[str, TensorEntry]
 ) -> Iterator[IncompleteError]:
     """Compare what has a row per hidden unit in decoder layers with the hidden size."""
     hidden = _hidden_size(config, tensors)
@@ -179,16 +180,16 @@ def _short_rows(
 
 
 def _hidden_size(
-    config: _Config | None, tensors: Mapping[str, TensorEntry]
+    config: ModelConfig | None, tensors: Mapping[str, TensorEntry]
 ) -> tuple[int, str, str] | None:
     """Return the hidden size, what says so, and what to do if the tensors are smaller.
 
     Without a config, the projections of the layers tell: they have a column per hidden unit, and a
     rank has all columns of its rows.
     """
-    stated = None if config is None else _stated(config[1], "hidden_size")
+    stated = None if config is None else _stated(config, "hidden_size")
     if config is not None and isinstance(stated, int):
-        return stated, f"hidden_size in {config[0]}", _HINT.format(config[0].name)
+        return stated, f"hidden_size in {config.path}", _HINT.format(config.path.name)
     found = {
         entry.shape[1]: name
         for name, entry in tensors.items()
@@ -205,9 +206,6 @@ def _has_whole_columns(entry: TensorEntry) -> bool:
     return len(entry.shape) == 2 and bool((entry.chunks.sizes[:, 1] == entry.shape[1]).all())
 
 
-def _stated(config: Mapping[str, object], name: str) -> object:
+def _stated(config: ModelConfig, name: str) -> object:
     """Return a field of a config; that of its text model, if it has one of its own."""
-    text = config.get("text_config")
-    if isinstance(text, dict) and name in text:
-        return text[name]
-    return config.get(name)
+    return config.text.get(name, config.fields.get(name))

@@ -1,0 +1,168 @@
+"""A model's config.json: its fields, and what they say that several stages need to know.
+
+What a config inside another one is, which of the two decides, and what a field that is left out
+means is decided here only. Families that read fields of their own do so where they are listed.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+
+from unshard.containers.json_file import JsonFields, json_object
+from unshard.tensors.dtypes import CASTS
+
+__all__ = ["Fields", "ModelConfig", "read_config"]
+
+Fields = Mapping[str, object]
+
+TIED_BY_DEFAULT = frozenset(
+    """
+    aya_vision bart bert bloom cohere cohere2 ctrl ernie4_5 ernie4_5_moe falcon falcon_mamba gemma
+    gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text got_ocr2 gpt2 gpt_bigcode
+    gpt_neo instructblip internvl lfm2 lfm2_moe lfm2_vl longt5 mamba marian mbart mistral3 mpt mt5
+    opt ovis2 paligemma pegasus recurrent_gemma roberta smollm3 starcoder2 t5 t5gemma umt5
+    vaultgemma whisper xglm xlm-roberta zamba zamba2
+    """.split()
+)
+"""Model types whose config means tied weights without saying so; a test asks transformers."""
+
+_NOTHING: Fields = MappingProxyType({})
+_TIE = "tie_word_embeddings"
+_DTYPES = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True, eq=False)
+class ModelConfig:
+    """The fields of a config.json, and the file they were read from, where it was a file."""
+
+    fields: Fields
+    path: Path = Path("config.json")
+
+    @cached_property
+    def nested(self) -> tuple[Fields, ...]:
+        """This config, then all configs inside it, at any depth and under any key."""
+        return self.fields, *_inside(self.fields)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The model types of this config and of those inside it; "" where none is stated."""
+        return tuple(str(one.get("model_type", "")) for one in self.nested)
+
+    @property
+    def text(self) -> Fields:
+        """The config of the text model inside; without one, no fields."""
+        found = self.fields.get("text_config")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype that the config names, or else that of its text model; None if none."""
+        for fields in (self.fields, self.text):
+            for key in _DTYPES:
+                value = fields.get(key)
+                if isinstance(value, str):
+                    return value.removeprefix("torch.")
+        return None
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the config says, or else its text model's, that head and embedding are one."""
+        stated = self.fields.get(_TIE, self.text.get(_TIE))
+        if stated is None:
+            types = {self.fields.get("model_type"), self.text.get("model_type")}
+            return bool(types & TIED_BY_DEFAULT)
+        return stated is True
+
+    @property
+    def may_be_tied(self) -> bool:
+        """Whether the config or its text model's, each by itself, says that they are one.
+
+        Versions of transformers differ in which of the two counts.
+        """
+        for fields in (self.fields, self.text):
+            stated = fields.get(_TIE)
+            if stated is True or (stated is None and fields.get("model_type") in TIED_BY_DEFAULT):
+                return True
+        return False
+
+    def untied(self) -> "ModelConfig":
+        """Return the config with its ties undone, also where a nested config states them."""
+        return self.changed({_TIE: False}, {_TIE: False} if _TIE in self.text else {})
+
+    def with_vocabulary(self, stated: int, rows: int) -> "ModelConfig":
+        """Return the config with another size of the vocabulary wherever it states this one."""
+        key = "vocab_size"
+        own = {key: rows} if self.fields.get(key) == stated else {}
+        return self.changed(own, {key: rows} if self.text.get(key) == stated else {})
+
+    def changed(self, fields: Fields, text: Fields = _NOTHING) -> "ModelConfig":
+        """Return the config with other fields of its own, and of the text model inside."""
+        inner = {"text_config": {**self.text, **text}} if text else {}
+        return replace(self, fields={**self.fields, **inner, **fields})
+
+    def as_written(self, dtype: str | None) -> "ModelConfig":
+        """Return a config that tells the truth about the output.
+
+        The dtype keys, also of nested configs that have one, name what was written; `architectures`
+        loses the `FSDP` that FSDP2 puts before class names.
+
+        Args:
+            dtype: that of the weights; None leaves the keys alone.
+        """
+        fields = dict(self.fields)
+        architectures = fields.get("architectures")
+        if isinstance(architectures, list):
+            fields["architectures"] = [
+                one.removeprefix("FSDP") if isinstance(one, str) else one for one in architectures
+            ]
+        if dtype is not None:
+            if not any(key in fields for key in _DTYPES):
+                fields[self._dtype_key] = dtype
+            fields = _with_dtype(fields, dtype)
+        return replace(self, fields=fields)
+
+    @property
+    def _dtype_key(self) -> str:
+        """The key of that version of transformers: 5 writes `dtype`, 4 `torch_dtype`."""
+        major = str(self.fields.get("transformers_version", "")).partition(".")[0]
+        return "dtype" if major.isdigit() and int(major) >= 5 else "torch_dtype"
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Read a model's config.json.
+
+    Raises:
+        CorruptError: it is not a JSON object, or the type or the classes of the model, or of one
+            nested in it, are not text.
+    """
+    fields = json_object(path)
+    whole = JsonFields(path, fields)
+    nested = [key for key, value in fields.items() if isinstance(value, dict)]
+    for one in (whole, *(whole.inside(key) for key in nested if key.endswith("_config"))):
+        one.text("model_type")
+        one.names("architectures")
+    return ModelConfig(fields, path)
+
+
+def _inside(fields: Fields) -> Iterator[Fields]:
+    for value in fields.values():
+        if isinstance(value, dict):
+            if "model_type" in value:
+                yield value
+            yield from _inside(value)
+
+
+def _with_dtype(fields: Fields, written: str) -> dict[str, object]:
+    changed = dict(fields)
+    for key, value in fields.items():
+        if key in _DTYPES and (value is None or str(value).removeprefix("torch.") in CASTS):
+            changed[key] = written
+        elif isinstance(value, dict) and _is_config(key, value):
+            changed[key] = _with_dtype(value, written)
+    return changed
+
+
+def _is_config(key: str, value: Fields) -> bool:
+    return key != "quantization_config" and (key.endswith("_config") or "model_type" in value)
