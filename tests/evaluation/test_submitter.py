@@ -351,6 +351,72 @@ def test_what_is_superseded_while_the_client_connects_is_not_sent(
     assert len(results) == 1
 
 
+def test_what_is_superseded_while_it_is_refused_is_not_set_aside(
+    tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool, post = Spool(tmp_path), EvalClient.submit_body
+    fields: Fields = {"step": 1, "request": {"checkpoint": "/c", "step": 1, "tasks": ["t"]}}
+
+    def interrupted(client: EvalClient, body: Fields) -> Fields:
+        spool.supersede(spool.add(fields))
+        return post(client, body)
+
+    spool.add(fields)
+    server.refuses = (400, "no such profile")
+    courier = Courier(config_for(server.url), spool, ignore)
+    with monkeypatch.context() as patched:
+        patched.setattr(EvalClient, "submit_body", interrupted)
+        courier.send()
+    assert (len(spool.waiting()), spool.refused()) == (1, [])
+    courier.close()
+
+
+def test_what_was_refused_is_given_up_by_removing_its_file(tmp_path: Path, server: Stub) -> None:
+    server.refuses = (400, "no such profile")
+    first = Submitter(config_for(server.url), tmp_path)
+    first.submit(lmms_checkpoint(tmp_path, 1), 1)
+    until(lambda: Spool(tmp_path).refused())
+    first.close(0.0)
+    (file,) = (tmp_path / "_unshard" / "spool" / "refused").iterdir()
+    file.unlink()
+    server.refuses = None
+    second = Submitter(config_for(server.url), tmp_path)
+    second.submit(lmms_checkpoint(tmp_path, 2), 2)
+    assert second.close(20)
+    assert [body["step"] for body in server.submissions] == [2]
+
+
+def test_what_was_refused_is_sent_again_now_and_then(
+    tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(courier_module, "_REFUSED_AGAIN", 0.05)
+    server.refuses = (400, "no such profile")
+    submitter = Submitter(config_for(server.url), tmp_path)
+    submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
+    until(lambda: Spool(tmp_path).refused())
+    server.refuses = None
+    until(lambda: server.submissions)
+    assert submitter.close(20)
+    assert [step for step, _ in submitter.completed()] == [1]
+
+
+def test_a_job_that_the_server_forgets_again_and_again_is_set_aside(
+    tmp_path: Path, server: Stub
+) -> None:
+    """Three times at most: such a server loses its database each time."""
+    spool = Spool(tmp_path)
+    spool.add({"step": 1, "request": {"checkpoint": "/c", "step": 1, "tasks": ["t"]}})
+    courier = Courier(config_for(server.url), spool, ignore)
+    for _ in range(6):
+        courier.send()
+        server.jobs.clear()
+        courier.poll()
+    courier.close()
+    assert len(server.submissions) == 4
+    (refused,) = spool.refused()
+    assert "forgets this job again and again" in str(refused.fields["error"])
+
+
 def test_a_job_is_not_submitted_again_and_again_where_that_cannot_be_written_down(
     tmp_path: Path, server: Stub
 ) -> None:

@@ -88,7 +88,8 @@ class Courier:
                 is_known = entry.fields.get("error") == str(error)
                 level = logging.DEBUG if is_known else logging.ERROR
                 log.log(level, "step %s is not evaluated: %s", entry.step, error)
-                self._spool.refuse(entry, str(error))
+                if entry.path.exists():  # else the step was saved again meanwhile
+                    self._spool.refuse(entry, str(error))
             except Exception as error:  # noqa: BLE001  (whatever it is: others may fare better)
                 failure = error
         if failure is not None:
