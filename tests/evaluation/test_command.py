@@ -104,9 +104,14 @@ def test_results_that_are_too_large_are_not_read(tmp_path: Path) -> None:
         make_evaluator(work.profile).metrics(work, 0)
 
 
-def test_there_are_not_too_many_numbers(tmp_path: Path) -> None:
-    many = {f"m{number}": number for number in range(100_001)}
-    with pytest.raises(EvaluationError, match=r"too many numbers\n.*at most 100000"):
+@pytest.mark.parametrize(
+    ("count", "length", "found"), [(10_001, 6, "10001 numbers"), (2, 600_000, "1200004 bytes")]
+)
+def test_there_are_not_too_many_numbers(
+    tmp_path: Path, count: int, length: int, found: str
+) -> None:
+    many = {f"{number:0{length}d}": number for number in range(count)}
+    with pytest.raises(EvaluationError, match=f"too many numbers.*\n.*at most 10000.*\n.*{found}"):
         measured(attempt(tmp_path, "a"), {"a": many})
 
 

@@ -120,7 +120,7 @@ def test_results_are_numbers_with_their_steps(server: Live, done: Fields) -> Non
     }
     assert mine["score", "acc"] == 0.05
     assert len(mine) == 6
-    assert server.v1("GET", "/results?run=none") == {"results": []}
+    assert server.v1("GET", "/results?run=none") == {"results": [], "next": None}
 
 
 def test_runs_and_profiles_are_listed(server: Live, done: Fields) -> None:
@@ -243,6 +243,9 @@ def test_pins_are_listed_and_removed_when_no_job_needs_them(server: Live) -> Non
         ("PUT", "/jobs", 405, "Method Not Allowed"),
         ("GET", "/jobs?status=odd", 400, "status"),
         ("GET", "/jobs?limit=0", 400, "limit"),
+        ("GET", "/jobs?before=none", 404, "there is none"),
+        ("GET", "/results?limit=10001", 400, "limit"),
+        ("GET", "/results?after=x", 400, "after"),
         ("GET", f"/jobs?step={10**30}", 400, "step"),
         ("GET", f"/events?since={10**30}", 400, "since"),
         ("GET", f"/results?step={10**19}", 400, "step"),

@@ -215,15 +215,16 @@ def test_results_stand_with_their_step(store: Store) -> None:
     for job in (claim(store), claim(store)):
         metrics = {"task/acc": 0.5, "task/em,strict": 1.0}
         assert store.complete(job.id, metrics, Path("/results.json"))
-    found = store.results(Filters(run="run"))
+    found = list(store.results(Filters(run="run")))
     assert [(one.step, one.task, one.metric, one.value) for one in found] == [
-        (10, "task", "acc", 0.5),
-        (10, "task", "em,strict", 1.0),
         (20, "task", "acc", 0.5),
         (20, "task", "em,strict", 1.0),
+        (10, "task", "acc", 0.5),
+        (10, "task", "em,strict", 1.0),
     ]
-    assert store.results(Filters(step=10, limit=1)) == found[:1]
-    assert store.results(Filters(run="other")) == []
+    assert list(store.results(Filters(step=10, limit=1))) == found[2:3]
+    assert list(store.results(Filters(), found[1].number)) == found[2:]
+    assert list(store.results(Filters(run="other"))) == []
 
 
 def test_a_lost_attempt_is_no_failure(store: Store) -> None:

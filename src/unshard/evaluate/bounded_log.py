@@ -18,7 +18,7 @@ LOG_BYTES = 10_000_000
 _LINE = b"\n[... %020d bytes left out ...]\n"
 _LINE_PATTERN = re.compile(rb"\n\[\.\.\. ([0-9]{20}) bytes left out \.\.\.\]\n")
 _WIDTH = len(_LINE % 0)
-_TEXT_BYTES = 1 << 20
+_TEXT_BYTES = 1 << 18
 
 
 class BoundedLog:
@@ -75,7 +75,7 @@ class BoundedLog:
 
 
 def read_log(path: Path, offset: int, *, most_bytes: int = LOG_BYTES) -> tuple[str, int]:
-    """Return what follows an offset, at most a megabyte of it, and the offset after that.
+    """Return what follows an offset, at most 256 KiB of it, and the offset after that.
 
     Args:
         path: of a log that may be growing, or not be there yet.

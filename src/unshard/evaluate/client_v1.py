@@ -23,6 +23,8 @@ _AWAY = frozenset({408, 425, 429, 502, 503, 504})
 _NO_TOKEN = 401
 _NOT_ALLOWED = frozenset({401, 403})
 _SHOWN = 300
+_MOST_JOBS = 100
+_LARGEST_PAGE = 1000  # jobs
 
 Answer = dict[str, object]
 
@@ -109,15 +111,16 @@ class V1Client:
         weights: str | None = None,
         limit: int | None = None,
     ) -> list[Answer]:
-        """Return the jobs that fit, the newest first."""
+        """Return the jobs that fit, the newest first; `limit`: so many at most (100)."""
         query = {"status": status, "run": run, "step": step, "profile": profile}
-        return self._list("jobs", {**query, "weights": weights, "limit": limit})
+        return self._list("jobs", {**query, "weights": weights}, "before", limit or _MOST_JOBS)
 
     def results(
         self, *, run: str | None = None, step: int | None = None, profile: str | None = None
     ) -> list[Answer]:
-        """Return the numbers that fit, one by one."""
-        return self._list("results", {"run": run, "step": step, "profile": profile})
+        """Return the numbers that fit, one by one, by run and step."""
+        query = {"run": run, "step": step, "profile": profile}
+        return sorted(self._list("results", query, "after", None), key=_place)
 
     def problems(self) -> list[str]:
         """Return why the server accepts no jobs now: a sentence for each reason, or nothing."""
@@ -150,11 +153,21 @@ class V1Client:
         except (httpx.TransportError, httpx.StreamError) as error:
             raise _away(url, error) from error
 
-    def _list(self, what: str, query: Mapping[str, Scalar | None]) -> list[Answer]:
-        found = self._call("GET", f"/{what}", query=query).get(what)
-        if not isinstance(found, list):
-            raise EvaluationError(f"{self.base_url}: the answer lists no {what}", found=str(found))
-        return found
+    def _list(
+        self, what: str, query: Mapping[str, Scalar | None], cursor: str, most: int | None
+    ) -> list[Answer]:
+        """Return a list page by page: `next` of an answer is the `cursor` of the next page."""
+        listed, place = list[Answer](), None
+        while True:
+            limit = None if most is None else min(most - len(listed), _LARGEST_PAGE)
+            asked = {**query, cursor: place, "limit": limit}
+            answer = self._call("GET", f"/{what}", query=asked)
+            found, place = answer.get(what), _cursor(answer.get("next"))
+            if not isinstance(found, list):
+                raise EvaluationError(f"{self.base_url}: answer without {what}", found=str(found))
+            listed += found
+            if place is None or not found or len(listed) == most:
+                return listed
 
     def _call(
         self,
@@ -173,6 +186,16 @@ class V1Client:
         if answer.is_error:
             _raise_for(answer)
         return _object(answer)
+
+
+def _cursor(found: object) -> Scalar | None:
+    return found if isinstance(found, int | str) else None
+
+
+def _place(result: Answer) -> tuple[str, bool, int]:
+    """Return what results are sorted by: run and step, those without a step first."""
+    step = result.get("step")
+    return str(result.get("run")), isinstance(step, int), step if isinstance(step, int) else 0
 
 
 def _part(text: str) -> str:

@@ -177,8 +177,9 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One number, and where it belongs."""
+    """One number, and where it belongs; what is completed later has a higher `number`."""
 
+    number: int
     job_id: str
     run: str
     step: int | None

@@ -3,13 +3,14 @@
 import sqlite3
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from unshard.evaluate.jobs import Event, Filters, Job, Result, Status
 from unshard.evaluate.schema import (
     JOB_COLUMNS,
+    RESULT_COLUMNS,
     as_event,
     as_job,
     as_result,
@@ -97,11 +98,10 @@ class Records:
             yield connection
 
     def _one(self, connection: sqlite3.Connection, job_id: str) -> Job | None:
-        found = _jobs(connection, "WHERE jobs.id = ?", [job_id])
-        return found[0] if found else None
+        return next(_jobs(connection, "WHERE jobs.id = ?", [job_id]), None)
 
     def _many(self, rest: str, values: list[str | int | float]) -> list[Job]:
-        return _jobs(self._connection, rest, values)
+        return list(_jobs(self._connection, rest, values))
 
     def due(self, now: float) -> Job | None:
         """Return the oldest job that could be claimed."""
@@ -141,10 +141,22 @@ class Records:
 
     def jobs(self, filters: Filters) -> list[Job]:
         """Return jobs, the newest first."""
+        return list(self.newest(filters))
+
+    def newest(self, filters: Filters, before: str | None = None) -> Iterator[Job]:
+        """Read jobs one by one, the newest first.
+
+        Args:
+            filters: which.
+            before: only jobs that are older than the job of this id.
+        """
         where, values = chosen(filters)
+        if before is not None:
+            where += " AND jobs.number < (SELECT number FROM jobs WHERE id = ?)"
+            values.append(before)
         limit = -1 if filters.limit is None else filters.limit
         rest = f"WHERE {where} ORDER BY jobs.number DESC LIMIT ?"
-        return self._many(rest, [*values, limit])
+        return _jobs(self._connection, rest, [*values, limit])
 
     def position(self, job_id: str) -> int | None:
         """Return a queued job's place in the queue, 1 for the next; None if it is not queued."""
@@ -194,17 +206,21 @@ class Records:
         rows = self._connection.execute("SELECT DISTINCT run FROM jobs ORDER BY run")
         return [row[0] for row in rows.fetchall()]
 
-    def results(self, filters: Filters) -> list[Result]:
-        """Return the numbers of completed jobs, by run and step; `limit` counts numbers."""
+    def results(self, filters: Filters, after: int = 0) -> Iterator[Result]:
+        """Read the numbers of completed jobs one by one, in the order in which they came.
+
+        Args:
+            filters: which; `limit` counts numbers.
+            after: only what came after the result of this number.
+        """
         where, values = chosen(filters)
         limit = -1 if filters.limit is None else filters.limit
         rows = self._connection.execute(
-            "SELECT * FROM results JOIN jobs ON jobs.id = results.job_id"  # noqa: S608  (our columns)
-            f" WHERE jobs.status = 'completed' AND {where}"
-            " ORDER BY run, step, jobs.number, metric LIMIT ?",
-            [*values, limit],
+            f"SELECT {RESULT_COLUMNS} WHERE results.rowid > ? AND jobs.status = 'completed'"
+            f" AND {where} ORDER BY results.rowid LIMIT ?",
+            [after, *values, limit],
         )
-        return [as_result(row) for row in rows.fetchall()]
+        return map(as_result, rows)
 
     def events(self, since: int) -> list[Event]:
         """Return the changes after the one of this number, the oldest first, 1,000 at most."""
@@ -214,9 +230,11 @@ class Records:
         return [as_event(row) for row in rows.fetchall()]
 
 
-def _jobs(connection: sqlite3.Connection, rest: str, values: list[str | int | float]) -> list[Job]:
-    rows = connection.execute(f"SELECT {JOB_COLUMNS} {rest}", values).fetchall()
-    return [as_job(row, _metrics(connection, row)) for row in rows]
+def _jobs(
+    connection: sqlite3.Connection, rest: str, values: Sequence[str | int | float]
+) -> Iterator[Job]:
+    rows = connection.execute(f"SELECT {JOB_COLUMNS} {rest}", values)
+    return (as_job(row, _metrics(connection, row)) for row in rows)
 
 
 def _metrics(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, float]:

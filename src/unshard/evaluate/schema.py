@@ -16,6 +16,7 @@ from unshard.evaluate.jobs import Event, Filters, Job, Phase, Process, Request, 
 
 __all__ = [
     "JOB_COLUMNS",
+    "RESULT_COLUMNS",
     "as_event",
     "as_job",
     "as_result",
@@ -92,6 +93,12 @@ JOB_COLUMNS = """
     FROM jobs LEFT JOIN attempts AS open ON open.job_id = jobs.id AND open.ended_at IS NULL
 """
 """What `as_job` reads, after SELECT."""
+
+RESULT_COLUMNS = """
+    results.rowid AS number, id, run, step, weights, profile, metric, value, completed_at
+    FROM results CROSS JOIN jobs ON jobs.id = results.job_id
+"""
+"""What `as_result` reads, after SELECT; SQLite reads the left table of a CROSS JOIN in order."""
 
 _BUSY_S = 30.0
 _FILTERED = ("status", "run", "step", "weights", "profile")
@@ -209,9 +216,10 @@ def as_event(row: sqlite3.Row) -> Event:
 
 
 def as_result(row: sqlite3.Row) -> Result:
-    """Return a result from a row of `results` joined with `jobs`."""
+    """Return a result from a row of `RESULT_COLUMNS`."""
     task, _, metric = row["metric"].partition("/")
     return Result(
+        number=row["number"],
         job_id=row["id"],
         run=row["run"],
         step=row["step"],

@@ -21,7 +21,8 @@ __all__ = [
 ]
 
 _LOG = "the log of the job says why"
-_MOST_METRICS = 100_000
+_MOST_METRICS = 10_000
+_MOST_NAMES = 1 << 20  # bytes of all names together: a job is one answer of the server
 
 
 def launch(work: Work, module: str) -> list[str]:
@@ -110,11 +111,12 @@ def check_tasks(
         EvaluationError: a task is not named, or has no finite number; or there are too many.
     """
     metrics = metrics_of(table(document, "results"))
-    if len(metrics) > _MOST_METRICS:
+    size = sum(len(name.encode("utf-8", "backslashreplace")) for name in metrics)
+    if len(metrics) > _MOST_METRICS or size > _MOST_NAMES:
         raise EvaluationError(
-            f"{program}'s results have too many numbers",
-            expected=f"at most {_MOST_METRICS}",
-            found=str(len(metrics)),
+            f"{program}'s results have too many numbers, or too long names",
+            expected=f"at most {_MOST_METRICS} numbers, whose names have {_MOST_NAMES} bytes",
+            found=f"{len(metrics)} numbers, whose names have {size} bytes",
         )
     missing = without_numbers(_leaves(document, tasks, metrics), metrics)
     if metrics and not missing:

@@ -1,29 +1,42 @@
-"""How many connections there are, and how long one may be silent: whoever it is, token or not.
+"""How many connections there are, how long one may be silent, and how much waits to be read.
 
-A connection without a request costs a file descriptor, and a server without descriptors can start
-no evaluator and open no database.
+All of it holds for every client, with a token or without. A connection without a request costs a
+file descriptor, and a server without descriptors can start no evaluator and open no database. An
+answer that its client does not read costs memory.
 """
 
 import asyncio
 import resource
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
+
+if TYPE_CHECKING:
+    from uvicorn._types import (
+        ASGIReceiveCallable,
+        ASGISendCallable,
+        ASGISendEvent,
+        HTTPResponseBodyEvent,
+        Scope,
+    )
 
 __all__ = ["BoundedProtocol", "raise_file_limit"]
 
 _MOST = 512
 _SILENT_S = 10.0
 _FILES = 65536
+_PIECE = 1 << 16  # bytes of an answer that are handed to the kernel at once
+_UNREAD = 64 << 20  # bytes of all answers that wait for their clients
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's, but a whole head of a request must come within 10 s, bytes in between or not.
+    """uvicorn's, but a whole request must come within 10 s, bytes in between or not.
 
-    Above 512 connections the one that has waited longest for its request is dropped, or the new one
-    if all are being answered.
+    So must each 64 KiB of an answer be read. Above 512 connections the one that has waited longest
+    for its client is dropped, or the new one if all are being answered; so are those that have
+    waited longest while more than 64 MiB of answers wait to be read.
     """
 
     def __init__(
@@ -35,14 +48,16 @@ class BoundedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._deadline: asyncio.TimerHandle | None = None
+        self._whole_app = self.app
+        self.app = self._answer
+        self.unread = 0  # bytes of the answer that were not handed to the kernel yet
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Make room for a connection, and wait for its request."""
         super().connection_made(transport)
         self._wait()
         if len(self.connections) > _MOST:
-            waiting = [one for one in self.connections if isinstance(one, BoundedProtocol)]
-            min(waiting, key=BoundedProtocol.patience).drop()
+            self._drop_slowest(self._others())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget a connection."""
@@ -50,15 +65,76 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Begin to answer, if the request is there."""
+        """Begin to answer, if the whole request is there."""
         super().handle_events()
-        if self.cycle is not None and not self.cycle.response_complete:  # type: ignore[redundant-expr]  # None at first
+        if self._is_the_servers_turn():
             self._stop_waiting()
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
         self._wait()
         super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """Wait for the client to read."""
+        super().pause_writing()
+        self._wait()
+
+    def resume_writing(self) -> None:
+        """Go on with the answer, or wait for the next request."""
+        super().resume_writing()
+        if self._is_the_servers_turn():
+            self._stop_waiting()
+        else:
+            self._wait()
+
+    def _is_the_servers_turn(self) -> bool:
+        """Return whether the client has done all that it can."""
+        if self.cycle is None or self.flow.write_paused:  # type: ignore[redundant-expr]  # None at first
+            return False
+        return not (self.cycle.more_body or self.cycle.response_complete)
+
+    async def _answer(
+        self, scope: "Scope", receive: "ASGIReceiveCallable", send: "ASGISendCallable"
+    ) -> None:
+        """Answer a request; a large body is sent piece by piece, as fast as it is read."""
+
+        async def send_in_pieces(message: "ASGISendEvent") -> None:
+            body = message.get("body", b"") if message["type"] == "http.response.body" else b""
+            if len(body) <= _PIECE:
+                await send(message)
+                return
+            self._make_room(len(body))
+            for start in range(0, len(body), _PIECE):
+                part = body[start : start + _PIECE]
+                is_more = start + len(part) < len(body) or bool(message.get("more_body"))
+                piece: HTTPResponseBodyEvent
+                piece = {"type": "http.response.body", "body": part, "more_body": is_more}
+                self.unread = len(body) - start
+                await send(piece)
+            self.unread = 0
+
+        try:
+            await self._whole_app(scope, receive, send_in_pieces)
+        finally:
+            self.unread = 0
+
+    def _make_room(self, size: int) -> None:
+        """Drop the slowest readers until an answer of so many bytes fits."""
+        unread = [one for one in self._others() if one.unread and one is not self]
+        size += sum(one.unread for one in unread)
+        while unread and size > _UNREAD:
+            size -= self._drop_slowest(unread)
+
+    def _others(self) -> "list[BoundedProtocol]":
+        return [one for one in self.connections if isinstance(one, BoundedProtocol)]
+
+    def _drop_slowest(self, among: "list[BoundedProtocol]") -> int:
+        """Drop what has waited longest for its client; return the bytes that it had not read."""
+        slowest = min(among, key=BoundedProtocol.patience)
+        among.remove(slowest)
+        slowest.drop()
+        return slowest.unread
 
     def patience(self) -> float:
         """Return when it is dropped if nothing comes; never, while it is answered."""

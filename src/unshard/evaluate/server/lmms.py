@@ -14,6 +14,7 @@ from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Request as Wanted
 from unshard.evaluate.jobs import Scalar, Status
 from unshard.evaluate.merging import GivenUpError, GoneError
+from unshard.evaluate.server.answers import answer
 from unshard.evaluate.server.health import UnhealthyError
 from unshard.evaluate.server.lmms_views import (
     EvaluateRequest,
@@ -87,15 +88,16 @@ def evaluate(request: Request, asked: EvaluateRequest) -> Submitted:
     )
 
 
-@router.get("/jobs/{job_id}")
-def job(request: Request, job_id: str) -> JobInfo:
+@router.get("/jobs/{job_id}", response_model=JobInfo)
+def job(request: Request, job_id: str) -> Response:
     """Show a job."""
     service = service_of(request)
     found = service.job(job_id)
     if found is None:
         raise HTTPException(404, f"Job {job_id} not found")
     position = service.store.position(job_id)
-    return job_info(found, position, service.results_file(found), service.sample_files(found))
+    files = service.sample_files(found)
+    return answer(job_info(found, position, service.results_file(found), files))
 
 
 @router.delete("/jobs/{job_id}")

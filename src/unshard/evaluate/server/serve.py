@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from anyio import to_thread
 
 from unshard.errors import UsageError
 from unshard.evaluate.evaluators import make_evaluator
@@ -33,6 +34,7 @@ __all__ = ["Given", "configured", "make_service", "serve"]
 _WORK_DIR = Path("unshard-eval")
 _DATABASE = "jobs.sqlite"
 _GRACE_S = 3
+_THREADS = 12
 _log = logging.getLogger(__name__)
 
 
@@ -169,11 +171,16 @@ def serve(given: Given) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, but merges for clients end when it is told to."""
+    """uvicorn's, but with fewer threads, and merges for clients end when it is told to."""
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._service = service
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen; few threads answer, because each needs the memory of its answer."""
+        to_thread.current_default_thread_limiter().total_tokens = _THREADS
+        await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -38,6 +39,7 @@ from unshard.read.format import Request as Wanted
 __all__ = ["Service", "by_task", "profile_named"]
 
 _log = logging.getLogger(__name__)
+_MOST_FILES = 1000
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _SHORT_ID = re.compile(r"[0-9a-f]{4,15}", re.ASCII)
 _SHOWN_IDS = 20
@@ -285,9 +287,9 @@ class Service:
         return str(path)
 
     def sample_files(self, job: Job) -> list[str]:
-        """Return the files of a job's samples, as both evaluators call them."""
+        """Return the files of a job's samples, as both evaluators call them, 1,000 at most."""
         output = self.scheduler.directory_of(job) / "output"
-        return sorted(map(str, output.rglob("*samples_*.jsonl")))
+        return sorted(map(str, islice(output.rglob("*samples_*.jsonl"), _MOST_FILES)))
 
     def job(self, job_id: str) -> Job | None:
         """Return a job: by its id, or by the first letters of it, at least four.

@@ -9,13 +9,14 @@ from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from unshard.evaluate.jobs import Event, Filters, Job, Status
+from unshard.evaluate.server.answers import answer, page
 from unshard.evaluate.server.lmms import service_of
 from unshard.evaluate.server.pinning import PinInUseError
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.views import (
     ErrorBody,
-    JobFilter,
     JobList,
+    JobPage,
     JobView,
     LogPart,
     Number,
@@ -23,8 +24,8 @@ from unshard.evaluate.server.views import (
     PinView,
     ProfileList,
     ProfileView,
-    ResultFilter,
     ResultList,
+    ResultPage,
     RunList,
     Submission,
     job_view,
@@ -63,19 +64,21 @@ def submit(request: Request, response: Response, submission: Submission) -> JobV
     return _view(service, job)
 
 
-@router.get("/jobs")
-def jobs(request: Request, wanted: Annotated[JobFilter, Query()]) -> JobList:
-    """List jobs, the newest first."""
+@router.get("/jobs", response_model=JobList)
+def jobs(request: Request, wanted: Annotated[JobPage, Query()]) -> Response:
+    """List jobs, the newest first, page by page."""
     service = service_of(request)
-    found = service.store.jobs(Filters(**wanted.model_dump()))
-    return JobList(jobs=[_view(service, job) for job in found])
+    before = None if wanted.before is None else _found(service, wanted.before).id
+    filters = Filters(**wanted.model_dump(exclude={"before", "limit"}))
+    found = (_view(service, job) for job in service.store.newest(filters, before))
+    return page("jobs", ((view.id, view) for view in found), wanted.limit)
 
 
-@router.get("/jobs/{job_id}")
-def job(request: Request, job_id: str) -> JobView:
+@router.get("/jobs/{job_id}", response_model=JobView)
+def job(request: Request, job_id: str) -> Response:
     """Show a job."""
     service = service_of(request)
-    return _view(service, _found(service, job_id))
+    return answer(_view(service, _found(service, job_id)))
 
 
 @router.delete("/jobs/{job_id}")
@@ -88,8 +91,8 @@ def cancel(request: Request, job_id: str) -> JobView:
     return _view(service, found)
 
 
-@router.get("/jobs/{job_id}/log")
-def log(request: Request, job_id: str, offset: Number = 0) -> LogPart:
+@router.get("/jobs/{job_id}/log", response_model=LogPart)
+def log(request: Request, job_id: str, offset: Number = 0) -> Response:
     """Read the log of a job's last attempt from a byte on."""
     service = service_of(request)
     found, days = _found(service, job_id), service.config.keep_days
@@ -97,14 +100,15 @@ def log(request: Request, job_id: str, offset: Number = 0) -> LogPart:
         kept = f"; the server keeps logs for {days} days (`keep_days`)" if days else ""
         raise HTTPException(410, f"job {job_id}: its log has been removed{kept}")
     text, after, ended = service.log(found, offset)
-    return LogPart(text=text, offset=after, ended=ended)
+    return answer(LogPart(text=text, offset=after, ended=ended))
 
 
-@router.get("/results")
-def results(request: Request, wanted: Annotated[ResultFilter, Query()]) -> ResultList:
-    """List all numbers."""
-    found = service_of(request).store.results(Filters(**wanted.model_dump()))
-    return ResultList(results=[result_view(one) for one in found])
+@router.get("/results", response_model=ResultList)
+def results(request: Request, wanted: Annotated[ResultPage, Query()]) -> Response:
+    """List numbers in the order in which they came, page by page."""
+    filters = Filters(**wanted.model_dump(exclude={"after", "limit"}))
+    found = service_of(request).store.results(filters, wanted.after)
+    return page("results", ((one.number, result_view(one)) for one in found), wanted.limit)
 
 
 @router.get("/runs")

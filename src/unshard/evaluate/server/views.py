@@ -12,8 +12,8 @@ from unshard.evaluate.validation import MOST_TASKS
 __all__ = [
     "ErrorBody",
     "ErrorFields",
-    "JobFilter",
     "JobList",
+    "JobPage",
     "JobView",
     "LogPart",
     "Number",
@@ -21,8 +21,8 @@ __all__ = [
     "PinView",
     "ProfileList",
     "ProfileView",
-    "ResultFilter",
     "ResultList",
+    "ResultPage",
     "ResultView",
     "RunList",
     "Submission",
@@ -117,22 +117,32 @@ class ResultFilter(BaseModel):
     profile: Text | None = None
 
 
-class JobFilter(ResultFilter):
-    """Which jobs are meant."""
+class ResultPage(ResultFilter):
+    """Which results are meant, and where their list goes on."""
+
+    after: Number = 0
+    limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
+
+
+class JobPage(ResultFilter):
+    """Which jobs are meant, and where their list goes on."""
 
     status: Status | None = None
+    before: Text | None = None
     limit: Annotated[int, Field(ge=1, le=1000)] = 100
 
 
 class JobList(BaseModel):
-    """Jobs, the newest first."""
+    """Jobs, the newest first; `next` is the `before` of the next page, if there is one."""
 
     jobs: list[JobView]
+    next: str | None
 
 
 class ResultView(BaseModel):
-    """One number, and where it belongs."""
+    """One number, and where it belongs; what is completed later has a higher `number`."""
 
+    number: int
     job_id: str
     run: str
     step: int | None
@@ -145,9 +155,10 @@ class ResultView(BaseModel):
 
 
 class ResultList(BaseModel):
-    """Numbers."""
+    """Results, by number; `next` is the `after` of the next page, if there is one."""
 
     results: list[ResultView]
+    next: int | None
 
 
 class RunList(BaseModel):
