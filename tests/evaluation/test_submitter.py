@@ -330,6 +330,60 @@ def test_whatever_fails_on_one_submission_the_others_are_sent_and_it_waits(
     courier.close()
 
 
+def test_a_server_that_fails_is_sent_one_submission_at_a_time(
+    tmp_path: Path, server: Stub
+) -> None:
+    """And none is held back by one that the server always fails on."""
+
+    def finish(body: Fields) -> Fields:
+        if body["step"] == 1:
+            raise RuntimeError("the server's mistake")
+        return scores(body)
+
+    spool = Spool(tmp_path)
+    for step in (1, 2, 3):
+        spool.add({"step": step, "request": {"checkpoint": "/c", "step": step, "tasks": ["t"]}})
+    courier = Courier(config_for(server.url), spool, ignore)
+    server.refuses = (500, "the database is locked")
+    assert [courier.send(), courier.send()] == [1.0, 2.0]
+    assert server.paths == ["POST /api/v1/jobs"] * 2
+    server.refuses, server.finishes = None, finish
+    assert courier.send() == 4.0
+    assert [body["step"] for body in server.submissions] == [3, 1]
+    assert courier.send() == 8.0
+    server.finishes = scores
+    assert courier.send() == 0.0
+    assert sorted(entry.step for entry in spool.pending()) == [1, 2, 3]
+    courier.close()
+
+
+def test_how_often_is_polled_does_not_matter_to_a_server_that_takes_nothing(
+    tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left alone for a while, until training ends: then it is tried at every poll."""
+    monkeypatch.setattr(courier_module, "_FIRST_WAIT", 1000.0)
+    monkeypatch.setattr(courier_module, "_LONGEST_WAIT", 1000.0)
+    spool = Spool(tmp_path)
+    spool.accept(spool.add({"step": 3}), "known")
+    server.jobs["known"] = {"id": "known", "status": "queued", "request": None}
+    server.refuses = (503, "later")
+
+    def polled(times: int) -> None:
+        count = server.paths.count("GET /api/v1/jobs/known") + times
+        until(lambda: server.paths.count("GET /api/v1/jobs/known") >= count)
+
+    submitter = Submitter(config_for(server.url), tmp_path)
+    for step in (1, 2):
+        submitter.submit(lmms_checkpoint(tmp_path, step), step)
+        until(lambda: "POST /api/v1/jobs" in server.paths)
+        polled(5)
+    assert server.paths.count("POST /api/v1/jobs") == 1
+    server.refuses = None
+    server.finish("known", **{"t/acc": 0.5})
+    submitter.close(60)
+    assert sorted(step for step, _ in submitter.completed()) == [1, 2, 3]
+
+
 def test_what_is_superseded_while_the_client_connects_is_not_sent(
     tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

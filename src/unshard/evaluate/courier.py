@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from unshard.evaluate.client import EvalClient
 from unshard.evaluate.client_v1 import Answer, RefusedError, ServerAwayError
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.folders import left_alone
-from unshard.evaluate.jobs import Status
+from unshard.evaluate.jobs import EvaluationError, Status
 from unshard.evaluate.pins import ExpiredError, pins_of, read_pin, sweep, unpin
 from unshard.evaluate.recorder import Recording
 from unshard.evaluate.sinks.base import metric_names
@@ -66,20 +67,26 @@ class Courier:
         self._take = take
         self._client: EvalClient | None = None
         self._wait = 0.0
+        self._failed_on = Counter[str]()
         self._again = time.monotonic() + _REFUSED_AGAIN
         self.handing_over = threading.Lock()
         self.failures: dict[str, str] = {}
 
     def send(self) -> float:
-        """Send what waits, in order; return the seconds after which to try again."""
+        """Send what waits, in order; return the seconds for which to leave the server alone.
+
+        A server that fails is not asked for the rest now. What it failed on comes last next time,
+        so that it does not keep the others waiting.
+        """
         failure: Exception | None = None
         if time.monotonic() >= self._again:
             self._again = time.monotonic() + _REFUSED_AGAIN
             self._send_refused()
-        for entry in self._spool.waiting():
+        for entry in sorted(self._spool.waiting(), key=lambda one: self._failed_on[one.name]):
             try:
                 self._send(entry)
-            except ServerAwayError as error:
+            except (ServerAwayError, EvaluationError) as error:
+                self._failed_on[entry.name] += isinstance(error, EvaluationError)
                 return self._back_off(error)
             except RefusedError as error:
                 if error.status in _NOT_ALLOWED:
@@ -95,7 +102,7 @@ class Courier:
         if failure is not None:
             return self._back_off(failure)
         self._wait = 0.0
-        return _LONGEST_WAIT
+        return 0.0
 
     def poll(self) -> None:
         """Ask for every pending job; fetch the results of those that are final."""

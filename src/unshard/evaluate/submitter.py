@@ -77,7 +77,8 @@ class Submitter:
         self._state = self.run_dir / "_unshard"
         self._recorder: Recorder | None = None  # made when this process is the first
         self._lock: int | None = None
-        self._polled = float("-inf")  # when, in the background thread
+        self._polled = self._send_at = float("-inf")  # when, in the background thread
+        self._is_closing = False
         self._leaving, self._left = threading.Lock(), 0
         self._is_second = False
         self._is_all_there = not self.acts
@@ -147,6 +148,8 @@ class Submitter:
         limit = self.config.flush_timeout if timeout is None else timeout
         end = time.monotonic() + limit
         with ignoring_errors("not all results are logged"):
+            self._is_closing = True
+            self._wake.set()
             if limit and (count := len(self.pending())):
                 log.warning("training waits for %d evaluations, %g s at most", count, limit)
             while self.pending() and not self._is_second and time.monotonic() < end:
@@ -275,15 +278,22 @@ class Submitter:
             self._leave()
 
     def _round(self) -> float:
-        """Send what waits, poll if it is time; return the seconds until the next round."""
-        wait = interval = self.config.poll_interval
-        with ignoring_errors("submissions wait"):
-            wait = min(wait, self._courier.send())
+        """Send and poll if it is time; return the seconds until the next round.
+
+        A server that takes no submissions is left alone for a while, however often it is polled.
+        When training has ended it is tried at every poll.
+        """
+        interval = self.config.poll_interval
+        if self._is_closing or time.monotonic() >= self._send_at:
+            with ignoring_errors("submissions wait"):
+                self._send_at = time.monotonic() + self._courier.send()
         if time.monotonic() - self._polled >= interval:
             self._polled = time.monotonic()
             with ignoring_errors("results wait"):
                 self._courier.poll()
-        return min(wait, self._polled + interval - time.monotonic())
+        now = time.monotonic()
+        wait = self._polled + interval - now
+        return min(wait, self._send_at - now) if self._send_at > now else wait
 
     def _leave(self) -> None:
         """Let the next process send for this run: when thread and `close` have both come here."""
