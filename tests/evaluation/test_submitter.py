@@ -330,9 +330,7 @@ def test_whatever_fails_on_one_submission_the_others_are_sent_and_it_waits(
     courier.close()
 
 
-def test_a_server_that_fails_is_sent_one_submission_at_a_time(
-    tmp_path: Path, server: Stub
-) -> None:
+def test_a_server_that_fails_is_sent_one_submission_at_a_time(tmp_path: Path, server: Stub) -> None:
     """And none is held back by one that the server always fails on."""
 
     def finish(body: Fields) -> Fields:
