@@ -123,7 +123,7 @@ def test_a_checkpoint_that_is_gone_before_it_is_pinned_expires(server: Live) -> 
     nowhere = {"pretrained": str(server.root / "nowhere" / "checkpoint-4")}
     body = {"model": "script", "tasks": ["score"], "model_args": nowhere}
     answer = server.call("POST", "/evaluate", json=body)
-    assert (answer.status_code, "is there" in answer.text) == (400, True)
+    assert (answer.status_code, "does not exist" in answer.text) == (400, True)
 
 
 @pytest.mark.parametrize("world", [2, 3])

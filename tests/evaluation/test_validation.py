@@ -1,7 +1,11 @@
 """What clients may ask for, and what they try."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
@@ -11,7 +15,8 @@ from unshard.errors import UsageError
 from unshard.evaluate import validation
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.profiles import Kind, Profile, ServerConfig
-from unshard.evaluate.validation import check_request, resolve_checkpoint
+from unshard.evaluate.server.service import _placed
+from unshard.evaluate.validation import check_request, check_there, resolve_checkpoint
 
 CONFIG = ServerConfig(
     gpus=(0, 1),
@@ -333,3 +338,75 @@ def test_names_that_are_too_long_and_links_that_go_round(tmp_path: Path) -> None
         except UsageError:
             continue
         assert resolved.is_relative_to(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_step"),
+    [
+        ("run", False),
+        ("run/global_step_10", False),
+        ("run/checkpoint-9", False),
+        ("run/global_step_9/actor", False),
+        ("run/pins/model", True),
+        ("run/weights", True),
+    ],
+)
+def test_a_step_that_its_run_may_have_removed_is_accepted(
+    tmp_path: Path, path: str, *, is_step: bool
+) -> None:
+    (tmp_path / "run" / "global_step_10").mkdir(parents=True)
+    (tmp_path / "run" / "pins").mkdir()
+    check_there(tmp_path / path, is_step=is_step)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_step"),
+    [
+        ("typo", False),
+        ("run/global_stp_10", False),
+        ("typo/global_step_10", False),
+        ("typo/global_step_10/actor", True),
+        ("run/file/global_step_10", False),
+        ("typo/weights", True),
+    ],
+)
+def test_a_path_without_a_checkpoint_and_without_a_run_is_refused(
+    tmp_path: Path, path: str, *, is_step: bool
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "file").touch()
+    with pytest.raises(UsageError, match="it does not exist, nor the run") as caught:
+        check_there(tmp_path / path, is_step=is_step)
+    assert caught.value.found == str(tmp_path / path)
+    assert "check the path" in caught.value.hint
+
+
+@contextmanager
+def another_user() -> Iterator[None]:
+    """Be somebody else, where root runs the tests: root reads everything."""
+    own = os.geteuid()
+    try:
+        if own == 0:
+            os.seteuid(12345)
+        yield
+    finally:
+        os.seteuid(own)
+
+
+def test_what_the_server_may_not_read_is_named_with_what_to_do() -> None:
+    with TemporaryDirectory() as place:  # pytest's own directories are closed to other users
+        root = Path(place)
+        root.chmod(0o755)
+        step = root / "run" / "checkpoint-10"
+        step.mkdir(parents=True)
+        step.chmod(0o000)
+        with another_user(), pytest.raises(UsageError, match="not allowed to read it") as caught:
+            _placed(Request(str(step), "lm", ("a",)))
+        assert caught.value.found == f"{step}: Permission denied"
+        step.parent.chmod(0o000)
+        with another_user(), pytest.raises(UsageError, match="not allowed to read it"):
+            resolve_checkpoint(str(step), [root])
+        with another_user(), pytest.raises(UsageError, match="not allowed to read it") as caught:
+            check_there(step, is_step=True)
+        assert "the right to read and enter" in caught.value.hint
+        step.parent.chmod(0o700)

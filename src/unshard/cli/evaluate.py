@@ -1,6 +1,7 @@
 """`unshard eval`: the server, and what speaks to it."""
 
 import contextlib
+import os
 import sys
 import time
 from importlib.util import find_spec
@@ -175,7 +176,7 @@ def submit(
 ) -> None:
     """Queue evaluations of a checkpoint."""
     with _client(server, token_file) as client:
-        path = str(checkpoint.resolve())
+        path = os.path.realpath(checkpoint)  # the server's answer says what is wrong with it
         names = _listed(tasks)
         jobs = [
             client.submit(path, step=step, profile=profile, tasks=names, weights=one, run=run)

@@ -61,7 +61,8 @@ def main() -> int:
         error.front = Command({}, f"unshard merge {shlex.quote(order.checkpoint)} OUTPUT")
         answer = {"error": str(error), "may_pass": isinstance(error, OutputError)}
     except (OSError, MemoryError) as error:
-        answer = {"error": f"{order.checkpoint}: {error!r}", "may_pass": True}
+        is_lasting = isinstance(error, PermissionError)
+        answer = {"error": f"{order.checkpoint}: {error!r}", "may_pass": not is_lasting}
     draft = Path(f"{ANSWER_NAME}.partial")
     try:
         draft.write_text(json.dumps(answer), encoding="utf-8")

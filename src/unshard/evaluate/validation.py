@@ -1,16 +1,18 @@
 """What a client may ask the server for.
 
-Pure, but for a look at which evaluators are installed, and `resolve_checkpoint`, which follows
-links.
+Pure, but for a look at which evaluators are installed, and for `resolve_checkpoint` and
+`check_there`, which look at the checkpoint's path.
 
 A client chooses what is measured. Which code runs, with which rights, is the server's: so no task
 that is a path (a task's YAML file runs any Python), no argument but those known to load nothing and
 those that the profile allows, no character that an evaluator's parser would take for a separator.
 """
 
+import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +22,9 @@ from unshard.evaluate.arguments import has_separator, parse_arguments
 from unshard.evaluate.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
 from unshard.evaluate.jobs import Request, Scalar
 from unshard.evaluate.profiles import Kind, Profile, ServerConfig
+from unshard.read.discover import step_of
 
-__all__ = ["MOST_TASKS", "check_request", "resolve_checkpoint"]
+__all__ = ["MOST_TASKS", "check_request", "check_there", "not_readable", "resolve_checkpoint"]
 
 MOST_TASKS = 1000
 _MOST_ARGUMENTS = 64
@@ -29,6 +32,7 @@ _LONGEST_NAME = 200
 _LONGEST_VALUE = 4000
 _LONGEST_PATH = 4096
 _LONGEST_RUN = 200
+_INNER = 2  # how deep in its step a checkpoint may be: global_step_10/actor
 _LARGEST = 2**53
 
 # Every name that lm-eval 0.4.13 and lmms-eval 0.7.3 know has this form. A dot stands before a digit
@@ -75,6 +79,8 @@ def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
         resolved = Path(path).resolve()
         resolved.exists()  # raises where no file can have this name
         places = [root.resolve() for root in roots]
+    except PermissionError as error:
+        raise not_readable(error) from error
     except (OSError, RuntimeError) as error:
         raise _wrong("checkpoint", path, expected="a path that can be followed") from error
     if any(resolved.is_relative_to(place) for place in places):
@@ -85,6 +91,46 @@ def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
         + (", ".join(map(str, roots)) or "none is configured"),
         found=path,
         hint="add its directory to the server's `roots`",
+    )
+
+
+def check_there(checkpoint: Path, *, is_step: bool) -> None:
+    """Raise where there is no checkpoint, and none that a trainer may have removed meanwhile.
+
+    Args:
+        checkpoint: its path.
+        is_step: whether the client calls it a step of a run; else its name may say so.
+
+    Raises:
+        UsageError: it does not exist, and no run that it could be a step of; or it may not be read.
+    """
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            checkpoint.stat()
+            return
+        places = (checkpoint, *checkpoint.parents[:_INNER])
+        steps = [place for place in places if step_of(place.name) is not None]
+        if is_step and not steps:
+            steps = [checkpoint]
+        if any(step.parent.is_dir() for step in steps):
+            return
+    except PermissionError as error:
+        raise not_readable(error) from error
+    raise UsageError(
+        "checkpoint: it does not exist, nor the run that it would be a step of",
+        expected="a checkpoint, or the directory of a run, as the server sees the path",
+        found=str(checkpoint),
+        hint="check the path; where the server sees the disk under another name, give that name",
+    )
+
+
+def not_readable(error: PermissionError) -> UsageError:
+    """Return the error for a checkpoint, or its run, that the server may not read."""
+    return UsageError(
+        "checkpoint: the server is not allowed to read it",
+        found=f"{error.filename}: {error.strerror}",
+        hint=f"give the server's user (uid {os.geteuid()}) the right to read and enter the "
+        "directories of the run, or start the server as their owner",
     )
 
 

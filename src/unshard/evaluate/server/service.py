@@ -32,7 +32,7 @@ from unshard.evaluate.server.health import Health
 from unshard.evaluate.server.pinning import Pins, changed_since
 from unshard.evaluate.store import Store
 from unshard.evaluate.telling import tell, tell_refusal
-from unshard.evaluate.validation import check_request, resolve_checkpoint
+from unshard.evaluate.validation import check_request, check_there, not_readable, resolve_checkpoint
 from unshard.read.discover import discover
 from unshard.read.format import Request as Wanted
 
@@ -231,10 +231,8 @@ class Service:
             check_links(Path(kept), Path(kept).parent, self.config.roots)
             return kept
         checkpoint = Path(request.checkpoint)
-        if pin is None and not checkpoint.parent.exists():
-            raise UsageError(
-                "checkpoint: neither it nor its run's directory is there", found=request.checkpoint
-            )
+        if pin is None:
+            check_there(checkpoint, is_step=request.step is not None)
         check_links(checkpoint, run, self.config.roots)
         try:
             return self.pins.made(checkpoint, request.step, run)
@@ -357,6 +355,8 @@ def _placed(request: Request) -> tuple[Request, Path]:
     path = Path(request.checkpoint)
     try:
         found = discover(path, Wanted(weights=request.weights))[0]
+    except PermissionError as error:
+        raise not_readable(error) from error
     except (UnshardError, OSError):
         return replace(request, run=request.run or _name(path.parent)), path.parent
     if path in found.step_dir.parents:
