@@ -113,7 +113,7 @@ def test_a_step_without_the_weights_keeps_back_no_other(
             save_ranks(place / "pytorch_ema_model_fsdp_0", some_tensors(), 2)
     watcher = Watcher(tmp_path, weights="ema")
     assert [steps(watcher) for _ in range(3)] == [[], [5, 15], []]
-    assert caplog.text.count("step 10 is passed over") == 1
+    assert caplog.text.count("step 10 is not submitted yet") == 1
 
 
 def test_a_step_with_a_critic_only_keeps_back_no_actor(tmp_path: Path) -> None:
@@ -181,3 +181,47 @@ def test_a_checkpoint_that_is_rotated_away_meanwhile_is_passed_over(tmp_path: Pa
     place.rename(tmp_path / "gone")
     assert steps(watcher) == []
     assert steps(Watcher(tmp_path / "nowhere")) == []
+
+
+def test_reasons_name_the_step_that_they_are_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each once: one step has no checkpoint, another lacks EMA weights, a third lacks a rank."""
+    (tmp_path / "checkpoint-10").mkdir()
+    (tmp_path / "checkpoint-10" / "notes.txt").touch()
+    lmms(tmp_path, 20)
+    watcher = Watcher(tmp_path, weights="ema")
+    assert [steps(watcher) for _ in range(3)] == [[], [], []]
+    first, second = (record.message for record in caplog.records)
+    assert first.startswith(
+        f"step 10 is not submitted yet: {tmp_path}/checkpoint-10: no checkpoint"
+    )
+    assert "found:    notes.txt" in first
+    assert second.startswith("step 20 is not submitted yet: ")
+    assert "has no ema weights" in second
+    caplog.clear()
+    place = lmms(tmp_path, 30)
+    (place / "pytorch_model_fsdp_0" / "model_world_size_2_rank_1.pt").unlink()
+    watcher = Watcher(tmp_path)
+    assert [steps(watcher) for _ in range(3)] == [[], [20], []]
+    (said,) = (record.message for record in caplog.records)
+    assert said == "step 30 is not complete yet: pytorch_model_fsdp_0: rank 1 of 2 is missing"
+
+
+def test_a_directory_without_checkpoints_is_told_what_is_looked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watcher = Watcher(tmp_path)
+    assert [steps(watcher) for _ in range(2)] == [[], []]
+    (said,) = (record.message for record in caplog.records)
+    assert said.startswith(f"no checkpoint yet: {tmp_path}: ")
+    assert "checkpoint-N" in said
+
+
+def test_the_final_model_of_a_run_hides_no_step(tmp_path: Path) -> None:
+    """transformers' Trainer saves it into the run's own directory."""
+    whole_model(tmp_path)
+    place = whole_model(tmp_path / "checkpoint-7")
+    (place / "trainer_state.json").write_text('{"global_step": 7}')
+    watcher = Watcher(tmp_path)
+    assert [steps(watcher) for _ in range(2)] == [[], [7]]

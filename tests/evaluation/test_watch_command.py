@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from evaluation.real_server import FAIL, Server, server, unshard, write_config
-from evaluation.running import child_environment
+from evaluation.running import child_environment, whole_model
 from evaluation.server_stub import Stub, free_port, scores, serving, until
 from ranks import save_ranks
 from unshard.errors import UsageError
@@ -430,3 +430,26 @@ def test_a_run_that_comes_later_is_awaited(tmp_path: Path, stub: Stub) -> None:
         verl_step(tmp_path / "later", 10)
         one.look()
         assert one.look() == [(10, ("model",))]
+
+
+def test_the_final_model_in_the_directory_of_a_run_makes_it_no_checkpoint(
+    run: Path, stub: Stub
+) -> None:
+    place = whole_model(run / "checkpoint-7")
+    (place / "trainer_state.json").write_text('{"global_step": 7}')
+    whole_model(run)
+    assert looked(run, config_for(stub.url)) == [(7, ("model",))]
+
+
+def test_a_directory_that_does_not_exist_is_awaited_and_left_to_its_trainer(
+    tmp_path: Path, stub: Stub
+) -> None:
+    run = tmp_path / "runs" / "later"
+    with watching(run, stub.url) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        said = process.stderr.readline()
+        assert said == f"waiting for {run}, which does not exist yet\n"
+        assert not run.parent.exists()
+        verl_step(run, 10)
+        assert process.stdout.readline() == "step 10: submitted (model)\n"

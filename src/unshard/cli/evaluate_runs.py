@@ -90,7 +90,6 @@ def watch(
     from unshard.evaluate.logs import log_to_stderr
     from unshard.evaluate.watching import Watching
 
-    _check_directory(directory, is_needed=once)
     log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
     given: dict[str, object] = {
         "server_url": server,
@@ -102,7 +101,9 @@ def watch(
         "token_file": None if token_file is None else str(token_file),
     }
     chosen = {key: value for key, value in given.items() if value is not None}
-    with Watching(directory, _configured(config, chosen, interval)) as watching:
+    configured = _configured(config, chosen, interval)
+    _await(directory, None if once else interval)
+    with Watching(directory, configured) as watching:
         if once:
             _watch_once(watching, min(interval, _SETTLE_S))
             return
@@ -179,13 +180,16 @@ def _configured(file: Path | None, chosen: dict[str, object], interval: float) -
     return replace(base, **{key: getattr(read, key) for key in chosen})
 
 
-def _check_directory(directory: Path, *, is_needed: bool) -> None:
+def _await(directory: Path, interval: float | None) -> None:
+    """Wait until a directory exists; None: not at all. A trainer may want to make it itself."""
     if directory.is_dir():
         return
-    if is_needed or directory.exists():
+    if interval is None or directory.exists():
         found = "a file" if directory.exists() else "nothing"
         raise UsageError(f"{directory}: cannot be watched", expected="a directory", found=found)
-    print(f"waiting for {directory}, which does not exist yet", file=sys.stderr)
+    print(f"waiting for {directory}, which does not exist yet", file=sys.stderr, flush=True)
+    while not directory.is_dir():
+        time.sleep(interval)
 
 
 def _watch_once(watching: "Watching", apart: float) -> None:

@@ -82,7 +82,7 @@ class Watcher:
             try:
                 found += self._found(replace(self._request, step=number))
             except (UnshardError, OSError) as error:
-                self._tell(f"step {number} is passed over: {error}")
+                self._tell(f"step {number} is not submitted yet: {error}")
         return found
 
     def _found(self, request: Request) -> list[Location]:
@@ -96,13 +96,16 @@ class Watcher:
         return [one for one in found if one.role != "critic"]
 
     def _is_ready(self, location: Location) -> bool:
-        """Tell whether nothing has changed since the last look, and nothing is missing."""
+        """Return whether nothing has changed since the last look, and nothing is missing."""
         before = self._stamps.get(location.step_dir)
         try:
             now = self._stamps[location.step_dir] = _stamps(location.step_dir)
-            return before == now and why_incomplete(location) is None
+            why = why_incomplete(location)
         except OSError:  # rotated away while it was looked at
             return False
+        if before == now and why is not None:
+            self._tell(f"step {location.step} is not complete yet: {why}")
+        return before == now and why is None
 
 
 def why_incomplete(location: Location) -> str | None:

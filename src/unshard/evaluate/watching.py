@@ -29,7 +29,7 @@ from unshard.evaluate.sinks.base import Marks
 from unshard.evaluate.spool import Fields, Spool
 from unshard.evaluate.submitter import Completed, Submitter
 from unshard.evaluate.watch import Watcher
-from unshard.read.discover import discover
+from unshard.read.discover import discover, step_numbers
 from unshard.read.format import Location, Request
 
 __all__ = ["Answer", "Watching"]
@@ -186,7 +186,7 @@ class Watching:
         except (UnshardError, OSError):
             return  # nothing yet
         place = self.run.resolve()
-        if not any(place in one.step_dir.parents for one in found):
+        if not step_numbers(place) and not any(place in one.step_dir.parents for one in found):
             raise UsageError(
                 f"{self.run}: is a checkpoint", expected="the directory that holds checkpoints"
             )

@@ -85,7 +85,7 @@ def discover(path: Path, request: Request) -> list[Location]:
     for name in _RUN_FOLDERS:
         if (place / name).is_dir():
             return discover(place / name, request)
-    raise _nothing_found(path)
+    raise _nothing_found(path, request.step)
 
 
 def _refuse_training_state(checkpoint: Path, start: Path) -> None:
@@ -248,14 +248,15 @@ def _in_run(run: Path, request: Request, *, depth: int) -> list[Location]:
 def all_steps(run: Path, request: Request) -> list[Location]:
     """Return the checkpoints of all steps of a run, the lowest step first.
 
-    Of a path that is one checkpoint, or lies inside one, there are none.
+    Of a path that is one checkpoint, or lies inside one, there are none. A final model in the run's
+    own directory is not a step.
 
     Raises:
         CheckpointError: see `discover`.
     """
     place = run.resolve()
-    found = discover(run, request)
-    return [one for one in found[::-1] if place in one.step_dir.parents]
+    found = [one for one in discover(run, request) if place in one.step_dir.parents]
+    return (found or _in_run(place, request, depth=_NESTED_RUNS))[::-1]
 
 
 def step_numbers(run: Path) -> list[int]:
@@ -266,9 +267,9 @@ def step_numbers(run: Path) -> list[int]:
     return []
 
 
-def _nothing_found(path: Path) -> UnknownFormatError:
+def _nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
     folder = path if path.is_dir() else path.parent
-    steps = _steps(folder)
+    steps = [(step, place) for step, place in _steps(folder) if wanted in (None, step)]
     if steps:
         folder = steps[0][1]
     there = sorted(child.name + ("/" if child.is_dir() else "") for child in folder.iterdir())
