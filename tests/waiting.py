@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 __all__ = ["LIMIT_S", "wait_until"]
 
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 
 
 def wait_until(condition: Callable[[], object], what: str = "") -> None:

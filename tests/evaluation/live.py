@@ -15,6 +15,7 @@ import yaml
 
 from evaluation.running import child_environment, is_running, wait_until
 from ranks import save_ranks, some_tensors
+from waiting import LIMIT_S
 
 Fields = dict[str, object]
 
@@ -129,7 +130,7 @@ class Live:
         """Ask it to end, and everything that it left running."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(60)
+        code = self.process.wait(LIMIT_S)
         for note in self.control.glob("began-*"):
             for pid in json.loads(note.read_text())["pids"]:
                 with suppress(ProcessLookupError):
@@ -141,7 +142,7 @@ class Live:
             method,
             f"{self.url}{path}",
             headers={**self.headers, **more.pop("headers", {})},  # type: ignore[dict-item]  # headers
-            timeout=60,
+            timeout=LIMIT_S,
             **more,  # type: ignore[arg-type]  # httpx's own
         )
 
@@ -213,5 +214,5 @@ def cli(server: str, *arguments: str, **variables: str) -> "subprocess.Completed
     environment = child_environment() | {"UNSHARD_EVAL_SERVER": server, **variables}
     command: Sequence[str] = [sys.executable, "-m", "unshard", "eval", *arguments]
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=120
+        command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
     )

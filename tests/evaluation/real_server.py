@@ -12,6 +12,7 @@ import httpx
 from evaluation.running import child_environment
 from evaluation.server_stub import free_port, until
 from unshard.evaluate.client import EvalClient
+from waiting import LIMIT_S
 
 SCORE = """
 import json, os, sys
@@ -41,12 +42,12 @@ class Server:
     process: "subprocess.Popen[bytes]"
 
     def client(self) -> EvalClient:
-        return EvalClient(self.url, timeout=20)
+        return EvalClient(self.url, timeout=LIMIT_S)
 
     def ended(self, count: int) -> list[dict[str, object]]:
         """Wait until so many jobs have ended, and return all, the lowest step first."""
         with self.client() as client:
-            until(lambda: len([j for j in client.jobs() if j["completed_at"]]) >= count, seconds=60)
+            until(lambda: len([j for j in client.jobs() if j["completed_at"]]) >= count)
             return sorted(client.jobs(), key=lambda job: int(str(job["step"] or 0)))
 
 
@@ -70,12 +71,12 @@ def server(config: Path, *more: str, port: int | None = None) -> Iterator[Server
         process = subprocess.Popen(command, env=child_environment(), stdout=stream, stderr=stream)
     running = Server(f"http://127.0.0.1:{port}", work, process)
     try:
-        until(lambda: process.poll() is not None or _answers(running.url), seconds=60)
+        until(lambda: process.poll() is not None or _answers(running.url))
         assert process.poll() is None, log.read_text()
         yield running
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(LIMIT_S)
 
 
 def _answers(url: str) -> bool:
@@ -89,7 +90,12 @@ def unshard(*arguments: object, check: bool = True) -> subprocess.CompletedProce
     """Run the command line to its end."""
     command = [sys.executable, "-m", "unshard", *map(str, arguments)]
     done = subprocess.run(
-        command, env=child_environment(), capture_output=True, text=True, check=False, timeout=120
+        command,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
     )
     assert not check or done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     return done

@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import unshard
+import waiting
 from unshard.evaluate.attempts import Limits
 from unshard.evaluate.jobs import EvaluationError, Filters, Job, Request, Status
 from unshard.evaluate.profiles import Kind
@@ -24,7 +25,7 @@ from unshard.evaluate.store import Store
 from unshard.evaluate.work import Evaluator, Profile, Work
 
 TESTS = Path(__file__).parent.parent
-DEADLINE_S = 60.0
+DEADLINE_S, wait_until = waiting.LIMIT_S, waiting.wait_until
 
 SCORE = """
 import json, os, pathlib, sys, time
@@ -35,7 +36,9 @@ def done(**metrics):
 
 
 def script_profile(**changed: object) -> Profile:
-    profile = Profile("script", Kind.COMMAND, command=("x",), timeout_s=60.0, retries=0, gpus=1)
+    profile = Profile(
+        "script", Kind.COMMAND, command=("x",), timeout_s=waiting.LIMIT_S, retries=0, gpus=1
+    )
     return replace(profile, **changed)  # type: ignore[arg-type]  # the fields' own types
 
 
@@ -93,13 +96,6 @@ def scheduler(
     known = {"limits": Limits(grace_s=0.5, poll_s=0.02), "backoff_s": 0.05} | settings
     made = Settings(work_dir, **known)  # type: ignore[arg-type]
     return store, Scheduler(store, Slots(map(int, filter(None, gpus.split(",")))), evaluators, made)
-
-
-def wait_until(condition: Callable[[], bool], what: str = "") -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"still not: {what}"
-        time.sleep(0.01)
 
 
 def job_of(store: Store, job_id: str) -> Job:

@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from unshard.evaluate.pin_files import fingerprint, stamps_of
+from waiting import wait_until
 
 Fields = dict[str, object]
 
@@ -205,12 +205,7 @@ def serving(stub: Stub, port: int | None = None) -> Iterator[Stub]:
         yield stub
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join()
 
 
-def until(holds: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait until something holds."""
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "did not happen"
-        time.sleep(0.01)
+until = wait_until

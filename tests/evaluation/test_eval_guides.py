@@ -18,6 +18,7 @@ from evaluation.running import child_environment
 from unshard.evaluate import config, profiles
 from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.profiles import Kind, ServerConfig
+from waiting import LIMIT_S
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
@@ -100,7 +101,7 @@ def run(command: list[str], place: Path, **more: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -13,6 +13,7 @@ from evaluation.server_stub import Stub, free_port, scores, serving, until
 from unshard.errors import UsageError
 from unshard.evaluate import lmms_engine as ours
 from unshard.evaluate.client import EvalClient
+from waiting import LIMIT_S
 
 EVAL_CONFIG: dict[str, object] = {
     "model": "qwen_vl",
@@ -68,7 +69,7 @@ def test_what_the_yaml_says_comes_through_lmms_engines_launch(backends: ModuleTy
     del backends
     package = importlib.import_module("lmms_engine.eval")
     ours.install()
-    given = {**EVAL_CONFIG, "weights": ["model", "ema"], "run": "r7", "flush_timeout": 60}
+    given = {**EVAL_CONFIG, "weights": ["model", "ema"], "run": "r7", "flush_timeout": LIMIT_S}
     config = vars(package)["EvalConfig"](**given)
     assert (config.to_dict(), config.run, config.device) == (given, "r7", None)
     backend = vars(package)["EvalServerBackend"](url=None, eval_config=config.to_dict())

@@ -29,6 +29,7 @@ from unshard.evaluate.exporting import Destination, Target, export_all
 from unshard.evaluate.pins import pins_of
 from unshard.evaluate.spool import Spool
 from unshard.evaluate.submitter import Submitter
+from waiting import LIMIT_S
 
 pytest.importorskip("lmms_engine", reason="pip install --no-deps lmms_engine")
 pytestmark = pytest.mark.xdist_group("lmms-trainer")  # one training for all
@@ -36,7 +37,6 @@ pytestmark = pytest.mark.xdist_group("lmms-trainer")  # one training for all
 STEPS, LAST = (2, 4), 4
 NAME = "unshard_eval/values/rms"
 LOGGED = "eval/values_rms"  # as lmms-engine calls it
-PATIENCE_S = 600.0  # for a machine that does other things, too
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Trained:
         return text.partition(begins(name))[2].partition(begins(""))[0] if name else text
 
     def jobs(self, name: str) -> list[dict[str, object]]:
-        with EvalClient(self.url, timeout=20) as client:
+        with EvalClient(self.url, timeout=LIMIT_S) as client:
             return client.jobs(run=name)
 
     def is_last(self, name: str, value: float) -> bool:
@@ -107,17 +107,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     with ExitStack() as stack:
 
         def kept(process: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
-            stack.callback(process.wait, 60)
+            stack.callback(process.wait, LIMIT_S)
             stack.callback(process.terminate)
             return process
 
-        orders = [_order(place, "late", 0.5), _order(place, "away", PATIENCE_S)]
-        orders.append(_order(place, "there", PATIENCE_S, "wandb"))
+        orders = [_order(place, "late", 0.5), _order(place, "away", LIMIT_S)]
+        orders.append(_order(place, "there", LIMIT_S, "wandb"))
         training = kept(_train(place, *orders))
         waits = "Waiting for pending evaluation jobs"
-        until(lambda: waits in place.log("away") or training.poll() is not None, PATIENCE_S)
+        until(lambda: waits in place.log("away") or training.poll() is not None, waits)
         kept(_serve(place))
-        assert training.wait(PATIENCE_S) == 0, place.log("")
+        assert training.wait(LIMIT_S) == 0, place.log("")
         yield place
 
 
@@ -169,7 +169,7 @@ def test_the_last_result_reaches_every_tracker_that_results_are_exported_to(
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    with EvalClient(trained.url, timeout=20) as client:
+    with EvalClient(trained.url, timeout=LIMIT_S) as client:
         rows = client.results(run="there")
     for target in (Target.JSONL, Target.TENSORBOARD, Target.MLFLOW, Target.TRACKIO):
         export_all(rows, Destination(target, tmp_path, "project"))
@@ -204,7 +204,7 @@ def test_what_a_server_missed_for_longer_than_the_training_waits_comes_later(
     assert [entry.step for entry in Spool(run).waiting()] == list(STEPS)
     given = {"server_url": trained.url, "profile": "command", "tasks": ["values"]}
     submitter = Submitter(EvalConfig.from_dict({**given, "poll_interval": 0.1}), run)
-    assert submitter.close(PATIENCE_S)
+    assert submitter.close(LIMIT_S)
     found = dict(submitter.completed())
     assert sorted(found) == list(STEPS)
     assert trained.is_last("late", found[LAST][NAME])

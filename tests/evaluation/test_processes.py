@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -10,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from damage import in_time
 from evaluation.running import is_running, wait_until
 from unshard.evaluate.environment import MARK
 from unshard.evaluate.jobs import Process
 from unshard.evaluate.processes import boot, identify, is_alive, kill_group, members
+from waiting import LIMIT_S
 
 # A tree: a child that ignores SIGTERM, one in a session of its own, and an orphan of such a one.
 TREE = """
@@ -109,9 +110,8 @@ def test_a_process_that_ends_by_itself_when_asked_is_not_waited_for(tmp_path: Pa
     command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(command, start_new_session=True) as child:
         process = identify(child.pid, gpus=(), directory=str(tmp_path))
-        begin = time.monotonic()
-        assert kill_group(process, grace_s=50)
-        assert time.monotonic() - begin < 40
+        with in_time():
+            assert kill_group(process, grace_s=10 * LIMIT_S)
         assert child.wait() == -signal.SIGTERM
 
 

@@ -265,7 +265,8 @@ def test_a_timeout_is_a_failure(tmp_path: Path, model: Path) -> None:
     failed = wait_for(store, job.id, Status.FAILED)
     server.stop(end=True)
     assert "timed out after 0.5 s" in str(failed.error)
-    assert not is_running(pid_of(server, store, job.id))
+    began = [path.read_text() for path in output_of(server, store, job.id).glob("pid")]
+    assert not any(is_running(int(pid)) for pid in began if pid)  # it may not even have begun
 
 
 def test_a_merge_that_hangs_fails_after_its_retries(

@@ -13,6 +13,7 @@ from evaluation.live import Fields, Live, checkpoint, cli, live, until
 from unshard.errors import UsageError
 from unshard.evaluate.pins import Quota, pin_checkpoint
 from unshard.evaluate.server.security import rules_for
+from waiting import LIMIT_S
 
 pytestmark = pytest.mark.xdist_group("eval-security")  # two servers for all
 TOKEN = "correct-horse-battery-staple"  # noqa: S105  (of the test)
@@ -58,7 +59,7 @@ def evaluate(server: Live, **changed: object) -> httpx.Response:
 def raw(server: Live, request: bytes) -> bytes:
     """Send bytes as they are, and return the first of the answer."""
     host, _, port = server.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with socket.create_connection((host, int(port)), timeout=LIMIT_S) as connection:
         connection.sendall(request)
         return connection.recv(4096)
 
@@ -129,9 +130,9 @@ def test_the_token_opens_as_bearer_and_as_a_password(guarded: Live) -> None:
     bearer = guarded.call("GET", "/health", headers={"Authorization": f"Bearer {TOKEN}"})
     assert bearer.status_code == 200
     with_user = guarded.url.replace("http://", f"http://user:{TOKEN}@")
-    assert httpx.get(f"{with_user}/api/v1/jobs", timeout=60).status_code == 200
+    assert httpx.get(f"{with_user}/api/v1/jobs", timeout=LIMIT_S).status_code == 200
     as_user = guarded.url.replace("http://", f"http://{TOKEN}@")
-    assert httpx.get(f"{as_user}/health", timeout=60).status_code == 401
+    assert httpx.get(f"{as_user}/health", timeout=LIMIT_S).status_code == 401
 
 
 def test_no_secret_is_shown(guarded: Live) -> None:
@@ -221,7 +222,9 @@ def test_connections_without_a_request_keep_nobody_out(guarded: Live) -> None:
     held_open: list[socket.socket] = []
     with ExitStack() as stack:
         for number in range(700):
-            one = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            one = stack.enter_context(
+                socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
+            )
             one.sendall(b"GET / HTTP/1.1\r\nX: " if number % 2 else body)
             held_open.append(one)
             answer = guarded.call("GET", "/health") if number % 100 == 99 else None

@@ -18,6 +18,7 @@ from unshard.evaluate.pins import Quota, pin_checkpoint, unpin
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.store import Store
 from unshard.evaluate.submitter import Submitter
+from waiting import LIMIT_S
 
 pytestmark = pytest.mark.xdist_group("eval-serve")  # a server for most
 QUOTA = Quota(8, None)
@@ -179,7 +180,7 @@ def test_a_step_that_is_saved_twice_has_one_result_and_no_failure(
     submitter.submit(place, 5)
     until(lambda: len(server.v1("GET", "/jobs?run=twice")["jobs"]) == 2, "the second")  # type: ignore[arg-type]
     cancel(server, busy)
-    submitter.close(60)
+    submitter.close(LIMIT_S)
     jobs = server.v1("GET", "/jobs?run=twice")["jobs"]
     assert isinstance(jobs, list)
     assert [job["status"] for job in jobs] == ["completed", "superseded"]
@@ -303,7 +304,7 @@ def test_a_server_ends_though_somebody_follows_its_events(server: Live, tmp_path
     other = Live(tmp_path)
     other.configure()
     other.start()
-    with httpx.stream("GET", f"{other.url}/api/v1/events", timeout=60) as answer:
+    with httpx.stream("GET", f"{other.url}/api/v1/events", timeout=LIMIT_S) as answer:
         assert next(answer.iter_lines()) == ": alive"
         assert other.stop() == 0
     taken = server.url.rpartition(":")[2]

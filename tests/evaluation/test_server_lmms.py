@@ -15,6 +15,7 @@ from evaluation.live import Fields, Live, all_gone, checkpoint, live, until
 from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard.evaluate import lmms_engine as ours
 from unshard.evaluate.server import lmms_views, service
+from waiting import LIMIT_S
 
 pytestmark = pytest.mark.xdist_group("eval-lmms")  # one server for all
 TOKEN = "correct-horse-battery-staple"  # noqa: S105  (of the test)
@@ -111,7 +112,7 @@ def test_its_own_clients_work_unchanged(server: Live, run: Path, interpreter: st
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

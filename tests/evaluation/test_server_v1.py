@@ -13,6 +13,7 @@ from evaluation.live import Fields, Live, all_gone, checkpoint, live, until
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.server import views
 from unshard.evaluate.store import Store
+from waiting import LIMIT_S
 
 pytestmark = pytest.mark.xdist_group("eval-v1")  # one server for all
 
@@ -190,7 +191,7 @@ def read_events(
         (name.encode(), one.encode() if isinstance(one, str) else one)
         for name, one in headers.items()
     ]
-    with httpx.stream("GET", url, headers=httpx.Headers(given), timeout=60) as answer:
+    with httpx.stream("GET", url, headers=httpx.Headers(given), timeout=LIMIT_S) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         ids = []
         for line in answer.iter_lines():
@@ -207,7 +208,7 @@ def read_events(
 def test_a_stream_without_events_is_kept_alive(server: Live) -> None:
     url = f"{server.url}/api/v1/events?since={2**53}"
     beats = 0
-    with httpx.stream("GET", url, timeout=60) as answer:
+    with httpx.stream("GET", url, timeout=LIMIT_S) as answer:
         for line in answer.iter_lines():
             beats += line == ": alive"
             if beats == 2:

@@ -23,6 +23,7 @@ from unshard.evaluate.sinks.mlflow import MlflowSink
 from unshard.evaluate.sinks.tensorboard import TensorBoardSink
 from unshard.evaluate.sinks.trainers import open_sinks
 from unshard.evaluate.sinks.wandb import TrainerWandbSink, WandbSink
+from waiting import LIMIT_S
 
 NAME = "unshard_eval/mmlu/acc"
 OUT_OF_ORDER = ((30, 0.3), (10, 0.1), (20, 0.2))
@@ -157,7 +158,7 @@ def test_a_result_that_a_tracker_always_refuses_is_set_aside_and_the_others_go_o
     until(lambda: "set aside: a name that cannot be" in caplog.text)
     tries = caplog.text.count("step 0 not written")
     recorder.add(Recording("last", 5, {NAME: 1.0}))
-    recorder.close(20)
+    recorder.close(LIMIT_S)
     assert recorded == ["job1", "job2", "job3", "job4", "last"]
     assert caplog.text.count("step 0 not written") == tries
     said = [one.message for one in caplog.records if "was not written" in one.message]
@@ -230,7 +231,7 @@ def test_wandb_rows_of_the_trainer_carry_one_result_each(offline: Path) -> None:
     for step in (40, 41):
         run.log({"loss": 1.0, "train/global_step": step}, step=step)
         recorder.tick()
-    recorder.close(20)
+    recorder.close(LIMIT_S)
     run.log({"loss": 1.0, "train/global_step": 42})
     file = written(run, offline)
     rows = history(file)
@@ -250,7 +251,7 @@ def test_wandb_loses_no_row_of_a_trainer_that_counts_steps_itself(offline: Path)
         run.log({"loss": 1.0, "train/global_step": step}, step=step)
         recorder.tick()
         recorder.tick()
-    recorder.close(20)
+    recorder.close(LIMIT_S)
     rows = history(written(run, offline))
     losses = [row["train/global_step"] for row in rows if "loss" in row]
     assert losses == [str(step) for step in range(100, 106)]
@@ -335,7 +336,7 @@ def test_a_paced_sink_that_failed_gets_its_result_later_and_has_it_when_it_says_
     recorder.tick()
     assert pages.got == [2, 3]
     until(lambda: recorded == ["job2"])
-    recorder.close(20)
+    recorder.close(LIMIT_S)
     assert pages.got == [2, 3, 1]
     until(lambda: sorted(recorded) == ["job1", "job2", "job3"])
 
@@ -359,7 +360,7 @@ def test_a_tracker_that_is_away_is_left_alone_for_a_while(
     recorder = Recorder([away, last], [], marks=tmp_path / "m", on_recorded=ignore)
     for number in range(5):
         recorder.add(Recording(f"job{number}", number, {NAME: 1.0}))
-    recorder.close(20)
+    recorder.close(LIMIT_S)
     assert len((tmp_path / "last").read_text().splitlines()) == 5
     assert away.tried == 2  # the first time, and at the end
 
@@ -383,7 +384,7 @@ def test_a_job_is_written_once_to_each_sink_also_by_the_next_process(tmp_path: P
         recorder = Recorder([sink], [], marks=tmp_path / "m", on_recorded=recorded.append)
         recorder.add(Recording("one", 1, {NAME: 1.0}))
         recorder.add(Recording("one", 1, {NAME: 1.0}))
-        recorder.close(20)
+        recorder.close(LIMIT_S)
     assert sink.asked == []
     assert set(recorded) == {"one"}
     assert "one" in Marks(tmp_path / "m", "jsonl-a.jsonl")

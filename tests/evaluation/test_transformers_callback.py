@@ -15,6 +15,7 @@ from evaluation.server_stub import Stub, free_port, scores, serving
 from evaluation.wandb_file import definitions, history
 from unshard.evaluate.callbacks.transformers import UnshardEvalCallback, _tensorboard_dir
 from unshard.evaluate.pins import pins_of
+from waiting import LIMIT_S
 
 NAME = "unshard_eval/t/acc"
 
@@ -64,7 +65,7 @@ def config_for(url: str) -> dict[str, object]:
         "model": "p",
         "tasks": ["t"],
         "poll_interval": 0.02,
-        "flush_timeout": 30,
+        "flush_timeout": LIMIT_S,
     }
 
 

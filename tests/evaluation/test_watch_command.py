@@ -24,6 +24,7 @@ from unshard.evaluate.naming import run_name
 from unshard.evaluate.pins import pins_of
 from unshard.evaluate.spool import Spool
 from unshard.evaluate.watching import Answer, Watching
+from waiting import LIMIT_S
 
 WEIGHTS = {"layer.weight": torch.arange(24.0).reshape(8, 3)}
 LATEST = "latest_checkpointed_iteration.txt"
@@ -102,7 +103,7 @@ def test_checkpoints_of_verl_are_evaluated_as_they_come(run: Path, real: Server)
         said = [process.stdout.readline() for _ in range(3)]
         until(lambda: not pins_of(run))
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, err
     assert said[2] == "step 20: unshard_eval/t/acc = 0.02\n"
     assert results_in(run) == {10: {"unshard_eval/t/acc": 0.01}, 20: {"unshard_eval/t/acc": 0.02}}
