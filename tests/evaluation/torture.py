@@ -50,7 +50,8 @@ LATE_S = {"server": 3.0, "group": 3.0, "merge worker": 1.0, "supervisor": 0.7, "
 DEADLINE_S = 240.0
 SYSTEMD_S = 10.0  # from SIGTERM to SIGKILL
 
-# Refuses to share a GPU with another, or to evaluate a step twice at the same time.
+# Refuses to share a GPU with another, or to evaluate a step twice at the same time; so does its
+# child, which leaves the group.
 EVALUATOR = """
 import fcntl, json, os, pathlib, sys, time, zlib
 model, output, control, step = sys.argv[1:]
@@ -58,6 +59,9 @@ gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 for name in [f"gpu-{gpu}" for gpu in gpus] + [f"{pathlib.Path(output).parent.parent.name}"]:
     fd = os.open(os.path.join(control, name), os.O_RDWR | os.O_CREAT)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(600)
 time.sleep(0.3)
 data = (pathlib.Path(model) / "model.safetensors").read_bytes()
 begin = 8 + int.from_bytes(data[:8], "little")

@@ -11,6 +11,10 @@ from pathlib import Path
 from unshard.evaluate.environment import MARK
 
 KINDS = ("supervisor", "evaluator", "merge worker")
+_MODULES = {
+    b"unshard.evaluate.supervise": "supervisor",
+    b"unshard.evaluate.merge_worker": "merge worker",
+}
 _PROC = Path("/proc")
 
 
@@ -98,6 +102,7 @@ class Watch:
             handle = os.pidfd_open(pid)
         except OSError:
             return
-        kind = "merge worker" if b"unshard.evaluate.merge_worker" in command else "supervisor"
-        kind = kind if is_leader else "evaluator"
+        kind = "a child of an evaluator" if is_leader else "evaluator"
+        for module, name in _MODULES.items():
+            kind = name if is_leader and module in command else kind
         self._ours[pid] = Victim(pid, kind, handle, time.monotonic())
