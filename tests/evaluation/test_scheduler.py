@@ -258,6 +258,22 @@ def test_an_evaluator_that_is_killed_every_time_fails_in_the_end(
     assert "3 times in a row" in str(failed.error)
 
 
+def test_an_evaluator_that_ends_its_own_supervisor_fails_in_the_end(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a shell script with `trap 'kill 0' EXIT` does, which signals its whole group."""
+    monkeypatch.setattr(outcomes, "_MOST_POSTPONED", 2)
+    script = "import signal; done(acc=1); os.killpg(0, signal.SIGTERM); time.sleep(600)"
+    store, server = scheduler(tmp_path / "work", script, backoff_s=0.0)
+    job = submit(store, server, model)
+    server.start()
+    failed = wait_for(store, job.id, Status.FAILED)
+    server.stop(end=True)
+    assert failed.attempts == 3
+    assert "stopped by a signal to its supervisor" in str(failed.error)
+    assert "3 times in a row" in str(failed.error)
+
+
 def test_a_timeout_is_a_failure(tmp_path: Path, model: Path) -> None:
     store, server = scheduler(tmp_path / "work", SLEEPS, profile=script_profile(timeout_s=0.5))
     job = submit(store, server, model)

@@ -271,7 +271,7 @@ class Runner:
             case "timeout":
                 return self._failed(attempt, f"timed out after {attempt.profile.timeout_s:g} s")
             case "stopped":
-                return Lost("the evaluator was stopped by a signal")
+                return Postponed("the evaluator was stopped by a signal to its supervisor")
             case "not started":
                 return Failed(f"the evaluator cannot be started: {done.error}", may_retry=False)
         try:
