@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,15 @@ def test_what_is_wrong_is_said(kind: str) -> None:
 
 def test_real_depths_are_taken() -> None:
     assert parsed_object(json.dumps(nested(MAX_DEPTH)).encode(), "x") == nested(MAX_DEPTH)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_not_a_regular_file_is_refused_without_waiting(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "config.json")
+    with pytest.raises(CorruptError, match=r"config\.json: cannot be read: (not a reg|Is a dir)"):
+        json_object(tmp_path / "config.json")
 
 
 def test_a_file_too_long_is_refused_without_reading_it(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 from unshard.errors import CorruptError
 
@@ -37,17 +38,26 @@ def json_object(path: Path) -> dict[str, object]:
     """Return the fields of a JSON file.
 
     Raises:
-        CorruptError: it is not readable, longer than `MAX_JSON`, or not what `parsed_object` takes.
+        CorruptError: it is not readable, not a regular file, longer than `MAX_JSON`, or not what
+            `parsed_object` takes.
     """
     try:
-        with path.open("rb") as file:
-            too_long = os.fstat(file.fileno()).st_size > MAX_JSON
-            text = b"" if too_long else file.read(MAX_JSON + 1)
+        with open(path, "rb", opener=_without_waiting) as file:
+            status = os.fstat(file.fileno())
+            is_regular, too_long = S_ISREG(status.st_mode), status.st_size > MAX_JSON
+            text = file.read(MAX_JSON + 1) if is_regular and not too_long else b""
     except OSError as error:
         raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
+    if not is_regular:
+        raise CorruptError(f"{path}: cannot be read: not a regular file")
     if too_long or len(text) > MAX_JSON:
         raise CorruptError(f"{path}: longer than {MAX_JSON} bytes, which no such file is")
     return parsed_object(text, str(path))
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file; a pipe that nobody writes to, too."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parsed_object(text: bytes, what: str) -> dict[str, object]:
