@@ -10,6 +10,8 @@ from evaluation.local_tasks import lm_eval_tasks, run_evaluator, tiny_model, wor
 from unshard.evaluate.evaluators import make_evaluator
 from unshard.evaluate.jobs import EvaluationError, Request
 from unshard.evaluate.profiles import Kind, Profile
+from unshard.evaluate.supervise import LOG_NAME
+from unshard.evaluate.unknown_tasks import UnknownTasksError
 from unshard.evaluate.work import Work
 
 LM_EVAL = Profile("lm", Kind.LM_EVAL)
@@ -54,6 +56,10 @@ def test_an_unknown_task_is_an_error(tmp_path: Path) -> None:
     assert "Tasks not found: nothing_of_that_name" in done.stdout
     with pytest.raises(EvaluationError, match="exit code 1"):
         evaluator.metrics(work, done.returncode)
+    (work.directory / LOG_NAME).write_text(done.stdout)
+    with pytest.raises(UnknownTasksError, match="not know the task nothing_of_that_name") as caught:
+        evaluator.metrics(work, done.returncode)
+    assert caught.value.tasks == ("nothing_of_that_name",)
     assert evaluator.results_file(work) is None
 
 

@@ -15,6 +15,8 @@ from unshard.errors import UsageError
 from unshard.evaluate.evaluators import make_evaluator
 from unshard.evaluate.jobs import EvaluationError, Request
 from unshard.evaluate.profiles import Kind, Profile
+from unshard.evaluate.supervise import LOG_NAME
+from unshard.evaluate.unknown_tasks import UnknownTasksError
 from unshard.evaluate.work import Work
 
 PYTHON = os.environ.get("UNSHARD_LMMS_EVAL_PYTHON", "")
@@ -59,6 +61,9 @@ def test_lmms_eval_ends_with_0_when_it_fails_and_is_not_believed(tmp_path: Path)
     assert done.returncode == 0
     assert "Tasks not found: nothing_of_that_name" in done.stdout
     with pytest.raises(EvaluationError, match="lmms-eval wrote no results"):
+        evaluator.metrics(work, done.returncode)
+    (work.directory / LOG_NAME).write_text(done.stdout)
+    with pytest.raises(UnknownTasksError, match="not know the task nothing_of_that_name"):
         evaluator.metrics(work, done.returncode)
     write_results(work, {"results": {"another_task": {"acc,none": 0.5}}})
     with pytest.raises(EvaluationError, match="no finite number for: nothing_of_that_name"):

@@ -5,7 +5,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -42,6 +42,7 @@ from unshard.evaluate.supervise import (
     read_exit,
 )
 from unshard.evaluate.telling import LOG_MARK, tell
+from unshard.evaluate.unknown_tasks import UnknownTasksError
 from unshard.evaluate.work import Evaluator, Profile, Work
 
 __all__ = ["Attempt", "Halt", "Limits", "Runner"]
@@ -277,8 +278,18 @@ class Runner:
         try:
             metrics = attempt.evaluator.metrics(work, done.returncode)
             results = attempt.evaluator.results_file(work)
+        except UnknownTasksError as error:
+            failed = Failed(_with_log(attempt, str(error)), may_retry=False, unknown=error)
         except (UnshardError, OSError) as error:
-            return self._excused(attempt, self._failed(attempt, str(error)), done)
+            failed = self._failed(attempt, str(error))
+        else:
+            return self._measured(attempt, work, metrics, results)
+        return self._excused(attempt, failed, done)
+
+    def _measured(
+        self, attempt: Attempt, work: Work, metrics: Mapping[str, float], results: Path | None
+    ) -> Outcome:
+        """Judge numbers that an evaluator left."""
         odd = [name for name, value in metrics.items() if not math.isfinite(value)]
         if odd:
             return self._failed(attempt, f"not finite: {', '.join(odd)}")

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from unshard.evaluate.unknown_tasks import UnknownTasksError
+
 __all__ = [
     "Cancelled",
     "Completed",
@@ -27,10 +29,11 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It did not work; `may_retry`: it could another time."""
+    """It did not work; `may_retry`: it could another time; `unknown`: what it does not know."""
 
     error: str
     may_retry: bool
+    unknown: UnknownTasksError | None = None
 
 
 @dataclass(frozen=True, slots=True)

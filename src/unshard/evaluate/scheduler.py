@@ -21,6 +21,7 @@ from unshard.evaluate.retention import JOBS, Retention
 from unshard.evaluate.slots import Slots, shown_slots
 from unshard.evaluate.store import Store
 from unshard.evaluate.telling import short_id, tell
+from unshard.evaluate.unknown_tasks import UnknownTasks
 from unshard.evaluate.work import Evaluator, Profile
 
 __all__ = ["Scheduler", "Settings"]
@@ -52,6 +53,7 @@ class Settings:
         changed: the files of a job's checkpoint that are not what was submitted.
         ended: called when a job will not change by itself any more, perhaps more than once.
         keep_days: see `retention.Retention`.
+        unknown: the tasks that an evaluator does not know.
     """
 
     work_dir: Path
@@ -62,6 +64,7 @@ class Settings:
     changed: Callable[[Job], Sequence[str]] = _nothing_changed
     ended: Callable[[Job], None] = _nobody_asks
     keep_days: float | None = None
+    unknown: UnknownTasks = field(default_factory=UnknownTasks)
 
 
 class Scheduler:
@@ -295,6 +298,8 @@ class Scheduler:
 
     def _close(self, attempt: Attempt, outcome: Outcome) -> None:
         """Record what became of an attempt, and give its slots back."""
+        if isinstance(outcome, Failed) and outcome.unknown is not None:
+            self._settings.unknown.add(attempt.profile.name, outcome.unknown)
         try:
             self._outcomes.record(attempt, outcome)
         finally:

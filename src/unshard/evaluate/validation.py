@@ -21,6 +21,7 @@ from unshard.errors import UsageError, raise_all
 from unshard.evaluate.arguments import has_separator, parse_arguments
 from unshard.evaluate.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
 from unshard.evaluate.jobs import Request, Scalar
+from unshard.evaluate.probing import MODULES
 from unshard.evaluate.profiles import Kind, Profile, ServerConfig
 from unshard.read.discover import step_of
 
@@ -39,7 +40,6 @@ _LARGEST = 2**53
 # only, so that no file of the directory that the evaluator runs in can be meant.
 _TASK = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_()+-]|\.(?=[0-9]))*", re.ASCII)
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
-_MODULES: Mapping[Kind, str] = {Kind.LM_EVAL: "lm_eval", Kind.LMMS_EVAL: "lmms_eval"}
 _BATCH = re.compile(r"auto(?::[1-9][0-9]{0,3})?", re.ASCII)
 _RUN = re.compile(r"[^\W_](?:[\w .+=@-]*[\w+=@-])?")
 
@@ -135,8 +135,8 @@ def not_readable(error: PermissionError) -> UsageError:
 
 
 def _installed(profile: Profile) -> Iterator[UsageError]:
-    """Another interpreter than the server's own is not asked: its job tells."""
-    module = _MODULES.get(profile.kind)
+    """Another interpreter than the server's own is asked when the server starts."""
+    module = MODULES.get(profile.kind)
     if module is not None and profile.interpreter == sys.executable and find_spec(module) is None:
         yield UsageError(
             f"profile {profile.name}: {module} is not installed for the server's Python",

@@ -2,16 +2,21 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from unshard.evaluate.bounded_log import last_lines
 from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.metrics import metrics_of, without_numbers
+from unshard.evaluate.supervise import LOG_NAME
+from unshard.evaluate.unknown_tasks import UnknownTasksError
 from unshard.evaluate.work import Work
 
 __all__ = [
     "check_exit",
+    "check_known",
     "check_tasks",
     "demand_empty",
     "launch",
@@ -20,6 +25,9 @@ __all__ = [
     "table",
 ]
 
+_LOG_LINES = 100
+_NOT_FOUND = re.compile(r"Tasks not found: (.*?)(?:\. Try .*)?$", re.MULTILINE)
+_LISTING = {"lm-eval": "lm_eval ls tasks", "lmms-eval": "lmms_eval --tasks list"}
 _LOG = "the log of the job says why"
 _MOST_METRICS = 10_000
 _MOST_NAMES = 1 << 20  # bytes of all names together: a job is one answer of the server
@@ -58,6 +66,23 @@ def _ending(returncode: int) -> str:
         return f"exit code {returncode}"
     names = {number.value: number.name for number in signal.Signals}
     return f"ended by {names.get(-returncode, f'signal {-returncode}')}"
+
+
+def check_known(work: Work, program: str) -> None:
+    """Raise if the evaluator's log says that it does not know a task that it was asked for.
+
+    Both evaluators end in the line "ValueError: Tasks not found: a, b" (lm_eval 0.4.13,
+    config/evaluate_config.py; lmms_eval 0.7.3, __main__.py, where a sentence follows).
+    """
+    log = last_lines(work.directory / LOG_NAME, _LOG_LINES)
+    named = {name for line in _NOT_FOUND.findall(log) for name in line.split(", ")}
+    if unknown := [task for task in work.request.tasks if task in named]:
+        raise UnknownTasksError(
+            program,
+            unknown,
+            hint=f"see `{work.profile.interpreter} -m {_LISTING[program]}`; files of further tasks "
+            "belong into a directory of the profile's `include_paths`",
+        )
 
 
 def newest(directory: Path, pattern: str) -> Path | None:

@@ -12,6 +12,7 @@ import yaml
 from unshard.evaluate.arguments import parse_arguments
 from unshard.evaluate.evaluators.documents import (
     check_exit,
+    check_known,
     check_tasks,
     demand_empty,
     launch,
@@ -38,6 +39,8 @@ class LmEvalEvaluator:
 
     def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
         """Return the numbers of all tasks and groups."""
+        if returncode != 0:
+            check_known(work, _PROGRAM)
         check_exit(_PROGRAM, returncode)
         document = read_document(
             self.results_file(work),

@@ -11,6 +11,7 @@ from pathlib import Path
 from unshard.evaluate.arguments import has_separator, join_arguments, parse_arguments
 from unshard.evaluate.evaluators.documents import (
     check_exit,
+    check_known,
     check_tasks,
     demand_empty,
     launch,
@@ -34,6 +35,8 @@ class LmmsEvalEvaluator:
 
     def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
         """Return the numbers of all tasks and groups."""
+        if self.results_file(work) is None:
+            check_known(work, _PROGRAM)
         check_exit(_PROGRAM, returncode)
         document = read_document(
             self.results_file(work),

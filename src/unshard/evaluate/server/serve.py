@@ -17,6 +17,7 @@ from unshard.evaluate.gpus import gpus_in
 from unshard.evaluate.jobs import Job
 from unshard.evaluate.logs import log_to_stderr
 from unshard.evaluate.pins import Quota
+from unshard.evaluate.probing import start_probing
 from unshard.evaluate.profiles import ServerConfig
 from unshard.evaluate.scheduler import Scheduler, Settings
 from unshard.evaluate.server.app import make_app
@@ -27,6 +28,7 @@ from unshard.evaluate.server.security import rules_for
 from unshard.evaluate.server.service import Service, profile_named
 from unshard.evaluate.slots import Slots
 from unshard.evaluate.store import Store
+from unshard.evaluate.unknown_tasks import UnknownTasks
 from unshard.evaluate.work import Evaluator, Profile
 
 __all__ = ["Given", "configured", "make_service", "serve"]
@@ -87,9 +89,12 @@ def make_service(config: ServerConfig) -> Service:
         if job.pin is not None:
             pins.let_go(job.pin)
 
-    settings = Settings(work, changed=changed_since, ended=ended, keep_days=config.keep_days)
+    unknown = UnknownTasks()
+    settings = Settings(
+        work, changed=changed_since, ended=ended, keep_days=config.keep_days, unknown=unknown
+    )
     scheduler = Scheduler(store, Slots(config.gpus), evaluators, settings)
-    return Service(store, scheduler, config, pins, Health(work / _DATABASE))
+    return Service(store, scheduler, config, pins, Health(work / _DATABASE), unknown)
 
 
 def _own_directory(work: Path) -> Path:
@@ -149,6 +154,7 @@ def serve(given: Given) -> None:
         for root in config.roots:
             if not root.is_dir():
                 _log.warning("root %s: no such directory", root)
+        start_probing(config.profiles, config.work_directory or _WORK_DIR)
         _log.info("listening on http://%s:%d", shown, port)
         signal.signal(signal.SIGTERM, _end)
         server = _Server(

@@ -32,6 +32,7 @@ from unshard.evaluate.server.health import Health
 from unshard.evaluate.server.pinning import Pins, changed_since
 from unshard.evaluate.store import Store
 from unshard.evaluate.telling import tell, tell_refusal
+from unshard.evaluate.unknown_tasks import UnknownTasks
 from unshard.evaluate.validation import check_request, check_there, not_readable, resolve_checkpoint
 from unshard.read.discover import discover
 from unshard.read.format import Request as Wanted
@@ -115,6 +116,7 @@ class Service:
         config: what may be run, and where checkpoints may lie.
         pins: what keeps checkpoints while their jobs wait.
         health: whether a job that is accepted is kept.
+        unknown: the tasks that an evaluator does not know.
         merging: held by whoever merges for a client: one at a time.
         stopping: set when the server is told to end.
     """
@@ -124,6 +126,7 @@ class Service:
     config: ServerConfig
     pins: Pins
     health: Health
+    unknown: UnknownTasks
     merging: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -161,6 +164,7 @@ class Service:
         request = replace(request, profile=name, batch_size=batch_size)
         known = {**self.profiles, request.profile: profile}
         check_request(request, replace(self.config, profiles=known))
+        self.unknown.check(profile.name, request.tasks)
         checkpoint = resolve_checkpoint(request.checkpoint, self.config.roots)
         request, run = _placed(replace(request, checkpoint=str(checkpoint)))
         resolve_checkpoint(request.checkpoint, self.config.roots)
