@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from damage import in_time
+from evaluation.running import largest_file
 from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine, save_again
 from evaluation.server_stub import Stub, free_port, scores, serving, until
 from unshard.evaluate import courier as courier_module
@@ -242,6 +243,20 @@ def test_pins_that_nobody_names_are_removed(tmp_path: Path, server: Stub) -> Non
     until(lambda: len(pins_of(run)) < 4)
     submitter.close(0.0)
     assert {pin.step for pin in pins_of(run)} == {2, 3, 4}
+
+
+def test_a_full_disk_costs_evaluations_and_nothing_else(
+    tmp_path: Path, server: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    submitter = Submitter(config_for(server.url), tmp_path)
+    first, second = (lmms_checkpoint(tmp_path, step) for step in (1, 2))
+    with largest_file(0):
+        assert not submitter.submit(first, 1)
+    assert submitter.submit(second, 2)
+    assert "step 1 is not evaluated" in caplog.text
+    submitter.close(20)
+    assert [step for step, _ in submitter.completed()] == [2]
+    assert not any((tmp_path / "_unshard" / "pins").iterdir())
 
 
 def test_what_cannot_be_spooled_leaves_no_pin(tmp_path: Path, server: Stub) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from evaluation.real_server import FAIL, Server, server, unshard, write_config
-from evaluation.running import child_environment, whole_model
+from evaluation.running import child_environment, largest_file, whole_model
 from evaluation.server_stub import Stub, free_port, scores, serving, until
 from ranks import save_ranks
 from unshard.errors import UsageError
@@ -23,6 +23,7 @@ from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.naming import run_name
 from unshard.evaluate.pins import pins_of
 from unshard.evaluate.spool import Spool
+from unshard.evaluate.submitter import Submitter
 from unshard.evaluate.watching import Answer, Watching
 from waiting import LIMIT_S
 
@@ -318,6 +319,37 @@ def test_each_answer_is_told_once_and_an_acceptance_after_a_refusal_too(
         Answer(10, ("model",), None),
     )
     assert "not below a root" in str(refused.refused)
+
+
+def test_what_a_trainer_could_not_send_is_sent(run: Path, stub: Stub) -> None:
+    """The server was away for longer than the training waited; the trainer kept one checkpoint."""
+    trainer = Submitter(config_for(f"http://127.0.0.1:{free_port()}"), run)
+    for step in (10, 20):
+        trainer.submit(lmms_step(run, step, "pytorch_model_fsdp_0"), step)
+    assert not trainer.close(0.05)
+    shutil.rmtree(run / "checkpoint-10")
+    with Watching(run, config_for(stub.url)) as one:
+        found: set[int] = set()
+
+        def steps() -> set[int]:
+            one.look()
+            found.update(step for step, _ in one.completed())
+            return found
+
+        until(lambda: steps() == {10, 20})
+    assert sorted(str(body["step"]) for body in stub.submissions) == ["10", "20"]
+    assert pins_of(run) == []
+
+
+def test_what_finds_a_full_disk_is_submitted_later(run: Path, stub: Stub) -> None:
+    verl_step(run, 10)
+    with Watching(run, config_for(stub.url)) as one:
+        one.look()
+        with largest_file(0):
+            assert one.look() == []
+        assert pins_of(run) == []
+        assert one.look() == [(10, ("model",))]
+        until(lambda: one.completed() == [(10, {"unshard_eval/t/acc": 0.1})])
 
 
 def test_what_somebody_else_submitted_comes_too(run: Path, stub: Stub) -> None:
