@@ -1,10 +1,12 @@
 import json
+import os
 import shutil
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard.api.options import MergeOptions
 from unshard.evaluate import merging
 from unshard.evaluate.jobs import EvaluationError, Job, Process, Status
+from unshard.evaluate.merge_worker import Order, _answer
 from unshard.evaluate.merging import (
     CrashedError,
     GivenUpError,
@@ -257,3 +260,23 @@ def test_merges_take_turns(tmp_path: Path, merger: Merger) -> None:
     for thread in threads:
         thread.join()
     assert sorted(merger.kept()) == ["job-0", "job-1"]
+
+
+def test_shards_that_may_not_be_read_are_not_tried_again() -> None:
+    """As another user, where root runs the tests: root reads everything."""
+    with TemporaryDirectory() as place:  # pytest's own directories are closed to other users
+        root = Path(place)
+        root.chmod(0o777)
+        checkpoint = save_ranks(root / "ckpt", some_tensors(), 2)
+        (checkpoint / "model_world_size_2_rank_1.pt").chmod(0o000)
+        order = Order(str(checkpoint), str(root / "out"), {})
+        own = os.geteuid()
+        try:
+            if own == 0:
+                os.seteuid(12345)
+            answer = _answer(order)
+        finally:
+            os.seteuid(own)
+        assert answer["may_pass"] is False
+        assert "rank_1.pt" in str(answer["error"])
+        assert "ermission denied" in str(answer["error"])

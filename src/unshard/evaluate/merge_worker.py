@@ -52,17 +52,7 @@ def main() -> int:
     if not line.endswith(b"\n"):  # the server is gone
         return 1
     threading.Thread(target=_die_with_server, daemon=True).start()
-    order = Order(**json.loads(line))
-    answer: dict[str, object]
-    try:
-        _merge(order)
-        answer = {"error": None, "may_pass": False}
-    except UnshardError as error:
-        error.front = Command({}, f"unshard merge {shlex.quote(order.checkpoint)} OUTPUT")
-        answer = {"error": str(error), "may_pass": isinstance(error, OutputError)}
-    except (OSError, MemoryError) as error:
-        is_lasting = isinstance(error, PermissionError)
-        answer = {"error": f"{order.checkpoint}: {error!r}", "may_pass": not is_lasting}
+    answer = _answer(Order(**json.loads(line)))
     draft = Path(f"{ANSWER_NAME}.partial")
     try:
         draft.write_text(json.dumps(answer), encoding="utf-8")
@@ -72,6 +62,18 @@ def main() -> int:
             os.write(2, f"the answer {answer} cannot be written: {error}\n".encode())
         return os.EX_TEMPFAIL
     return 0
+
+
+def _answer(order: Order) -> dict[str, object]:
+    """Merge, and return the error, if there is one, and whether another attempt may go well."""
+    try:
+        _merge(order)
+    except UnshardError as error:
+        error.front = Command({}, f"unshard merge {shlex.quote(order.checkpoint)} OUTPUT")
+        return {"error": str(error), "may_pass": isinstance(error, OutputError)}
+    except (OSError, MemoryError) as error:
+        return {"error": f"{order.checkpoint}: {error!r}", "may_pass": True}
+    return {"error": None, "may_pass": False}
 
 
 def _merge(order: Order) -> None:
