@@ -19,9 +19,9 @@ from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.pins import pins_of
 from unshard.evaluate.spool import Spool
 from unshard.evaluate.submitter import Submitter
+from waiting import LIMIT_S
 
 LAST = 2
-SECONDS = 120.0  # for a machine that does other things, too
 CHECKSUM = """
 import json, os, sys, time, zlib
 model, output, tasks, step = sys.argv[1:]
@@ -64,7 +64,7 @@ class Training:
 
     def check(self, running: Server, *steps: int) -> None:
         """Check that each step has one result, the last one that of its newer save."""
-        assert self.submitter.close(SECONDS), self.run.name
+        assert self.submitter.close(LIMIT_S), self.run.name
         with running.client() as client:
             jobs = client.jobs(run=self.run.name)
         assert {job["status"] for job in jobs} <= {"completed", "superseded"}, jobs
@@ -106,12 +106,15 @@ def test_a_server_that_is_away_at_any_moment_loses_nothing(
             training.save(LAST)
             training.save(LAST)
         during.save(LAST)
-        until(lambda: all(one.is_sent() for one in (before, during, after, end)), SECONDS)
+        until(
+            lambda: all(one.is_sent() for one in (before, during, after, end)),
+            "the end of what was submitted",
+        )
     during.save(LAST)
-    waiting = threading.Thread(target=end.submitter.close, args=(SECONDS,))
+    waiting = threading.Thread(target=end.submitter.close, args=(LIMIT_S,))
     waiting.start()
     with server(config, port=port) as running:
-        until(during.is_sent, SECONDS)
+        until(during.is_sent, "the end of what was submitted")
         (config.parent / "go").touch()  # what was evaluated of its older save ends before
         waiting.join()
         before.check(running, 1, LAST)
@@ -153,7 +156,10 @@ def test_a_step_that_is_saved_again_while_it_is_being_submitted_has_one_result(
     with server(config, port=port) as running:
         for training in trainings.values():
             training.save(LAST)
-        until(lambda: all(one.is_sent() for one in trainings.values()), SECONDS)
+        until(
+            lambda: all(one.is_sent() for one in trainings.values()),
+            "the end of what was submitted",
+        )
         (config.parent / "go").touch()
         for training in trainings.values():
             training.check(running, LAST)

@@ -454,7 +454,7 @@ def test_what_was_refused_is_given_up_by_removing_its_file(tmp_path: Path, serve
     server.refuses = None
     second = Submitter(config_for(server.url), tmp_path)
     second.submit(lmms_checkpoint(tmp_path, 2), 2)
-    assert second.close(20)
+    assert second.close(LIMIT_S)
     assert [body["step"] for body in server.submissions] == [2]
 
 
@@ -468,7 +468,7 @@ def test_what_was_refused_is_sent_again_now_and_then(
     until(lambda: Spool(tmp_path).refused())
     server.refuses = None
     until(lambda: server.submissions)
-    assert submitter.close(20)
+    assert submitter.close(LIMIT_S)
     assert [step for step, _ in submitter.completed()] == [1]
 
 

@@ -53,7 +53,7 @@ def random_checkpoint(rank: int, world: int, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5, 6, 7, 8])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_placements_are_restored(
     worker_pool: WorkerPool, tmp_path: Path, world: int, seed: int
 ) -> None:
