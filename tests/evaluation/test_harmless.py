@@ -4,15 +4,39 @@ import ast
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from evaluation.local_tasks import work_at
+from evaluation.running import whole_model
 from unshard.errors import UsageError
-from unshard.evaluate.harmless import CHECKPOINT_KEYS, MODEL_TYPES
-from unshard.evaluate.profiles import Kind, Profile
+from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.evaluators import make_evaluator
+from unshard.evaluate.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
+from unshard.evaluate.jobs import Request
+from unshard.evaluate.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.service import profile_named
 
+DOCUMENTED = """
+trainer_type: fsdp2_trainer
+trainer_args:
+  output_dir: ./output
+  eval_strategy: steps
+  eval_steps: 500
+  save_steps: 500
+  eval_config:
+    server_url: http://192.168.8.249:8000
+    poll_interval: 20.0
+    checkpoint_key: model
+    model: qwen_vl
+    tasks: [mmmu_val, mme]
+    model_args:
+      num_gpus: 8
+      batch_size: 256
+"""
 PROFILES = {
     "images": Profile("images", Kind.LMMS_EVAL, model="huggingface"),
     "more": Profile("more", Kind.LMMS_EVAL, model="qwen3_vl", allowed_models=("vllm*",)),
@@ -64,6 +88,48 @@ def test_no_harmless_type_trusts_a_checkpoints_code(models: Path) -> None:
                     assert isinstance(node.value, ast.Name), name
                 if isinstance(node, ast.FunctionDef):
                     assert _default(node, "trust_remote_code") in {None, "False"}, name
+
+
+def test_a_guarded_type_trusts_what_its_argument_says(models: Path) -> None:
+    for name in GUARDED_TYPES:
+        files = [path for path in models.glob(f"*/{name}.py") if path.parent.name != "tests"]
+        assert files, name
+        for tree in (ast.parse(path.read_text()) for path in files):
+            made = [one for one in ast.walk(tree) if getattr(one, "name", "") == "__init__"]
+            assert any(
+                isinstance(one, ast.FunctionDef) and _default(one, "trust_remote_code") == "True"
+                for one in made
+            ), name
+            for node in ast.walk(tree):
+                if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                    assert isinstance(node.value, ast.Name), name
+
+
+def test_lmms_engines_documented_yaml_and_a_server_without_a_configuration(tmp_path: Path) -> None:
+    config = EvalConfig.from_yaml(DOCUMENTED)
+    server = replace(ServerConfig.default(tuple(range(8))), roots=(tmp_path,))
+    python = os.environ.get("UNSHARD_LMMS_EVAL_PYTHON", "python3")
+    here = replace(server.profiles["lmms-eval"], interpreter=python)  # where lmms-eval is installed
+    server = replace(server, work_directory=tmp_path / "work", profiles={"lmms-eval": here})
+    service = make_service(server)
+    place = whole_model(tmp_path / "run" / "checkpoint-500")
+    asked = Request(str(place), config.profile, config.tasks, model_args=config.model_args,
+                    num_gpus=config.num_gpus, batch_size=config.batch_size)  # fmt: skip
+    job, is_new = service.submit(asked, None)
+    service.store.close()
+    assert (is_new, job.request.profile, job.request.num_gpus) == (True, "lmms-eval:qwen_vl", 8)
+    profile = profile_named(server.profiles, job.request.profile)
+    work = work_at(tmp_path / "attempt", place, job.request, profile)
+    command = make_evaluator(profile).command(work)
+    assert "--model=qwen_vl" in command
+    assert f"--model_args=trust_remote_code=False,pretrained={place}" in command
+
+
+def test_a_type_that_the_configuration_allows_is_trusted() -> None:
+    assert profile_named(PROFILES, "more:vllm").model_args == {}
+    assert profile_named(PROFILES, "images:vllm").model_args == {"trust_remote_code": False}
+    with pytest.raises(UsageError, match="is not allowed"):
+        profile_named(PROFILES, "more:qwen_vl")
 
 
 def test_the_checkpoints_keys_are_those_of_the_source(models: Path) -> None:

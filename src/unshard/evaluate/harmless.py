@@ -6,7 +6,13 @@ to allow: `allowed_model_args` and `allowed_models` of a profile.
 
 from collections.abc import Mapping
 
-__all__ = ["CHECKPOINT_KEYS", "GENERATION_ARGUMENTS", "MODEL_ARGUMENTS", "MODEL_TYPES"]
+__all__ = [
+    "CHECKPOINT_KEYS",
+    "GENERATION_ARGUMENTS",
+    "GUARDED_TYPES",
+    "MODEL_ARGUMENTS",
+    "MODEL_TYPES",
+]
 
 MODEL_ARGUMENTS = frozenset(
     # precision, attention, memory
@@ -40,6 +46,13 @@ MODEL_TYPES = tuple(
 
 Not `qwen3_vl` and `qwen3_5`, which read its config with trust_remote_code=True, nor `vllm` and
 `sglang`, whose default that is.
+"""
+
+GUARDED_TYPES = ("qwen_vl", "vllm")
+"""lmms-eval's that load a checkpoint as their argument `trust_remote_code` says, and only so.
+
+It is True by default; the server sets it to False. lmms-engine documents the first, and has the
+second as its own default.
 """
 
 CHECKPOINT_KEYS: Mapping[str, str] = {

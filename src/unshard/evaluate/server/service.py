@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from unshard.api.options import MergeOptions
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.bounded_log import read_log
-from unshard.evaluate.harmless import CHECKPOINT_KEYS
+from unshard.evaluate.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
 from unshard.evaluate.jobs import Filters, Job, Request, Status
 from unshard.evaluate.links import check_links
 from unshard.evaluate.merge_worker import Order
@@ -71,7 +71,11 @@ def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
             hint="other types may run code of a checkpoint: the profile can allow them by "
             "`allowed_models`",
         )
-    return replace(profile, model=model, checkpoint_key=CHECKPOINT_KEYS.get(model, "pretrained"))
+    key = CHECKPOINT_KEYS.get(model, "pretrained")
+    if not _is_trusted(profile, model):
+        guarded = {**profile.model_args, "trust_remote_code": False}
+        profile = replace(profile, model_args=guarded)
+    return replace(profile, model=model, checkpoint_key=key)
 
 
 def profile_of(name: str, profiles: Mapping[str, Profile]) -> str:
@@ -103,6 +107,11 @@ def profile_of(name: str, profiles: Mapping[str, Profile]) -> str:
 
 def allows_model(profile: Profile, model: str) -> bool:
     """Tell whether a client may choose a type of model."""
+    is_default = profile.allowed_models == MODEL_TYPES
+    return _is_trusted(profile, model) or (is_default and model in GUARDED_TYPES)
+
+
+def _is_trusted(profile: Profile, model: str) -> bool:
     return any(fnmatchcase(model, pattern) for pattern in profile.allowed_models)
 
 
