@@ -90,12 +90,19 @@ class Plan:
         drawn = random.Random(f"{seed} {number} {again}")
         victim = VICTIMS[number // 2 % len(VICTIMS)]
         is_early = number // (2 * len(VICTIMS)) % 2 == 0
-        most = EARLY_S if is_early else LATE_S[victim]
-        born = drawn.choice(("server", *KINDS))
-        is_aimed = victim in KINDS or (victim == "group" and is_early and born in KINDS)
-        times = 1 if is_aimed else drawn.randint(1, 3)
+        aims: tuple[str, ...] = (
+            "server",
+            "server",
+            "server",
+            *KINDS,
+        )  # at their births; of a server, or later
+        if victim in KINDS or (victim == "server" and is_early):
+            aims = (victim,)
+        aim = drawn.choice(aims)
+        is_at_birth = is_early or (aim in KINDS and aim != victim)
+        most = EARLY_S if is_at_birth else LATE_S[victim]
+        times = 1 if aim in KINDS else drawn.randint(1 + is_early, 3)
         delays = tuple(drawn.uniform(0, most) for _ in range(times))
-        aim = victim if victim in KINDS else born if is_aimed else "server"
         return cls(number, SIGNALS[number % 2], victim, is_early, delays, aim)
 
     def __str__(self) -> str:
@@ -244,7 +251,7 @@ class Round:
         end = world.end_server if plan.victim == "server" else world.end_group
         if plan.born in KINDS:
             return self._hit(plan.born, lambda _: end(plan.signal))
-        for delay_s in plan.delays_s:  # the first server runs already
+        for delay_s in plan.delays_s:  # the first server runs already, the next ones are new
             time.sleep(delay_s)
             end(plan.signal)
             world.launch()
