@@ -492,7 +492,7 @@ def test_a_profile_is_one_of_the_servers(server: Live, profile: str) -> None:
         assert evaluate(server, model=model).status_code == 400
 
 
-@pytest.mark.parametrize("model", ["qwen3_vl", "qwen_vl", "minicpm_v", "dummy", "openai", "vllm"])
+@pytest.mark.parametrize("model", ["qwen3_vl", "qwen3_5", "minicpm_v", "dummy", "openai", "sglang"])
 def test_a_type_of_model_that_may_run_a_checkpoints_code_is_refused(
     server: Live, model: str
 ) -> None:
