@@ -13,6 +13,7 @@ from evaluation.real_server import Server, server, write_config
 from evaluation.server_stub import free_port, until
 from ranks import save_ranks, some_tensors
 from unshard import merge
+from unshard.evaluate import courier
 from unshard.evaluate.client import EvalClient
 from unshard.evaluate.client_v1 import Answer, ServerAwayError
 from unshard.evaluate.config import EvalConfig
@@ -84,8 +85,9 @@ class Training:
 
 
 def test_a_server_that_is_away_at_any_moment_loses_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(courier, "_LONGEST_WAIT", 1.0)  # a minute is long for a test
     (tmp_path / "runs").mkdir()
     config, port = (
         write_config(tmp_path / "server", tmp_path / "runs", script=CHECKSUM),
