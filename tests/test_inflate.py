@@ -1,6 +1,7 @@
 """Compressed DCP checkpoints: decompressed beside the output, in bounded memory, or refused."""
 
 import builtins
+import json
 import os
 import pickle
 import struct
@@ -23,7 +24,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import unshard
 from ranks import assert_same, merged, snapshot, some_tensors
 from unshard import CheckpointError, CorruptError, UsageError
+from unshard.api import MergeOptions, Prepared, merge_with
 from unshard.containers.zstd import decompress
+from unshard.progress import ignore
 from unshard.read.dcp.inflate import inflate, inflated_bytes
 from unshard.read.format import ReadOptions, Request
 from unshard.read.open import open_latest
@@ -36,13 +39,16 @@ NAME = "model.norm.weight"
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint of torch's own, every item compressed in a file of its own."""
-    directory = tmp_path / "run" / "step-3"
+    return save_compressed(tmp_path / "run" / "step-3", some_tensors())
+
+
+def save_compressed(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
     writer = FileSystemWriter(
         directory, single_file_per_rank=False, sync_files=False, _extensions=[ZStandard()]
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is one process
-        save({"model": some_tensors(), "step": 3}, storage_writer=writer, no_dist=True)
+        save({"model": tensors, "step": 3}, storage_writer=writer, no_dist=True)
     return directory
 
 
@@ -98,6 +104,37 @@ def test_scheduler_and_random_state_come_along(checkpoint: Path, tmp_path: Path)
     assert report.companions == ("extra_state_merged.pt", "lr_scheduler_state.json")
     found = torch.load(tmp_path / "out" / "extra_state_merged.pt")
     assert found == {"lr_scheduler": {"last_epoch": 3}}
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_tied_weights_are_compared_once_they_are_decompressed(
+    tmp_path: Path, *, equal: bool
+) -> None:
+    embedding = torch.rand(60, 4)
+    head = embedding.clone() if equal else embedding + 1
+    model = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+    step = save_compressed(tmp_path / "step-3", model)
+    (step / "config.json").write_text('{"tie_word_embeddings": true}')
+    report = unshard.merge(step, tmp_path / "out")
+    out = tmp_path / "out"
+    if equal:
+        del model["lm_head.weight"]
+    assert_same(merged(out), model)
+    assert report.tensors == len(model)
+    assert report.files == {"model.safetensors": (out / "model.safetensors").stat().st_size}
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is equal
+    assert any("lm_head.weight differs" in note for note in report.notes) is not equal
+
+
+def test_files_that_a_caller_adds_before_the_merge_are_written(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    def add(prepared: Prepared) -> Prepared:
+        return replace(prepared, files={"more.json": b"{}"})
+
+    report = merge_with(checkpoint, tmp_path / "out", MergeOptions(), ignore, before=add)
+    assert report.companions == ("more.json",)
+    assert (tmp_path / "out" / "more.json").read_bytes() == b"{}"
 
 
 def test_other_cuts_and_dtypes_of_the_output_work_too(checkpoint: Path, tmp_path: Path) -> None:

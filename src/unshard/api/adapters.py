@@ -1,6 +1,6 @@
 """LoRA adapters in a checkpoint: fused into the weights, or written by themselves."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unshard.api.options import MergeOptions
@@ -12,17 +12,11 @@ from unshard.convert.outputs import Converted, finish
 from unshard.convert.precision import Precision
 from unshard.convert.recipes import Recipe, take
 from unshard.errors import UsageError
-from unshard.plan.layout import lay_out
-from unshard.plan.operations import Plan
-from unshard.plan.planner import make_plan
 from unshard.read.beside.adapter_config import read_adapter_config
 from unshard.read.open import Checkpoint
-from unshard.write.adapter import ADAPTER_CONFIG_NAME, ADAPTER_NAME, adapter_config_json
+from unshard.write.adapter import ADAPTER_CONFIG_NAME, adapter_config_json
 
-__all__ = ["ADAPTER_FOLDER", "Adapted", "AdapterPart", "adapter_part", "fuse_adapter"]
-
-ADAPTER_FOLDER = "lora_adapter"
-_ONE_FILE = 1 << 62
+__all__ = ["Adapted", "AdapterPart", "adapter_part", "fuse_adapter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +29,9 @@ class Adapted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterPart:
-    """An adapter as a PEFT directory: its tensors, the plan of its file, its small files."""
+    """An adapter as a directory that PEFT loads: its tensors and its small files."""
 
-    tensors: tuple[Converted, ...]
-    plan: Plan
+    tensors: Sequence[Converted]
     files: Mapping[str, bytes]
 
 
@@ -66,7 +59,7 @@ def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Adapted:
 
 
 def adapter_part(checkpoint: Checkpoint, options: MergeOptions) -> AdapterPart:
-    """Plan a checkpoint's adapter as a directory that PEFT loads; its dtypes stay.
+    """Return a checkpoint's adapter as a directory that PEFT loads; its dtypes stay.
 
     Raises:
         UsageError: there is no adapter.
@@ -78,11 +71,10 @@ def adapter_part(checkpoint: Checkpoint, options: MergeOptions) -> AdapterPart:
     if options.lora == "adapter":
         _refuse_unused(options)
     tensors = finish(adapter_tensors(split), Precision())
-    plan = make_plan(lay_out(tensors, _ONE_FILE, pattern=ADAPTER_NAME))
     config = read_adapter_config(checkpoint.location)
     fields = None if checkpoint.config is None else checkpoint.config.fields
     text = adapter_config_json(split, config, options.lora_alpha, fields)
-    return AdapterPart(tuple(tensors), plan, {ADAPTER_CONFIG_NAME: text})
+    return AdapterPart(tensors, {ADAPTER_CONFIG_NAME: text})
 
 
 def _refuse_unused(options: MergeOptions) -> None:

@@ -1,24 +1,22 @@
 """`average`: several checkpoints in, their mean out, in one pass over all of them."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 
-from unshard.api.delivering import deliver
 from unshard.api.hearing import hearing
+from unshard.api.merging import merge_with
 from unshard.api.options import MergeOptions, given_output, given_path
-from unshard.api.preparing import Prepared, prepare
-from unshard.api.sources import read_checkpoint
+from unshard.api.preparing import Prepared
+from unshard.api.sources import Sources, read_checkpoint
 from unshard.convert.averaging import ema_weights
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UsageError, raise_all
-from unshard.progress import Chosen, Listener, Stage
+from unshard.progress import Chosen, Listener
 from unshard.read.discover import all_steps
 from unshard.read.format import Location
 from unshard.read.open import Checkpoint, passing_over
-from unshard.write.hub import check_repo
 from unshard.write.report import Report
 
 __all__ = ["average"]
@@ -68,7 +66,6 @@ def average(
     Raises:
         UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
     """
-    started = time.monotonic()
     chosen = options or MergeOptions()
     _check(chosen, coefficients, ema_decay, (last, every))
     paths = [checkpoints] if isinstance(checkpoints, str | Path) else list(checkpoints)
@@ -76,22 +73,24 @@ def average(
     target = given_output(output)
     if not paths:
         raise UsageError("no checkpoint to average")
-    with hearing(listener) as heard:
-        heard(Stage("reading"))
+
+    def opened(heard: Listener) -> Sources:
         if len(paths) == 1:
-            sources = _steps_of(places[0], chosen, (last, every or 1), pass_over=pass_over)
+            found = _steps_of(places[0], chosen, (last, every or 1), pass_over=pass_over)
         elif (last, every) != (None, None):
             raise UsageError(
                 "--last and --every choose steps of one run, and several checkpoints were given",
                 hint="give the run alone",
             )
         else:
-            sources = [read_checkpoint(place, chosen) for place in places]
-        weights = _weights(coefficients, ema_decay, len(sources))
-        titles = ", ".join(source.title for source in sources)
-        heard(Chosen(f"averaging {len(sources)} checkpoints: {titles}"))
-        prepared = before(prepare(sources, chosen, weights))
-        return deliver(prepared, target, chosen, heard, engine=engine, started=started)
+            found = [read_checkpoint(place, chosen) for place in places]
+        weights = _weights(coefficients, ema_decay, len(found))
+        titles = ", ".join(one.title for one in found)
+        heard(Chosen(f"averaging {len(found)} checkpoints: {titles}"))
+        return Sources(tuple(found), weights)
+
+    with hearing(listener) as heard:
+        return merge_with(opened, target, chosen, heard, engine=engine, before=before)
 
 
 def _check(
@@ -104,8 +103,6 @@ def _check(
         raise UsageError(
             "an average is one whole model of several steps: --lora and --step do not apply"
         )
-    if options.push_to_hub is not None:
-        check_repo(options.push_to_hub, may_ask=not options.dry_run)
     if coefficients is not None and ema_decay is not None:
         raise UsageError(
             "--coefficients and --ema-decay exclude each other: both weigh the checkpoints"

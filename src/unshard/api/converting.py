@@ -1,39 +1,79 @@
-"""From a checkpoint to the output's tensors: adapters, names, ties, selection, dtypes."""
+"""From checkpoints to the output's tensors: adapters, names, ties, selection, dtypes, mean."""
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
-from unshard.api.adapters import fuse_adapter
+from unshard.api.adapters import AdapterPart, adapter_part, fuse_adapter
+from unshard.api.checking import check_names
 from unshard.api.options import MergeOptions
+from unshard.api.sources import Sources
+from unshard.containers.open_files import OpenFiles
+from unshard.convert.averaging import averaged
 from unshard.convert.critics import critic_config, without_trl_wrapper
 from unshard.convert.expected import Expected, check_expected
 from unshard.convert.names import Renamed, hub_names, names_of_base
 from unshard.convert.outputs import Converted, finish, select, selected
 from unshard.convert.precision import Precision, precision
-from unshard.convert.recipes import Recipe, Take, shape_of
+from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype
 from unshard.convert.ties import Ties, find_ties, is_head
 from unshard.convert.torchtitan import without_native_names
-from unshard.errors import ConversionError
+from unshard.errors import ConversionError, raise_all
+from unshard.plan.pairs import make_pair
 from unshard.read.beside.base import Base
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.tensors.boxes import Box
+from unshard.tensors.dtypes import BY_NAME, Kind
+from unshard.write.unchanged import are_equal
 
-__all__ = ["Outcome", "convert", "is_stored"]
+__all__ = ["Outcome", "convert", "convert_one", "is_stored"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """The output's tensors and config, and what a user should know."""
+    """What becomes of the checkpoints, before it has places in files.
 
-    tensors: list[Converted]
+    Attributes:
+        tensors: the output's.
+        config: config.json of the output, but for its dtype.
+        notes: what a user should know.
+        names_checked: by what the names were checked: "config", "base" or "none".
+        files: small files to write next to the weights, by name.
+        adapter: the adapter, if it is to be written by itself too.
+    """
+
+    tensors: Sequence[Converted]
     config: ModelConfig | None
     notes: tuple[str, ...]
+    names_checked: str = "none"
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    adapter: AdapterPart | None = None
 
 
-def convert(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
-    """Decide names, ties, selection and dtypes of the output."""
+def convert(sources: Sources, options: MergeOptions) -> Outcome:
+    """Decide what the output's tensors are, and how each is made; several sources are averaged.
+
+    Raises:
+        ConversionError: names or dtypes of the output cannot be resolved, or tensors are missing.
+    """
+    if options.lora == "adapter":
+        part = adapter_part(sources.last, options)
+        return Outcome(part.tensors, None, (), files=part.files)
+    each = [convert_one(one, options) for one in sources.checkpoints]
+    made = each[0] if len(each) == 1 else _mean(sources, each)
+    checked = check_names(made.tensors, made.config, sources.last, options)
+    return replace(
+        made,
+        notes=(*made.notes, *checked.notes),
+        names_checked=checked.by,
+        adapter=adapter_part(sources.last, options) if options.lora == "both" else None,
+    )
+
+
+def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
+    """Decide names, ties, selection and dtypes of what one checkpoint becomes."""
     config, base = checkpoint.config, checkpoint.base
     adapted = fuse_adapter(checkpoint, options)
     tensors, notes = without_trl_wrapper(adapted.tensors), list(adapted.notes)
@@ -60,10 +100,14 @@ def convert(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
 
 
 def _ties(tensors: Mapping[str, Recipe], config: ModelConfig | None) -> Ties:
-    """Find tied weights among the output's tensors; one with an adapter in it equals no other."""
+    """Find tied weights among the output's tensors; one with an adapter in it equals no other.
+
+    What is compressed cannot be compared: whether it is tied shows when it was decompressed.
+    """
     stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
     computed = {name: shape_of(one) for name, one in tensors.items() if name not in stored}
-    return find_ties(stored, computed, config)
+    there = {name: one for name, one in stored.items() if not one.chunks.compressed.any()}
+    return find_ties(there, computed, config)
 
 
 def is_stored(recipe: Recipe) -> TypeGuard[Take]:
@@ -127,3 +171,49 @@ def _resized(
         if name.endswith("embed_tokens.weight") and rows and rows != shape[:1]:
             config = config.with_vocabulary(shape[0], rows[0])
     return config
+
+
+def _mean(sources: Sources, outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the mean of several outcomes, with config and companions of the last.
+
+    Integers and booleans that differ, counters for example, are the last source's, and named.
+
+    Raises:
+        ConversionError: names, shapes or dtypes differ, or tensors that have no mean.
+    """
+    names = [str(one.location.weights_dir) for one in sources.checkpoints]
+    mean = averaged([one.tensors for one in outcomes], names, sources.weights)
+    notes = dict.fromkeys(note for one in outcomes for note in one.notes)
+    if any(_is_wide(one) for one in mean.tensors if one.name not in mean.fixed):
+        notes["float64 values are averaged in float32, and lose digits"] = None
+    if not sources.compressed_bytes:  # else: when it was decompressed
+        notes |= dict.fromkeys(_differing(list(mean.fixed.values()), names))
+    return Outcome(mean.tensors, outcomes[-1].config, tuple(notes))
+
+
+def _is_wide(tensor: Converted) -> bool:
+    return stored_dtype(tensor.recipe).itemsize > BY_NAME["float32"].itemsize
+
+
+def _differing(fixed: Sequence[tuple[Converted, ...]], names: Sequence[str]) -> list[str]:
+    """Compare tensors that have no mean; return what to say of those that differ."""
+    problems, taken = [], []
+    with OpenFiles(os.O_RDONLY, limit=32) as files:
+        for first, *others in fixed:
+            if all(are_equal(make_pair(first, other), files) for other in others):
+                continue
+            dtype = stored_dtype(first.recipe)
+            if dtype.kind in {Kind.INTEGER, Kind.BOOL}:
+                taken.append(first.name)
+            else:
+                problems.append(
+                    ConversionError(
+                        f"tensor {first.name}: differs, and there is no mean of {dtype}",
+                        hint="average the model before it is quantised",
+                    )
+                )
+    raise_all(ConversionError, "tensors that cannot be averaged", problems)
+    if not taken:
+        return []
+    listed = ", ".join(taken[:5]) + (f" and {len(taken) - 5} more" if len(taken) > 5 else "")
+    return [f"integers are not averaged: {listed} differ, and are those of {names[-1]}"]

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from unshard.api.converting import convert
 from unshard.api.options import MergeOptions, given_path
-from unshard.api.preparing import prepare
-from unshard.api.sources import read_checkpoint
+from unshard.api.preparing import plan_output
+from unshard.api.sources import Sources, read_checkpoint
 from unshard.errors import ConversionError
 from unshard.read.inspection import Inspection, describe
 
@@ -42,7 +43,8 @@ def inspect(
     found = read_checkpoint(given_path(checkpoint, "the checkpoint"), options)
     named = None if found.config is None else found.config.dtype
     try:
-        prepared = prepare([found], options)
+        sources = Sources((found,))
+        prepared = plan_output(sources, convert(sources, options), options)
     except ConversionError as error:
         refusal = f"nothing: {error.subject}"
         return describe(found, config_dtype=named, would_write=refusal, warnings=())

@@ -2,16 +2,28 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from unshard.api.delivering import deliver
+from unshard.api.converting import convert
 from unshard.api.hearing import hearing
-from unshard.api.options import MergeOptions, given_output, given_path
-from unshard.api.preparing import Prepared, prepare, with_training_state
-from unshard.api.sources import read_checkpoint
+from unshard.api.making import (
+    asked_for,
+    changed_from_base,
+    check_target,
+    late_notes,
+    pushed,
+    report_of,
+    staged,
+    verify_output,
+    write_beside,
+)
+from unshard.api.options import MergeOptions, given_output
+from unshard.api.preparing import Prepared, plan_output
+from unshard.api.sources import Opening, decompressed, one_checkpoint
 from unshard.convert.precision import DtypeLike
 from unshard.engines.threads import RunPlan, run_plan
-from unshard.progress import Chosen, Listener, Stage
+from unshard.progress import Listener, Stage, Warned
 from unshard.write.hub import check_repo
 from unshard.write.report import Report
 
@@ -140,7 +152,7 @@ def merge(
 
 
 def merge_with(
-    checkpoint: str | Path,
+    checkpoint: str | Path | Opening,
     output: str | Path | None,
     options: MergeOptions,
     listener: Listener,
@@ -152,21 +164,49 @@ def merge_with(
     """Merge as `merge` does, with the options as one value.
 
     Args:
-        checkpoint, output, options, listener: as for `merge`.
+        checkpoint: as for `merge`; or what opens several, which are averaged.
+        output, options, listener: as for `merge`.
         engine: who makes the files; see `unshard.engines.crew`.
-        before: called with the plan before anything is written; returns what is made of it, and
-            what it raises ends the merge.
+        before: called with the plan before anything is written; returns it, perhaps with more small
+            files, and what it raises ends the merge.
         pass_over: whether an older step may be taken, with a warning, for one that is not complete,
             or that is an error, as it is for the tools that `unshard.compat` replaces.
     """
     started = time.monotonic()
-    place = given_path(checkpoint, "the checkpoint")
+    opening = checkpoint
+    if not callable(opening):
+        opening = one_checkpoint(opening, options, pass_over=pass_over)
     target = None if output is None else given_output(output)
     if options.push_to_hub is not None:
         check_repo(options.push_to_hub, may_ask=not options.dry_run)
     listener(Stage("reading"))
-    source = read_checkpoint(place, options, pass_over=pass_over)
-    listener(Chosen(f"merging {source.title}"))
-    target = target or source.location.default_output
-    prepared = with_training_state(prepare([source], options), options)
-    return deliver(before(prepared), target, options, listener, engine=engine, started=started)
+    sources = opening(listener)
+    target = target or sources.last.location.default_output
+    prepared = before(plan_output(sources, convert(sources, options), options))
+    _warn(listener, prepared.warnings)
+    if options.dry_run:
+        check_target(prepared, target, options)
+        return report_of(prepared, target, options, started)
+    with staged(prepared, target, options) as stage:
+        if sources.compressed_bytes:  # only now can values be compared, and be read anywhere
+            listener(Stage("decompressing"))
+            sources, planned = decompressed(sources, stage.scratch), prepared
+            prepared = plan_output(sources, convert(sources, options), options)
+            prepared = replace(prepared, files=planned.files)
+            _warn(listener, [one for one in prepared.warnings if one not in planned.warnings])
+        listener(Stage("writing", prepared.plan.layout.total_size))
+        overflows = engine(prepared.plan, stage.directory, options.settings, listener)
+        write_beside(prepared, stage.directory, options, listener)
+        verify_output(prepared, stage.directory, options, listener)
+        changed = changed_from_base(prepared, listener)
+        listener(Stage("committing"))
+        committed = stage.commit(replaced=asked_for(prepared, options))
+    notes = (*late_notes(prepared, changed, overflows), *committed)
+    _warn(listener, notes)
+    url = pushed(prepared, target, options, listener)
+    return report_of(prepared, target, options, started, notes=notes, changed=changed, url=url)
+
+
+def _warn(listener: Listener, notes: Sequence[str]) -> None:
+    for note in notes:
+        listener(Warned(note))

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
-from unshard.api.converting import convert
+from unshard.api.converting import convert_one
 from unshard.api.hearing import hearing
 from unshard.api.lazy import OpenCheckpoint
 from unshard.api.loading import Loaded, Opened
@@ -117,9 +117,11 @@ def open_checkpoint(
             for note in stored.catalog.notes:
                 heard(Warned(note))
         checkpoint = inflated(stored, stack)
-        found = as_stored(checkpoint.catalog)
-        if names != "training":
-            found = convert(checkpoint, options).tensors
+        found = (
+            as_stored(checkpoint.catalog)
+            if names == "training"
+            else convert_one(checkpoint, options).tensors
+        )
         reader = Reader(checkpoint.location.weights_dir)
         stack.callback(reader.close)
         opened = Opened(checkpoint, options, {one.name: one for one in found}, reader)

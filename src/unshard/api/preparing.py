@@ -1,15 +1,14 @@
-"""From a checkpoint to a plan: read, convert, lay out, plan. Nothing is written here."""
+"""From the output's tensors to a plan: lay out, plan. Nothing is written here."""
 
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from unshard.api.adapters import AdapterPart, adapter_part
-from unshard.api.checking import check_names
-from unshard.api.combining import combine
-from unshard.api.converting import convert
+from unshard.api.adapters import AdapterPart
+from unshard.api.converting import Outcome
 from unshard.api.options import MergeOptions
+from unshard.api.sources import Sources
 from unshard.convert.outputs import Converted
 from unshard.plan.layout import Layout, lay_out
 from unshard.plan.operations import Plan
@@ -18,13 +17,14 @@ from unshard.read.beside.base import Base
 from unshard.read.beside.companions import Companions
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.open import Checkpoint
-from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.showing import counted
-from unshard.tensors.catalog import Catalog
+from unshard.write.adapter import ADAPTER_NAME
 
-__all__ = ["Prepared", "prepare", "with_training_state", "without_config"]
+__all__ = ["Prepared", "plan_output", "without_config"]
 
 _log = logging.getLogger(__name__)
+
+_ONE_FILE = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,86 +32,71 @@ class Prepared:
     """Everything that is known before the first byte is written.
 
     Attributes:
-        sources: what is merged; more than one are averaged. The last gives config and companions.
-        weights: what each counts in an average.
+        sources: what is merged.
         tensors: the output's.
         plan: how their files are made.
         config: config.json of the output, if it gets one.
         warnings: what a user should know.
-        files: small files to write beside, by name.
+        files: small files to write next to the weights, by name.
         names_checked: by what the names were checked: "config", "base" or "none".
         adapter: the adapter by itself, to be written into a folder of its own.
-        training: scheduler and random state, to be written beside.
     """
 
-    sources: tuple[Checkpoint, ...]
-    weights: tuple[float, ...]
-    tensors: tuple[Converted, ...]
+    sources: Sources
+    tensors: Sequence[Converted]
     plan: Plan
     config: ModelConfig | None
     warnings: tuple[str, ...]
     files: Mapping[str, bytes]
     names_checked: str = "none"
-    adapter: AdapterPart | None = None
-    training: TrainingState = field(default_factory=TrainingState)
+    adapter: "Prepared | None" = None
 
     @property
     def checkpoint(self) -> Checkpoint:
         """What is merged; of several, the last."""
-        return self.sources[-1]
+        return self.sources.last
 
     @property
     def loadable(self) -> bool:
         """Whether the output has the config that transformers or PEFT needs to load it."""
         return self.config is not None or bool(self.files)
 
-    @property
-    def catalogs(self) -> list[Catalog]:
-        """What all sources hold."""
-        return [source.catalog for source in self.sources]
 
-
-def prepare(
-    sources: Sequence[Checkpoint], options: MergeOptions, weights: Sequence[float] = (1.0,)
-) -> Prepared:
-    """Convert, lay out and plan.
+def plan_output(sources: Sources, outcome: Outcome, options: MergeOptions) -> Prepared:
+    """Lay out the output's files, and plan how they are made.
 
     Args:
-        sources: what to merge; several are averaged.
+        sources: what is merged.
+        outcome: the output's tensors and config.
         options: as for `merge`.
-        weights: what each source counts in an average.
-
-    Raises:
-        ConversionError: names or dtypes of the output cannot be resolved.
     """
-    source = sources[-1]
+    read = tuple(note for one in sources.checkpoints for note in one.catalog.notes)
     if options.lora == "adapter":
-        part = adapter_part(source, options)
-        alone = replace(source, companions=Companions())
-        said = source.catalog.notes
-        return Prepared((alone,), (1.0,), part.tensors, part.plan, None, said, part.files)
-    outcome = combine(sources, [convert(one, options) for one in sources], weights)
-    checked = check_names(outcome.tensors, outcome.config, source, options)
-    plan = _plan_of(outcome.tensors, source.base, options)
-    written = _written_dtype(plan.layout)
-    notes = (note for one in sources for note in one.catalog.notes)
-    config = outcome.config
-    return Prepared(
-        sources=tuple(sources),
-        weights=tuple(weights),
-        tensors=tuple(outcome.tensors),
-        plan=plan,
-        config=None if config is None else config.as_written(written),
-        warnings=(
-            *notes,
-            *outcome.notes,
-            *checked.notes,
-            *_said_of_config(source, config, written, options),
-        ),
-        files={},
-        names_checked=checked.by,
-        adapter=adapter_part(source, options) if options.lora == "both" else None,
+        return _planned_adapter(sources, AdapterPart(outcome.tensors, outcome.files), read)
+    plan = make_plan(
+        lay_out(outcome.tensors, options.shard_bytes, like=_like(sources.last.base, options))
     )
+    _log_plan(outcome.tensors, plan)
+    written = _written_dtype(plan.layout)
+    config, part = outcome.config, outcome.adapter
+    said = _said_of_config(sources.last, config, written, options)
+    return Prepared(
+        sources,
+        outcome.tensors,
+        plan,
+        config=None if config is None else config.as_written(written),
+        warnings=(*read, *outcome.notes, *said, *sources.training.warnings),
+        files=outcome.files,
+        names_checked=outcome.names_checked,
+        adapter=None if part is None else _planned_adapter(sources, part, ()),
+    )
+
+
+def _planned_adapter(sources: Sources, part: AdapterPart, said: tuple[str, ...]) -> Prepared:
+    """Plan an adapter as a directory of its own, which PEFT loads, without companions."""
+    alone = replace(sources, checkpoints=(replace(sources.last, companions=Companions()),))
+    plan = make_plan(lay_out(part.tensors, _ONE_FILE, pattern=ADAPTER_NAME))
+    return Prepared(alone, part.tensors, plan, None, said, part.files)
 
 
 def without_config(checkpoint: Checkpoint) -> str:
@@ -139,26 +124,14 @@ def _said_of_config(
     return [other]
 
 
-def with_training_state(prepared: Prepared, options: MergeOptions) -> Prepared:
-    """Add scheduler and random state of the checkpoint, where the output is to have them.
-
-    Raises:
-        UnsafeError: a file of theirs was made to run commands.
-    """
-    if not options.extra_state or options.lora == "adapter":
-        return prepared
-    found = prepared.checkpoint
-    state = read_training_state(found.location, found.catalog.world_size)
-    return replace(prepared, training=state, warnings=(*prepared.warnings, *state.warnings))
+def _like(base: Base | None, options: MergeOptions) -> Mapping[str, str] | None:
+    """Return the base model's files, which the output follows unless a size was asked for."""
+    if base is None or options.max_shard_size is not None:
+        return None
+    return base.files if all(one.endswith(".safetensors") for one in base.files.values()) else None
 
 
-def _plan_of(tensors: list[Converted], base: Base | None, options: MergeOptions) -> Plan:
-    """Lay out and plan; files as the base model has them, unless a size was asked for."""
-    like = None
-    if base is not None and options.max_shard_size is None:
-        files = base.files
-        like = files if all(file.endswith(".safetensors") for file in files.values()) else None
-    plan = make_plan(lay_out(tensors, options.shard_bytes, like=like))
+def _log_plan(tensors: Sequence[Converted], plan: Plan) -> None:
     _log.info(
         "plan: %s in %s, %s; copies: %d, tensors made in tiles: %d",
         counted(len(tensors), "tensor"),
@@ -168,7 +141,6 @@ def _plan_of(tensors: list[Converted], base: Base | None, options: MergeOptions)
     )
     for one in tensors:
         _log.debug("plan %s: %s, %s", one.name, one.dtype.name, type(one.recipe).__name__)
-    return plan
 
 
 def _written_dtype(layout: Layout) -> str | None:

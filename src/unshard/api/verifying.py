@@ -7,10 +7,10 @@ from math import inf
 from pathlib import Path
 
 from unshard.api.checking import expected_names
+from unshard.api.converting import convert
 from unshard.api.hearing import hearing
 from unshard.api.options import MergeOptions, given_path
-from unshard.api.preparing import prepare
-from unshard.api.sources import inflated, read_checkpoint
+from unshard.api.sources import Sources, inflated, read_checkpoint
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.convert.outputs import Converted
 from unshard.convert.precision import DtypeLike, precision
@@ -181,7 +181,7 @@ def _theirs(checkpoint: Checkpoint, options: MergeOptions, ours: set[str]) -> Se
     A whole model is taken as it is if that fits the output's names better; a head that it stores
     twice, tied, is not missed.
     """
-    merged: Sequence[Converted] = prepare([checkpoint], options).tensors
+    merged: Sequence[Converted] = convert(Sources((checkpoint,)), options).tensors
     if checkpoint.location.format.sharded:
         return merged
     stored = as_stored(checkpoint.catalog)

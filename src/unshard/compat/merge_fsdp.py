@@ -101,8 +101,9 @@ def main() -> None:
 
 def _told(prepared: "Prepared") -> "Prepared":
     """Print what is merged, before it is; return what is made."""
-    if len(prepared.sources) > 1:
-        print(f"Merging {len(prepared.sources)} checkpoints", flush=True)
+    count = len(prepared.sources.checkpoints)
+    if count > 1:
+        print(f"Merging {count} checkpoints", flush=True)
     else:
         place = prepared.checkpoint.location.weights_dir
         print(f"Using latest checkpoint: {place}", flush=True)
