@@ -118,7 +118,7 @@ def results(text: str) -> dict[int, dict[str, float]]:
 
 
 def test_the_page_about_transformers(real: Server, place: Path) -> None:
-    (text,) = blocks(DOCS / "guides" / "eval-transformers.md", "yaml")
+    text, _profile = blocks(DOCS / "guides" / "eval-transformers.md", "yaml")
     (place / "eval.yaml").write_text(text.replace("http://127.0.0.1:8000", real.url))
     shutil.rmtree(place / "runs" / "my-run")
     found = results(run_python("eval-transformers.md", 0, real, place))
