@@ -1,7 +1,9 @@
 """The main path through the Python API."""
 
+import inspect
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,12 @@ import torch
 
 import unshard
 from ranks import assert_same, merged, rank_path, save_ranks, snapshot, some_tensors
-from unshard import ConversionError, IncompleteError, OutputError, UsageError
+from unshard import ConversionError, IncompleteError, MergeOptions, OutputError, UsageError
+from unshard.cli.average import average as average_command
+from unshard.cli.inspect import inspect as inspect_command
+from unshard.cli.merge import merge as merge_command
+from unshard.cli.verify import verify as verify_command
+from unshard.keywords import MergeKeywords, ReadKeywords, VerifyKeywords
 from unshard.progress import Advanced, Event, Stage, Warned
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -297,6 +304,51 @@ def test_the_name_of_a_file_is_not_an_output(checkpoint: Path, tmp_path: Path, n
         unshard.average([checkpoint, checkpoint], tmp_path / name)
     (tmp_path / "odd.pt").mkdir()
     unshard.merge(checkpoint, tmp_path / "odd.pt")
+
+
+# options as keywords
+
+
+@pytest.mark.parametrize(
+    "function", [unshard.merge, unshard.average, unshard.verify, unshard.open_checkpoint]
+)
+def test_a_function_shows_its_options_with_their_defaults(function: Callable[..., object]) -> None:
+    shown = inspect.signature(function).parameters
+    assert all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in shown.values())
+    assert (shown["assume_dim0"].default, shown["step"].default) == (False, None)
+
+
+def test_the_command_line_has_the_options_of_the_functions() -> None:
+    spelled = {"allow_globals": "allow_global", "extra_state": "no_extra_state"}
+    without = {"step", "lora", "lora_alpha", "extra_state"}
+    has: list[tuple[Callable[..., None], set[str]]] = [
+        (merge_command, {*MergeKeywords.__annotations__}),
+        (inspect_command, {*ReadKeywords.__annotations__}),
+        (verify_command, {*VerifyKeywords.__annotations__}),
+        (average_command, {*MergeKeywords.__annotations__} - without),
+    ]
+    for command, keywords in has:
+        wanted = {spelled.get(one, one) for one in keywords}
+        assert wanted <= inspect.signature(command).parameters.keys()
+    assert MergeKeywords.__annotations__.keys() == {one.name for one in fields(MergeOptions)}
+
+
+@pytest.mark.parametrize("option", ["dtype", "overwrite"])
+def test_an_option_of_another_function_is_refused_not_ignored(
+    checkpoint: Path, option: str
+) -> None:
+    given: dict[str, object] = {option: "bfloat16"}
+    with pytest.raises(TypeError, match=rf"open_checkpoint\(\) .*unexpected.*{option}"):
+        unshard.open_checkpoint(checkpoint, **given)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=rf"inspect\(\) .*unexpected.*{option}"):
+        unshard.inspect(checkpoint, **given)  # type: ignore[arg-type]
+
+
+def test_an_average_takes_the_options_of_a_merge(checkpoint: Path, tmp_path: Path) -> None:
+    both = [checkpoint, checkpoint]
+    report = unshard.average(both, tmp_path / "out", dtype="bfloat16", max_shard_size=300)
+    assert report.dtypes == {"bfloat16": 3}
+    assert len(report.files) > 1
 
 
 # how things show themselves

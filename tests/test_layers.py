@@ -23,7 +23,7 @@ ROOMS = (
     {"containers"},
     {"tensors"},
     {"showing"},
-    {"errors", "fronts", "progress", "signals", "_version"},
+    {"errors", "fronts", "keywords", "progress", "signals", "_version"},
 )
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 DOORS = {"__init__", "__main__"}

@@ -9,13 +9,10 @@ import torch
 
 from unshard import MergeOptions
 from unshard.convert.outputs import Converted, finish
-from unshard.convert.precision import (
-    DtypeLike,
-    Precision,
-    precision,
-)
+from unshard.convert.precision import Precision, precision
 from unshard.convert.recipes import Recipe, take
 from unshard.errors import ConversionError, UsageError
+from unshard.keywords import DtypeLike
 from unshard.read.beside.model_config import Fields, ModelConfig
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows

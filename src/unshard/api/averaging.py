@@ -4,15 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
+from typing import Unpack
 
 from unshard.api.hearing import hearing
 from unshard.api.merging import merge_with
-from unshard.api.options import MergeOptions, given_output, given_path
+from unshard.api.options import MergeOptions, given_output, given_path, showing
 from unshard.api.preparing import Prepared
 from unshard.api.sources import Sources, read_checkpoint
 from unshard.convert.averaging import ema_weights
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UsageError, raise_all
+from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener
 from unshard.read.discover import all_steps
 from unshard.read.format import Location
@@ -25,6 +27,7 @@ _CANCELS = 1e-6  # of the sum of sizes: what is left is the error of rounding
 _FAR = 1e12
 
 
+@showing(MergeKeywords)
 def average(
     checkpoints: Sequence[str | Path] | str | Path,
     output: str | Path,
@@ -38,6 +41,7 @@ def average(
     engine: RunPlan = run_plan,
     before: Callable[[Prepared], Prepared] = lambda prepared: prepared,
     pass_over: bool = True,
+    **keywords: Unpack[MergeKeywords],
 ) -> Report:
     """Average checkpoints into a Hugging Face directory, in one pass and in bounded memory.
 
@@ -56,17 +60,18 @@ def average(
             checkpoint, and each later one moves it by 1 - decay.
         last: of a run, the N highest steps.
         every: of a run, every Nth step, counting back from the highest.
-        options: as for `merge`.
+        options: those of `merge` as one value.
         listener: as for `merge`; steps that are incomplete are named.
         engine: who makes the files; see `unshard.engines.crew`.
         before: as for `merge_with`.
         pass_over: whether steps of a run that are not complete are left out, with a warning, or
             are an error.
+        keywords: as for `merge`, but for `lora` and `step`.
 
     Raises:
         UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
     """
-    chosen = options or MergeOptions()
+    chosen = replace(options or MergeOptions(), **keywords)
     _check(chosen, coefficients, ema_decay, (last, every))
     paths = [checkpoints] if isinstance(checkpoints, str | Path) else list(checkpoints)
     places = [given_path(path, "a checkpoint") for path in paths]

@@ -1,50 +1,36 @@
 """`inspect`: what a checkpoint holds, and what `merge` would make of it."""
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Unpack
 
 from unshard.api.converting import convert
-from unshard.api.options import MergeOptions, given_path
+from unshard.api.options import MergeOptions, given_path, showing
 from unshard.api.preparing import plan_output
 from unshard.api.sources import Sources, read_checkpoint
 from unshard.errors import ConversionError
+from unshard.keywords import ReadKeywords
 from unshard.read.inspection import Inspection, describe
 
 __all__ = ["inspect"]
 
 
-def inspect(
-    checkpoint: str | Path,
-    *,
-    weights: str | None = None,
-    role: str | None = None,
-    step: int | None = None,
-    also: Sequence[str | Path] = (),
-    assume_dim0: bool = False,
-    ep_size: int | None = None,
-    allow_globals: Sequence[str] = (),
-) -> Inspection:
+@showing(ReadKeywords)
+def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspection:
     """Say what a checkpoint holds and what `merge` would make of it; nothing is written.
 
-    Arguments are those of `merge`.
+    Args:
+        checkpoint: as for `merge`.
+        options: as for `merge`.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    options = MergeOptions(
-        weights=weights,
-        role=role,
-        step=step,
-        also=also,
-        assume_dim0=assume_dim0,
-        ep_size=ep_size,
-        allow_globals=allow_globals,
-    )
-    found = read_checkpoint(given_path(checkpoint, "the checkpoint"), options)
+    chosen = MergeOptions(**options)
+    found = read_checkpoint(given_path(checkpoint, "the checkpoint"), chosen)
     named = None if found.config is None else found.config.dtype
     try:
         sources = Sources((found,))
-        prepared = plan_output(sources, convert(sources, options), options)
+        prepared = plan_output(sources, convert(sources, chosen), chosen)
     except ConversionError as error:
         refusal = f"nothing: {error.subject}"
         return describe(found, config_dtype=named, would_write=refusal, warnings=())

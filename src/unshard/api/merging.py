@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 from unshard.api.converting import convert
 from unshard.api.hearing import hearing
@@ -18,11 +19,11 @@ from unshard.api.making import (
     verify_output,
     write_beside,
 )
-from unshard.api.options import MergeOptions, given_output
+from unshard.api.options import MergeOptions, given_output, showing
 from unshard.api.preparing import Prepared, plan_output
 from unshard.api.sources import Opening, decompressed, one_checkpoint
-from unshard.convert.precision import DtypeLike
 from unshard.engines.threads import RunPlan, run_plan
+from unshard.keywords import MergeKeywords
 from unshard.progress import Listener, Stage, Warned
 from unshard.write.hub import check_repo
 from unshard.write.report import Report
@@ -30,38 +31,13 @@ from unshard.write.report import Report
 __all__ = ["merge", "merge_with"]
 
 
+@showing(MergeKeywords)
 def merge(
     checkpoint: str | Path,
     output: str | Path | None = None,
     *,
-    dtype: DtypeLike = "keep",
-    keep_fp32: str | None = None,
-    names: str = "hub",
-    base: str | Path | None = None,
-    allow_missing: bool = False,
-    allow_unexpected: bool = False,
-    include: str | None = None,
-    exclude: str | None = None,
-    lora: str = "fuse",
-    lora_alpha: float | None = None,
-    weights: str | None = None,
-    role: str | None = None,
-    step: int | None = None,
-    config: str | Path | None = None,
-    also: Sequence[str | Path] = (),
-    max_shard_size: str | int | None = None,
-    workers: int | None = None,
-    memory: str | int = "64MB",
-    assume_dim0: bool = False,
-    ep_size: int | None = None,
-    allow_globals: Sequence[str] = (),
-    verify: str = "light",
-    extra_state: bool = True,
-    overwrite: bool | str = False,
-    dry_run: bool = False,
-    push_to_hub: str | None = None,
-    private: bool = False,
     listener: Listener | None = None,
+    **options: Unpack[MergeKeywords],
 ) -> Report:
     """Merge a sharded checkpoint into a Hugging Face directory.
 
@@ -73,6 +49,10 @@ def merge(
             any directory inside one.
         output: must not exist unless `overwrite`; default `merged/<step directory>[-critic][-ema]`
             beside the step directory.
+        listener: called with progress events and warnings; without one, warnings are
+            `UnshardWarning` of Python, and a terminal or a notebook gets a progress bar.
+
+    Keyword Args:
         dtype: keep, config (what config.json names), base (what the base model has, tensor by
             tensor), or bfloat16, float16 or float32: by name ("bf16", "fp16" and "fp32" too), or as
             a dtype of numpy, ml_dtypes or torch. Floating point only; integers, booleans and 8-bit
@@ -112,43 +92,12 @@ def merge(
         dry_run: plan only, write nothing.
         push_to_hub: the id of a repository to upload the output to, once it is safe on disk.
         private: make that repository private if it does not exist.
-        listener: called with progress events and warnings; without one, warnings are
-            `UnshardWarning` of Python, and a terminal or a notebook gets a progress bar.
 
     Raises:
         UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
     """
-    options = MergeOptions(
-        dtype=dtype,
-        keep_fp32=keep_fp32,
-        names=names,
-        base=base,
-        allow_missing=allow_missing,
-        allow_unexpected=allow_unexpected,
-        include=include,
-        exclude=exclude,
-        lora=lora,
-        lora_alpha=lora_alpha,
-        weights=weights,
-        role=role,
-        step=step,
-        config=config,
-        also=also,
-        max_shard_size=max_shard_size,
-        workers=workers,
-        memory=memory,
-        assume_dim0=assume_dim0,
-        ep_size=ep_size,
-        allow_globals=allow_globals,
-        verify=verify,
-        extra_state=extra_state,
-        overwrite=overwrite,
-        dry_run=dry_run,
-        push_to_hub=push_to_hub,
-        private=private,
-    )
     with hearing(listener) as heard:
-        return merge_with(checkpoint, output, options, heard)
+        return merge_with(checkpoint, output, MergeOptions(**options), heard)
 
 
 def merge_with(

@@ -1,19 +1,20 @@
 """`open_checkpoint`: a checkpoint as one state dict, without a merge; and loading it into torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from unshard.api.converting import convert_one
 from unshard.api.hearing import hearing
 from unshard.api.lazy import OpenCheckpoint
 from unshard.api.loading import Loaded, Opened
-from unshard.api.options import MergeOptions, given_path
+from unshard.api.options import MergeOptions, given_path, showing
 from unshard.api.sources import inflated, read_checkpoint
 from unshard.containers.strided import Elements
 from unshard.engines.arrays import Reader
 from unshard.errors import UsageError
+from unshard.keywords import OpenKeywords
 from unshard.plan.pairs import as_stored
 from unshard.progress import Warned
 from unshard.tensors.dtypes import DType, numpy_dtype
@@ -21,52 +22,24 @@ from unshard.tensors.dtypes import DType, numpy_dtype
 if TYPE_CHECKING:
     from unshard.engines.into_torch import Module, Tensor
 
-__all__ = ["OpenOptions", "load_into", "load_state_dict", "open_checkpoint"]
-
-
-class OpenOptions(TypedDict, total=False):
-    """How to read a checkpoint; `open_checkpoint` explains each."""
-
-    names: str
-    base: str | Path | None
-    lora_alpha: float | None
-    config: str | Path | None
-    weights: str | None
-    role: str | None
-    step: int | None
-    also: Sequence[str | Path]
-    assume_dim0: bool
-    ep_size: int | None
-    allow_globals: Sequence[str]
+__all__ = ["load_into", "load_state_dict", "open_checkpoint"]
 
 
 @overload
 def open_checkpoint(
-    path: str | Path, *, framework: Literal["np"] = "np", **options: Unpack[OpenOptions]
+    path: str | Path, *, framework: Literal["np"] = "np", **options: Unpack[OpenKeywords]
 ) -> OpenCheckpoint[Elements]: ...
 
 
 @overload
 def open_checkpoint(
-    path: str | Path, *, framework: Literal["pt"], **options: Unpack[OpenOptions]
+    path: str | Path, *, framework: Literal["pt"], **options: Unpack[OpenKeywords]
 ) -> "OpenCheckpoint[Tensor]": ...
 
 
+@showing(OpenKeywords, names="training")
 def open_checkpoint(
-    path: str | Path,
-    *,
-    framework: str = "np",
-    names: str = "training",
-    base: str | Path | None = None,
-    lora_alpha: float | None = None,
-    config: str | Path | None = None,
-    weights: str | None = None,
-    role: str | None = None,
-    step: int | None = None,
-    also: Sequence[str | Path] = (),
-    assume_dim0: bool = False,
-    ep_size: int | None = None,
-    allow_globals: Sequence[str] = (),
+    path: str | Path, *, framework: str = "np", **options: Unpack[OpenKeywords]
 ) -> "OpenCheckpoint[Elements | Tensor]":
     """Open a checkpoint as one state dict; tensors are read when they are asked for.
 
@@ -79,6 +52,8 @@ def open_checkpoint(
         path: at any level of the checkpoint's tree; any format that `merge` reads.
         framework: what is returned: "np", arrays of numpy, bfloat16 and float8 by ml_dtypes; or
             "pt", tensors of torch (extra `torch`).
+
+    Keyword Args:
         names: "training", the state dict as it was saved: adapters apart, tied weights under both
             names; or "hub", what `merge` writes: other names, experts one by one, adapters fused.
         base: with names "hub": the base model; as in `merge`, like all that follow.
@@ -98,21 +73,10 @@ def open_checkpoint(
         UsageError: an option makes no sense, or torch is not installed.
     """
     make = _maker(framework)
-    options = MergeOptions(
-        names=names,
-        base=base,
-        lora_alpha=lora_alpha,
-        config=config,
-        weights=weights,
-        role=role,
-        step=step,
-        also=also,
-        assume_dim0=assume_dim0,
-        ep_size=ep_size,
-        allow_globals=allow_globals,
-    )
+    names = options.setdefault("names", "training")
+    chosen = MergeOptions(**options)
     with ExitStack() as stack:
-        stored = read_checkpoint(given_path(path, "the checkpoint"), options)
+        stored = read_checkpoint(given_path(path, "the checkpoint"), chosen)
         with hearing(None) as heard:
             for note in stored.catalog.notes:
                 heard(Warned(note))
@@ -120,15 +84,16 @@ def open_checkpoint(
         found = (
             as_stored(checkpoint.catalog)
             if names == "training"
-            else convert_one(checkpoint, options).tensors
+            else convert_one(checkpoint, chosen).tensors
         )
         reader = Reader(checkpoint.location.weights_dir)
         stack.callback(reader.close)
-        opened = Opened(checkpoint, options, {one.name: one for one in found}, reader)
+        opened = Opened(checkpoint, chosen, {one.name: one for one in found}, reader)
         return OpenCheckpoint(opened, make, stack.pop_all())
 
 
-def load_state_dict(path: str | Path, **options: Unpack[OpenOptions]) -> "dict[str, Tensor]":
+@showing(OpenKeywords, names="training")
+def load_state_dict(path: str | Path, **options: Unpack[OpenKeywords]) -> "dict[str, Tensor]":
     """Read a whole checkpoint into tensors of torch (extra `torch`), by name.
 
     Args:
@@ -142,8 +107,9 @@ def load_state_dict(path: str | Path, **options: Unpack[OpenOptions]) -> "dict[s
         return {name: checkpoint.get_tensor(name) for name in checkpoint}
 
 
+@showing(OpenKeywords, names="training")
 def load_into(
-    model: "Module", path: str | Path, *, strict: bool = True, **options: Unpack[OpenOptions]
+    model: "Module", path: str | Path, *, strict: bool = True, **options: Unpack[OpenKeywords]
 ) -> Loaded:
     """Load a checkpoint into a model of torch, one tensor at a time, without a merge.
 

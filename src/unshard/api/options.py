@@ -1,16 +1,23 @@
 """The options of a merge and their defaults: here, once."""
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from unshard.convert.precision import DtypeLike, dtype_choice
+from unshard.convert.precision import dtype_choice
 from unshard.engines.pool import MIN_BUFFER, Settings, default_workers
 from unshard.errors import UsageError
+from unshard.keywords import DtypeLike
 from unshard.plan.layout import size_in_bytes
 from unshard.read.format import ROLES, ReadOptions, Request
 
-__all__ = ["MergeOptions", "given_output", "given_path"]
+__all__ = ["MergeOptions", "given_output", "given_path", "showing"]
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 _KNOWN: dict[str, tuple[str, ...]] = {
     "names": ("hub", "training"),
@@ -174,3 +181,38 @@ class MergeOptions:
         """Largest weight file, bytes."""
         size = _DEFAULT_SHARD if self.max_shard_size is None else self.max_shard_size
         return size_in_bytes(str(size))
+
+
+def showing(
+    keywords: type, **defaults: object
+) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """Return what lists the options of a function in its signature, and refuses others.
+
+    Args:
+        keywords: the options, a TypedDict.
+        defaults: where they are other than those of `MergeOptions`.
+    """
+    known = {one.name: one.default for one in fields(MergeOptions)} | defaults
+    listed = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=known[name], annotation=kind
+        )
+        for name, kind in keywords.__annotations__.items()
+    ]
+
+    def shown(function: Callable[P, Result]) -> Callable[P, Result]:
+        *own, _ = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function).replace(parameters=[*own, *listed])
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> Result:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}() {error}") from None
+            return function(*args, **kwargs)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        return checked
+
+    return shown

@@ -2,22 +2,24 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import Unpack
 
 from unshard.api.checking import expected_names
 from unshard.api.converting import convert
 from unshard.api.hearing import hearing
-from unshard.api.options import MergeOptions, given_path
+from unshard.api.options import MergeOptions, given_path, showing
 from unshard.api.sources import Sources, inflated, read_checkpoint
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.convert.outputs import Converted
-from unshard.convert.precision import DtypeLike, precision
+from unshard.convert.precision import precision
 from unshard.convert.recipes import shape_of
 from unshard.convert.ties import find_ties
 from unshard.engines.compare import compare
 from unshard.errors import UsageError
+from unshard.keywords import DtypeLike, VerifyKeywords
 from unshard.plan.pairs import as_stored
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.dcp.inflate import inflated_bytes
@@ -29,6 +31,7 @@ from unshard.write.record import RECORD_NAME
 __all__ = ["verify"]
 
 
+@showing(VerifyKeywords)
 def verify(
     output: str | Path,
     against: str | Path,
@@ -38,21 +41,8 @@ def verify(
     dtype: DtypeLike | None = None,
     load: bool = False,
     names: str | None = None,
-    base: str | Path | None = None,
-    include: str | None = None,
-    exclude: str | None = None,
-    lora_alpha: float | None = None,
-    config: str | Path | None = None,
-    weights: str | None = None,
-    role: str | None = None,
-    step: int | None = None,
-    also: Sequence[str | Path] = (),
-    workers: int | None = None,
-    memory: str | int = "64MB",
-    assume_dim0: bool = False,
-    ep_size: int | None = None,
-    allow_globals: Sequence[str] = (),
     listener: Listener | None = None,
+    **options: Unpack[VerifyKeywords],
 ) -> Comparison:
     """Compare every tensor of a merged model with a checkpoint, or with another model.
 
@@ -68,6 +58,9 @@ def verify(
         dtype: cast both to this first: bfloat16, float16 or float32, given as for `merge`.
         load: also load names and shapes with transformers (extra `torch`).
         names: "hub" or "training", as `merge` was told; by default as the output's record says.
+        listener: as for `merge`.
+
+    Keyword Args:
         include: as `merge` was told; by default as the output's record says.
         exclude: likewise.
         lora_alpha: likewise.
@@ -82,7 +75,6 @@ def verify(
         assume_dim0: plain tensors that differ are shards.
         ep_size: size of the expert parallelism.
         allow_globals: tensor subclasses to read.
-        listener: as for `merge`.
 
     Raises:
         UnshardError: one of the tree in `unshard.errors`; that the models differ is no error.
@@ -90,37 +82,24 @@ def verify(
     if not (0 <= atol < inf and 0 <= rtol < inf):
         raise UsageError("--atol, --rtol: a tolerance must be a number, 0 or more")
     place, other = given_path(output, "the output"), given_path(against, "--against")
-    told = _Told(names, base, include, exclude, lora_alpha, config)
     with blaming(place):
-        shaped = told.options(place)
-    options = replace(
-        shaped,
-        weights=weights,
-        role=role,
-        step=step,
-        also=also,
-        workers=workers,
-        memory=memory,
-        assume_dim0=assume_dim0,
-        ep_size=ep_size,
-        allow_globals=allow_globals,
-    )
-    settings = options.settings
+        chosen = _as_merged(place, names, options)
+    settings = chosen.settings
     with ExitStack() as stack:
         heard = stack.enter_context(hearing(listener))
         heard(Stage("reading"))
-        ours = open_whole(place, options.reading)
+        ours = open_whole(place, chosen.reading)
         mine = _cast(as_stored(ours.catalog), dtype)
-        theirs = read_checkpoint(other, options)
+        theirs = read_checkpoint(other, chosen)
         heard(Chosen(f"comparing {ours.location.place} with {theirs.title}"))
         for note in theirs.catalog.notes:
             heard(Warned(note))
         if inflated_bytes(theirs.catalog):
             heard(Stage("decompressing"))
             theirs = inflated(theirs, stack)
-        other_side = _cast(_theirs(theirs, options, {one.name for one in mine}), dtype)
+        other_side = _cast(_theirs(theirs, chosen, {one.name for one in mine}), dtype)
         found = compare(mine, other_side, Tolerances(atol, rtol), settings, heard)
-        found = replace(found, by_config=_by_config(ours, options))
+        found = replace(found, by_config=_by_config(ours, chosen))
         return replace(found, loading=_loading(ours, mine, heard)) if load else found
 
 
@@ -133,32 +112,20 @@ def _loading(ours: Checkpoint, mine: Sequence[Converted], listener: Listener) ->
     return verify_load(ours.location.weights_dir, forms)
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """What the user says of the merge that made the output; the rest stands in its record."""
-
-    names: str | None
-    base: str | Path | None
-    include: str | None
-    exclude: str | None
-    lora_alpha: float | None
-    config: str | Path | None
-
-    def options(self, output: Path) -> MergeOptions:
-        """Return the options to convert the other side by."""
-        record = _recorded(output)
-        own = output / "config.json"
-        by_default = "hub" if self.base is not None else record.text("names") or "hub"
-        return MergeOptions(
-            names=self.names or by_default,
-            base=self.base,
-            include=self.include or record.text("include"),
-            exclude=self.exclude or record.text("exclude"),
-            lora_alpha=self.lora_alpha or record.number("lora_alpha"),
-            config=own if self.config is None and own.is_file() else self.config,
-            allow_missing=True,
-            allow_unexpected=True,
-        )
+def _as_merged(output: Path, names: str | None, options: VerifyKeywords) -> MergeOptions:
+    """Return the options to convert the other side by: as told, or as the output's record says."""
+    record, told, own = _recorded(output), MergeOptions(**options), output / "config.json"
+    by_default = "hub" if told.base is not None else record.text("names") or "hub"
+    return replace(
+        told,
+        names=names or by_default,
+        include=told.include or record.text("include"),
+        exclude=told.exclude or record.text("exclude"),
+        lora_alpha=told.lora_alpha or record.number("lora_alpha"),
+        config=own if told.config is None and own.is_file() else told.config,
+        allow_missing=True,
+        allow_unexpected=True,
+    )
 
 
 def _by_config(ours: Checkpoint, options: MergeOptions) -> ByConfig | None:

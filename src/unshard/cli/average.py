@@ -6,44 +6,18 @@ from typing import Annotated
 import typer
 
 from unshard.cli.guard import front_of
-from unshard.cli.options import (
-    AllowGlobal,
-    AllowMissing,
-    AllowUnexpected,
-    Also,
-    AssumeDim0,
-    Base,
-    Config,
-    DryRun,
-    Dtype,
-    EpSize,
-    Exclude,
-    Include,
-    Json,
-    KeepFp32,
-    MaxShardSize,
-    Memory,
-    Names,
-    OutputOption,
-    Overwrite,
-    Private,
-    PushToHub,
-    Quiet,
-    Role,
-    Verify,
-    Weights,
-    Workers,
-    overwriting,
-)
+from unshard.cli.options import Json, OutputOption, Quiet, keywords_of, taking
 from unshard.cli.reports import print_reports
 from unshard.cli.show import working
 from unshard.errors import UsageError
+from unshard.keywords import MergeKeywords
 
 __all__ = ["average"]
 
 _AVERAGE = "Average"
 
 
+@taking(MergeKeywords, but=("step", "lora", "lora_alpha", "extra_state"))
 def average(
     checkpoints: Annotated[
         list[Path],
@@ -83,61 +57,15 @@ def average(
             rich_help_panel=_AVERAGE,
         ),
     ] = None,
-    weights: Weights = None,
-    role: Role = None,
-    also: Also = None,
-    ep_size: EpSize = None,
-    assume_dim0: AssumeDim0 = False,
-    allow_global: AllowGlobal = None,
-    dtype: Dtype = "keep",
-    keep_fp32: KeepFp32 = None,
-    names: Names = "hub",
-    include: Include = None,
-    exclude: Exclude = None,
-    base: Base = None,
-    allow_missing: AllowMissing = False,
-    allow_unexpected: AllowUnexpected = False,
+    *,
     output: OutputOption = None,
-    config: Config = None,
-    max_shard_size: MaxShardSize = None,
-    overwrite: Overwrite = None,
-    push_to_hub: PushToHub = None,
-    private: Private = False,
-    dry_run: DryRun = False,
-    verify: Verify = "light",
-    workers: Workers = None,
-    memory: Memory = "64MB",
     as_json: Json = False,
     quiet: Quiet = False,
+    **given: object,
 ) -> None:
     """Average checkpoints into a Hugging Face directory, in one pass."""
     from unshard import api
 
-    options = api.MergeOptions(
-        dtype=dtype,
-        keep_fp32=keep_fp32,
-        names=names,
-        base=base,
-        allow_missing=allow_missing,
-        allow_unexpected=allow_unexpected,
-        include=include,
-        exclude=exclude,
-        weights=weights,
-        role=role,
-        also=also or (),
-        config=config,
-        max_shard_size=max_shard_size,
-        workers=workers,
-        memory=memory,
-        assume_dim0=assume_dim0,
-        ep_size=ep_size,
-        allow_globals=allow_global or (),
-        verify=verify,
-        overwrite=overwriting(overwrite),
-        dry_run=dry_run,
-        push_to_hub=push_to_hub,
-        private=private,
-    )
     with working(quiet=quiet, front=front_of(average)) as (listener, engine):
         report = api.average(
             *_sources_and_output(checkpoints, output),
@@ -145,9 +73,9 @@ def average(
             ema_decay=ema_decay,
             last=last,
             every=every,
-            options=options,
             listener=listener,
             engine=engine,
+            **keywords_of(MergeKeywords, given),
         )
     print_reports([report], as_list=False, as_json=as_json, quiet=quiet)
 

@@ -5,20 +5,11 @@ from typing import TYPE_CHECKING
 
 from unshard import signals
 from unshard.cli.guard import front_of
-from unshard.cli.options import (
-    AllowGlobal,
-    Also,
-    AssumeDim0,
-    Checkpoint,
-    EpSize,
-    Json,
-    Role,
-    Step,
-    Weights,
-)
+from unshard.cli.options import Checkpoint, Json, keywords_of, taking
 from unshard.cli.reports import fields_of
 from unshard.cli.show import counted, print_row, size
 from unshard.fronts import Front, warned
+from unshard.keywords import ReadKeywords
 
 if TYPE_CHECKING:
     from unshard.api import Inspection
@@ -26,31 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["inspect"]
 
 
-def inspect(
-    checkpoint: Checkpoint,
-    weights: Weights = None,
-    role: Role = None,
-    step: Step = None,
-    also: Also = None,
-    ep_size: EpSize = None,
-    assume_dim0: AssumeDim0 = False,
-    allow_global: AllowGlobal = None,
-    as_json: Json = False,
-) -> None:
+@taking(ReadKeywords)
+def inspect(checkpoint: Checkpoint, *, as_json: Json = False, **given: object) -> None:
     """Describe a checkpoint, and what merge would write."""
     from unshard import api
 
     signals.raise_them()
-    found = api.inspect(
-        checkpoint,
-        weights=weights,
-        role=role,
-        step=step,
-        also=also or (),
-        assume_dim0=assume_dim0,
-        ep_size=ep_size,
-        allow_globals=allow_global or (),
-    )
+    found = api.inspect(checkpoint, **keywords_of(ReadKeywords, given))
     if as_json:
         print(json.dumps(fields_of(found)))
     else:

@@ -7,43 +7,18 @@ import typer
 
 from unshard.cli.guard import front_of
 from unshard.cli.options import (
-    OUTPUT,
     SOURCE,
-    TENSORS,
-    AllowGlobal,
-    AllowMissing,
-    AllowUnexpected,
-    Also,
-    AssumeDim0,
-    Base,
     Checkpoint,
-    Config,
-    DryRun,
-    Dtype,
-    EpSize,
-    Exclude,
-    Include,
     Json,
-    KeepFp32,
-    MaxShardSize,
-    Memory,
-    Names,
     OutputOption,
-    Overwrite,
-    Private,
-    PushToHub,
     Quiet,
-    Role,
-    Step,
-    Verify,
-    Weights,
-    Workers,
-    one_of,
-    overwriting,
+    keywords_of,
+    taking,
 )
 from unshard.cli.reports import print_reports, print_steps
 from unshard.cli.show import working
 from unshard.errors import UsageError
+from unshard.keywords import MergeKeywords
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions
@@ -51,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["merge"]
 
 
+@taking(MergeKeywords)
 def merge(
     checkpoint: Checkpoint,
     output: Annotated[
@@ -61,9 +37,7 @@ def merge(
             "checkpoint]",
         ),
     ] = None,
-    weights: Weights = None,
-    role: Role = None,
-    step: Step = None,
+    *,
     all_steps: Annotated[
         bool,
         typer.Option(
@@ -80,87 +54,15 @@ def merge(
             rich_help_panel=SOURCE,
         ),
     ] = False,
-    also: Also = None,
-    ep_size: EpSize = None,
-    assume_dim0: AssumeDim0 = False,
-    allow_global: AllowGlobal = None,
-    dtype: Dtype = "keep",
-    keep_fp32: KeepFp32 = None,
-    names: Names = "hub",
-    include: Include = None,
-    exclude: Exclude = None,
-    lora: Annotated[
-        str,
-        one_of(
-            *("fuse", "adapter", "both"),
-            help="Fuse adapters into the weights, write the adapter alone, or both.",
-            group=TENSORS,
-        ),
-    ] = "fuse",
-    lora_alpha: Annotated[
-        float | None,
-        typer.Option(
-            metavar="ALPHA",
-            help="lora_alpha of the adapter, if the checkpoint does not record it.",
-            rich_help_panel=TENSORS,
-        ),
-    ] = None,
-    base: Base = None,
-    allow_missing: AllowMissing = False,
-    allow_unexpected: AllowUnexpected = False,
     output_option: OutputOption = None,
-    config: Config = None,
-    no_extra_state: Annotated[
-        bool,
-        typer.Option(
-            "--no-extra-state",
-            help="Leave out scheduler and random state.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = False,
-    max_shard_size: MaxShardSize = None,
-    overwrite: Overwrite = None,
-    push_to_hub: PushToHub = None,
-    private: Private = False,
-    dry_run: DryRun = False,
-    verify: Verify = "light",
-    workers: Workers = None,
-    memory: Memory = "64MB",
     as_json: Json = False,
     quiet: Quiet = False,
+    **given: object,
 ) -> None:
     """Merge a sharded checkpoint into a Hugging Face directory."""
     from unshard import api
 
-    options = api.MergeOptions(
-        dtype=dtype,
-        keep_fp32=keep_fp32,
-        names=names,
-        base=base,
-        allow_missing=allow_missing,
-        allow_unexpected=allow_unexpected,
-        include=include,
-        exclude=exclude,
-        lora=lora,
-        lora_alpha=lora_alpha,
-        weights=weights,
-        role=role,
-        step=step,
-        config=config,
-        also=also or (),
-        max_shard_size=max_shard_size,
-        workers=workers,
-        memory=memory,
-        assume_dim0=assume_dim0,
-        ep_size=ep_size,
-        allow_globals=allow_global or (),
-        verify=verify,
-        extra_state=not no_extra_state,
-        overwrite=overwriting(overwrite),
-        dry_run=dry_run,
-        push_to_hub=push_to_hub,
-        private=private,
-    )
+    options = api.MergeOptions(**keywords_of(MergeKeywords, given))
     what = (checkpoint, _one_of_both(output, output_option), options)
     if all_steps or skip_existing:
         _merge_steps(*what, all_steps=all_steps, skip=skip_existing, as_json=as_json, quiet=quiet)

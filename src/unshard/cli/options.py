@@ -1,7 +1,9 @@
 """Options that several commands share, and the groups in which `--help` lists them."""
 
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar, cast
 
 import typer
 from typer.core import TyperCommand
@@ -10,43 +12,20 @@ if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter
 
 __all__ = [
-    "BASE",
     "OUTPUT",
-    "RUNNING",
     "SOURCE",
-    "TENSORS",
-    "AllowGlobal",
-    "AllowMissing",
-    "AllowUnexpected",
-    "Also",
-    "AssumeDim0",
-    "Base",
     "Checkpoint",
-    "Config",
-    "DryRun",
-    "Dtype",
-    "EpSize",
-    "Exclude",
     "Grouped",
-    "Include",
     "Json",
-    "KeepFp32",
-    "MaxShardSize",
-    "Memory",
-    "Names",
     "OutputOption",
-    "Overwrite",
-    "Private",
-    "PushToHub",
     "Quiet",
-    "Role",
-    "Step",
-    "Verify",
-    "Weights",
-    "Workers",
+    "keywords_of",
     "one_of",
-    "overwriting",
+    "taking",
 ]
+
+P = ParamSpec("P")
+K = TypeVar("K")
 
 SOURCE = "Checkpoint"
 TENSORS = "Tensors"
@@ -77,11 +56,6 @@ class Grouped(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
-
-
-def overwriting(value: str | None) -> bool | str:
-    """Return what `MergeOptions` takes for the value of `--overwrite`."""
-    return value is not None if value in (None, "ours") else value
 
 
 def one_of(*names: str, help: str, group: str | None = None) -> typer.models.OptionInfo:  # noqa: A002
@@ -168,6 +142,30 @@ KeepFp32 = Annotated[
     str | None,
     typer.Option(
         metavar="REGEX", help="Do not cast tensors with these names.", rich_help_panel=TENSORS
+    ),
+]
+Lora = Annotated[
+    str,
+    one_of(
+        *("fuse", "adapter", "both"),
+        help="Fuse adapters into the weights, write the adapter alone, or both.",
+        group=TENSORS,
+    ),
+]
+LoraAlpha = Annotated[
+    float | None,
+    typer.Option(
+        metavar="ALPHA",
+        help="lora_alpha of the adapter, if the checkpoint does not record it.",
+        rich_help_panel=TENSORS,
+    ),
+]
+NoExtraState = Annotated[
+    bool,
+    typer.Option(
+        "--no-extra-state",
+        help="Leave out scheduler and random state.",
+        rich_help_panel=OUTPUT,
     ),
 ]
 Names = Annotated[
@@ -289,3 +287,80 @@ Memory = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]
+
+_TABLE: dict[str, tuple[object, object]] = {
+    "weights": (Weights, None),
+    "role": (Role, None),
+    "step": (Step, None),
+    "also": (Also, None),
+    "ep_size": (EpSize, None),
+    "assume_dim0": (AssumeDim0, False),
+    "allow_globals": (AllowGlobal, None),
+    "dtype": (Dtype, "keep"),
+    "keep_fp32": (KeepFp32, None),
+    "names": (Names, "hub"),
+    "include": (Include, None),
+    "exclude": (Exclude, None),
+    "lora": (Lora, "fuse"),
+    "lora_alpha": (LoraAlpha, None),
+    "base": (Base, None),
+    "allow_missing": (AllowMissing, False),
+    "allow_unexpected": (AllowUnexpected, False),
+    "config": (Config, None),
+    "extra_state": (NoExtraState, False),
+    "max_shard_size": (MaxShardSize, None),
+    "overwrite": (Overwrite, None),
+    "push_to_hub": (PushToHub, None),
+    "private": (Private, False),
+    "dry_run": (DryRun, False),
+    "verify": (Verify, "light"),
+    "workers": (Workers, None),
+    "memory": (Memory, "64MB"),
+}
+"""The options that are keywords of the functions too, in the order of `--help`."""
+_SPELLED = {"allow_globals": "allow_global", "extra_state": "no_extra_state"}
+
+
+def taking(
+    keywords: type, *, but: Collection[str] = (), **other: object
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Return what gives a command the options of a function, as `**given`.
+
+    In `--help` they come before the command's keyword-only parameters.
+
+    Args:
+        keywords: those of the function, a TypedDict.
+        but: those that the command does not have.
+        other: those that mean something else there, by name, as typer has them; default None.
+    """
+    table = _TABLE | {name: (kind, None) for name, kind in other.items()}
+    names = [name for name in table if name in keywords.__annotations__ and name not in but]
+    added = [_parameter(_SPELLED.get(name, name), *table[name]) for name in names]
+
+    def with_options(command: Callable[P, None]) -> Callable[P, None]:
+        *own, _ = inspect.signature(command).parameters.values()
+        first = [one for one in own if one.kind is not inspect.Parameter.KEYWORD_ONLY]
+        last = own[len(first) :]
+        command.__signature__ = inspect.Signature([*first, *added, *last])  # type: ignore[attr-defined]
+        return command
+
+    return with_options
+
+
+def _parameter(name: str, kind: object, default: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def keywords_of(keywords: type[K], given: Mapping[str, object]) -> K:
+    """Return the options that `taking` gave a command, as keywords of the function."""
+    back = {flag: name for name, flag in _SPELLED.items()}
+    named = {back.get(name, name): value for name, value in given.items()}
+    found = {name: named[name] for name in keywords.__annotations__ if name in named}
+    for name in {"also", "allow_globals"} & found.keys():
+        found[name] = found[name] or ()
+    if "extra_state" in found:
+        found["extra_state"] = not found["extra_state"]
+    if "overwrite" in found:
+        value = found["overwrite"]
+        found["overwrite"] = value is not None if value in (None, "ours") else value
+    return cast("K", found)

@@ -9,22 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unshard.cli.guard import front_of
-from unshard.cli.options import (
-    AllowGlobal,
-    Also,
-    AssumeDim0,
-    EpSize,
-    Json,
-    Memory,
-    Quiet,
-    Role,
-    Step,
-    Weights,
-    Workers,
-    one_of,
-)
+from unshard.cli.options import Json, Quiet, keywords_of, one_of, taking
 from unshard.cli.reports import print_comparison
 from unshard.cli.show import listening
+from unshard.keywords import VerifyKeywords
 
 if TYPE_CHECKING:
     from unshard.api import Comparison
@@ -34,8 +22,28 @@ __all__ = ["verify"]
 _DIFFERENT = 1
 _MERGED = "How it was merged"
 _AS_MERGE = "As given to merge.  [default: from unshard.json]"
+_BASE = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="As given to merge.", rich_help_panel=_MERGED)
+]
+_REGEX = Annotated[
+    str | None, typer.Option(metavar="REGEX", help=_AS_MERGE, rich_help_panel=_MERGED)
+]
+_ALPHA = Annotated[
+    float | None, typer.Option(metavar="ALPHA", help=_AS_MERGE, rich_help_panel=_MERGED)
+]
+_CONFIG = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="config.json to convert with.  [default: the output's own]",
+        rich_help_panel=_MERGED,
+    ),
+]
 
 
+@taking(
+    VerifyKeywords, base=_BASE, include=_REGEX, exclude=_REGEX, lora_alpha=_ALPHA, config=_CONFIG
+)
 def verify(
     output: Annotated[
         Path, typer.Argument(metavar="OUTPUT", help="A merged model: a directory, or one file.")
@@ -56,13 +64,7 @@ def verify(
             "--load", help="Also load names and shapes with transformers (extra `torch`)."
         ),
     ] = False,
-    weights: Weights = None,
-    role: Role = None,
-    step: Step = None,
-    also: Also = None,
-    ep_size: EpSize = None,
-    assume_dim0: AssumeDim0 = False,
-    allow_global: AllowGlobal = None,
+    *,
     names: Annotated[
         str | None,
         one_of(
@@ -71,31 +73,9 @@ def verify(
             group=_MERGED,
         ),
     ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="As given to merge.", rich_help_panel=_MERGED),
-    ] = None,
-    include: Annotated[
-        str | None, typer.Option(metavar="REGEX", help=_AS_MERGE, rich_help_panel=_MERGED)
-    ] = None,
-    exclude: Annotated[
-        str | None, typer.Option(metavar="REGEX", help=_AS_MERGE, rich_help_panel=_MERGED)
-    ] = None,
-    lora_alpha: Annotated[
-        float | None, typer.Option(metavar="ALPHA", help=_AS_MERGE, rich_help_panel=_MERGED)
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="config.json to convert with.  [default: the output's own]",
-            rich_help_panel=_MERGED,
-        ),
-    ] = None,
-    workers: Workers = None,
-    memory: Memory = "64MB",
     as_json: Json = False,
     quiet: Quiet = False,
+    **given: object,
 ) -> None:
     """Compare every tensor of a merged model with a checkpoint or another model.
 
@@ -112,21 +92,8 @@ def verify(
             rtol=rtol,
             load=load,
             names=names,
-            base=base,
-            include=include,
-            exclude=exclude,
-            lora_alpha=lora_alpha,
-            config=config,
-            weights=weights,
-            role=role,
-            step=step,
-            also=also or (),
-            workers=workers,
-            memory=memory,
-            assume_dim0=assume_dim0,
-            ep_size=ep_size,
-            allow_globals=allow_global or (),
             listener=listener,
+            **keywords_of(VerifyKeywords, given),
         )
     if as_json:
         print(_as_json(found))

@@ -9,19 +9,13 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from unshard.errors import ConversionError, UsageError
+from unshard.keywords import DtypeLike
 from unshard.read.beside.model_config import ModelConfig
 from unshard.tensors.dtypes import BY_NAME, CASTS, DType
 
-__all__ = [
-    "ALIASES",
-    "DtypeLike",
-    "Precision",
-    "dtype_choice",
-    "precision",
-]
+__all__ = ["ALIASES", "Precision", "dtype_choice", "precision"]
 
 ALIASES = {
     "bf16": "bfloat16",
@@ -33,18 +27,6 @@ ALIASES = {
 """Other names for them: torch's, and those of trainers' options."""
 
 _RULES = ("keep", "config", "base")
-
-
-class _ElementType(Protocol):
-    """A dtype of numpy, ml_dtypes or torch."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-
-
-DtypeLike = str | type | _ElementType
-"""What callers may give as a dtype: a name, or a dtype of numpy, ml_dtypes or torch."""
 
 _BIAS = ("e_score_correction_bias",)
 _INDEXER = ("indexer.weights_proj",)

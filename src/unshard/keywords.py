@@ -1,0 +1,82 @@
+"""The options of each function, as keywords: the command line has the same.
+
+`merge` explains each; the defaults are those of `MergeOptions`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, TypedDict
+
+__all__ = [
+    "DtypeLike",
+    "MergeKeywords",
+    "OpenKeywords",
+    "ReadKeywords",
+    "VerifyKeywords",
+]
+
+
+class ElementType(Protocol):
+    """A dtype of numpy, ml_dtypes or torch."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+
+
+DtypeLike = str | type | ElementType
+"""What callers may give as a dtype: a name, or a dtype of numpy, ml_dtypes or torch."""
+
+
+class ReadKeywords(TypedDict, total=False):
+    """Which checkpoint is meant, and how to read it."""
+
+    weights: str | None
+    role: str | None
+    step: int | None
+    also: Sequence[str | Path]
+    ep_size: int | None
+    assume_dim0: bool
+    allow_globals: Sequence[str]
+
+
+class OpenKeywords(ReadKeywords, total=False):
+    """How to read a checkpoint, and what its tensors are called."""
+
+    names: str
+    base: str | Path | None
+    lora_alpha: float | None
+    config: str | Path | None
+
+
+class VerifyKeywords(ReadKeywords, total=False):
+    """How to read a checkpoint, how it was merged, and how to work."""
+
+    base: str | Path | None
+    include: str | None
+    exclude: str | None
+    lora_alpha: float | None
+    config: str | Path | None
+    workers: int | None
+    memory: str | int
+
+
+class MergeKeywords(OpenKeywords, total=False):
+    """Everything that can be chosen for a merge."""
+
+    dtype: DtypeLike
+    keep_fp32: str | None
+    include: str | None
+    exclude: str | None
+    lora: str
+    allow_missing: bool
+    allow_unexpected: bool
+    extra_state: bool
+    max_shard_size: str | int | None
+    overwrite: bool | str
+    push_to_hub: str | None
+    private: bool
+    dry_run: bool
+    verify: str
+    workers: int | None
+    memory: str | int
