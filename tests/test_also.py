@@ -25,7 +25,7 @@ from ranks import (
     some_tensors,
 )
 from unshard import CheckpointError, CorruptError, IncompleteError, UsageError
-from unshard.read.roots import files_in
+from unshard.read.format import files_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 

@@ -1,7 +1,7 @@
 """What unshard does, as functions; the command line and every other caller use these."""
 
 from unshard.api.averaging import average
-from unshard.api.inspecting import inspect
+from unshard.api.inspecting import Inspection, inspect
 from unshard.api.lazy import LazyTensor, OpenCheckpoint
 from unshard.api.loading import Loaded
 from unshard.api.merging import merge, merge_with
@@ -12,7 +12,6 @@ from unshard.api.options import MergeOptions
 from unshard.api.preparing import Prepared
 from unshard.api.verifying import verify
 from unshard.engines.crew import crew
-from unshard.read.inspection import Inspection
 from unshard.write.comparison import Comparison
 from unshard.write.report import Report
 

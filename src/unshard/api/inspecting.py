@@ -1,17 +1,135 @@
 """`inspect`: what a checkpoint holds, and what `merge` would make of it."""
 
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Unpack
+
+import numpy as np
 
 from unshard.api.converting import convert
 from unshard.api.options import MergeOptions, given_path, showing
 from unshard.api.preparing import plan_output
 from unshard.api.sources import Sources, read_checkpoint
 from unshard.errors import ConversionError
+from unshard.fronts import PYTHON, warned
 from unshard.keywords import ReadKeywords
-from unshard.read.inspection import Inspection, describe
+from unshard.read.discover import is_ema_there
+from unshard.read.open import Checkpoint
+from unshard.tensors.catalog import Catalog, Skipped, TensorEntry
+from unshard.tensors.placements import Sharding
 
-__all__ = ["inspect"]
+__all__ = ["Inspection", "ShardCounts", "TensorInfo", "count_shards", "inspect"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor: its name, dtype, global shape, placements as torch prints them, stored chunks."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    placements: tuple[str, ...]
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCounts:
+    """How the tensors of a checkpoint are spread.
+
+    Attributes:
+        keys: by file of weights, in the order of ranks, how many tensors it holds parts of.
+        sharded: how many tensors are cut; replicated: how many are whole wherever they are.
+    """
+
+    keys: dict[str, int]
+    sharded: int
+    replicated: int
+
+
+def count_shards(catalog: Catalog) -> ShardCounts:
+    """Count, without reading any weights."""
+    keys: Counter[Path] = Counter()
+    sharded = 0
+    order: dict[Path, None] = {}
+    for entry in catalog.tensors.values():
+        chunks = entry.chunks
+        order |= dict.fromkeys(chunks.paths)
+        keys.update(chunks.paths[file] for file in np.unique(chunks.file).tolist())
+        sharded += bool((chunks.sizes != np.asarray(entry.shape, dtype=np.int64)).any())
+    named = {path.name: keys[path] for path in order if path in keys}
+    return ShardCounts(named, sharded, len(catalog.tensors) - sharded)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Inspection:
+    """What a checkpoint holds, and what `merge` would make of it.
+
+    Attributes:
+        path: the directory of the weights, or the one file that is meant.
+        format, writer, step, world_size: as in `Catalog`.
+        role, weights: which set of weights this is.
+        meshes: device meshes, as "fsdp=4" or "4 x 2" where they have no names; with tensor counts.
+        placements: placements, with tensor counts; for tensors without "plain", or, where the
+            format states boxes, into how many parts each dimension is cut: "cut 4 x 1".
+        dtypes: dtypes, with tensor counts.
+        parameters: number of elements; `size_bytes`: bytes of the full tensors.
+        has_ema: whether EMA weights lie beside these.
+        lora_tensors: number of LoRA tensors among them.
+        shared: groups of names that are stored once (tied weights).
+        compressed: whether reading needs a decompressed copy on disk meanwhile (zstd).
+        missing: files of ranks that are not there.
+        skipped: values that are not tensors.
+        config_dtype: the dtype that config.json names.
+        companions: names of config, tokenizer and the like that a merge would bring along.
+        training_state: names of files with optimizer, scheduler or random state.
+        output: where `merge` writes by default.
+        would_write: what `merge` would write where, as one line.
+        notes: what it would warn of, with options as `unshard merge` has them.
+        tensors: every tensor.
+    """
+
+    path: str
+    format: str
+    writer: str
+    step: int | None
+    world_size: int
+    role: str | None
+    weights: str
+    meshes: dict[str, int]
+    placements: dict[str, int]
+    dtypes: dict[str, int]
+    parameters: int
+    size_bytes: int
+    has_ema: bool
+    lora_tensors: int
+    shared: tuple[tuple[str, ...], ...]
+    compressed: bool
+    missing: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+    config_dtype: str | None
+    companions: tuple[str, ...]
+    training_state: tuple[str, ...]
+    output: str
+    would_write: str
+    notes: tuple[str, ...]
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What `merge` would warn of, with options as Python has them."""
+        return tuple(warned(note, PYTHON) for note in self.notes)
+
+    def __repr__(self) -> str:
+        """Return one line: what it is, where, and how much."""
+        step = "" if self.step is None else f", step {self.step}"
+        return (
+            f"<Inspection of {self.path!r}: {self.format}{step}, {self.world_size} "
+            f"rank{'' if self.world_size == 1 else 's'}, {len(self.tensors)} tensors, "
+            f"{self.parameters:,} parameters, {self.size_bytes:,} bytes>"
+        )
 
 
 @showing(ReadKeywords)
@@ -33,8 +151,85 @@ def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspecti
         prepared = plan_output(sources, convert(sources, chosen), chosen)
     except ConversionError as error:
         refusal = f"nothing: {error.subject}"
-        return describe(found, config_dtype=named, would_write=refusal, warnings=())
+        return _describe(found, config_dtype=named, would_write=refusal, warnings=())
     layout = prepared.plan.layout
     files = f"{len(layout.files)} file{'s' if len(layout.files) > 1 else ''}"
     would_write = f"{found.location.default_output}: {files}, {layout.total_size:,} bytes"
-    return describe(found, config_dtype=named, would_write=would_write, warnings=prepared.warnings)
+    return _describe(found, config_dtype=named, would_write=would_write, warnings=prepared.warnings)
+
+
+def _describe(
+    checkpoint: Checkpoint,
+    *,
+    config_dtype: str | None,
+    would_write: str,
+    warnings: tuple[str, ...],
+) -> Inspection:
+    """Return what there is to say of a checkpoint."""
+    catalog, location = checkpoint.catalog, checkpoint.location
+    entries = catalog.tensors.values()
+    config = ("config.json",) if checkpoint.companions.config else ()
+    return Inspection(
+        path=str(location.place),
+        format=catalog.format,
+        writer=catalog.writer,
+        step=catalog.step,
+        world_size=catalog.world_size,
+        role=location.role,
+        weights=location.weights,
+        meshes=_counted(_mesh(entry.sharding) for entry in entries if entry.sharding),
+        placements=_counted(", ".join(_placements(entry)) for entry in entries),
+        dtypes=_counted(entry.dtype.name for entry in entries),
+        parameters=sum(prod(entry.shape) for entry in entries),
+        size_bytes=sum(entry.size_bytes for entry in entries),
+        has_ema=is_ema_there(location),
+        lora_tensors=sum(".lora_" in name for name in catalog.tensors),
+        shared=_shared(catalog),
+        compressed=any(entry.chunks.compressed.any() for entry in entries),
+        missing=tuple(path.name for path in catalog.missing),
+        skipped=catalog.skipped,
+        config_dtype=config_dtype,
+        companions=(*config, *checkpoint.companions.files),
+        training_state=tuple(
+            path.name + ("/" if path.is_dir() else "") for path in catalog.training_state
+        ),
+        output=str(location.default_output),
+        would_write=would_write,
+        notes=warnings,
+        tensors=tuple(_info(entry) for entry in entries),
+    )
+
+
+def _info(entry: TensorEntry) -> TensorInfo:
+    return TensorInfo(
+        entry.fqn, entry.dtype.name, entry.shape, _placements(entry), len(entry.chunks)
+    )
+
+
+def _counted(names: Iterator[str]) -> dict[str, int]:
+    return dict(Counter(names).most_common())
+
+
+def _placements(entry: TensorEntry) -> tuple[str, ...]:
+    if entry.sharding is not None:
+        return tuple(str(placement) for placement in entry.sharding.placements)
+    parts = [len(set(starts)) for starts in entry.chunks.offsets.T.tolist()]
+    return ("plain",) if prod(parts) <= 1 else (f"cut {' x '.join(map(str, parts))}",)
+
+
+def _mesh(sharding: Sharding) -> str:
+    mesh = sharding.mesh
+    if mesh.dim_names is None:
+        return " x ".join(map(str, mesh.shape))
+    return ", ".join(f"{n}={size}" for n, size in zip(mesh.dim_names, mesh.shape, strict=True))
+
+
+def _shared(catalog: Catalog) -> tuple[tuple[str, ...], ...]:
+    """Return the names whose first chunks are the same bytes of the same file."""
+    groups: dict[tuple[int, int, int], list[str]] = {}
+    for name, entry in catalog.tensors.items():
+        chunks = entry.chunks
+        if len(chunks) and chunks.length[0]:
+            key = (int(chunks.file[0]), int(chunks.start[0]), int(chunks.length[0]))
+            groups.setdefault(key, []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)

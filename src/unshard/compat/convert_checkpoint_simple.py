@@ -16,7 +16,7 @@ from unshard.compat.converting import Paths, convert, find_paths, print_how_to_l
 
 if TYPE_CHECKING:
     from unshard.api import Report
-    from unshard.read.inspection import ShardCounts
+    from unshard.api.inspecting import ShardCounts
     from unshard.tensors.catalog import Catalog
 
 _RULE = "=" * 70

@@ -18,7 +18,7 @@ from unshard.fronts import Command
 
 if TYPE_CHECKING:
     from unshard.api import Report
-    from unshard.read.inspection import ShardCounts
+    from unshard.api.inspecting import ShardCounts
     from unshard.tensors.catalog import Catalog
 
 _RULE = "=" * 60

@@ -11,8 +11,8 @@ from unshard.fronts import Command
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions, Report
+    from unshard.api.inspecting import ShardCounts
     from unshard.engines.threads import RunPlan
-    from unshard.read.inspection import ShardCounts
     from unshard.tensors.catalog import Catalog
 
 __all__ = ["Paths", "convert", "find_paths", "print_how_to_load"]
@@ -63,8 +63,8 @@ def convert(
         before: told what was read, before anything is written.
     """
     from unshard.api import Prepared, merge_with
+    from unshard.api.inspecting import count_shards
     from unshard.cli.show import listening
-    from unshard.read.inspection import count_shards
 
     def tell(prepared: Prepared) -> Prepared:
         catalog = need_config(prepared).checkpoint.catalog

@@ -15,12 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from unshard.errors import IncompleteError, UnknownFormatError, UsageError
+from unshard.read.dcp.reader import DCP
 from unshard.read.format import ROLES, Format, Location, Request, Role
-from unshard.read.formats import FORMATS, format_in
 from unshard.read.rank_files.reader import RANK_FILES
+from unshard.read.refused import DEEPSPEED, MEGATRON
+from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
 from unshard.read.whole_files.reader import WHOLE_FILES
 
 __all__ = ["all_steps", "discover", "is_ema_there", "regular_of", "step_numbers", "step_of"]
+
+FORMATS = (RANK_FILES, SAFETENSORS_SHARDS, MEGATRON, DCP, WHOLE_FILES, DEEPSPEED)
+"""All formats, in the order in which a directory is asked for them."""
 
 _STEPS = tuple(
     re.compile(pattern)
@@ -147,6 +152,13 @@ def _format_of(folder: Path, *, sharded: bool) -> Format | None:
     if found is None and sharded and folder.name == _EMA_DIR and folder.is_dir():
         return RANK_FILES if _instep_of(folder.with_name(_MODEL_DIR), sharded=True) else None
     return found
+
+
+def format_in(directory: Path, *, sharded: bool) -> Format | None:
+    """Return the format of the files that lie in a directory itself, or None."""
+    if not directory.is_dir():
+        return None
+    return next((one for one in FORMATS if one.sharded is sharded and one.holds(directory)), None)
 
 
 def _location(folder: Path, step_dir: Path, form: Format) -> Location:

@@ -1,24 +1,23 @@
 """From a path to a checked catalog: the one entrance to this room."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard.errors import (
+    CorruptError,
     IncompleteError,
     NotMergeableError,
     UnknownFormatError,
+    UnshardError,
     UsageError,
     raise_all,
 )
 from unshard.read.beside.base import Base
 from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.beside.model_config import ModelConfig
-from unshard.read.check import check
 from unshard.read.discover import discover, regular_of, step_of
-from unshard.read.ema import filled
-from unshard.read.flat_parameters import refuse_flat_parameters
 from unshard.read.format import (
     Location,
     PassedOver,
@@ -28,10 +27,13 @@ from unshard.read.format import (
     blaming,
 )
 from unshard.read.whole_files.reader import WHOLE_FILES
-from unshard.read.wrapper_names import unwrapped
+from unshard.read.wrapper_names import refuse_flat_parameters, unwrapped
+from unshard.tensors.boxes import distinct, find_gap
 from unshard.tensors.catalog import Catalog, TensorEntry
 
 __all__ = ["Checkpoint", "open_latest", "open_whole", "passing_over"]
+
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,7 +187,7 @@ def _read(location: Location, options: ReadOptions) -> Checkpoint:
     beside = regular_of(location) if location.weights == "ema" else None
     if beside is not None:
         regular, others, _ = _weights(beside, options)
-        whole = filled(tensors, others)
+        whole = _filled(tensors, others)
         tensors, notes = dict(whole.tensors), [*notes, *whole.notes]
         if whole.notes:
             reading = replace(
@@ -209,7 +211,7 @@ def _read(location: Location, options: ReadOptions) -> Checkpoint:
         notes=tuple(notes),
     )
     companions = find_companions(location, options.config)
-    check(catalog)
+    _check(catalog)
     return Checkpoint(location, catalog, companions)
 
 
@@ -227,3 +229,79 @@ def _weights(
     refuse_flat_parameters(location.weights_dir, reading.tensors)
     tensors, renamed = unwrapped(reading.tensors)
     return reading, tensors, [*reading.notes, *renamed]
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """All tensors, in the order of the regular weights; and what was taken from those."""
+
+    tensors: Mapping[str, TensorEntry]
+    notes: tuple[str, ...]
+
+
+def _filled(ema: Mapping[str, TensorEntry], regular: Mapping[str, TensorEntry]) -> _Filled:
+    """Return the EMA tensors, completed by the regular ones.
+
+    A run may average what is trained only, or a filter's choice.
+
+    Raises:
+        NotMergeableError: the EMA set has names that the regular weights lack: other words for the
+            same tensors, perhaps, and nothing says which.
+    """
+    alone = [name for name in ema if name not in regular]
+    if alone:
+        raise NotMergeableError(
+            f"the EMA set holds {len(alone)} tensors that the regular weights lack: {alone[0]} …",
+            expected=f"names such as {next(iter(regular), 'none')}",
+            hint="merge the EMA directory where no regular weights lie beside it",
+        )
+    missing = [name for name in regular if name not in ema]
+    tensors = {name: ema.get(name, entry) for name, entry in regular.items()}
+    if not missing:
+        return _Filled(tensors, ())
+    listed = ", ".join(missing[:_SHOWN]) + (" …" if len(missing) > _SHOWN else "")
+    note = f"{len(missing)} tensors are not in the EMA set, and were taken from the regular weights"
+    return _Filled(tensors, (f"{note}: {listed}",))
+
+
+def _check(catalog: Catalog) -> None:
+    """Raise if any tensor is not covered exactly by its chunks, replicas aside.
+
+    Raises:
+        IncompleteError: there are holes, and rank files are missing.
+        CorruptError: there are holes or overlaps although every file is there.
+    """
+    problems = [
+        problem
+        for entry in catalog.tensors.values()
+        if (problem := _problem(entry, incomplete=bool(catalog.missing)))
+    ]
+    if not problems:
+        return
+    if not catalog.missing:
+        raise_all(CorruptError, "the chunks do not make whole tensors", problems)
+    names = "\n".join(f"  missing: {path}" for path in catalog.missing[:16])
+    more = len(catalog.missing) - 16
+    raise IncompleteError(
+        f"{catalog.roots[0]}: {_ranks_missing(catalog)}\n{names}"
+        + (f" and {more} more" if more > 0 else ""),
+        expected=f"the files of all {catalog.world_size} ranks (replicas of others may be missing)",
+        found=f"{len(problems)} tensors with holes, the first: {problems[0].subject}",
+        hint="copy the files here from the nodes that wrote them, or take another checkpoint",
+    )
+
+
+def _ranks_missing(catalog: Catalog) -> str:
+    ranks = ", ".join(str(rank) for rank in catalog.missing_ranks[:16])
+    return f"Missing checkpoint for rank {ranks} of world size {catalog.world_size}"
+
+
+def _problem(entry: TensorEntry, *, incomplete: bool) -> UnshardError | None:
+    rows = distinct(entry.chunks.offsets, entry.chunks.sizes)
+    gap = find_gap(entry.chunks.offsets[rows], entry.chunks.sizes[rows], entry.shape)
+    if gap is None:
+        return None
+    kind, box = gap
+    what = "no rank holds" if kind == "hole" else "more than one rank holds, as different chunks,"
+    error = IncompleteError if incomplete and kind == "hole" else CorruptError
+    return error(f"tensor {entry.fqn} {list(entry.shape)}: {what} its region {box}")

@@ -6,18 +6,21 @@ taken out behind another wrapper, and in front where every name starts with it.
 
 Sources: FSDP_WRAPPED_MODULE, _CHECKPOINT_PREFIX, OptimizedModule of torch; Lightning's
 `_forward_module`; accelerate's extract_model_from_parallel.
+
+FSDP1's flat parameters (LOCAL_STATE_DICT) have names of a wrapper too, and are refused.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
-from unshard.errors import CorruptError, raise_all
+from unshard.errors import CorruptError, NotMergeableError, raise_all
 from unshard.tensors.catalog import TensorEntry
 
-__all__ = ["unwrapped", "without_wrapper_module"]
+__all__ = ["refuse_flat_parameters", "unwrapped", "without_wrapper_module"]
 
 _WRAPPERS = frozenset(
     {
@@ -29,6 +32,7 @@ _WRAPPERS = frozenset(
     }
 )
 _LEADING = "module."
+_FLAT = ("_flat_param", "flat_param")
 _AVERAGES = "n_averaged"  # of torch.optim.swa_utils.AveragedModel
 
 
@@ -110,3 +114,20 @@ def _collision(name: str, short: str, first: TensorEntry, second: TensorEntry) -
         found=f"{first.dtype} {list(first.shape)} and {second.dtype} {list(second.shape)}",
         hint="the state dict was put together from two models; save one of them",
     )
+
+
+def refuse_flat_parameters(where: Path, names: Iterable[str]) -> None:
+    """Refuse tensors that hold a module's parameters end to end: only the model knows the cuts.
+
+    Raises:
+        NotMergeableError: there are some.
+    """
+    flat = [name for name in names if name.rpartition(".")[2] in _FLAT]
+    if flat:
+        raise NotMergeableError(
+            f"{where}: flat parameters of FSDP1 (LOCAL_STATE_DICT): {flat[0]} …",
+            expected="tensors under their own names and shapes",
+            found=f"{len(flat)} flat parameters, whose parts only the model knows",
+            hint="load it in the training code, on as many ranks, and save it again with "
+            "StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
+        )

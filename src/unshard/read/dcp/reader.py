@@ -20,8 +20,7 @@ from unshard.read.dcp.metadata import DcpMetadata, Item, StoredTensor, read_meta
 from unshard.read.dcp.names import model_names
 from unshard.read.dcp.objects import holds_model, read_object
 from unshard.read.dcp.writers import WRAPPING, training_state, writer_of
-from unshard.read.format import Format, Location, Reading, ReadOptions
-from unshard.read.roots import files_in, find_file
+from unshard.read.format import Format, Location, Reading, ReadOptions, files_in, find_file
 from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.boxes import is_row_major
 from unshard.tensors.catalog import ByteRange, TensorEntry

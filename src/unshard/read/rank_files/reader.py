@@ -19,11 +19,10 @@ from unshard.errors import (
     UsageError,
     raise_all,
 )
-from unshard.read.format import Format, Location, Reading, ReadOptions
+from unshard.read.format import Format, Location, Reading, ReadOptions, files_in
 from unshard.read.rank_files.expert_copies import resolve_experts
 from unshard.read.rank_files.plain_tensors import resolve_plain
 from unshard.read.rank_files.workers import read_rank_files
-from unshard.read.roots import files_in
 from unshard.read.torch_save.gathering import Gathering
 from unshard.tensors.catalog import ByteRange
 

@@ -13,8 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
-from unshard.read.format import Location
-from unshard.read.roots import files_in
+from unshard.read.format import Location, files_in
 
 __all__ = ["ShardSet", "choose_shards", "is_shard_name"]
 

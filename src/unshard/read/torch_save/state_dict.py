@@ -9,11 +9,11 @@ from unshard.containers.records import Record, Value
 from unshard.containers.strided import read_strided
 from unshard.containers.torch_file import TorchFile, read_torch_file
 from unshard.errors import CorruptError, NotMergeableError, UnshardError
-from unshard.read.flat_parameters import refuse_flat_parameters
 from unshard.read.torch_save.table import Kind, RankTable
 from unshard.read.torch_save.tensors import LocalTensor, TensorDecoder
 from unshard.read.torch_save.values import TensorFormError, items_of, named
 from unshard.read.torch_save.views import StorageView, is_tensor
+from unshard.read.wrapper_names import refuse_flat_parameters
 from unshard.tensors.dtypes import numpy_dtype
 from unshard.tensors.placements import PlacementError, Sharding, place
 
