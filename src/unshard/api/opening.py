@@ -52,20 +52,9 @@ def open_checkpoint(
         path: at any level of the checkpoint's tree; any format that `merge` reads.
         framework: what is returned: "np", arrays of numpy, bfloat16 and float8 by ml_dtypes; or
             "pt", tensors of torch (extra `torch`).
-
-    Keyword Args:
-        names: "training", the state dict as it was saved: adapters apart, tied weights under both
-            names; or "hub", what `merge` writes: other names, experts one by one, adapters fused.
-        base: with names "hub": the base model; as in `merge`, like all that follow.
-        lora_alpha: the adapter's alpha, where no file says it.
-        config: config.json, or its directory.
-        weights: "model" or "ema".
-        role: "actor" or "critic".
-        step: of several.
-        also: more directories of the same checkpoint.
-        assume_dim0: plain tensors that differ are shards.
-        ep_size: size of the expert parallelism.
-        allow_globals: tensor subclasses to read.
+        options: as for `merge`, but that `names` is "training" by default: the state dict as it was
+            saved, adapters apart, tied weights under both names. With "hub", what `merge` writes:
+            other names, experts one by one, adapters fused.
 
     Raises:
         CheckpointError: it cannot be read.

@@ -59,22 +59,9 @@ def verify(
         load: also load names and shapes with transformers (extra `torch`).
         names: "hub" or "training", as `merge` was told; by default as the output's record says.
         listener: as for `merge`.
-
-    Keyword Args:
-        include: as `merge` was told; by default as the output's record says.
-        exclude: likewise.
-        lora_alpha: likewise.
-        base: the base model that `merge` was given.
-        config: config.json, or its directory; by default the output's own.
-        weights: which weights of `against`; as in `merge`, like all that follow.
-        role: actor or critic.
-        step: of several.
-        also: more directories of the same checkpoint.
-        workers: threads.
-        memory: bound on all buffers, at least 4 MiB.
-        assume_dim0: plain tensors that differ are shards.
-        ep_size: size of the expert parallelism.
-        allow_globals: tensor subclasses to read.
+        options: as `merge` was told; `include`, `exclude` and `lora_alpha` by default as the
+            output's record says, `config` by default the output's own. Those that choose the
+            checkpoint and say how to read it (`weights`, `step`, `also` …) are about `against`.
 
     Raises:
         UnshardError: one of the tree in `unshard.errors`; that the models differ is no error.
