@@ -3,6 +3,9 @@
 import os
 import signal
 import sqlite3
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +17,7 @@ import torch
 
 from evaluation.running import (
     all_final,
+    child_environment,
     is_running,
     job_of,
     request,
@@ -246,6 +250,33 @@ def test_a_server_killed_again_and_again_runs_every_job_once_at_a_time(tmp_path:
     open_ones = connection.execute("SELECT COUNT(*) FROM attempts WHERE ended_at IS NULL")
     assert open_ones.fetchone()[0] == 0
     connection.close()
+
+
+KILLED_WHILE_IT_FORKS = """
+import os, pathlib, sys, time
+from evaluation.running import scheduler
+work = pathlib.Path(sys.argv[1])
+scheduler(work, "")[1].start()
+if os.fork() == 0:  # it is to become a supervisor
+    while not (work / "go").exists(): time.sleep(0.01)
+    os._exit(0)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_server_waits_for_what_a_killed_one_was_about_to_start(tmp_path: Path) -> None:
+    """Until a child runs its own program it has the lock of its parent."""
+    work_dir = tmp_path / "work"
+    command = [sys.executable, "-c", KILLED_WHILE_IT_FORKS, str(work_dir)]
+    assert subprocess.run(command, env=child_environment(), check=False).returncode == -9
+    store, server = scheduler(work_dir, "done(acc=1)")
+    job = submit(store, whole_model(tmp_path / "model"), 1)
+    later = threading.Timer(0.3, (work_dir / "go").touch)
+    later.start()
+    server.start()
+    assert (work_dir / "go").exists()
+    wait_for(store, job.id, Status.COMPLETED)
+    server.stop(end=True)
 
 
 def test_a_server_under_a_terminal_is_not_followed_by_its_evaluators(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """The loop: claim a job when slots are free, run it in a thread, record what became of it."""
 
+import json
 import logging
+import os
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from unshard.api.options import MergeOptions
@@ -16,6 +19,7 @@ from unshard.evaluate.jobs import Job, Process, Status
 from unshard.evaluate.locks import lock_file, unlock
 from unshard.evaluate.merging import Merger
 from unshard.evaluate.outcomes import Backoff, Outcomes
+from unshard.evaluate.processes import identify, is_alive
 from unshard.evaluate.records import LONGEST_WAIT_S
 from unshard.evaluate.retention import JOBS, Retention
 from unshard.evaluate.slots import Slots, shown_slots
@@ -29,6 +33,7 @@ __all__ = ["Scheduler", "Settings"]
 _log = logging.getLogger(__name__)
 
 _LOCK_NAME = "server.lock"
+_INHERITED_S, _PAUSE_S = 30.0, 0.05
 
 
 def _nothing_changed(_job: Job) -> Sequence[str]:
@@ -111,13 +116,22 @@ class Scheduler:
         self._loop_thread: threading.Thread | None = None
         self._lock: int | None = None
 
+    def lock(self) -> None:
+        """Keep other servers from the directory until `stop`; `start` does so, too.
+
+        Raises:
+            UsageError: another server uses the same directory.
+        """
+        if self._lock is None:
+            self._lock = _locked(self._work_dir / _LOCK_NAME)
+
     def start(self) -> None:
         """Take up what an earlier server left, then run jobs until `stop`.
 
         Raises:
             UsageError: another server uses the same directory.
         """
-        self._lock = _locked(self._work_dir / _LOCK_NAME)
+        self.lock()
         for job in self._store.running():
             self._take_up(job)
         self._outcomes.tidy_up(self._evaluators)
@@ -308,11 +322,29 @@ class Scheduler:
 
 
 def _locked(path: Path) -> int:
-    """Lock a directory against other servers; return the descriptor that does."""
+    """Lock a directory against other servers; return the descriptor that does.
+
+    A process that a killed server was about to start has inherited its lock, and the port that it
+    listened on, until it runs its own program.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd = lock_file(path)
-    if fd is None:
-        raise UsageError(
-            f"{path.parent}: another server is using it", hint="give another directory"
-        )
+    deadline = time.monotonic() + _INHERITED_S
+    while (fd := lock_file(path)) is None:
+        if _has_living_owner(path) or time.monotonic() > deadline:
+            raise UsageError(
+                f"{path.parent}: another server is using it", hint="give another directory"
+            )
+        time.sleep(_PAUSE_S)
+    owner = identify(os.getpid(), gpus=(), directory="")
+    with suppress(OSError):  # a full disk
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(asdict(owner)).encode(), 0)
     return fd
+
+
+def _has_living_owner(path: Path) -> bool:
+    """Return whether the server that wrote a lock file is alive, or may be."""
+    try:
+        return is_alive(Process(**json.loads(path.read_bytes())))
+    except (OSError, ValueError, TypeError):
+        return True

@@ -143,8 +143,9 @@ def serve(given: Given) -> None:
     raise_file_limit()
     config = configured(given)
     rules = rules_for(config.host, config.token_file, given.allow_unauthenticated)
+    service = make_service(config)
+    service.scheduler.lock()  # first: who has inherited it from a killed server has its port, too
     with _listening(config.host, config.port) as listening:
-        service = make_service(config)
         service.scheduler.start()
         service.pins.let_go()
         host, port = listening.getsockname()[:2]
