@@ -126,6 +126,14 @@ def test_tied_weights_are_compared_once_they_are_decompressed(
     assert any("lm_head.weight differs" in note for note in report.notes) is not equal
 
 
+def test_names_that_differ_by_a_wrapper_only_cannot_be_compared_compressed(tmp_path: Path) -> None:
+    same = torch.rand(60, 4)
+    model = {"model.a.weight": same, "model._orig_mod.a.weight": same.clone()}
+    step = save_compressed(tmp_path / "step-3", model)
+    with pytest.raises(CorruptError, match=r"tensor model\.a\.weight: .*both are compressed"):
+        unshard.merge(step, tmp_path / "out")
+
+
 def test_files_that_a_caller_adds_before_the_merge_are_written(
     checkpoint: Path, tmp_path: Path
 ) -> None:

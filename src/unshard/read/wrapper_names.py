@@ -58,10 +58,12 @@ def unwrapped(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry
             first = kept.get(short)
             if first is None:
                 kept[short] = replace(entry, fqn=short)
+            elif first.chunks.compressed.any() or entry.chunks.compressed.any():
+                problems.append(_collision(name, short, first, entry, "and both are compressed"))
             elif equal_tensors(first, entry, files):
                 notes.append(f"{name} is the same tensor as {short} without its wrapper: left out")
             else:
-                problems.append(_collision(name, short, first, entry))
+                problems.append(_collision(name, short, first, entry, "and other values"))
     raise_all(CorruptError, "tensors whose names differ by a wrapper only", problems)
     changed = sum(short != name for name, short in names.items())
     if changed:
@@ -107,9 +109,11 @@ def _without_leading(names: dict[str, str]) -> dict[str, str]:
     }
 
 
-def _collision(name: str, short: str, first: TensorEntry, second: TensorEntry) -> CorruptError:
+def _collision(
+    name: str, short: str, first: TensorEntry, second: TensorEntry, how: str
+) -> CorruptError:
     return CorruptError(
-        f"tensor {short}: {name} has the same name but for a wrapper, and other values",
+        f"tensor {short}: {name} has the same name but for a wrapper, {how}",
         expected="one of them, or equal ones",
         found=f"{first.dtype} {list(first.shape)} and {second.dtype} {list(second.shape)}",
         hint="the state dict was put together from two models; save one of them",
