@@ -165,6 +165,12 @@ def test_only_the_command_lines_print() -> None:
     assert offences(SILENT, prints) == {}
 
 
+def test_what_converts_and_plans_opens_no_file_and_logs_nothing() -> None:
+    pure = [path for path in IN_ROOMS if room_of(dotted(path)) in {"tensors", "plan", "convert"}]
+    outside = {"os", "io", "sys", "time", "logging", "unshard.containers.open_files"}
+    assert offences(pure, lambda path: set(imported(tree_of(path))) & outside) == {}
+
+
 def test_no_module_imports_torch_or_transformers() -> None:
     def heavy(path: Path) -> set[str]:
         return {name for name in imported(tree_of(path)) if name.split(".")[0] in HEAVY}

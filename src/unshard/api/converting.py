@@ -3,12 +3,15 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
 from typing import TypeGuard
 
 from unshard.api.adapters import AdapterPart, adapter_part, fuse_adapter
 from unshard.api.checking import check_names
 from unshard.api.options import MergeOptions
 from unshard.api.sources import Sources
+from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.averaging import averaged
 from unshard.convert.critics import critic_config, without_trl_wrapper
@@ -25,10 +28,11 @@ from unshard.read.beside.base import Base
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.tensors.boxes import Box
+from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, Kind
 from unshard.write.unchanged import are_equal
 
-__all__ = ["Outcome", "convert", "convert_one", "is_stored"]
+__all__ = ["Outcome", "convert", "convert_one", "is_stored", "ties_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +111,21 @@ def _ties(tensors: Mapping[str, Recipe], config: ModelConfig | None) -> Ties:
     stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
     computed = {name: shape_of(one) for name, one in tensors.items() if name not in stored}
     there = {name: one for name, one in stored.items() if not one.chunks.compressed.any()}
-    return find_ties(there, computed, config)
+    return ties_of(there, config, computed)
+
+
+def ties_of(
+    stored: Mapping[str, TensorEntry],
+    config: ModelConfig | None,
+    computed: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> Ties:
+    """Find tied weights by the bytes in their files; arguments as for `find_ties`.
+
+    Raises:
+        CorruptError: a file is gone or ends early.
+    """
+    with OpenFiles(os.O_RDONLY, limit=16) as files:
+        return find_ties(stored, computed, config, partial(equal_tensors, files=files))
 
 
 def is_stored(recipe: Recipe) -> TypeGuard[Take]:

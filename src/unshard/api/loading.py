@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unshard.api.adapters import fuse_adapter
-from unshard.api.converting import is_stored
+from unshard.api.converting import is_stored, ties_of
 from unshard.api.options import MergeOptions
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
@@ -15,7 +15,6 @@ from unshard.convert.fitting import Fit, Slot, fit, misfits
 from unshard.convert.names import names_of_base
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import Recipe, stored_dtype
-from unshard.convert.ties import find_ties
 from unshard.engines.arrays import Reader
 from unshard.errors import ConversionError, raise_all
 from unshard.plan.operations import Target
@@ -130,7 +129,7 @@ def _without_ties(tensors: Recipes, found: Fit, config: ModelConfig | None) -> F
     if not found.unexpected:
         return found
     stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
-    repeated = find_ties(stored, {}, config).equal
+    repeated = ties_of(stored, config).equal
     taken = {name for names in found.sources for name in names}
     left = tuple(name for name in found.unexpected if repeated.get(name) not in taken)
     return Fit(found.sources, found.missing, left)

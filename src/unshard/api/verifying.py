@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Unpack
 
 from unshard.api.checking import expected_names
-from unshard.api.converting import convert
+from unshard.api.converting import convert, ties_of
 from unshard.api.hearing import hearing
 from unshard.api.options import MergeOptions, given_path, showing
 from unshard.api.sources import Sources, inflated, read_checkpoint
@@ -16,7 +16,6 @@ from unshard.containers.json_file import JsonFields, json_object
 from unshard.convert.outputs import Converted
 from unshard.convert.precision import precision
 from unshard.convert.recipes import shape_of
-from unshard.convert.ties import find_ties
 from unshard.engines.compare import compare
 from unshard.errors import UsageError
 from unshard.keywords import DtypeLike, VerifyKeywords
@@ -142,7 +141,7 @@ def _theirs(checkpoint: Checkpoint, options: MergeOptions, ours: set[str]) -> Se
     wanted = {one.name for one in merged}
     if len(ours ^ {one.name for one in stored}) > len(ours ^ wanted):
         return merged
-    tied = find_ties(checkpoint.catalog.tensors, {}, checkpoint.config)
+    tied = ties_of(checkpoint.catalog.tensors, checkpoint.config)
     return [one for one in stored if one.name in ours or one.name not in tied.equal]
 
 

@@ -5,12 +5,9 @@ as `save_pretrained` does. Where the bytes of an output head differ, training ha
 stay. transformers leaves the word out of a config where it is the family's default.
 """
 
-import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from unshard.containers.chunks import equal_tensors
-from unshard.containers.open_files import OpenFiles
 from unshard.read.beside.model_config import ModelConfig
 from unshard.tensors.catalog import TensorEntry
 
@@ -53,6 +50,7 @@ def find_ties(
     tensors: Mapping[str, TensorEntry],
     computed: Mapping[str, tuple[int, ...]],
     config: ModelConfig | None,
+    are_equal: Callable[[TensorEntry, TensorEntry], bool],
 ) -> Ties:
     """Compare what may be tied, if the config says that it is.
 
@@ -60,30 +58,25 @@ def find_ties(
         tensors: tensors that are written as they are stored, by output name.
         computed: shapes of the others, which equal nothing that is stored.
         config: config.json.
-
-    Raises:
-        CorruptError: a file is gone or ends early.
+        are_equal: compares the bytes of two tensors.
     """
     equal: dict[str, str] = {}
     different: dict[str, str] = {}
     if config is None or not config.is_tied:
         return Ties({}, {})
     shapes = {name: entry.shape for name, entry in tensors.items()} | dict(computed)
-    with OpenFiles(os.O_RDONLY, limit=16) as files:
-        for name in shapes:
-            like = [other for other in _likely(name, shapes) if shapes[other] == shapes[name]]
-            same = (
-                other
-                for other in like
-                if name in tensors
-                and other in tensors
-                and equal_tensors(tensors[name], tensors[other], files)
-            )
-            found = next(same, None)
-            if found is not None:
-                equal[name] = found
-            elif like and is_head(name):
-                different[name] = like[0]
+    for name in shapes:
+        like = [other for other in _likely(name, shapes) if shapes[other] == shapes[name]]
+        same = (
+            other
+            for other in like
+            if name in tensors and other in tensors and are_equal(tensors[name], tensors[other])
+        )
+        found = next(same, None)
+        if found is not None:
+            equal[name] = found
+        elif like and is_head(name):
+            different[name] = like[0]
     return Ties(equal, different)
 
 
