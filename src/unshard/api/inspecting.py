@@ -145,26 +145,18 @@ def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspecti
     """
     chosen = MergeOptions(**options)
     found = read_checkpoint(given_path(checkpoint, "the checkpoint"), chosen)
-    named = None if found.config is None else found.config.dtype
     try:
         sources = Sources((found,))
         prepared = plan_output(sources, convert(sources, chosen), chosen)
     except ConversionError as error:
-        refusal = f"nothing: {error.subject}"
-        return _describe(found, config_dtype=named, would_write=refusal, warnings=())
+        return _describe(found, f"nothing: {error.subject}", ())
     layout = prepared.plan.layout
     files = f"{len(layout.files)} file{'s' if len(layout.files) > 1 else ''}"
     would_write = f"{found.location.default_output}: {files}, {layout.total_size:,} bytes"
-    return _describe(found, config_dtype=named, would_write=would_write, warnings=prepared.warnings)
+    return _describe(found, would_write, prepared.warnings)
 
 
-def _describe(
-    checkpoint: Checkpoint,
-    *,
-    config_dtype: str | None,
-    would_write: str,
-    warnings: tuple[str, ...],
-) -> Inspection:
+def _describe(checkpoint: Checkpoint, would_write: str, notes: tuple[str, ...]) -> Inspection:
     """Return what there is to say of a checkpoint."""
     catalog, location = checkpoint.catalog, checkpoint.location
     entries = catalog.tensors.values()
@@ -188,14 +180,14 @@ def _describe(
         compressed=any(entry.chunks.compressed.any() for entry in entries),
         missing=tuple(path.name for path in catalog.missing),
         skipped=catalog.skipped,
-        config_dtype=config_dtype,
+        config_dtype=None if checkpoint.config is None else checkpoint.config.dtype,
         companions=(*config, *checkpoint.companions.files),
         training_state=tuple(
             path.name + ("/" if path.is_dir() else "") for path in catalog.training_state
         ),
         output=str(location.default_output),
         would_write=would_write,
-        notes=warnings,
+        notes=notes,
         tensors=tuple(_info(entry) for entry in entries),
     )
 
