@@ -216,6 +216,11 @@ class Outcomes:
 
 
 def _remove_others(directory: Path) -> None:
-    """Remove the directories of a job's other attempts."""
-    for other in set(directory.parent.iterdir()) - {directory}:
+    """Remove the directories of a job's other attempts; what cannot be removed stays with it."""
+    try:
+        others = set(directory.parent.iterdir()) - {directory}
+    except OSError as error:
+        _log.warning("%s: other attempts are not removed: %s", directory.parent, error)
+        return
+    for other in others:
         shutil.rmtree(other, ignore_errors=True)
