@@ -65,21 +65,14 @@ def _declare_token(app: FastAPI) -> None:
     spec["security"] = [{kind: []} for kind in schemes]
 
 
-async def _on_error(_request: Request, error: Exception) -> JSONResponse:
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
     """Answer with one of our errors: the request's fault unless it says otherwise."""
-    if not isinstance(error, UnshardError):
-        raise error
-    return JSONResponse(error_body(error).model_dump(), 400)
+    return _answer_error(request, error, 400)
 
 
 async def _on_unhealthy(request: Request, error: Exception) -> JSONResponse:
     """Answer that the same request may be sent again later."""
-    if not isinstance(error, UnhealthyError):
-        raise error
-    body: dict[str, object] = {"detail": str(error)}
-    if _is_ours(request):
-        body = error_body(error).model_dump()
-    return JSONResponse(body, 503, headers={"Retry-After": str(RETRY_AFTER_S)})
+    return _answer_error(request, error, 503, {"Retry-After": str(RETRY_AFTER_S)})
 
 
 async def _on_database(request: Request, error: Exception) -> JSONResponse:
@@ -115,6 +108,18 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
 
 def _is_ours(request: Request) -> bool:
     return request.url.path.startswith(_V1)
+
+
+def _answer_error(
+    request: Request, error: Exception, status: int, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """Return one of our errors as the protocol of the request has it."""
+    if not isinstance(error, UnshardError):
+        raise error
+    body: dict[str, object] = {"detail": str(error)}
+    if _is_ours(request):
+        body = error_body(error).model_dump()
+    return JSONResponse(body, status, headers=headers)
 
 
 def _answer(

@@ -95,7 +95,7 @@ def job(request: Request, job_id: str) -> Response:
     found = service.job(job_id)
     if found is None:
         raise HTTPException(404, f"Job {job_id} not found")
-    position = service.store.position(job_id)
+    position = service.store.position(found.id)
     files = service.sample_files(found)
     return answer(job_info(found, position, service.results_file(found), files))
 
