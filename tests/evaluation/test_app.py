@@ -1,6 +1,8 @@
 """What both protocols answer about a queue that stands still: no scheduler, no process."""
 
 import secrets
+import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from evaluation.running import script_profile
+from unshard.evaluate import records, schema
 from unshard.evaluate.jobs import Job, Request
 from unshard.evaluate.profiles import ServerConfig
 from unshard.evaluate.server.app import make_app
@@ -62,3 +65,31 @@ def test_an_ambiguous_id_is_refused_in_the_form_of_each_protocol(
     assert list(theirs.json()) == ["detail"]
     assert all(name in theirs.json()["detail"] for name in ids)
     assert ours.json()["error"]["found"] == ", ".join(ids)
+
+
+def test_a_list_of_jobs_reads_the_queue_once(still: Still, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = still.queue(0)
+    assert still.service.store.claim(time.time(), running.id) is not None
+    queued = [still.queue(step) for step in range(1, 6)]
+    statements = list[str]()
+
+    def traced(path: Path) -> sqlite3.Connection:
+        connection = schema.connect(path)
+        connection.set_trace_callback(statements.append)
+        return connection
+
+    monkeypatch.setattr(records, "connect", traced)  # of the threads that answer
+
+    def listed(query: str) -> tuple[dict[str, int | None], int]:
+        before = len(statements)
+        jobs = still.client.get(f"/api/v1/jobs?{query}").json()["jobs"]
+        return {job["id"]: job["position"] for job in jobs}, len(statements) - before
+
+    every, cost = listed("limit=1000")
+    assert every == {
+        running.id: None,
+        **{job.id: place for place, job in enumerate(queued, start=1)},
+    }
+    last, cost_of_one = listed("limit=1")
+    assert last == {queued[-1].id: 5}
+    assert cost == cost_of_one > 0

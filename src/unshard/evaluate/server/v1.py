@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
@@ -70,8 +70,15 @@ def jobs(request: Request, wanted: Annotated[JobPage, Query()]) -> Response:
     service = service_of(request)
     before = None if wanted.before is None else _found(service, wanted.before).id
     filters = Filters(**wanted.model_dump(exclude={"before", "limit"}))
-    found = (_view(service, job) for job in service.store.newest(filters, before))
-    return page("jobs", ((view.id, view) for view in found), wanted.limit)
+    places = {job_id: place for place, job_id in enumerate(service.store.queued_ids(), start=1)}
+    found = service.store.newest(filters, before)
+    views = (job_view(job, _place(job, places)) for job in found)
+    return page("jobs", ((view.id, view) for view in views), wanted.limit)
+
+
+def _place(job: Job, places: Mapping[str, int]) -> int | None:
+    """Return a job's place in the queue; it may have left the queue since the places were read."""
+    return places.get(job.id) if job.status is Status.QUEUED else None
 
 
 @router.get("/jobs/{job_id}", response_model=JobView)
