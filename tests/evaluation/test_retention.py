@@ -73,11 +73,11 @@ def left(work: Path) -> set[str]:
 def test_results_stay_with_the_job_that_they_belong_to(store: Store, work: Path) -> None:
     job = ended(store, work, 5, Status.COMPLETED)
     grow_older(work)
-    before, results = job_of(store, job.id), store.results(Filters())
+    before, results = job_of(store, job.id), list(store.results(Filters()))
     assert [result.value for result in results] == list(METRICS.values())
     assert sweep(store, work) == 1
     assert left(work) == set()
-    assert store.results(Filters()) == results
+    assert list(store.results(Filters())) == results
     after = job_of(store, job.id)
     assert (after.metrics, after.status, after.request) == (
         METRICS,
