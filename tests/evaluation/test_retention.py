@@ -9,11 +9,16 @@ import pytest
 
 from evaluation.live import Live, checkpoint, cli, until
 from evaluation.running import job_of, request, scheduler, wait_for, whole_model
+from evaluation.server_stub import free_port
 from unshard.evaluate import retention
+from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.jobs import Filters, Job, Process, Status
 from unshard.evaluate.retention import Retention
+from unshard.evaluate.spool import Spool
 from unshard.evaluate.store import Store
+from unshard.evaluate.watching import Watching
 from unshard.write.beneath import remove
+from waiting import LIMIT_S
 
 DAY = 24 * 3600.0
 METRICS = {"task/acc": 0.1 + 0.2, "task/size": 3.0}
@@ -90,20 +95,39 @@ def test_results_stay_with_the_job_that_they_belong_to(store: Store, work: Path)
     assert sweep(store, work) == 0
 
 
-def test_jobs_without_a_result_are_forgotten_when_they_are_old(store: Store, work: Path) -> None:
+def test_of_jobs_without_a_result_only_the_directories_are_removed(
+    store: Store, work: Path
+) -> None:
+    """Else a client that asks whether it submitted one before would submit it again."""
     unsuccessful = [status for status in Status if status.is_final][1:]
     assert len(unsuccessful) == 4
     old = [ended(store, work, step, status) for step, status in enumerate(unsuccessful)]
     grow_older(work, 20)
     young = [ended(store, work, step + 10, status) for step, status in enumerate(unsuccessful)]
     grow_older(work, 11)
+    before = store.jobs(Filters())
     assert sweep(store, work, keep_days=None) == 0
     assert sweep(store, work) == len(old)
     assert left(work) == {job.id for job in young}
-    assert {job.id for job in store.jobs(Filters())} == left(work)
-    again, is_new = store.submit(old[0].request, pin=None)
-    assert is_new
-    assert (again.status, again.attempts, again.id in left(work)) == (Status.QUEUED, 0, False)
+    assert store.jobs(Filters()) == before
+    assert sweep(store, work) == 0
+
+
+def test_a_job_that_is_submitted_again_never_has_the_directory_that_is_being_removed(
+    store: Store, work: Path
+) -> None:
+    job = ended(store, work, 5, Status.FAILED)
+    grow_older(work)
+    store.forget([job.id], time.time())  # marked: its directory is about to be removed
+    again, is_new = store.submit(job.request, pin=None)
+    assert (again.status, is_new, again.id != job.id) == (Status.QUEUED, False, True)
+    assert store.claim(time.time()) is not None
+    (work / "jobs" / again.id / "2").mkdir(parents=True)
+    assert sweep(store, work) == 1
+    assert left(work) == {again.id}
+    store.fail(again.id, "why", None)
+    same, _ = store.submit(job.request, pin=None)
+    assert same.id == again.id
 
 
 def test_what_has_not_ended_stays_however_old_it_is(store: Store, work: Path) -> None:
@@ -147,7 +171,7 @@ def test_only_directories_of_known_jobs_are_removed_and_no_link_is_followed(
     assert left(work) == {"0123456789abcdef", jobs[0].id}
     assert (elsewhere / "1" / "log.txt").read_text() == "log"
     assert f"{jobs[0].id}: not a directory; left alone" in caplog.text
-    assert (store.jobs(Filters()), store.forgotten()) == ([], [])
+    assert store.forgotten() == []
 
 
 def test_what_a_killed_server_left_marked_is_removed_by_the_next(store: Store, work: Path) -> None:
@@ -156,7 +180,7 @@ def test_what_a_killed_server_left_marked_is_removed_by_the_next(store: Store, w
     store.forget([job.id], time.time())
     store.close()
     again = Store(work / "jobs.sqlite")
-    assert (again.get(job.id), again.forgotten(), left(work)) == (None, [job.id], {job.id})
+    assert (again.forgotten(), left(work)) == ([job.id], {job.id})
     assert Retention(again, work, 30).sweep(lambda: True) == 0
     assert sweep(again, work) == 1
     assert (again.forgotten(), left(work)) == ([], set())
@@ -208,13 +232,39 @@ def test_the_scheduler_does_it_at_its_start_and_then_once_an_hour(
     assert job_of(store, first.id).metrics == {"task/acc": 0.5}
 
 
+def failed_jobs(server: Live) -> list[dict[str, object]]:
+    found = server.v1("GET", "/jobs?status=failed")["jobs"]
+    assert isinstance(found, list)
+    return found
+
+
+def watched_once(server: Live, run: Path) -> list[int]:
+    """Watch a run as cron does; return the steps that were submitted."""
+    given = {
+        "server_url": server.url,
+        "profile": "script",
+        "tasks": ["fails"],
+        "poll_interval": 0.05,
+    }
+    with Watching(run, EvalConfig.from_dict(given)) as watching:
+        assert watching.look() == []
+        steps = [step for step, _ in watching.look()]
+        assert watching.sent(LIMIT_S)
+    return steps
+
+
 def test_a_server_answers_for_old_jobs(tmp_path: Path) -> None:
     server = Live(tmp_path)
-    server.configure()
+    server.configure(port=free_port())  # the same after its restart
     server.start()
-    place = checkpoint(server.root / "run", 5)
-    done, failed = server.ended(server.submit(place)), server.submit(place, "fails")
-    server.ended(failed, "failed")
+    run = server.root / "run"
+    place = checkpoint(run, 5)
+    done = server.ended(server.submit(place))
+    assert watched_once(server, run) == [5]
+    until(lambda: failed_jobs(server), "a failed job")
+    (failed,) = failed_jobs(server)
+    while Spool(run).pending():  # the watch's own files know the job
+        assert watched_once(server, run) == []
     server.stop()
     grow_older(server.work)
     server.start()
@@ -232,9 +282,12 @@ def test_a_server_answers_for_old_jobs(tmp_path: Path) -> None:
         logs = cli(server.url, "logs", str(done["id"]))
         assert (logs.returncode, logs.stdout) == (2, "")
         assert "its log has been removed; the server keeps logs for 30 days" in logs.stderr
-        gone = server.call("GET", f"/api/v1/jobs/{failed['id']}")
-        assert gone.status_code == 404
-        assert "forgotten after 30 days" in gone.json()["error"]["message"]
+        assert watched_once(server, run) == []
+        old = server.job(failed)
+        assert (old["status"], old["metrics"]) == ("failed", {})
+        assert "nothing was measured" in cli(server.url, "status", str(failed["id"])).stdout
+        logs = cli(server.url, "logs", str(failed["id"]))
+        assert "its log has been removed; the server keeps logs for 30 days" in logs.stderr
         assert server.submit(place, "fails")["id"] != failed["id"]
     finally:
         server.stop()

@@ -135,8 +135,7 @@ class ServerConfig:
         work_directory: where jobs have their directories; None: the server's default.
         pin_count, pin_bytes: how many checkpoints of a run, and how much of its disk, are kept from
             rotation at most; None: no limit.
-        keep_days: how long the directories and logs of ended jobs are kept, and jobs without a
-            result; None: for ever.
+        keep_days: how long the directories of ended jobs are kept, with their logs; None: for ever.
         profiles: the evaluators, by name.
     """
 

@@ -40,9 +40,8 @@ _FINAL = ", ".join(f"'{status}'" for status in Status if status.is_final)
 FORGETTABLE = f"""jobs.status IN ({_FINAL}) AND jobs.completed_at < ?
     AND NOT EXISTS
     (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id AND attempts.ended_at IS NULL)
-    AND (jobs.status != 'completed'
-         OR EXISTS (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id))"""  # noqa: S608  (words of ours)
-"""Which jobs ended before a time that is its one value, and are more than a result."""
+    AND EXISTS (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id)"""  # noqa: S608  (words of ours)
+"""Which jobs ended before a time that is its one value, and have attempts to forget."""
 
 
 class _Held:
@@ -193,7 +192,7 @@ class Records:
         return [row[0] for row in rows.fetchall()]
 
     def ended_before(self, time_s: float) -> list[str]:
-        """Return the jobs that ended before a time and have something that can be forgotten."""
+        """Return the jobs that ended before a time and have attempts to forget."""
         rows = self._connection.execute(f"SELECT id FROM jobs WHERE {FORGETTABLE}", (time_s,))  # noqa: S608
         return [row[0] for row in rows.fetchall()]
 

@@ -1,8 +1,8 @@
-"""How long the server keeps what ended jobs leave: directories, logs, and rows without a result.
+"""How long the server keeps what ended jobs leave on the disk: their directories, with the logs.
 
-Results are never removed, nor is the row of a completed job: it says to which run, step and weights
-its numbers belong, and a later submission of the same is answered with it. Only directories of jobs
-that the database has are removed, without following a link.
+The row of a job stays, whatever its end was: clients ask it whether they have submitted a
+checkpoint before, and an evaluation that failed or was cancelled is not to run again because time
+has passed. Only directories of jobs that the database has are removed, without following a link.
 """
 
 import logging
@@ -33,8 +33,7 @@ class Retention:
     Args:
         store: the jobs.
         work_dir: the server's.
-        keep_days: how long an ended job's directory, and its row if it has no result, are kept;
-            None: for ever.
+        keep_days: how long an ended job's directory is kept; None: for ever.
     """
 
     def __init__(self, store: Store, work_dir: Path, keep_days: float | None) -> None:
@@ -54,8 +53,8 @@ class Retention:
     def sweep(self, is_stopped: Callable[[], bool]) -> int:
         """Remove what is too old; return how many jobs had something to remove.
 
-        A job is first marked in the database, which ends its row or its log, then its directory
-        goes, then the mark: what a killed server left marked is finished by the next.
+        A job is first marked in the database, which ends its log, then its directory is removed,
+        then the mark: what a killed server left marked is finished by the next.
         """
         if self._keep_days is None:
             return 0

@@ -84,7 +84,7 @@ CREATE TABLE events (
 _ADDITIONS = (
     "CREATE INDEX IF NOT EXISTS jobs_by_step ON jobs (run, step)",
     "CREATE INDEX IF NOT EXISTS jobs_by_pin ON jobs (pin)",
-    # Ended jobs whose directories are to be removed; their rows may be gone already.
+    # Ids of ended jobs whose directories are to be removed; a job may have a new id by now.
     "CREATE TABLE IF NOT EXISTS forgotten (job_id TEXT PRIMARY KEY)",
 )
 

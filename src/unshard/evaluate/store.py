@@ -32,14 +32,15 @@ class Store(Records):
         """Queue a request; return its job, and whether there was none of its key.
 
         The same key again returns the same job. A job that failed, was cancelled or expired is
-        queued anew, with the new request's checkpoint and pin.
+        queued anew, with the new request's checkpoint and pin; under a new id if its attempts were
+        forgotten, because the directory that its old id names may be being removed.
         """
         now, key = time.time(), request.key
         with self._transaction() as connection:
             found = connection.execute("SELECT id, status FROM jobs WHERE key = ?", (key,))
             row = found.fetchone()
             if row is None:
-                job_id = secrets.token_hex(8)
+                job_id = _new_id()
                 connection.execute(
                     "INSERT INTO jobs (id, key, request, run, step, weights, profile, status,"
                     " created_at, queued_at, pin) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -52,6 +53,7 @@ class Store(Records):
             else:
                 job_id = row["id"]
                 if Status(row["status"]) in _AGAIN:
+                    job_id = _renamed_if_forgotten(connection, job_id)
                     connection.execute(
                         "UPDATE jobs SET status = ?, request = ?, pin = ?, queued_at = ?,"
                         " not_before = 0, failures = 0, phase = NULL, error = NULL,"
@@ -214,10 +216,10 @@ class Store(Records):
     # What retention does.
 
     def forget(self, job_ids: Sequence[str], before: float) -> None:
-        """Forget the attempts of jobs that ended before a time, and the jobs that have no result.
+        """Forget the attempts of jobs that ended before a time; the jobs stay, with their results.
 
-        Those of them that did not begin anew meanwhile are `forgotten` until
-        `forgotten_is_gone`. A completed job stays, with its results.
+        Those of them that were not queued again in the meantime are `forgotten` until
+        `forgotten_is_gone`.
         """
         with self._transaction() as connection:
             for job_id in job_ids:
@@ -229,9 +231,6 @@ class Store(Records):
                 if marked.rowcount:
                     connection.execute("DELETE FROM attempts WHERE job_id = ?", (job_id,))
                     connection.execute("UPDATE jobs SET results = NULL WHERE id = ?", (job_id,))
-                    connection.execute(
-                        "DELETE FROM jobs WHERE id = ? AND status != ?", (job_id, Status.COMPLETED)
-                    )
 
     def forgotten_is_gone(self, job_id: str) -> None:
         """Record that the directory of a job is removed."""
@@ -254,6 +253,20 @@ class Store(Records):
             if still:
                 connection.execute("UPDATE jobs SET phase = NULL WHERE id = ?", (job_id,))
                 _tell(connection, job_id, now)
+
+
+def _new_id() -> str:
+    return secrets.token_hex(8)
+
+
+def _renamed_if_forgotten(connection: sqlite3.Connection, job_id: str) -> str:
+    """Give a job a new id if its attempts were forgotten; return the id that it has then."""
+    renamed = connection.execute(
+        "UPDATE jobs SET id = ? WHERE id = ? AND attempts > 0"
+        " AND NOT EXISTS (SELECT 1 FROM attempts WHERE job_id = jobs.id) RETURNING id",
+        (_new_id(), job_id),
+    ).fetchone()
+    return job_id if renamed is None else str(renamed["id"])
 
 
 def _error(text: str) -> str:

@@ -48,9 +48,7 @@ def _view(service: Service, job: Job) -> JobView:
 def _found(service: Service, job_id: str) -> Job:
     job = service.job(job_id)
     if job is None:
-        days = service.config.keep_days
-        old = f"; jobs without a result are forgotten after {days} days (`keep_days`)"
-        raise HTTPException(404, f"job {job_id}: there is none{old if days else ''}")
+        raise HTTPException(404, f"job {job_id}: there is none")
     return job
 
 
@@ -103,7 +101,8 @@ def log(request: Request, job_id: str, offset: Number = 0) -> Response:
     """Read the log of a job's last attempt from a byte on."""
     service = service_of(request)
     found, days = _found(service, job_id), service.config.keep_days
-    if found.status is Status.COMPLETED and not service.scheduler.directory_of(found).exists():
+    has_begun = found.status.is_final and found.attempts > 0
+    if has_begun and not service.scheduler.directory_of(found).exists():
         kept = f"; the server keeps logs for {days} days (`keep_days`)" if days else ""
         raise HTTPException(410, f"job {job_id}: its log has been removed{kept}")
     text, after, ended = service.log(found, offset)
