@@ -29,10 +29,12 @@ from evaluation.running import (
     whole_model,
 )
 from ranks import save_ranks
-from unshard.evaluate.jobs import Filters, Job, Phase, Status
+from unshard.evaluate.jobs import Filters, Job, Phase, Process, Status
 from unshard.evaluate.launching import start_supervisor
-from unshard.evaluate.processes import is_alive, kill_group
+from unshard.evaluate.processes import boot, is_alive, kill_group
+from unshard.evaluate.records import LONGEST_WAIT_S
 from unshard.evaluate.store import Store
+from unshard.evaluate.supervise import LOG_NAME
 
 # Notes when it begins and ends, and refuses to be two of one step; waits for `go` meanwhile.
 WAITS = """
@@ -125,6 +127,33 @@ def test_a_job_whose_process_is_gone_is_queued_again_and_has_not_failed(tmp_path
     done = [wait_for(store, job.id, Status.COMPLETED) for job in jobs]
     server.stop(end=True)
     assert [(job.attempts, job.failures) for job in done] == [(2, 0), (2, 0)]
+
+
+def test_a_job_that_takes_its_server_down_every_time_fails_in_the_end(tmp_path: Path) -> None:
+    """As where the kernel ends the whole cgroup when memory runs out: memory.oom.group."""
+    store = Store(tmp_path / "work" / "jobs.sqlite")
+    job = submit(store, whole_model(tmp_path / "model"), 1)
+    number = 0
+    while not job_of(store, job.id).status.is_final:
+        number += 1
+        assert number < 100
+        claimed = store.claim(time.time() + LONGEST_WAIT_S, job.id)
+        assert claimed is not None
+        _, server = scheduler(tmp_path / "work", WAITS, backoff_s=LONGEST_WAIT_S)
+        directory = server.directory_of(claimed)
+        (directory / "output").mkdir(parents=True)
+        if number % 2:  # else it had the memory for the merge only
+            (directory / LOG_NAME).write_text("a lot of memory\n")
+            process = Process(2**22 - 5, 1, boot(), (), str(directory))
+            store.attempt_started(job.id, process)
+        server.start()
+        wait_until(lambda: store.running() == [], "the end of the attempt")
+        server.stop(end=True)
+    failed = job_of(store, job.id)
+    assert (failed.status, failed.attempts) == (Status.FAILED, 11)
+    assert "ended together with the server" in str(failed.error)
+    assert "a lot of memory" in str(failed.error)
+    assert "11 times in a row" in str(failed.error)
 
 
 def test_a_supervisor_that_never_got_its_order_is_no_failure(tmp_path: Path) -> None:

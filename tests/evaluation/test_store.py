@@ -16,7 +16,7 @@ from evaluation.running import child_environment, job_of, request
 from unshard.errors import UsageError
 from unshard.evaluate import store as jobs_store
 from unshard.evaluate.jobs import Filters, Job, Phase, Process, Request, Status
-from unshard.evaluate.records import LONGEST_WAIT_S, POSTPONED
+from unshard.evaluate.records import DIED, KILLED, LONGEST_WAIT_S, POSTPONED
 from unshard.evaluate.store import Store
 
 
@@ -141,10 +141,48 @@ def test_the_database_of_an_earlier_version_gets_the_columns_that_it_lacks(tmp_p
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
         job = submit(store)
     with closing(sqlite3.connect(tmp_path / "jobs.sqlite")) as connection:
-        connection.execute("ALTER TABLE jobs DROP COLUMN superseded_by")
+        for column in ("superseded_by", "attempts_before"):
+            connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
+        assert store.in_a_row(job.id, DIED) == 0
         assert store.supersede(job.id, "newer")
         assert job_of(store, job.id).superseded_by == "newer"
+
+
+def interrupt(store: Store, job: Job, outcome: str) -> int:
+    """Claim a job and interrupt the attempt; return which in a row this is."""
+    assert store.claim(time.time(), job.id) is not None
+    before = store.in_a_row(job.id, outcome)
+    assert store.postpone(job.id, outcome, "why", 0)
+    return before + 1
+
+
+def test_only_a_failure_ends_a_row_of_interruptions(store: Store) -> None:
+    """Two kinds that take turns would otherwise never be bounded."""
+    job = submit(store)
+    turns = [(KILLED, 1), (POSTPONED, 1), (KILLED, 2), (DIED, 1), ("lost", 1), (KILLED, 3)]
+    assert [interrupt(store, job, outcome) for outcome, _ in turns] == [count for _, count in turns]
+    claim(store)
+    store.fail(job.id, "why", 0)
+    assert interrupt(store, job, KILLED) == 1
+
+
+def test_a_job_that_is_submitted_again_begins_a_new_row(store: Store) -> None:
+    job = submit(store)
+    assert [interrupt(store, job, POSTPONED) for _ in range(3)] == [1, 2, 3]
+    assert store.cancel(job.id)
+    store.submit(job.request, pin=None)
+    assert [interrupt(store, job, POSTPONED) for _ in range(2)] == [1, 2]
+
+
+def test_a_clock_that_is_set_back_does_not_end_a_row(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    job = submit(store)
+    now -= 1e6
+    assert [interrupt(store, job, KILLED) for _ in range(3)] == [1, 2, 3]
 
 
 def test_a_job_that_ended_badly_is_queued_anew_with_the_new_checkpoint(store: Store) -> None:

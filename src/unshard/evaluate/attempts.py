@@ -17,6 +17,7 @@ from unshard.evaluate.bounded_log import LOG_BYTES, last_lines
 from unshard.evaluate.endings import (
     Cancelled,
     Completed,
+    Died,
     Expired,
     Failed,
     Killed,
@@ -163,7 +164,7 @@ class Runner:
         outcome = self._conclude(attempt, attempt.work(self._merger.model_of(attempt.job)), process)
         is_lost = not was_alive and read_exit(attempt.directory) is None
         if is_lost and isinstance(outcome, Killed):
-            return Lost("its process ended with an earlier server")
+            return Died(f"its processes ended together with the server\n{outcome.why}")
         return outcome
 
     def end(self, job_id: str, process: Process) -> bool:

@@ -9,6 +9,7 @@ from unshard.evaluate.unknown_tasks import UnknownTasksError
 __all__ = [
     "Cancelled",
     "Completed",
+    "Died",
     "Expired",
     "Failed",
     "Killed",
@@ -51,6 +52,13 @@ class Killed:
 
 
 @dataclass(frozen=True, slots=True)
+class Died:
+    """Its processes ended together with the server that ran it; it may have ended the server."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Expired:
     """The checkpoint is gone."""
 
@@ -74,4 +82,4 @@ class Left:
     """It goes on without this server; the next one adopts it."""
 
 
-Outcome = Completed | Failed | Killed | Postponed | Expired | Lost | Cancelled | Left
+Outcome = Completed | Failed | Killed | Died | Postponed | Expired | Lost | Cancelled | Left

@@ -16,6 +16,7 @@ from unshard.evaluate.attempts import Attempt
 from unshard.evaluate.endings import (
     Cancelled,
     Completed,
+    Died,
     Expired,
     Failed,
     Killed,
@@ -27,7 +28,7 @@ from unshard.evaluate.endings import (
 from unshard.evaluate.jobs import Filters, Job, Status
 from unshard.evaluate.keeping import removable
 from unshard.evaluate.merging import Merger
-from unshard.evaluate.records import KILLED, POSTPONED
+from unshard.evaluate.records import DIED, KILLED, POSTPONED
 from unshard.evaluate.store import Store
 from unshard.evaluate.telling import tell, tell_outcome
 from unshard.evaluate.work import Evaluator, Profile
@@ -39,6 +40,7 @@ _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
 _MOST_POSTPONED = 20
 _MOST_KILLED = 2  # an evaluator that takes all memory would be killed for ever
+_MOST_DIED = 10  # not fewer: what ended the server may have been another job, or the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,12 @@ class Outcomes:
         self._persist(lambda: self.tell_end(job_id))
         self.tell(job_id, f"queued again: {why}")
 
+    def died(self, job_id: str, why: str) -> None:
+        """Record that an attempt ended together with its server, before it had a process."""
+        self._persist(lambda: self._postpone(job_id, DIED, why, at_most=_MOST_DIED))
+        self._persist(lambda: self.tell_end(job_id))
+        self.tell(job_id, f"queued again: {why}")
+
     def tell(self, job_id: str, what: str) -> None:
         """Log a step on a job's way."""
         if (job := self._job(job_id)) is not None:
@@ -159,6 +167,8 @@ class Outcomes:
                 self._postpone(job.id, POSTPONED, why, at_most=_MOST_POSTPONED)
             case Killed(why):
                 self._postpone(job.id, KILLED, why, at_most=_MOST_KILLED)
+            case Died(why):
+                self._postpone(job.id, DIED, why, at_most=_MOST_DIED)
             case Expired(why):
                 store.expire(job.id, why)
             case Lost(why):
@@ -177,7 +187,7 @@ class Outcomes:
             due_at = time.time() + self._backoff.after(count)
             self._store.postpone(job_id, outcome, why, due_at)
         else:
-            self._store.fail(job_id, f"{why}\nSo it was {count + 1} times in a row.", None)
+            self._store.fail(job_id, f"{why}\nThis has happened {count + 1} times in a row.", None)
 
     def _complete(
         self, attempt: Attempt, metrics: Mapping[str, float], results: Path | None

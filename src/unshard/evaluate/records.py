@@ -18,13 +18,16 @@ from unshard.evaluate.schema import (
     connect,
 )
 
-__all__ = ["CLAIMABLE", "FORGETTABLE", "KILLED", "LONGEST_WAIT_S", "POSTPONED", "Records"]
+__all__ = ["CLAIMABLE", "DIED", "FORGETTABLE", "KILLED", "LONGEST_WAIT_S", "POSTPONED", "Records"]
 
 POSTPONED = "postponed"
 """The outcome of an attempt that was hindered by what may pass."""
 
 KILLED = "killed"
 """The outcome of an attempt whose evaluator was ended by a signal from elsewhere."""
+
+DIED = "died"
+"""The outcome of an attempt whose processes ended together with its server."""
 
 LONGEST_WAIT_S = 3600.0
 """No job waits longer for its next attempt: one that seems to had its clock set back."""
@@ -168,13 +171,18 @@ class Records:
         return row[0] or None
 
     def in_a_row(self, job_id: str, outcome: str) -> int:
-        """Return how many attempts in a row ended like this, since the job was last submitted."""
+        """Return how many attempts ended like this since the job was submitted, or last failed.
+
+        Attempts that were interrupted in another way do not end the row: two kinds of
+        interruption that take turns would otherwise never be bounded.
+        """
         row = self._connection.execute(
             "SELECT COUNT(*) FROM attempts JOIN jobs ON jobs.id = attempts.job_id"
-            " WHERE jobs.id = :id AND outcome = :outcome AND began_at >= queued_at"
+            " WHERE jobs.id = :id AND outcome = :outcome"
+            " AND attempts.number > jobs.attempts_before"
             " AND attempts.number > (SELECT COALESCE(MAX(number), 0) FROM attempts AS other"
-            " WHERE other.job_id = :id AND outcome != :outcome)",
-            {"id": job_id, "outcome": outcome},
+            " WHERE other.job_id = :id AND outcome = :failed)",
+            {"id": job_id, "outcome": outcome, "failed": Status.FAILED},
         ).fetchone()
         return int(row[0])
 

@@ -266,7 +266,7 @@ class Scheduler:
         """Adopt an attempt of an earlier server, or end what is left of it."""
         process = job.process
         if process is None:
-            self._outcomes.requeue(job.id, "the server ended while it merged")
+            self._outcomes.died(job.id, "the server ended while it merged")
             return
         has_slots = self._slots.adopt(process.gpus)
         try:

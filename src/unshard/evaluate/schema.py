@@ -49,7 +49,8 @@ CREATE TABLE jobs (
     failures INTEGER NOT NULL DEFAULT 0,
     error TEXT,
     results TEXT,
-    superseded_by TEXT
+    superseded_by TEXT,
+    attempts_before INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX jobs_by_status ON jobs (status, queued_at, number);
 CREATE TABLE attempts (
@@ -87,6 +88,11 @@ _ADDITIONS = (
     # Ids of ended jobs whose directories are to be removed; a job may have a new id by now.
     "CREATE TABLE IF NOT EXISTS forgotten (job_id TEXT PRIMARY KEY)",
 )
+
+_COLUMNS = {
+    "superseded_by": "TEXT",
+    "attempts_before": "INTEGER NOT NULL DEFAULT 0",  # how many when the job was last submitted
+}
 
 JOB_COLUMNS = """
     jobs.*, open.pid, open.started, open.boot, open.gpus, open.directory
@@ -153,15 +159,16 @@ def _bring_up_to_date(connection: sqlite3.Connection) -> None:
     """Add to a database of an earlier version what it lacks."""
     for addition in _ADDITIONS:
         connection.execute(addition)
-    if not _has_column(connection, "superseded_by"):
+    if _missing(connection):
         with connection:
             connection.execute("BEGIN IMMEDIATE")
-            if not _has_column(connection, "superseded_by"):  # another process may have been first
-                connection.execute("ALTER TABLE jobs ADD COLUMN superseded_by TEXT")
+            for name in _missing(connection):  # another process may have been first
+                connection.execute(f"ALTER TABLE jobs ADD COLUMN {name} {_COLUMNS[name]}")
 
 
-def _has_column(connection: sqlite3.Connection, name: str) -> bool:
-    return any(row["name"] == name for row in connection.execute("PRAGMA table_info(jobs)"))
+def _missing(connection: sqlite3.Connection) -> set[str]:
+    there = {row["name"] for row in connection.execute("PRAGMA table_info(jobs)")}
+    return _COLUMNS.keys() - there
 
 
 def request_as_json(request: Request) -> str:

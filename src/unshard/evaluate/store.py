@@ -57,7 +57,8 @@ class Store(Records):
                     connection.execute(
                         "UPDATE jobs SET status = ?, request = ?, pin = ?, queued_at = ?,"
                         " not_before = 0, failures = 0, phase = NULL, error = NULL,"
-                        " started_at = NULL, completed_at = NULL, superseded_by = NULL"
+                        " started_at = NULL, completed_at = NULL, superseded_by = NULL,"
+                        " attempts_before = attempts"
                         " WHERE id = ?",
                         (Status.QUEUED, request_as_json(request), pin, now, job_id),
                     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from unshard.errors import printable
-from unshard.evaluate.endings import Completed, Failed, Killed, Lost, Outcome, Postponed
+from unshard.evaluate.endings import Completed, Died, Failed, Killed, Lost, Outcome, Postponed
 from unshard.evaluate.jobs import Job, Request, Status
 
 __all__ = ["LOG_MARK", "one_line", "short_id", "tell", "tell_outcome", "tell_refusal"]
@@ -56,7 +56,7 @@ def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
             tell(job, f"evaluated: {_shown(metrics)}")
         case Status.QUEUED, Failed(why):
             tell(job, f"retried: {number} failed: {why}")
-        case Status.QUEUED, Postponed(why) | Killed(why):
+        case Status.QUEUED, Postponed(why) | Killed(why) | Died(why):
             tell(job, f"postponed: {number}: {why}")
         case Status.QUEUED, Lost(why):
             tell(job, f"queued again: {number}: {why}")
