@@ -3,7 +3,9 @@
 import os
 import resource
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from unshard.evaluate.server.health import Health, UnhealthyError
 from unshard.evaluate.spool import Spool
 from unshard.evaluate.store import Store
 from unshard.evaluate.submitter import Submitter
+from waiting import LIMIT_S
 
 pytestmark = pytest.mark.xdist_group("eval-health")  # one server for all
 
@@ -144,6 +147,40 @@ def test_a_disk_with_little_room_is_full(work: Path, monkeypatch: pytest.MonkeyP
     assert caught.value.hint == "make room on it"
     monkeypatch.setattr(health, "_LEAST_BYTES", 0)
     checked.check()
+
+
+def test_a_disk_that_reports_only_zeros_is_not_full(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some network and FUSE file systems do."""
+    zeros = os.statvfs_result([0] * 10)
+    monkeypatch.setattr(os, "statvfs", lambda _path: zeros)
+    Health(work / "jobs.sqlite").check()
+
+
+def test_a_disk_that_hangs_is_waited_for_by_one_alone(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = Health(work / "jobs.sqlite")
+    real, has_begun, goes_on = os.statvfs, threading.Event(), threading.Event()
+
+    def hangs(path: Path) -> os.statvfs_result:
+        has_begun.set()
+        assert goes_on.wait(LIMIT_S)
+        return real(path)
+
+    monkeypatch.setattr(os, "statvfs", hangs)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(checked.problems)
+        assert has_begun.wait(LIMIT_S)
+        try:
+            monkeypatch.setattr(health, "_HUNG_S", 0.0)
+            problems = checked.problems()
+        finally:
+            goes_on.set()
+        assert ["does not answer" in problem.subject for problem in problems] == [True]
+        assert first.result() == []
+    assert checked.problems() == []
 
 
 def test_a_database_that_became_another_is_noticed_and_never_made_anew(work: Path) -> None:

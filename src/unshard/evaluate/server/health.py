@@ -23,6 +23,7 @@ RETRY_AFTER_S = 30
 _LEAST_BYTES = 64 << 20
 _PROBE_BYTES = 4096
 _LOCKED_S = 2.0  # a database that another process has locked for longer is reported
+_HUNG_S = 3.0  # a disk that one probe has waited for longer is not waited for by others
 _EVERY_S = 5.0  # between two tries to write
 
 
@@ -42,6 +43,7 @@ class Health:
         self._work_dir = database.parent
         self._was = _identity(database)
         self._lock = threading.Lock()
+        self._began = float("inf")  # when the probe that holds the lock began
         self._tried = float("-inf")
         self._found: list[UnhealthyError] = []
 
@@ -60,7 +62,28 @@ class Health:
             )
 
     def problems(self) -> list[UnhealthyError]:
-        """Return what is wrong, with what to do; takes two seconds at most if the disk answers."""
+        """Return what is wrong, with what to do.
+
+        It takes about two seconds at most if the disk answers. If it does not, a single caller
+        waits for it; the others are told after three seconds, or at once if it hangs already.
+        """
+        left = self._began + _HUNG_S - time.monotonic()
+        if not self._lock.acquire(timeout=max(0.0, min(left, _HUNG_S))):
+            return [
+                UnhealthyError(
+                    f"the disk of the work directory {self._work_dir} does not answer",
+                    found=f"a probe has waited for more than {_HUNG_S:g} s",
+                    hint="look at the disk, or at the network if it is a network disk",
+                )
+            ]
+        try:
+            self._began = time.monotonic()
+            return self._probed()
+        finally:
+            self._began = float("inf")
+            self._lock.release()
+
+    def _probed(self) -> list[UnhealthyError]:
         if _identity(self._database) != self._was:
             return [
                 UnhealthyError(
@@ -69,11 +92,10 @@ class Health:
                 )
             ]
         space = self._space()
-        with self._lock:
-            if time.monotonic() - self._tried >= _EVERY_S:
-                self._found = [*self._unwritable(), *self._locked()]
-                self._tried = time.monotonic()
-            return [*space, *self._found]
+        if time.monotonic() - self._tried >= _EVERY_S:
+            self._found = [*self._unwritable(), *self._locked()]
+            self._tried = time.monotonic()
+        return [*space, *self._found]
 
     def _space(self) -> list[UnhealthyError]:
         try:
@@ -81,7 +103,7 @@ class Health:
         except OSError as error:
             return [_unusable(self._work_dir, error)]
         free = status.f_bavail * status.f_frsize
-        if free >= _LEAST_BYTES:
+        if free >= _LEAST_BYTES or not status.f_blocks:  # some network disks report only zeros
             return []
         return [
             UnhealthyError(
