@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -34,12 +35,13 @@ from unshard.api.options import MergeOptions
 from unshard.errors import UsageError
 from unshard.evaluate import attempts, outcomes
 from unshard.evaluate.attempts import Attempt, Halt, Limits, Runner
-from unshard.evaluate.endings import Left
-from unshard.evaluate.jobs import Filters, Job, Phase, Status
+from unshard.evaluate.endings import Failed, Left, Outcome, Postponed
+from unshard.evaluate.jobs import Filters, Job, Phase, Process, Status
 from unshard.evaluate.merging import Merger, PassingError
-from unshard.evaluate.processes import is_alive
+from unshard.evaluate.processes import boot, is_alive
 from unshard.evaluate.scheduler import Scheduler
 from unshard.evaluate.store import Store
+from unshard.evaluate.supervise import LOG_NAME, Exit, write_exit
 
 SCORED = "done(acc=0.5)"
 SLEEPS = "(output / 'pid').write_text(str(os.getpid())); time.sleep(600)"
@@ -491,6 +493,32 @@ def test_an_evaluator_that_finds_no_space_is_run_again_and_has_not_failed(
     done = wait_for(store, job.id, Status.COMPLETED)
     server.stop(end=True)
     assert (done.attempts > 1, done.failures) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        *((one, Postponed) for one in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)),
+        (errno.ENOSPC, Postponed),
+        (errno.ENOENT, Failed),
+        (errno.EACCES, Failed),
+    ],
+)
+def test_an_evaluator_that_cannot_be_started_now_has_not_failed(
+    tmp_path: Path, model: Path, number: int, kind: type[Outcome]
+) -> None:
+    store = Store(tmp_path / "jobs.sqlite")
+    merger = Merger(tmp_path / "merged", MergeOptions(), at_once=1)
+    job, _ = store.submit(request(model), pin=None)
+    attempt = Attempt(job, script_profile(), ScriptEvaluator(SCORED), (), tmp_path)
+    (tmp_path / LOG_NAME).touch()
+    done = Exit("not started", 127, os.strerror(number), 0.0, number)
+    write_exit(tmp_path, done, lambda: False)
+    runner = Runner(store, merger, Limits(), halt=lambda _: None, changed=lambda _: ())
+    process = Process(2**22 - 5, 1, boot(), (), str(tmp_path))
+    outcome = runner.resume(attempt, process)
+    assert isinstance(outcome, kind)
+    assert os.strerror(number) in str(outcome)
 
 
 def test_a_job_is_left_to_the_next_server_where_all_were_told_to_end(

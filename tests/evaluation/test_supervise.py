@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import resource
@@ -8,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.running import is_running, wait_until
+from evaluation.running import is_running, largest_file, wait_until
 from unshard.evaluate import supervise
+from unshard.evaluate.bounded_log import BoundedLog
 from unshard.evaluate.launching import Child, start_supervisor
 from unshard.evaluate.processes import kill_group
 from unshard.evaluate.supervise import Exit, Order, read_exit, was_stopped
@@ -59,6 +61,20 @@ def test_who_cannot_be_started_is_told(tmp_path: Path) -> None:
     assert done is not None
     assert done.reason == "not started"
     assert "/nowhere" in done.error
+
+
+def test_why_it_cannot_be_started_is_kept_even_where_nothing_can_be_logged(tmp_path: Path) -> None:
+    with BoundedLog(tmp_path / "log.txt", 1000) as log:
+        lowest = os.dup(0)
+        os.close(lowest)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            with largest_file(0):
+                done = supervise.supervise(order(tmp_path, ""), log, lambda: False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (done.reason, done.errno) == ("not started", errno.EMFILE)
 
 
 def test_a_timeout_ends_what_does_not_want_to(tmp_path: Path) -> None:

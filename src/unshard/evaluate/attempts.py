@@ -1,5 +1,6 @@
 """One attempt at a job, from its checkpoint to its metrics; or the rest of one, after a restart."""
 
+import errno
 import logging
 import math
 import os
@@ -55,6 +56,7 @@ _MARGIN_S = 30.0
 _READING = "reading"  # a byte for every server that reads the results
 _MOST_FATAL = 2
 _KILLS = (signal.SIGKILL, *STOPS)
+_PASSING = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC})
 _SPACE_BYTES = 8 << 20  # with less an evaluator's failure is taken for the disk's
 
 
@@ -275,7 +277,8 @@ class Runner:
             case "stopped":
                 return Postponed("the evaluator was stopped by a signal to its supervisor")
             case "not started":
-                return Failed(f"the evaluator cannot be started: {done.error}", may_retry=False)
+                why = f"the evaluator cannot be started: {done.error}"
+                return Postponed(why) if done.errno in _PASSING else Failed(why, may_retry=False)
         try:
             metrics = attempt.evaluator.metrics(work, done.returncode)
             results = attempt.evaluator.results_file(work)

@@ -79,12 +79,14 @@ class Exit:
         returncode: as of `subprocess`: negative for a signal.
         error: why it could not be started.
         seconds: how long it ran.
+        errno: of `error`; 0 where it was started.
     """
 
     reason: str
     returncode: int
     error: str
     seconds: float
+    errno: int = 0
 
 
 def read_exit(directory: Path) -> Exit | None:
@@ -125,8 +127,9 @@ def supervise(order: Order, log: BoundedLog, is_stopped: Callable[[], bool]) -> 
     try:
         child = _start(order)
     except OSError as error:
-        log.write(f"{error}\n".encode())
-        return Exit("not started", 127, str(error), 0.0)
+        with suppress(OSError):  # a full disk
+            log.write(f"{error}\n".encode())
+        return Exit("not started", 127, str(error), 0.0, error.errno or 0)
     watched = _Watched(child, log)
     reason = "exited"
     while not watched.is_over():
