@@ -8,13 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 
+from evaluation import running
 from evaluation.running import (
     ScriptEvaluator,
     all_final,
@@ -42,6 +44,7 @@ from unshard.evaluate.processes import boot, is_alive
 from unshard.evaluate.scheduler import Scheduler
 from unshard.evaluate.store import Store
 from unshard.evaluate.supervise import LOG_NAME, Exit, write_exit
+from unshard.evaluate.work import Work
 
 SCORED = "done(acc=0.5)"
 SLEEPS = "(output / 'pid').write_text(str(os.getpid())); time.sleep(600)"
@@ -663,6 +666,39 @@ def test_results_that_ended_two_servers_are_not_read_by_a_third(
     assert done.attempts == 1
     assert ("killed 2 times while it read" in str(done.error)) == (before == 2)
     assert not (server.directory_of(done) / "reading").exists()
+
+
+@dataclass(frozen=True)
+class ReadsTogether(ScriptEvaluator):
+    """Reads results when those of two jobs are there, and notes how many are read at once."""
+
+    jobs: Path
+    noted: list[int]
+    both: threading.Barrier
+
+    def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
+        wait_until(lambda: len(list(self.jobs.glob("*/1/exit.json"))) == 2, "two results")
+        with suppress(threading.BrokenBarrierError):
+            self.both.wait(0.5)
+        self.noted.append(len(list(self.jobs.glob("*/1/reading"))))
+        return super().metrics(work, returncode)
+
+
+def test_results_are_read_one_after_the_other(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may take many times their size in memory; a job that waits has ended no server."""
+    noted: list[int] = []
+    evaluator = ReadsTogether(SCORED, tmp_path / "work" / "jobs", noted, threading.Barrier(2))
+    monkeypatch.setattr(running, "ScriptEvaluator", lambda _script: evaluator)
+    store, server = scheduler(tmp_path / "work", SCORED, gpus="0,1")
+    for step in range(2):
+        submit(store, server, model, step)
+    server.start()
+    wait_until(lambda: all_final(store), "two jobs")
+    server.stop(end=True)
+    assert store.counts()[Status.COMPLETED] == 2
+    assert noted == [1, 1]
 
 
 def test_an_unknown_profile_and_an_unforeseen_mistake_fail_their_job_only(

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -124,6 +125,7 @@ class Runner:
         self._limits = limits
         self._halt = halt
         self._changed = changed
+        self._reading = threading.Lock()
 
     def run(self, attempt: Attempt) -> Outcome:
         """Merge, evaluate, and read what was measured."""
@@ -252,11 +254,17 @@ class Runner:
             return Postponed("its supervisor ended before it got its order")
         if done is None:
             return Killed(_with_log(attempt, "the evaluator and its supervisor were killed"))
-        with _counted(attempt.directory) as fatal:
-            if fatal < _MOST_FATAL:
-                return self._judge(attempt, work, done)
-            why = f"the server was killed {fatal} times while it read the results"
-            return Failed(why, may_retry=False)
+        # Results may take many times their size in memory, so they are read one after the other;
+        # a job that waits for its turn is not counted as one that ended the server.
+        with self._reading, _counted(attempt.directory) as fatal:
+            if fatal >= _MOST_FATAL:
+                why = f"the server was killed {fatal} times while it read the results"
+                return Failed(why, may_retry=False)
+            outcome = self._judge(attempt, work, done)
+        is_merged = work.model == self._merger.merged(attempt.job.id)
+        if is_merged or not isinstance(outcome, Completed):
+            return outcome
+        return self._rewritten(attempt.job) or outcome
 
     def _wait(self, attempt: Attempt, process: Process) -> Halt | None:
         """Wait until a process ends, or should: then return why."""
@@ -287,19 +295,17 @@ class Runner:
         except (UnshardError, OSError) as error:
             failed = self._failed(attempt, str(error))
         else:
-            return self._measured(attempt, work, metrics, results)
+            return self._measured(attempt, metrics, results)
         return self._excused(attempt, failed, done)
 
     def _measured(
-        self, attempt: Attempt, work: Work, metrics: Mapping[str, float], results: Path | None
+        self, attempt: Attempt, metrics: Mapping[str, float], results: Path | None
     ) -> Outcome:
         """Judge numbers that an evaluator left."""
         odd = [name for name, value in metrics.items() if not math.isfinite(value)]
         if odd:
             return self._failed(attempt, f"not finite: {', '.join(odd)}")
-        is_merged = work.model == self._merger.merged(attempt.job.id)
-        rewritten = None if is_merged else self._rewritten(attempt.job)
-        return rewritten or Completed(metrics, results)
+        return Completed(metrics, results)
 
     def _excused(self, attempt: Attempt, failed: Failed, done: Exit) -> Outcome:
         """Return a failure, or what it is where the evaluator could do nothing about it."""
