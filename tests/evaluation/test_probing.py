@@ -58,7 +58,9 @@ def test_what_cannot_be_run_is_told_with_what_to_do(
     assert [line.partition(":")[0] for line in lines] == [f"profile {one}" for one in profiles][:4]
     assert "none cannot be run: No such file or directory; change `interpreter`" in lines[0]
     assert "ended with code 127: no libpython" in lines[1]
-    assert "did not answer within 0.2 s" in lines[2]
+    assert "jobs may not run" in lines[2]
+    assert "did not answer within 0.2 s; if it is not merely slow, run it by hand" in lines[2]
+    assert [number for number, line in enumerate(lines) if "jobs cannot run" in line] == [0, 1, 3]
     assert "no-such-program is not found; install it, or change `command`" in lines[3]
 
 

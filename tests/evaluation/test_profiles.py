@@ -175,6 +175,10 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
             PROFILE % "gpus: 2",
             "gpus cannot be read\n  expected: 0 to 1, which is how many GPUs the server has",
         ),
+        (
+            "gpus: 0\nprofiles: {a: {kind: lm-eval, gpus: 1}}",
+            "gpus cannot be read\n  expected: 0: the server has no GPUs",
+        ),
         (PROFILE % "launcher: torchrun", "expected: accelerate, none"),
         (PROFILE % "interpreter: /nowhere/python", "interpreter cannot be read"),
         (PROFILE % "interpreter: no-such-python", "interpreter cannot be read"),

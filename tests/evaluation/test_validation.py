@@ -264,6 +264,9 @@ def test_more_gpus_than_there_are_are_refused_with_their_number() -> None:
     with pytest.raises(UsageError, match="num_gpus cannot be accepted") as caught:
         check_request(replace(GOOD, num_gpus=3), CONFIG)
     assert "0 to 2, which is how many GPUs the server has" in str(caught.value)
+    with pytest.raises(UsageError, match="num_gpus cannot be accepted") as caught:
+        check_request(replace(GOOD, num_gpus=1), replace(CONFIG, gpus=()))
+    assert "0: the server has no GPUs" in str(caught.value)
 
 
 def test_an_evaluator_that_the_servers_python_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from unshard.errors import UsageError
 
-__all__ = ["first_gpus", "gpus_here", "gpus_in"]
+__all__ = ["first_gpus", "gpus_expected", "gpus_here", "gpus_in"]
 
 _NONE = frozenset({"", "-1", "NoDevFiles"})
 
@@ -24,6 +24,13 @@ def gpus_in(text: str) -> tuple[int, ...]:
     if "," not in text:
         return first_gpus(int(parts[0]), what=f"--gpus {text}")
     return tuple(dict.fromkeys(map(int, parts)))
+
+
+def gpus_expected(there: int) -> str:
+    """Return, for an error, how many GPUs a job may ask for on a server with so many."""
+    if not there:
+        return "0: the server has no GPUs"
+    return f"0 to {there}, which is how many GPUs the server has"
 
 
 def first_gpus(count: int, *, what: str) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ MODULES: Mapping[Kind, str] = {Kind.LM_EVAL: "lm_eval", Kind.LMMS_EVAL: "lmms_ev
 _PACKAGES: Mapping[Kind, str] = {Kind.LM_EVAL: "lm_eval[hf]", Kind.LMMS_EVAL: "lmms_eval"}
 _TIMEOUT_S = 30.0
 _MISSING = 3
+_CANNOT = "jobs cannot run"
 _FIND = f"""
 import sys
 from importlib.util import find_spec
@@ -46,17 +47,17 @@ def tell_missing(profiles: Mapping[str, Profile], directory: Path) -> None:
     """
     for name, profile in profiles.items():
         if why := why_missing(profile, directory):
-            _log.warning("profile %s: jobs cannot run: %s", name, one_line(why))
+            _log.warning("profile %s: %s", name, one_line(why))
 
 
 def why_missing(profile: Profile, directory: Path) -> str | None:
-    """Return why an evaluator cannot be started, and what to do; None if it can, or may."""
+    """Return that jobs cannot run, or may not, why, and what to do; None if nothing is wrong."""
     if profile.kind is not Kind.COMMAND:
         return _why_no_module(profile, directory)
     program = profile.command[0]
     path = profile.environment.get("PATH", os.environ.get("PATH", os.defpath))
     if shutil.which(program, path=path) is None:
-        return f"the program {program} is not found; install it, or change `command`"
+        return f"{_CANNOT}: the program {program} is not found; install it, or change `command`"
     return None
 
 
@@ -77,15 +78,19 @@ def _why_no_module(profile: Profile, directory: Path) -> str | None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"{python} did not answer within {_TIMEOUT_S:g} s; run it by hand to see why"
+        return (
+            f"jobs may not run: {python} did not answer within {_TIMEOUT_S:g} s; if it is not "
+            "merely slow, run it by hand to see why"
+        )
     except OSError as error:
-        return f"{python} cannot be run: {error.strerror}; change `interpreter`"
+        return f"{_CANNOT}: {python} cannot be run: {error.strerror}; change `interpreter`"
     if done.returncode == 0:
         return None
     if done.returncode != _MISSING:
         said = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        return f"{python} ended with code {done.returncode}: {said or 'it said nothing'}"
+        ended = f"{python} ended with code {done.returncode}"
+        return f"{_CANNOT}: {ended}: {said or 'it said nothing'}"
     return (
-        f"{module} is not installed for {python}; install it ({python} -m pip install "
+        f"{_CANNOT}: {module} is not installed for {python}; install it ({python} -m pip install "
         f'"{_PACKAGES[profile.kind]}"), or set `interpreter` to a Python that has it'
     )

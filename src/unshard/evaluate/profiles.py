@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from unshard.errors import UsageError
-from unshard.evaluate.gpus import first_gpus, gpus_here
+from unshard.evaluate.gpus import first_gpus, gpus_expected, gpus_here
 from unshard.evaluate.harmless import MODEL_TYPES
 from unshard.evaluate.jobs import Scalar
 from unshard.evaluate.profile_settings import (
@@ -314,6 +314,5 @@ def _job_gpus(settings: Settings, there: int) -> int:
     """Return how many GPUs a job gets, of those that are there."""
     count = settings.count("gpus", min(1, there))
     if count > there:
-        expected = f"0 to {there}, which is how many GPUs the server has"
-        raise settings.wrong("gpus", expected=expected)
+        raise settings.wrong("gpus", expected=gpus_expected(there))
     return count

@@ -13,7 +13,8 @@ class Slots:
     """The GPUs of the server and one slot of its CPU, and which are free. Any thread may use it.
 
     Args:
-        gpus: their numbers; none: a job for one GPU gets the CPU, too.
+        gpus: their numbers; none: a job for one GPU, which an earlier server with GPUs accepted,
+            gets the CPU.
 
     Raises:
         UsageError: a number is negative or stands there twice.

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from unshard.errors import UsageError, raise_all
 from unshard.evaluate.arguments import has_separator, parse_arguments
+from unshard.evaluate.gpus import gpus_expected
 from unshard.evaluate.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
 from unshard.evaluate.jobs import Request, Scalar
 from unshard.evaluate.probing import MODULES
@@ -245,8 +246,7 @@ def _numbers(request: Request, config: ServerConfig) -> Iterator[UsageError]:
         yield _wrong("num_fewshot", request.num_fewshot, expected="a whole number, at least 0")
     count = len(config.gpus)
     if not _is_count(request.num_gpus, least=0, most=count):
-        expected = f"0 to {count}, which is how many GPUs the server has"
-        yield _wrong("num_gpus", request.num_gpus, expected=expected)
+        yield _wrong("num_gpus", request.num_gpus, expected=gpus_expected(count))
     batch = request.batch_size
     named = isinstance(batch, str) and _BATCH.fullmatch(batch)
     if not named and not _is_count(batch, least=1):
