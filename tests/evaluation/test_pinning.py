@@ -3,15 +3,20 @@
 import os
 import shutil
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from evaluation.running import job_of, script_profile, whole_model
 from evaluation.runs import save_again
+from unshard.errors import UsageError
 from unshard.evaluate.jobs import Job, Request
+from unshard.evaluate.links import check_links
 from unshard.evaluate.pins import DEFAULT_QUOTA, Quota, pin_checkpoint, pins_of, unpin
 from unshard.evaluate.profiles import ServerConfig
+from unshard.evaluate.server import service as service_module
 from unshard.evaluate.server.pinning import PinInUseError, Pins, changed_since
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.service import Service
@@ -217,3 +222,33 @@ def test_a_completed_job_gets_no_further_pin(run: Path, service: Service) -> Non
     service.pins.let_go()
     assert submit(service, run, 0).id == job.id
     assert steps(run) == []
+
+
+def test_a_checkpoint_is_checked_without_the_lock_and_instead_of_a_pin_that_went(
+    run: Path, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pin = pin_checkpoint(run / "checkpoint-0", quota=DEFAULT_QUOTA)
+    config = run / "checkpoint-0" / "config.json"
+    config.unlink()
+    config.symlink_to(run.parents[1] / "config.json")  # outside the roots
+    config.resolve().write_text("{}")
+    free = list[bool]()
+
+    def checked(checkpoint: Path, above: Path, roots: Sequence[Path]) -> None:
+        with ThreadPoolExecutor(1) as other:
+            free.append(other.submit(is_free, service.pins).result())
+        check_links(checkpoint, above, roots)
+        unpin(pin)
+
+    monkeypatch.setattr(service_module, "check_links", checked)
+    with pytest.raises(UsageError, match="leads out of the directories"):
+        submit(service, run, 0, str(pin.path))
+    assert free == [True, False]
+    assert steps(run) == []
+
+
+def is_free(pins: Pins) -> bool:
+    if not pins.lock.acquire(blocking=False):
+        return False
+    pins.lock.release()
+    return True

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,13 +98,20 @@ def test_the_pins_that_are_needed_are_found_by_their_run(store: Store) -> None:
     assert {job for job, _ in store.pins_below()} == {jobs[name] for name in (*names[:3], names[4])}
 
 
-def test_no_submission_looks_at_the_whole_queue(store: Store) -> None:
-    connection = store._connection
-    by_pin = "EXPLAIN QUERY PLAN SELECT * FROM jobs WHERE pin >= '/r/' AND pin < '/r0'"
-    by_step = "EXPLAIN QUERY PLAN SELECT * FROM jobs WHERE run = 'r' AND step = 1"
-    for statement in (by_pin, by_step):
-        plan = connection.execute(statement).fetchall()
-        assert all("USING INDEX" in row["detail"] for row in plan)
+def test_jobs_are_alike_if_their_fingerprints_differ_at_most(store: Store) -> None:
+    asked = Request("ckpt", "script", ("task",), None, "run", fingerprint="old")
+    requests = [
+        asked,
+        replace(asked, fingerprint="new"),
+        replace(asked, checkpoint="other"),
+        replace(asked, step=1),
+        replace(asked, tasks=("other",)),
+        replace(asked, weights="ema"),
+    ]
+    jobs = [store.submit(one, pin=None)[0] for one in requests]
+    assert store.alike(replace(asked, fingerprint="")) == [jobs[1], jobs[0]]
+    assert store.status_of(asked.key) is Status.QUEUED
+    assert store.status_of(asked.alike) is None
 
 
 def test_a_job_that_is_not_final_can_get_another_pin(store: Store) -> None:
@@ -141,10 +149,12 @@ def test_the_database_of_an_earlier_version_gets_the_columns_that_it_lacks(tmp_p
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
         job = submit(store)
     with closing(sqlite3.connect(tmp_path / "jobs.sqlite")) as connection:
-        for column in ("superseded_by", "attempts_before"):
+        connection.execute("DROP INDEX jobs_alike")
+        for column in ("superseded_by", "attempts_before", "alike"):
             connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
         assert store.in_a_row(job.id, DIED) == 0
+        assert store.alike(job.request) == [job]
         assert store.supersede(job.id, "newer")
         assert job_of(store, job.id).superseded_by == "newer"
 

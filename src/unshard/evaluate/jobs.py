@@ -7,7 +7,7 @@ a training run, under which its results are logged, whenever they come.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from unshard.errors import UnshardError
@@ -109,6 +109,11 @@ class Request:
             self.gen_kwargs,
         ]
         return hashlib.sha256(json.dumps([*parts, *arguments]).encode()).hexdigest()[:32]
+
+    @property
+    def alike(self) -> str:
+        """What requests share that differ in the fingerprint at most: the `key` without it."""
+        return replace(self, fingerprint="").key
 
 
 @dataclass(frozen=True, slots=True)

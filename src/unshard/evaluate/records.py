@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from unshard.evaluate.jobs import Event, Filters, Job, Result, Status
+from unshard.evaluate.jobs import Event, Filters, Job, Request, Result, Status
 from unshard.evaluate.schema import (
     JOB_COLUMNS,
     RESULT_COLUMNS,
@@ -37,6 +37,9 @@ CLAIMABLE = f"""jobs.status = 'queued' AND jobs.not_before - ? NOT BETWEEN 1e-6 
     (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id AND attempts.ended_at IS NULL)"""  # noqa: S608  (a number of ours)
 """Which jobs may be claimed, at a time that is its one value."""
 
+
+_NEEDS_PIN = """(jobs.status = 'queued' OR EXISTS
+    (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id AND attempts.ended_at IS NULL))"""
 
 _FINAL = ", ".join(f"'{status}'" for status in Status if status.is_final)
 
@@ -122,12 +125,24 @@ class Records:
         """
         start = "/" if directory is None else f"{directory}/"
         rows = self._connection.execute(
-            "SELECT id, pin FROM jobs WHERE pin >= ? AND pin < ? AND (status = 'queued' OR EXISTS"
-            " (SELECT 1 FROM attempts WHERE job_id = jobs.id AND ended_at IS NULL))"
-            " ORDER BY number",
+            f"SELECT id, pin FROM jobs WHERE pin >= ? AND pin < ? AND {_NEEDS_PIN} ORDER BY number",  # noqa: S608
             (start, f"{start[:-1]}0"),  # the character after "/"
         )
         return [(row["id"], row["pin"]) for row in rows.fetchall()]
+
+    def is_needed(self, pin: str) -> bool:
+        """Return whether a job needs a pin: see `pins_below`."""
+        query = f"SELECT 1 FROM jobs WHERE pin = ? AND {_NEEDS_PIN} LIMIT 1"  # noqa: S608
+        return self._connection.execute(query, (pin,)).fetchone() is not None
+
+    def status_of(self, key: str) -> Status | None:
+        """Return the status of the job of a request's key, if there is one."""
+        found = self._connection.execute("SELECT status FROM jobs WHERE key = ?", (key,)).fetchone()
+        return None if found is None else Status(found[0])
+
+    def alike(self, request: Request) -> list[Job]:
+        """Return the jobs that differ from a request in the fingerprint at most, newest first."""
+        return self._many("WHERE jobs.alike = ? ORDER BY jobs.number DESC", [request.alike])
 
     def get(self, job_id: str) -> Job | None:
         """Return a job."""

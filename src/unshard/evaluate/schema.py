@@ -50,7 +50,8 @@ CREATE TABLE jobs (
     error TEXT,
     results TEXT,
     superseded_by TEXT,
-    attempts_before INTEGER NOT NULL DEFAULT 0
+    attempts_before INTEGER NOT NULL DEFAULT 0,
+    alike TEXT
 );
 CREATE INDEX jobs_by_status ON jobs (status, queued_at, number);
 CREATE TABLE attempts (
@@ -85,6 +86,7 @@ CREATE TABLE events (
 _ADDITIONS = (
     "CREATE INDEX IF NOT EXISTS jobs_by_step ON jobs (run, step)",
     "CREATE INDEX IF NOT EXISTS jobs_by_pin ON jobs (pin)",
+    "CREATE INDEX IF NOT EXISTS jobs_alike ON jobs (alike)",
     # Ids of ended jobs whose directories are to be removed; a job may have a new id by now.
     "CREATE TABLE IF NOT EXISTS forgotten (job_id TEXT PRIMARY KEY)",
 )
@@ -92,6 +94,7 @@ _ADDITIONS = (
 _COLUMNS = {
     "superseded_by": "TEXT",
     "attempts_before": "INTEGER NOT NULL DEFAULT 0",  # how many when the job was last submitted
+    "alike": "TEXT",
 }
 
 JOB_COLUMNS = """
@@ -157,13 +160,19 @@ def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
 
 def _bring_up_to_date(connection: sqlite3.Connection) -> None:
     """Add to a database of an earlier version what it lacks."""
-    for addition in _ADDITIONS:
-        connection.execute(addition)
     if _missing(connection):
         with connection:
             connection.execute("BEGIN IMMEDIATE")
             for name in _missing(connection):  # another process may have been first
                 connection.execute(f"ALTER TABLE jobs ADD COLUMN {name} {_COLUMNS[name]}")
+    for addition in _ADDITIONS:
+        connection.execute(addition)
+    lacking = "SELECT id, request FROM jobs WHERE alike IS NULL"
+    if connection.execute(f"{lacking} LIMIT 1").fetchall():
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            found = [(_as_request(row[1]).alike, row[0]) for row in connection.execute(lacking)]
+            connection.executemany("UPDATE jobs SET alike = ? WHERE id = ?", found)
 
 
 def _missing(connection: sqlite3.Connection) -> set[str]:

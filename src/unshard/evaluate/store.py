@@ -42,10 +42,12 @@ class Store(Records):
             if row is None:
                 job_id = _new_id()
                 connection.execute(
-                    "INSERT INTO jobs (id, key, request, run, step, weights, profile, status,"
-                    " created_at, queued_at, pin) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    "INSERT INTO jobs (id, key, alike, request, run, step, weights, profile,"
+                    " status, created_at, queued_at, pin)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (
-                        *(job_id, key, request_as_json(request), request.run, request.step),
+                        *(job_id, key, request.alike, request_as_json(request)),
+                        *(request.run, request.step),
                         *(request.weights, request.profile, Status.QUEUED, now, now, pin),
                     ),
                 )

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from unshard.containers.json_file import is_text
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Job
 from unshard.evaluate.pin_files import stamps_of
@@ -77,9 +78,8 @@ class Pins:
         Raises:
             GoneError: the checkpoint is gone.
         """
-        for _, known in self.store.pins_below(run):
-            if _is_of(Path(known), checkpoint):
-                return known
+        if known := self._known(checkpoint, run):
+            return known
         if not self._is_inside(run):
             _log.warning("%s: not pinned, its run's directory is outside the roots", checkpoint)
             return None
@@ -90,6 +90,19 @@ class Pins:
             _log.warning("not pinned, it may be rotated away: %s", error)
             return None
         return str(pin.path)
+
+    def _known(self, checkpoint: Path, run: Path) -> str | None:
+        """Return the pin that another job has of a checkpoint.
+
+        It is looked for on the disk: jobs that wait may be many, their pins are few.
+        """
+        place = run.joinpath(*_PLACE)
+        with suppress(OSError):
+            for pin in (directory / checkpoint.name for directory in place.iterdir()):
+                is_needed = is_text(str(pin)) and self.store.is_needed(str(pin))
+                if is_needed and _is_of(pin, checkpoint):
+                    return str(pin)
+        return None
 
     def let_go(self, pin: str | None = None) -> None:
         """Remove the pins of this server that no job needs: those of a pin's run, or of all."""

@@ -19,7 +19,7 @@ from unshard.api.options import MergeOptions
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.bounded_log import read_log
 from unshard.evaluate.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
-from unshard.evaluate.jobs import Filters, Job, Request, Status
+from unshard.evaluate.jobs import Job, Request, Status
 from unshard.evaluate.links import check_links
 from unshard.evaluate.merge_worker import Order
 from unshard.evaluate.merging import GoneError, merge_in_process
@@ -178,9 +178,10 @@ class Service:
         request, run = _placed(replace(request, checkpoint=str(checkpoint)))
         resolve_checkpoint(request.checkpoint, self.config.roots)
         request = self._stamped(request, pin)
+        is_done = self.store.status_of(request.key) is Status.COMPLETED
+        given = None if is_done else self._checked(request, run, pin)
         with self.pins.lock:
-            is_done = self._status_of(request) is Status.COMPLETED
-            kept = None if is_done else self._pinned(request, run, pin)
+            kept = None if is_done else self._pinned(request, run, given)
             job, is_new = self._stored(request, kept)
             if kept is not None and job.pin != kept:
                 job = self._repinned(job, kept)
@@ -212,9 +213,8 @@ class Service:
 
         They could only fail, or have: links do not protect against that.
         """
-        for other in self._alike(job.request):
-            same = replace(other.request, fingerprint=job.request.fingerprint).key
-            if other.id != job.id and same == job.request.key and changed_since(other):
+        for other in self.store.alike(job.request):
+            if other.id != job.id and changed_since(other):
                 self.scheduler.supersede(other.id, job.id)
 
     def _stamped(self, request: Request, pin: str | None) -> Request:
@@ -222,23 +222,16 @@ class Service:
         kept = None if pin is None else self.pins.of_client(pin)
         if stamps := stamps_of(Path(kept or request.checkpoint)):
             return replace(request, fingerprint=fingerprint(stamps), stamps=stamps)
-        for job in self._alike(request):
-            known = replace(request, fingerprint=job.request.fingerprint, stamps=job.request.stamps)
-            if job.request.key == known.key:
-                return known
+        for job in self.store.alike(request):
+            known = job.request
+            return replace(request, fingerprint=known.fingerprint, stamps=known.stamps)
         return request
 
-    def _alike(self, request: Request) -> list[Job]:
-        return self.store.jobs(
-            Filters(None, request.run, request.step, request.weights, request.profile)
-        )
+    def _checked(self, request: Request, run: Path, pin: str | None) -> str | None:
+        """Return its client's pin of a checkpoint, if it is there; what is to be kept is checked.
 
-    def _status_of(self, request: Request) -> Status | None:
-        """Return how the job of a request stands, if there is one."""
-        same = (job.status for job in self._alike(request) if job.request.key == request.key)
-        return next(same, None)
-
-    def _pinned(self, request: Request, run: Path, pin: str | None) -> str | None:
+        That lists a directory, which may take long: others do not wait for it.
+        """
         kept = None if pin is None else self.pins.of_client(pin)
         if kept is not None:
             check_links(Path(kept), Path(kept).parent, self.config.roots)
@@ -247,6 +240,15 @@ class Service:
         if pin is None:
             check_there(checkpoint, is_step=request.step is not None)
         check_links(checkpoint, run, self.config.roots)
+        return None
+
+    def _pinned(self, request: Request, run: Path, given: str | None) -> str | None:
+        """Return the pin of a checkpoint: its client's, or one of ours; None: not possible."""
+        checkpoint = Path(request.checkpoint)
+        if given is not None:
+            if Path(given).exists():
+                return given
+            check_links(checkpoint, run, self.config.roots)  # the pin went since it was checked
         try:
             return self.pins.made(checkpoint, request.step, run)
         except ExpiredError:

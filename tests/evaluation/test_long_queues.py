@@ -1,0 +1,96 @@
+"""What a submission costs does not depend on how many jobs wait."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from evaluation.running import script_profile, whole_model
+from unshard.evaluate.jobs import Request
+from unshard.evaluate.pins import Pin, read_pin
+from unshard.evaluate.profiles import ServerConfig
+from unshard.evaluate.server import pinning
+from unshard.evaluate.server.serve import make_service
+from unshard.evaluate.server.service import Service
+
+SHORT, LONG = 10, 300
+
+
+@dataclass
+class Cost:
+    """What a submission made SQLite and the file system do."""
+
+    statements: list[str] = field(default_factory=list)
+    instructions: int = 0  # of SQLite's virtual machine: a row that is visited takes one at least
+    pins: int = 0  # of which pin.json was read
+
+    def count(self) -> int:
+        self.instructions += 1
+        return 0
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return the pins that were read."""
+    found = list[Path]()
+
+    def counted(path: Path) -> Pin:
+        found.append(path)
+        return read_pin(path)
+
+    monkeypatch.setattr(pinning, "read_pin", counted)
+    return found
+
+
+def queued_in(directory: Path, length: int, step_of: Callable[[int], int | None]) -> Service:
+    """Return a server with a queue of one run, whose pins the quota has removed."""
+    root = directory / str(length)
+    config = ServerConfig(
+        roots=(root,), work_directory=root / "work", profiles={"script": script_profile(gpus=0)}
+    )
+    service = make_service(config)
+    service.store._connection.execute("PRAGMA synchronous = OFF")
+    for number in range(length):
+        path, tasks = f"{root}/run/checkpoint-{number}", (f"task-{number}",)
+        pin = f"{root}/run/_unshard/pins/{number}/checkpoint-{number}"
+        service.store.submit(Request(path, "script", tasks, step_of(number), "run"), pin=pin)
+    return service
+
+
+def cost_in(service: Service, request: Request, read: list[Path]) -> Cost:
+    """Submit; the pin of the same checkpoint for another job is used again."""
+    cost, connection = Cost(), service.store._connection
+    read.clear()
+    service.submit(request, None)
+    connection.set_trace_callback(cost.statements.append)
+    connection.set_progress_handler(cost.count, 1)
+    again, _ = service.submit(replace(request, tasks=("other",)), None)
+    connection.set_progress_handler(None, 1)
+    connection.set_trace_callback(None)
+    assert again.pin is not None
+    cost.pins = len(read)
+    return cost
+
+
+@pytest.mark.parametrize(
+    "step_of",
+    [lambda number: number, lambda _: None, lambda _: 1],
+    ids=["steps", "no step", "one step"],
+)
+def test_no_submission_looks_at_the_whole_queue(
+    tmp_path: Path, read: list[Path], step_of: Callable[[int], int | None]
+) -> None:
+    costs = []
+    for length in (SHORT, LONG):
+        service = queued_in(tmp_path, length, step_of)
+        with closing(service.store):
+            root = service.config.roots[0]
+            checkpoint = whole_model(root / "run" / "model")
+            request = Request(str(checkpoint), "script", ("task",), step_of(LONG), "run")
+            costs.append(cost_in(service, request, read))
+    short, long = costs
+    assert len(long.statements) == len(short.statements) > 3
+    assert long.instructions - short.instructions < LONG - SHORT
+    assert long.pins == short.pins <= 3
