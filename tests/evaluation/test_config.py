@@ -44,8 +44,8 @@ def test_the_documented_form_is_read_and_misplaced_keys_are_lifted(
     assert (config.num_gpus, config.batch_size) == (8, 256)
     assert config.model_args == {"attn_implementation": "flash_attention_2"}
     assert (config.eval_steps, config.save_steps, config.poll_interval) == (500, 500, 20.0)
-    assert "num_gpus does not belong into model_args" in caplog.text
-    assert "batch_size does not belong into model_args" in caplog.text
+    assert "num_gpus belongs in eval_config itself, not in model_args" in caplog.text
+    assert "batch_size belongs in eval_config itself, not in model_args" in caplog.text
 
 
 def test_what_stands_in_the_right_place_wins_over_what_is_lifted() -> None:
@@ -69,10 +69,10 @@ def test_keys_one_level_too_high_are_lifted(caplog: pytest.LogCaptureFixture) ->
     eval_config = {"server_url": "http://s", "model": "m"}
     trainer = {"tasks": ["t"], "eval_steps": 5, "learning_rate": 1, "eval_config": eval_config}
     assert EvalConfig.from_dict({"trainer_args": trainer}).tasks == ("t",)
-    assert "tasks does not belong into trainer_args" in caplog.text
+    assert "tasks belongs in eval_config itself, not in trainer_args" in caplog.text
     top = {"trainer_args": {"eval_steps": 7}, "eval_config": {**eval_config, "tasks": ["t"]}}
     assert EvalConfig.from_dict(top).eval_steps == 7
-    assert "belongs into trainer_args" in caplog.text
+    assert "eval_config belongs in trainer_args" in caplog.text
 
 
 def test_other_steps_are_a_warning_and_the_first_checkpoint_after_one_is_used(

@@ -74,6 +74,9 @@ def test_a_client_refuses_what_cannot_be_a_header_without_showing_it(
         f"http://any:{SECRET}@host:80x",
         f"any:{SECRET}@host:80",
         f"http://any:{SECRET}\n@host",
+        f"http://any:12/34{SECRET}@host:8000",
+        f"http://any:12?34{SECRET}@host:8000",
+        f"http://any:12#34{SECRET}@host:8000",
         f"http://any:{SECRET}@",
     ],
 )

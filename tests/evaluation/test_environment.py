@@ -39,6 +39,10 @@ def test_launchers_and_secrets_do_not_reach_an_evaluator(monkeypatch: pytest.Mon
     assert (found["CUDA_VISIBLE_DEVICES"], found["UNSHARD_ATTEMPT"]) == ("0,1", "/attempt")
 
 
+def test_the_servers_url_with_its_password_does_not_reach_an_evaluator() -> None:
+    assert scrubbed({"UNSHARD_EVAL_SERVER": "http://any:secret@host", "A": "b"}) == {"A": "b"}
+
+
 def test_a_profile_cannot_take_other_gpus() -> None:
     own = {"CUDA_VISIBLE_DEVICES": "0,1,2"}
     found = environment(own)

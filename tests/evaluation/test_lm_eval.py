@@ -154,5 +154,5 @@ def test_a_signal_is_named(tmp_path: Path) -> None:
 def test_an_output_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     work = attempt(tmp_path, "a")
     write_results(work, {"results": {"a": {"acc,none": 1.0}}})
-    with pytest.raises(EvaluationError, match="holds files already"):
+    with pytest.raises(EvaluationError, match="already contains files"):
         make_evaluator(work.profile).command(work)

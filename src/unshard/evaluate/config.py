@@ -254,7 +254,7 @@ def _flat(given: Mapping[str, object]) -> dict[str, object]:
     """Return all keys of `eval_config`, with those of the trainer that matter, in one mapping."""
     trainer = a_mapping(given, "trainer_args") if "trainer_args" in given else dict(given)
     if "eval_config" not in trainer and "eval_config" in given:
-        log.warning("eval_config belongs into trainer_args; taken from the top")
+        log.warning("eval_config belongs in trainer_args; using the one at the top level")
         trainer["eval_config"] = given["eval_config"]
     if "eval_config" not in trainer:
         return trainer if trainer == dict(given) else _ours(trainer)
@@ -271,12 +271,12 @@ def _ours(trainer: Mapping[str, object]) -> dict[str, object]:
 
 
 def _lift(source: dict[str, object], keys: tuple[str, ...], to: dict[str, object], of: str) -> None:
-    """Move misplaced keys; what stands in the right place wins."""
+    """Move misplaced keys; a key in the right place wins."""
     for key in keys:
         if key not in source:
             continue
         value = source.pop(key)
-        log.warning("%s does not belong into %s but into eval_config itself: lifted", key, of)
+        log.warning("%s belongs in eval_config itself, not in %s", key, of)
         if to.get(key) is None:
             to[key] = value
 
@@ -284,7 +284,7 @@ def _lift(source: dict[str, object], keys: tuple[str, ...], to: dict[str, object
 def _warn_of_unknown(flat: Mapping[str, object]) -> None:
     known = {one.name for one in fields(EvalConfig)} | {"model", *_UNUSED}
     if unknown := sorted(set(flat) - known):
-        log.warning("keys of eval_config that mean nothing here: %s", ", ".join(unknown))
+        log.warning("keys of eval_config that are ignored: %s", ", ".join(unknown))
     if unused := sorted(set(flat) & set(_UNUSED)):
         log.info("the server decides by itself: %s", ", ".join(unused))
 

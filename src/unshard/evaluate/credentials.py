@@ -60,6 +60,13 @@ def split_url(url: str, *, what: str) -> tuple[str, tuple[str, str] | None]:
     if not is_one or not url.isprintable():
         shown = repr(without_password(url))[:100]
         raise UsageError(what, expected="http://HOST:PORT or https://HOST:PORT", found=shown)
+    if "@" in f"{parts.path}{parts.query}{parts.fragment}":  # the rest of a password, perhaps
+        raise UsageError(
+            f"{what}: an @ after the host and port",
+            expected="http://HOST:PORT or http://USER:PASSWORD@HOST:PORT",
+            found=repr(without_password(url))[:100],
+            hint="in a password write / as %2F, ? as %3F, # as %23 and @ as %40",
+        )
     given, _, place = parts.netloc.rpartition("@")
     bare = parts._replace(netloc=place).geturl()
     user, _, password = given.partition(":")

@@ -18,7 +18,8 @@ _LAUNCHER = re.compile(
 )
 # What this interpreter finds, another one should not.
 _PYTHON = frozenset({"PYTHONHOME", "PYTHONPATH"})
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL", re.IGNORECASE)
+# A URL in UNSHARD_EVAL_SERVER may contain a password.
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL|^UNSHARD_EVAL_SERVER$", re.IGNORECASE)
 
 
 def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:

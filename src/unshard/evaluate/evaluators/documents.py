@@ -50,7 +50,7 @@ def demand_empty(directory: Path) -> None:
     """Raise unless there is nothing in a directory: what is there later is then new."""
     if directory.is_dir() and any(directory.iterdir()):
         raise EvaluationError(
-            f"{directory} holds files already", expected="a fresh directory for every attempt"
+            f"{directory} already contains files", expected="a fresh directory for every attempt"
         )
 
 
@@ -81,7 +81,7 @@ def check_known(work: Work, program: str) -> None:
             program,
             unknown,
             hint=f"see `{work.profile.interpreter} -m {_LISTING[program]}`; files of further tasks "
-            "belong into a directory of the profile's `include_paths`",
+            "belong in a directory of the profile's `include_paths`",
         )
 
 
