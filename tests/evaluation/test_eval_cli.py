@@ -135,6 +135,18 @@ def test_a_refusal_names_what_is_allowed(server: Live, tmp_path: Path) -> None:
     assert (missing.returncode, "cannot be read" in missing.stderr) == (2, True)
 
 
+def test_what_was_accepted_before_a_refusal_is_printed(server: Live) -> None:
+    place = str(server.root / "run" / "checkpoint-5")
+    given = ("submit", place, "--tasks", "score", "--profile", "script", "--weights", "model,none")
+    code, out, error = call(server, *given)
+    assert (code, error.startswith("error: POST /api/v1/jobs: weights")) == (2, True), error
+    _, row = out.splitlines()
+    code, out, _ = call(server, *given, "--json")
+    said = json.loads(out)
+    assert (code, said["error"]["type"], len(said["jobs"])) == (2, "RefusedError", 1)
+    assert row.startswith(said["jobs"][0]["id"][:8])
+
+
 def test_a_server_that_is_away_is_said_so() -> None:
     done = cli(f"http://127.0.0.1:{free_port()}", "status")
     assert done.returncode == 1
@@ -310,6 +322,42 @@ def test_nothing_that_others_wrote_controls_the_terminal() -> None:
     assert f"the reason{SHOWN}" in refused
     assert not set(EVIL) & set(log + listed + refused + exact) - set("[2J31m")
     assert json.loads(exact)["jobs"][0]["error"] == f"this\n\tthat{EVIL}"
+
+
+def test_reasons_of_a_server_do_not_control_the_terminal_on_stderr_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unshard.evaluate.client_v1 import V1Client
+    from unshard.evaluate.watching import Answer, Watching
+
+    monkeypatch.setattr(V1Client, "problems", lambda _: [f"a{EVIL}"])
+    monkeypatch.setattr(V1Client, "jobs", lambda *_, **__: [])
+    assert ended("status") == 0
+    assert f"accepts no jobs now: a{SHOWN}\n" in capsys.readouterr().err
+    answers = [Answer(1, ("model",), f"b{EVIL}")]
+    monkeypatch.setattr(Watching, "answers", lambda _: [answers.pop()] if answers else [])
+    assert ended("watch", str(tmp_path), "--tasks=t", "--once", "--interval=0.05") == 0
+    assert f"step 1: refused (model): b{SHOWN}\n" in capsys.readouterr().err
+
+
+def test_a_line_break_in_a_name_makes_no_second_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unshard.evaluate.client_v1 import V1Client
+
+    view: Fields = {"id": "1", "run": "r", "step": 5, "weights": "model", "profile": "p"}
+    view |= {"status": "completed", "tasks": ["t\nu"], "metrics": {"t/a\nb": 1.0}, "error": None}
+    row: Fields = {"run": "r", "step": 5, "weights": "model", "profile": "p", "task": "t"}
+    row |= {"metric": "a\nb", "value": 1.0, "job_id": "1"}
+    monkeypatch.setattr(V1Client, "problems", lambda _: [])
+    monkeypatch.setattr(V1Client, "jobs", lambda *_, **__: [view])
+    monkeypatch.setattr(V1Client, "results", lambda *_, **__: [row])
+    assert ended("status") == 0
+    _, job, metric = capsys.readouterr().out.splitlines()
+    assert (r"t\nu" in job, metric) == (True, r"    t/a\nb = 1")
+    assert ended("results") == 0
+    _, result = capsys.readouterr().out.splitlines()
+    assert r"a\nb" in result
 
 
 def test_what_cannot_be_sent_or_written_is_said_so(

@@ -195,6 +195,7 @@ def test_once_says_what_was_refused(
         said = capsys.readouterr()
         assert said.out == ""
         assert "step 10: refused (model): POST /api/v1/jobs: no such profile" in said.err
+        assert said.err.count("no such profile") == 1
     assert [pin.step for pin in pins_of(run)] == [10]
     stub.refuses = None
     assert once(run, stub.url) == 0

@@ -1,21 +1,22 @@
 """`unshard eval`: the server, and what speaks to it."""
 
 import contextlib
+import json
 import os
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from unshard import signals
 from unshard.cli.evaluate_show import print_jobs, print_results
 from unshard.cli.evaluate_wait import wait_for
-from unshard.cli.guard import guarded
+from unshard.cli.guard import error_fields, front_of, guarded
 from unshard.cli.options import Json
-from unshard.errors import UsageError, how_to_install
+from unshard.cli.streams import say
+from unshard.errors import UnshardError, UsageError, how_to_install
 
 if TYPE_CHECKING:
     from unshard.evaluate.client import EvalClient
@@ -178,10 +179,17 @@ def submit(
     with _client(server, token_file) as client:
         path = os.path.realpath(checkpoint)  # the server's answer says what is wrong with it
         names = _listed(tasks)
-        jobs = [
-            client.submit(path, step=step, profile=profile, tasks=names, weights=one, run=run)
-            for one in _listed(weights)
-        ]
+        jobs: list[dict[str, object]] = []
+        try:
+            for one in _listed(weights):
+                job = client.submit(
+                    path, step=step, profile=profile, tasks=names, weights=one, run=run
+                )
+                jobs.append(job)
+        except UnshardError as error:
+            if not jobs:
+                raise
+            _fail_after(checkpoint, jobs, error, as_json=as_json)
         if wait:
             jobs = wait_for(client, [str(job["id"]) for job in jobs])
     print_jobs(jobs, as_json=as_json)
@@ -261,13 +269,26 @@ def results(
     print_results(found, run=run, as_csv=as_csv, as_json=as_json)
 
 
+def _fail_after(
+    checkpoint: Path, jobs: list[dict[str, object]], error: UnshardError, *, as_json: bool
+) -> NoReturn:
+    """Print the jobs that the server accepted, then why it refused the next one, and exit."""
+    if as_json:
+        print(json.dumps({"jobs": jobs, "error": error_fields(error)}))
+    else:
+        print_jobs(jobs, as_json=False)
+    error.front = front_of(submit, {"checkpoint": checkpoint})
+    say(f"error: {error}")
+    raise typer.Exit(error.exit_code) from error
+
+
 def _print_problems(client: "EvalClient") -> None:
     """Say why the server accepts no jobs now, if it answers that."""
     from unshard.evaluate.client_v1 import ServerAwayError
 
     with contextlib.suppress(ServerAwayError):  # what is asked next fails with the reason
         for problem in client.problems():
-            print(f"warning: the server accepts no jobs now: {problem}", file=sys.stderr)
+            say(f"warning: the server accepts no jobs now: {problem}")
 
 
 def _lines(text: str) -> str:

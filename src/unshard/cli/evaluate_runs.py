@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unshard.cli.evaluate import FAILED, URL, TokenFile
+from unshard.cli.evaluate_show import on_one_line
 from unshard.cli.options import Json, one_of
 from unshard.cli.show import counted
+from unshard.cli.streams import say
 from unshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -187,7 +189,7 @@ def _await(directory: Path, interval: float | None) -> None:
     if interval is None or directory.exists():
         found = "a file" if directory.exists() else "nothing"
         raise UsageError(f"{directory}: cannot be watched", expected="a directory", found=found)
-    print(f"waiting for {directory}, which does not exist yet", file=sys.stderr, flush=True)
+    say(f"waiting for {directory}, which does not exist yet")
     while not directory.is_dir():
         time.sleep(interval)
 
@@ -199,7 +201,7 @@ def _watch_once(watching: "Watching", apart: float) -> None:
     is_sent = watching.sent(_SEND_S)
     _say_answers(watching)
     if not is_sent:
-        print("not sent: the server accepts nothing now; the next `watch` resends", file=sys.stderr)
+        say("not sent: the server accepts nothing now; the next `watch` resends")
     if not is_sent or watching.has_refusals or watching.held_back:
         raise typer.Exit(FAILED)
 
@@ -211,8 +213,7 @@ def _say_answers(watching: "Watching") -> None:
         if answer.refused is None:
             print(f"step {answer.step}: submitted ({weights})", flush=True)
         else:
-            why = f"step {answer.step}: refused ({weights}): {answer.refused}"
-            print(why, file=sys.stderr, flush=True)
+            say(f"step {answer.step}: refused ({weights}): {answer.refused}")
 
 
 def _look(watching: "Watching") -> None:
@@ -221,8 +222,7 @@ def _look(watching: "Watching") -> None:
         watching.sent(_ANSWER_S)
     _say_answers(watching)
     if watching.held_back not in (0, before):
-        waiting = watching.held_back
-        print(f"{waiting} more waiting for room among the pins", file=sys.stderr, flush=True)
+        say(f"{watching.held_back} more waiting for room among the pins")
     for step, metrics in watching.completed():
         for name, value in metrics.items():
-            print(f"step {step}: {name} = {value:.6g}", flush=True)
+            print(f"step {step}: {on_one_line(name)} = {value:.6g}", flush=True)

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-__all__ = ["print_jobs", "print_results", "short", "state_of"]
+__all__ = ["on_one_line", "print_jobs", "print_results", "short", "state_of"]
 
 Fields = Mapping[str, object]
 
@@ -17,6 +17,11 @@ _NUMBERS = frozenset({"step", "value"})  # aligned at their ends
 def short(job_id: object) -> str:
     """Return the beginning of a job's id, which stands for it in every command."""
     return str(job_id)[:_SHORT]
+
+
+def on_one_line(name: str) -> str:
+    r"""Return a name with `\n` for a line break: evaluators may put one into a metric's name."""
+    return name.replace("\n", "\\n")
 
 
 def state_of(job: Fields) -> str:
@@ -59,7 +64,7 @@ def print_jobs(jobs: Sequence[Fields], *, run: str | None = None, as_json: bool)
         metrics = job["metrics"]
         if isinstance(metrics, Mapping):
             for name, value in metrics.items():
-                print(f"    {name} = {value:.6g}")
+                print(f"    {on_one_line(name)} = {value:.6g}")
         if job["error"]:
             print(f"    {_reason(job)}".replace("\n", "\n    "))
 
@@ -100,7 +105,7 @@ def _table(rows: Sequence[Fields]) -> list[str]:
     """Return the lines of a table with headings; None is shown as "-"."""
     headings = {name: name for name in rows[0]}
     cells = [
-        {name: "-" if value is None else str(value) for name, value in row.items()}
+        {name: "-" if value is None else on_one_line(str(value)) for name, value in row.items()}
         for row in (headings, *rows)
     ]
     widths = {name: max(len(row[name]) for row in cells) for name in headings}

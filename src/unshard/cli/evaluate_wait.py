@@ -1,12 +1,11 @@
 """`unshard eval submit --wait`: follow jobs to their ends, and say what happens to them."""
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from unshard.cli.evaluate_show import short, state_of
-from unshard.errors import printable
+from unshard.cli.streams import say
 
 if TYPE_CHECKING:
     from unshard.evaluate.client import EvalClient
@@ -48,7 +47,7 @@ class _Followed:
         self._said = ""
         self._failed: object = 0
         self._is_away = False
-        _say(f"waiting for job {short(job_id)}")
+        say(f"waiting for job {short(job_id)}")
 
     def look(self) -> bool:
         """Say what has changed; return whether the job has ended."""
@@ -61,12 +60,12 @@ class _Followed:
             self._is_away = False
         except ServerAwayError as error:
             if not self._is_away:
-                _say(f"waiting: {error}")
+                say(f"waiting: {error}")
             self._is_away = True
             return False
         newer = self.job.get("superseded_by")
         if newer is not None:
-            _say(f"job {short(self.job_id)}: saved again since; waiting for job {short(newer)}")
+            say(f"job {short(self.job_id)}: saved again since; waiting for job {short(newer)}")
             self.job_id = str(newer)
             return self.look()
         self.has_ended = self.job["completed_at"] is not None
@@ -80,13 +79,9 @@ class _Followed:
         if job.get("error") and not self.has_ended and over != self._failed:
             self._failed = over
             why = str(job["error"]).replace("\n", "\n    ")
-            _say(f"{name}: attempt {over} did not complete, the job is tried again: {why}")
+            say(f"{name}: attempt {over} did not complete, the job is tried again: {why}")
         again = f", attempt {attempts}" if job.get("status") == "running" and over else ""
         now = f"{name}: {state_of(job)}{again}"
         if now != self._said:
-            _say(now)
+            say(now)
         self._said = now
-
-
-def _say(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from unshard import signals
 from unshard.errors import UnshardError
 from unshard.fronts import Command
 
-__all__ = ["front_of", "guarded"]
+__all__ = ["error_fields", "front_of", "guarded"]
 
 P = ParamSpec("P")
 
@@ -31,7 +31,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             command(*args, **kwargs)
         except UnshardError as error:
             if kwargs.get("as_json"):
-                print(_as_json(error))
+                print(json.dumps({"error": error_fields(error)}))
             error.front = front_of(command, kwargs)
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from error
@@ -56,8 +56,9 @@ def front_of(command: Callable[..., None], given: Mapping[str, object] | None = 
     return Command(own, f"unshard merge {checkpoint} OUTPUT")
 
 
-def _as_json(error: UnshardError) -> str:
-    fields = {
+def error_fields(error: UnshardError) -> dict[str, object]:
+    """Return an error as `--json` prints it."""
+    return {
         "type": type(error).__name__,
         "code": error.exit_code,
         "message": error.subject,
@@ -65,4 +66,3 @@ def _as_json(error: UnshardError) -> str:
         "found": error.found,
         "hint": error.hint,
     }
-    return json.dumps({"error": fields})

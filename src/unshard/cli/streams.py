@@ -8,7 +8,7 @@ from typing import TextIO
 
 from unshard.errors import printable
 
-__all__ = ["flushed", "make_safe"]
+__all__ = ["flushed", "make_safe", "say"]
 
 
 class _Unfailing(io.FileIO):
@@ -43,8 +43,8 @@ class _Printable(io.TextIOWrapper):
 def make_safe() -> None:
     """Make stdout and stderr print any text in their encoding, and outlast their own failure.
 
-    Nothing in stdout controls a terminal. In stderr a progress bar does; errors are escaped by
-    themselves (`errors.printable`).
+    Nothing in stdout controls a terminal. In stderr progress bars must: a message is printed by
+    `say`, which escapes it.
     """
     sys.stdout = _safe(sys.stdout, 1, _Printable)
     sys.stderr = _safe(sys.stderr, 2, io.TextIOWrapper)
@@ -65,6 +65,11 @@ def _safe(stream: TextIO | None, number: int, kind: type[io.TextIOWrapper]) -> T
         errors="backslashreplace",
         line_buffering=number == 2 or raw.isatty(),
     )
+
+
+def say(text: object) -> None:
+    """Print a message on stderr. It may quote what servers and evaluators answered."""
+    print(printable(str(text)), file=sys.stderr, flush=True)
 
 
 def flushed() -> OSError | None:

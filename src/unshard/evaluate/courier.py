@@ -55,14 +55,23 @@ class Courier:
         config: says where the server is, and what it calls paths.
         spool: of the run.
         take: is given every result.
+        logs_refusals: whether a refusal is an error in the log; else the caller reports it.
 
     Attributes:
         handing_over: held while a result leaves the spool's jobs and until `take` has it.
         failures: what ended without a result and was not submitted again with success.
     """
 
-    def __init__(self, config: EvalConfig, spool: Spool, take: Callable[[Recording], None]) -> None:
+    def __init__(
+        self,
+        config: EvalConfig,
+        spool: Spool,
+        take: Callable[[Recording], None],
+        *,
+        logs_refusals: bool = True,
+    ) -> None:
         self._config = config
+        self._logs_refusals = logs_refusals
         self._spool = spool
         self._take = take
         self._client: EvalClient | None = None
@@ -93,7 +102,8 @@ class Courier:
                     self.close()  # the token is read again
                     return self._back_off(error)
                 is_known = entry.fields.get("error") == str(error)
-                level = logging.DEBUG if is_known else logging.ERROR
+                is_news = self._logs_refusals and not is_known
+                level = logging.ERROR if is_news else logging.DEBUG
                 log.log(level, "step %s is not evaluated: %s", entry.step, error)
                 if entry.path.exists():  # else the step was saved again meanwhile
                     self._spool.refuse(entry, str(error))

@@ -54,9 +54,10 @@ class Submitter:
         sinks: where results are written as they come, beside `<run>/_unshard/results.jsonl`.
         paced: where they are written by `tick`, in the trainer's thread.
         acts: whether this process is the one that submits; only global rank 0 is.
+        logs_refusals: whether what the server refuses is an error in the log; see `Courier`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (two kinds of sinks, and who says what)
         self,
         config: EvalConfig,
         run_dir: Path,
@@ -64,11 +65,13 @@ class Submitter:
         sinks: Sequence[Sink] = (),
         paced: Sequence[PacedSink] = (),
         acts: bool | None = None,
+        logs_refusals: bool = True,
     ) -> None:
         self.config = config
         self.run_dir = Path(run_dir).absolute()
         self.acts = is_first_rank() if acts is None else acts
         self._results: queue.SimpleQueue[Completed] = queue.SimpleQueue()
+        self._logs_refusals = logs_refusals
         self._previous: int | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -198,7 +201,9 @@ class Submitter:
     def _start(self) -> None:
         with ignoring_errors("checkpoints are not evaluated", then=self._give_up):
             self._spool = Spool(self.run_dir)
-            self._courier = Courier(self.config, self._spool, self._take)
+            self._courier = Courier(
+                self.config, self._spool, self._take, logs_refusals=self._logs_refusals
+            )
             self._thread = threading.Thread(
                 target=self._work, name="unshard-evaluation", daemon=True
             )

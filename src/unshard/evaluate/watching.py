@@ -83,7 +83,8 @@ class Watching:
         self._unanswered: dict[str, str | None] = {_asked(entry.fields): None for entry in left}
         self._client = EvalClient(config.server_url, timeout=_TIMEOUT, token=config.token())
         always = replace(config, eval_strategy="steps", eval_steps=None, save_steps=None)
-        self._submitter = Submitter(always, self.run, acts=True)
+        # `answers` returns the refusals.
+        self._submitter = Submitter(always, self.run, acts=True, logs_refusals=False)
 
     def __enter__(self) -> Self:
         return self
