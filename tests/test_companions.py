@@ -1,9 +1,12 @@
 """config.json and its friends: found where every writer puts them, adjusted, copied."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import unshard
 from ranks import save_ranks, some_tensors
@@ -188,6 +191,17 @@ def test_architectures_that_are_not_names_are_named(tmp_path: Path, classes: obj
     path.write_text(json.dumps({"architectures": classes}))
     with pytest.raises(CorruptError, match=r"config\.json: architectures is not a list of names"):
         read_config(path)
+
+
+def test_a_config_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    """The output would have no config, as if the checkpoint had none."""
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file({"weight": torch.zeros(2)}, model / "model.safetensors")
+    os.mkfifo(model / "config.json")
+    with pytest.raises(CorruptError, match=r"config\.json: cannot be read: not a regular file"):
+        unshard.merge(model, tmp_path / "out", allow_missing=True, allow_unexpected=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_merge_reads_the_config_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

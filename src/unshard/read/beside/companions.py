@@ -130,7 +130,9 @@ def companions_in(folder: Path) -> Companions:
             f"{_TEMPLATES}/{child.name}": child for child in sorted(templates.glob("*.jinja"))
         }
     config = folder / _CONFIG
-    return Companions(config if config.is_file() else None, files)
+    # A pipe is refused when it is read: passed over, the output would silently lack a config.
+    is_there = config.exists() and not config.is_dir()
+    return Companions(config if is_there else None, files)
 
 
 _TOKENIZER = (
