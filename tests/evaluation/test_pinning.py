@@ -110,6 +110,25 @@ def test_what_a_killed_server_left_of_pins_is_removed_at_the_start(
     assert list((run / "_unshard" / "pins").iterdir()) == []
 
 
+@pytest.mark.parametrize("is_submitted", [False, True])
+def test_what_a_killed_server_left_in_a_run_far_below_the_roots_is_removed_at_the_start(
+    run: Path,
+    service: Service,
+    is_submitted: bool,  # noqa: FBT001
+) -> None:
+    deep = run.parent / "a" / "b" / "c" / "run"
+    checkpoint = whole_model(deep / "checkpoint-1")
+    if is_submitted:
+        assert service.store.cancel(submit(service, deep, 1).id)  # and killed before it let go
+    else:
+        service.pins.made(checkpoint, 1, deep)  # and killed before it was submitted
+    service.store.close()
+    after = service_in(run)
+    assert [pin.checkpoint for pin in after.pins.everywhere()] == [checkpoint]
+    after.pins.let_go()
+    assert steps(deep) == []
+
+
 def test_a_job_submitted_again_while_its_attempt_ends_leaves_no_pin(
     run: Path, service: Service
 ) -> None:

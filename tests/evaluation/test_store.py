@@ -148,13 +148,18 @@ def test_what_is_not_completed_can_be_superseded_and_submitted_again(store: Stor
 def test_the_database_of_an_earlier_version_gets_the_columns_that_it_lacks(tmp_path: Path) -> None:
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
         job = submit(store)
+        for step in (2, 3):
+            pin = f"/runs/a/_unshard/pins/{step}/checkpoint"
+            store.submit(request(Path("a"), step), pin=pin)
     with closing(sqlite3.connect(tmp_path / "jobs.sqlite")) as connection:
+        connection.execute("DROP TABLE pinned_runs")
         connection.execute("DROP INDEX jobs_alike")
         for column in ("superseded_by", "attempts_before", "alike"):
             connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
         assert store.in_a_row(job.id, DIED) == 0
         assert store.alike(job.request) == [job]
+        assert store.pinned_runs() == ["/runs/a"]
         assert store.supersede(job.id, "newer")
         assert job_of(store, job.id).superseded_by == "newer"
 

@@ -135,6 +135,10 @@ class Records:
         query = f"SELECT 1 FROM jobs WHERE pin = ? AND {_NEEDS_PIN} LIMIT 1"  # noqa: S608
         return self._connection.execute(query, (pin,)).fetchone() is not None
 
+    def pinned_runs(self) -> list[str]:
+        """Return the directories of the runs in which this server has made pins."""
+        return [row[0] for row in self._connection.execute("SELECT run FROM pinned_runs")]
+
     def status_of(self, key: str) -> Status | None:
         """Return the status of the job of a request's key, if there is one."""
         found = self._connection.execute("SELECT status FROM jobs WHERE key = ?", (key,)).fetchone()

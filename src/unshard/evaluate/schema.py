@@ -91,6 +91,14 @@ _ADDITIONS = (
     "CREATE TABLE IF NOT EXISTS forgotten (job_id TEXT PRIMARY KEY)",
 )
 
+# Directories of runs in which the server has made pins, at any depth below its roots.
+_PINNED_RUNS = (
+    "CREATE TABLE IF NOT EXISTS pinned_runs (run TEXT PRIMARY KEY)",
+    """INSERT OR IGNORE INTO pinned_runs
+    SELECT substr(pin, 1, instr(pin, '/_unshard/pins/') - 1) FROM jobs
+    WHERE instr(pin, '/_unshard/pins/')""",
+)
+
 _COLUMNS = {
     "superseded_by": "TEXT",
     "attempts_before": "INTEGER NOT NULL DEFAULT 0",  # how many when the job was last submitted
@@ -167,6 +175,11 @@ def _bring_up_to_date(connection: sqlite3.Connection) -> None:
                 connection.execute(f"ALTER TABLE jobs ADD COLUMN {name} {_COLUMNS[name]}")
     for addition in _ADDITIONS:
         connection.execute(addition)
+    if not connection.execute("PRAGMA table_info(pinned_runs)").fetchall():
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            for statement in _PINNED_RUNS:
+                connection.execute(statement)
     lacking = "SELECT id, request FROM jobs WHERE alike IS NULL"
     if connection.execute(f"{lacking} LIMIT 1").fetchall():
         with connection:

@@ -108,6 +108,13 @@ class Store(Records):
                 (pin, job_id, Status.QUEUED, Status.RUNNING),
             )
 
+    def will_pin(self, run: Path) -> None:
+        """Record that a pin is about to be made in a run: after a kill it is looked for there."""
+        known = "SELECT 1 FROM pinned_runs WHERE run = ?"
+        if self._connection.execute(known, (str(run),)).fetchone() is None:
+            with self._transaction() as connection:
+                connection.execute("INSERT OR IGNORE INTO pinned_runs VALUES (?)", (str(run),))
+
     # What a scheduler does.
 
     def claim(self, now: float, job_id: str | None = None) -> Job | None:

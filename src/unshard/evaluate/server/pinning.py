@@ -83,6 +83,7 @@ class Pins:
         if not self._is_inside(run):
             _log.warning("%s: not pinned, its run's directory is outside the roots", checkpoint)
             return None
+        self.store.will_pin(run)
         try:
             running = {Path(job.pin).parent.name for job in self.store.running() if job.pin}
             pin = pin_checkpoint(checkpoint, quota=self._own(), step=step, run=run, spare=running)
@@ -121,7 +122,7 @@ class Pins:
         return replace(self.quota, owner=str(self.store.identity))
 
     def everywhere(self) -> list[Pin]:
-        """Return all pins of runs below the roots, or that a job has."""
+        """Return all pins of runs near the roots, or with pins of this server or of its jobs."""
         return [pin for run in self._runs() for pin in pins_of(run)]
 
     def jobs(self) -> dict[str, list[str]]:
@@ -158,6 +159,7 @@ class Pins:
         for root in self.roots:
             for depth in _DEPTHS:
                 yield from (place.parents[1] for place in root.glob(depth + "/".join(_PLACE)))
+        yield from map(Path, self.store.pinned_runs())
         for _, pin in self.store.pins_below():
             yield Path(pin).parents[3]
 
