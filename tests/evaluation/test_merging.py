@@ -31,7 +31,6 @@ from unshard.evaluate.merging import (
     GoneError,
     Merger,
     PassingError,
-    source_of,
 )
 from unshard.evaluate.processes import is_alive, kill_group
 from unshard.evaluate.profiles import Kind
@@ -142,8 +141,9 @@ def test_a_pin_comes_before_the_checkpoint(tmp_path: Path, merger: Merger) -> No
     pin = save_ranks(tmp_path / "pin", some_tensors(3), 2)
     pinned = job(tmp_path / "gone", pin=str(pin))
     assert_same(merged(prepare(merger, pinned, tmp_path)), some_tensors(3))
-    other = replace(pinned, pin=str(tmp_path / "unpinned"))
-    assert source_of(other) == tmp_path / "gone"
+    checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(4), 2)
+    unpinned = job(checkpoint, pin=str(tmp_path / "unpinned"))
+    assert_same(merged(prepare(merger, unpinned, tmp_path)), some_tensors(4))
 
 
 def test_a_checkpoint_that_is_gone_is_told_from_a_bad_one(tmp_path: Path, merger: Merger) -> None:
@@ -241,6 +241,19 @@ def test_a_worker_that_cannot_be_ended_is_not_waited_for(
         prepare_in(merger, job(checkpoint), tmp_path / "attempt", timeout_s=0.0)
     assert is_alive(left[0])
     assert kill_group(left[0], grace_s=0)
+
+
+def test_a_whole_model_on_a_disk_that_does_not_answer_is_bounded(
+    tmp_path: Path, merger: Merger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the worker touches the disk of the checkpoint: it hangs, and the server goes on."""
+    model = job(whole_model(tmp_path / "model"))
+    (tmp_path / "attempt").mkdir()
+    monkeypatch.setattr(sys, "executable", str(hanging_worker(tmp_path)))
+    with pytest.raises(GivenUpError):
+        prepare_in(merger, model, tmp_path / "attempt", lambda: True)
+    with pytest.raises(CrashedError, match="more than 0 s"):
+        prepare_in(merger, model, tmp_path / "attempt", timeout_s=0.0)
 
 
 def test_merges_take_turns(tmp_path: Path, merger: Merger) -> None:

@@ -7,7 +7,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -18,6 +18,7 @@ import torch
 
 from evaluation import running
 from evaluation.running import (
+    DEADLINE_S,
     ScriptEvaluator,
     all_final,
     hanging_worker,
@@ -36,6 +37,7 @@ from ranks import save_ranks, some_tensors
 from unshard.api.options import MergeOptions
 from unshard.errors import UsageError
 from unshard.evaluate import attempts, outcomes
+from unshard.evaluate import scheduler as scheduling
 from unshard.evaluate.attempts import Attempt, Halt, Limits, Runner
 from unshard.evaluate.endings import Failed, Left, Outcome, Postponed
 from unshard.evaluate.jobs import Filters, Job, Phase, Process, Status
@@ -280,12 +282,16 @@ def test_an_evaluator_that_ends_its_own_supervisor_fails_in_the_end(
 
 
 def test_a_timeout_is_a_failure(tmp_path: Path, model: Path) -> None:
-    store, server = scheduler(tmp_path / "work", SLEEPS, profile=script_profile(timeout_s=0.5))
-    job = submit(store, server, model)
-    server.start()
-    failed = wait_for(store, job.id, Status.FAILED)
-    server.stop(end=True)
-    assert "timed out after 0.5 s" in str(failed.error)
+    for timeout_s in (2, 20, 200):  # the worker that looks for shards has the same timeout
+        profile = script_profile(timeout_s=timeout_s)
+        store, server = scheduler(tmp_path / f"work-{timeout_s}", SLEEPS, profile=profile)
+        job = submit(store, server, model)
+        server.start()
+        failed = wait_for(store, job.id, Status.FAILED)
+        server.stop(end=True)
+        if "the merge took more" not in str(failed.error):
+            break
+    assert f"timed out after {timeout_s} s" in str(failed.error)
     began = [path.read_text() for path in output_of(server, store, job.id).glob("pid")]
     assert not any(is_running(int(pid)) for pid in began if pid)  # it may not even have begun
 
@@ -535,7 +541,8 @@ def test_a_job_is_left_to_the_next_server_where_all_were_told_to_end(
 
     def halt(_job_id: str) -> Halt | None:
         process = job_of(store, job_id).process
-        assert process is not None
+        if process is None:  # it is still looking at the checkpoint
+            return None
         if not is_alive(process):
             return Halt.LEAVE
         os.killpg(process.pid, signal.SIGKILL)
@@ -624,6 +631,94 @@ def test_processes_that_cannot_be_ended_hold_up_neither_a_stop_nor_a_start(
     assert not is_running(pid)
     assert store.running() == []
     server.stop(end=True)
+
+
+@pytest.fixture
+def hung() -> Iterator[threading.Event]:
+    """What a disk that does not answer waits for; it answers when the test has ended."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_job_whose_checkpoint_cannot_be_looked_at_is_cancelled_and_gives_its_gpu_back(
+    tmp_path: Path, model: Path, hung: threading.Event
+) -> None:
+    looks = threading.Event()
+
+    def changed(job: Job) -> list[str]:
+        if job.request.step == 1:
+            looks.set()
+            hung.wait(DEADLINE_S)
+        return []
+
+    store, server = scheduler(tmp_path / "work", SCORED, changed=changed)
+    first = submit(store, server, model, 1)
+    server.start()
+    assert looks.wait(DEADLINE_S)
+    second = submit(store, server, model, 2)
+    assert server.cancel(first.id)
+    wait_for(store, second.id, Status.COMPLETED)
+    server.stop(end=True)
+    assert job_of(store, first.id).status is Status.CANCELLED
+
+
+def test_a_look_at_a_checkpoint_that_hangs_is_bounded_by_the_timeout(
+    tmp_path: Path, model: Path, hung: threading.Event
+) -> None:
+    """It is the same after the evaluation, and for a server that adopts the evaluator."""
+    store = Store(tmp_path / "jobs.sqlite")
+    merger = Merger(tmp_path / "merged", MergeOptions(), at_once=1)
+    job, _ = store.submit(request(model), pin=None)
+    profile = script_profile(timeout_s=0.1)
+    attempt = Attempt(job, profile, ScriptEvaluator(SCORED), (), tmp_path)
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "metrics.json").write_text('{"task/acc": 1}')
+    (tmp_path / LOG_NAME).touch()
+    write_exit(tmp_path, Exit("exited", 0, "", 0.0), lambda: False)
+
+    def changed(_job: Job) -> list[str]:
+        hung.wait(DEADLINE_S)
+        return []
+
+    runner = Runner(store, merger, Limits(), halt=lambda _: None, changed=changed)
+    outcome = runner.resume(attempt, Process(2**22 - 5, 1, boot(), (), str(tmp_path)))
+    assert isinstance(outcome, Failed)
+    assert outcome.may_retry
+    assert "a look at the checkpoint took more than 0.1 s" in outcome.error
+
+
+@dataclass(frozen=True)
+class Hangs(ScriptEvaluator):
+    """Reads results from a disk that does not answer."""
+
+    begun: threading.Event
+    hung: threading.Event
+
+    def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
+        self.begun.set()
+        self.hung.wait(DEADLINE_S)
+        return super().metrics(work, returncode)
+
+
+def test_a_thread_that_hangs_does_not_hold_up_a_stop(
+    tmp_path: Path,
+    model: Path,
+    hung: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begun = threading.Event()
+    monkeypatch.setattr(running, "ScriptEvaluator", lambda script: Hangs(script, begun, hung))
+    monkeypatch.setattr(scheduling, "_STOP_S", 0.0)
+    store, server = scheduler(tmp_path / "work", SCORED)
+    job = submit(store, server, model)
+    server.start()
+    assert begun.wait(DEADLINE_S)
+    server.stop(end=False)
+    assert not hung.is_set()
+    assert f"job {job.id} does not end; it is left to the next server" in caplog.text
+    assert [one.id for one in store.running()] == [job.id]
 
 
 def test_a_pin_that_was_rewritten_is_a_failure(tmp_path: Path, model: Path) -> None:

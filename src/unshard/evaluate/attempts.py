@@ -31,7 +31,14 @@ from unshard.evaluate.endings import (
 from unshard.evaluate.environment import evaluator_environment
 from unshard.evaluate.jobs import Job, Phase, Process
 from unshard.evaluate.launching import start_supervisor
-from unshard.evaluate.merging import CrashedError, GivenUpError, GoneError, Merger, PassingError
+from unshard.evaluate.merging import (
+    CrashedError,
+    GivenUpError,
+    GoneError,
+    Merger,
+    PassingError,
+    answered,
+)
 from unshard.evaluate.processes import is_alive, kill_group
 from unshard.evaluate.slots import shown_slots, visible_devices
 from unshard.evaluate.store import Store
@@ -129,7 +136,7 @@ class Runner:
 
     def run(self, attempt: Attempt) -> Outcome:
         """Merge, evaluate, and read what was measured."""
-        outcome = self._run(attempt)
+        outcome = self._caught(attempt.job, lambda: self._run(attempt))
         if isinstance(outcome, Failed | Expired) and self._is_repinned(attempt.job):
             return Lost("the checkpoint was saved again; its newer pin is evaluated")
         return outcome
@@ -140,23 +147,30 @@ class Runner:
 
     def _run(self, attempt: Attempt) -> Outcome:
         job = attempt.job
+        (attempt.directory / "output").mkdir(parents=True)
+        model = self._merger.prepare(
+            job,
+            attempt.profile,
+            directory=attempt.directory,
+            is_given_up=lambda: self._halt(job.id) is not None,
+        )
+        if model == self._merger.merged(job.id):
+            tell(job, "merged")
+        return self._rewritten(attempt) or self._evaluate(attempt, attempt.work(model))
+
+    def _caught(self, job: Job, attempted: Callable[[], Outcome]) -> Outcome:
+        """Return an outcome, or what an error means that ended the attempt."""
         try:
-            (attempt.directory / "output").mkdir(parents=True)
-            model = self._merger.prepare(
-                job,
-                attempt.profile,
-                directory=attempt.directory,
-                is_given_up=lambda: self._halt(job.id) is not None,
-            )
-            if model == self._merger.merged(job.id):
-                tell(job, "merged")
-            rewritten = self._rewritten(job)
-            return rewritten or self._evaluate(attempt, attempt.work(model))
+            return attempted()
         except GoneError as error:
             return Expired(_named(error, job))
         except GivenUpError:
             is_cancelled = self._halt(job.id) is Halt.CANCELLED
-            return Cancelled() if is_cancelled else Lost("the server was stopped while it merged")
+            return (
+                Cancelled()
+                if is_cancelled
+                else Lost("the server was stopped while it read the checkpoint")
+            )
         except (PassingError, OSError) as error:
             return Postponed(_named(error, job))
         except UnshardError as error:
@@ -165,7 +179,8 @@ class Runner:
     def resume(self, attempt: Attempt, process: Process) -> Outcome:
         """Go on with an attempt of an earlier server, as if this one had begun it."""
         was_alive = is_alive(process)
-        outcome = self._conclude(attempt, attempt.work(self._merger.model_of(attempt.job)), process)
+        work = attempt.work(self._merger.model_of(attempt.job))
+        outcome = self._caught(attempt.job, lambda: self._conclude(attempt, work, process))
         is_lost = not was_alive and read_exit(attempt.directory) is None
         if is_lost and isinstance(outcome, Killed):
             return Died(f"its processes ended together with the server\n{outcome.why}")
@@ -183,8 +198,13 @@ class Runner:
                 return False
         return True
 
-    def _rewritten(self, job: Job) -> Failed | None:
-        files = self._changed(job)
+    def _rewritten(self, attempt: Attempt) -> Failed | None:
+        job = attempt.job
+        files = answered(
+            lambda: self._changed(job),
+            timeout_s=attempt.profile.timeout_s,
+            is_given_up=lambda: self._halt(job.id) is not None,
+        )
         if not files:
             return None
         shown = ", ".join(files[:_SHOWN_LINES])
@@ -264,7 +284,7 @@ class Runner:
         is_merged = work.model == self._merger.merged(attempt.job.id)
         if is_merged or not isinstance(outcome, Completed):
             return outcome
-        return self._rewritten(attempt.job) or outcome
+        return self._rewritten(attempt) or outcome
 
     def _wait(self, attempt: Attempt, process: Process) -> Halt | None:
         """Wait until a process ends, or should: then return why."""

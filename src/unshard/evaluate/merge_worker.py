@@ -26,6 +26,8 @@ __all__ = ["ANSWER_NAME", "Order", "main"]
 
 ANSWER_NAME = "merge.json"
 
+_WHOLE = ("model*.safetensors", "pytorch_model*.bin")
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -33,10 +35,12 @@ class Order:
 
     Attributes:
         checkpoint: what to merge.
+        pin: what is merged instead, if it is there.
         output: where the model goes.
         options: the fields of the merge's `MergeOptions`.
         config: for a checkpoint that has none: config.json, or a directory with it and a tokenizer.
         needs_config: whether a model without a config is refused, before it is merged.
+        may_be_whole: whether a checkpoint that is a whole model already is left as it is.
     """
 
     checkpoint: str
@@ -44,6 +48,8 @@ class Order:
     options: Mapping[str, object]
     config: str | None = None
     needs_config: bool = False
+    pin: str | None = None
+    may_be_whole: bool = False
 
 
 def main() -> int:
@@ -65,15 +71,39 @@ def main() -> int:
 
 
 def _answer(order: Order) -> dict[str, object]:
-    """Merge, and return the error, if there is one, and whether another attempt may go well."""
+    """Return where the model is; or the error, and whether another attempt may go well.
+
+    All that touches the disk of the checkpoint is done here: a disk that does not answer must not
+    hold up the server.
+    """
+    is_pinned = order.pin is not None and Path(order.pin).exists()
+    order = replace(order, checkpoint=order.pin) if is_pinned and order.pin else order
+    answer: dict[str, object] = {"checkpoint": order.checkpoint, "model": None, "error": None}
     try:
+        if order.may_be_whole and _is_whole(Path(order.checkpoint), order.options):
+            return answer | {"model": order.checkpoint}
         _merge(order)
     except UnshardError as error:
         error.front = Command({}, f"unshard merge {shlex.quote(order.checkpoint)} OUTPUT")
-        return {"error": str(error), "may_pass": isinstance(error, OutputError)}
+        found = {"error": str(error), "may_pass": isinstance(error, OutputError)}
     except (OSError, MemoryError) as error:
-        return {"error": f"{order.checkpoint}: {error!r}", "may_pass": True}
-    return {"error": None, "may_pass": False}
+        found = {"error": f"{order.checkpoint}: {error!r}", "may_pass": True}
+    else:
+        return answer | {"model": order.output}
+    return answer | found | {"is_gone": not Path(order.checkpoint).exists()}
+
+
+def _is_whole(source: Path, options: Mapping[str, object]) -> bool:
+    """Return whether a directory is a whole model already, with its config and nothing sharded."""
+    if options.get("weights") != "model" or not (source / "config.json").is_file():
+        return False
+    if not any(any(source.glob(pattern)) for pattern in _WHOLE):
+        return False
+    from unshard.read.discover import discover
+    from unshard.read.format import Request
+
+    at = discover(source, Request(None, None, "model"))[0]
+    return not at.format.sharded and at.weights_dir == source.resolve()
 
 
 def _merge(order: Order) -> None:

@@ -9,19 +9,18 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 from unshard.api.options import MergeOptions
-from unshard.errors import UnshardError
 from unshard.evaluate.jobs import EvaluationError, Job
 from unshard.evaluate.launching import start_module
 from unshard.evaluate.merge_worker import ANSWER_NAME, Order
 from unshard.evaluate.processes import identify, kill_group
 from unshard.evaluate.profiles import Kind, Profile
-from unshard.read.discover import discover
-from unshard.read.format import Request as Wanted
 from unshard.write.stage import recover
 
 __all__ = [
@@ -30,14 +29,15 @@ __all__ = [
     "GoneError",
     "Merger",
     "PassingError",
+    "answered",
     "merge_in_process",
-    "source_of",
 ]
 
 _log = logging.getLogger(__name__)
 
+_Answer = TypeVar("_Answer")
+
 _POLL_S = 0.05
-_WHOLE = ("model*.safetensors", "pytorch_model*.bin")
 _LOG_NAME = "merge.log"
 
 
@@ -55,13 +55,6 @@ class CrashedError(EvaluationError):
 
 class GivenUpError(EvaluationError):
     """A merge was interrupted because nobody wants it any more."""
-
-
-def source_of(job: Job) -> Path:
-    """Return where a job's checkpoint lies: its pin, where there is one."""
-    if job.pin is not None and Path(job.pin).exists():
-        return Path(job.pin)
-    return Path(job.request.checkpoint)
 
 
 class Merger:
@@ -86,7 +79,7 @@ class Merger:
     def model_of(self, job: Job) -> Path:
         """Return the model that a job's evaluator was given."""
         merged = self.merged(job.id)
-        return merged if merged.exists() else source_of(job).absolute()
+        return merged if merged.exists() else Path(job.pin or job.request.checkpoint).absolute()
 
     def kept(self) -> list[str]:
         """Return the jobs whose merged models are there."""
@@ -119,28 +112,8 @@ class Merger:
             GivenUpError: `is_given_up`.
             UnshardError: it cannot be merged.
         """
-        source = source_of(job).absolute()
-        try:
-            if _is_whole(source, job.request.weights):
-                return source
-            self.remove(job.id)
-            self._merge_in_turn(source, job, profile, directory, is_given_up)
-        except (UnshardError, OSError) as error:
-            if source.exists() or isinstance(error, GivenUpError):
-                raise
-            raise _gone(source) from error
-        return self.merged(job.id)
-
-    def _merge_in_turn(
-        self,
-        source: Path,
-        job: Job,
-        profile: Profile,
-        directory: Path,
-        is_given_up: Callable[[], bool],
-    ) -> None:
-        if not source.exists():
-            raise _gone(source)
+        self.remove(job.id)
+        source = Path(job.request.checkpoint).absolute()
         while not self._turns.acquire(timeout=_POLL_S):
             if is_given_up():
                 raise GivenUpError(f"{source}: not wanted any more")
@@ -151,17 +124,19 @@ class Merger:
             asdict(options),
             None if profile.config is None else str(profile.config),
             needs_config=profile.kind is not Kind.COMMAND,
+            pin=job.pin,
+            may_be_whole=True,
         )
-        in_time = _in_time(is_given_up, profile.timeout_s)
+        in_time = _in_time(is_given_up, profile.timeout_s, "the merge")
         try:
-            merge_in_process(order, directory=directory, is_given_up=in_time)
+            return merge_in_process(order, directory=directory, is_given_up=in_time)
         finally:
             self.recover()
             self._turns.release()
 
 
-def merge_in_process(order: Order, *, directory: Path, is_given_up: Callable[[], bool]) -> None:
-    """Merge a checkpoint in a process of its own.
+def merge_in_process(order: Order, *, directory: Path, is_given_up: Callable[[], bool]) -> Path:
+    """Merge a checkpoint in a process of its own; return where the model is.
 
     Args:
         order: what to merge, how, and where to.
@@ -169,6 +144,7 @@ def merge_in_process(order: Order, *, directory: Path, is_given_up: Callable[[],
         is_given_up: asked often; the process is then ended.
 
     Raises:
+        GoneError: the checkpoint is not there.
         PassingError: it may be tried again.
         GivenUpError: `is_given_up`.
         CrashedError: its process made a mistake.
@@ -191,17 +167,44 @@ def merge_in_process(order: Order, *, directory: Path, is_given_up: Callable[[],
             if not kill_group(process, grace_s=0) and worker.poll() is None:
                 _log.error("process %d cannot be ended; it is left behind", worker.pid)
                 worker.returncode = -signal.SIGKILL  # do not wait for it: its disk may be dead
-    _judge(order.checkpoint, directory, worker.returncode)
+    return _judge(order.checkpoint, directory, worker.returncode)
 
 
-def _in_time(is_given_up: Callable[[], bool], timeout_s: float) -> Callable[[], bool]:
+def answered(
+    ask: Callable[[], _Answer], *, timeout_s: float, is_given_up: Callable[[], bool]
+) -> _Answer:
+    """Return what a call returns that touches the disk of a checkpoint.
+
+    It runs in a thread of its own, which is left behind if the disk does not answer.
+
+    Raises:
+        CrashedError: it takes longer than `timeout_s`.
+        GivenUpError: `is_given_up`.
+    """
+    future = Future[_Answer]()
+
+    def body() -> None:
+        try:
+            future.set_result(ask())
+        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=body, name="looking at a checkpoint", daemon=True).start()
+    in_time = _in_time(is_given_up, timeout_s, "a look at the checkpoint")
+    while not wait([future], _POLL_S).done:
+        if in_time():
+            raise GivenUpError("the evaluation is not wanted any more")
+    return future.result()
+
+
+def _in_time(is_given_up: Callable[[], bool], timeout_s: float, what: str) -> Callable[[], bool]:
     """Return what asks the same, and raises CrashedError when the time is up."""
     deadline = time.monotonic() + timeout_s
 
     def asked() -> bool:
         if time.monotonic() > deadline:
             raise CrashedError(
-                f"the merge took more than {timeout_s:g} s",
+                f"{what} took more than {timeout_s:g} s",
                 hint="does the disk of the checkpoint answer? a slow merge needs a longer "
                 "`timeout` in the profile",
             )
@@ -210,7 +213,7 @@ def _in_time(is_given_up: Callable[[], bool], timeout_s: float) -> Callable[[], 
     return asked
 
 
-def _gone(source: Path) -> GoneError:
+def _gone(source: str) -> GoneError:
     return GoneError(
         f"{source}: is gone, or never was there",
         hint="check the path; pin checkpoints when they are submitted, or let more of them stay",
@@ -228,8 +231,8 @@ def _wait(worker: "subprocess.Popen[bytes]", is_given_up: Callable[[], bool]) ->
             return
 
 
-def _judge(source: str, directory: Path, returncode: int) -> None:
-    """Raise what a worker answered, if it failed."""
+def _judge(source: str, directory: Path, returncode: int) -> Path:
+    """Return the model that a worker answered, or raise why it failed."""
     try:
         answer = json.loads((directory / ANSWER_NAME).read_bytes())
     except FileNotFoundError:
@@ -239,16 +242,9 @@ def _judge(source: str, directory: Path, returncode: int) -> None:
         raise died(
             f"{source}: the process that merged it ended with code {returncode}", found=log
         ) from None
-    if answer["error"] is not None:
-        kind = PassingError if answer["may_pass"] else EvaluationError
-        raise kind(answer["error"])
-
-
-def _is_whole(source: Path, weights: str) -> bool:
-    """Tell whether a directory is a whole model already, with its config and nothing sharded."""
-    if weights != "model" or not (source / "config.json").is_file():
-        return False
-    if not any(any(source.glob(pattern)) for pattern in _WHOLE):
-        return False
-    at = discover(source, Wanted(None, None, weights))[0]
-    return not at.format.sharded and at.weights_dir == source.resolve()
+    if answer["error"] is None:
+        return Path(answer["model"])
+    if answer["is_gone"]:
+        raise _gone(answer["checkpoint"])
+    kind = PassingError if answer["may_pass"] else EvaluationError
+    raise kind(answer["error"])

@@ -33,6 +33,7 @@ __all__ = ["Scheduler", "Settings"]
 _log = logging.getLogger(__name__)
 
 _LOCK_NAME = "server.lock"
+_STOP_S = 60.0  # for what ends processes and records it; a disk may never answer
 _INHERITED_S, _PAUSE_S = 30.0, 0.05
 
 
@@ -140,6 +141,9 @@ class Scheduler:
     def stop(self, *, end: bool) -> None:
         """Begin no more jobs, and return when nothing more is recorded.
 
+        A thread that waits for a disk that does not answer is left behind: the next server takes
+        its job up.
+
         Args:
             end: end running evaluators, whose jobs are queued again; or else leave them to the
                 next server. Merges are interrupted in any case.
@@ -148,9 +152,11 @@ class Scheduler:
         self._wake.set()
         if self._loop_thread is not None:
             self._loop_thread.join()  # it begins others
-        while self._threads:
-            for thread in list(self._threads):
-                thread.join()
+        deadline = time.monotonic() + _STOP_S + self._settings.limits.grace_s
+        for thread in list(self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                _log.error("%s does not end; it is left to the next server", thread.name)
         if self._lock is not None:
             unlock(self._lock)
             self._lock = None
