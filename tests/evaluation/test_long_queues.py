@@ -60,12 +60,12 @@ def queued_in(directory: Path, length: int, step_of: Callable[[int], int | None]
 
 
 def cost_in(service: Service, request: Request, read: list[Path]) -> Cost:
-    """Submit; the pin of the same checkpoint for another job is used again."""
+    """Submit twice: the first job's pin is made, and used again for the other job."""
     cost, connection = Cost(), service.store._connection
     read.clear()
-    service.submit(request, None)
     connection.set_trace_callback(cost.statements.append)
     connection.set_progress_handler(cost.count, 1)
+    service.submit(request, None)
     again, _ = service.submit(replace(request, tasks=("other",)), None)
     connection.set_progress_handler(None, 1)
     connection.set_trace_callback(None)

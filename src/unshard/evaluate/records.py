@@ -115,7 +115,8 @@ class Records:
 
     def running(self) -> list[Job]:
         """Return every job with an open attempt, those that are cancelled meanwhile too."""
-        return self._many("WHERE open.job_id IS NOT NULL ORDER BY jobs.number", [])
+        # The plus keeps SQLite from walking through all jobs in the order of their numbers.
+        return self._many("WHERE open.job_id IS NOT NULL ORDER BY +jobs.number", [])
 
     def pins_below(self, directory: Path | None = None) -> list[tuple[str, str]]:
         """Return id and pin of every job that needs one: it is queued, or an attempt of it is open.
