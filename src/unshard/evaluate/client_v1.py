@@ -210,7 +210,7 @@ def _object(answer: httpx.Response) -> Answer:
         found = None
     if not isinstance(found, dict):
         raise ServerAwayError(
-            f"{answer.url}: somebody else answers",
+            f"{answer.url}: not an evaluation server of unshard",
             expected="a JSON object of an evaluation server",
             found=f"{answer.status_code} {answer.text[:_SHOWN]}",
         )
@@ -260,5 +260,5 @@ def _away(url: str, error: Exception) -> ServerAwayError:
     return ServerAwayError(
         f"{url}: no answer",
         found=f"{type(error).__name__}: {error}",
-        hint="is the server running (`unshard eval serve`)? does a proxy stand between?",
+        hint="is the server running (`unshard eval serve`)? or is a proxy in the way?",
     )

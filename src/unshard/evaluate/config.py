@@ -168,7 +168,7 @@ class EvalConfig:
         return config
 
     def is_due(self, step: int, previous: int | None) -> bool:
-        """Tell whether a checkpoint is to be evaluated.
+        """Return whether a checkpoint is to be evaluated.
 
         Every one is that is the first at or after an evaluation step.
 
@@ -207,7 +207,7 @@ class EvalConfig:
 
 
 def _is_text(source: str) -> bool:
-    """Tell whether a text is YAML itself, not the name of a file: that may hold a colon, too."""
+    """Return whether a text is YAML itself, not the name of a file: that may hold a colon, too."""
     return "\n" in source or (":" in source and not Path(source).is_file())
 
 

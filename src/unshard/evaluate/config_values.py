@@ -26,7 +26,7 @@ __all__ = [
 
 
 def a_mapping(given: Mapping[str, object], key: str) -> dict[str, object]:
-    """Return a copy of a mapping; an empty one where nothing stands."""
+    """Return a copy of a mapping; an empty one where it is not set."""
     found = given.get(key)
     if found is None:
         return {}
@@ -36,7 +36,7 @@ def a_mapping(given: Mapping[str, object], key: str) -> dict[str, object]:
 
 
 def a_text(given: Mapping[str, object], key: str) -> str | None:
-    """Return a text; None where nothing stands."""
+    """Return a text; None where it is not set."""
     found = given.get(key)
     if found is False and key == "eval_strategy":
         return "no"  # YAML 1.1 reads a bare `no` as false
@@ -46,7 +46,7 @@ def a_text(given: Mapping[str, object], key: str) -> str | None:
 
 
 def a_url(given: Mapping[str, object], key: str) -> str | None:
-    """Return the address of a server; None where nothing stands."""
+    """Return the address of a server; None where it is not set."""
     found = a_text(given, key)
     if found:
         split_url(found, what=_named(key))
@@ -54,12 +54,12 @@ def a_url(given: Mapping[str, object], key: str) -> str | None:
 
 
 def a_text_or_whole(given: Mapping[str, object], key: str) -> str | int | None:
-    """Return a text ("auto") or a whole number; None where nothing stands."""
+    """Return a text ("auto") or a whole number; None where it is not set."""
     return a_text(given, key) if isinstance(given.get(key), str) else a_whole(given, key)
 
 
 def a_whole(given: Mapping[str, object], key: str) -> int | None:
-    """Return a whole number that is not negative; None where nothing stands."""
+    """Return a whole number that is not negative; None where it is not set."""
     found = given.get(key)
     if found is None:
         return None
@@ -71,7 +71,7 @@ def a_whole(given: Mapping[str, object], key: str) -> int | None:
 
 
 def a_number(given: Mapping[str, object], key: str) -> float | int | None:
-    """Return a number that is not negative; None where nothing stands."""
+    """Return a number that is not negative; None where it is not set."""
     found = given.get(key)
     if found is None:
         return None
@@ -130,7 +130,7 @@ def a_quota(given: Mapping[str, object], key: str) -> Quota:
 
 
 def _is_number(found: object) -> TypeGuard[int | float]:
-    """Tell whether something is a number that JSON can hold."""
+    """Return whether something is a number that JSON can hold."""
     return isinstance(found, int | float) and not isinstance(found, bool) and isfinite(found)
 
 

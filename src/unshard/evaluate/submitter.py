@@ -39,7 +39,7 @@ Completed = tuple[int, dict[str, float]]
 
 
 def is_first_rank() -> bool:
-    """Tell whether this process is global rank 0, as far as its launcher says."""
+    """Return whether this process is global rank 0, as far as its launcher says."""
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     found = next((os.environ[name] for name in names if name in os.environ), "0")
     return found == "0"
@@ -91,7 +91,7 @@ class Submitter:
     def submit(
         self, checkpoint_dir: str | Path, step: int, weights: Sequence[str] | None = None
     ) -> bool:
-        """Have a saved checkpoint evaluated, if it is due; tell whether it was spooled.
+        """Have a saved checkpoint evaluated, if it is due; return whether it was spooled.
 
         Milliseconds: hard links and a file for each set of weights. The checkpoint must be whole.
 
@@ -313,7 +313,7 @@ class Submitter:
             self._lock = None
 
     def _is_first(self) -> bool:
-        """Tell whether this process is the one that carries what is in the run's spool."""
+        """Return whether this process is the one that carries what is in the run's spool."""
         if self._lock is None and self._state.is_dir():
             with ignoring_errors("submissions wait", then=self._unlock):
                 self._lock = lock(self.run_dir, "spool.lock")

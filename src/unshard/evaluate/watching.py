@@ -1,4 +1,4 @@
-"""Submit the checkpoints of a run as they become complete, for trainers that tell nobody (verl).
+"""Submit the checkpoints of a run as they become complete, for trainers without hooks (verl).
 
 What is submitted twice would be evaluated twice where the first time failed. So the server is asked
 whether it has the job, in whatever state; while it is away, `<run>/_unshard/watched.txt` says what
@@ -134,7 +134,7 @@ class Watching:
         return self._submitter.completed()
 
     def sent(self, timeout: float) -> bool:
-        """Wait until the server has everything, `timeout` seconds at most; tell whether it has."""
+        """Wait until the server has everything, or `timeout` seconds; return whether it has."""
         end = time.monotonic() + timeout
         while self._spool.waiting() and time.monotonic() < end:
             time.sleep(_LOOK)
@@ -203,7 +203,7 @@ class Watching:
         self._ready.sort(key=lambda location: location.step or 0)
 
     def _unknown(self, location: Location) -> tuple[str, ...] | None:
-        """Return the weights that nobody submitted yet; None if the step is not wanted."""
+        """Return the weights that were not submitted yet; None if the step is not wanted."""
         step = location.step
         if step is None or self._config.eval_strategy == "no" or not self._is_due(step):
             return None
@@ -212,7 +212,7 @@ class Watching:
         return tuple(one for one in sets if not self._is_known(location, step, version, one))
 
     def _is_due(self, step: int) -> bool:
-        """Tell whether no other checkpoint stands for the same stretch of steps."""
+        """Return whether no other checkpoint is the one for the same stretch of steps."""
         window = self._window(step)
         own = f"{window}/{step}"
         return (
@@ -225,9 +225,9 @@ class Watching:
         return f"{step // self._every}/{self._every}/{self._what('')}" if self._every else None
 
     def _is_known(self, location: Location, step: int, version: str, weights: str) -> bool:
-        """Tell whether a job was submitted before: to the spool, or to the server.
+        """Return whether a job was submitted before: to the spool, or to the server.
 
-        One that somebody else submitted is followed, so that its result comes here, too.
+        One that another client submitted is followed, so that its result comes here, too.
         """
         entries = (*self._spool.waiting(), *self._spool.pending(), *self._spool.refused())
         if any(self._is_same(entry.fields, step, weights) for entry in entries):
@@ -248,7 +248,7 @@ class Watching:
         return True
 
     def _is_like(self, job: Fields, version: str) -> bool:
-        """Tell whether a job of the server is of our profile, or its type of model, and tasks."""
+        """Return whether a job of the server is of our profile, or its type of model, and tasks."""
         is_ours = f":{job.get('profile')}".endswith(f":{self._config.profile}")
         same = (_names(job.get("tasks")), job.get("fingerprint"))
         return is_ours and same == (set(self._config.tasks), version)
@@ -276,7 +276,7 @@ class Watching:
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
 
     def _has_room(self, checkpoint: Path) -> bool:
-        """Tell whether a checkpoint can be pinned without the loss of another pin."""
+        """Return whether a checkpoint can be pinned without the loss of another pin."""
         pins = [pin for pin in pins_of(self.run) if pin.is_ours and not pin.owner]
         quota = self._config.quota
         if not pins or quota.count == 0:
