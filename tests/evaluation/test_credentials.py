@@ -101,6 +101,7 @@ def test_user_and_password_are_taken_out_of_a_url_and_decoded() -> None:
 
 def test_neither_errors_nor_logs_show_a_password(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.INFO, logger="httpx")  # trackio sets WARNING
     errors: list[Exception] = []
     with serving(Stub()) as stub:
         stub.token = "another"  # noqa: S105
