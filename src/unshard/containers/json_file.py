@@ -56,7 +56,7 @@ def json_object(path: Path) -> dict[str, object]:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open a file; a pipe that nobody writes to, too."""
+    """Open a file without waiting: a pipe would wait for a process that writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -3,7 +3,7 @@
     job 1a2b3c4d my-run/500: started: lm-eval on GPU 6, 7
 
 The id is the beginning of the job's own. What clients and evaluators wrote (names, errors) becomes
-one line without control characters, so nobody can write a line of his own into the log.
+one line without control characters, so that none of it can pass for another line of the log.
 """
 
 import logging
@@ -37,7 +37,7 @@ def tell(job: Job, what: str) -> None:
 
 
 def tell_refusal(request: Request, why: str) -> None:
-    """Log that a submission was refused: there is no job."""
+    """Log that a submission was refused; it has no job to name."""
     what = f"{request.profile}: {','.join(request.tasks)}"
     _log.info("refused %s (%s): %s", _where(request), one_line(what), one_line(why))
 

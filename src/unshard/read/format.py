@@ -222,7 +222,7 @@ def files_in(roots: Sequence[Path], is_meant: Callable[[str], bool]) -> list[Pat
 
     Raises:
         CorruptError: two directories hold different files of one name.
-        IncompleteError: what has such a name is no file.
+        IncompleteError: one of these names is not a file.
     """
     names: set[str] = set()
     for root in roots:

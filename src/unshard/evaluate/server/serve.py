@@ -144,7 +144,8 @@ def serve(given: Given) -> None:
     config = configured(given)
     rules = rules_for(config.host, config.token_file, given.allow_unauthenticated)
     service = make_service(config)
-    service.scheduler.lock()  # first: who has inherited it from a killed server has its port, too
+    # First: a process that inherited the lock from a killed server has inherited its port, too.
+    service.scheduler.lock()
     with _listening(config.host, config.port) as listening:
         service.scheduler.start()
         service.pins.let_go()
