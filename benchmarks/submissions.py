@@ -21,10 +21,10 @@ from statistics import median
 
 from trainer_step import free_port, server
 
-from unshard.evaluate.client import EvalClient
+from unshard.evaluate.client.lmms import EvalClient
 from unshard.evaluate.jobs import Request
-from unshard.evaluate.pins import DEFAULT_QUOTA, Pin, pin_checkpoint
-from unshard.evaluate.store import Store
+from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Pin, pin_checkpoint
+from unshard.evaluate.server.store.store import Store
 
 _QUEUES = (100, 1_000, 10_000)
 _TRAINERS_TIMEOUT_S = 10.0

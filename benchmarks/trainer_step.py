@@ -142,7 +142,7 @@ def _wait_for(process: "subprocess.Popen[bytes]", port: int) -> None:
 
 def _cancel_all(url: str) -> None:
     """Leave nobody asleep."""
-    from unshard.evaluate.client import EvalClient
+    from unshard.evaluate.client.lmms import EvalClient
 
     with EvalClient(url) as client:
         jobs = [job for job in client.jobs() if job["completed_at"] is None]
@@ -177,7 +177,7 @@ def measure(work: Path, options: argparse.Namespace) -> dict[str, dict[str, list
 
 def pin_times(work: Path, files: int, times: int) -> list[float]:
     """Return the seconds that it takes to pin a checkpoint of so many files, again and again."""
-    from unshard.evaluate.pins import Quota, pin_checkpoint, unpin
+    from unshard.evaluate.pins.pin import Quota, pin_checkpoint, unpin
 
     checkpoint = work / "pinned" / "checkpoint-1"
     checkpoint.mkdir(parents=True)

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from unshard.evaluate.jobs import Request
-from unshard.evaluate.profiles import Profile
-from unshard.evaluate.work import Work
+from unshard.evaluate.server.config.profiles import Profile
+from unshard.evaluate.server.evaluators.work import Work
 
 __all__ = [
     "OFFLINE",

@@ -11,7 +11,7 @@ import httpx
 
 from evaluation.running import child_environment
 from evaluation.server_stub import free_port, until
-from unshard.evaluate.client import EvalClient
+from unshard.evaluate.client.lmms import EvalClient
 from waiting import LIMIT_S
 
 SCORE = """

@@ -16,13 +16,13 @@ from safetensors.numpy import save_file
 
 import unshard
 import waiting
-from unshard.evaluate.attempts import Limits
 from unshard.evaluate.jobs import EvaluationError, Filters, Job, Request, Status
-from unshard.evaluate.profiles import Kind
-from unshard.evaluate.scheduler import Scheduler, Settings
-from unshard.evaluate.slots import Slots
-from unshard.evaluate.store import Store
-from unshard.evaluate.work import Evaluator, Profile, Work
+from unshard.evaluate.server.attempts.attempt import Limits
+from unshard.evaluate.server.config.profiles import Kind
+from unshard.evaluate.server.evaluators.work import Evaluator, Profile, Work
+from unshard.evaluate.server.queue.scheduler import Scheduler, Settings
+from unshard.evaluate.server.queue.slots import Slots
+from unshard.evaluate.server.store.store import Store
 
 TESTS = Path(__file__).parent.parent
 DEADLINE_S, wait_until = waiting.LIMIT_S, waiting.wait_until

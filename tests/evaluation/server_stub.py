@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from unshard.evaluate.pin_files import fingerprint, stamps_of
+from unshard.evaluate.pins.files import fingerprint, stamps_of
 from waiting import wait_until
 
 Fields = dict[str, object]

@@ -12,13 +12,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from evaluation.running import script_profile
-from unshard.evaluate import records, schema
 from unshard.evaluate.jobs import Job, Request
-from unshard.evaluate.profiles import ServerConfig
-from unshard.evaluate.server.app import make_app
-from unshard.evaluate.server.security import rules_for
+from unshard.evaluate.server.config.profiles import ServerConfig
+from unshard.evaluate.server.http.app import make_app
+from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.service import Service
+from unshard.evaluate.server.store import reading as records
+from unshard.evaluate.server.store import schema
 
 
 @dataclass(frozen=True)

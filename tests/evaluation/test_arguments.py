@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unshard.errors import UsageError
-from unshard.evaluate.arguments import has_separator, join_arguments, parse_arguments
+from unshard.evaluate.server.config.arguments import has_separator, join_arguments, parse_arguments
 
 KEYS = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
 PLAIN = st.text().filter(lambda text: not has_separator(text))

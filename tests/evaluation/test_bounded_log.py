@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unshard.evaluate.bounded_log import BoundedLog, last_lines, read_log
+from unshard.evaluate.server.processes.bounded_log import BoundedLog, last_lines, read_log
 
 
 def read_all(path: Path, most: int) -> str:

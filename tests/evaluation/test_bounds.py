@@ -12,12 +12,12 @@ import uvicorn
 from starlette.responses import PlainTextResponse
 
 from evaluation.live import Fields, Live, live, until
-from unshard.evaluate.client import EvalClient
+from unshard.evaluate.client.lmms import EvalClient
 from unshard.evaluate.jobs import Request
-from unshard.evaluate.server import connections
-from unshard.evaluate.server.connections import BoundedProtocol
-from unshard.evaluate.server.security import Guard, rules_for
-from unshard.evaluate.store import Store
+from unshard.evaluate.server.http import connections
+from unshard.evaluate.server.http.connections import BoundedProtocol
+from unshard.evaluate.server.http.security import Guard, rules_for
+from unshard.evaluate.server.store.store import Store
 
 pytestmark = pytest.mark.xdist_group("eval-bounds")  # one server for all
 

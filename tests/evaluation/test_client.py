@@ -15,8 +15,8 @@ import pytest
 import unshard.evaluate
 from evaluation.server_stub import Stub, free_port, scores, serving
 from unshard.errors import UsageError
-from unshard.evaluate.client import AsyncEvalClient, EvalClient
-from unshard.evaluate.client_v1 import RefusedError, ServerAwayError
+from unshard.evaluate.client.lmms import AsyncEvalClient, EvalClient
+from unshard.evaluate.client.v1 import RefusedError, ServerAwayError
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from evaluation.local_tasks import run_evaluator, work_at
-from unshard.evaluate.evaluators import make_evaluator
 from unshard.evaluate.jobs import EvaluationError, Request
-from unshard.evaluate.profiles import Kind, Profile
-from unshard.evaluate.work import Work
+from unshard.evaluate.server.config.profiles import Kind, Profile
+from unshard.evaluate.server.evaluators import make_evaluator
+from unshard.evaluate.server.evaluators.work import Work
 
 PROGRAM = """
 import json, pathlib, sys

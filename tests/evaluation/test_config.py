@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from unshard.errors import UsageError
-from unshard.evaluate.config import EvalConfig
-from unshard.evaluate.pins import DEFAULT_QUOTA, Quota
+from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota
+from unshard.evaluate.trainer.config import EvalConfig
 
 LMMS = """
 trainer_type: fsdp2_trainer

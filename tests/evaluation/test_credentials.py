@@ -9,10 +9,10 @@ import pytest
 
 from evaluation.server_stub import Stub, free_port, serving
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.client import AsyncEvalClient, EvalClient
-from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.client.lmms import AsyncEvalClient, EvalClient
 from unshard.evaluate.credentials import read_token, split_url, without_password
-from unshard.evaluate.server.security import rules_for
+from unshard.evaluate.server.http.security import rules_for
+from unshard.evaluate.trainer.config import EvalConfig
 
 SECRET = "s3cr3t-of-this-test"  # noqa: S105
 BAD = {

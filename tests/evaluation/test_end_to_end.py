@@ -30,12 +30,12 @@ from evaluation.running import child_environment
 from evaluation.server_stub import free_port
 from evaluation.wandb_file import definitions, history
 from unshard.errors import UnshardError
-from unshard.evaluate.client import EvalClient
+from unshard.evaluate.client.lmms import EvalClient
 from unshard.evaluate.jobs import Filters, Job, Phase, Status
-from unshard.evaluate.pins import pins_of
-from unshard.evaluate.spool import Spool
-from unshard.evaluate.store import Store
-from unshard.evaluate.supervise import read_exit
+from unshard.evaluate.pins.pin import pins_of
+from unshard.evaluate.server.processes.supervise import read_exit
+from unshard.evaluate.server.store.store import Store
+from unshard.evaluate.trainer.spool import Spool
 
 TASK = "colours_surprise"
 METRICS = ("perplexity", "acc")

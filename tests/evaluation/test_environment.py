@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from unshard.evaluate.environment import evaluator_environment, scrubbed
+from unshard.evaluate.server.processes.environment import evaluator_environment, scrubbed
 
 LAUNCHER = (
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GROUP_RANK ROLE_NAME"

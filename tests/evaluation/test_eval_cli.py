@@ -164,7 +164,7 @@ def test_waiting_goes_on_while_the_server_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from unshard.cli import evaluate_wait
-    from unshard.evaluate.client_v1 import ServerAwayError, V1Client
+    from unshard.evaluate.client.v1 import ServerAwayError, V1Client
 
     def job(client: V1Client, job_id: str) -> dict[str, object]:
         del client
@@ -188,7 +188,7 @@ def test_waiting_goes_on_while_the_server_is_away(
 def test_a_superseded_job_is_listed_like_others_and_who_waits_for_it_gets_the_newer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.evaluate.client_v1 import V1Client
+    from unshard.evaluate.client.v1 import V1Client
 
     job: Fields = {"step": 5, "run": "run", "weights": "model", "profile": "script"}
     job |= {"completed_at": 1.0, "tasks": ["score"], "metrics": {}}
@@ -213,7 +213,7 @@ def test_who_waits_is_told_what_a_job_does_and_why_it_is_tried_again(
 ) -> None:
     """Two jobs are followed at once; the first is queued again, the second fails."""
     from unshard.cli import evaluate_wait
-    from unshard.evaluate.client_v1 import V1Client
+    from unshard.evaluate.client.v1 import V1Client
 
     same: Fields = {"run": "r", "step": 1, "weights": "model", "profile": "p", "tasks": ["t"]}
     same |= {"metrics": {}, "completed_at": None, "position": None, "phase": None, "error": None}
@@ -261,7 +261,7 @@ def test_who_waits_is_told_what_a_job_does_and_why_it_is_tried_again(
 def test_times_are_local_and_columns_are_aligned(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.evaluate.client_v1 import V1Client
+    from unshard.evaluate.client.v1 import V1Client
 
     monkeypatch.setenv("TZ", "Etc/GMT-3")
     time.tzset()
@@ -286,7 +286,7 @@ def test_times_are_local_and_columns_are_aligned(
 def test_where_there_are_no_jobs_it_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.evaluate.client_v1 import V1Client
+    from unshard.evaluate.client.v1 import V1Client
 
     for name in ("jobs", "results"):
         monkeypatch.setattr(V1Client, name, lambda *_, **__: [])
@@ -327,8 +327,8 @@ def test_nothing_that_others_wrote_controls_the_terminal() -> None:
 def test_reasons_of_a_server_do_not_control_the_terminal_on_stderr_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.evaluate.client_v1 import V1Client
-    from unshard.evaluate.watching import Answer, Watching
+    from unshard.evaluate.client.v1 import V1Client
+    from unshard.evaluate.trainer.watcher import Answer, Watching
 
     monkeypatch.setattr(V1Client, "problems", lambda _: [f"a{EVIL}"])
     monkeypatch.setattr(V1Client, "jobs", lambda *_, **__: [])
@@ -343,7 +343,7 @@ def test_reasons_of_a_server_do_not_control_the_terminal_on_stderr_either(
 def test_a_line_break_in_a_name_makes_no_second_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.evaluate.client_v1 import V1Client
+    from unshard.evaluate.client.v1 import V1Client
 
     view: Fields = {"id": "1", "run": "r", "step": 5, "weights": "model", "profile": "p"}
     view |= {"status": "completed", "tasks": ["t\nu"], "metrics": {"t/a\nb": 1.0}, "error": None}
@@ -363,7 +363,7 @@ def test_a_line_break_in_a_name_makes_no_second_line(
 def test_what_cannot_be_sent_or_written_is_said_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.evaluate.client_v1 import V1Client
+    from unshard.evaluate.client.v1 import V1Client
 
     file = tmp_path / "token"
     file.write_text("\u00fcber-secret", encoding="utf-8")

@@ -15,9 +15,10 @@ import yaml
 
 from evaluation.real_server import Server, server
 from evaluation.running import child_environment
-from unshard.evaluate import config, profiles
-from unshard.evaluate.config import EvalConfig
-from unshard.evaluate.profiles import Kind, ServerConfig
+from unshard.evaluate.server.config import profiles
+from unshard.evaluate.server.config.profiles import Kind, ServerConfig
+from unshard.evaluate.trainer import config
+from unshard.evaluate.trainer.config import EvalConfig
 from waiting import LIMIT_S
 
 ROOT = Path(__file__).parent.parent.parent

@@ -14,8 +14,8 @@ from evaluation.real_server import Server, server, unshard, write_config
 from evaluation.running import whole_model
 from evaluation.wandb_file import history, run_record
 from unshard.errors import UsageError
-from unshard.evaluate import exporting
-from unshard.evaluate.exporting import Destination, Exported, Target, export, export_all
+from unshard.evaluate.sinks import export as exporting
+from unshard.evaluate.sinks.export import Destination, Exported, Target, export, export_all
 from unshard.evaluate.sinks.jsonl import JsonlSink
 
 pytestmark = pytest.mark.xdist_group("eval-export")  # one server for all

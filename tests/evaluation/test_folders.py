@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from evaluation.runs import lmms_checkpoint
-from unshard.evaluate.courier import release
 from unshard.evaluate.folders import opened, read_record, write_record
 from unshard.evaluate.locks import lock
-from unshard.evaluate.pin_files import list_checkpoint
-from unshard.evaluate.pins import (
+from unshard.evaluate.pins.files import list_checkpoint
+from unshard.evaluate.pins.pin import (
     ExpiredError,
     PinError,
     Quota,
@@ -25,7 +24,8 @@ from unshard.evaluate.pins import (
 )
 from unshard.evaluate.sinks.base import Marks
 from unshard.evaluate.sinks.jsonl import JsonlSink
-from unshard.evaluate.spool import Spool
+from unshard.evaluate.trainer.courier import release
+from unshard.evaluate.trainer.spool import Spool
 
 ANY = Quota(count=None, bytes=None)
 NONE = Quota(count=0, bytes=None)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from unshard.errors import UsageError
-from unshard.evaluate.gpus import gpus_here, gpus_in
-from unshard.evaluate.profiles import ServerConfig
+from unshard.evaluate.server.config.gpus import gpus_here, gpus_in
+from unshard.evaluate.server.config.profiles import ServerConfig
 
 
 @pytest.mark.parametrize(

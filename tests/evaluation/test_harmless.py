@@ -12,13 +12,13 @@ import pytest
 from evaluation.local_tasks import work_at
 from evaluation.running import whole_model
 from unshard.errors import UsageError
-from unshard.evaluate.config import EvalConfig
-from unshard.evaluate.evaluators import make_evaluator
-from unshard.evaluate.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
 from unshard.evaluate.jobs import Request
-from unshard.evaluate.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
+from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.server.evaluators import make_evaluator
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.service import profile_named
+from unshard.evaluate.trainer.config import EvalConfig
 
 DOCUMENTED = """
 trainer_type: fsdp2_trainer

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from evaluation.live import Fields, Live, checkpoint, cli, live, until
-from unshard.evaluate.client import EvalClient
-from unshard.evaluate.client_v1 import ServerAwayError
-from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.client.lmms import EvalClient
+from unshard.evaluate.client.v1 import ServerAwayError
 from unshard.evaluate.server import health
 from unshard.evaluate.server.health import Health, UnhealthyError
-from unshard.evaluate.spool import Spool
-from unshard.evaluate.store import Store
-from unshard.evaluate.submitter import Submitter
+from unshard.evaluate.server.store.store import Store
+from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.spool import Spool
+from unshard.evaluate.trainer.submitter import Submitter
 from waiting import LIMIT_S
 
 pytestmark = pytest.mark.xdist_group("eval-health")  # one server for all

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evaluation.server_stub import Stub, scores, serving
-from unshard.evaluate.pins import pins_of
+from unshard.evaluate.pins.pin import pins_of
 
 pytest.importorskip("lightning", reason="pip install lightning; nothing of it was run")
 

@@ -7,12 +7,12 @@ import pytest
 import yaml
 
 from evaluation.local_tasks import lm_eval_tasks, run_evaluator, tiny_model, work_at
-from unshard.evaluate.evaluators import make_evaluator
 from unshard.evaluate.jobs import EvaluationError, Request
-from unshard.evaluate.profiles import Kind, Profile
-from unshard.evaluate.supervise import LOG_NAME
-from unshard.evaluate.unknown_tasks import UnknownTasksError
-from unshard.evaluate.work import Work
+from unshard.evaluate.server.config.profiles import Kind, Profile
+from unshard.evaluate.server.evaluators import make_evaluator
+from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
+from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.processes.supervise import LOG_NAME
 
 LM_EVAL = Profile("lm", Kind.LM_EVAL)
 

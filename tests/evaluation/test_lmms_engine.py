@@ -12,7 +12,7 @@ from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine
 from evaluation.server_stub import Stub, free_port, scores, serving, until
 from unshard.errors import UsageError
 from unshard.evaluate import lmms_engine as ours
-from unshard.evaluate.client import EvalClient
+from unshard.evaluate.client.lmms import EvalClient
 from waiting import LIMIT_S
 
 EVAL_CONFIG: dict[str, object] = {

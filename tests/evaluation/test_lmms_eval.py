@@ -12,12 +12,12 @@ import pytest
 
 from evaluation.local_tasks import lmms_eval_tasks, run_evaluator, work_at
 from unshard.errors import UsageError
-from unshard.evaluate.evaluators import make_evaluator
 from unshard.evaluate.jobs import EvaluationError, Request
-from unshard.evaluate.profiles import Kind, Profile
-from unshard.evaluate.supervise import LOG_NAME
-from unshard.evaluate.unknown_tasks import UnknownTasksError
-from unshard.evaluate.work import Work
+from unshard.evaluate.server.config.profiles import Kind, Profile
+from unshard.evaluate.server.evaluators import make_evaluator
+from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
+from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.processes.supervise import LOG_NAME
 
 PYTHON = os.environ.get("UNSHARD_LMMS_EVAL_PYTHON", "")
 LMMS_EVAL = Profile("lmms", Kind.LMMS_EVAL, interpreter=PYTHON or "python", model="dummy")

@@ -23,12 +23,12 @@ from evaluation.lmms_training import Order, begins, truth_of
 from evaluation.running import child_environment
 from evaluation.server_stub import free_port, until
 from evaluation.wandb_file import history
-from unshard.evaluate.client import EvalClient
-from unshard.evaluate.config import EvalConfig
-from unshard.evaluate.exporting import Destination, Target, export_all
-from unshard.evaluate.pins import pins_of
-from unshard.evaluate.spool import Spool
-from unshard.evaluate.submitter import Submitter
+from unshard.evaluate.client.lmms import EvalClient
+from unshard.evaluate.pins.pin import pins_of
+from unshard.evaluate.sinks.export import Destination, Target, export_all
+from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.spool import Spool
+from unshard.evaluate.trainer.submitter import Submitter
 from waiting import LIMIT_S
 
 pytest.importorskip("lmms_engine", reason="pip install --no-deps lmms_engine")

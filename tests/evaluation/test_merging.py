@@ -22,18 +22,18 @@ from evaluation.running import (
 )
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard.api.options import MergeOptions
-from unshard.evaluate import merging
 from unshard.evaluate.jobs import EvaluationError, Job, Process, Status
-from unshard.evaluate.merge_worker import Order, _answer
-from unshard.evaluate.merging import (
+from unshard.evaluate.server.attempts import merging
+from unshard.evaluate.server.attempts.merge_worker import Order, _answer
+from unshard.evaluate.server.attempts.merging import (
     CrashedError,
     GivenUpError,
     GoneError,
     Merger,
     PassingError,
 )
-from unshard.evaluate.processes import is_alive, kill_group
-from unshard.evaluate.profiles import Kind
+from unshard.evaluate.server.config.profiles import Kind
+from unshard.evaluate.server.processes.table import is_alive, kill_group
 
 
 def job(checkpoint: Path, weights: str = "model", pin: str | None = None) -> Job:

@@ -5,7 +5,12 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unshard.evaluate.metrics import finite, metric_key, metrics_of, without_numbers
+from unshard.evaluate.server.evaluators.metrics import (
+    finite,
+    metric_key,
+    metrics_of,
+    without_numbers,
+)
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters=",/"), min_size=1, max_size=8)
 NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from unshard.evaluate.naming import run_name
-from unshard.evaluate.validation import _RUN
+from unshard.evaluate.server.admission.requests import _RUN
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import pytest
 
 from evaluation.running import ScriptEvaluator, job_of, request, script_profile
 from unshard.api.options import MergeOptions
-from unshard.evaluate.attempts import Attempt
-from unshard.evaluate.endings import Completed
 from unshard.evaluate.jobs import Status
-from unshard.evaluate.merging import Merger
-from unshard.evaluate.outcomes import Backoff, Outcomes
-from unshard.evaluate.store import Store
+from unshard.evaluate.server.attempts.attempt import Attempt
+from unshard.evaluate.server.attempts.endings import Completed
+from unshard.evaluate.server.attempts.merging import Merger
+from unshard.evaluate.server.queue.outcomes import Backoff, Outcomes
+from unshard.evaluate.server.store.store import Store
 
 
 @contextmanager

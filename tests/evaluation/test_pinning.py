@@ -13,14 +13,14 @@ from evaluation.running import job_of, script_profile, whole_model
 from evaluation.runs import save_again
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Job, Request
-from unshard.evaluate.links import check_links
-from unshard.evaluate.pins import DEFAULT_QUOTA, Quota, pin_checkpoint, pins_of, unpin
-from unshard.evaluate.profiles import ServerConfig
+from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota, pin_checkpoint, pins_of, unpin
 from unshard.evaluate.server import service as service_module
+from unshard.evaluate.server.admission.links import check_links
+from unshard.evaluate.server.config.profiles import ServerConfig
 from unshard.evaluate.server.pinning import PinInUseError, Pins, changed_since
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.service import Service
-from unshard.evaluate.store import Store
+from unshard.evaluate.server.store.store import Store
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 from transformers.trainer_utils import rotate_checkpoints
 
 from evaluation.runs import files_in, lmms_checkpoint, rotate_like_lmms_engine
-from unshard.evaluate.pin_files import identity
-from unshard.evaluate.pins import (
+from unshard.evaluate.pins.files import identity
+from unshard.evaluate.pins.pin import (
     ExpiredError,
     GoneError,
     PinError,
@@ -278,7 +278,7 @@ def test_another_machine_may_number_files_by_itself_and_know_coarser_times(
         inode, size, mtime = identity(path)
         return inode + more[path.name], size, mtime // grain * grain
 
-    monkeypatch.setattr("unshard.evaluate.pin_files.identity", elsewhere)
+    monkeypatch.setattr("unshard.evaluate.pins.files.identity", elsewhere)
     assert bool(pin.changed()) == is_changed
     (pin.path / "b.pt").write_bytes(b"longer than it was")
     assert "b.pt" in pin.changed()

@@ -9,13 +9,13 @@ import pytest
 
 from evaluation.running import wait_for, whole_model
 from unshard.errors import UsageError
-from unshard.evaluate import probing, unknown_tasks
 from unshard.evaluate.jobs import Request, Status
-from unshard.evaluate.probing import tell_missing, why_missing
-from unshard.evaluate.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.server.evaluators import probing, unknown_tasks
+from unshard.evaluate.server.evaluators.probing import tell_missing, why_missing
+from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks, UnknownTasksError
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.service import Service
-from unshard.evaluate.unknown_tasks import UnknownTasks, UnknownTasksError
 
 
 def script(path: Path, *lines: str) -> str:

@@ -11,9 +11,9 @@ import pytest
 
 from damage import in_time
 from evaluation.running import is_running, wait_until
-from unshard.evaluate.environment import MARK
 from unshard.evaluate.jobs import Process
-from unshard.evaluate.processes import boot, identify, is_alive, kill_group, members
+from unshard.evaluate.server.processes.environment import MARK
+from unshard.evaluate.server.processes.table import boot, identify, is_alive, kill_group, members
 from waiting import LIMIT_S
 
 # A tree: a child that ignores SIGTERM, one in a session of its own, and an orphan of such a one.

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from unshard.errors import UsageError
-from unshard.evaluate.profiles import Keep, Kind, Launcher, Profile, ServerConfig
+from unshard.evaluate.server.config.profiles import Keep, Kind, Launcher, Profile, ServerConfig
 from unshard.evaluate.server.serve import Given, configured
 
 WHOLE = """

@@ -10,13 +10,13 @@ import pytest
 from evaluation.live import Live, checkpoint, cli, until
 from evaluation.running import job_of, request, scheduler, wait_for, whole_model
 from evaluation.server_stub import free_port
-from unshard.evaluate import retention
-from unshard.evaluate.config import EvalConfig
 from unshard.evaluate.jobs import Filters, Job, Process, Status
-from unshard.evaluate.retention import Retention
-from unshard.evaluate.spool import Spool
-from unshard.evaluate.store import Store
-from unshard.evaluate.watching import Watching
+from unshard.evaluate.server.queue import retention
+from unshard.evaluate.server.queue.retention import Retention
+from unshard.evaluate.server.store.store import Store
+from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.spool import Spool
+from unshard.evaluate.trainer.watcher import Watching
 from unshard.write.beneath import remove
 from waiting import LIMIT_S
 

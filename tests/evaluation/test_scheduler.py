@@ -36,17 +36,18 @@ from evaluation.running import (
 from ranks import save_ranks, some_tensors
 from unshard.api.options import MergeOptions
 from unshard.errors import UsageError
-from unshard.evaluate import attempts, outcomes
-from unshard.evaluate import scheduler as scheduling
-from unshard.evaluate.attempts import Attempt, Halt, Limits, Runner
-from unshard.evaluate.endings import Failed, Left, Outcome, Postponed
 from unshard.evaluate.jobs import Filters, Job, Phase, Process, Status
-from unshard.evaluate.merging import Merger, PassingError
-from unshard.evaluate.processes import boot, is_alive
-from unshard.evaluate.scheduler import Scheduler
-from unshard.evaluate.store import Store
-from unshard.evaluate.supervise import LOG_NAME, Exit, write_exit
-from unshard.evaluate.work import Work
+from unshard.evaluate.server.attempts import attempt as attempts
+from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
+from unshard.evaluate.server.attempts.endings import Failed, Left, Outcome, Postponed
+from unshard.evaluate.server.attempts.merging import Merger, PassingError
+from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.processes.supervise import LOG_NAME, Exit, write_exit
+from unshard.evaluate.server.processes.table import boot, is_alive
+from unshard.evaluate.server.queue import outcomes
+from unshard.evaluate.server.queue import scheduler as scheduling
+from unshard.evaluate.server.queue.scheduler import Scheduler
+from unshard.evaluate.server.store.store import Store
 
 SCORED = "done(acc=0.5)"
 SLEEPS = "(output / 'pid').write_text(str(os.getpid())); time.sleep(600)"

@@ -11,8 +11,8 @@ import pytest
 
 from evaluation.live import Fields, Live, checkpoint, cli, live, until
 from unshard.errors import UsageError
-from unshard.evaluate.pins import Quota, pin_checkpoint
-from unshard.evaluate.server.security import rules_for
+from unshard.evaluate.pins.pin import Quota, pin_checkpoint
+from unshard.evaluate.server.http.security import rules_for
 from waiting import LIMIT_S
 
 pytestmark = pytest.mark.xdist_group("eval-security")  # two servers for all

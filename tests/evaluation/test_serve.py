@@ -13,11 +13,11 @@ import torch
 from evaluation.live import Fields, Live, all_gone, checkpoint, cli, live, until
 from evaluation.runs import save_again
 from ranks import save_ranks, some_tensors
-from unshard.evaluate.config import EvalConfig
-from unshard.evaluate.pins import Quota, pin_checkpoint, unpin
+from unshard.evaluate.pins.pin import Quota, pin_checkpoint, unpin
 from unshard.evaluate.server.pinning import Pins
-from unshard.evaluate.store import Store
-from unshard.evaluate.submitter import Submitter
+from unshard.evaluate.server.store.store import Store
+from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.submitter import Submitter
 from waiting import LIMIT_S
 
 pytestmark = pytest.mark.xdist_group("eval-serve")  # a server for most

@@ -13,13 +13,13 @@ from evaluation.real_server import Server, server, write_config
 from evaluation.server_stub import free_port, until
 from ranks import save_ranks, some_tensors
 from unshard import merge
-from unshard.evaluate import courier
-from unshard.evaluate.client import EvalClient
-from unshard.evaluate.client_v1 import Answer, ServerAwayError
-from unshard.evaluate.config import EvalConfig
-from unshard.evaluate.pins import pins_of
-from unshard.evaluate.spool import Spool
-from unshard.evaluate.submitter import Submitter
+from unshard.evaluate.client.lmms import EvalClient
+from unshard.evaluate.client.v1 import Answer, ServerAwayError
+from unshard.evaluate.pins.pin import pins_of
+from unshard.evaluate.trainer import courier
+from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.spool import Spool
+from unshard.evaluate.trainer.submitter import Submitter
 from waiting import LIMIT_S
 
 LAST = 2

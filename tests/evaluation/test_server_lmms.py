@@ -14,7 +14,8 @@ import pytest
 from evaluation.live import Fields, Live, all_gone, checkpoint, live, until
 from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard.evaluate import lmms_engine as ours
-from unshard.evaluate.server import lmms_views, service
+from unshard.evaluate.server import service
+from unshard.evaluate.server.http import lmms_views
 from waiting import LIMIT_S
 
 pytestmark = pytest.mark.xdist_group("eval-lmms")  # one server for all

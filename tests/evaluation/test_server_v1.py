@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from evaluation.live import Fields, Live, all_gone, checkpoint, live, until
 from unshard.evaluate.jobs import Request
-from unshard.evaluate.server import views
-from unshard.evaluate.store import Store
+from unshard.evaluate.server.http import v1_views as views
+from unshard.evaluate.server.store.store import Store
 from waiting import LIMIT_S
 
 pytestmark = pytest.mark.xdist_group("eval-v1")  # one server for all

@@ -15,14 +15,14 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from evaluation.server_stub import until
 from evaluation.wandb_file import definitions, history, run_record
-from unshard.evaluate import recorder as recorders
-from unshard.evaluate.recorder import Recorder, Recording
 from unshard.evaluate.sinks.base import STEP_METRIC, Marks, Sink, metric_names
 from unshard.evaluate.sinks.jsonl import JsonlSink
 from unshard.evaluate.sinks.mlflow import MlflowSink
 from unshard.evaluate.sinks.tensorboard import TensorBoardSink
 from unshard.evaluate.sinks.trainers import open_sinks
 from unshard.evaluate.sinks.wandb import TrainerWandbSink, WandbSink
+from unshard.evaluate.trainer import recorder as recorders
+from unshard.evaluate.trainer.recorder import Recorder, Recording
 from waiting import LIMIT_S
 
 NAME = "unshard_eval/mmlu/acc"

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError
-from unshard.evaluate.slots import Slots, visible_devices
+from unshard.evaluate.server.queue.slots import Slots, visible_devices
 
 
 @pytest.mark.parametrize("gpus", [(0, 0), (-1,)])

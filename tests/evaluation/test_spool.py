@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unshard.evaluate.spool import Spool, pins_in
+from unshard.evaluate.trainer.spool import Spool, pins_in
 
 
 def test_submissions_come_back_in_order_in_another_process(tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ def test_submissions_come_back_in_order_in_another_process(tmp_path: Path) -> No
     for step in range(20):
         spool.add({"step": step})
     code = (
-        "import sys; from pathlib import Path; from unshard.evaluate.spool import Spool\n"
+        "import sys; from pathlib import Path; from unshard.evaluate.trainer.spool import Spool\n"
         "for entry in Spool(Path(sys.argv[1])).waiting(): print(entry.fields['step'])"
     )
     done = subprocess.run(

@@ -15,10 +15,10 @@ import pytest
 
 from evaluation.running import child_environment, job_of, request
 from unshard.errors import UsageError
-from unshard.evaluate import store as jobs_store
 from unshard.evaluate.jobs import Filters, Job, Phase, Process, Request, Status
-from unshard.evaluate.records import DIED, KILLED, LONGEST_WAIT_S, POSTPONED
-from unshard.evaluate.store import Store
+from unshard.evaluate.server.store import store as jobs_store
+from unshard.evaluate.server.store.reading import DIED, KILLED, LONGEST_WAIT_S, POSTPONED
+from unshard.evaluate.server.store.store import Store
 
 
 @pytest.fixture
@@ -418,7 +418,7 @@ def test_no_job_is_claimed_twice_by_threads_of_several_processes(tmp_path: Path)
 SUBMITTING = """
 import itertools, pathlib, sys
 from unshard.evaluate.jobs import Request
-from unshard.evaluate.store import Store
+from unshard.evaluate.server.store.store import Store
 store = Store(pathlib.Path(sys.argv[1]))
 for step in itertools.count():
     job, _ = store.submit(Request("c", "p", ("t",), step), pin=None)

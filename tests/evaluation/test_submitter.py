@@ -19,17 +19,17 @@ from damage import in_time
 from evaluation.running import largest_file
 from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine, save_again
 from evaluation.server_stub import Stub, free_port, scores, serving, until
-from unshard.evaluate import courier as courier_module
-from unshard.evaluate import recorder
-from unshard.evaluate import submitter as submitter_module
-from unshard.evaluate.client import EvalClient
-from unshard.evaluate.config import EvalConfig
-from unshard.evaluate.courier import Courier
-from unshard.evaluate.pins import DEFAULT_QUOTA, pin_checkpoint, pins_of
-from unshard.evaluate.recorder import Recording
+from unshard.evaluate.client.lmms import EvalClient
+from unshard.evaluate.pins.pin import DEFAULT_QUOTA, pin_checkpoint, pins_of
 from unshard.evaluate.sinks.jsonl import JsonlSink
-from unshard.evaluate.spool import Fields, Spool
-from unshard.evaluate.submitter import Submitter, is_first_rank
+from unshard.evaluate.trainer import courier as courier_module
+from unshard.evaluate.trainer import recorder
+from unshard.evaluate.trainer import submitter as submitter_module
+from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.courier import Courier
+from unshard.evaluate.trainer.recorder import Recording
+from unshard.evaluate.trainer.spool import Fields, Spool
+from unshard.evaluate.trainer.submitter import Submitter, is_first_rank
 from waiting import LIMIT_S
 
 
@@ -128,8 +128,8 @@ def test_a_killed_trainers_submissions_are_sent_by_the_next(tmp_path: Path) -> N
     checkpoint = lmms_checkpoint(tmp_path, 5)
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from unshard.evaluate.config import EvalConfig\n"
-        "from unshard.evaluate.submitter import Submitter\n"
+        "from unshard.evaluate.trainer.config import EvalConfig\n"
+        "from unshard.evaluate.trainer.submitter import Submitter\n"
         "given = {'server_url': sys.argv[1], 'profile': 'p', 'tasks': ['t']}\n"
         "submitter = Submitter(EvalConfig.from_dict(given), Path(sys.argv[2]))\n"
         "submitter.submit(sys.argv[3], 5)\n"
@@ -414,7 +414,7 @@ def test_what_is_superseded_while_the_client_connects_is_not_sent(
 
     spool.add(fields)
     server.finishes = scores
-    monkeypatch.setattr("unshard.evaluate.courier.EvalClient", connect)
+    monkeypatch.setattr("unshard.evaluate.trainer.courier.EvalClient", connect)
     courier = Courier(config_for(server.url), spool, results.append)
     for _ in range(2):
         courier.send()

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from evaluation.running import is_running, largest_file, wait_until
-from unshard.evaluate import supervise
-from unshard.evaluate.bounded_log import BoundedLog
-from unshard.evaluate.launching import Child, start_supervisor
-from unshard.evaluate.processes import kill_group
-from unshard.evaluate.supervise import Exit, Order, read_exit, was_stopped
+from unshard.evaluate.server.processes import supervise
+from unshard.evaluate.server.processes.bounded_log import BoundedLog
+from unshard.evaluate.server.processes.launching import Child, start_supervisor
+from unshard.evaluate.server.processes.supervise import Exit, Order, read_exit, was_stopped
+from unshard.evaluate.server.processes.table import kill_group
 from waiting import LIMIT_S
 
 SLEEP = "import time; time.sleep(600)"
@@ -246,7 +246,7 @@ def test_an_exit_that_is_not_whole_is_none(tmp_path: Path, content: str) -> None
 
 def test_the_supervisor_imports_nothing_heavy() -> None:
     script = (
-        "import sys, unshard.evaluate.supervise\n"
+        "import sys, unshard.evaluate.server.processes.supervise\n"
         "print(sorted({'numpy', 'torch', 'sqlite3', 'safetensors', 'typer'} & set(sys.modules)))"
     )
     done = subprocess.run(

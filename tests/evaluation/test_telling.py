@@ -10,11 +10,19 @@ import pytest
 
 from evaluation.live import Live, checkpoint, live
 from evaluation.running import request, scheduler, script_profile, wait_for, whole_model
-from unshard.evaluate.endings import Completed, Expired, Failed, Killed, Lost, Outcome, Postponed
 from unshard.evaluate.jobs import Job, Status
-from unshard.evaluate.telling import LOG_MARK, one_line, tell_outcome
+from unshard.evaluate.server.attempts.endings import (
+    Completed,
+    Expired,
+    Failed,
+    Killed,
+    Lost,
+    Outcome,
+    Postponed,
+)
+from unshard.evaluate.server.telling import LOG_MARK, one_line, tell_outcome
 
-NAME = "unshard.evaluate.telling"
+NAME = "unshard.evaluate.server.telling"
 
 
 def said(caplog: pytest.LogCaptureFixture, job: Job) -> list[str]:

@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArgumen
 from evaluation.server_stub import Stub, free_port, scores, serving
 from evaluation.wandb_file import definitions, history
 from unshard.evaluate.callbacks.transformers import UnshardEvalCallback, _tensorboard_dir
-from unshard.evaluate.pins import pins_of
+from unshard.evaluate.pins.pin import pins_of
 from waiting import LIMIT_S
 
 NAME = "unshard_eval/t/acc"

@@ -12,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unshard.errors import UsageError
-from unshard.evaluate import validation
 from unshard.evaluate.jobs import Request
-from unshard.evaluate.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.server.admission import requests as validation
+from unshard.evaluate.server.admission.requests import (
+    check_request,
+    check_there,
+    resolve_checkpoint,
+)
+from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.server.service import _placed
-from unshard.evaluate.validation import check_request, check_there, resolve_checkpoint
 
 CONFIG = ServerConfig(
     gpus=(0, 1),

@@ -17,14 +17,14 @@ from evaluation.running import child_environment, largest_file, whole_model
 from evaluation.server_stub import Stub, free_port, scores, serving, until
 from ranks import save_ranks
 from unshard.errors import UsageError
-from unshard.evaluate import courier
-from unshard.evaluate.client import EvalClient
-from unshard.evaluate.config import EvalConfig
+from unshard.evaluate.client.lmms import EvalClient
 from unshard.evaluate.naming import run_name
-from unshard.evaluate.pins import pins_of
-from unshard.evaluate.spool import Spool
-from unshard.evaluate.submitter import Submitter
-from unshard.evaluate.watching import Answer, Watching
+from unshard.evaluate.pins.pin import pins_of
+from unshard.evaluate.trainer import courier
+from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.spool import Spool
+from unshard.evaluate.trainer.submitter import Submitter
+from unshard.evaluate.trainer.watcher import Answer, Watching
 from waiting import LIMIT_S
 
 WEIGHTS = {"layer.weight": torch.arange(24.0).reshape(8, 3)}

@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from evaluation.running import child_environment
-from unshard.evaluate import weights
+from unshard.evaluate.server.evaluators import weights
 
-PROGRAM = [sys.executable, "-m", "unshard.evaluate.weights"]
+PROGRAM = [sys.executable, "-m", "unshard.evaluate.server.evaluators.weights"]
 
 
 def run(model: Path, output: Path, tasks: str) -> "subprocess.CompletedProcess[str]":

@@ -39,8 +39,8 @@ from evaluation.running import child_environment, whole_model
 from evaluation.server_stub import free_port
 from evaluation.victims import KINDS, Victim, Watch, children, state_of
 from ranks import save_ranks
-from unshard.evaluate.config import EvalConfig
-from unshard.evaluate.submitter import Submitter
+from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.submitter import Submitter
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 VICTIMS = ("server", *KINDS, "group")

@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.evaluate.environment import MARK
+from unshard.evaluate.server.processes.environment import MARK
 
 KINDS = ("supervisor", "evaluator", "merge worker")
 _MODULES = {
-    b"unshard.evaluate.supervise": "supervisor",
-    b"unshard.evaluate.merge_worker": "merge worker",
+    b"unshard.evaluate.server.processes.supervise": "supervisor",
+    b"unshard.evaluate.server.attempts.merge_worker": "merge worker",
 }
 _PROC = Path("/proc")
 

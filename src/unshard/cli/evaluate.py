@@ -19,7 +19,7 @@ from unshard.cli.streams import say
 from unshard.errors import UnshardError, UsageError, how_to_install
 
 if TYPE_CHECKING:
-    from unshard.evaluate.client import EvalClient
+    from unshard.evaluate.client.lmms import EvalClient
 
 __all__ = ["FAILED", "URL", "TokenFile", "app"]
 
@@ -65,9 +65,9 @@ FAILED = 1
 
 def _client(url: str, token_file: Path | None) -> "EvalClient":
     _check_extra("httpx")
-    from unshard.evaluate.client import EvalClient
-    from unshard.evaluate.config_values import a_url
+    from unshard.evaluate.client.lmms import EvalClient
     from unshard.evaluate.credentials import read_token
+    from unshard.evaluate.trainer.config_values import a_url
 
     a_url({"--server": url}, "--server")
     what = f"--token-file {token_file}"
@@ -284,7 +284,7 @@ def _fail_after(
 
 def _print_problems(client: "EvalClient") -> None:
     """Say why the server accepts no jobs now, if it answers that."""
-    from unshard.evaluate.client_v1 import ServerAwayError
+    from unshard.evaluate.client.v1 import ServerAwayError
 
     with contextlib.suppress(ServerAwayError):  # what is asked next fails with the reason
         for problem in client.problems():

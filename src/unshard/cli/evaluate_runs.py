@@ -18,8 +18,8 @@ from unshard.cli.streams import say
 from unshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from unshard.evaluate.config import EvalConfig
-    from unshard.evaluate.watching import Watching
+    from unshard.evaluate.trainer.config import EvalConfig
+    from unshard.evaluate.trainer.watcher import Watching
 
 __all__ = ["export", "watch"]
 
@@ -90,7 +90,7 @@ def watch(
 
     _check_extra("httpx", "yaml")
     from unshard.evaluate.logs import log_to_stderr
-    from unshard.evaluate.watching import Watching
+    from unshard.evaluate.trainer.watcher import Watching
 
     log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
     given: dict[str, object] = {
@@ -139,7 +139,7 @@ def export(
 ) -> None:
     """Write each result into a tracker once, under its own step."""
     from unshard.cli.evaluate import _client
-    from unshard.evaluate.exporting import Destination, Target, export_all
+    from unshard.evaluate.sinks.export import Destination, Target, export_all
 
     if to not in list(Target):
         raise UsageError(f"--to {to}: unknown", expected=", ".join(Target))
@@ -169,8 +169,8 @@ def _configured(file: Path | None, chosen: dict[str, object], interval: float) -
     """Return what a file says, if there is one, with what the options say in its place."""
     from dataclasses import replace
 
-    from unshard.evaluate.config import EvalConfig
-    from unshard.evaluate.config_values import an_interval
+    from unshard.evaluate.trainer.config import EvalConfig
+    from unshard.evaluate.trainer.config_values import an_interval
 
     an_interval({"--interval": interval}, "--interval")
     if file is None:

@@ -8,7 +8,7 @@ from unshard.cli.evaluate_show import short, state_of
 from unshard.cli.streams import say
 
 if TYPE_CHECKING:
-    from unshard.evaluate.client import EvalClient
+    from unshard.evaluate.client.lmms import EvalClient
 
 __all__ = ["wait_for"]
 
@@ -51,7 +51,7 @@ class _Followed:
 
     def look(self) -> bool:
         """Say what has changed; return whether the job has ended."""
-        from unshard.evaluate.client_v1 import ServerAwayError
+        from unshard.evaluate.client.v1 import ServerAwayError
 
         if self.has_ended:
             return True

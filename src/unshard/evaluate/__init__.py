@@ -5,22 +5,24 @@
     with EvalClient("http://127.0.0.1:8000") as client:
         client.submit("/runs/a/checkpoint-1000", step=1000, profile="lm-eval", tasks=["gsm8k"])
 
-What stands here is imported when it is asked for.
+The names below are imported on first use.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from unshard.evaluate.client import AsyncEvalClient, EvalClient
-    from unshard.evaluate.config import EvalConfig
+    from unshard.evaluate.client.lmms import AsyncEvalClient, EvalClient
+    from unshard.evaluate.trainer.config import EvalConfig
+    from unshard.evaluate.trainer.submitter import Submitter
 
-__all__ = ["AsyncEvalClient", "EvalClient", "EvalConfig"]
+__all__ = ["AsyncEvalClient", "EvalClient", "EvalConfig", "Submitter"]
 
 _PLACES = {
-    "AsyncEvalClient": "unshard.evaluate.client",
-    "EvalClient": "unshard.evaluate.client",
-    "EvalConfig": "unshard.evaluate.config",
+    "AsyncEvalClient": "unshard.evaluate.client.lmms",
+    "EvalClient": "unshard.evaluate.client.lmms",
+    "EvalConfig": "unshard.evaluate.trainer.config",
+    "Submitter": "unshard.evaluate.trainer.submitter",
 }
 
 

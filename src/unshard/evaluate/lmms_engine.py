@@ -25,13 +25,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from unshard.evaluate.client import AsyncEvalClient, EvalClient
-from unshard.evaluate.config import EvalConfig
-from unshard.evaluate.courier import ignoring_errors
-from unshard.evaluate.recorder import PacedSink
+from unshard.evaluate.client.lmms import AsyncEvalClient, EvalClient
 from unshard.evaluate.sinks.base import PREFIX
 from unshard.evaluate.sinks.trainers import open_wandb
-from unshard.evaluate.submitter import Submitter
+from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.courier import ignoring_errors
+from unshard.evaluate.trainer.recorder import PacedSink
+from unshard.evaluate.trainer.submitter import Submitter
 
 __all__ = ["UnshardEvalBackend", "UnshardEvalConfig", "install", "install_client"]
 

@@ -17,13 +17,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 
-from unshard.evaluate.config import EvalConfig
-from unshard.evaluate.courier import ignoring_errors
-from unshard.evaluate.recorder import PacedSink
 from unshard.evaluate.sinks.base import Sink
 from unshard.evaluate.sinks.trainers import open_sinks
-from unshard.evaluate.submitter import Submitter
-from unshard.evaluate.watch import why_unfinished
+from unshard.evaluate.trainer.completeness import why_unfinished
+from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.courier import ignoring_errors
+from unshard.evaluate.trainer.recorder import PacedSink
+from unshard.evaluate.trainer.submitter import Submitter
 
 __all__ = ["UnshardEvalCallback"]
 

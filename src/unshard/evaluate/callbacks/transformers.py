@@ -19,12 +19,12 @@ from pathlib import Path
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from unshard.evaluate.config import EvalConfig
-from unshard.evaluate.courier import ignoring_errors
-from unshard.evaluate.recorder import PacedSink
 from unshard.evaluate.sinks.base import Sink
 from unshard.evaluate.sinks.trainers import open_sinks
-from unshard.evaluate.submitter import Submitter
+from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.courier import ignoring_errors
+from unshard.evaluate.trainer.recorder import PacedSink
+from unshard.evaluate.trainer.submitter import Submitter
 from unshard.read.beside.companions import companions_in
 
 __all__ = ["UnshardEvalCallback"]

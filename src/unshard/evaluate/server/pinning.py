@@ -13,8 +13,8 @@ from pathlib import Path
 from unshard.containers.json_file import is_text
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Job
-from unshard.evaluate.pin_files import stamps_of
-from unshard.evaluate.pins import (
+from unshard.evaluate.pins.files import stamps_of
+from unshard.evaluate.pins.pin import (
     ExpiredError,
     Pin,
     PinError,
@@ -25,8 +25,8 @@ from unshard.evaluate.pins import (
     sweep,
     unpin,
 )
-from unshard.evaluate.store import Store
-from unshard.evaluate.validation import resolve_checkpoint
+from unshard.evaluate.server.admission.requests import resolve_checkpoint
+from unshard.evaluate.server.store.store import Store
 
 __all__ = ["PinInUseError", "Pins", "changed_since"]
 

@@ -12,24 +12,24 @@ import uvicorn
 from anyio import to_thread
 
 from unshard.errors import UsageError
-from unshard.evaluate.evaluators import make_evaluator
-from unshard.evaluate.gpus import gpus_in
 from unshard.evaluate.jobs import Job
 from unshard.evaluate.logs import log_to_stderr
-from unshard.evaluate.pins import Quota
-from unshard.evaluate.probing import start_probing
-from unshard.evaluate.profiles import ServerConfig
-from unshard.evaluate.scheduler import Scheduler, Settings
-from unshard.evaluate.server.app import make_app
-from unshard.evaluate.server.connections import BoundedProtocol, raise_file_limit
+from unshard.evaluate.pins.pin import Quota
+from unshard.evaluate.server.config.gpus import gpus_in
+from unshard.evaluate.server.config.profiles import ServerConfig
+from unshard.evaluate.server.evaluators import make_evaluator
+from unshard.evaluate.server.evaluators.probing import start_probing
+from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
+from unshard.evaluate.server.evaluators.work import Evaluator, Profile
 from unshard.evaluate.server.health import Health
+from unshard.evaluate.server.http.app import make_app
+from unshard.evaluate.server.http.connections import BoundedProtocol, raise_file_limit
+from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.pinning import Pins, changed_since
-from unshard.evaluate.server.security import rules_for
+from unshard.evaluate.server.queue.scheduler import Scheduler, Settings
+from unshard.evaluate.server.queue.slots import Slots
 from unshard.evaluate.server.service import Service, profile_named
-from unshard.evaluate.slots import Slots
-from unshard.evaluate.store import Store
-from unshard.evaluate.unknown_tasks import UnknownTasks
-from unshard.evaluate.work import Evaluator, Profile
+from unshard.evaluate.server.store.store import Store
 
 __all__ = ["Given", "configured", "make_service", "serve"]
 

@@ -17,23 +17,28 @@ from tempfile import TemporaryDirectory
 
 from unshard.api.options import MergeOptions
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.bounded_log import read_log
-from unshard.evaluate.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
 from unshard.evaluate.jobs import Job, Request, Status
-from unshard.evaluate.links import check_links
-from unshard.evaluate.merge_worker import Order
-from unshard.evaluate.merging import GoneError, merge_in_process
 from unshard.evaluate.naming import run_name as _name
-from unshard.evaluate.pin_files import fingerprint, stamps_of
-from unshard.evaluate.pins import ExpiredError
-from unshard.evaluate.profiles import Kind, Profile, ServerConfig
-from unshard.evaluate.scheduler import Scheduler
+from unshard.evaluate.pins.files import fingerprint, stamps_of
+from unshard.evaluate.pins.pin import ExpiredError
+from unshard.evaluate.server.admission.links import check_links
+from unshard.evaluate.server.admission.requests import (
+    check_request,
+    check_there,
+    not_readable,
+    resolve_checkpoint,
+)
+from unshard.evaluate.server.attempts.merge_worker import Order
+from unshard.evaluate.server.attempts.merging import GoneError, merge_in_process
+from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
+from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
 from unshard.evaluate.server.health import Health
 from unshard.evaluate.server.pinning import Pins, changed_since
-from unshard.evaluate.store import Store
-from unshard.evaluate.telling import tell, tell_refusal
-from unshard.evaluate.unknown_tasks import UnknownTasks
-from unshard.evaluate.validation import check_request, check_there, not_readable, resolve_checkpoint
+from unshard.evaluate.server.processes.bounded_log import read_log
+from unshard.evaluate.server.queue.scheduler import Scheduler
+from unshard.evaluate.server.store.store import Store
+from unshard.evaluate.server.telling import tell, tell_refusal
 from unshard.read.discover import discover
 from unshard.read.format import Request as Wanted
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from unshard.evaluate.recorder import PacedSink
 from unshard.evaluate.sinks.base import Sink
+from unshard.evaluate.trainer.recorder import PacedSink
 
 __all__ = ["open_sinks", "open_wandb"]
 

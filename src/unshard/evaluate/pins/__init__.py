@@ -1,0 +1,1 @@
+"""Pins: hard links that keep a checkpoint until it is evaluated."""

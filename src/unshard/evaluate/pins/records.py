@@ -1,0 +1,114 @@
+"""What a pin's record, `pin.json`, says; another user, or an archive, may have put it there."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unshard.errors import CorruptError
+from unshard.evaluate.folders import Record
+from unshard.evaluate.pins.files import Identity, changed_files
+from unshard.write.beneath import check_path
+
+__all__ = ["Pin", "fields_of", "pin_of"]
+
+_LATEST = 2.0**40  # seconds since the epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A checkpoint that is kept.
+
+    Attributes:
+        path: the linked checkpoint: what is merged and evaluated.
+        directory: of the pin; its name is the pin's.
+        checkpoint: the original, which may be gone by now.
+        step: the training step, if it is known.
+        created: seconds since the epoch.
+        files: inode, size and mtime in ns of each file, by path relative to `path`.
+        owner: the server that made it; empty: a client.
+        is_ours: whether this user made it there; else it is never removed.
+    """
+
+    path: Path
+    directory: Path
+    checkpoint: Path
+    step: int | None
+    created: float
+    files: Mapping[str, Identity]
+    owner: str = ""
+    is_ours: bool = True
+
+    @property
+    def name(self) -> str:
+        """Return the name that the pin has among those of its run."""
+        return self.directory.name
+
+    @property
+    def run(self) -> Path:
+        """Return the directory of the run that it belongs to."""
+        return self.directory.parents[2]
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of its files."""
+        return sum(size for _, size, _ in self.files.values())
+
+    def changed(self) -> list[str]:
+        """Return the files that are not what was pinned: see `pin_files.changed_files`."""
+        return changed_files(self.path, self.files)
+
+
+def fields_of(pin: Pin) -> dict[str, object]:
+    """Return the fields of a pin's record."""
+    return {
+        "checkpoint": str(pin.checkpoint),
+        "name": pin.checkpoint.name,
+        "step": pin.step,
+        "created": pin.created,
+        "files": pin.files,
+        "owner": pin.owner,
+    }
+
+
+def pin_of(record: Record, directory: Path) -> Pin:
+    """Return the pin that a record describes, which a stranger may have written.
+
+    Raises:
+        CorruptError: it describes none.
+    """
+    match record.fields:
+        case {
+            "checkpoint": str(checkpoint),
+            "name": str(name),
+            "step": int() | None as step,
+            "created": int() | float() as created,
+            "files": dict(files),
+            "owner": str(owner),
+        } if _is_inside(name) and "/" not in name and 0 <= created < _LATEST and step is not True:
+            found = {inside: _identity(inside, values) for inside, values in files.items()}
+            return Pin(
+                directory / name,
+                directory,
+                Path(checkpoint),
+                step,
+                created,
+                found,
+                owner,
+                record.is_ours,
+            )
+    raise CorruptError("not the record of a pin")
+
+
+def _is_inside(path: str) -> bool:
+    try:
+        check_path(path)
+    except ValueError:
+        return False
+    return True
+
+
+def _identity(inside: str, values: object) -> Identity:
+    match values:
+        case [int(inode), int(size), int(mtime)] if _is_inside(inside):
+            return inode, size, mtime
+    raise CorruptError(f"not a file of a pin: {inside!r:.100}")

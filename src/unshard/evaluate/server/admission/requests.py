@@ -1,0 +1,294 @@
+"""What a client may ask the server for.
+
+Pure, but for a look at which evaluators are installed, and for `resolve_checkpoint` and
+`check_there`, which look at the checkpoint's path.
+
+A client chooses what is measured. Which code runs, with which rights, is the server's: so no task
+that is a path (a task's YAML file runs any Python), no argument but those known to load nothing and
+those that the profile allows, no character that an evaluator's parser would take for a separator.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from pathlib import Path
+
+from unshard.errors import UsageError, raise_all
+from unshard.evaluate.jobs import Request, Scalar
+from unshard.evaluate.server.config.arguments import has_separator, parse_arguments
+from unshard.evaluate.server.config.gpus import gpus_expected
+from unshard.evaluate.server.config.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
+from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.server.evaluators.probing import MODULES
+from unshard.read.discover import step_of
+
+__all__ = ["MOST_TASKS", "check_request", "check_there", "not_readable", "resolve_checkpoint"]
+
+MOST_TASKS = 1000
+_MOST_ARGUMENTS = 64
+_LONGEST_NAME = 200
+_LONGEST_VALUE = 4000
+_LONGEST_PATH = 4096
+_LONGEST_RUN = 200
+_INNER = 2  # how deep in its step a checkpoint may be: global_step_10/actor
+_LARGEST = 2**53
+
+# Every name that lm-eval 0.4.13 and lmms-eval 0.7.3 know has this form. A dot stands before a digit
+# only, so that no file of the directory that the evaluator runs in can be meant.
+_TASK = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_()+-]|\.(?=[0-9]))*", re.ASCII)
+_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
+_BATCH = re.compile(r"auto(?::[1-9][0-9]{0,3})?", re.ASCII)
+_RUN = re.compile(r"[^\W_](?:[\w .+=@-]*[\w+=@-])?")
+
+
+def check_request(request: Request, config: ServerConfig) -> None:
+    """Raise unless everything a request holds, but for its checkpoint, is allowed.
+
+    Raises:
+        UsageError: names every field that is not, and says what would be.
+    """
+    profile = config.profiles.get(request.profile)
+    if profile is None:
+        raise _wrong("profile", request.profile, expected=", ".join(config.profiles) or "none")
+    problems = [
+        *_installed(profile),
+        *_tasks(request, profile),
+        *_arguments(request, profile),
+        *_numbers(request, config),
+    ]
+    problems += _labels(request)
+    raise_all(UsageError, "The request cannot be accepted", problems)
+
+
+def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
+    """Return a checkpoint's path without symbolic links, if it lies under one of the roots.
+
+    It need not be there any more: what is gone is for others to tell. Whoever may write under a
+    root can put a link in its place afterwards, which no check beforehand prevents: roots are for
+    directories whose writers are trusted with what the server can read.
+
+    Raises:
+        UsageError: it is not absolute, or lies elsewhere.
+    """
+    if not path.startswith("/") or len(path) > _LONGEST_PATH or not path.isprintable():
+        raise _wrong("checkpoint", path, expected="an absolute path")
+    try:
+        resolved = Path(path).resolve()
+        resolved.exists()  # raises where no file can have this name
+        places = [root.resolve() for root in roots]
+    except PermissionError as error:
+        raise not_readable(error) from error
+    except (OSError, RuntimeError) as error:
+        raise _wrong("checkpoint", path, expected="a path that can be followed") from error
+    if any(resolved.is_relative_to(place) for place in places):
+        return resolved
+    raise UsageError(
+        "checkpoint: not under a directory that this server may read",
+        expected="a directory below one of: "
+        + (", ".join(map(str, roots)) or "none is configured"),
+        found=path,
+        hint="add its directory to the server's `roots`",
+    )
+
+
+def check_there(checkpoint: Path, *, is_step: bool) -> None:
+    """Raise where there is no checkpoint, and none that a trainer may have removed meanwhile.
+
+    Args:
+        checkpoint: its path.
+        is_step: whether the client calls it a step of a run; else its name may say so.
+
+    Raises:
+        UsageError: it does not exist, and no run that it could be a step of; or it may not be read.
+    """
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            checkpoint.stat()
+            return
+        places = (checkpoint, *checkpoint.parents[:_INNER])
+        steps = [place for place in places if step_of(place.name) is not None]
+        if is_step and not steps:
+            steps = [checkpoint]
+        if any(step.parent.is_dir() for step in steps):
+            return
+    except PermissionError as error:
+        raise not_readable(error) from error
+    raise UsageError(
+        "checkpoint: it does not exist, nor the run that it would be a step of",
+        expected="a checkpoint, or the directory of a run, as the server sees the path",
+        found=str(checkpoint),
+        hint="check the path; where the server sees the disk under another name, give that name",
+    )
+
+
+def not_readable(error: PermissionError) -> UsageError:
+    """Return the error for a checkpoint, or its run, that the server may not read."""
+    return UsageError(
+        "checkpoint: the server is not allowed to read it",
+        found=f"{error.filename}: {error.strerror}",
+        hint=f"give the server's user (uid {os.geteuid()}) the right to read and enter the "
+        "directories of the run, or start the server as their owner",
+    )
+
+
+def _installed(profile: Profile) -> Iterator[UsageError]:
+    """Another interpreter than the server's own is asked when the server starts."""
+    module = MODULES.get(profile.kind)
+    if module is not None and profile.interpreter == sys.executable and find_spec(module) is None:
+        yield UsageError(
+            f"profile {profile.name}: {module} is not installed for the server's Python",
+            found=sys.executable,
+            hint="install it there, or name another `interpreter` in the server's configuration",
+        )
+
+
+def _tasks(request: Request, profile: Profile) -> Iterator[UsageError]:
+    if not 1 <= len(request.tasks) <= MOST_TASKS:
+        yield _wrong("tasks", len(request.tasks), expected=f"1 to {MOST_TASKS} names")
+    for task in request.tasks[:MOST_TASKS]:
+        if not _is_name(task, _TASK):
+            yield _wrong(
+                "tasks",
+                task,
+                expected=f"a task's name: letters, digits, `_-+()`, at most {_LONGEST_NAME}",
+                hint="a task's file must be in a directory that the server is configured with",
+            )
+        elif profile.allowed_tasks and not _matches(task, profile.allowed_tasks):
+            yield _wrong("tasks", task, expected=", ".join(profile.allowed_tasks))
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _arguments(request: Request, profile: Profile) -> Iterator[UsageError]:
+    if profile.kind is Kind.COMMAND:
+        yield from _no_arguments(request)
+        return
+    more = profile.allowed_model_args
+    yield from _pairs("model_args", request.model_args, MODEL_ARGUMENTS, more)
+    fixed = {profile.checkpoint_key, *profile.model_args}
+    for key in sorted(fixed.intersection(request.model_args)):
+        yield _wrong("model_args", key, expected="no argument that the server sets itself")
+    if request.gen_kwargs is None:
+        return
+    if len(request.gen_kwargs) > _LONGEST_VALUE:
+        yield _wrong("gen_kwargs", request.gen_kwargs, expected="key=value, separated by commas")
+        return
+    try:
+        pairs = parse_arguments(request.gen_kwargs, what="gen_kwargs")
+    except UsageError as error:
+        yield error
+    else:
+        yield from _pairs("gen_kwargs", pairs, GENERATION_ARGUMENTS, more)
+
+
+def _no_arguments(request: Request) -> Iterator[UsageError]:
+    """A command takes what its template says: silence about anything else would mislead."""
+    for name in ("model_args", "num_fewshot", "batch_size", "limit", "gen_kwargs"):
+        if getattr(request, name) not in ({}, None):
+            yield _wrong(name, getattr(request, name), expected="nothing: a command takes none")
+
+
+def _pairs(
+    field: str, pairs: Mapping[str, Scalar], harmless: Collection[str], more: Sequence[str]
+) -> Iterator[UsageError]:
+    if len(pairs) > _MOST_ARGUMENTS:
+        yield _wrong(field, len(pairs), expected=f"at most {_MOST_ARGUMENTS}")
+        return
+    for key, value in pairs.items():
+        if not _is_name(key, _KEY):
+            yield _wrong(field, key, expected="an identifier of ASCII letters, digits and `_`")
+        elif key not in harmless and not _matches(key, more):
+            yield _wrong(
+                field,
+                key,
+                expected="an argument that is known to load neither code nor another model",
+                hint="the profile can allow it by `allowed_model_args`, or set it by `model_args`",
+            )
+        elif not _is_plain(value):
+            yield _wrong(
+                f"{field}: {key}",
+                value,
+                expected="a finite number, a boolean, or one line of text without comma, equals "
+                "sign, quotes, brackets and slashes, and not only dots",
+            )
+
+
+def _is_name(value: object, form: re.Pattern[str]) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_NAME and bool(form.fullmatch(value))
+
+
+def _is_plain(value: object) -> bool:
+    """Tell whether a value is only a value: a slash makes a path, or a repository of code."""
+    if isinstance(value, bool):
+        return True
+    if isinstance(value, int | float):
+        return abs(value) <= _LARGEST  # which "not a number" is not
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= _LONGEST_VALUE
+        and value.isprintable()
+        and not has_separator(value)
+        and "/" not in value
+        and set(value) != {"."}
+    )
+
+
+def _numbers(request: Request, config: ServerConfig) -> Iterator[UsageError]:
+    if not _is_count(request.step, least=0):
+        yield _wrong("step", request.step, expected="a whole number, at least 0")
+    if not _is_count(request.num_fewshot, least=0):
+        yield _wrong("num_fewshot", request.num_fewshot, expected="a whole number, at least 0")
+    count = len(config.gpus)
+    if not _is_count(request.num_gpus, least=0, most=count):
+        yield _wrong("num_gpus", request.num_gpus, expected=gpus_expected(count))
+    batch = request.batch_size
+    named = isinstance(batch, str) and _BATCH.fullmatch(batch)
+    if not named and not _is_count(batch, least=1):
+        yield _wrong("batch_size", batch, expected="a whole number above 0, auto, or auto:N")
+    limit = request.limit
+    if limit is not None and not _is_limit(limit):
+        yield _wrong("limit", limit, expected="a number above 0; below 1 it is a share")
+
+
+def _is_count(value: object, *, least: int, most: int = _LARGEST) -> bool:
+    """Tell whether a value is None or a whole number between the two."""
+    if value is None:
+        return True
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_limit(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value <= _LARGEST  # type: ignore[operator]  # a number, by the first part
+
+
+def _labels(request: Request) -> Iterator[UsageError]:
+    if request.weights not in {"model", "ema"}:
+        yield _wrong("weights", request.weights, expected="model, ema")
+    run = request.run
+    if run == "":
+        return
+    if not _is_run(run):
+        yield _wrong(
+            "run",
+            run,
+            expected="like a file's name: letters, digits, `_.+=@-` and blanks inside, "
+            f"at most {_LONGEST_RUN} bytes",
+        )
+
+
+def _is_run(name: str) -> bool:
+    printable = name.isprintable() and len(name.encode()) <= _LONGEST_RUN
+    return printable and _RUN.fullmatch(name) is not None and ".." not in name
+
+
+def _wrong(field: str, found: object, *, expected: str, hint: str = "") -> UsageError:
+    return UsageError(
+        f"{field} cannot be accepted", expected=expected, found=f"{found!r:.200}", hint=hint
+    )

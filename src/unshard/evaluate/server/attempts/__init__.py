@@ -1,0 +1,1 @@
+"""From a checkpoint to metrics: merge, evaluate, judge how it ended."""

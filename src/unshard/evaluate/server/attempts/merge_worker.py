@@ -1,0 +1,150 @@
+"""The process that merges one checkpoint.
+
+Run as `python -m unshard.evaluate.server.attempts.merge_worker`.
+
+Reads one line of JSON from stdin, which stays open while the server lives: at its end the worker
+and all that it started are gone. Writes `merge.json` into its working directory.
+"""
+
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unshard.errors import ConversionError, OutputError, UnshardError
+from unshard.fronts import Command
+
+if TYPE_CHECKING:
+    from unshard.api.preparing import Prepared
+
+__all__ = ["ANSWER_NAME", "Order", "main"]
+
+ANSWER_NAME = "merge.json"
+
+_WHOLE = ("model*.safetensors", "pytorch_model*.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a worker is told.
+
+    Attributes:
+        checkpoint: what to merge.
+        pin: what is merged instead, if it is there.
+        output: where the model goes.
+        options: the fields of the merge's `MergeOptions`.
+        config: for a checkpoint that has none: config.json, or a directory with it and a tokenizer.
+        needs_config: whether a model without a config is refused, before it is merged.
+        may_be_whole: whether a checkpoint that is a whole model already is left as it is.
+    """
+
+    checkpoint: str
+    output: str
+    options: Mapping[str, object]
+    config: str | None = None
+    needs_config: bool = False
+    pin: str | None = None
+    may_be_whole: bool = False
+
+
+def main() -> int:
+    """Merge what stdin says."""
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):  # the server is gone
+        return 1
+    threading.Thread(target=_die_with_server, daemon=True).start()
+    answer = _answer(Order(**json.loads(line)))
+    draft = Path(f"{ANSWER_NAME}.partial")
+    try:
+        draft.write_text(json.dumps(answer), encoding="utf-8")
+        draft.replace(ANSWER_NAME)
+    except OSError as error:
+        with suppress(OSError):  # the log is on the same disk
+            os.write(2, f"the answer {answer} cannot be written: {error}\n".encode())
+        return os.EX_TEMPFAIL
+    return 0
+
+
+def _answer(order: Order) -> dict[str, object]:
+    """Return where the model is; or the error, and whether another attempt may go well.
+
+    All that touches the disk of the checkpoint is done here: a disk that does not answer must not
+    hold up the server.
+    """
+    is_pinned = order.pin is not None and Path(order.pin).exists()
+    order = replace(order, checkpoint=order.pin) if is_pinned and order.pin else order
+    answer: dict[str, object] = {"checkpoint": order.checkpoint, "model": None, "error": None}
+    try:
+        if order.may_be_whole and _is_whole(Path(order.checkpoint), order.options):
+            return answer | {"model": order.checkpoint}
+        _merge(order)
+    except UnshardError as error:
+        error.front = Command({}, f"unshard merge {shlex.quote(order.checkpoint)} OUTPUT")
+        found = {"error": str(error), "may_pass": isinstance(error, OutputError)}
+    except (OSError, MemoryError) as error:
+        found = {"error": f"{order.checkpoint}: {error!r}", "may_pass": True}
+    else:
+        return answer | {"model": order.output}
+    return answer | found | {"is_gone": not Path(order.checkpoint).exists()}
+
+
+def _is_whole(source: Path, options: Mapping[str, object]) -> bool:
+    """Return whether a directory is a whole model already, with its config and nothing sharded."""
+    if options.get("weights") != "model" or not (source / "config.json").is_file():
+        return False
+    if not any(any(source.glob(pattern)) for pattern in _WHOLE):
+        return False
+    from unshard.read.discover import discover
+    from unshard.read.format import Request
+
+    at = discover(source, Request(None, None, "model"))[0]
+    return not at.format.sharded and at.weights_dir == source.resolve()
+
+
+def _merge(order: Order) -> None:
+    from unshard.api.merging import merge_with
+    from unshard.api.options import MergeOptions
+    from unshard.progress import ignore
+    from unshard.read.beside.companions import find_companions
+    from unshard.read.discover import discover
+
+    options = MergeOptions(**order.options)  # type: ignore[arg-type]  # JSON
+    if order.config is not None:
+        location = discover(Path(order.checkpoint), options.request)[0]
+        if find_companions(location, None).config is None:
+            options = replace(options, config=order.config)
+    before = _demand_config if order.needs_config else _accept
+    merge_with(order.checkpoint, order.output, options, ignore, before=before)
+
+
+def _accept(prepared: "Prepared") -> "Prepared":
+    return prepared
+
+
+def _demand_config(prepared: "Prepared") -> "Prepared":
+    """Raise, before anything is written, if the output will have no config."""
+    from unshard.api.preparing import without_config
+
+    if prepared.config is None:
+        raise ConversionError(
+            without_config(prepared.checkpoint),
+            hint="on a server: set `config` of the profile to that file or directory",
+        )
+    return prepared
+
+
+def _die_with_server() -> None:
+    while os.read(0, 1):  # not sys.stdin, whose lock would be missed when the interpreter ends
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

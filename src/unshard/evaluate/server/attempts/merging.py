@@ -1,0 +1,252 @@
+"""From a job to a Hugging Face directory: merged in a process of its own, or taken as it is."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TypeVar
+
+from unshard.api.options import MergeOptions
+from unshard.evaluate.jobs import EvaluationError, Job
+from unshard.evaluate.server.attempts.merge_worker import ANSWER_NAME, Order
+from unshard.evaluate.server.config.profiles import Kind, Profile
+from unshard.evaluate.server.processes.launching import start_module
+from unshard.evaluate.server.processes.table import identify, kill_group
+from unshard.write.stage import recover
+
+__all__ = [
+    "CrashedError",
+    "GivenUpError",
+    "GoneError",
+    "Merger",
+    "PassingError",
+    "answered",
+    "merge_in_process",
+]
+
+_log = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+
+_POLL_S = 0.05
+_LOG_NAME = "merge.log"
+
+
+class GoneError(EvaluationError):
+    """The checkpoint is not there any more."""
+
+
+class PassingError(EvaluationError):
+    """A merge failed for something that may pass: no space, a process killed by a signal."""
+
+
+class CrashedError(EvaluationError):
+    """The process of a merge crashed, or took too long: a failed attempt."""
+
+
+class GivenUpError(EvaluationError):
+    """A merge was interrupted because nobody wants it any more."""
+
+
+class Merger:
+    """Merges checkpoints, so many at once, each in a process of its own.
+
+    Args:
+        directory: where the merged models lie, each named after its job.
+        options: of every merge, but for the weights, which the job says.
+        at_once: how many merges run at the same time; the others wait.
+    """
+
+    def __init__(self, directory: Path, options: MergeOptions, *, at_once: int) -> None:
+        self._directory = directory.absolute()
+        self._options = options
+        self._turns = threading.Semaphore(at_once)
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def merged(self, job_id: str) -> Path:
+        """Return where a job's merged model lies, if there is one."""
+        return self._directory / job_id
+
+    def model_of(self, job: Job) -> Path:
+        """Return the model that a job's evaluator was given."""
+        merged = self.merged(job.id)
+        return merged if merged.exists() else Path(job.pin or job.request.checkpoint).absolute()
+
+    def kept(self) -> list[str]:
+        """Return the jobs whose merged models are there."""
+        return [path.name for path in self._directory.iterdir() if path.name[:1] not in "._"]
+
+    def remove(self, job_id: str) -> None:
+        """Remove a job's merged model, if there is one."""
+        shutil.rmtree(self.merged(job_id), ignore_errors=True)
+
+    def recover(self) -> None:
+        """Remove what merges that were killed have left."""
+        recover(self._directory)
+
+    def prepare(
+        self, job: Job, profile: Profile, *, directory: Path, is_given_up: Callable[[], bool]
+    ) -> Path:
+        """Return a Hugging Face directory of a job's checkpoint.
+
+        Args:
+            job: what to merge; its own directory is returned where it holds a whole model.
+            profile: says how long the merge itself may take, and which config a checkpoint gets
+                that has none; without one, only a command can evaluate it.
+            directory: of the attempt.
+            is_given_up: asked often, while waiting too.
+
+        Raises:
+            GoneError: the checkpoint is not there, or went away meanwhile.
+            PassingError: it may be tried again.
+            CrashedError: its process made a mistake, or took longer than `timeout_s`.
+            GivenUpError: `is_given_up`.
+            UnshardError: it cannot be merged.
+        """
+        self.remove(job.id)
+        source = Path(job.request.checkpoint).absolute()
+        while not self._turns.acquire(timeout=_POLL_S):
+            if is_given_up():
+                raise GivenUpError(f"{source}: not wanted any more")
+        options = replace(self._options, weights=job.request.weights)
+        order = Order(
+            str(source),
+            str(self.merged(job.id)),
+            asdict(options),
+            None if profile.config is None else str(profile.config),
+            needs_config=profile.kind is not Kind.COMMAND,
+            pin=job.pin,
+            may_be_whole=True,
+        )
+        in_time = _in_time(is_given_up, profile.timeout_s, "the merge")
+        try:
+            return merge_in_process(order, directory=directory, is_given_up=in_time)
+        finally:
+            self.recover()
+            self._turns.release()
+
+
+def merge_in_process(order: Order, *, directory: Path, is_given_up: Callable[[], bool]) -> Path:
+    """Merge a checkpoint in a process of its own; return where the model is.
+
+    Args:
+        order: what to merge, how, and where to.
+        directory: where the process works and leaves its log and its answer.
+        is_given_up: asked often; the process is then ended.
+
+    Raises:
+        GoneError: the checkpoint is not there.
+        PassingError: it may be tried again.
+        GivenUpError: `is_given_up`.
+        CrashedError: its process made a mistake.
+        EvaluationError: it cannot be merged.
+    """
+    log = directory / _LOG_NAME
+    with start_module(
+        "unshard.evaluate.server.attempts.merge_worker", directory=directory, log=log
+    ) as worker:
+        if worker.stdin is None:
+            raise RuntimeError("the worker has no stdin")
+        process = identify(worker.pid, gpus=(), directory=str(directory))
+        try:
+            worker.stdin.write(json.dumps(asdict(order), default=str).encode() + b"\n")
+            worker.stdin.flush()
+            _wait(worker, is_given_up)
+        except BrokenPipeError:
+            with suppress(BrokenPipeError):  # what was not written cannot be written now
+                worker.stdin.close()
+            worker.wait()
+        finally:
+            if not kill_group(process, grace_s=0) and worker.poll() is None:
+                _log.error("process %d cannot be ended; it is left behind", worker.pid)
+                worker.returncode = -signal.SIGKILL  # do not wait for it: its disk may be dead
+    return _judge(order.checkpoint, directory, worker.returncode)
+
+
+def answered(
+    ask: Callable[[], _Answer], *, timeout_s: float, is_given_up: Callable[[], bool]
+) -> _Answer:
+    """Return what a call returns that touches the disk of a checkpoint.
+
+    It runs in a thread of its own, which is left behind if the disk does not answer.
+
+    Raises:
+        CrashedError: it takes longer than `timeout_s`.
+        GivenUpError: `is_given_up`.
+    """
+    future = Future[_Answer]()
+
+    def body() -> None:
+        try:
+            future.set_result(ask())
+        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=body, name="looking at a checkpoint", daemon=True).start()
+    in_time = _in_time(is_given_up, timeout_s, "a look at the checkpoint")
+    while not wait([future], _POLL_S).done:
+        if in_time():
+            raise GivenUpError("the evaluation is not wanted any more")
+    return future.result()
+
+
+def _in_time(is_given_up: Callable[[], bool], timeout_s: float, what: str) -> Callable[[], bool]:
+    """Return what asks the same, and raises CrashedError when the time is up."""
+    deadline = time.monotonic() + timeout_s
+
+    def asked() -> bool:
+        if time.monotonic() > deadline:
+            raise CrashedError(
+                f"{what} took more than {timeout_s:g} s",
+                hint="does the disk of the checkpoint answer? a slow merge needs a longer "
+                "`timeout` in the profile",
+            )
+        return is_given_up()
+
+    return asked
+
+
+def _gone(source: str) -> GoneError:
+    return GoneError(
+        f"{source}: is gone, or never was there",
+        hint="check the path; pin checkpoints when they are submitted, or let more of them stay",
+    )
+
+
+def _wait(worker: "subprocess.Popen[bytes]", is_given_up: Callable[[], bool]) -> None:
+    while True:
+        try:
+            worker.wait(timeout=_POLL_S)
+        except subprocess.TimeoutExpired:
+            if is_given_up():
+                raise GivenUpError("the merge is not wanted any more") from None
+        else:
+            return
+
+
+def _judge(source: str, directory: Path, returncode: int) -> Path:
+    """Return the model that a worker answered, or raise why it failed."""
+    try:
+        answer = json.loads((directory / ANSWER_NAME).read_bytes())
+    except FileNotFoundError:
+        log = (directory / _LOG_NAME).read_text(errors="replace")[-2000:]
+        may_pass = returncode < 0 or returncode == os.EX_TEMPFAIL
+        died = PassingError if may_pass else CrashedError
+        raise died(
+            f"{source}: the process that merged it ended with code {returncode}", found=log
+        ) from None
+    if answer["error"] is None:
+        return Path(answer["model"])
+    if answer["is_gone"]:
+        raise _gone(answer["checkpoint"])
+    kind = PassingError if answer["may_pass"] else EvaluationError
+    raise kind(answer["error"])

@@ -1,0 +1,93 @@
+"""What can be measured of a model without running it.
+
+The program of the profile `command` where the server has no configuration, run as
+`python -m unshard.evaluate.server.evaluators.weights`: it needs no evaluator, no GPU and no data,
+and finds the checkpoint of a training that has diverged. Its tasks:
+
+    size    parameters, bytes: of all tensors
+    values  of the floating-point tensors: nonfinite, how many elements are not finite; rms, the
+            root mean square of the others; largest, the largest of their absolute values
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from math import ceil, prod, sqrt
+from pathlib import Path
+
+import numpy as np
+
+from unshard.api.lazy import LazyTensor, OpenCheckpoint
+from unshard.api.opening import open_checkpoint
+from unshard.containers.strided import Elements
+from unshard.errors import UnshardError, UsageError
+from unshard.fronts import Command
+from unshard.tensors.dtypes import BY_CODE, Kind
+
+__all__ = ["TASKS", "main"]
+
+_PIECE = 4_000_000  # elements that are looked at together
+
+
+def main() -> None:
+    """Measure the model argv[1] into the file argv[2], for the tasks argv[3], "a,b"."""
+    model, output, names = sys.argv[1:]
+    tasks = names.split(",")
+    try:
+        unknown = [task for task in tasks if task not in TASKS]
+        if unknown:
+            raise UsageError(f"tasks {', '.join(unknown)}: unknown", expected=", ".join(TASKS))
+        with open_checkpoint(model) as checkpoint:
+            results = {task: TASKS[task](checkpoint) for task in tasks}
+    except UnshardError as error:
+        error.front = Command({})
+        sys.exit(str(error))
+    Path(output).write_text(json.dumps(results), encoding="utf-8")
+
+
+def _size(checkpoint: OpenCheckpoint[Elements]) -> dict[str, float]:
+    tensors = [checkpoint.get_slice(name) for name in checkpoint]
+    counts = [prod(tensor.shape) for tensor in tensors]
+    sizes = [BY_CODE[tensor.get_dtype()].itemsize for tensor in tensors]
+    return {
+        "parameters": sum(counts),
+        "bytes": sum(count * size for count, size in zip(counts, sizes, strict=True)),
+    }
+
+
+def _values(checkpoint: OpenCheckpoint[Elements]) -> dict[str, float]:
+    nonfinite, count, squares, largest = 0, 0, 0.0, 0.0
+    for name in checkpoint:
+        tensor = checkpoint.get_slice(name)
+        if BY_CODE[tensor.get_dtype()].kind is not Kind.FLOAT:
+            continue
+        for piece in _pieces(tensor):
+            finite = piece[np.isfinite(piece)]
+            nonfinite += piece.size - finite.size
+            count += finite.size
+            squares += float(np.sum(np.square(finite)))
+            largest = max(largest, float(np.max(np.abs(finite), initial=0.0)))
+    return {"nonfinite": nonfinite, "rms": sqrt(squares / max(count, 1)), "largest": largest}
+
+
+def _pieces(
+    tensor: LazyTensor[Elements],
+) -> Iterator["np.ndarray[tuple[int, ...], np.dtype[np.float64]]"]:
+    """Yield the elements of a tensor, some rows at a time."""
+    if not tensor.shape:
+        yield np.asarray(tensor[...], dtype=np.float64)
+        return
+    rows = tensor.shape[0]
+    step = max(1, rows // max(1, ceil(prod(tensor.shape) / _PIECE)))
+    for start in range(0, rows, step):
+        yield np.asarray(tensor[start : start + step], dtype=np.float64)
+
+
+TASKS: Mapping[str, Callable[[OpenCheckpoint[Elements]], dict[str, float]]] = {
+    "size": _size,
+    "values": _values,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""What the server takes and gives, as pydantic models: they make its OpenAPI description."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from unshard.errors import UnshardError
+from unshard.evaluate.jobs import Job, Request, Result, Scalar, Status
+from unshard.evaluate.pins.pin import Pin
+from unshard.evaluate.server.admission.requests import MOST_TASKS
+
+__all__ = [
+    "ErrorBody",
+    "ErrorFields",
+    "JobList",
+    "JobPage",
+    "JobView",
+    "LogPart",
+    "Number",
+    "PinList",
+    "PinView",
+    "ProfileList",
+    "ProfileView",
+    "ResultList",
+    "ResultPage",
+    "ResultView",
+    "RunList",
+    "Submission",
+    "Tasks",
+    "Text",
+    "error_body",
+    "job_view",
+    "pin_view",
+    "result_view",
+]
+
+Weights = Literal["model", "ema"]
+Text = Annotated[str, Field(max_length=4096)]
+Tasks = Annotated[list[Text], Field(min_length=1, max_length=MOST_TASKS)]
+Number = Annotated[int, Field(ge=0, le=2**53)]
+
+
+class ErrorFields(BaseModel):
+    """What is wrong; `code` is the exit code of our errors, or else the HTTP status."""
+
+    type: str
+    code: int
+    message: str
+    expected: str = ""
+    found: str = ""
+    hint: str = ""
+
+
+class ErrorBody(BaseModel):
+    """An error."""
+
+    error: ErrorFields
+
+
+class Submission(BaseModel):
+    """A job to queue."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    checkpoint: Text
+    profile: Text
+    tasks: Tasks
+    step: int | None = None
+    run: Text = ""
+    weights: Weights = "model"
+    pin: Text | None = None
+    model_args: dict[str, Scalar] = {}
+    num_fewshot: int | None = None
+    batch_size: int | str | None = None
+    limit: int | float | None = None
+    gen_kwargs: str | None = None
+    num_gpus: int | None = None
+
+    def request(self) -> Request:
+        """Return it as a plain value."""
+        fields = self.model_dump(exclude={"pin", "tasks"})
+        return Request(tasks=tuple(self.tasks), **fields)
+
+
+class JobView(BaseModel):
+    """A job and how it stands; times are seconds since the epoch.
+
+    `superseded_by` is the job for the files that its trainer has saved in the same place since.
+    """
+
+    id: str
+    status: Status
+    phase: str | None
+    run: str
+    step: int | None
+    weights: str
+    profile: str
+    tasks: list[str]
+    checkpoint: str
+    fingerprint: str
+    created_at: float
+    started_at: float | None
+    completed_at: float | None
+    attempts: int
+    error: str | None
+    superseded_by: str | None
+    position: int | None
+    metrics: dict[str, float]
+
+
+class ResultFilter(BaseModel):
+    """Which results are meant."""
+
+    run: Text | None = None
+    step: Number | None = None
+    weights: Weights | None = None
+    profile: Text | None = None
+
+
+class ResultPage(ResultFilter):
+    """Which results are meant, and where their list goes on."""
+
+    after: Number = 0
+    limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
+
+
+class JobPage(ResultFilter):
+    """Which jobs are meant, and where their list goes on."""
+
+    status: Status | None = None
+    before: Text | None = None
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+
+
+class JobList(BaseModel):
+    """Jobs, the newest first; `next` is the `before` of the next page, if there is one."""
+
+    jobs: list[JobView]
+    next: str | None
+
+
+class ResultView(BaseModel):
+    """One number, and where it belongs; what is completed later has a higher `number`."""
+
+    number: int
+    job_id: str
+    run: str
+    step: int | None
+    weights: str
+    profile: str
+    task: str
+    metric: str
+    value: float
+    completed_at: float
+
+
+class ResultList(BaseModel):
+    """Results, by number; `next` is the `after` of the next page, if there is one."""
+
+    results: list[ResultView]
+    next: int | None
+
+
+class RunList(BaseModel):
+    """Names of training runs."""
+
+    runs: list[str]
+
+
+class LogPart(BaseModel):
+    """A part of a job's log: `offset` is where the next begins, bytes."""
+
+    text: str
+    offset: int
+    ended: bool
+
+
+class ProfileView(BaseModel):
+    """An evaluator that the server is configured with."""
+
+    name: str
+    kind: str
+    gpus: int
+
+
+class ProfileList(BaseModel):
+    """What may be run."""
+
+    profiles: list[ProfileView]
+
+
+class PinView(BaseModel):
+    """A checkpoint that is kept by hard links; `size` is the bytes of its files."""
+
+    name: str
+    run: str
+    path: str
+    checkpoint: str
+    step: int | None
+    created: float
+    size: int
+    jobs: list[str]
+
+
+class PinList(BaseModel):
+    """Pins, the oldest of each run first."""
+
+    pins: list[PinView]
+
+
+def error_body(error: UnshardError) -> ErrorBody:
+    """Return what clients see of an error."""
+    return ErrorBody(
+        error=ErrorFields(
+            type=type(error).__name__,
+            code=error.exit_code,
+            message=error.subject,
+            expected=error.expected,
+            found=error.found,
+            hint=error.hint,
+        )
+    )
+
+
+def pin_view(pin: Pin, jobs: list[str]) -> PinView:
+    """Return what clients see of a pin.
+
+    Args:
+        pin: which.
+        jobs: the ids of those that have not ended and need it.
+    """
+    return PinView(
+        name=pin.name,
+        run=pin.directory.parents[2].name,
+        path=str(pin.path),
+        checkpoint=str(pin.checkpoint),
+        step=pin.step,
+        created=pin.created,
+        size=pin.size,
+        jobs=jobs,
+    )
+
+
+def job_view(job: Job, position: int | None) -> JobView:
+    """Return what clients see of a job."""
+    request = job.request
+    return JobView(
+        id=job.id,
+        status=job.status,
+        phase=job.phase,
+        run=request.run,
+        step=request.step,
+        weights=request.weights,
+        profile=request.profile,
+        tasks=list(request.tasks),
+        checkpoint=request.checkpoint,
+        fingerprint=request.fingerprint,
+        created_at=job.created_at,
+        started_at=job.started_at,
+        completed_at=job.completed_at,
+        attempts=job.attempts,
+        error=job.error,
+        superseded_by=job.superseded_by,
+        position=position,
+        metrics=dict(job.metrics),
+    )
+
+
+def result_view(result: Result) -> ResultView:
+    """Return what clients see of a number."""
+    names = ResultView.model_fields
+    return ResultView(**{name: getattr(result, name) for name in names})

@@ -1,0 +1,93 @@
+"""Starting an evaluator under its supervisor, in two steps.
+
+The supervisor is started first and waits; once the server has recorded it, it is told what to run.
+A server that is killed in between leaves nothing behind: the supervisor then gets no order.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import unshard
+from unshard.evaluate.jobs import Process
+from unshard.evaluate.server.processes.environment import MARK, scrubbed
+from unshard.evaluate.server.processes.supervise import STOPS, Order
+from unshard.evaluate.server.processes.table import identify
+
+__all__ = ["Child", "start_module", "start_supervisor"]
+
+_LOG_NAME = "supervisor.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A child of ours that waits for its orders on stdin, in a group of its own."""
+
+    process: Process
+    popen: "subprocess.Popen[bytes]"
+
+    def give(self, order: Order) -> None:
+        """Tell a supervisor what to run; that one is gone is noticed later."""
+        if self.popen.stdin is None:
+            raise RuntimeError("the supervisor has no stdin")
+        with suppress(BrokenPipeError), self.popen.stdin as pipe:
+            pipe.write(json.dumps(asdict(order)).encode())
+
+    def drop(self) -> None:
+        """Let it end without an order."""
+        if self.popen.stdin is not None:
+            self.popen.stdin.close()
+        self.popen.wait()
+
+    def reap(self) -> None:
+        """Take note that it has ended."""
+        self.popen.wait()
+
+    def leave(self) -> None:
+        """Let it go on without us."""
+        self.popen.returncode = 0  # or else it is told off for being alive when it is forgotten
+
+
+def start_supervisor(*, gpus: tuple[int, ...], directory: Path) -> Child:
+    """Start a supervisor that waits for its order.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    log = directory / _LOG_NAME
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until it has its handlers
+    try:
+        popen = start_module(
+            "unshard.evaluate.server.processes.supervise", directory=directory, log=log
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    return Child(identify(popen.pid, gpus=gpus, directory=str(directory)), popen)
+
+
+def start_module(module: str, *, directory: Path, log: Path) -> "subprocess.Popen[bytes]":
+    """Start a module of ours in a group of its own, with a pipe to its stdin.
+
+    Args:
+        module: its full name.
+        directory: of the attempt, which marks its processes, and where it works.
+        log: where its output goes.
+    """
+    root = str(Path(unshard.__file__).parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    found = {"PYTHONPATH": os.pathsep.join(paths), MARK: str(directory)}
+    with log.open("wb") as output:
+        return subprocess.Popen(  # noqa: S603
+            [sys.executable, "-P", "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            cwd=directory,
+            env=scrubbed(os.environ) | found,
+            start_new_session=True,
+        )

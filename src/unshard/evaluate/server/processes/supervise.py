@@ -1,0 +1,264 @@
+"""The process that stands between the server and an evaluator, and outlives the server.
+
+`python -m unshard.evaluate.server.processes.supervise` reads an `Order` from stdin. Without a whole
+one it ends, so nothing runs that the server has not recorded, and there is no log, by which the
+next server knows it. It leads the process group, bounds the log, keeps to the timeout, ends
+whatever the evaluator leaves behind, and writes `exit.json` in one step. On Linux it also
+inherits the orphans of its descendants, so that they can be found, and the evaluator dies with it.
+Imports nothing heavy.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from unshard.evaluate.server.processes.bounded_log import BoundedLog
+from unshard.evaluate.server.processes.table import identify, members, send
+
+__all__ = [
+    "EXIT_NAME",
+    "LOG_NAME",
+    "STOPS",
+    "Exit",
+    "Order",
+    "has_begun",
+    "is_ended_by",
+    "main",
+    "read_exit",
+]
+
+EXIT_NAME = "exit.json"
+LOG_NAME = "log.txt"
+
+_POLL_S = 0.05
+_MOMENT_S = 1.0
+_AGAIN_S = 1.0
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What ends an evaluator in an orderly way; blocked in a supervisor until it can take note."""
+_READ_BYTES = 1 << 20
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+_SET_PIPE_SIZE = 1031  # fcntl(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to run.
+
+    Attributes:
+        command: the evaluator's arguments, its interpreter first.
+        environment: its whole environment.
+        directory: of the attempt; its working directory, the log and `exit.json`.
+        timeout_s: how long it may run.
+        grace_s: how long it may take to end when it is asked to.
+        log_bytes: the bound of the log.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    directory: str
+    timeout_s: float
+    grace_s: float
+    log_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How an evaluator ended.
+
+    Attributes:
+        reason: "exited", "timeout", "stopped" (a signal) or "not started".
+        returncode: as of `subprocess`: negative for a signal.
+        error: why it could not be started.
+        seconds: how long it ran.
+        errno: of `error`; 0 where it was started.
+    """
+
+    reason: str
+    returncode: int
+    error: str
+    seconds: float
+    errno: int = 0
+
+
+def read_exit(directory: Path) -> Exit | None:
+    """Return how the evaluator of an attempt ended; None where nobody wrote it, or not whole."""
+    try:
+        return Exit(**json.loads((directory / EXIT_NAME).read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def has_begun(directory: Path) -> bool:
+    """Return whether the supervisor of an attempt got its order."""
+    return (directory / LOG_NAME).exists()
+
+
+def main() -> int:
+    """Run what stdin says."""
+    stops: list[int] = []
+    for number in STOPS:
+        signal.signal(number, lambda number, _frame: stops.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    try:
+        order = Order(**json.loads(sys.stdin.buffer.read()))
+    except (ValueError, TypeError):  # the server is gone
+        return 1
+    _control(_SET_CHILD_SUBREAPER, 1)
+    with BoundedLog(Path(order.directory) / LOG_NAME, order.log_bytes) as log:
+        done = supervise(order, log, lambda: bool(stops))
+    write_exit(Path(order.directory), done, lambda: bool(stops))
+    return 0
+
+
+def supervise(order: Order, log: BoundedLog, is_stopped: Callable[[], bool]) -> Exit:
+    """Run an evaluator to its end, and end what it leaves behind."""
+    if is_stopped():
+        return Exit("stopped", -signal.SIGTERM, "", 0.0)
+    started = time.monotonic()
+    try:
+        child = _start(order)
+    except OSError as error:
+        with suppress(OSError):  # a full disk
+            log.write(f"{error}\n".encode())
+        return Exit("not started", 127, str(error), 0.0, error.errno or 0)
+    watched = _Watched(child, log)
+    reason = "exited"
+    while not watched.is_over():
+        if is_stopped() or time.monotonic() - started > order.timeout_s:
+            reason = "stopped" if is_stopped() else "timeout"
+            break
+        watched.advance(_POLL_S)
+    if reason == "exited" and was_stopped(watched.returncode, is_stopped):
+        reason = "stopped"
+    seconds = time.monotonic() - started
+    _end_all(order, watched)
+    return Exit(reason, watched.returncode, "", seconds)
+
+
+def is_ended_by(signals: Collection[signal.Signals], returncode: int) -> bool:
+    """Return whether one of these signals ended a process, or a child of the shell that it was."""
+    return returncode in {code for number in signals for code in (-number, 128 + number)}
+
+
+def was_stopped(returncode: int, is_stopped: Callable[[], bool]) -> bool:
+    """Tell whether a signal that ended the evaluator goes to us too: it may have been faster."""
+    if is_ended_by(STOPS, returncode):
+        deadline = time.monotonic() + _MOMENT_S
+        while not is_stopped() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+    return returncode != 0 and is_stopped()
+
+
+class _Watched:
+    """A child, its output on the way to the log, and the orphans that are reaped with it."""
+
+    def __init__(self, child: "subprocess.Popen[bytes]", log: BoundedLog) -> None:
+        if child.stdout is None:
+            raise RuntimeError("the output of the child is not piped")
+        self._child = child
+        self._output = child.stdout
+        self._log = log
+        self._is_open = True
+
+    @property
+    def returncode(self) -> int:
+        return -signal.SIGKILL if self._child.returncode is None else self._child.returncode
+
+    def is_over(self) -> bool:
+        """Reap all that ended; tell whether the child did."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._child.pid:
+                    self._child.returncode = os.waitstatus_to_exitcode(ended[1])
+        return self._child.returncode is not None
+
+    def advance(self, seconds: float) -> bool:
+        """Move output into the log, or wait for some; tell whether there was any."""
+        if not self._is_open:
+            time.sleep(seconds)
+            return False
+        if not select.select([self._output], [], [], seconds)[0]:
+            return False
+        data = os.read(self._output.fileno(), _READ_BYTES)
+        if not data:
+            self._is_open = False
+            return False
+        with suppress(OSError):  # a full disk must not end the evaluation
+            self._log.write(data)
+        return True
+
+
+def _start(order: Order) -> "subprocess.Popen[bytes]":
+    child = subprocess.Popen(  # noqa: S603
+        order.command,
+        env=order.environment,
+        cwd=order.directory,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,
+        preexec_fn=_die_with_parent,  # noqa: PLW1509  there are no other threads
+    )
+    if sys.platform == "linux" and child.stdout is not None:
+        import fcntl
+
+        with suppress(OSError):
+            fcntl.fcntl(child.stdout.fileno(), _SET_PIPE_SIZE, _READ_BYTES)
+    return child
+
+
+def _die_with_parent() -> None:
+    _control(_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _control(option: int, value: int) -> None:
+    """Call prctl(2), where there is one."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _end_all(order: Order, watched: _Watched) -> None:
+    """End everything but this process; what still comes goes into the log."""
+    own = identify(os.getpid(), gpus=(), directory=order.directory)
+    send(members(own), signal.SIGTERM)
+    deadline = time.monotonic() + order.grace_s
+    while left := members(own):
+        if time.monotonic() > deadline:
+            send(left, signal.SIGKILL)
+        watched.advance(_POLL_S)
+        watched.is_over()
+    watched.is_over()
+    last = time.monotonic() + order.grace_s
+    while time.monotonic() < last and watched.advance(0):
+        pass
+
+
+def write_exit(directory: Path, done: Exit, is_stopped: Callable[[], bool]) -> None:
+    """Write `exit.json` in one step; on a full disk try until it is there, or a signal comes."""
+    draft = directory / f"{EXIT_NAME}.partial"
+    while True:
+        try:
+            with draft.open("wb") as file:
+                file.write(json.dumps(asdict(done)).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(directory / EXIT_NAME)
+        except OSError:
+            if is_stopped():
+                return
+            time.sleep(_AGAIN_S)
+        else:
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""What becomes of a job and its merged model when an attempt has ended."""
+
+import logging
+import shutil
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import assert_never
+
+from unshard.errors import UnshardError
+from unshard.evaluate.jobs import Filters, Job, Status
+from unshard.evaluate.server.attempts.attempt import Attempt
+from unshard.evaluate.server.attempts.endings import (
+    Cancelled,
+    Completed,
+    Died,
+    Expired,
+    Failed,
+    Killed,
+    Left,
+    Lost,
+    Outcome,
+    Postponed,
+)
+from unshard.evaluate.server.attempts.merging import Merger
+from unshard.evaluate.server.evaluators.work import Evaluator, Profile
+from unshard.evaluate.server.queue.keeping import removable
+from unshard.evaluate.server.store.reading import DIED, KILLED, POSTPONED
+from unshard.evaluate.server.store.store import Store
+from unshard.evaluate.server.telling import tell, tell_outcome
+
+__all__ = ["Backoff", "Outcomes"]
+
+_log = logging.getLogger(__name__)
+
+_AGAIN_S = 1.0
+_MOST_POSTPONED = 20
+_MOST_KILLED = 2  # an evaluator that takes all memory would be killed for ever
+_MOST_DIED = 10  # not fewer: what ended the server may have been another job, or the machine
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How long a job waits after a failure: first so long, doubled every time, at most so long."""
+
+    first_s: float
+    most_s: float
+
+    def after(self, failures: int) -> float:
+        """Return the seconds to wait after one more than so many failures."""
+        return min(self.first_s * 2.0 ** min(failures, 32), self.most_s)
+
+
+class Outcomes:
+    """Records outcomes, and removes the merged models that need not stay.
+
+    Args:
+        store: the truth.
+        merger: has the models.
+        backoff: between a failure and the next attempt.
+        ended: called when a job will not change by itself any more, perhaps more than once.
+        is_stopped: whether the database is not to be waited for any more.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        merger: Merger,
+        backoff: Backoff,
+        *,
+        ended: Callable[[Job], None],
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        self._store = store
+        self._merger = merger
+        self._backoff = backoff
+        self._ended = ended
+        self._is_stopped = is_stopped
+        self._tidying = threading.Lock()
+
+    def record(self, attempt: Attempt, outcome: Outcome) -> None:
+        """Record what became of an attempt, whose processes are gone.
+
+        What cannot be recorded is a failure.
+        """
+        job_id = attempt.job.id
+        if not isinstance(outcome, Completed):
+            self._merger.remove(job_id)
+        for step in (
+            lambda: self._write(attempt, outcome),
+            lambda: self._keep(job_id, attempt.profile),
+            lambda: self.tell_end(job_id),
+        ):
+            try:
+                self._persist(step)
+            except Exception as error:  # noqa: BLE001  or else it would run for ever
+                _log.exception("job %s: what became of it cannot be recorded", job_id)
+                self._persist(partial(self._store.fail, job_id, repr(error), None))
+        now = self._job(job_id)
+        if now is not None:
+            tell_outcome(attempt.job, outcome, now)
+
+    def _job(self, job_id: str) -> Job | None:
+        """Return a job for the log; None where the database does not answer."""
+        try:
+            return self._store.get(job_id)
+        except sqlite3.Error:
+            return None
+
+    def fail(self, job_id: str, error: str) -> None:
+        """Record that a job failed for good, if it runs."""
+        self._persist(lambda: self._store.fail(job_id, error, None))
+        self._persist(lambda: self.tell_end(job_id))
+        self.tell(job_id, f"failed: {error}")
+
+    def requeue(self, job_id: str, why: str) -> None:
+        """Record that an attempt was lost."""
+        self._persist(lambda: self._store.requeue(job_id, why))
+        self._persist(lambda: self.tell_end(job_id))
+        self.tell(job_id, f"queued again: {why}")
+
+    def died(self, job_id: str, why: str) -> None:
+        """Record that an attempt ended together with its server, before it had a process."""
+        self._persist(lambda: self._postpone(job_id, DIED, why, at_most=_MOST_DIED))
+        self._persist(lambda: self.tell_end(job_id))
+        self.tell(job_id, f"queued again: {why}")
+
+    def tell(self, job_id: str, what: str) -> None:
+        """Log a step on a job's way."""
+        if (job := self._job(job_id)) is not None:
+            tell(job, what)
+
+    def tell_end(self, job_id: str) -> None:
+        """Tell whoever asked to know, if a job has ended."""
+        job = self._store.get(job_id)
+        if job is not None and job.status.is_final:
+            self._ended(job)
+
+    def tidy_up(self, evaluators: Callable[[str], tuple[Profile, Evaluator]]) -> None:
+        """Remove the merged models that an earlier server did not come to remove."""
+        self._merger.recover()
+        running = {job.id for job in self._store.running()}
+        for job_id in set(self._merger.kept()) - running:
+            job = self._store.get(job_id)
+            if job is None or job.status is not Status.COMPLETED:
+                self._merger.remove(job_id)
+                continue
+            try:
+                self._keep(job_id, evaluators(job.request.profile)[0])
+            except UnshardError:
+                _log.warning("the merged model of job %s stays: its profile is gone", job_id)
+
+    def _write(self, attempt: Attempt, outcome: Outcome) -> None:
+        job, store = attempt.job, self._store
+        match outcome:
+            case Completed(metrics, results):
+                self._complete(attempt, metrics, results)
+            case Failed(error, may_retry):
+                is_last = not may_retry or job.failures >= attempt.profile.retries
+                retry_at = time.time() + self._backoff.after(job.failures)
+                store.fail(job.id, error, None if is_last else retry_at)
+            case Postponed(why):
+                self._postpone(job.id, POSTPONED, why, at_most=_MOST_POSTPONED)
+            case Killed(why):
+                self._postpone(job.id, KILLED, why, at_most=_MOST_KILLED)
+            case Died(why):
+                self._postpone(job.id, DIED, why, at_most=_MOST_DIED)
+            case Expired(why):
+                store.expire(job.id, why)
+            case Lost(why):
+                store.requeue(job.id, why)
+            case Cancelled():
+                store.release(job.id)
+            case Left():
+                pass
+            case _:
+                assert_never(outcome)
+
+    def _postpone(self, job_id: str, outcome: str, why: str, *, at_most: int) -> None:
+        """Queue a job again; after so many such attempts in a row it has failed."""
+        count = self._store.in_a_row(job_id, outcome)
+        if count < at_most:
+            due_at = time.time() + self._backoff.after(count)
+            self._store.postpone(job_id, outcome, why, due_at)
+        else:
+            self._store.fail(job_id, f"{why}\nThis has happened {count + 1} times in a row.", None)
+
+    def _complete(
+        self, attempt: Attempt, metrics: Mapping[str, float], results: Path | None
+    ) -> None:
+        job_id = attempt.job.id
+        _remove_others(attempt.directory)  # afterwards a killed server would leave them
+        if self._store.complete(job_id, metrics, results):
+            return
+        now = self._store.get(job_id)
+        if now is None or now.status in {Status.CANCELLED, Status.SUPERSEDED}:
+            self._merger.remove(job_id)
+
+    def _keep(self, job_id: str, profile: Profile) -> None:
+        """Remove the merged models that need not stay, if a job is completed."""
+        with self._tidying:
+            job = self._store.get(job_id)
+            if job is None or job.status is not Status.COMPLETED:
+                return
+            run, weights = job.request.run, job.request.weights
+            alike = Filters(Status.COMPLETED, run=run, weights=weights, profile=job.request.profile)
+            for other in removable(job, profile, self._store.jobs(alike)):
+                self._merger.remove(other)
+
+    def _persist(self, record: Callable[[], object]) -> None:
+        """Try until the database takes it; after a stop the next server finds out by itself."""
+        while True:
+            try:
+                record()
+            except sqlite3.OperationalError:
+                _log.exception("the database of jobs does not answer; trying again")
+                if self._is_stopped():
+                    return
+                time.sleep(_AGAIN_S)
+            else:
+                return
+
+
+def _remove_others(directory: Path) -> None:
+    """Remove the directories of a job's other attempts; what cannot be removed stays with it."""
+    try:
+        others = set(directory.parent.iterdir()) - {directory}
+    except OSError as error:
+        _log.warning("%s: other attempts are not removed: %s", directory.parent, error)
+        return
+    for other in others:
+        shutil.rmtree(other, ignore_errors=True)

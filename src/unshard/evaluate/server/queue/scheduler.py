@@ -1,0 +1,356 @@
+"""The loop: claim a job when slots are free, run it in a thread, record what became of it."""
+
+import json
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from unshard.api.options import MergeOptions
+from unshard.errors import UnshardError, UsageError
+from unshard.evaluate.jobs import Job, Process, Status
+from unshard.evaluate.locks import lock_file, unlock
+from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
+from unshard.evaluate.server.attempts.endings import Failed, Left, Outcome, Postponed
+from unshard.evaluate.server.attempts.merging import Merger
+from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
+from unshard.evaluate.server.evaluators.work import Evaluator, Profile
+from unshard.evaluate.server.processes.table import identify, is_alive
+from unshard.evaluate.server.queue.outcomes import Backoff, Outcomes
+from unshard.evaluate.server.queue.retention import JOBS, Retention
+from unshard.evaluate.server.queue.slots import Slots, shown_slots
+from unshard.evaluate.server.store.reading import LONGEST_WAIT_S
+from unshard.evaluate.server.store.store import Store
+from unshard.evaluate.server.telling import short_id, tell
+
+__all__ = ["Scheduler", "Settings"]
+
+_log = logging.getLogger(__name__)
+
+_LOCK_NAME = "server.lock"
+_STOP_S = 60.0  # for what ends processes and records it; a disk may never answer
+_INHERITED_S, _PAUSE_S = 30.0, 0.05
+
+
+def _nothing_changed(_job: Job) -> Sequence[str]:
+    return ()
+
+
+def _nobody_asks(_job: Job) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Knobs of a scheduler.
+
+    Attributes:
+        work_dir: for attempts, logs and merged models.
+        limits: of every attempt.
+        backoff_s: how long after its first failure a job is tried again; doubled every time, an
+            hour at most.
+        merges: how many merges run at once.
+        options: of every merge.
+        changed: the files of a job's checkpoint that are not what was submitted.
+        ended: called when a job will not change by itself any more, perhaps more than once.
+        keep_days: see `retention.Retention`.
+        unknown: the tasks that an evaluator does not know.
+    """
+
+    work_dir: Path
+    limits: Limits = field(default_factory=Limits)
+    backoff_s: float = 30.0
+    merges: int = 2
+    options: MergeOptions = field(default_factory=lambda: MergeOptions(extra_state=False))
+    changed: Callable[[Job], Sequence[str]] = _nothing_changed
+    ended: Callable[[Job], None] = _nobody_asks
+    keep_days: float | None = None
+    unknown: UnknownTasks = field(default_factory=UnknownTasks)
+
+
+class Scheduler:
+    """Runs the jobs of a store, the oldest first, as slots are free.
+
+    A job that needs more slots than are free waits, and those behind it with it: none starves.
+
+    Args:
+        store: the truth.
+        slots: the GPUs.
+        evaluators: from a profile's name to the profile and its evaluator; raises UnshardError
+            where there is none.
+        settings: the rest.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        slots: Slots,
+        evaluators: Callable[[str], tuple[Profile, Evaluator]],
+        settings: Settings,
+    ) -> None:
+        self._store = store
+        self._slots = slots
+        self._evaluators = evaluators
+        self._settings = settings
+        self._work_dir = settings.work_dir.absolute()
+        options, merges = settings.options, settings.merges
+        self._merger = Merger(self._work_dir / "merged", options, at_once=merges)
+        self._runner = Runner(
+            store, self._merger, settings.limits, halt=self._halt_of, changed=settings.changed
+        )
+        self._outcomes = Outcomes(
+            store,
+            self._merger,
+            Backoff(settings.backoff_s, LONGEST_WAIT_S),
+            ended=settings.ended,
+            is_stopped=lambda: self._halt is not None,
+        )
+        self._retention = Retention(store, self._work_dir, settings.keep_days)
+        self._halt: Halt | None = None
+        self._wake = threading.Event()
+        self._threads: set[threading.Thread] = set()
+        self._loop_thread: threading.Thread | None = None
+        self._lock: int | None = None
+
+    def lock(self) -> None:
+        """Keep other servers from the directory until `stop`; `start` does so, too.
+
+        Raises:
+            UsageError: another server uses the same directory.
+        """
+        if self._lock is None:
+            self._lock = _locked(self._work_dir / _LOCK_NAME)
+
+    def start(self) -> None:
+        """Take up what an earlier server left, then run jobs until `stop`.
+
+        Raises:
+            UsageError: another server uses the same directory.
+        """
+        self.lock()
+        for job in self._store.running():
+            self._take_up(job)
+        self._outcomes.tidy_up(self._evaluators)
+        self._loop_thread = self._spawn(self._loop, "scheduler")
+
+    def stop(self, *, end: bool) -> None:
+        """Begin no more jobs, and return when nothing more is recorded.
+
+        A thread that waits for a disk that does not answer is left behind: the next server takes
+        its job up.
+
+        Args:
+            end: end running evaluators, whose jobs are queued again; or else leave them to the
+                next server. Merges are interrupted in any case.
+        """
+        self._halt = Halt.END if end else Halt.LEAVE
+        self._wake.set()
+        if self._loop_thread is not None:
+            self._loop_thread.join()  # it begins others
+        deadline = time.monotonic() + _STOP_S + self._settings.limits.grace_s
+        for thread in list(self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                _log.error("%s does not end; it is left to the next server", thread.name)
+        if self._lock is not None:
+            unlock(self._lock)
+            self._lock = None
+
+    def wake(self) -> None:
+        """Look for jobs at once: one was submitted."""
+        self._wake.set()
+
+    def cancel(self, job_id: str) -> bool:
+        """Cancel a job that is queued or running; tell whether it was.
+
+        The processes of a running one are gone a little later.
+        """
+        return self._store.cancel(job_id) and self._stopped(job_id, "cancelled")
+
+    def supersede(self, job_id: str, by: str) -> bool:
+        """End a job in whose place another has come, as `cancel` does; a failed one, too."""
+        done = self._store.supersede(job_id, by)
+        return done and self._stopped(job_id, f"superseded by job {short_id(by)}")
+
+    def _stopped(self, job_id: str, what: str) -> bool:
+        self._outcomes.tell(job_id, what)
+        if job_id not in {job.id for job in self._store.running()}:
+            self._outcomes.tell_end(job_id)
+        return True
+
+    def directory_of(self, job: Job) -> Path:
+        """Return the directory of a job's last attempt; the log lies in it."""
+        return self._work_dir / JOBS / job.id / str(job.attempts)
+
+    def _spawn(self, target: Callable[[], None], name: str) -> threading.Thread:
+        def body() -> None:
+            try:
+                target()
+            finally:
+                self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=body, name=name, daemon=True)
+        self._threads.add(thread)
+        try:
+            thread.start()
+        except BaseException:
+            self._threads.discard(thread)
+            raise
+        return thread
+
+    def _loop(self) -> None:
+        while self._halt is None:
+            self._wake.clear()
+            try:
+                if self._retention.is_due():
+                    self._spawn(self._sweep, "retention")
+                while (job := self._store.due(time.time())) is not None and self._begin(job):
+                    pass
+            except Exception:  # noqa: BLE001  the jobs after it must not wait for ever
+                _log.exception("jobs cannot be begun; trying again")
+            self._wake.wait(self._settings.limits.poll_s)
+
+    def _sweep(self) -> None:
+        try:
+            self._retention.sweep(lambda: self._halt is not None)
+        except sqlite3.Error:
+            _log.exception("what old jobs have left is removed later")
+
+    def _halt_of(self, job_id: str) -> Halt | None:
+        if self._halt is not None:
+            return self._halt
+        try:
+            job = self._store.get(job_id)
+        except sqlite3.Error:
+            _log.exception("the database of jobs does not answer; trying again")
+            return None
+        return None if job is not None and job.status is Status.RUNNING else Halt.CANCELLED
+
+    def _begin(self, job: Job) -> bool:
+        """Begin an attempt at a job; tell whether another job may be looked at."""
+        if self._halt is not None:
+            return False
+        try:
+            profile, evaluator = self._evaluators(job.request.profile)
+            asked = job.request.num_gpus
+            count = profile.gpus if asked is None else asked
+            self._slots.check(count)
+        except UnshardError as error:
+            if self._store.claim(time.time(), job.id) is not None:
+                self._outcomes.fail(job.id, str(error))
+            return True
+        gpus = self._slots.take(count)
+        if gpus is None:
+            return False
+        claimed = None
+        try:
+            claimed = self._store.claim(time.time(), job.id)
+        finally:
+            if claimed is None:
+                self._slots.give_back(gpus)
+        if claimed is not None:
+            attempt = Attempt(claimed, profile, evaluator, gpus, self.directory_of(claimed))
+            return self._spawn_attempt(attempt)
+        return True
+
+    def _spawn_attempt(self, attempt: Attempt) -> bool:
+        """Run an attempt in a thread; tell whether there is one."""
+        try:
+            self._spawn(lambda: self._perform(attempt, None), f"job {attempt.job.id}")
+        except RuntimeError as error:  # too many processes or threads of this user
+            _log.exception("job %s cannot be begun", attempt.job.id)
+            self._close(attempt, Postponed(f"it could not be begun: {error}"))
+            return False
+        return True
+
+    def _take_up(self, job: Job) -> None:
+        """Adopt an attempt of an earlier server, or end what is left of it."""
+        process = job.process
+        if process is None:
+            self._outcomes.died(job.id, "the server ended while it merged")
+            return
+        has_slots = self._slots.adopt(process.gpus)
+        try:
+            profile, evaluator = self._evaluators(job.request.profile)
+        except UnshardError as error:
+            tell(job, f"not adopted: {error}")
+        else:
+            if has_slots:
+                directory = Path(process.directory)
+                attempt = Attempt(job, profile, evaluator, process.gpus, directory)
+                tell(job, f"adopted: attempt {job.attempts} on {shown_slots(process.gpus)}")
+                self._spawn(lambda: self._perform(attempt, process), f"job {job.id}")
+                return
+            tell(job, "not adopted: its GPUs are not this server's")
+        self._spawn(lambda: self._discard(job, process, has_slots=has_slots), f"job {job.id}")
+
+    def _discard(self, job: Job, process: Process, *, has_slots: bool) -> None:
+        """End an attempt of an earlier server, and queue its job again."""
+        if not self._runner.end(job.id, process):
+            return
+        try:
+            self._outcomes.requeue(job.id, "the server that ran it was replaced by another")
+        finally:
+            if has_slots:
+                self._slots.give_back(process.gpus)
+            self._wake.set()
+
+    def _perform(self, attempt: Attempt, process: Process | None) -> None:
+        """Run an attempt, or the rest of one, to its end, and record it."""
+        try:
+            if process is None:
+                outcome = self._runner.run(attempt)
+            else:
+                outcome = self._runner.resume(attempt, process)
+        except sqlite3.OperationalError as error:
+            _log.exception("job %s is tried again", attempt.job.id)
+            outcome = Postponed(f"the database of jobs does not answer: {error}")
+        except Exception as error:  # noqa: BLE001  an evaluator's mistake must not cost the server
+            _log.exception("job %s failed in an unforeseen way", attempt.job.id)
+            outcome = Failed(f"unforeseen: {error!r}", may_retry=False)
+        if not isinstance(outcome, Left):
+            self._close(attempt, outcome)
+
+    def _close(self, attempt: Attempt, outcome: Outcome) -> None:
+        """Record what became of an attempt, and give its slots back."""
+        if isinstance(outcome, Failed) and outcome.unknown is not None:
+            self._settings.unknown.add(attempt.profile.name, outcome.unknown)
+        try:
+            self._outcomes.record(attempt, outcome)
+        finally:
+            self._slots.give_back(attempt.gpus)
+            self._wake.set()
+
+
+def _locked(path: Path) -> int:
+    """Lock a directory against other servers; return the descriptor that does.
+
+    A process that a killed server was about to start has inherited its lock, and the port that it
+    listened on, until it runs its own program.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + _INHERITED_S
+    while (fd := lock_file(path)) is None:
+        if _has_living_owner(path) or time.monotonic() > deadline:
+            raise UsageError(
+                f"{path.parent}: another server is using it", hint="give another directory"
+            )
+        time.sleep(_PAUSE_S)
+    owner = identify(os.getpid(), gpus=(), directory="")
+    with suppress(OSError):  # a full disk
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(asdict(owner)).encode(), 0)
+    return fd
+
+
+def _has_living_owner(path: Path) -> bool:
+    """Return whether the server that wrote a lock file is alive, or may be."""
+    try:
+        return is_alive(Process(**json.loads(path.read_bytes())))
+    except (OSError, ValueError, TypeError):
+        return True

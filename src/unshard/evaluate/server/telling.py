@@ -1,0 +1,103 @@
+"""The server's log of jobs: a line for every step on a job's way, by which an operator follows it.
+
+    job 1a2b3c4d my-run/500: started: lm-eval on GPU 6, 7
+
+The id is the beginning of the job's own. What clients and evaluators wrote (names, errors) becomes
+one line without control characters, so that none of it can pass for another line of the log.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+
+from unshard.errors import printable
+from unshard.evaluate.jobs import Job, Request, Status
+from unshard.evaluate.server.attempts.endings import (
+    Completed,
+    Died,
+    Failed,
+    Killed,
+    Lost,
+    Outcome,
+    Postponed,
+)
+
+__all__ = ["LOG_MARK", "one_line", "short_id", "tell", "tell_outcome", "tell_refusal"]
+
+LOG_MARK = "The log ends with:"
+"""The line of an error after which the evaluator speaks itself."""
+
+_SHORT = 8
+_LONGEST = 500
+_NUMBERS = 3
+
+_log = logging.getLogger(__name__)
+
+
+def short_id(job_id: str) -> str:
+    """Return the beginning of a job's id."""
+    return job_id[:_SHORT]
+
+
+def tell(job: Job, what: str) -> None:
+    """Log a step on a job's way."""
+    _log.info("job %s %s: %s", short_id(job.id), _where(job.request), one_line(what))
+
+
+def tell_refusal(request: Request, why: str) -> None:
+    """Log that a submission was refused; it has no job to name."""
+    what = f"{request.profile}: {','.join(request.tasks)}"
+    _log.info("refused %s (%s): %s", _where(request), one_line(what), one_line(why))
+
+
+def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
+    """Log how an attempt ended.
+
+    Args:
+        job: as the attempt began.
+        outcome: of the attempt.
+        now: the job as it is recorded.
+    """
+    number = f"attempt {job.attempts}"
+    match now.status, outcome:
+        case Status.COMPLETED, Completed(metrics):
+            tell(job, f"evaluated: {_shown(metrics)}")
+        case Status.QUEUED, Failed(why):
+            tell(job, f"retried: {number} failed: {why}")
+        case Status.QUEUED, Postponed(why) | Killed(why) | Died(why):
+            tell(job, f"postponed: {number}: {why}")
+        case Status.QUEUED, Lost(why):
+            tell(job, f"queued again: {number}: {why}")
+        case ((Status.FAILED | Status.EXPIRED), _):
+            tell(job, f"{now.status}: {number}: {now.error or 'no reason is recorded'}")
+        case ((Status.CANCELLED | Status.SUPERSEDED), _):
+            tell(job, f"{now.status}: the processes of {number} have ended")
+
+
+def one_line(text: str) -> str:
+    """Return a text as one line without control characters, of 500 characters at most.
+
+    Of an error that quotes an evaluator's log only what is before it.
+    """
+    own = text.partition(f"\n{LOG_MARK}")[0]
+    parts = [part for line in own.splitlines() if (part := " ".join(line.split()))]
+    line = "; ".join(parts)
+    shown = printable(line[: _LONGEST + 1])
+    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+
+
+def _where(request: Request) -> str:
+    """Return run and step; the last parts of the checkpoint's path where no run is known."""
+    parts = PurePosixPath(request.checkpoint).parts[-2:]
+    if not request.run:
+        return one_line("/".join(parts)) or "-"
+    step = "-" if request.step is None else request.step
+    weights = "" if request.weights == "model" else f" ({request.weights})"
+    return one_line(f"{request.run}/{step}{weights}")
+
+
+def _shown(metrics: Mapping[str, float]) -> str:
+    """Return the first numbers, and how many more there are."""
+    first = [f"{name} = {value:.6g}" for name, value in list(metrics.items())[:_NUMBERS]]
+    more = len(metrics) - len(first)
+    return ", ".join([*first, *([f"{more} more"] if more else [])])

@@ -1,0 +1,268 @@
+"""Carry a spool's submissions to the server and its results back: one round at a time, no thread.
+
+The server may be away, may have forgotten a job (then it is submitted again), or may refuse one
+(then that is set aside with the answer). Pins are removed when no job needs them any more.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from unshard.errors import UnshardError
+from unshard.evaluate.client.lmms import EvalClient
+from unshard.evaluate.client.v1 import Answer, RefusedError, ServerAwayError
+from unshard.evaluate.folders import left_alone
+from unshard.evaluate.jobs import EvaluationError, Status
+from unshard.evaluate.pins.pin import ExpiredError, pins_of, read_pin, sweep, unpin
+from unshard.evaluate.sinks.base import metric_names
+from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.recorder import Recording
+from unshard.evaluate.trainer.spool import Entry, Fields, Spool, pins_in
+
+__all__ = ["Courier", "ignoring_errors", "release"]
+
+_TIMEOUT = 10.0  # seconds for a request
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds between attempts while the server is away
+_NOT_ALLOWED = (401, 403)
+_REFUSED_AGAIN = 300.0  # seconds after which what was refused is sent again: a server may be mended
+_FORGOTTEN = 404
+_RESUBMISSIONS = 3
+_ABANDONED = 3600.0  # seconds after which a pin that no submission names is nobody's
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def ignoring_errors(what: str, then: Callable[[], None] | None = None) -> Iterator[None]:
+    """Log whatever is raised inside and go on: evaluation must never hurt a training."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  (the one place where this is the contract)
+        log.warning("%s: %s: %s", what, type(error).__name__, error)
+        if then is not None:
+            then()
+
+
+class Courier:
+    """Carries a spool's submissions and results.
+
+    Args:
+        config: says where the server is, and what it calls paths.
+        spool: of the run.
+        take: is given every result.
+        logs_refusals: whether a refusal is an error in the log; else the caller reports it.
+
+    Attributes:
+        handing_over: held while a result leaves the spool's jobs and until `take` has it.
+        failures: what ended without a result and was not submitted again with success.
+    """
+
+    def __init__(
+        self,
+        config: EvalConfig,
+        spool: Spool,
+        take: Callable[[Recording], None],
+        *,
+        logs_refusals: bool = True,
+    ) -> None:
+        self._config = config
+        self._logs_refusals = logs_refusals
+        self._spool = spool
+        self._take = take
+        self._client: EvalClient | None = None
+        self._wait = 0.0
+        self._failed_on = Counter[str]()
+        self._again = time.monotonic() + _REFUSED_AGAIN
+        self.handing_over = threading.Lock()
+        self.failures: dict[str, str] = {}
+
+    def send(self) -> float:
+        """Send what waits, in order; return the seconds for which to leave the server alone.
+
+        A server that fails is not asked for the rest now. What it failed on comes last next time,
+        so that it does not keep the others waiting.
+        """
+        failure: Exception | None = None
+        if time.monotonic() >= self._again:
+            self._again = time.monotonic() + _REFUSED_AGAIN
+            self._send_refused()
+        for entry in sorted(self._spool.waiting(), key=lambda one: self._failed_on[one.name]):
+            try:
+                self._send(entry)
+            except (ServerAwayError, EvaluationError) as error:
+                self._failed_on[entry.name] += isinstance(error, EvaluationError)
+                return self._back_off(error)
+            except RefusedError as error:
+                if error.status in _NOT_ALLOWED:
+                    self.close()  # the token is read again
+                    return self._back_off(error)
+                is_known = entry.fields.get("error") == str(error)
+                is_news = self._logs_refusals and not is_known
+                level = logging.ERROR if is_news else logging.DEBUG
+                log.log(level, "step %s is not evaluated: %s", entry.step, error)
+                if entry.path.exists():  # else the step was saved again meanwhile
+                    self._spool.refuse(entry, str(error))
+            except Exception as error:  # noqa: BLE001  (whatever it is: others may fare better)
+                failure = error
+        if failure is not None:
+            return self._back_off(failure)
+        self._wait = 0.0
+        return 0.0
+
+    def poll(self) -> None:
+        """Ask for every pending job; fetch the results of those that are final."""
+        for entry in self._spool.pending():
+            try:
+                job = self._connected().job(entry.name)
+            except ServerAwayError as error:
+                log.debug("the evaluation server does not answer: %s", error)
+                return
+            except RefusedError as error:
+                if error.status == _FORGOTTEN:
+                    self._submit_again(entry)
+                elif error.status in _NOT_ALLOWED:
+                    self.close()
+                    log.debug("the evaluation server tells nothing: %s", error)
+                    return
+                else:
+                    log.warning("job %s: %s", entry.name, error)
+            except UnshardError as error:
+                log.warning("job %s: %s", entry.name, error)
+            else:
+                self._look_at(entry, job)
+
+    def begin(self) -> None:
+        """Go on with what an earlier process left.
+
+        Results that it fetched are handed over again; what the server refused is sent again; old
+        pins that nobody names (of a process that was killed) are removed.
+        """
+        for entry in self._spool.arrived():
+            self._take(_recording(entry))
+        for entry in self._spool.refused():
+            self._spool.requeue(entry)
+        for pin in pins_of(self._spool.run.resolve()):  # as its submission names it
+            if pin.is_ours and not pin.owner and time.time() - pin.created > _ABANDONED:
+                release([str(pin.path)], self._spool)
+        sweep(self._spool.run)
+
+    def close(self) -> None:
+        """Close the connections; the next request opens others."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _send_refused(self) -> None:
+        """Put back into the queue what was refused; not what was taken and forgotten too often."""
+        for entry in self._spool.refused():
+            if _resubmissions(entry) < _RESUBMISSIONS:
+                self._spool.requeue(entry)
+
+    def _connected(self) -> EvalClient:
+        if self._client is None:
+            config = self._config
+            self._client = EvalClient(config.server_url, timeout=_TIMEOUT, token=config.token())
+        return self._client
+
+    def _send(self, entry: Entry) -> None:
+        client = self._connected()  # takes a while: meanwhile the step may have been saved again
+        if not entry.path.exists():
+            return
+        job = client.submit_body(self._body(entry.fields))
+        accepted = self._spool.accept(entry, str(job.get("id", "")))
+        log.info("step %s: job %s", accepted.step, accepted.name)
+
+    def _body(self, fields: Fields) -> Fields:
+        """Return a submission as the server reads it: with its own paths."""
+        request = fields.get("request")
+        body: Fields = dict(request) if isinstance(request, dict) else {}
+        body["checkpoint"] = self._config.served(str(body.get("checkpoint")))
+        if pins := pins_in(fields):
+            body["pin"] = self._config.served(pins[-1])
+        return body
+
+    def _back_off(self, error: Exception) -> float:
+        level = logging.DEBUG if self._wait else logging.WARNING  # once per absence
+        log.log(level, "submissions wait until the evaluation server takes them: %s", error)
+        self._wait = min(max(self._wait * 2, _FIRST_WAIT), _LONGEST_WAIT)
+        return self._wait
+
+    def _submit_again(self, entry: Entry) -> None:
+        times = _resubmissions(entry) + 1
+        if times > _RESUBMISSIONS:
+            self._spool.refuse(entry, "the server forgets this job again and again")
+            return
+        log.warning("the server does not know job %s any more: submitted again", entry.name)
+        self._spool.requeue(Entry(entry.path, {**entry.fields, "submitted_again": times}))
+
+    def _look_at(self, entry: Entry, job: Answer) -> None:
+        status = job.get("status")
+        if status in (Status.QUEUED, Status.RUNNING):
+            return
+        if status == Status.COMPLETED:
+            with self.handing_over:
+                self._take(_recording(self._spool.arrive(entry, {"metrics": _metrics(job)})))
+            self.failures.pop(_what(entry), None)
+        else:
+            said = f"step {entry.step}: job {entry.name} {status}: {job.get('error')}"
+            if status == Status.SUPERSEDED:
+                log.info("%s", said)
+                self.failures.pop(_what(entry), None)
+            else:
+                log.warning("%s", said)
+                self.failures[_what(entry)] = said
+            self._spool.remove(entry)
+        self._release(entry)
+
+    def _release(self, entry: Entry) -> None:
+        release(pins_in(entry.fields), self._spool)
+
+
+def release(pins: Iterable[str], spool: Spool) -> None:
+    """Remove the pins of a spool's run that nothing in it needs any more."""
+    run = spool.run.resolve()
+    for pin in pins:
+        if not spool.is_pin_needed(pin):
+            try:
+                found = read_pin(Path(pin))
+            except ExpiredError:
+                continue  # the quota, or the server, removed it
+            if found.run == run:
+                unpin(found)
+            else:
+                left_alone(f"{pin}: not a pin of {run}")
+
+
+def _what(entry: Entry) -> str:
+    """Name what an entry asks for, as often as it is submitted."""
+    return json.dumps(entry.fields.get("request"), sort_keys=True)
+
+
+def _resubmissions(entry: Entry) -> int:
+    """Return how often a job was submitted again because the server had forgotten it."""
+    times = entry.fields.get("submitted_again")
+    return times if isinstance(times, int) else 0
+
+
+def _metrics(job: Answer) -> dict[str, float]:
+    found = job.get("metrics")
+    if not isinstance(found, dict):
+        return {}
+    return {str(key): float(value) for key, value in found.items() if _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _recording(entry: Entry) -> Recording:
+    fields = entry.fields
+    request = fields.get("request")
+    weights = str(request.get("weights", "model")) if isinstance(request, dict) else "model"
+    metrics = metric_names(_metrics(fields), weights=weights)
+    return Recording(entry.name, entry.step, metrics)

@@ -1,0 +1,336 @@
+"""What all callbacks share: submit checkpoints, fetch results, and never hurt the training.
+
+In the trainer's thread only hard links and small files are made. A background thread talks to the
+server: it sends what is spooled, in order, polls what is pending, and puts results into a queue;
+another writes them to trackers.
+The server may be away for an hour and the trainer may be killed: what was asked for lies in the
+spool, and the next trainer on the same directory goes on with it. Of several processes on a run (a
+trainer and `watch`) the first sends for all, and takes all results. No public method raises.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from unshard.evaluate.locks import lock, unlock
+from unshard.evaluate.naming import run_name
+from unshard.evaluate.pins.pin import ExpiredError, PinError, pin_checkpoint
+from unshard.evaluate.sinks.base import Sink
+from unshard.evaluate.sinks.jsonl import JsonlSink
+from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.courier import Courier, ignoring_errors, release
+from unshard.evaluate.trainer.recorder import PacedSink, Recorder, Recording
+from unshard.evaluate.trainer.spool import Fields, Spool
+
+__all__ = ["Submitter", "is_first_rank"]
+
+_SHORTEST_WAIT = 0.01  # seconds
+_LOOK = 0.1  # seconds between looks at what is pending, when training has ended
+_BOTH = 2  # the background thread, and `close`
+_GRACE = 2.0  # seconds that a thread has to end, if there is no time left
+
+log = logging.getLogger(__name__)
+
+Completed = tuple[int, dict[str, float]]
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is global rank 0, as far as its launcher says."""
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    found = next((os.environ[name] for name in names if name in os.environ), "0")
+    return found == "0"
+
+
+class Submitter:
+    """Has the checkpoints of a run evaluated.
+
+    Args:
+        config: what, when, by whom.
+        run_dir: the run's directory, which holds its checkpoints; the spool lies there.
+        sinks: where results are written as they come, beside `<run>/_unshard/results.jsonl`.
+        paced: where they are written by `tick`, in the trainer's thread.
+        acts: whether this process is the one that submits; only global rank 0 is.
+        logs_refusals: whether what the server refuses is an error in the log; see `Courier`.
+    """
+
+    def __init__(  # noqa: PLR0913 (two kinds of sinks, and who says what)
+        self,
+        config: EvalConfig,
+        run_dir: Path,
+        *,
+        sinks: Sequence[Sink] = (),
+        paced: Sequence[PacedSink] = (),
+        acts: bool | None = None,
+        logs_refusals: bool = True,
+    ) -> None:
+        self.config = config
+        self.run_dir = Path(run_dir).absolute()
+        self.acts = is_first_rank() if acts is None else acts
+        self._results: queue.SimpleQueue[Completed] = queue.SimpleQueue()
+        self._logs_refusals = logs_refusals
+        self._previous: int | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._sinks, self._paced = tuple(sinks), tuple(paced)
+        self._state = self.run_dir / "_unshard"
+        self._recorder: Recorder | None = None  # made when this process is the first
+        self._lock: int | None = None
+        self._polled = self._send_at = float("-inf")  # when, in the background thread
+        self._is_closing = False
+        self._leaving, self._left = threading.Lock(), 0
+        self._is_second = False
+        self._is_all_there = not self.acts
+        if self.acts:
+            self._start()
+
+    def submit(
+        self, checkpoint_dir: str | Path, step: int, weights: Sequence[str] | None = None
+    ) -> bool:
+        """Have a saved checkpoint evaluated, if it is due; return whether it was spooled.
+
+        Milliseconds: hard links and a file for each set of weights. The checkpoint must be whole.
+
+        Args:
+            checkpoint_dir: the checkpoint.
+            step: the training step.
+            weights: of these only; None: as the configuration says.
+        """
+        is_spooled = False
+        with ignoring_errors(f"step {step} is not evaluated"):
+            step = int(step)
+            is_due = self.acts and self.config.is_due(step, self._previous)
+            self._previous = step
+            if is_due:
+                place = Path(checkpoint_dir).absolute()
+                is_spooled = self._spooled(place, step, weights or self.config.weights)
+            self._wake.set()
+        return is_spooled
+
+    def completed(self) -> list[Completed]:
+        """Return the results that came since the last call: step, metrics by their own names."""
+        found: list[Completed] = []
+        while not self._results.empty():
+            found.append(self._results.get())
+        return found
+
+    def tick(self) -> None:
+        """Write at most one result to the paced sinks: once per training log call."""
+        if self.acts:
+            with ignoring_errors("results are not logged now"):
+                if self._recorder is not None:
+                    self._recorder.tick()
+
+    def pending(self) -> list[tuple[str, int]]:
+        """Return name and step of what is not final: not sent yet, or on the server.
+
+        The result of what is no longer among them is among `completed`.
+        """
+        if not self.acts:
+            return []
+        with self._courier.handing_over:
+            entries = (*self._spool.waiting(), *self._spool.pending())
+        return [(entry.name, entry.step) for entry in entries]
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Wait until everything is final, `timeout` seconds at most, and write what came.
+
+        What is not final by then stays in the spool for the next trainer on this run, and so do
+        results that a tracker did not take in that time. The log says which steps have no result,
+        and why.
+
+        Returns:
+            Whether every evaluation that was asked for has its result.
+        """
+        if self._thread is None:
+            return self._is_all_there
+        limit = self.config.flush_timeout if timeout is None else timeout
+        end = time.monotonic() + limit
+        with ignoring_errors("not all results are logged"):
+            self._is_closing = True
+            self._wake.set()
+            if limit and (count := len(self.pending())):
+                log.warning("training waits for %d evaluations, %g s at most", count, limit)
+            while self.pending() and not self._is_second and time.monotonic() < end:
+                time.sleep(min(_LOOK, max(0.0, end - time.monotonic())))
+            missing = self._missing()
+            for one in missing:
+                log.warning("%s", one)
+            self._is_all_there = not missing
+        self.stop(end)
+        return self._is_all_there
+
+    def stop(self, end: float = 0.0) -> None:
+        """Send what waits and write what came; say nothing of what has no result.
+
+        Args:
+            end: until when, of `time.monotonic`; a short grace is given in any case.
+        """
+        if self._thread is None:
+            return
+        with ignoring_errors("not all results are logged"):
+            self._stop.set()
+            self._wake.set()
+            self._thread.join(max(_GRACE, end - time.monotonic()))
+            if self._thread.is_alive():
+                log.warning("the evaluation server is slow to answer; left behind")
+            if self._recorder is not None:
+                self._recorder.close(max(_GRACE, end - time.monotonic()))
+        self._leave()
+        self._thread = None
+
+    def _missing(self) -> list[str]:
+        """Return what has no result: what ended without one, was refused, or is not final yet."""
+        missing = [f"no result: {failure}" for failure in self._courier.failures.values()]
+        missing += [
+            f"no result: step {one.step}: refused: {one.fields.get('error')}"
+            for one in self._spool.refused()
+        ]
+        if steps := sorted({step for _, step in self.pending()}):
+            listed = f"{'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}"
+            missing.append(
+                f"no result yet: {listed}; the next trainer on {self.run_dir} fetches it, or "
+                "`unshard eval watch`"
+            )
+        return missing
+
+    def _start(self) -> None:
+        with ignoring_errors("checkpoints are not evaluated", then=self._give_up):
+            self._spool = Spool(self.run_dir)
+            self._courier = Courier(
+                self.config, self._spool, self._take, logs_refusals=self._logs_refusals
+            )
+            self._thread = threading.Thread(
+                target=self._work, name="unshard-evaluation", daemon=True
+            )
+            self._thread.start()
+
+    def _give_up(self) -> None:
+        self.acts = False
+
+    def _spooled(self, checkpoint: Path, step: int, sets: Sequence[str]) -> bool:
+        """Pin a checkpoint and put what is asked of it into the spool."""
+        pins: list[str] = []
+        try:
+            pin = pin_checkpoint(checkpoint, quota=self.config.quota, step=step, run=self.run_dir)
+            pins = [str(pin.path)]
+        except PinError as error:
+            log.warning("not kept, it may be removed before it is evaluated: %s", error)
+        except ExpiredError as error:
+            log.error("step %s cannot be evaluated any more: %s", step, error)  # noqa: TRY400
+            return False
+        request = self.request(step) | {"checkpoint": str(checkpoint)}
+        try:
+            for weights in sets:
+                asked = {**request, "weights": weights}
+                added = self._spool.add({"step": step, "pins": pins, "request": asked})
+                release(self._spool.supersede(added), self._spool)
+        except BaseException:
+            release(pins, self._spool)
+            raise
+        return True
+
+    def follow(self, job_id: str, checkpoint: Path, step: int, weights: str) -> None:
+        """Fetch the result of a job that somebody else submitted, too."""
+        with ignoring_errors(f"job {job_id} is not followed"):
+            asked = {**self.request(step), "checkpoint": str(checkpoint), "weights": weights}
+            self._spool.follow(job_id, {"step": step, "pins": [], "request": asked})
+            self._wake.set()
+
+    def request(self, step: int) -> Fields:
+        """Return what is asked of the checkpoint of a step, whatever its weights."""
+        config = self.config
+        request: Fields = {
+            "step": step,
+            "profile": config.profile,
+            "tasks": list(config.tasks),
+            "run": config.run or run_name(self.run_dir),
+            "model_args": dict(config.model_args) or None,
+            "num_fewshot": config.num_fewshot,
+            "batch_size": config.batch_size,
+            "limit": config.limit,
+            "gen_kwargs": config.gen_kwargs,
+            "num_gpus": config.num_gpus,
+        }
+        return {key: value for key, value in request.items() if value is not None}
+
+    def _take(self, recording: Recording) -> None:
+        if self._recorder is not None:
+            self._recorder.add(recording)
+        self._results.put((recording.step, dict(recording.metrics)))
+
+    def _forget(self, job_id: str) -> None:
+        for entry in self._spool.arrived():
+            if entry.name == job_id:
+                self._spool.remove(entry)
+
+    def _work(self) -> None:
+        """Do the background thread's work: send, poll, wait; until the trainer ends."""
+        try:
+            while not self._stop.is_set():
+                wait = self._round() if self._is_first() else self.config.poll_interval
+                self._wake.wait(max(_SHORTEST_WAIT, wait))
+                self._wake.clear()
+            if self._is_first():
+                with ignoring_errors("submissions wait"):
+                    self._courier.send()  # the last ones; their results are for who comes next
+            self._courier.close()
+        finally:
+            self._leave()
+
+    def _round(self) -> float:
+        """Send and poll if it is time; return the seconds until the next round.
+
+        A server that takes no submissions is left alone for a while, however often it is polled.
+        When training has ended it is tried at every poll.
+        """
+        interval = self.config.poll_interval
+        if self._is_closing or time.monotonic() >= self._send_at:
+            with ignoring_errors("submissions wait"):
+                self._send_at = time.monotonic() + self._courier.send()
+        if time.monotonic() - self._polled >= interval:
+            self._polled = time.monotonic()
+            with ignoring_errors("results wait"):
+                self._courier.poll()
+        now = time.monotonic()
+        wait = self._polled + interval - now
+        return min(wait, self._send_at - now) if self._send_at > now else wait
+
+    def _leave(self) -> None:
+        """Let the next process send for this run: when thread and `close` have both come here."""
+        with self._leaving:
+            self._left += 1
+            if self._left == _BOTH:
+                self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            unlock(self._lock)
+            self._lock = None
+
+    def _is_first(self) -> bool:
+        """Return whether this process is the one that carries what is in the run's spool."""
+        if self._lock is None and self._state.is_dir():
+            with ignoring_errors("submissions wait", then=self._unlock):
+                self._lock = lock(self.run_dir, "spool.lock")
+                if self._lock is not None:
+                    self._begin()
+                elif not self._is_second:
+                    log.warning("%s: another process sends this run's submissions", self.run_dir)
+                    log.warning("and takes the results of all; this one only spools")
+                self._is_second = self._lock is None
+        return self._recorder is not None
+
+    def _begin(self) -> None:
+        self._recorder = Recorder(
+            [JsonlSink(self._state / "results.jsonl"), *self._sinks],
+            self._paced,
+            marks=self._state / "exports",
+            on_recorded=self._forget,
+        )
+        with ignoring_errors("what an earlier process left is not taken up"):
+            self._courier.begin()
