@@ -82,10 +82,10 @@ bench: $(TEST_VENV)/.installed
 # A real server and its processes, killed at random moments; then the tests of what once went wrong
 # only now and then, again and again with busy loops next to them. Half an hour on two idle cores.
 TORTURE ?=
-REPEATED := tests/evaluation/test_adoption.py::test_a_server_killed_again_and_again_runs_every_job_once_at_a_time \
-	tests/evaluation/test_adoption.py::test_a_supervisor_that_never_got_its_order_is_no_failure \
-	tests/evaluation/test_adoption.py::test_a_stop_of_the_whole_service_while_an_evaluator_starts_fails_nothing \
-	tests/evaluation/test_supervise.py::test_a_signal_before_the_order_ends_it_as_stopped_and_nothing_is_run
+REPEATED := tests/evaluation/server/test_adoption.py::test_a_server_killed_again_and_again_runs_every_job_once_at_a_time \
+	tests/evaluation/server/test_adoption.py::test_a_supervisor_that_never_got_its_order_is_no_failure \
+	tests/evaluation/server/test_adoption.py::test_a_stop_of_the_whole_service_while_an_evaluator_starts_fails_nothing \
+	tests/evaluation/server/test_supervise.py::test_a_signal_before_the_order_ends_it_as_stopped_and_nothing_is_run
 torture-eval: export PYTHONPATH := $(CURDIR)/tests
 torture-eval: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m evaluation.torture $(TORTURE)

@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from evaluation.local_tasks import tiny_tokenizer
-from oracle.accelerate_writers import launched
-from oracle.hub_models import full_state
+from oracle.writers.accelerate import launched
+from oracle.writers.hub_models import full_state
 
 __all__ = ["LOGGING_STEPS", "WORLD", "Order", "gate", "tiny_config", "truth_of"]
 

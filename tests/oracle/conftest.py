@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from oracle.samples import Samples
-from oracle.workers import WorkerPool
+from oracle.writers.samples import Samples
+from oracle.writers.workers import WorkerPool
 
 WriteCheckpoint = Callable[[str, int, Path], dict[str, torch.Tensor]]
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from damage import bomb, cycle, judge
-from oracle.dcp_saving import read_metadata
-from oracle.samples import Sample, Samples
+from oracle.writers.dcp_saving import read_metadata
+from oracle.writers.samples import Sample, Samples
 from unshard import CheckpointError
 
 pytestmark = pytest.mark.xdist_group("torch processes")

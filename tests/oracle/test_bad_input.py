@@ -12,8 +12,8 @@ from random import Random
 import pytest
 
 from damage import Findings, Spare, assert_same_bits, change_byte, judge, places_to_flip
-from oracle.samples import FORMATS, Samples, weight_ranges
 from oracle.test_hub_writers import looks_whole
+from oracle.writers.samples import FORMATS, Samples, weight_ranges
 from ranks import assert_same, merged
 from unshard import CheckpointError, UnshardError
 from waiting import LIMIT_S

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from damage import Findings, assert_refused, judge
-from oracle.samples import Samples
+from oracle.writers.samples import Samples
 from ranks import Tensors, assert_same, rank_path, save_ranks, some_tensors
 from unshard import CheckpointError, UnshardError
 

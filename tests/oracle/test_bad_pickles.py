@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from damage import assert_refused, bomb, cycle, judge
-from oracle.dcp_saving import read_metadata
-from oracle.samples import Samples
+from oracle.writers.dcp_saving import read_metadata
+from oracle.writers.samples import Samples
 from ranks import as_rank, rank_path, save_ranks, some_tensors
 from unshard import UnsafeError, UnshardError
 

@@ -84,7 +84,7 @@ INSIDE: tuple[tuple[str, str, Fields], ...] = (
 def models() -> Any:
     """Return the module that builds them: importing transformers takes seconds."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when it is imported
-    return import_module("oracle.family_models")
+    return import_module("oracle.writers.family_models")
 
 
 def changed(models: Any, model_type: str, fields: Fields) -> Any:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import unshard
-from oracle.contract_forms import FORMS, WORLD, Form
-from oracle.contract_writers import contract_tensors
-from oracle.samples import Samples
+from oracle.writers.contract import contract_tensors
+from oracle.writers.contract_forms import FORMS, WORLD, Form
+from oracle.writers.samples import Samples
 from ranks import assert_same, merged, snapshot
 from unshard import CheckpointError
 

@@ -21,10 +21,10 @@ from transformers import (
 )
 
 import unshard
-from oracle.engine_writers import TRAINING_STEPS, lmms_run, verl_run
-from oracle.hub_models import tiny_llama, tiny_qwen2
-from oracle.trainer_writers import trainer_fsdp2
-from oracle.workers import WorkerPool
+from oracle.writers.engine import TRAINING_STEPS, lmms_run, verl_run
+from oracle.writers.hub_models import tiny_llama, tiny_qwen2
+from oracle.writers.trainer import trainer_fsdp2
+from oracle.writers.workers import WorkerPool
 from ranks import assert_same, bits, merged, rank_path, snapshot
 from unshard.merger import CheckpointMerger, FSDP2Merger
 

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 import unshard
-from oracle.saving import truth_file
-from oracle.workers import WorkerPool
+from oracle.writers.saving import truth_file
+from oracle.writers.workers import WorkerPool
 from ranks import assert_same, merged, save_ranks
-from test_recipes_made import evaluate
+from recipe_values import evaluate
 from unshard.convert.families import FAMILIES
 from unshard.convert.names import Renamed, hub_names, names_of_base
 from unshard.convert.recipes import Recipe, shape_of, take
@@ -63,7 +63,7 @@ WITH_RULES = sorted(
 def models() -> Any:
     """Return the module that builds them: importing transformers takes seconds."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when it is imported
-    return import_module("oracle.family_models")
+    return import_module("oracle.writers.family_models")
 
 
 @pytest.fixture(scope="module")

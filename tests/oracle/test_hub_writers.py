@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import unshard
-from oracle.hub_writers import HUB_SCENARIOS, MERGE_WITH_ACCELERATE
-from oracle.samples import Samples
-from oracle.workers import WorkerPool
+from oracle.writers.hub import HUB_SCENARIOS, MERGE_WITH_ACCELERATE
+from oracle.writers.samples import Samples
+from oracle.writers.workers import WorkerPool
 from ranks import assert_same, merged, snapshot
 from unshard import CheckpointError, NotMergeableError
 
@@ -126,7 +126,7 @@ def test_the_merged_model_loads_and_gives_the_same_logits(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from oracle.hub_models import tiny_llama_config, tiny_qwen2_config
+    from oracle.writers.hub_models import tiny_llama_config, tiny_qwen2_config
 
     source = samples.write(scenario, world)
     config = None

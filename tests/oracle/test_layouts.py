@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import unshard
 from oracle.conftest import WriteCheckpoint
-from oracle.dcp_saving import read_metadata, stored_tensors
-from oracle.writers import LAYOUTS
+from oracle.writers.dcp_saving import read_metadata, stored_tensors
+from oracle.writers.scenarios import LAYOUTS
 from ranks import assert_same, merged, snapshot
 from unshard import CheckpointError, NotMergeableError
 

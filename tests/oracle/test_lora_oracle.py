@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 import unshard
-from oracle.lora_writers import IDS, LoraCase, Truth, load_truth
-from oracle.workers import WorkerPool
+from oracle.writers.lora import IDS, LoraCase, Truth, load_truth
+from oracle.writers.workers import WorkerPool
 from ranks import Tensors, assert_same, merged
 
 pytestmark = [

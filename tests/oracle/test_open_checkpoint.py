@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import unshard
-from oracle import loading_writers
 from oracle.conftest import WriteCheckpoint
-from oracle.contract_forms import FORMS
-from oracle.contract_writers import contract_tensors
-from oracle.samples import Samples
-from oracle.saving import truth_file
-from oracle.workers import WorkerPool
+from oracle.writers import loading
+from oracle.writers.contract import contract_tensors
+from oracle.writers.contract_forms import FORMS
+from oracle.writers.samples import Samples
+from oracle.writers.saving import truth_file
+from oracle.writers.workers import WorkerPool
 from ranks import assert_same, bits, snapshot
 
 pytestmark = [
@@ -95,7 +95,7 @@ def test_every_format_that_is_merged_is_opened(samples: Samples, name: str) -> N
     assert said.get("step") == (None if form.step is None else str(form.step))
 
 
-@pytest.mark.parametrize("load", loading_writers.LOADS)
+@pytest.mark.parametrize("load", loading.LOADS)
 @pytest.mark.parametrize("saved", ["fsdp2_tp_uneven", "fsdp2_tp"])
 def test_ranks_of_a_sharded_model_load_their_own_part(
     worker_pool: WorkerPool,
@@ -107,4 +107,4 @@ def test_ranks_of_a_sharded_model_load_their_own_part(
     """Whatever layout it was saved in: the checkpoint of one layout is loaded into another."""
     truth = write_checkpoint(saved, 4, tmp_path / "ckpt")
     torch.save(truth, truth_file(tmp_path / "ckpt"))
-    worker_pool.run(loading_writers.LOADS[load], 4, tmp_path / "ckpt")
+    worker_pool.run(loading.LOADS[load], 4, tmp_path / "ckpt")

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 import unshard
-from oracle.saving import save_rank
-from oracle.workers import WorkerPool
+from oracle.writers.saving import save_rank
+from oracle.writers.workers import WorkerPool
 from ranks import assert_same, merged
 
 pytestmark = [
@@ -57,7 +57,7 @@ def random_checkpoint(rank: int, world: int, directory: Path) -> None:
 def test_random_placements_are_restored(
     worker_pool: WorkerPool, tmp_path: Path, world: int, seed: int
 ) -> None:
-    from oracle.saving import truth_file
+    from oracle.writers.saving import truth_file
 
     directory = tmp_path / f"seed-{100 * world + seed}" / "ckpt"
     directory.mkdir(parents=True)

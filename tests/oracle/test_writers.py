@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from oracle.samples import Samples
-from oracle.tensor_writers import DTYPES
-from oracle.workers import RankError, WorkerPool
-from oracle.writers import RANK_FILES
+from oracle.writers.samples import Samples
+from oracle.writers.scenarios import RANK_FILES
+from oracle.writers.tensor import DTYPES
+from oracle.writers.workers import RankError, WorkerPool
 
 pytestmark = pytest.mark.xdist_group("torch processes")  # one pool of them is enough
 

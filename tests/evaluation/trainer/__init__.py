@@ -1,0 +1,1 @@
+"""Tests of what runs next to a trainer: callbacks, sinks, the submitter, the watcher."""

@@ -1,0 +1,1 @@
+"""Real checkpoints, written by torch, accelerate, transformers and others."""

@@ -1,0 +1,468 @@
+"""Replacing an output and merging in place: after any crash and recovery, the old or the new.
+
+A forked child kills itself at the n-th step that touches the disk, for every n there is; then the
+next run recovers, and what stands there must be one of the two.
+"""
+
+import errno
+import functools
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+import unshard.write.commit
+import unshard.write.files
+import unshard.write.stage
+from unshard.errors import OutputError
+from unshard.write.files import is_weight_file
+from unshard.write.journal import Mode
+from unshard.write.stage import Stage, recover
+from unshard.write.targets import choose_mode
+
+OLD = {
+    "model-00001-of-00002.safetensors": "old 1",
+    "model-00002-of-00002.safetensors": "old 2",
+    "model.safetensors.index.json": "old index",
+    "pytorch_model.bin": "older",
+    "unshard.json": "old",
+    "config.json": "old config",
+    "notes.txt": "mine",
+    "sub/deep.txt": "mine too",
+}
+FRESH = {
+    "model.safetensors": "new weights",
+    "unshard.json": "new",
+    "config.json": "new config",
+    "tokenizer.json": "new tokenizer",
+    "additional_chat_templates/a.jinja": "new template",
+}
+KEPT = {"notes.txt": "mine", "sub/deep.txt": "mine too"}
+REPLACED = KEPT | FRESH
+IN_PLACE = KEPT | FRESH | {"config.json": "old config"}
+
+Texts = dict[str, str]
+
+
+def write(directory: Path, texts: Texts) -> None:
+    """Write files; `unshard.json` becomes the record that lists all but KEPT as ours."""
+    own = {name: len(text) for name, text in texts.items() if name not in KEPT}
+    weights = {name: size for name, size in own.items() if is_weight_file(name)}
+    for name, text in texts.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"unshard": text, "output": {"files": weights, "companions": own}}
+        path.write_text(json.dumps(record) if name == "unshard.json" else text)
+
+
+def read(directory: Path) -> Texts:
+    """Return all files; of a record, its version."""
+    return {
+        str(path.relative_to(directory)): json.loads(path.read_bytes())["unshard"]
+        if path.name == "unshard.json"
+        else path.read_text()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def checkpoint(target: Path) -> Path:
+    """Put a checkpoint into the target, so that merging there is in place."""
+    write(target, {"ckpt/model_world_size_1_rank_0.pt": "shard"})
+    return target / "ckpt"
+
+
+def merge_into(target: Path, sources: tuple[Path, ...] = ()) -> None:
+    with Stage(target, 100, sources=sources, overwrite=True) as stage:
+        write(stage.directory, FRESH)
+        stage.commit()
+
+
+def staged(*parents: Path) -> list[Path]:
+    return [path for parent in parents for path in parent.glob("_unshard-partial-*")]
+
+
+@pytest.fixture(params=["exchange", "aside"])
+def replacing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run with the exchange rename, and as on a system that has none."""
+    if request.param == "aside":
+        monkeypatch.setattr(unshard.write.commit, "exchange", lambda *_: False)
+    return str(request.param)
+
+
+def test_without_overwrite_an_output_is_left_alone(tmp_path: Path) -> None:
+    write(tmp_path / "out", OLD)
+    with (
+        pytest.raises(OutputError, match=r"exists already[\s\S]*overwrite=True"),
+        Stage(tmp_path / "out", 10),
+    ):
+        pass
+    assert read(tmp_path / "out") == OLD
+
+
+def test_the_mode_follows_from_where_the_checkpoint_lies(tmp_path: Path) -> None:
+    write(tmp_path / "out", OLD)
+    source = checkpoint(tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    assert choose_mode(tmp_path / "none", [source], overwrite=False) is Mode.NEW
+    assert choose_mode(tmp_path / "out", [source], overwrite=True) is Mode.REPLACE
+    for inside in (source, source.parent, tmp_path):
+        assert choose_mode(inside, [source], overwrite=True) is Mode.IN_PLACE
+    with pytest.raises(OutputError, match="no directory"):
+        choose_mode(tmp_path / "file", [source], overwrite=True)
+
+
+def test_replacing_removes_weights_and_keeps_everything_else(
+    tmp_path: Path, replacing: str
+) -> None:
+    write(tmp_path / "out", OLD)
+    (tmp_path / "out").chmod(0o750)
+    (tmp_path / "out" / "link").symlink_to("notes.txt")
+    before = (tmp_path / "out" / "notes.txt").stat().st_ino
+    merge_into(tmp_path / "out")
+    assert read(tmp_path / "out") == REPLACED | {"link": "mine"}
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
+    assert (tmp_path / "out" / "notes.txt").stat().st_ino == before  # linked, not copied
+    assert (tmp_path / "out" / "link").is_symlink()
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"], replacing
+
+
+def test_an_error_while_replacing_leaves_the_old(tmp_path: Path) -> None:
+    write(tmp_path / "out", OLD)
+    with pytest.raises(RuntimeError), Stage(tmp_path / "out", 10, overwrite=True) as stage:
+        write(stage.directory, FRESH)
+        raise RuntimeError
+    assert read(tmp_path / "out") == OLD
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_a_link_to_an_output_stays_a_link(tmp_path: Path) -> None:
+    write(tmp_path / "real", OLD)
+    (tmp_path / "out").symlink_to("real")
+    merge_into(tmp_path / "out")
+    assert (tmp_path / "out").is_symlink()
+    assert read(tmp_path / "real") == REPLACED
+
+
+def test_in_place_companions_stay_and_the_modification_time_too(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint-5"
+    write(target, OLD)
+    source = checkpoint(target)
+    os.utime(target, ns=(1_000_000_000, 2_000_000_000))
+    merge_into(target, (source,))
+    assert read(target) == IN_PLACE | {"ckpt/model_world_size_1_rank_0.pt": "shard"}
+    assert target.stat().st_mtime_ns == 2_000_000_000
+    assert staged(tmp_path, target) == []
+
+
+def test_in_place_twice_is_the_same_as_once(tmp_path: Path) -> None:
+    write(tmp_path / "run", OLD)
+    source = checkpoint(tmp_path / "run")
+    merge_into(tmp_path / "run", (source,))
+    once = read(tmp_path / "run")
+    merge_into(tmp_path / "run", (source,))
+    assert read(tmp_path / "run") == once
+
+
+def test_an_output_inside_a_checkpoint_leaves_its_modification_time(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "run")
+    os.utime(source, ns=(1_000_000_000, 2_000_000_000))
+    merge_into(source / "hf", (source,))
+    assert source.stat().st_mtime_ns == 2_000_000_000
+    assert read(source / "hf") == FRESH
+
+
+def test_two_merges_into_one_checkpoint_do_not_mix(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "run")
+    with Stage(tmp_path / "run", 10, sources=(source,), overwrite=True) as first:
+        with pytest.raises(OutputError, match="another merge into it is under way"):
+            merge_into(tmp_path / "run", (source,))
+        write(first.directory, FRESH)
+        first.commit()
+    assert read(tmp_path / "run")["model.safetensors"] == "new weights"
+
+
+STEPS = (
+    "open", "write", "pwrite", "mkdir", "rename", "replace", "link", "symlink", "unlink", "rmdir",
+    "fsync", "utime", "chmod", "copy_file_range", "fchmod",
+)  # fmt: skip
+
+
+def alone(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in a process of its own: this one is large, and takes long to fork so often."""
+
+    @functools.wraps(test)
+    def run(**given: object) -> None:
+        if "monkeypatch" in given:
+            given["monkeypatch"] = pytest.MonkeyPatch()
+        code = (
+            "import importlib, pickle, sys\n"
+            "sys.path[:], module, name, given = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+            "getattr(importlib.import_module(module), name).__wrapped__(**given)"
+        )
+        packed = pickle.dumps((sys.path, test.__module__, test.__name__, given)).hex()
+        done = subprocess.run(
+            [sys.executable, "-c", code, packed],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+    return run
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(number: int, monkeypatch: pytest.MonkeyPatch, die: Callable[[], None] = kill) -> None:
+    """Kill this process just before the n-th call that touches the disk."""
+    left = number
+
+    def counted(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                die()
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in STEPS:
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    real = unshard.write.files.exchange
+    if unshard.write.commit.__dict__["exchange"] is real:
+        monkeypatch.setattr(unshard.write.commit, "exchange", counted(real))
+
+
+def survives(number: int, action: Callable[[], None]) -> bool:
+    """Run an action in a forked child that dies at its n-th step; tell whether it came through."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_at(number, pytest.MonkeyPatch())
+            action()
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 (the child must not return into pytest)
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return False
+    assert os.waitstatus_to_exitcode(status) == 0
+    return True
+
+
+def worlds(tmp_path: Path) -> Iterator[tuple[int, Path]]:
+    """A fresh directory for every step to die at."""
+    for number in range(1000):
+        yield number, tmp_path / str(number)
+    pytest.fail("the action never comes through")
+
+
+@pytest.mark.parametrize("mode", ["new", "exchange", "aside", "in place"])
+@alone
+def test_killed_at_any_step_the_target_is_old_or_new_after_recovery(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mode == "aside":
+        monkeypatch.setattr(unshard.write.commit, "exchange", lambda *_: False)
+    seen: set[str] = set()
+    for number, world in worlds(tmp_path):
+        target = world / "out"
+        world.mkdir()
+        old: Texts = {}
+        sources: tuple[Path, ...] = ()
+        if mode != "new":
+            write(target, OLD)
+        if mode == "in place":
+            sources = (checkpoint(target),)
+        if target.exists():
+            old = read(target)
+            os.utime(target, ns=(1_000_000_000, 2_000_000_000))
+        alive = survives(number, lambda: merge_into(target, sources))  # noqa: B023
+        seen.add(recovered(world, target, old, mode))
+        if alive:
+            break
+    assert number > 15
+    assert seen == {"old", "new"}
+
+
+def recovered(world: Path, target: Path, old: Texts, mode: str) -> str:
+    """Recover as the next run does; return which state is there, "old" or "new"."""
+    age(world)
+    recover(world)
+    assert staged(world) == []
+    found = read(target) if target.is_dir() else {}
+    shard = {name: text for name, text in old.items() if name.startswith("ckpt/")}
+    fresh = {"new": FRESH, "in place": IN_PLACE | shard}.get(mode, REPLACED)
+    assert found in (old, fresh)
+    if mode == "in place":
+        assert target.stat().st_mtime_ns == 2_000_000_000
+    return "new" if found == fresh else "old"
+
+
+def terminated(number: int, _frame: FrameType | None) -> None:
+    """What the torchrun engine does when it is told to stop."""
+    raise SystemExit(128 + number)
+
+
+def interrupted_at(number: int, sent: signal.Signals, action: Callable[[], None]) -> bool:
+    """Run an action in a child that gets a signal at its n-th step; tell whether it came."""
+    pid = os.fork()
+    if pid == 0:
+        came = False
+
+        def send() -> None:
+            nonlocal came
+            came = True
+            signal.raise_signal(sent)
+
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, terminated)
+            die_at(number, pytest.MonkeyPatch(), send)
+            action()
+        except (KeyboardInterrupt, SystemExit):
+            pass
+        except BaseException:  # noqa: BLE001 (the child must not return into pytest)
+            os._exit(1)
+        os._exit(3 if came else 0)
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in {0, 3}
+    return code == 3
+
+
+@pytest.mark.parametrize("mode", ["new", "exchange", "aside", "in place"])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@alone
+def test_interrupted_at_any_step_the_target_is_old_or_new_at_once(
+    tmp_path: Path, mode: str, sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a next run that recovers: Ctrl-C waits for a commit that has begun."""
+    if mode == "aside":
+        monkeypatch.setattr(unshard.write.commit, "exchange", lambda *_: False)
+    fresh = {"new": FRESH, "in place": IN_PLACE}.get(mode, REPLACED)
+    for number, world in worlds(tmp_path):
+        target = world / "out"
+        world.mkdir()
+        sources: tuple[Path, ...] = ()
+        if mode != "new":
+            write(target, OLD)
+        if mode == "in place":
+            sources = (checkpoint(target),)
+        old = read(target) if target.is_dir() else {}
+        came = interrupted_at(number, sent, lambda: merge_into(target, sources))  # noqa: B023
+        found = read(target) if target.is_dir() else {}
+        shard = {name: text for name, text in old.items() if name.startswith("ckpt/")}
+        assert found in (old, fresh | shard), number
+        assert staged(world) == []
+        if not came:
+            break
+    assert number > 15
+
+
+def test_a_commit_that_fails_half_way_is_finished_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+    write(target, OLD)
+    sources = (checkpoint(target),)
+    real = os.replace
+
+    def full(name: str, to: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        if name == "unshard.json":
+            raise OSError(errno.ENOSPC, "no space")
+        real(name, to, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OutputError, match=r"not all new files could be moved[\s\S]*next merge"):
+        merge_into(target, sources)
+    monkeypatch.undo()
+    assert len(staged(tmp_path)) == 1
+    recover(tmp_path)
+    expected = IN_PLACE | {"ckpt/model_world_size_1_rank_0.pt": "shard"}
+    assert read(target) == expected
+    assert staged(tmp_path) == []
+
+
+def age(directory: Path) -> None:
+    """Make what died before it had a name look old enough to be abandoned."""
+    hour_ago = time.time() - 3600
+    for staging in staged(directory):
+        if not (staging / "owner.json").exists():
+            os.utime(staging, (hour_ago, hour_ago))
+
+
+@alone
+def test_killed_while_recovering_the_next_recovery_finishes(tmp_path: Path) -> None:
+    for number, world in worlds(tmp_path):
+        target = world / "out"
+        write(target, OLD)
+        sources = (checkpoint(target),)
+        killed_with_a_journal(target, sources)
+        alive = survives(number, lambda: recover(world))  # noqa: B023
+        age(world)
+        recover(world)
+        expected = IN_PLACE | {"ckpt/model_world_size_1_rank_0.pt": "shard"}
+        assert read(target) == expected
+        if alive:
+            break
+    assert number > 5
+
+
+def killed_with_a_journal(target: Path, sources: tuple[Path, ...]) -> None:
+    """Leave an in-place commit that died right after its journal was written."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            pytest.MonkeyPatch().setattr(unshard.write.stage, "finish", lambda *_: kill())
+            merge_into(target, sources)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status)
+
+
+@alone
+def test_random_kills_leave_the_old_or_the_new(tmp_path: Path) -> None:
+    for round_number in range(25):
+        target = tmp_path / str(round_number) / "out"
+        write(target, OLD)
+        sources = (checkpoint(target),)
+        old = read(target)
+        pid = os.fork()
+        if pid == 0:
+            while True:
+                merge_into(target, sources)
+        time.sleep(0.002 * (round_number % 12))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        age(target.parent)
+        recover(target.parent)
+        fresh = IN_PLACE | {"ckpt/model_world_size_1_rank_0.pt": "shard"}
+        assert read(target) in (old, fresh)
+
+
+def test_the_staging_of_another_user_is_never_acted_upon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = os.fork()
+    if pid == 0:
+        Stage(tmp_path / "out", 10).__enter__()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    recover(tmp_path)
+    assert len(staged(tmp_path)) == 1
