@@ -39,7 +39,7 @@ __all__ = [
 
 PROCESSOR_SECONDS = 10.0  # which do not pass faster where other processes keep the cores busy
 LONGEST_MESSAGE = 300_000
-MEBIBYTES = 450  # a pickle may take 300 (see `unshard.containers.unpickle`)
+MEBIBYTES = 450  # a pickle may take 300 (see `unshard.containers.pickles.unpickle`)
 
 Compare = Callable[[Tensors, Tensors], None]
 

@@ -19,9 +19,9 @@ import typer
 import unshard
 from ranks import rank_path, save_ranks, some_tensors
 from unshard import ConversionError, MergeOptions, UnshardError
-from unshard.cli.guard import front_of
 from unshard.cli.main import app
 from unshard.cli.main import main as command_line
+from unshard.cli.running.guard import front_of
 from unshard.compat import convert_checkpoint_simple, convert_fsdp_to_hf, merge_fsdp, verl
 from unshard.errors import speaking
 from unshard.fronts import OPTIONS, PYTHON, Command, Front, Mention, mentions, said, warned

@@ -1,6 +1,7 @@
 """The rules of the house that a parser can check: who imports whom, and how long things may be."""
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -29,11 +30,12 @@ LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 DOORS = {"__init__", "__main__"}
 LONGEST_MODULE = 400
 LONGEST_FUNCTION = 40
+MOST_MODULES = 12
 HEAVY = {"torch", "transformers", "accelerate", "ray"}
 # These import them in functions only, or are imported by those only who have them (callbacks);
 # their own tests show it.
 ON_DEMAND = {
-    "write.verify_load",
+    "write.verification.load",
     "engines.into_torch",
     "evaluate.callbacks.transformers",
 }
@@ -137,6 +139,38 @@ def test_a_module_has_at_most_400_lines() -> None:
         return max(0, len(path.read_text(encoding="utf-8").splitlines()) - LONGEST_MODULE)
 
     assert offences(MODULES, too_many) == {}
+
+
+def test_a_folder_has_at_most_12_modules_and_no_three_with_one_prefix() -> None:
+    folders: dict[Path, list[str]] = {}
+    for path in MODULES:
+        if dotted(path) not in DOORS and path.name != "__init__.py":
+            folders.setdefault(path.parent, []).append(path.stem)
+    assert len(folders) > 20
+    crowded = {str(folder) for folder, names in folders.items() if len(names) > MOST_MODULES}
+    assert crowded == set()
+    for folder, names in folders.items():
+        prefixes = Counter(name.split("_")[0] for name in names if "_" in name.strip("_"))
+        assert [prefix for prefix, count in prefixes.items() if count > 2] == [], folder
+
+
+TRAINER_SIDE = {"trainer", "callbacks", "sinks", "client", "lmms_engine"}
+
+
+def test_the_server_and_the_trainers_side_do_not_import_each_other() -> None:
+    def side(module: str) -> str:
+        parts = module.split(".")
+        return parts[1] if parts[0] == "evaluate" and len(parts) > 1 else ""
+
+    def across(path: Path) -> set[str]:
+        inside = {name.removeprefix("unshard.") for name in imported(tree_of(path))}
+        if side(dotted(path)) == "server":
+            return {name for name in inside if side(name) in TRAINER_SIDE}
+        if side(dotted(path)) in TRAINER_SIDE:
+            return {name for name in inside if side(name) == "server"}
+        return set()
+
+    assert offences(MODULES, across) == {}
 
 
 def test_a_function_has_at_most_40_lines() -> None:

@@ -8,7 +8,7 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command line; exit with 0, a code of `unshard.errors`, or 128 + a signal."""
     signals.end_at_once()
-    from unshard.cli.process import run
+    from unshard.cli.running.process import run
 
     run(_command_line)
 

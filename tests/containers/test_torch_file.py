@@ -16,14 +16,14 @@ import torch
 import unshard
 from ranks import Tensors, assert_same, bits, merged
 from unshard import CorruptError, IncompleteError, NotMergeableError, UnsafeError, UnshardError
-from unshard.containers.records import Value
-from unshard.containers.torch_file import TorchFile, read_torch_file
-from unshard.containers.unpickle import (
+from unshard.containers.pickles.records import Value
+from unshard.containers.pickles.unpickle import (
     MalformedPickleError,
     TruncatedPickleError,
     unpickle,
     unpickle_first,
 )
+from unshard.containers.torch_files.reader import TorchFile, read_torch_file
 from unshard.read.torch_save.values import items_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")

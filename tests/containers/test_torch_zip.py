@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.serialization import config
 
-from unshard.containers.records import Persistent, Record
-from unshard.containers.torch_zip import TorchZip, read_torch_zip
-from unshard.containers.unpickle import unpickle
+from unshard.containers.pickles.records import Persistent, Record
+from unshard.containers.pickles.unpickle import unpickle
+from unshard.containers.torch_files.zip import TorchZip, read_torch_zip
 from unshard.errors import (
     CorruptError,
     IncompleteError,
@@ -490,7 +490,7 @@ def test_zip64_numbers_beyond_the_file_are_corrupt(tmp_path: Path, place: int, n
 _CHILD = """
 import resource, sys
 from pathlib import Path
-from unshard.containers.torch_zip import read_torch_zip
+from unshard.containers.torch_files.zip import read_torch_zip
 from unshard.errors import UnshardError
 resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
 try:

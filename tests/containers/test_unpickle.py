@@ -16,8 +16,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from unshard.containers.records import Global, Persistent, Record, Value
-from unshard.containers.unpickle import DangerousPickleError, MalformedPickleError, unpickle
+from unshard.containers.pickles.records import Global, Persistent, Record, Value
+from unshard.containers.pickles.unpickle import DangerousPickleError, MalformedPickleError, unpickle
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 every_protocol = pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -558,7 +558,7 @@ def test_a_mutated_pickle_is_read_or_refused(
 _CHILD = """
 import resource
 import struct
-from unshard.containers.unpickle import DangerousPickleError, MalformedPickleError, unpickle
+from unshard.containers.pickles.unpickle import DangerousPickleError, MalformedPickleError, unpickle
 
 def memory(field):
     with open("/proc/self/status") as status:

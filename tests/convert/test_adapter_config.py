@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from test_lora import EXPERTS, entry, linear, lora_only, recipes
 
-from unshard.convert.lora_files import adapter_shape
-from unshard.convert.lora_names import FRONT, split_adapter
+from unshard.convert.lora.files import adapter_shape
+from unshard.convert.lora.names import FRONT, split_adapter
 from unshard.convert.recipes import take
 from unshard.errors import ConversionError, CorruptError
 from unshard.read.beside.adapter_config import AdapterConfig, read_adapter_config

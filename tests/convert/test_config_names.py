@@ -14,9 +14,9 @@ import unshard
 from ranks import assert_same, merged, save_ranks
 from unshard import ConversionError, MergeOptions
 from unshard.cli.reports import print_comparison, print_reports
-from unshard.convert.config_names import expected_by_config
+from unshard.convert.expected.config_names import expected_by_config
 from unshard.merger import FSDP2Merger
-from unshard.write.comparison import ByConfig
+from unshard.write.verification.comparison import ByConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 

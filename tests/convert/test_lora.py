@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from sources import Chunk, Sources, Tensor, merged, row_major, tensors_in
-from unshard.convert.lora import Fused, fuse
-from unshard.convert.lora_files import adapter_shape, adapter_tensors
-from unshard.convert.lora_names import FRONT, split_adapter
-from unshard.convert.lora_scale import scale_of
+from unshard.convert.lora.files import adapter_shape, adapter_tensors
+from unshard.convert.lora.fuse import Fused, fuse
+from unshard.convert.lora.names import FRONT, split_adapter
+from unshard.convert.lora.scale import scale_of
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import LowRank, Recipe, Take, stored_dtype, take
 from unshard.errors import ConversionError, UsageError

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
 from unshard import ConversionError
-from unshard.convert.patterns import ends_like
+from unshard.convert.lora.patterns import ends_like
 
 NAMES = st.text("abq0._\n-é٣", max_size=12)
 ONE = st.sampled_from(

@@ -32,7 +32,7 @@ from unshard.read.format import ReadOptions, Request
 from unshard.read.open import open_latest
 from unshard.tensors.boxes import Box
 from unshard.tensors.dtypes import BY_NAME
-from unshard.write.comparison import Comparison, TensorComparison, Tolerances, Values
+from unshard.write.verification.comparison import Comparison, TensorComparison, Tolerances, Values
 
 EXACT = Tolerances()
 TWO = Settings(workers=2, memory_bytes=64_000_000)
@@ -369,7 +369,7 @@ from unshard.plan.pairs import as_stored
 from unshard.progress import ignore
 from unshard.read.format import ReadOptions, Request
 from unshard.read.open import open_latest
-from unshard.write.comparison import Tolerances
+from unshard.write.verification.comparison import Tolerances
 from unshard.write.report import peak_memory
 
 ours, theirs = (

@@ -16,7 +16,7 @@ from ranks import merged, rank_path, save_ranks, snapshot
 from unshard.engines import sockets
 from unshard.engines.crew import as_one_of_torchrun
 from unshard.engines.launched import is_launcher, is_started_by_torchrun
-from unshard.write.stage import recover
+from unshard.write.staging.stage import recover
 from waiting import LIMIT_S
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -386,7 +386,7 @@ def test_several_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_dead_owner_made_above_is_removed_if_it_is_empty(tmp_path: Path) -> None:
     target = tmp_path / "a" / "b" / "out"
     code = (
-        "import os, sys; from pathlib import Path; from unshard.write.stage import Stage\n"
+        "import os, sys; from pathlib import Path; from unshard.write.staging.stage import Stage\n"
         "with Stage(Path(sys.argv[1]), 0): os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code, str(target)], check=False)

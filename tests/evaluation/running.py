@@ -150,7 +150,7 @@ def hanging_worker(directory: Path) -> Path:
 
 STAGING = """
 import os, pathlib, sys
-from unshard.write.stage import Stage
+from unshard.write.staging.stage import Stage
 Stage(pathlib.Path(sys.argv[1]), 10).__enter__()
 os._exit(0)
 """

@@ -163,7 +163,7 @@ def ended(*arguments: str) -> int:
 def test_waiting_goes_on_while_the_server_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.cli import evaluate_wait
+    from unshard.cli.evaluate import wait as evaluate_wait
     from unshard.evaluate.client.v1 import ServerAwayError, V1Client
 
     def job(client: V1Client, job_id: str) -> dict[str, object]:
@@ -212,7 +212,7 @@ def test_who_waits_is_told_what_a_job_does_and_why_it_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two jobs are followed at once; the first is queued again, the second fails."""
-    from unshard.cli import evaluate_wait
+    from unshard.cli.evaluate import wait as evaluate_wait
     from unshard.evaluate.client.v1 import V1Client
 
     same: Fields = {"run": "r", "step": 1, "weights": "model", "profile": "p", "tasks": ["t"]}

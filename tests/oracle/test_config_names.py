@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from unshard.convert.config_names import expected_by_config
-from unshard.convert.expected import Expected
+from unshard.convert.expected.config_names import expected_by_config
+from unshard.convert.expected.tensors import Expected
+from unshard.convert.expected.whole_models import MODELS
 from unshard.convert.names import hub_names
 from unshard.convert.recipes import take
-from unshard.convert.whole_models import MODELS
 from unshard.read.beside.model_config import ModelConfig
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows

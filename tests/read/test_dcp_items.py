@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.serialization import config
 
-from unshard.containers.records import Value
-from unshard.containers.torch_file import unpickled
+from unshard.containers.pickles.records import Value
+from unshard.containers.torch_files.reader import unpickled
 from unshard.errors import CorruptError, IncompleteError, UnsafeError, UnshardError
 from unshard.read.dcp import items as dcp_items
 from unshard.read.dcp.items import StoredItem, Window, read_items

@@ -6,8 +6,8 @@ import warnings
 import numpy as np
 import pytest
 
-from unshard.containers.records import Record
-from unshard.containers.unpickle import unpickle
+from unshard.containers.pickles.records import Record
+from unshard.containers.pickles.unpickle import unpickle
 from unshard.read.torch_save.values import TensorFormError
 from unshard.read.training_state.numpy_values import bytes_of, is_numpy, read_array, read_scalar
 

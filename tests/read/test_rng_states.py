@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from unshard.containers.pickle_writer import Plain, SavedTensor
+from unshard.containers.pickles.writer import Plain, SavedTensor
 from unshard.read.training_state.files import Layout
 from unshard.read.training_state.rng_states import RankState, rank_state, unite
 from unshard.tensors.dtypes import BY_NAME

@@ -19,14 +19,14 @@ from types import FrameType
 
 import pytest
 
-import unshard.write.commit
 import unshard.write.files
-import unshard.write.stage
+import unshard.write.staging.commit
+import unshard.write.staging.stage
 from unshard.errors import OutputError
 from unshard.write.files import is_weight_file
-from unshard.write.journal import Mode
-from unshard.write.stage import Stage, recover
-from unshard.write.targets import choose_mode
+from unshard.write.staging.journal import Mode
+from unshard.write.staging.stage import Stage, recover
+from unshard.write.staging.targets import choose_mode
 
 OLD = {
     "model-00001-of-00002.safetensors": "old 1",
@@ -94,7 +94,7 @@ def staged(*parents: Path) -> list[Path]:
 def replacing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run with the exchange rename, and as on a system that has none."""
     if request.param == "aside":
-        monkeypatch.setattr(unshard.write.commit, "exchange", lambda *_: False)
+        monkeypatch.setattr(unshard.write.staging.commit, "exchange", lambda *_: False)
     return str(request.param)
 
 
@@ -241,8 +241,8 @@ def die_at(number: int, monkeypatch: pytest.MonkeyPatch, die: Callable[[], None]
     for name in STEPS:
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
     real = unshard.write.files.exchange
-    if unshard.write.commit.__dict__["exchange"] is real:
-        monkeypatch.setattr(unshard.write.commit, "exchange", counted(real))
+    if unshard.write.staging.commit.__dict__["exchange"] is real:
+        monkeypatch.setattr(unshard.write.staging.commit, "exchange", counted(real))
 
 
 def survives(number: int, action: Callable[[], None]) -> bool:
@@ -275,7 +275,7 @@ def test_killed_at_any_step_the_target_is_old_or_new_after_recovery(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if mode == "aside":
-        monkeypatch.setattr(unshard.write.commit, "exchange", lambda *_: False)
+        monkeypatch.setattr(unshard.write.staging.commit, "exchange", lambda *_: False)
     seen: set[str] = set()
     for number, world in worlds(tmp_path):
         target = world / "out"
@@ -351,7 +351,7 @@ def test_interrupted_at_any_step_the_target_is_old_or_new_at_once(
 ) -> None:
     """Without a next run that recovers: Ctrl-C waits for a commit that has begun."""
     if mode == "aside":
-        monkeypatch.setattr(unshard.write.commit, "exchange", lambda *_: False)
+        monkeypatch.setattr(unshard.write.staging.commit, "exchange", lambda *_: False)
     fresh = {"new": FRESH, "in place": IN_PLACE}.get(mode, REPLACED)
     for number, world in worlds(tmp_path):
         target = world / "out"
@@ -426,7 +426,7 @@ def killed_with_a_journal(target: Path, sources: tuple[Path, ...]) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            pytest.MonkeyPatch().setattr(unshard.write.stage, "finish", lambda *_: kill())
+            pytest.MonkeyPatch().setattr(unshard.write.staging.stage, "finish", lambda *_: kill())
             merge_into(target, sources)
         finally:
             os._exit(1)

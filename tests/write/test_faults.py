@@ -26,11 +26,11 @@ from test_commit import (
     write,
 )
 
-import unshard.write.commit
-import unshard.write.stage
+import unshard.write.staging.commit
+import unshard.write.staging.stage
 from unshard.errors import OutputError
 from unshard.signals import Interrupted
-from unshard.write.stage import Stage, recover
+from unshard.write.staging.stage import Stage, recover
 
 MODES = ["new", "exchange", "aside", "in place"]
 SHARD = {"ckpt/model_world_size_1_rank_0.pt": "shard"}
@@ -45,7 +45,7 @@ def prepared(world: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> tuple[T
     target = world / "out"
     world.mkdir(exist_ok=True)
     if mode == "aside":
-        monkeypatch.setattr(unshard.write.commit, "exchange", lambda *_: False)
+        monkeypatch.setattr(unshard.write.staging.commit, "exchange", lambda *_: False)
     if mode == "new":
         return {}, FRESH
     write(target, OLD)

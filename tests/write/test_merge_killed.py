@@ -7,7 +7,7 @@ from test_commit import age, survives
 
 import unshard
 from ranks import bits, merged, save_ranks, some_tensors
-from unshard.write.stage import recover
+from unshard.write.staging.stage import recover
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 

@@ -25,9 +25,9 @@ from test_commit import (
 
 import unshard
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
-from unshard.write.journal import Journal, Mode, read_journal, write_journal
-from unshard.write.owners import Place, claim, staging_name
-from unshard.write.stage import Stage, recover
+from unshard.write.staging.journal import Journal, Mode, read_journal, write_journal
+from unshard.write.staging.owners import Place, claim, staging_name
+from unshard.write.staging.stage import Stage, recover
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -278,7 +278,7 @@ def test_what_was_killed_before_it_had_a_name_is_removed_in_its_own_place_only(
     tmp_path: Path,
 ) -> None:
     def begin() -> None:
-        pytest.MonkeyPatch().setattr("unshard.write.stage.claim", lambda *_: kill())
+        pytest.MonkeyPatch().setattr("unshard.write.staging.stage.claim", lambda *_: kill())
         Stage(tmp_path / "run" / "out", 10).__enter__()
 
     (tmp_path / "run").mkdir()

@@ -26,11 +26,11 @@ from test_commit import (
     write,
 )
 
-import unshard.write.commit
-import unshard.write.journal
-import unshard.write.replacing
-import unshard.write.stage
-from unshard.write.stage import Stage, recover
+import unshard.write.staging.commit
+import unshard.write.staging.journal
+import unshard.write.staging.replacing
+import unshard.write.staging.stage
+from unshard.write.staging.stage import Stage, recover
 
 Edit = Callable[[Path], None]
 
@@ -88,13 +88,13 @@ NAMES = [edit.__name__ for edit, _, _ in EDITS]
 
 def edit_between(monkeypatch: pytest.MonkeyPatch, edit: Callable[[], None]) -> None:
     """Let somebody edit the target when all is carried over, and nothing is exchanged."""
-    real = unshard.write.journal.write_journal
+    real = unshard.write.staging.journal.write_journal
 
     def write_journal(*args: object) -> None:
         edit()
         real(*args)  # type: ignore[arg-type]  # as it was called
 
-    monkeypatch.setattr(unshard.write.stage, "write_journal", write_journal)
+    monkeypatch.setattr(unshard.write.staging.stage, "write_journal", write_journal)
 
 
 def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_what_changes_between_carrying_over_and_the_exchange_is_not_lost(
     target = tmp_path / "out"
     write(target, OLD)
     if swap == "aside":
-        monkeypatch.setattr(unshard.write.commit, "exchange", lambda *_: False)
+        monkeypatch.setattr(unshard.write.staging.commit, "exchange", lambda *_: False)
     if not links:
         no_links(monkeypatch)
     edit_between(monkeypatch, lambda: edit(target))
@@ -169,13 +169,13 @@ def test_where_both_were_saved_both_stay(tmp_path: Path, monkeypatch: pytest.Mon
     target = tmp_path / "out"
     write(target, OLD | {"notes.txt.kept": "kept before"})
     edit_between(monkeypatch, lambda: save(target / "notes.txt", "before"))
-    real = unshard.write.replacing.settle
+    real = unshard.write.staging.replacing.settle
 
     def settle(*args: object) -> list[str]:
         save(target / "notes.txt", "after")
         return real(*args)  # type: ignore[arg-type]  # as it was called
 
-    monkeypatch.setattr(unshard.write.commit, "settle", settle)
+    monkeypatch.setattr(unshard.write.staging.commit, "settle", settle)
     (said,) = merge_over(target)
     found = read(target)
     assert found["notes.txt"] == "after"
@@ -189,7 +189,7 @@ def test_killed_at_any_step_an_edit_is_there_after_recovery(
     tmp_path: Path, swap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if swap == "aside":
-        monkeypatch.setattr(unshard.write.commit, "exchange", lambda *_: False)
+        monkeypatch.setattr(unshard.write.staging.commit, "exchange", lambda *_: False)
     places: list[Path] = []
 
     def edit() -> None:

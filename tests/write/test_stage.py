@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from unshard.errors import OutputError
-from unshard.write.stage import Stage
-from unshard.write.targets import check_space
+from unshard.write.staging.stage import Stage
+from unshard.write.staging.targets import check_space
 from waiting import LIMIT_S
 
 
@@ -109,7 +109,7 @@ def test_the_umask_is_honoured(tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from unshard.write.stage import Stage
+from unshard.write.staging.stage import Stage
 with Stage(Path(sys.argv[1]), 10) as stage:
     (stage.directory / "half").write_text("x" * 1000)
     print("ready", flush=True)

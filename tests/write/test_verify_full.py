@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import unshard
-import unshard.api.making
-import unshard.write.verify
+import unshard.api.flow.making
+import unshard.write.verification.light
 from ranks import merged, rank_path, save_ranks, some_tensors
 from unshard import CorruptError, MergeOptions, OutputError, UsageError
 from unshard.api import merge_with
-from unshard.containers.torch_zip import read_torch_zip
+from unshard.containers.torch_files.zip import read_torch_zip
 from unshard.engines.pool import Settings
 from unshard.engines.threads import run_plan
 from unshard.plan.operations import Plan
@@ -106,13 +106,13 @@ def test_replicas_that_differ_are_found_without_checksums(tmp_path: Path, name: 
 
 def damaging(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damage the output after it was written, as a faulty disk would."""
-    real = unshard.write.verify.verify_light
+    real = unshard.write.verification.light.verify_light
 
     def verify(directory: Path, layout: object) -> None:
         real(directory, layout)  # type: ignore[arg-type]
         hook(directory)
 
-    monkeypatch.setattr(unshard.api.making, "verify_light", verify)
+    monkeypatch.setattr(unshard.api.flow.making, "verify_light", verify)
 
 
 @pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
@@ -156,7 +156,7 @@ def test_verification_can_be_turned_off_and_is_one_of_three(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_ranks(tmp_path / "ckpt", large(), 2)
-    monkeypatch.setattr(unshard.api.making, "verify_light", lambda *_: pytest.fail("verified"))
+    monkeypatch.setattr(unshard.api.flow.making, "verify_light", lambda *_: pytest.fail("verified"))
     unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="off")
     with pytest.raises(UsageError, match="verify='some'"):
         unshard.merge(tmp_path / "ckpt", tmp_path / "out2", verify="some")

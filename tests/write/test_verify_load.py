@@ -20,8 +20,8 @@ from transformers import (
 
 from unshard.errors import OutputError, UsageError, how_to_install
 from unshard.tensors.dtypes import BY_CODE, DType
-from unshard.write.comparison import Mismatch
-from unshard.write.verify_load import verify_load
+from unshard.write.verification.comparison import Mismatch
+from unshard.write.verification.load import verify_load
 
 Tensors = dict[str, tuple[DType, tuple[int, ...]]]
 
@@ -168,7 +168,7 @@ def test_without_the_extra_it_says_how_to_get_it(
 
 
 def test_importing_it_imports_neither_torch_nor_transformers() -> None:
-    program = "import sys, unshard.write.verify_load; print({*sys.modules})"
+    program = "import sys, unshard.write.verification.load; print({*sys.modules})"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "'torch'" not in done.stdout

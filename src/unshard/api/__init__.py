@@ -1,6 +1,7 @@
 """What unshard does, as functions; the command line and every other caller use these."""
 
 from unshard.api.averaging import average
+from unshard.api.flow.preparing import Prepared
 from unshard.api.inspecting import Inspection, inspect
 from unshard.api.lazy import LazyTensor, OpenCheckpoint
 from unshard.api.loading import Loaded
@@ -9,11 +10,10 @@ from unshard.api.merging_steps import StepResult, merge_all, merge_steps
 from unshard.api.model_class import check_class
 from unshard.api.opening import load_into, load_state_dict, open_checkpoint
 from unshard.api.options import MergeOptions
-from unshard.api.preparing import Prepared
 from unshard.api.verifying import verify
 from unshard.engines.crew import crew
-from unshard.write.comparison import Comparison
 from unshard.write.report import Report
+from unshard.write.verification.comparison import Comparison
 
 __all__ = [
     "Comparison",

@@ -9,10 +9,10 @@ from typing import Unpack
 
 import numpy as np
 
-from unshard.api.converting import convert
+from unshard.api.flow.converting import convert
+from unshard.api.flow.preparing import plan_output
+from unshard.api.flow.sources import Sources, read_checkpoint
 from unshard.api.options import MergeOptions, given_path, showing
-from unshard.api.preparing import plan_output
-from unshard.api.sources import Sources, read_checkpoint
 from unshard.errors import ConversionError
 from unshard.fronts import PYTHON, warned
 from unshard.keywords import ReadKeywords

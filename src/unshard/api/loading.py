@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unshard.api.adapters import fuse_adapter
-from unshard.api.converting import is_stored, ties_of
+from unshard.api.flow.adapters import fuse_adapter
+from unshard.api.flow.converting import is_stored, ties_of
 from unshard.api.options import MergeOptions
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from unshard.api.converting import convert
-from unshard.api.hearing import hearing
-from unshard.api.making import (
+from unshard.api.flow.converting import convert
+from unshard.api.flow.making import (
     asked_for,
     changed_from_base,
     check_target,
@@ -19,9 +18,10 @@ from unshard.api.making import (
     verify_output,
     write_beside,
 )
+from unshard.api.flow.preparing import Prepared, plan_output
+from unshard.api.flow.sources import Opening, decompressed, one_checkpoint
+from unshard.api.hearing import hearing
 from unshard.api.options import MergeOptions, given_output, showing
-from unshard.api.preparing import Prepared, plan_output
-from unshard.api.sources import Opening, decompressed, one_checkpoint
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.keywords import MergeKeywords
 from unshard.progress import Listener, Stage, Warned

@@ -4,7 +4,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from unshard.api.preparing import Prepared
+from unshard.api.flow.preparing import Prepared
 from unshard.convert.recipes import shape_of
 from unshard.errors import ConversionError, UsageError
 
@@ -24,7 +24,7 @@ def check_class(prepared: Prepared, model_class: object) -> None:
             class.
         OutputError: the class cannot be built.
     """
-    from unshard.write.verify_load import load_as
+    from unshard.write.verification.load import load_as
 
     if not isinstance(model_class, type):
         raise UsageError(

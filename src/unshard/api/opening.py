@@ -5,12 +5,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
-from unshard.api.converting import convert_one
+from unshard.api.flow.converting import convert_one
+from unshard.api.flow.sources import inflated, read_checkpoint
 from unshard.api.hearing import hearing
 from unshard.api.lazy import OpenCheckpoint
 from unshard.api.loading import Loaded, Opened
 from unshard.api.options import MergeOptions, given_path, showing
-from unshard.api.sources import inflated, read_checkpoint
 from unshard.containers.strided import Elements
 from unshard.engines.arrays import Reader
 from unshard.errors import UsageError

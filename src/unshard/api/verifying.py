@@ -7,11 +7,11 @@ from math import inf
 from pathlib import Path
 from typing import Unpack
 
-from unshard.api.checking import expected_names
-from unshard.api.converting import convert, ties_of
+from unshard.api.flow.checking import expected_names
+from unshard.api.flow.converting import convert, ties_of
+from unshard.api.flow.sources import Sources, inflated, read_checkpoint
 from unshard.api.hearing import hearing
 from unshard.api.options import MergeOptions, given_path, showing
-from unshard.api.sources import Sources, inflated, read_checkpoint
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.convert.outputs import Converted
 from unshard.convert.precision import precision
@@ -24,8 +24,8 @@ from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.dcp.inflate import inflated_bytes
 from unshard.read.format import blaming
 from unshard.read.open import Checkpoint, open_whole
-from unshard.write.comparison import ByConfig, Comparison, Loading, Tolerances
 from unshard.write.record import RECORD_NAME
+from unshard.write.verification.comparison import ByConfig, Comparison, Loading, Tolerances
 
 __all__ = ["verify"]
 
@@ -91,7 +91,7 @@ def verify(
 
 def _loading(ours: Checkpoint, mine: Sequence[Converted], listener: Listener) -> Loading:
     """Load the names and shapes of a merged model with transformers."""
-    from unshard.write.verify_load import verify_load
+    from unshard.write.verification.load import verify_load
 
     listener(Stage("loading"))
     forms = {one.name: (one.dtype, shape_of(one.recipe)) for one in mine}

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from unshard.cli.guard import front_of
 from unshard.cli.options import Json, OutputOption, Quiet, keywords_of, taking
 from unshard.cli.reports import print_reports
+from unshard.cli.running.guard import front_of
 from unshard.cli.show import working
 from unshard.errors import UsageError
 from unshard.keywords import MergeKeywords

@@ -4,9 +4,9 @@ import json
 from typing import TYPE_CHECKING
 
 from unshard import signals
-from unshard.cli.guard import front_of
 from unshard.cli.options import Checkpoint, Json, keywords_of, taking
 from unshard.cli.reports import fields_of
+from unshard.cli.running.guard import front_of
 from unshard.cli.show import counted, print_row, size
 from unshard.fronts import Front, warned
 from unshard.keywords import ReadKeywords

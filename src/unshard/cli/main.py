@@ -9,13 +9,13 @@ import typer
 from unshard import __version__
 from unshard.cli.average import average
 from unshard.cli.environment import env
-from unshard.cli.evaluate import app as evaluate
-from unshard.cli.evaluate_runs import export, watch
-from unshard.cli.guard import guarded
+from unshard.cli.evaluate.commands import app as evaluate
+from unshard.cli.evaluate.runs import export, watch
 from unshard.cli.inspect import inspect
-from unshard.cli.logs import logged
 from unshard.cli.merge import merge
 from unshard.cli.options import Grouped
+from unshard.cli.running.guard import guarded
+from unshard.cli.running.logs import logged
 from unshard.cli.verify import verify
 
 __all__ = ["app", "main"]

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unshard.cli.guard import front_of
 from unshard.cli.options import (
     SOURCE,
     Checkpoint,
@@ -16,6 +15,7 @@ from unshard.cli.options import (
     taking,
 )
 from unshard.cli.reports import print_reports, print_steps
+from unshard.cli.running.guard import front_of
 from unshard.cli.show import working
 from unshard.errors import UsageError
 from unshard.keywords import MergeKeywords

@@ -8,7 +8,7 @@ from unshard.cli.show import counted, size
 
 if TYPE_CHECKING:
     from unshard.api import Comparison, Inspection, Report, StepResult
-    from unshard.write.comparison import ByConfig, Loading, TensorComparison
+    from unshard.write.verification.comparison import ByConfig, Loading, TensorComparison
 
 __all__ = ["fields_of", "print_comparison", "print_reports", "print_steps"]
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unshard.cli.guard import front_of
 from unshard.cli.options import Json, Quiet, keywords_of, one_of, taking
 from unshard.cli.reports import print_comparison
+from unshard.cli.running.guard import front_of
 from unshard.cli.show import listening
 from unshard.keywords import VerifyKeywords
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from unshard.cli import process
+from unshard.cli.running import process
 from unshard.compat.generation import GENERATION_CONFIG, generation_config
 from unshard.errors import ConversionError
 from unshard.fronts import line_of

@@ -17,9 +17,9 @@ from unshard.plan.pairs import TILE_BYTES, make_pair, pair_tiles
 from unshard.plan.work import Tile
 from unshard.progress import Listener, Stage
 from unshard.tensors.dtypes import numpy_dtype
-from unshard.write.comparison import Comparison, TensorComparison, Tolerances
 from unshard.write.execute import make_tile
-from unshard.write.measure import Tally, measure
+from unshard.write.verification.comparison import Comparison, TensorComparison, Tolerances
+from unshard.write.verification.measure import Tally, measure
 
 __all__ = ["compare"]
 

@@ -1,7 +1,7 @@
 """Into torch: tensors of bits in memory, and the parameters and buffers of a module.
 
-With `write.verify_load` the only modules that import torch (the extra `torch`), in functions, when
-they are used.
+With `write.verification.load` the only modules that import torch (the extra `torch`), in functions,
+when they are used.
 """
 
 from collections.abc import Callable, Iterator

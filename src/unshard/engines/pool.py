@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from unshard.progress import Advanced, Listener
-from unshard.write.interrupts import uninterrupted
+from unshard.write.staging.interrupts import uninterrupted
 
 __all__ = ["MIN_BUFFER", "Means", "Pool", "Settings", "default_workers", "shares"]
 

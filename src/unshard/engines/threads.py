@@ -12,7 +12,7 @@ from unshard.plan.work import Unit, units
 from unshard.progress import Listener
 from unshard.tensors.catalog import Catalog
 from unshard.write.execute import Executor
-from unshard.write.verify_full import Checker, Job, source_jobs
+from unshard.write.verification.full import Checker, Job, source_jobs
 
 __all__ = [
     "Overflows",

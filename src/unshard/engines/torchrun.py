@@ -26,8 +26,8 @@ from unshard.plan.work import Unit, unit_bytes, units
 from unshard.progress import Listener as Shown
 from unshard.signals import Interrupted
 from unshard.write.execute import Executor
-from unshard.write.interrupts import uninterrupted
-from unshard.write.stage import recover
+from unshard.write.staging.interrupts import uninterrupted
+from unshard.write.staging.stage import recover
 
 __all__ = ["Leader", "follow"]
 

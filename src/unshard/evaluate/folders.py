@@ -2,14 +2,15 @@
 
 A run may have been copied or unpacked from elsewhere, and other users may write to it. Directories
 are therefore opened from the run downwards, one name at a time, without following links, and are
-used through their descriptors: see `write.beneath`. Only regular files are read, up to a bound.
+used through their descriptors: see `write.staging.beneath`. Only regular files are read, up to a
+bound.
 
 A record of ours names its own inode, which a copy does not share; whatever does not is left alone.
 Devices are not compared: their numbers change when a disk is mounted again. Records carry no code
-of `write.seals`: its key goes with a container, or stays on a node, while the run is on a shared
-disk. The next trainer there has to send what waits, and to remove the pins that fill the disk. What
-somebody gains who ships a run and guesses an inode is little: the directory of pins that they
-shipped is removed, or their submission is sent, which the server checks like any other.
+of `write.staging.seals`: its key goes with a container, or stays on a node, while the run is on a
+shared disk. The next trainer there has to send what waits, and to remove the pins that fill the
+disk. Shipping a run and guessing an inode gains little: the directory of pins in that run is
+removed, or a submission in it is sent, which the server checks like any other.
 """
 
 import errno
@@ -24,7 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from unshard.containers.json_file import is_text, parsed_object
-from unshard.write.beneath import open_inside, open_regular, read_with_status
+from unshard.write.staging.beneath import open_inside, open_regular, read_with_status
 
 __all__ = [
     "STATE",

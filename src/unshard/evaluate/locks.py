@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from unshard.evaluate.folders import STATE, opened
-from unshard.write.beneath import open_regular
+from unshard.write.staging.beneath import open_regular
 
 __all__ = ["lock", "lock_file", "unlock"]
 

@@ -3,9 +3,9 @@
 import json
 from collections.abc import Mapping
 
-from unshard.convert.lora_files import adapter_shape
-from unshard.convert.lora_names import Split
-from unshard.convert.lora_scale import known_alpha
+from unshard.convert.lora.files import adapter_shape
+from unshard.convert.lora.names import Split
+from unshard.convert.lora.scale import known_alpha
 from unshard.read.beside.adapter_config import AdapterConfig
 
 __all__ = ["ADAPTER_CONFIG_NAME", "ADAPTER_NAME", "adapter_config_json"]

@@ -15,8 +15,8 @@ from unshard.plan.layout import INDEX_NAME, Layout
 from unshard.read.format import Location
 from unshard.read.open import Checkpoint
 from unshard.write.adapter import ADAPTER_CONFIG_NAME, ADAPTER_NAME
-from unshard.write.beneath import read_file
 from unshard.write.files import is_weight_file
+from unshard.write.staging.beneath import read_file
 
 __all__ = [
     "RECORD_NAME",

@@ -4,8 +4,8 @@ import json
 from math import isfinite
 from pathlib import Path
 
-from unshard.containers.pickle_writer import Plain, SavedTensor
-from unshard.containers.torch_save import write_torch_file
+from unshard.containers.pickles.writer import Plain, SavedTensor
+from unshard.containers.torch_files.writer import write_torch_file
 from unshard.read.training_state.reader import TrainingState
 
 __all__ = ["EXTRA_STATE_NAME", "SCHEDULER_NAME", "state_file_names", "write_training_state"]

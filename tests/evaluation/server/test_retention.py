@@ -17,7 +17,7 @@ from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
 from unshard.evaluate.trainer.watcher import Watching
-from unshard.write.beneath import remove
+from unshard.write.staging.beneath import remove
 from waiting import LIMIT_S
 
 DAY = 24 * 3600.0

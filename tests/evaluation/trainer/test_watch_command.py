@@ -162,7 +162,7 @@ def test_what_is_submitted_while_the_server_is_away_is_sent_later(
 def test_the_exit_code_of_once_says_that_nothing_was_sent(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.cli import evaluate_runs
+    from unshard.cli.evaluate import runs as evaluate_runs
     from unshard.cli.main import main
 
     monkeypatch.setattr(evaluate_runs, "_SEND_S", 0.1)

@@ -37,8 +37,8 @@ from unshard.evaluate.pins.links import (
     refusal,
 )
 from unshard.evaluate.pins.records import Pin, fields_of, pin_of
-from unshard.write.beneath import names_in, remove
-from unshard.write.beneath import opened as opened_in
+from unshard.write.staging.beneath import names_in, remove
+from unshard.write.staging.beneath import opened as opened_in
 
 __all__ = [
     "DEFAULT_QUOTA",

@@ -7,7 +7,7 @@ from pathlib import Path
 from unshard.errors import CorruptError
 from unshard.evaluate.folders import Record
 from unshard.evaluate.pins.files import Identity, changed_files
-from unshard.write.beneath import check_path
+from unshard.write.staging.beneath import check_path
 
 __all__ = ["Pin", "fields_of", "pin_of"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from unshard.evaluate.folders import opened
-from unshard.write.beneath import open_regular
+from unshard.write.staging.beneath import open_regular
 
 __all__ = ["PREFIX", "STEP_METRIC", "Marks", "Sink", "metric_names"]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from unshard.write.beneath import open_regular
+from unshard.write.staging.beneath import open_regular
 
 __all__ = ["JsonlSink"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from unshard.errors import CorruptError
 from unshard.evaluate.folders import STATE, left_alone, opened, read_record, write_record
 from unshard.evaluate.jobs import EvaluationError
-from unshard.write.beneath import names_in
+from unshard.write.staging.beneath import names_in
 
 __all__ = ["Entry", "Fields", "Spool", "pins_in"]
 

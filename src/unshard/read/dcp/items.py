@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.containers.torch_file import unpickled
-from unshard.containers.torch_zip import TorchZip, read_torch_zip
+from unshard.containers.torch_files.reader import unpickled
+from unshard.containers.torch_files.zip import TorchZip, read_torch_zip
 from unshard.errors import CorruptError, UnshardError
 from unshard.read.torch_save.values import TensorFormError
 from unshard.read.torch_save.views import StorageView, read_view

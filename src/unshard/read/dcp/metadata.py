@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from unshard.containers.records import Record, Value
-from unshard.containers.torch_file import unpickled
+from unshard.containers.pickles.records import Record, Value
+from unshard.containers.torch_files.reader import unpickled
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.torch_save.values import TensorFormError, ints, member, named, state_of
 from unshard.read.torch_save.values import shape as sizes_of

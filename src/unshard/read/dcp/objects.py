@@ -6,7 +6,7 @@ rank 0's part, and the others are lost.
 
 from pathlib import Path
 
-from unshard.containers.torch_file import read_torch_file
+from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import IncompleteError, NotMergeableError, raise_all
 from unshard.read.dcp.metadata import DcpMetadata
 from unshard.read.format import Location, Reading, ReadOptions

@@ -7,7 +7,7 @@ itself: every name starts with it (`model.model.norm.weight`). Nothing else is t
 import os
 from pathlib import Path
 
-from unshard.containers.torch_file import read_torch_file
+from unshard.containers.torch_files.reader import read_torch_file
 from unshard.read.dcp.metadata import DcpMetadata
 from unshard.read.format import Location
 from unshard.read.torch_save.values import items_of

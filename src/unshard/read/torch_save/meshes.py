@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import product
 from math import prod
 
-from unshard.containers.records import Record, Value
+from unshard.containers.pickles.records import Record, Value
 from unshard.read.torch_save.values import TensorFormError, ints, member, named, state_of
 from unshard.read.torch_save.values import shape as sizes_of
 from unshard.tensors.placements import DeviceMesh

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.containers.records import Global, Record, Value
+from unshard.containers.pickles.records import Global, Record, Value
 from unshard.errors import NotMergeableError
 from unshard.read.torch_save.values import items_of
 from unshard.read.torch_save.views import is_tensor

@@ -9,7 +9,7 @@ Source: `torch.distributed._shard.sharded_tensor`, the pickles of torch 2.2 to 2
 
 from dataclasses import dataclass
 
-from unshard.containers.records import Value
+from unshard.containers.pickles.records import Value
 from unshard.read.torch_save.values import TensorFormError, ints, member, state_of
 from unshard.read.torch_save.values import shape as sizes_of
 from unshard.read.torch_save.views import StorageView, dtype_named, read_view

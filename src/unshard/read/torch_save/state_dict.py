@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
-from unshard.containers.records import Record, Value
+from unshard.containers.pickles.records import Record, Value
 from unshard.containers.strided import read_strided
-from unshard.containers.torch_file import TorchFile, read_torch_file
+from unshard.containers.torch_files.reader import TorchFile, read_torch_file
 from unshard.errors import CorruptError, NotMergeableError, UnshardError
 from unshard.read.torch_save.table import Kind, RankTable
 from unshard.read.torch_save.tensors import LocalTensor, TensorDecoder

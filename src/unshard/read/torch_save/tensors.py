@@ -9,7 +9,7 @@ Sources: the pickles of torch 2.1 to 2.15 (`docs/formats.md`), `torch._utils`, `
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unshard.containers.records import Global, Record, Value
+from unshard.containers.pickles.records import Global, Record, Value
 from unshard.read.torch_save.meshes import MeshReader
 from unshard.read.torch_save.sharded_tensors import (
     SHARDED_TENSOR,

@@ -1,6 +1,6 @@
 """Small steps on records that every reader of torch's pickles takes: sizes, states, members."""
 
-from unshard.containers.records import Global, Record, Value
+from unshard.containers.pickles.records import Global, Record, Value
 
 __all__ = ["TensorFormError", "ints", "items_of", "member", "named", "shape", "state_of"]
 

@@ -5,8 +5,8 @@ Sources: the pickles of torch 2.1 to 2.15 (`docs/formats.md`), `torch._utils`, `
 
 from dataclasses import dataclass
 
-from unshard.containers.pickle_writer import STORAGES
-from unshard.containers.records import Global, Persistent, Record, Value
+from unshard.containers.pickles.records import Global, Persistent, Record, Value
+from unshard.containers.pickles.writer import STORAGES
 from unshard.read.torch_save.values import TensorFormError, ints, named, shape
 from unshard.tensors.dtypes import BY_NAME, DType
 

@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from unshard.containers.records import Record, Value
+from unshard.containers.pickles.records import Record, Value
 from unshard.read.torch_save.values import TensorFormError, named, shape
 
 __all__ = ["Array", "bytes_of", "is_numpy", "read_array", "read_scalar"]

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from zlib import crc32
 
-from unshard.containers.pickle_writer import MAX_INT_BYTES, Plain, SavedTensor
-from unshard.containers.records import Record, Value
+from unshard.containers.pickles.records import Record, Value
+from unshard.containers.pickles.writer import MAX_INT_BYTES, Plain, SavedTensor
 from unshard.containers.strided import raw_dtype, read_exactly, read_strided
-from unshard.containers.torch_file import TorchFile
+from unshard.containers.torch_files.reader import TorchFile
 from unshard.errors import CorruptError
 from unshard.read.torch_save.values import TensorFormError, named
 from unshard.read.torch_save.views import StorageView, is_tensor, read_view

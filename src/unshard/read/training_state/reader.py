@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unshard.containers.pickle_writer import Plain
-from unshard.containers.torch_file import read_torch_file
+from unshard.containers.pickles.writer import Plain
+from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CheckpointError, UnsafeError
 from unshard.read.format import Location
 from unshard.read.training_state.files import Layout, find_state_files, listed

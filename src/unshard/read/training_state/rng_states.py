@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unshard.containers.pickle_writer import Plain, SavedTensor, write_pickle
+from unshard.containers.pickles.writer import Plain, SavedTensor, write_pickle
 from unshard.read.training_state.files import Layout
 from unshard.tensors.dtypes import numpy_dtype
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from unshard.containers.json_file import json_object, shown
-from unshard.containers.records import Value
-from unshard.containers.torch_file import read_torch_file
+from unshard.containers.pickles.records import Value
+from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CheckpointError, CorruptError, NotMergeableError, UnshardError, raise_all
 from unshard.read.format import Format, Location, Reading, ReadOptions
 from unshard.read.hub_files import (

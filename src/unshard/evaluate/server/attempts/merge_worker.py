@@ -22,7 +22,7 @@ from unshard.errors import ConversionError, OutputError, UnshardError
 from unshard.fronts import Command
 
 if TYPE_CHECKING:
-    from unshard.api.preparing import Prepared
+    from unshard.api.flow.preparing import Prepared
 
 __all__ = ["ANSWER_NAME", "Order", "main"]
 
@@ -130,7 +130,7 @@ def _accept(prepared: "Prepared") -> "Prepared":
 
 def _demand_config(prepared: "Prepared") -> "Prepared":
     """Raise, before anything is written, if the output will have no config."""
-    from unshard.api.preparing import without_config
+    from unshard.api.flow.preparing import without_config
 
     if prepared.config is None:
         raise ConversionError(

@@ -21,7 +21,7 @@ from unshard.evaluate.server.attempts.merge_worker import ANSWER_NAME, Order
 from unshard.evaluate.server.config.profiles import Kind, Profile
 from unshard.evaluate.server.processes.launching import start_module
 from unshard.evaluate.server.processes.table import identify, kill_group
-from unshard.write.stage import recover
+from unshard.write.staging.stage import recover
 
 __all__ = [
     "CrashedError",

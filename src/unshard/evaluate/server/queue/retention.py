@@ -13,7 +13,7 @@ from pathlib import Path
 
 from unshard.evaluate.folders import left_alone, opened
 from unshard.evaluate.server.store.store import Store
-from unshard.write.beneath import remove, status_of
+from unshard.write.staging.beneath import remove, status_of
 
 __all__ = ["JOBS", "Retention"]
 

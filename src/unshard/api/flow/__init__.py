@@ -1,0 +1,1 @@
+"""The steps of `api.merging`, in their order."""

@@ -1,0 +1,300 @@
+"""`unshard eval`: the server, and what speaks to it."""
+
+import contextlib
+import json
+import os
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from unshard import signals
+from unshard.cli.evaluate.show import print_jobs, print_results
+from unshard.cli.evaluate.wait import wait_for
+from unshard.cli.options import Json
+from unshard.cli.running.guard import error_fields, front_of, guarded
+from unshard.cli.running.streams import say
+from unshard.errors import UnshardError, UsageError, how_to_install
+
+if TYPE_CHECKING:
+    from unshard.evaluate.client.lmms import EvalClient
+
+__all__ = ["FAILED", "URL", "TokenFile", "app"]
+
+app = typer.Typer(
+    name="eval",
+    help="Evaluate checkpoints during training (extra `eval`).",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def _group() -> None:
+    signals.raise_them()  # each of these commands says for itself what goes on without it
+
+
+Url = Annotated[
+    str,
+    typer.Option(
+        "--server", metavar="URL", envvar="UNSHARD_EVAL_SERVER", help="URL of the server."
+    ),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        envvar="UNSHARD_EVAL_TOKEN_FILE",
+        help="A file that contains the server's token.",
+    ),
+]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, or its beginning.")]
+Profile = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="One of the evaluators that the server offers."),
+]
+Tasks = Annotated[str, typer.Option(metavar="A,B", help="Tasks to evaluate.")]
+WeightSets = Annotated[
+    str, typer.Option(metavar="model,ema", help="Which weights; one job for each.")
+]
+URL = "http://127.0.0.1:8000"
+FAILED = 1
+
+
+def _client(url: str, token_file: Path | None) -> "EvalClient":
+    _check_extra("httpx")
+    from unshard.evaluate.client.lmms import EvalClient
+    from unshard.evaluate.credentials import read_token
+    from unshard.evaluate.trainer.config_values import a_url
+
+    a_url({"--server": url}, "--server")
+    what = f"--token-file {token_file}"
+    token = None if token_file is None else read_token(token_file, what=what)
+    return EvalClient(url, token=token)
+
+
+def _check_extra(*modules: str) -> None:
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        packages = " ".join("pyyaml" if name == "yaml" else name for name in missing)
+        raise UsageError(f"not installed: {packages}", hint=how_to_install(packages, "eval"))
+
+
+@app.command()
+@guarded
+def serve(
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A YAML file; every setting has a default.")
+    ] = None,
+    root: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="A directory that may contain checkpoints; may be repeated.  "
+            "[default: the current directory]",
+        ),
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="0,1|N",
+            help="GPU numbers (0,1; 3, for GPU 3 alone) or how many.  [default: all]",
+        ),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="HOST", help="Address to listen on.  [default: 127.0.0.1]")
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Port to listen on; 0 picks a free one.  [default: 8000]",
+        ),
+    ] = None,
+    token_file: TokenFile = None,
+    allow_unauthenticated: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CIDR", help="A network whose clients need no token; may be repeated."
+        ),
+    ] = None,
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Directory for jobs, logs and results.  [default: unshard-eval]"
+        ),
+    ] = None,
+) -> None:
+    """Run the evaluation server."""
+    _check_extra("fastapi", "uvicorn", "httpx", "pydantic", "yaml")
+    from unshard.evaluate.server.serve import Given, serve
+
+    given = Given(
+        config,
+        tuple(root or ()),
+        gpus,
+        host,
+        port,
+        token_file,
+        tuple(allow_unauthenticated or ()),
+        work_dir,
+    )
+    try:
+        serve(given)
+    except KeyboardInterrupt as error:
+        why = "Stopped. Running evaluations continue; the next server will pick them up."
+        raise KeyboardInterrupt(why) from error
+
+
+@app.command()
+@guarded
+def submit(
+    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint.")],
+    tasks: Tasks,
+    profile: Profile = "lm-eval",
+    step: Annotated[
+        int | None, typer.Option(help="The training step.  [default: from the directory's name]")
+    ] = None,
+    run: Annotated[
+        str, typer.Option(help="The training run.  [default: the run directory's name]")
+    ] = "",
+    weights: WeightSets = "model",
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait",
+            help="Wait until the jobs have ended, and say what happens to them; exit code 1 unless "
+            "all completed.",
+        ),
+    ] = False,
+    server: Url = URL,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Queue evaluations of a checkpoint."""
+    with _client(server, token_file) as client:
+        path = os.path.realpath(checkpoint)  # the server's answer says what is wrong with it
+        names = _listed(tasks)
+        jobs: list[dict[str, object]] = []
+        try:
+            for one in _listed(weights):
+                job = client.submit(
+                    path, step=step, profile=profile, tasks=names, weights=one, run=run
+                )
+                jobs.append(job)
+        except UnshardError as error:
+            if not jobs:
+                raise
+            _fail_after(checkpoint, jobs, error, as_json=as_json)
+        if wait:
+            jobs = wait_for(client, [str(job["id"]) for job in jobs])
+    print_jobs(jobs, as_json=as_json)
+    if wait and any(job["status"] != "completed" for job in jobs):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+@guarded
+def status(
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="JOB", help="A job's id, or its beginning.  [default: the newest 100 jobs]"
+        ),
+    ] = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN", help="Only jobs of this run.")] = None,
+    server: Url = URL,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show the status of jobs."""
+    with _client(server, token_file) as client:
+        _print_problems(client)
+        jobs = [client.job(job)] if job else client.jobs(run=run)
+    print_jobs(jobs, run=run, as_json=as_json)
+
+
+@app.command()
+@guarded
+def cancel(
+    job: JobId, server: Url = URL, token_file: TokenFile = None, as_json: Json = False
+) -> None:
+    """Cancel a job, queued or running."""
+    with _client(server, token_file) as client:
+        print_jobs([client.cancel(job)], as_json=as_json)
+
+
+@app.command()
+@guarded
+def logs(
+    job: JobId,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing until the job ends.")
+    ] = False,
+    server: Url = URL,
+    token_file: TokenFile = None,
+) -> None:
+    """Print a job's log."""
+    with _client(server, token_file) as client:
+        offset = 0
+        while True:
+            part = client.log(job, offset)
+            print(_lines(str(part["text"])), end="", flush=True)
+            if part["ended"] or not (follow or part["text"]):
+                return
+            after = int(str(part["offset"]))
+            if after == offset:
+                time.sleep(1)
+            offset = after
+
+
+@app.command()
+@guarded
+def results(
+    run: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Only results of this run.")
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    server: Url = URL,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Print all results, each with its training step."""
+    with _client(server, token_file) as client:
+        found = client.results(run=run)
+    print_results(found, run=run, as_csv=as_csv, as_json=as_json)
+
+
+def _fail_after(
+    checkpoint: Path, jobs: list[dict[str, object]], error: UnshardError, *, as_json: bool
+) -> NoReturn:
+    """Print the jobs that the server accepted, then why it refused the next one, and exit."""
+    if as_json:
+        print(json.dumps({"jobs": jobs, "error": error_fields(error)}))
+    else:
+        print_jobs(jobs, as_json=False)
+    error.front = front_of(submit, {"checkpoint": checkpoint})
+    say(f"error: {error}")
+    raise typer.Exit(error.exit_code) from error
+
+
+def _print_problems(client: "EvalClient") -> None:
+    """Say why the server accepts no jobs now, if it answers that."""
+    from unshard.evaluate.client.v1 import ServerAwayError
+
+    with contextlib.suppress(ServerAwayError):  # what is asked next fails with the reason
+        for problem in client.problems():
+            say(f"warning: the server accepts no jobs now: {problem}")
+
+
+def _lines(text: str) -> str:
+    """Return a part of a log with each state of a progress bar on a line of its own."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

@@ -1,0 +1,228 @@
+"""`unshard eval watch` and `unshard eval export`: commands about whole runs."""
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unshard.cli.evaluate.commands import FAILED, URL, TokenFile
+from unshard.cli.evaluate.show import on_one_line
+from unshard.cli.options import Json, one_of
+from unshard.cli.running.streams import say
+from unshard.cli.show import counted
+from unshard.errors import UsageError
+
+if TYPE_CHECKING:
+    from unshard.evaluate.trainer.config import EvalConfig
+    from unshard.evaluate.trainer.watcher import Watching
+
+__all__ = ["export", "watch"]
+
+_SEND_S = 30.0  # how long --once waits for a server
+_ANSWER_S = 2.0  # how long a look waits for the server's answers; later ones are said by the next
+_SETTLE_S = 2.0  # how far apart the two looks of --once are, at most
+
+Server = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL", envvar="UNSHARD_EVAL_SERVER", help=f"URL of the server.  [default: {URL}]"
+    ),
+]
+
+
+def watch(
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="The directory where the trainer saves checkpoints."),
+    ],
+    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="Tasks to evaluate.")] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="One of the evaluators that the server offers.  [default: lm-eval]",
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="model,ema", help="Which weights.  [default: model]"),
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Only the first checkpoint at or after every Nth step."
+        ),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(help="The training run.  [default: the directory's name]")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A YAML file with the callbacks' settings; options given here override it."
+        ),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(min=0.05, metavar="SECONDS", help="Polling interval.")
+    ] = 30.0,
+    once: Annotated[
+        bool,
+        typer.Option(
+            "--once",
+            help="Submit the checkpoints that are complete and exit; exit code 1 if the server did "
+            "not accept all of them.",
+        ),
+    ] = False,
+    server: Server = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Evaluate a run's checkpoints as they are saved, by any trainer.
+
+    A checkpoint is submitted once, when it is complete, and hard links keep it until it has been
+    evaluated. Ctrl-C stops watching; the same command resumes.
+    """
+    from unshard.cli.evaluate.commands import _check_extra
+
+    _check_extra("httpx", "yaml")
+    from unshard.evaluate.logs import log_to_stderr
+    from unshard.evaluate.trainer.watcher import Watching
+
+    log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
+    given: dict[str, object] = {
+        "server_url": server,
+        "profile": profile,
+        "tasks": tasks,
+        "weights": weights,
+        "eval_steps": every,
+        "run": run,
+        "token_file": None if token_file is None else str(token_file),
+    }
+    chosen = {key: value for key, value in given.items() if value is not None}
+    configured = _configured(config, chosen, interval)
+    _await(directory, None if once else interval)
+    with Watching(directory, configured) as watching:
+        if once:
+            _watch_once(watching, min(interval, _SETTLE_S))
+            return
+        while True:
+            _look(watching)
+            time.sleep(interval)
+
+
+def export(
+    to: Annotated[
+        str,
+        one_of("tensorboard", "wandb", "mlflow", "trackio", "jsonl", help="The tracker."),
+    ],
+    run: Annotated[
+        str | None, typer.Option(help="Only this run.  [default: all runs, each separately]")
+    ] = None,
+    directory: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Where to write files (tensorboard: a training run's log directory) and the "
+            "record of what has been exported.",
+        ),
+    ] = Path("unshard-exports"),
+    project: Annotated[
+        str, typer.Option(help="The project of wandb or trackio, or the experiment of mlflow.")
+    ] = "",
+    server: Server = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Write each result into a tracker once, under its own step."""
+    from unshard.cli.evaluate.commands import _client
+    from unshard.evaluate.sinks.export import Destination, Target, export_all
+
+    if to not in list(Target):
+        raise UsageError(f"--to {to}: unknown", expected=", ".join(Target))
+    destination = Destination(Target(to), directory, project, is_for_one=run is not None)
+    destination.check()
+    with _client(server or URL, token_file) as client:
+        found = client.results(run=run)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # trackers print
+            done = export_all(found, destination)
+    except OSError as error:
+        raise UsageError(f"--directory {directory}: cannot be written", found=str(error)) from error
+    if as_json:
+        names = ("run", "written", "present", "without_step")
+        print(json.dumps({"runs": [{name: getattr(one, name) for name in names} for one in done]}))
+        return
+    for one in done:
+        left = f", {one.without_step} left out: they have no step" if one.without_step else ""
+        print(
+            f"{one.run}: {counted(one.written, 'job')} written, {one.present} already there{left}"
+        )
+    if not done:
+        print("the server has no results" + (f" of {run}" if run else ""))
+
+
+def _configured(file: Path | None, chosen: dict[str, object], interval: float) -> "EvalConfig":
+    """Return what a file says, if there is one, with what the options say in its place."""
+    from dataclasses import replace
+
+    from unshard.evaluate.trainer.config import EvalConfig
+    from unshard.evaluate.trainer.config_values import an_interval
+
+    an_interval({"--interval": interval}, "--interval")
+    if file is None:
+        default = {"server_url": URL, "profile": "lm-eval", "poll_interval": interval}
+        return EvalConfig.from_dict({**default, **chosen})
+    base = EvalConfig.from_yaml(file)
+    least = {"server_url": base.server_url, "profile": base.profile, "tasks": base.tasks}
+    read = EvalConfig.from_dict({**least, **chosen})
+    return replace(base, **{key: getattr(read, key) for key in chosen})
+
+
+def _await(directory: Path, interval: float | None) -> None:
+    """Wait until a directory exists; None: not at all. A trainer may want to make it itself."""
+    if directory.is_dir():
+        return
+    if interval is None or directory.exists():
+        found = "a file" if directory.exists() else "nothing"
+        raise UsageError(f"{directory}: cannot be watched", expected="a directory", found=found)
+    say(f"waiting for {directory}, which does not exist yet")
+    while not directory.is_dir():
+        time.sleep(interval)
+
+
+def _watch_once(watching: "Watching", apart: float) -> None:
+    _look(watching)
+    time.sleep(apart)  # a file that still grows is not complete
+    _look(watching)
+    is_sent = watching.sent(_SEND_S)
+    _say_answers(watching)
+    if not is_sent:
+        say("not sent: the server accepts nothing now; the next `watch` resends")
+    if not is_sent or watching.has_refusals or watching.held_back:
+        raise typer.Exit(FAILED)
+
+
+def _say_answers(watching: "Watching") -> None:
+    """Print what the server accepted and what it refused."""
+    for answer in watching.answers():
+        weights = ", ".join(answer.weights)
+        if answer.refused is None:
+            print(f"step {answer.step}: submitted ({weights})", flush=True)
+        else:
+            say(f"step {answer.step}: refused ({weights}): {answer.refused}")
+
+
+def _look(watching: "Watching") -> None:
+    before = watching.held_back
+    if watching.look():
+        watching.sent(_ANSWER_S)
+    _say_answers(watching)
+    if watching.held_back not in (0, before):
+        say(f"{watching.held_back} more waiting for room among the pins")
+    for step, metrics in watching.completed():
+        for name, value in metrics.items():
+            print(f"step {step}: {on_one_line(name)} = {value:.6g}", flush=True)

@@ -1,0 +1,1 @@
+"""How a command begins and ends: streams, logs, errors and exit codes."""

@@ -1,0 +1,251 @@
+"""The state of the pickle machine: stack, marks, memo, budget; and the steps that opcodes share.
+
+`pickle_opcodes` maps every opcode to a step; `unpickle` runs them. See there for the bounds.
+"""
+
+import secrets
+from struct import unpack_from
+from typing import cast
+
+from unshard.containers.pickles.globals import is_dangerous
+from unshard.containers.pickles.records import Global, Persistent, Record, Value
+
+__all__ = ["DangerousPickleError", "Machine", "MalformedPickleError", "SaltedInt", "safe_key"]
+
+_MAX_DEPTH = 1000
+_MEMORY_FLOOR = 300_000_000  # bytes that any pickle may take, however short
+_MAX_NAME = 1000
+_MAX_KEY = 1 << 64
+_BATCH = 20_000
+_MAX_KEY_LENGTH = 4096
+_MAX_KEY_ITEMS = 8
+_SALT = secrets.randbits(61)
+
+# About what CPython allocates for one of each, in bytes.
+TUPLE_COST, LIST_COST, DICT_COST, SET_COST = 56, 72, 80, 232
+RECORD_COST, ENTRY_COST, NUMBER_COST, TEXT_COST = 110, 130, 28, 60
+TABLE_COST = 120  # of the smallest hash table
+SALTED_COST = 64
+SLOT_COST = 9  # of one place on the stack or in the memo
+_CHECK_EVERY = 1_000_000
+
+
+class MalformedPickleError(ValueError):
+    """The bytes are not a pickle that can be read, or exceed the bounds. The message says which."""
+
+
+class DangerousPickleError(ValueError):
+    """The pickle names code that runs commands. The message is the name."""
+
+
+class SaltedInt(int):
+    """An integer as a dict key: it hashes by a random salt, so that keys cannot be made to collide.
+
+    To look one up: `value[SaltedInt(3)]`.
+    """
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash((_SALT, int(self)))
+
+
+class Machine:
+    """The pickle virtual machine: one stack, one memo, and an account of what was allocated."""
+
+    __slots__ = (
+        "allowance",
+        "check_at",
+        "data",
+        "globals",
+        "marks",
+        "memo",
+        "pos",
+        "sparse",
+        "spent",
+        "stack",
+    )
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.pos = 0
+        self.stack: list[Value] = []
+        self.marks: list[list[Value]] = []
+        self.memo: list[Value] = []
+        self.sparse: dict[int, Value] = {}
+        self.globals: dict[tuple[str, str], Global] = {}
+        self.spent = 0
+        self.check_at = _CHECK_EVERY
+        self.allowance = max(_MEMORY_FLOOR - 10 * len(data), SLOT_COST * len(data))
+
+    def take(self, count: int) -> bytes:
+        """Return the next `count` bytes."""
+        start = self.pos
+        self.pos = end = start + count
+        if count < 0 or end > len(self.data):
+            raise MalformedPickleError(f"truncated: byte {start} promises {count} bytes more")
+        return self.data[start:end]
+
+    def line(self) -> bytes:
+        """Return the bytes up to the next newline (protocol 0 and GLOBAL)."""
+        start, end = self.pos, self.data.find(b"\n", self.pos)
+        if end < 0:
+            self.pos = len(self.data)
+            raise MalformedPickleError(f"truncated: the line at byte {start} has no end")
+        text = self.data[start:end]
+        self.pos = end + 1
+        return text
+
+    def number(self, layout: str, width: int) -> int:
+        """Return the next little-endian integer."""
+        (value,) = unpack_from(layout, self.data, self.pos)
+        self.pos += width
+        return cast(int, value)
+
+    def push_text(self, text: str, stored_bytes: int) -> None:
+        """Push a string that was stored in so many bytes; one wide character makes all wide."""
+        self.charge(TEXT_COST + 4 * stored_bytes)
+        self.stack.append(text)
+
+    def charge(self, cost: int) -> None:
+        """Account for an allocation of about `cost` bytes."""
+        self.spent += cost
+        if self.spent > self.check_at:
+            self.check_at = self.spent + _CHECK_EVERY
+            self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Refuse what would exceed max(300 MB, 20 x the pickle) in the end.
+
+        A byte that is still to come takes at most one slot, so memory earned so far may grow with
+        the bytes read so far.
+        """
+        slots = len(self.memo) + len(self.stack) + sum(map(len, self.marks))
+        if self.spent + SLOT_COST * slots > self.allowance + SLOT_COST * self.pos:
+            raise MalformedPickleError(
+                f"beyond the memory bound at byte {self.pos}: more objects than "
+                f"{len(self.data)} bytes of pickle can need"
+            )
+
+    def mark(self) -> None:
+        """Open a mark: what is pushed from here on belongs to it."""
+        self.charge(LIST_COST)
+        self.marks.append(self.stack)
+        self.stack = []
+        if len(self.marks) > _MAX_DEPTH:
+            raise MalformedPickleError(f"nested deeper than {_MAX_DEPTH} at byte {self.pos}")
+
+    def pop_mark(self) -> list[Value]:
+        """Return what lies above the last mark, and drop the mark."""
+        items = self.stack
+        self.stack = self.marks.pop()
+        self.spent -= LIST_COST
+        return items
+
+    def remember(self, index: int) -> None:
+        """Store the top of the stack in the memo. Real picklers count up; other indices cost."""
+        memo = self.memo
+        if index == len(memo):
+            memo.append(self.stack[-1])
+        elif index < len(memo):
+            memo[index] = self.stack[-1]
+        else:
+            self.charge(ENTRY_COST)
+            self.sparse[SaltedInt(index)] = self.stack[-1]
+
+    def recall(self, index: int) -> None:
+        """Push a memo entry."""
+        memo = self.memo
+        self.stack.append(memo[index] if index < len(memo) else self.sparse[SaltedInt(index)])
+
+    def push_global(self, module: str, name: str) -> None:
+        """Push a name; refuse a dangerous one."""
+        key = (module, name)
+        known = self.globals.get(key)
+        if known is None:
+            if len(module) + len(name) > _MAX_NAME:
+                raise MalformedPickleError(f"a name of {len(module) + len(name)} characters")
+            self.charge(4 * TEXT_COST + 2 * ENTRY_COST + 8 * (len(module) + len(name)))
+            known = self.globals[key] = Global(module, name)
+            if is_dangerous(known) and not _is_plain_getattr(known):
+                raise DangerousPickleError(str(known))
+        self.stack.append(known)
+
+    def push_call(self, callee: Value, args: Value) -> None:
+        """Push the record of a call."""
+        if not isinstance(args, tuple):
+            raise MalformedPickleError(f"a call without an argument tuple at byte {self.pos}")
+        self.charge(RECORD_COST)
+        if isinstance(callee, Global) and _is_plain_getattr(callee):
+            self.push_attribute(args)
+        else:
+            self.stack.append(Record(callee, args))
+
+    def push_attribute(self, args: tuple[Value, ...]) -> None:
+        """Protocol 2 spells a nested class `getattr(Outer, "Inner")`: its name is all we need."""
+        match args:
+            case (Global(module, outer), str(inner)):
+                self.push_global(module, f"{outer}.{inner}")
+            case _:
+                raise DangerousPickleError("builtins.getattr")
+
+    def set_items(self, target: Value, items: list[Value]) -> None:
+        """Record `target[key] = value` for alternating keys and values."""
+        if len(items) % 2:
+            raise MalformedPickleError(f"a key without a value at byte {self.pos}")
+        for start in range(0, len(items), _BATCH):  # copies of keys are gone after each batch
+            self._set_batch(target, items[start : start + _BATCH])
+
+    def _set_batch(self, target: Value, items: list[Value]) -> None:
+        self.charge(TABLE_COST)
+        keys, values = self.safe_elements(items[::2]), items[1::2]
+        if isinstance(target, dict):
+            target.update(zip(keys, values, strict=True))
+        elif isinstance(target, Record):
+            target.items.extend(zip(keys, values, strict=True))
+        else:
+            raise MalformedPickleError(f"items set on {type(target).__name__} at byte {self.pos}")
+
+    def extend(self, target: Value, values: list[Value]) -> None:
+        """Record `target.extend(values)` for a list or a record."""
+        self.charge(SLOT_COST * len(values))
+        match target:
+            case list():
+                target.extend(values)
+            case Record():
+                target.elements.extend(values)
+            case _:
+                kind = type(target).__name__
+                raise MalformedPickleError(f"appended to {kind} at byte {self.pos}")
+
+    def safe_elements(self, values: list[Value]) -> list[Value]:
+        """Return what is about to become dict keys or elements of a set, each safe to hash."""
+        self.charge(ENTRY_COST * len(values))
+        tuples = sum(isinstance(value, tuple) for value in values)
+        if tuples:
+            self.charge(tuples * (2 * TUPLE_COST + _MAX_KEY_ITEMS * (SLOT_COST + SALTED_COST)))
+        return list(map(safe_key, values))
+
+
+def _is_plain_getattr(name: Global) -> bool:
+    return name.name == "getattr" and name.module in ("builtins", "__builtin__")
+
+
+def safe_key(key: Value) -> Value:
+    """Return a dict key or set element as something that is safe to hash.
+
+    What could take exponential time (nested tuples), or be made to collide (integers, long equal
+    texts), is refused or salted.
+    """
+    if isinstance(key, str | bytes):
+        if len(key) <= _MAX_KEY_LENGTH:
+            return key
+        raise MalformedPickleError(f"a dict key of {len(key)} characters")
+    if key is None or isinstance(key, bool | Global | Record | Persistent):
+        return key
+    if isinstance(key, int) and -_MAX_KEY < key < _MAX_KEY:
+        return SaltedInt(key)
+    flat = isinstance(key, tuple) and not any(isinstance(item, tuple) for item in key)
+    if isinstance(key, tuple) and flat and len(key) <= _MAX_KEY_ITEMS:
+        return tuple(map(safe_key, key))
+    raise MalformedPickleError(f"a dict key or set element of type {type(key).__name__}")

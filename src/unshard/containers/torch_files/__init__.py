@@ -1,0 +1,1 @@
+"""Files of `torch.save`: zips, and the formats before torch 1.6."""

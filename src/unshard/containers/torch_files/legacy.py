@@ -1,0 +1,270 @@
+"""The legacy format of `torch.save` (torch before 1.6, or `_use_new_zipfile_serialization=False`).
+
+Five pickles stand one after another: a magic number, the protocol, facts about the machine, the
+object, and the keys of its storages. Then, per key, a little-endian 64-bit number of elements and
+the bytes themselves, unaligned and without a directory: where a storage lies follows only from the
+sizes of all before it. Only the pickles and those numbers are read here, never the weights.
+
+Source: `torch.serialization._legacy_save` and `_legacy_load`.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from struct import unpack
+
+from unshard.containers.pickles.records import Global, Persistent, Record, Value
+from unshard.containers.pickles.unpickle import (
+    MalformedPickleError,
+    TruncatedPickleError,
+    unpickle_first,
+)
+from unshard.containers.torch_files.zip import StorageRecord
+from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+
+__all__ = ["is_start_of_legacy", "is_torch_legacy", "read_torch_legacy"]
+
+_MAGIC_PICKLE = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+_MAGIC = _MAGIC_PICKLE[4:14]
+_PROTOCOL = 1001
+_FIRST_READ = 1 << 20
+_MAX_PICKLE = 256 * 1024 * 1024
+_MAX_CONTAINERS = 2_000_000  # of the object; 100,000 tensors make some 800,000
+_ELEMENT_SIZES = {
+    "DoubleStorage": 8,
+    "FloatStorage": 4,
+    "HalfStorage": 2,
+    "BFloat16Storage": 2,
+    "LongStorage": 8,
+    "IntStorage": 4,
+    "ShortStorage": 2,
+    "CharStorage": 1,
+    "ByteStorage": 1,
+    "BoolStorage": 1,
+    "ComplexFloatStorage": 8,
+    "ComplexDoubleStorage": 16,
+    "UntypedStorage": 1,
+    "QInt32Storage": 4,
+    "QInt8Storage": 1,
+    "QUInt8Storage": 1,
+    "QUInt4x2Storage": 1,
+    "QUInt2x4Storage": 1,
+}
+_HINT = "load it with torch.load and save it again with torch.save"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stated:
+    """A storage as the object's pickle states it: number of elements, and bytes per element."""
+
+    elements: int
+    element_size: int
+
+    @property
+    def size(self) -> int:
+        return self.elements * self.element_size
+
+
+def is_torch_legacy(head: bytes) -> bool:
+    """Tell by a file's first bytes whether it is of this format, whatever its pickle protocol."""
+    return head[:1] == b"\x80" and _MAGIC in head[:32]
+
+
+def is_start_of_legacy(head: bytes) -> bool:
+    """Tell whether these bytes, all that a file has, are a part of how this format starts."""
+    return _MAGIC_PICKLE.startswith(head)
+
+
+def read_torch_legacy(
+    path: Path, *, offset: int = 0, length: int | None = None
+) -> tuple[Value, Mapping[str, StorageRecord]]:
+    """Return the object that a legacy file holds, and where its storages lie, by key.
+
+    Args:
+        path: the file.
+        offset: where the format starts in the file, bytes.
+        length: its size, bytes; None for all that follows.
+
+    Raises:
+        IncompleteError: the file is truncated.
+        CorruptError: it contradicts the format, or itself.
+        NotMergeableError: big-endian, or of a form that torch no longer writes.
+        MalformedPickleError: a pickle is broken, or beyond the bounds.
+        DangerousPickleError: a pickle names something that runs commands.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        end = size if length is None else min(size, offset + length)
+        stream = _Stream(path, fd, offset, end)
+        _check_header(stream)
+        value = stream.next_pickle()
+        keys = _keys(path, stream.next_pickle())
+        return value, dict(_storages(stream, keys, _stated_storages(path, value)))
+    finally:
+        os.close(fd)
+
+
+class _Stream:
+    """A file read from the front; `at` is the byte that comes next, `end` the first beyond it."""
+
+    def __init__(self, path: Path, fd: int, at: int, end: int) -> None:
+        self.path = path
+        self.at = at
+        self.end = end
+        self._fd = fd
+
+    def next_pickle(self) -> Value:
+        """Return what the next pickle describes; read no more than about four times its size."""
+        count = _FIRST_READ
+        while True:
+            data = os.pread(self._fd, min(count, self.end - self.at), self.at)
+            try:
+                value, _, used = unpickle_first(data)
+            except TruncatedPickleError as error:
+                if self.at + count >= self.end:
+                    raise self.truncated() from error
+                if count >= _MAX_PICKLE:
+                    what = f"the pickle at byte {self.at} takes more than {_MAX_PICKLE} bytes"
+                    raise MalformedPickleError(what) from error
+                count = min(4 * count, _MAX_PICKLE)
+            else:
+                self.at += used
+                return value
+
+    def next_number(self) -> int:
+        """Return the next 64-bit integer."""
+        data = os.pread(self._fd, 8, self.at)
+        if self.at + 8 > self.end or len(data) != 8:
+            raise self.truncated()
+        self.at += 8
+        return int(unpack("<q", data)[0])
+
+    def skip(self, count: int) -> None:
+        """Step over bytes that must be there."""
+        self.at += count
+        if self.at > self.end:
+            raise self.truncated(f"{self.at} bytes", f"{self.end}")
+
+    def truncated(self, expected: str = "", found: str = "") -> IncompleteError:
+        """Return the error that the file ends too early."""
+        return IncompleteError(
+            f"{self.path}: truncated (legacy format of torch.save)",
+            expected=expected,
+            found=found or f"{self.end} bytes, in the midst of the file's own description",
+            hint="the save or the copy was interrupted; take another checkpoint or copy it again",
+        )
+
+
+def _check_header(stream: _Stream) -> None:
+    """Read the three pickles before the object: magic number, protocol, byte order."""
+    path = stream.path
+    magic, protocol = stream.next_pickle(), stream.next_pickle()
+    if magic != int.from_bytes(_MAGIC, "little"):
+        raise CorruptError(f"{path}: not torch's legacy format: another magic number")
+    if protocol != _PROTOCOL:
+        raise CorruptError(
+            f"{path}: unknown protocol of torch's legacy format",
+            expected=str(_PROTOCOL),
+            found="another number",
+        )
+    machine = stream.next_pickle()
+    if not isinstance(machine, dict) or not isinstance(machine.get("little_endian"), bool):
+        raise CorruptError(f"{path}: it does not say its byte order (legacy format of torch.save)")
+    if not machine["little_endian"]:
+        raise NotMergeableError(
+            f"{path}: written on a machine of other byte order",
+            expected="little endian",
+            found="big endian",
+            hint="load and save it again on such a machine",
+        )
+
+
+def _keys(path: Path, value: Value) -> list[str]:
+    if not isinstance(value, list):
+        raise CorruptError(f"{path}: corrupt: its list of storages is no list")
+    keys = [key for key in value if isinstance(key, str)]
+    if len(keys) != len(value) or len(set(keys)) != len(keys):
+        raise CorruptError(f"{path}: corrupt: its list of storages is not one of distinct keys")
+    return keys
+
+
+def _storages(
+    stream: _Stream, keys: list[str], stated: dict[str, _Stated]
+) -> Iterator[tuple[str, StorageRecord]]:
+    """Yield where each storage lies; compare with what the object says of it."""
+    path = stream.path
+    if set(keys) != set(stated):
+        odd = sorted(set(keys) ^ set(stated))
+        where = "object" if odd[0] in stated else "list of storages"
+        raise CorruptError(f"{path}: corrupt: storage {odd[0]} occurs only in its {where}")
+    for key in keys:
+        elements = stream.next_number()
+        if elements != stated[key].elements:
+            raise CorruptError(
+                f"{path}: corrupt: storage {key} contradicts the pickle",
+                expected=f"{stated[key].elements} elements",
+                found=f"{elements}",
+            )
+        start = stream.at
+        stream.skip(stated[key].size)
+        yield key, StorageRecord(start, stated[key].size, 0)
+    if stream.at != stream.end:
+        raise CorruptError(f"{path}: corrupt: {stream.end - stream.at} bytes follow its storages")
+
+
+def _stated_storages(path: Path, value: Value) -> dict[str, _Stated]:
+    """Return what the object says of its storages; all references to one must agree."""
+    stated: dict[str, _Stated] = {}
+    for reference in _references(path, value):
+        match reference.pid:
+            case ("module", *_):
+                continue
+            case ("storage", Global(_, kind), str(key), _, int(elements), *views) if elements >= 0:
+                pass
+            case _:
+                raise CorruptError(f"{path}: corrupt: a storage reference of unknown form")
+        if kind not in _ELEMENT_SIZES:
+            raise NotMergeableError(f"{path}: a storage of unknown type {kind}", hint=_HINT)
+        if any(view is not None for view in views):
+            raise NotMergeableError(
+                f"{path}: storage {key} is a view of another one, as torch before 1.0 wrote them",
+                hint=_HINT,
+            )
+        new = _Stated(elements, _ELEMENT_SIZES[kind])
+        first = stated.setdefault(key, new)
+        if first != new and (first.size or new.size):
+            raise CorruptError(f"{path}: corrupt: two sizes of storage {key} in its pickle")
+    return stated
+
+
+def _references(path: Path, value: Value) -> Iterator[Persistent]:
+    """Yield every reference to a storage inside a value, however it is nested, cycles included."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, Persistent):
+            yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            left.extend(part for part in _parts(value) if isinstance(part, _NESTED))
+        if len(seen) > _MAX_CONTAINERS:
+            raise NotMergeableError(f"{path}: its pickle holds more than {len(seen)} objects")
+
+
+_NESTED = (Persistent, Record, tuple, list, dict, set, frozenset)
+
+
+def _parts(value: Value) -> Iterator[Value]:
+    match value:
+        case Record(callee, args, state, items, elements):
+            return iter((callee, args, state, items, elements))
+        case dict():
+            return chain(value.keys(), value.values())
+        case tuple() | list() | set() | frozenset():
+            return iter(value)
+        case _:
+            return iter(())

@@ -1,0 +1,118 @@
+"""Whatever `torch.save` ever wrote, opened: the zip, or the legacy format before it.
+
+What it holds and where its storages lie, both inert; no weights are read. Older and other files of
+torch (tar archives, TorchScript) are recognised and refused.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISREG
+
+from unshard.containers.pickles.records import Value
+from unshard.containers.pickles.unpickle import DangerousPickleError, MalformedPickleError, unpickle
+from unshard.containers.torch_files.legacy import (
+    is_start_of_legacy,
+    is_torch_legacy,
+    read_torch_legacy,
+)
+from unshard.containers.torch_files.zip import StorageRecord, read_torch_zip
+from unshard.errors import CorruptError, IncompleteError, NotMergeableError, UnsafeError
+
+__all__ = ["TorchFile", "read_torch_file", "unpickled"]
+
+_HEAD = 512
+_TAR_AT = 257
+_TAR_MEMBERS = (b"sys_info", b"pickle", b"storages", b"tensors")
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """A torch.save file: `value` is what was saved, `storages` are byte ranges by key."""
+
+    path: Path
+    value: Value
+    storages: Mapping[str, StorageRecord]
+
+
+def read_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -> TorchFile:
+    """Open a torch.save file, or a window inside one.
+
+    Args:
+        path: the file.
+        offset: where the window starts in the file, bytes.
+        length: its size, bytes; None for all that follows.
+
+    Raises:
+        IncompleteError: the file is empty or truncated.
+        CorruptError: it is not a file of torch.save, or contradicts itself.
+        UnsafeError: its pickle refers to code that runs commands.
+        NotMergeableError: a format of torch that is recognised, but not read.
+    """
+    head = _head(path, offset, length)
+    if is_torch_legacy(head):
+        with _blaming(path):
+            value, storages = read_torch_legacy(path, offset=offset, length=length)
+        return TorchFile(path, value, storages)
+    _refuse_others(path, head)
+    archive = read_torch_zip(path, offset=offset, length=length)
+    return TorchFile(path, unpickled(path, archive.pickle), archive.storages)
+
+
+def unpickled(path: Path, data: bytes) -> Value:
+    """Return what a pickle of this file describes.
+
+    Raises:
+        CorruptError: it is not valid.
+        UnsafeError: it refers to code that runs commands.
+    """
+    with _blaming(path):
+        return unpickle(data)[0]
+
+
+@contextmanager
+def _blaming(path: Path) -> Iterator[None]:
+    """Say of a bad pickle in which file it stands."""
+    try:
+        yield
+    except MalformedPickleError as error:
+        raise CorruptError(f"{path}: its pickle is not valid: {error}") from error
+    except DangerousPickleError as error:
+        raise UnsafeError(
+            f"{path}: its pickle refers to {error}, which no checkpoint needs: it was made to run "
+            "commands when it is loaded",
+            hint="nothing was run. Do not load this file with torch; find out where it comes from",
+        ) from error
+
+
+def _head(path: Path, offset: int, length: int | None) -> bytes:
+    """Return the first bytes of the window."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not make us wait
+    except OSError as error:
+        raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error
+    try:
+        if not S_ISREG(os.fstat(fd).st_mode):
+            raise CorruptError(f"{path}: not a file")
+        head = os.pread(fd, _HEAD if length is None else min(_HEAD, length), offset)
+    finally:
+        os.close(fd)
+    if is_start_of_legacy(head):  # nothing at all is one, too
+        what = "truncated in its first bytes" if head else "the file is empty"
+        hint = "the save was interrupted, or is still under way; take another checkpoint"
+        raise IncompleteError(f"{path}: {what}", hint=hint)
+    return head
+
+
+def _refuse_others(path: Path, head: bytes) -> None:
+    """Say of a tar archive what it is. Source: `torch.serialization.legacy_load`."""
+    member = head[:100].rstrip(b"\0")
+    if head[_TAR_AT : _TAR_AT + 5] == b"ustar" or member in _TAR_MEMBERS:
+        raise NotMergeableError(
+            f"{path}: a tar archive, as torch before 0.4 (2018) saved",
+            expected="a zip, or the legacy format of torch 0.4 to 1.5",
+            hint="load it with a torch that reads it (torch.load(…, weights_only=False)) and save "
+            "it again; tensors alone, not a pickled model",
+        )

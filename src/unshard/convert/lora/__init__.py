@@ -1,0 +1,1 @@
+"""LoRA: adapters fused into their base, or written by themselves."""

@@ -1,0 +1,169 @@
+"""What PEFT's files say of an adapter: names of its tensors, its ranks, what it is put on. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from unshard.convert.lora.fuse import check_saved_modules
+from unshard.convert.lora.names import FRONT, Pair, Split
+from unshard.convert.lora.scale import check_rank
+from unshard.convert.lora.weights import fits
+from unshard.convert.recipes import Recipe, shape_of
+from unshard.errors import ConversionError, raise_all
+from unshard.read.beside.adapter_config import AdapterConfig
+
+__all__ = ["AdapterShape", "adapter_shape", "adapter_tensors"]
+
+_ATTENTION = ".in_proj_weight"  # of torch's MultiheadAttention, which PEFT adapts as a module
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShape:
+    """What an adapter is put on, and how large it is.
+
+    Attributes:
+        rank: of most pairs.
+        rank_pattern: ranks of the others, by PEFT's pattern of their names.
+        target_modules: modules that have pairs, by the ends of their names, or one pattern.
+        target_parameters: bare parameters that have pairs, likewise.
+        modules_to_save: modules that were trained whole.
+        fan_in_fan_out: whether the model stores its matrices as (in, out).
+    """
+
+    rank: int
+    rank_pattern: Mapping[str, int]
+    target_modules: tuple[str, ...] | str
+    target_parameters: tuple[str, ...]
+    modules_to_save: tuple[str, ...]
+    fan_in_fan_out: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    name: str
+    rank: int
+    is_parameter: bool
+
+
+def adapter_tensors(split: Split) -> dict[str, Recipe]:
+    """Return the adapter under the names of PEFT's files: all that `adapter_model` holds."""
+    named: dict[str, Recipe] = {}
+    for path, pair in split.pairs.items():
+        middle, end = ("lora_embedding_", "") if pair.is_embedding else ("lora_", ".weight")
+        named[f"{FRONT}{path}.{middle}A{end}"] = pair.a
+        named[f"{FRONT}{path}.{middle}B{end}"] = pair.b
+    return named | {FRONT + path: recipe for path, recipe in split.saved.items()}
+
+
+def adapter_shape(split: Split, config: AdapterConfig | None) -> AdapterShape:
+    """Return what an adapter is put on: as it is written down, else as its tensors' names tell.
+
+    Raises:
+        ConversionError: neither tells; or the adapter's files would not hold all of it.
+    """
+    check_saved_modules(split, config)
+    _refuse_biases(split, config)
+    if config is not None and config.rank and (config.target_modules or config.target_parameters):
+        if not config.target_parameters:
+            _check_ranks(((p.module, shape_of(p.a)[0]) for p in split.pairs.values()), config)
+        return AdapterShape(
+            config.rank,
+            config.rank_pattern,
+            config.target_modules or (),
+            config.target_parameters,
+            config.modules_to_save or _modules_to_save(split),
+            bool(config.fan_in_fan_out),
+        )
+    targets = _targets(split, config)
+    rank = Counter(target.rank for target in targets).most_common(1)[0][0]
+    known = {} if split.adapter_only else split.base
+    return AdapterShape(
+        rank,
+        {target.name: target.rank for target in targets if target.rank != rank},
+        _ends(
+            [target.name for target in targets if not target.is_parameter],
+            {name.rpartition(".")[0] for name, one in known.items() if len(shape_of(one)) > 1},
+            parts=1,
+        ),
+        _ends([target.name for target in targets if target.is_parameter], set(known), parts=2),
+        _modules_to_save(split),
+        any(_is_turned(pair, split) for pair in split.pairs.values()),
+    )
+
+
+def _refuse_biases(split: Split, config: AdapterConfig | None) -> None:
+    """Refuse biases that were trained with the adapter and lie among the model's own."""
+    bias = "none" if config is None else config.fields.get("bias") or "none"
+    if config is not None and bias != "none" and not split.adapter_only:
+        raise ConversionError(
+            f"{config.source}: biases were trained too (bias is {bias}), and an adapter written "
+            "from this checkpoint would lack them",
+            hint="fuse the adapter: --lora fuse",
+        )
+
+
+def _targets(split: Split, config: AdapterConfig | None) -> list[_Target]:
+    """Return what each pair is put on.
+
+    Raises:
+        ConversionError: it is not known, or its rank is not the one that is written down.
+    """
+    targets: list[_Target] = []
+    bare: dict[str, Pair] = {}
+    for path, pair in split.pairs.items():
+        if split.adapter_only and "base_layer" in path.split("."):
+            raise ConversionError(
+                f"the LoRA pairs of {pair.module} belong to bare parameters, and which is not "
+                "written anywhere",
+                expected="target_parameters in adapter_config.json",
+                hint="put the adapter_config.json of the training run beside the checkpoint",
+            )
+        if split.adapter_only or f"{pair.module}.weight" in split.base:
+            targets.append(_Target(pair.module, shape_of(pair.a)[0], is_parameter=False))
+        else:
+            bare[path] = pair
+    for fit in fits(bare, split.base, config):
+        is_parameter = not fit.weight.endswith(_ATTENTION)
+        name = fit.weight if is_parameter else fit.pair.module
+        targets.append(_Target(name, fit.rank, is_parameter))
+    _check_ranks(((target.name, target.rank) for target in targets), config)
+    return targets
+
+
+def _check_ranks(ranks: Iterable[tuple[str, int]], config: AdapterConfig | None) -> None:
+    problems = []
+    for name, rank in ranks:
+        try:
+            check_rank(name, rank, config)
+        except ConversionError as error:
+            problems.append(error)
+    raise_all(ConversionError, "ranks of the LoRA adapter", problems)
+
+
+def _modules_to_save(split: Split) -> tuple[str, ...]:
+    """Return the modules that were trained whole; beside pairs there may be biases alone."""
+    if split.saved_modules:
+        return split.saved_modules
+    adapted = {pair.module for pair in split.pairs.values()}
+    owners = dict.fromkeys(path.rpartition(".")[0] for path in split.saved)
+    plain = (owner.removesuffix(".base_layer") for owner in owners)
+    return tuple(owner for owner in plain if owner not in adapted)
+
+
+def _is_turned(pair: Pair, split: Split) -> bool:
+    """Tell whether a matrix is stored as (in, out) and can be nothing else."""
+    weight = split.base.get(f"{pair.module}.weight")
+    if weight is None or pair.is_embedding:
+        return False
+    inputs, outputs = shape_of(pair.a)[-1], shape_of(pair.b)[0]
+    return inputs != outputs and shape_of(weight) == (inputs, outputs)
+
+
+def _ends(names: Iterable[str], among: set[str], *, parts: int) -> tuple[str, ...]:
+    """Return the last `parts` of these names, or whole names if others among all end so too."""
+    wanted = sorted(set(names))
+    ends = {".".join(name.split(".")[-parts:]) for name in wanted}
+    others = among - set(wanted)
+    if any(f".{name}".endswith(f".{end}") for name in others for end in ends):
+        return tuple(wanted)
+    return tuple(sorted(ends))

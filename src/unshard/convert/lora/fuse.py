@@ -1,0 +1,188 @@
+"""Fuse a LoRA adapter into its model: recipes of W + scale * B A, and nothing left over. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unshard.convert.lora.names import Split
+from unshard.convert.lora.scale import alpha_note, check_rank, known_alpha, scale_of
+from unshard.convert.lora.weights import Fit, fits
+from unshard.convert.recipes import LowRank, Recipe, Stack, cut, shape_of, transposed
+from unshard.errors import ConversionError, raise_all
+from unshard.read.beside.adapter_config import AdapterConfig
+from unshard.tensors.boxes import Box
+
+__all__ = ["Fused", "check_saved_modules", "fuse"]
+
+_VARIANTS = {
+    "use_dora": "DoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "use_qalora": "QALoRA",
+    "trainable_token_indices": "LoRA with trained tokens",
+}
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A model with its adapter in its weights.
+
+    Attributes:
+        tensors: by the model's own names, in the order of its weights; arithmetic is in float32.
+        notes: what a user should know.
+        pairs_used: how many pairs of the adapter are in them: all.
+    """
+
+    tensors: Mapping[str, Recipe]
+    notes: tuple[str, ...]
+    pairs_used: int
+
+
+def fuse(
+    split: Split,
+    config: AdapterConfig | None,
+    alpha: float | None,
+    base: Mapping[str, Recipe] | None,
+) -> Fused:
+    """Return the model's tensors with the adapter fused into them.
+
+    Args:
+        split: the checkpoint's tensors.
+        config: what is written about the adapter.
+        alpha: the user's, which counts more than what is written.
+        base: the model's weights from elsewhere, by their own names; used if the checkpoint holds
+            the adapter only.
+
+    Raises:
+        UsageError: the user's alpha is not a positive number.
+        ConversionError: the adapter cannot be fused, or not all of it.
+    """
+    _refuse_variants(config)
+    weights, notes = _weights(split, config, base)
+    chosen = fits(split.pairs, weights, config)
+    known = known_alpha(config, alpha)
+    tensors, problems = dict(weights), []
+    for fit in chosen:
+        try:
+            _refuse_attention(fit)
+            target = fit.target(config)
+            check_rank(target, fit.rank, config)
+            scale = scale_of(target, fit.rank, config, known)
+            tensors[fit.weight] = _updated(weights[fit.weight], fit, scale)
+        except ConversionError as error:
+            problems.append(error)
+    raise_all(ConversionError, "the LoRA adapter cannot be fused", problems)
+    used = sum(isinstance(recipe, LowRank) for recipe in tensors.values())
+    if used != len(split.pairs):
+        raise ConversionError(
+            "not every LoRA pair has a weight of its own",
+            expected=f"{len(split.pairs)} pairs used",
+            found=f"{used}",
+        )
+    notes += (*alpha_note(config, alpha), *_tied_notes(chosen))
+    return Fused(tensors, notes, used)
+
+
+def check_saved_modules(split: Split, config: AdapterConfig | None) -> None:
+    """Check that an adapter's modules which were trained whole are there.
+
+    Raises:
+        ConversionError: they are not; verl's `save_lora_only` leaves them out.
+    """
+    if config is not None and config.modules_to_save and not split.saved:
+        raise ConversionError(
+            "modules that were trained whole are not in the checkpoint",
+            expected=f"{', '.join(config.modules_to_save)} (modules_to_save in {config.source})",
+            found="the LoRA pairs only",
+            hint="save the whole model, not the adapter only",
+        )
+
+
+def _refuse_variants(config: AdapterConfig | None) -> None:
+    """Refuse adapters whose update is not scale * B A."""
+    if config is None:
+        return
+    kind = config.fields.get("peft_type")
+    found = [name for key, name in _VARIANTS.items() if config.fields.get(key)]
+    if kind not in {None, "LORA"}:
+        found.insert(0, str(kind))
+    if found:
+        raise ConversionError(
+            f"{config.source}: the adapter is {', '.join(found)}, which cannot be fused",
+            expected="plain LoRA, or rslora",
+            hint="merge the adapter into the model with peft, if it can",
+        )
+
+
+def _refuse_attention(fit: Fit) -> None:
+    """Refuse torch's MultiheadAttention: how often its out_proj's update counts is not known.
+
+    PEFT up to 0.21 at least adds it twice, in training too (its pull request 3774 mends that); the
+    checkpoint does not say which version trained it.
+    """
+    if fit.weight.endswith(".in_proj_weight"):
+        raise ConversionError(
+            f"the LoRA pair {fit.pair.path} belongs to a MultiheadAttention, of which PEFT counts "
+            "one update twice, in some versions",
+            hint="merge the adapter into the model with the peft that trained it",
+        )
+
+
+def _weights(
+    split: Split, config: AdapterConfig | None, base: Mapping[str, Recipe] | None
+) -> tuple[dict[str, Recipe], tuple[str, ...]]:
+    """Return the weights to fuse into, and what to say about them."""
+    if not split.adapter_only:
+        ignored = "the checkpoint has the model's own weights: --base is not used"
+        return dict(split.base), (() if base is None else (ignored,))
+    if base is None:
+        raise ConversionError(
+            f"the checkpoint has a LoRA adapter only ({len(split.pairs)} pairs), not the model "
+            "that it was trained on",
+            hint="give that model: --base MODEL; or write the adapter by itself: --lora adapter",
+        )
+    check_saved_modules(split, config)
+    start = "" if config is None else str(config.fields.get("init_lora_weights")).lower()
+    if start.startswith(_CHANGES_BASE):
+        raise ConversionError(
+            f"the adapter was initialised with {start}, which changed the weights of its model: "
+            "it does not fit the model given as --base",
+            hint="save the whole model, or convert the adapter to plain LoRA with peft",
+        )
+    replaced = f"{len(split.base)} tensors of the checkpoint take the place of the base's"
+    return {**base, **split.base}, ((replaced,) if split.base else ())
+
+
+def _updated(weight: Recipe, fit: Fit, scale: float) -> LowRank:
+    """Return weight + scale * (b @ a), its matrices cut and turned as the weight is stored."""
+    a, b = fit.pair.a, fit.pair.b
+    if fit.is_stacked:
+        a, b = _of_experts(a, b, fit.experts)
+    if fit.is_turned:
+        a, b = transposed(b), transposed(a)
+    return LowRank(weight, a, b, scale)
+
+
+def _of_experts(a: Recipe, b: Recipe, experts: int) -> tuple[Recipe, Recipe]:
+    """Return a and b of all experts: (experts, rank, in) and (experts, out, rank).
+
+    In A, the rows of one expert are neighbours; in B, the columns of one rank are, an expert each.
+    """
+    (rows, inputs), outputs = shape_of(a), shape_of(b)[0]
+    rank = rows // experts
+    of_a = [cut(a, Box((at * rank, 0), (rank, inputs))) for at in range(experts)]
+    of_b = [cut(b, Box((0, at * experts), (outputs, experts))) for at in range(rank)]
+    return Stack(0, tuple(of_a)), Stack(2, tuple(transposed(part) for part in of_b))
+
+
+def _tied_notes(chosen: list[Fit]) -> tuple[str, ...]:
+    """Warn of embeddings: output weights that the model ties to them did not get the update."""
+    return tuple(
+        f"{fit.weight} has its adapter fused; output weights that were tied to it have not: if the "
+        "model ties them (tie_word_embeddings), they must be written beside it"
+        for fit in chosen
+        if fit.pair.is_embedding
+    )

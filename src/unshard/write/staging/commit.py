@@ -1,0 +1,271 @@
+"""The three ways an output takes its place; each leaves the old state or the new one, never a mix.
+
+* *new*: the target does not exist: one rename.
+* *replace*: the target is an earlier output: it is exchanged with the new one in one atomic step,
+  or, where the system cannot, moved aside first.
+* *in place*: the target holds the checkpoint itself: files are moved into it one by one.
+
+The last two follow a journal, which is written first, when everything is durable, so that the next
+run finishes what was begun. Every step of it may be done twice. It names directories by their
+inodes too: what has come to be in their place since is left alone. Trainers rotate checkpoints by
+modification time, so a merge in place gives it back.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from unshard.errors import OutputError
+from unshard.plan.layout import INDEX_NAME
+from unshard.write.adapter import ADAPTER_CONFIG_NAME
+from unshard.write.files import exchange, is_weight_file, sync_tree
+from unshard.write.record import RECORD_NAME, read_record, with_companions
+from unshard.write.staging.beneath import folder_of, opened, read_file, status_of, walk
+from unshard.write.staging.journal import (
+    ASIDE,
+    OUTPUT,
+    Identity,
+    Journal,
+    Mode,
+    identity,
+)
+from unshard.write.staging.owners import Place
+from unshard.write.staging.replacing import Sides, carry_over, set_aside, settle
+from unshard.write.staging.taking import (
+    in_the_way,
+    may_be_same,
+    refuse_strangers,
+    same_tensors,
+    strangers,
+)
+from unshard.write.training_state import EXTRA_STATE_NAME, SCHEDULER_NAME
+
+__all__ = ["Permission", "begin", "finish", "is_begun", "take_new"]
+
+
+def take_new(place: Place, target: Path) -> None:
+    """Make the output durable and rename it to a target that does not exist.
+
+    Raises:
+        OutputError: the target has come to exist meanwhile.
+    """
+    with opened(OUTPUT, within=place.fd) as output:
+        _list_companions(output, output, _paths(output))
+    sync_tree(place.path / OUTPUT)
+    try:
+        os.rename(OUTPUT, target.name, src_dir_fd=place.fd, dst_dir_fd=place.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise OutputError(f"{target}: appeared while it was being made") from error
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Permission:
+    """What may be lost.
+
+    Attributes:
+        asked_for: names of companions that go over those in a checkpoint's own directory.
+        strangers: whether files may go that unshard did not write.
+    """
+
+    asked_for: Collection[str] = ()
+    strangers: bool = False
+
+
+def begin(place: Place, target: Path, mode: Mode, permission: Permission) -> Journal:
+    """Make the output durable; return what has to be done with it. The target is as it was.
+
+    Args:
+        place: the staging directory.
+        target: what to replace, or to put files into.
+        mode: REPLACE or IN_PLACE.
+        permission: what may be lost.
+
+    Raises:
+        OutputError: the target has something in the way.
+    """
+    output = place.path / OUTPUT
+    with opened(target.name, within=place.parent) as old, opened(OUTPUT, within=place.fd) as new:
+        if mode is Mode.IN_PLACE:
+            journal = _in_place(target, old, new, permission.asked_for)
+            _check(target, old, output, journal.goes, permission)
+            _list_companions(old, new, journal.place)
+        else:
+            goes = _found(old, {*_paths(new), *_stale(old, new)})
+            _check(target, old, output, goes, permission)
+            _list_companions(old, new, _paths(new))
+            carried = carry_over(Sides(old, new, place.fd), leave=goes)
+            os.fchmod(new, stat.S_IMODE(os.fstat(old).st_mode))
+            inodes = os.fstat(old).st_ino, os.fstat(new).st_ino
+            journal = Journal(mode, target.name, *inodes, goes, carried)
+    sync_tree(output)
+    return journal
+
+
+def finish(place: Place, journal: Journal) -> list[str]:
+    """Do what a journal says; return sentences about files that others changed meanwhile.
+
+    Raises:
+        OSError: a step failed, or the target is not what it was; it can be tried again.
+    """
+    if journal.mode is Mode.REPLACE:
+        return _replace(place, journal)
+    with opened(journal.target, within=place.parent) as target:
+        if os.fstat(target).st_ino != journal.old:
+            raise _not_what_it_was(place, journal)
+        with opened(OUTPUT, within=place.fd) as output:
+            notes = _move_in(output, target, journal)
+        os.utime(target, ns=(os.fstat(target).st_atime_ns, journal.mtime_ns))
+        os.fsync(target)
+    return notes
+
+
+def is_begun(place: Place, journal: Journal) -> bool:
+    """Return whether the target has changed by anything that a journal says."""
+    if journal.mode is Mode.REPLACE:
+        there = status_of(journal.target, within=place.parent)
+        return there is None or there.st_ino != journal.old
+    with opened(OUTPUT, within=place.fd) as output:
+        return any(status_of(path, within=output) is None for path in journal.place)
+
+
+def _replace(place: Place, journal: Journal) -> list[str]:
+    there = status_of(journal.target, within=place.parent)
+    inode = None if there is None else there.st_ino
+    if inode not in (None, journal.old, journal.new):
+        raise _not_what_it_was(place, journal)
+    exchanged = inode == journal.old and exchange(place.fd, OUTPUT, place.parent, journal.target)
+    if inode == journal.old and not exchanged:
+        os.rename(journal.target, ASIDE, src_dir_fd=place.parent, dst_dir_fd=place.fd)
+    if inode != journal.new and not exchanged:
+        os.rename(OUTPUT, journal.target, src_dir_fd=place.fd, dst_dir_fd=place.parent)
+    os.fsync(place.parent)
+    aside = status_of(ASIDE, within=place.fd)
+    with (
+        opened(OUTPUT if aside is None else ASIDE, within=place.fd) as old,
+        opened(journal.target, within=place.parent) as new,
+    ):
+        notes = settle(Sides(old, new, place.fd), journal)
+        os.fsync(new)
+    return notes
+
+
+def _not_what_it_was(place: Place, journal: Journal) -> OSError:
+    target = place.path.parent / journal.target
+    return FileExistsError(f"{target} is not the directory that was to be written to")
+
+
+def _paths(directory: int) -> list[str]:
+    """Return the paths of all files in a directory, sorted."""
+    return [path for path, is_folder in walk(directory) if not is_folder]
+
+
+def _found(directory: int, paths: Iterable[str]) -> dict[str, Identity]:
+    """Return those of some paths that are in a directory, as they are."""
+    found = {path: status_of(path, within=directory) for path in sorted(paths)}
+    return {path: identity(status) for path, status in found.items() if status is not None}
+
+
+def _stale(target: int, output: int) -> list[str]:
+    """Return weights, and training state of an earlier merge, that the output does not have."""
+    record = read_record(target)
+    known = [*in_the_way(target), *(record.state if record is not None else ())]
+    return [name for name in known if status_of(name, within=output) is None]
+
+
+def _check(
+    target: Path, old: int, output: Path, goes: Collection[str], permission: Permission
+) -> None:
+    """Refuse to lose what unshard did not write, unless it is what the output has."""
+    if not permission.strangers:
+        found = strangers(old, set(goes) - set(permission.asked_for))
+        if found and not (may_be_same(old, found) and same_tensors(target, output, found)):
+            refuse_strangers(target, found)
+
+
+def _list_companions(old: int, new: int, placed: Collection[str]) -> None:
+    """Add the files that are not weights to the record: those of the output, and kept own ones."""
+    record, before = read_record(new), read_record(old)
+    if record is None:
+        return
+    sizes = {}
+    for path in _paths(new):
+        status = status_of(path, within=new if path in placed else old)
+        if status is None or path == RECORD_NAME or path in record.sizes:
+            continue
+        if path in placed or (before is not None and before.sizes.get(path) == status.st_size):
+            sizes[path] = status.st_size
+    text = with_companions(read_file(RECORD_NAME, within=new), sizes)
+    flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(RECORD_NAME, flags, dir_fd=new), "wb") as stream:
+        stream.write(text)
+
+
+def _in_place(target: Path, old: int, new: int, replaced: Collection[str]) -> Journal:
+    """Weights first, then what belongs to them or is lacking, then what says that all is there."""
+    paths = _paths(new)
+    weights = [path for path in paths if is_weight_file(path) and path != INDEX_NAME]
+    last = [path for path in (INDEX_NAME, RECORD_NAME) if path in paths]
+    over = {EXTRA_STATE_NAME, SCHEDULER_NAME, *replaced}
+    if not strangers(old, [ADAPTER_CONFIG_NAME]):
+        over.add(ADAPTER_CONFIG_NAME)
+    state = [path for path in paths if path in over and path not in weights]
+    known = {*weights, *state, *last}
+    _check_folders(target, old, new)
+    lacking = [p for p in paths if p not in known and status_of(p, within=old) is None]
+    place = (*weights, *state, *lacking, *last)
+    goes = _found(old, {*place, *_stale(old, new)})
+    status = os.fstat(old)
+    return Journal(
+        Mode.IN_PLACE, target.name, status.st_ino, 0, goes, {}, place, status.st_mtime_ns
+    )
+
+
+def _check_folders(target: Path, old: int, new: int) -> None:
+    """Refuse folders of the output whose place is taken by a file, or by a link to elsewhere."""
+    for folder in (path for path, is_folder in walk(new) if is_folder):
+        try:
+            with folder_of(f"{folder}/-", within=old):
+                pass
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise OutputError(
+                f"{target / folder}: is not a directory, and the output has one of that name",
+                hint="move it away, or give another output",
+            ) from error
+
+
+def _move_in(output: int, target: int, journal: Journal) -> list[str]:
+    """Move the files of a journal into the target, and remove what is obsolete."""
+    notes = []
+    for path in journal.place:
+        if status_of(path, within=output) is None:  # moved before a process died
+            continue
+        notes += _save_others(target, path, journal)
+        with (
+            folder_of(path, within=output) as (source, name),
+            folder_of(path, within=target, make=True) as (folder, _),
+        ):
+            os.replace(name, name, src_dir_fd=source, dst_dir_fd=folder)
+            if folder != target:
+                os.fsync(folder)
+    for path in journal.goes:
+        if path not in journal.place:
+            notes += _save_others(target, path, journal)
+            with folder_of(path, within=target) as (folder, name):
+                if status_of(name, within=folder) is not None:
+                    os.unlink(name, dir_fd=folder)
+    return notes
+
+
+def _save_others(target: int, path: str, journal: Journal) -> list[str]:
+    """Set a file aside that is not the one that may go; return what there is to say."""
+    status = status_of(path, within=target)
+    if status is None or identity(status) == journal.goes.get(path):
+        return []
+    return [set_aside(target, path)]

@@ -1,0 +1,1 @@
+"""The output, read again from disk and compared."""

@@ -1,0 +1,175 @@
+"""Verify that transformers has a place for every tensor of an output: `verify --load`.
+
+The class that config.json names is built on the meta device and given tensors without data. Names
+and shapes are checked by transformers' own loading, which knows its renamings, ties and buffers; no
+byte of the weights is read, and no code of the output runs.
+
+The only module that imports transformers, and with `engines.into_torch` the only one that imports
+torch (the extra `torch`); only when it is used.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, cast
+
+from unshard.errors import OutputError, UsageError, how_to_install
+from unshard.tensors.dtypes import DType
+from unshard.write.verification.comparison import Loading, Mismatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+__all__ = ["load_as", "verify_load"]
+
+Shape = tuple[int, ...]
+
+
+class _Said(TypedDict):
+    """What transformers says of a loading."""
+
+    missing_keys: Iterable[str]
+    unexpected_keys: Iterable[str]
+    mismatched_keys: Iterable[tuple[str, Shape, Shape]]
+
+
+def verify_load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> Loading:
+    """Load names, dtypes and shapes into the model class that config.json names.
+
+    Args:
+        directory: holds config.json.
+        tensors: dtype and shape of every tensor, by name.
+
+    Raises:
+        UsageError: torch or transformers is not installed.
+        OutputError: config.json is not there, names no class of transformers, or the class refuses.
+    """
+    _need_transformers("--load")
+    if not (directory / "config.json").is_file():
+        raise OutputError(
+            f"--load: {directory} has no config.json", hint="merge again with --config FILE|DIR"
+        )
+    try:
+        with _silence():
+            return _load(directory, tensors)
+    except OutputError:
+        raise
+    except Exception as error:
+        raise OutputError(f"{directory}: transformers does not load it: {error}") from error
+
+
+def _load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> Loading:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    return _placed(_model_class(directory, config.architectures or []), config, tensors)
+
+
+def load_as(
+    model_class: type, directory: Path, tensors: Mapping[str, tuple[DType, Shape]]
+) -> Loading:
+    """Load names, dtypes and shapes into a class of the user's choice, on the meta device.
+
+    Args:
+        model_class: a model class of transformers, or an Auto class.
+        directory: holds config.json.
+        tensors: dtype and shape of every tensor, by name.
+
+    Raises:
+        UsageError: torch or transformers is not installed, or the class is no model's.
+        OutputError: the class refuses the config or the tensors.
+    """
+    _need_transformers("model_cls")
+    import torch
+    from transformers import AutoConfig, PreTrainedModel
+
+    try:
+        with _silence(), torch.device("meta"):
+            config_class = getattr(model_class, "config_class", None) or AutoConfig
+            config = config_class.from_pretrained(directory, local_files_only=True)
+            if hasattr(model_class, "from_config"):  # an Auto class chooses by the config
+                model_class = type(model_class.from_config(config))
+        if issubclass(model_class, PreTrainedModel):
+            with _silence():
+                return _placed(model_class, config, tensors)
+    except Exception as error:
+        what = f"{model_class.__name__}: cannot be built from the config, or loaded: {error}"
+        raise OutputError(what) from error
+    raise UsageError(
+        f"model_cls: {model_class.__name__} is no model class of transformers",
+        expected="a subclass of PreTrainedModel, or an AutoModelFor class",
+    )
+
+
+def _placed(
+    model_class: "type[PreTrainedModel]",
+    config: "PreTrainedConfig",
+    tensors: Mapping[str, tuple[DType, Shape]],
+) -> Loading:
+    """Let transformers look for a place for every tensor."""
+    import torch
+
+    empty = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype.name), device="meta")
+        for name, (dtype, shape) in tensors.items()
+    }
+    loaded: object = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=empty,
+        device_map="meta",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    _, said = cast("tuple[object, _Said]", loaded)
+    return Loading(
+        model_class.__name__,
+        tuple(sorted(said["missing_keys"])),
+        tuple(sorted(said["unexpected_keys"])),
+        tuple(
+            Mismatch(name, tuple(found), tuple(expected))
+            for name, found, expected in sorted(said["mismatched_keys"])
+        ),
+    )
+
+
+def _need_transformers(option: str) -> None:
+    try:
+        import torch  # noqa: F401 (without it, transformers offers no models)
+        import transformers  # noqa: F401
+    except ImportError as error:
+        what = f"{option}: {error.name} is not installed"
+        raise UsageError(what, hint=how_to_install("torch transformers", "torch")) from error
+
+
+def _model_class(directory: Path, architectures: list[str]) -> "type[PreTrainedModel]":
+    import transformers
+
+    for name in architectures[:1]:
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    raise OutputError(
+        f"{directory}/config.json: names no model class of transformers {transformers.__version__}",
+        expected="architectures: [a class that transformers has]",
+        found=", ".join(architectures) or "no architectures",
+    )
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep transformers' progress bars and reports from the terminal: what they say is returned."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # no types
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # no types
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # no types
