@@ -127,6 +127,13 @@ def test_a_child_that_is_dead_and_not_reaped_has_an_identity() -> None:
         assert not is_alive(before)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own number is in /proc")
+def test_a_process_is_known_by_the_ticks_at_which_the_kernel_started_it() -> None:
+    """A server of another version finds the same number in the database."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b") ")[2].split()
+    assert identify(os.getpid(), gpus=(), directory="").started == int(fields[19])
+
+
 def test_who_is_not_there_has_no_identity() -> None:
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", ""]) as child:
         child.wait()
