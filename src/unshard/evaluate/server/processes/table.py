@@ -127,7 +127,7 @@ def _with_descendants(found: set[int], entries: list[Entry]) -> set[int]:
 
 def _is_marked(entry: Entry, process: Process) -> bool:
     try:
-        return psutil.Process(entry.pid).environ().get(MARK) == process.directory
+        return bool(psutil.Process(entry.pid).environ().get(MARK) == process.directory)
     except psutil.Error:  # it has ended, or is another user's
         return False
 
@@ -151,4 +151,5 @@ def _started(process: psutil.Process) -> int:
 
     Setting the clock changes both times that psutil returns, but not their difference.
     """
-    return round((process.create_time() - psutil.boot_time()) * _TICKS_PER_S)
+    seconds: float = process.create_time() - psutil.boot_time()
+    return round(seconds * _TICKS_PER_S)
