@@ -279,7 +279,7 @@ def test_what_is_open_in_the_process_is_found(
     del offline
     assert open_sinks() == ([], [])
     uri = (tmp_path / "mlruns").as_uri()
-    mlflow.set_tracking_uri(uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     run = wandb.init(project="p", dir=str(tmp_path))
     with mlflow.start_run():
         sinks, paced = open_sinks(tensorboard_dir=tmp_path)
