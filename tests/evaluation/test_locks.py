@@ -4,16 +4,17 @@ import os
 import time
 from pathlib import Path
 
-from unshard.evaluate.locks import lock, unlock
+from unshard.evaluate.locks import unlock
+from unshard.evaluate.run_folder import RunFolder
 
 
 def test_a_lock_is_given_up_although_a_forked_process_still_has_it_open(tmp_path: Path) -> None:
-    held = lock(tmp_path, "x.lock")
+    held = RunFolder(tmp_path).lock("x.lock")
     assert held is not None
-    assert lock(tmp_path, "x.lock") is None
+    assert RunFolder(tmp_path).lock("x.lock") is None
     forked = os.dup(held)
     unlock(held)
-    again = lock(tmp_path, "x.lock")
+    again = RunFolder(tmp_path).lock("x.lock")
     assert again is not None
     unlock(again)
     os.close(forked)
@@ -22,7 +23,7 @@ def test_a_lock_is_given_up_although_a_forked_process_still_has_it_open(tmp_path
 def test_the_mtime_of_the_run_stays(tmp_path: Path) -> None:
     then = time.time_ns() - 10**11
     os.utime(tmp_path, ns=(then, then))
-    held = lock(tmp_path, "x.lock")
+    held = RunFolder(tmp_path).lock("x.lock")
     assert held is not None
     unlock(held)
     assert tmp_path.stat().st_mtime_ns == then

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from unshard.evaluate.naming import run_name
+from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.server.admission.requests import _RUN
 
 
@@ -23,5 +23,5 @@ from unshard.evaluate.server.admission.requests import _RUN
     ],
 )
 def test_a_directorys_name_becomes_one_that_a_run_may_have(folder: str, name: str) -> None:
-    assert run_name(Path("/runs") / folder) == name
+    assert RunFolder(Path("/runs") / folder).name == name
     assert _RUN.fullmatch(name)

@@ -5,33 +5,24 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from unshard.evaluate.folders import STATE, opened
 from unshard.write.staging.beneath import open_regular
 
-__all__ = ["lock", "lock_file", "unlock"]
-
-_FLAGS = os.O_RDWR | os.O_CREAT
+__all__ = ["lock_file", "unlock"]
 
 
-def lock_file(path: Path) -> int | None:
+def lock_file(path: Path | str, *, within: int | None = None) -> int | None:
     """Lock a file, made if need be; return the descriptor that holds it, None if another does.
 
-    A file system without locks lets everybody in.
+    Without locks on the file system every process gets one.
+
+    Args:
+        path: of the file, or its name in `within`.
+        within: the directory that holds it.
 
     Raises:
         OSError: it cannot be opened, or is a link.
     """
-    return _locked(open_regular(path, _FLAGS))
-
-
-def lock(run: Path, name: str) -> int | None:
-    """Lock `<run>/_unshard/<name>` as `lock_file` does; the mtime of the run's directory stays."""
-    run.mkdir(parents=True, exist_ok=True)
-    with opened(run, STATE, make=True) as state:
-        return _locked(open_regular(name, _FLAGS, within=state))
-
-
-def _locked(fd: int) -> int | None:
+    fd = open_regular(path, os.O_RDWR | os.O_CREAT, within=within)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

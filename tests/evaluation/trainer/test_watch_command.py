@@ -18,8 +18,8 @@ from evaluation.server_stub import Stub, free_port, scores, serving, until
 from ranks import save_ranks
 from unshard.errors import UsageError
 from unshard.evaluate.client.lmms import EvalClient
-from unshard.evaluate.naming import run_name
 from unshard.evaluate.pins.pin import pins_of
+from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.trainer import courier
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
@@ -358,7 +358,7 @@ def test_what_somebody_else_submitted_comes_too(run: Path, stub: Stub) -> None:
     config = config_for(stub.url)
     body = {"checkpoint": str(place / "actor"), "step": 10, "profile": "score", "tasks": ["t"]}
     with EvalClient(stub.url) as client:
-        client.submit_body({**body, "weights": "model", "run": run_name(run)})
+        client.submit_body({**body, "weights": "model", "run": RunFolder(run).name})
     with Watching(run, config) as one:
         one.look()
         assert one.look() == []

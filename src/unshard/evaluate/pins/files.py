@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from unshard.containers.json_file import is_text
+from unshard.evaluate.run_folder import STATE
 
 __all__ = [
     "Identity",
@@ -30,7 +31,7 @@ _LEFT_OUT_FOLDERS = re.compile(
     r"optim(?:izer)?(?:_\d+)?"  # NeMo AutoModel, lmms-engine, accelerate
     r"|extra_state|dataloader(?:_state)?"  # lmms-engine, NeMo AutoModel
     r"|train|rng|eval"  # OLMo-core, NeMo AutoModel; results of lmms-engine
-    r"|merged|_unshard|\.cache"
+    r"|merged|" + STATE + r"|\.cache"
 )
 _LEFT_OUT_FILES = re.compile(
     r"optim(?:izer)?(?:_.*)?\.(?:pt|pth|bin|safetensors)"

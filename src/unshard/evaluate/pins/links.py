@@ -12,7 +12,7 @@ from unshard.read.beside.companions import companions_in, find_companions
 from unshard.read.discover import discover
 from unshard.read.format import Request
 
-__all__ = ["ExpiredError", "GoneError", "PinError", "link_all", "link_companions", "refusal"]
+__all__ = ["ExpiredError", "PinError", "link_all", "link_companions", "refusal"]
 
 _ATTEMPTS = 5
 _SHOWN = 5
@@ -35,25 +35,21 @@ class PinError(UnshardError):
 
 
 class ExpiredError(UnshardError):
-    """A checkpoint was removed before it was evaluated."""
-
-
-class GoneError(ExpiredError):
-    """A checkpoint was removed before, or while, it was pinned."""
+    """A checkpoint was removed before it was evaluated, or while it was pinned."""
 
 
 def link_all(checkpoint: Path, target: Path) -> dict[str, Identity]:
     """Link what a pin keeps, and return it.
 
     The checkpoint is listed again afterwards: what came meanwhile is linked too; if something went,
-    it is being removed, and nobody knows what went before.
+    it is being removed, and what went before is not known.
     """
     linked: dict[str, Identity] = {}
     before = list_checkpoint(checkpoint)
     if not before.files:
-        raise GoneError(f"{checkpoint}: nothing to evaluate in it", found="no file")
+        raise ExpiredError(f"{checkpoint}: nothing to evaluate in it", found="no file")
     if before.lost:
-        raise GoneError(f"{checkpoint}: links to nothing", found=", ".join(before.lost[:_SHOWN]))
+        raise ExpiredError(f"{checkpoint}: links to nothing", found=", ".join(before.lost[:_SHOWN]))
     for _ in range(_ATTEMPTS):
         linked = _link_listed(checkpoint, target, before, linked)
         after = list_checkpoint(checkpoint)
@@ -127,8 +123,8 @@ def _link_small(path: Path, link: Path) -> None:
         shutil.copyfile(path, link)  # small, and often a link to another file system
 
 
-def _being_removed(checkpoint: Path) -> GoneError:
-    return GoneError(
+def _being_removed(checkpoint: Path) -> ExpiredError:
+    return ExpiredError(
         f"{checkpoint}: was removed while it was pinned",
         hint="keep more checkpoints, or submit before the trainer removes old ones",
     )
@@ -137,7 +133,7 @@ def _being_removed(checkpoint: Path) -> GoneError:
 def refusal(path: Path, error: OSError) -> UnshardError:
     """Return the error that says why a checkpoint cannot be pinned."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return GoneError(f"{path}: is gone", hint="submit it before the trainer removes it")
+        return ExpiredError(f"{path}: is gone", hint="submit it before the trainer removes it")
     why = _REFUSED.get(error.errno or 0, "it cannot be linked")
     return PinError(
         f"{path}: cannot be kept by hard links: {why}",

@@ -1,12 +1,12 @@
-"""Keep the bytes of a checkpoint while it waits for its evaluation: hard links beside the run.
+"""Keep the bytes of a checkpoint while it waits for its evaluation: hard links in its run.
 
 `<run>/_unshard/pins/<random>/` holds `pin.json` and a directory of links named like the checkpoint;
-companions of the run's own directory lie beside it, where a reader looks for them. A pin is made
+companions of the run's own directory are next to it, where a reader looks for them. A pin is made
 under another name and renamed, so that it is whole or not there. Nothing is copied, and the mtimes
 of the run's and the checkpoint's directories stay what they were, because trainers remove the
-"oldest" by them. A link does not protect against writing in place: `Pin.changed` tells.
+"oldest" by them. A link does not protect against writing in place: see `Pin.changed`.
 Trainers and servers make pins of the same run, and neither removes the other's. Nothing is removed
-that this user did not make there: see `folders`.
+that this user did not make there: see `run_folder`.
 """
 
 import logging
@@ -20,30 +20,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.errors import CorruptError
-from unshard.evaluate.folders import (
-    STATE,
-    left_alone,
-    opened,
-    read_record,
-    write_record,
-)
 from unshard.evaluate.pins.files import Identity
 from unshard.evaluate.pins.links import (
     ExpiredError,
-    GoneError,
     PinError,
     link_all,
     link_companions,
     refusal,
 )
-from unshard.evaluate.pins.records import Pin, fields_of, pin_of
+from unshard.evaluate.pins.records import Pin, fields_of, parse_pin
+from unshard.evaluate.run_folder import PINS, RunFolder, leave_alone, read_record, write_record
 from unshard.write.staging.beneath import names_in, remove
 from unshard.write.staging.beneath import opened as opened_in
 
 __all__ = [
     "DEFAULT_QUOTA",
     "ExpiredError",
-    "GoneError",
     "Pin",
     "PinError",
     "Quota",
@@ -55,11 +47,11 @@ __all__ = [
     "unpin",
 ]
 
-_PLACE = (STATE, "pins")
 _RECORD = "pin.json"
 _PARTIAL = ".partial"
-_ABANDONED = 3600.0  # seconds after which a pin that was not finished is nobody's
+_ABANDONED = 3600.0  # seconds after which a pin that was not finished is abandoned
 _STEP = re.compile(r"(\d+)(?:\.\w+)?$")
+
 log = logging.getLogger(__name__)
 
 
@@ -99,20 +91,19 @@ def pin_checkpoint(
         spare: the names of pins that make no room.
 
     Raises:
-        GoneError: the checkpoint is gone, or was being removed.
+        ExpiredError: the checkpoint is gone, or was being removed.
         PinError: it cannot be linked, or is larger than the quota.
     """
     checkpoint = checkpoint.resolve()
     run = checkpoint.parent if run is None else run.resolve()
-    directory = run.joinpath(*_PLACE, secrets.token_hex(8))
+    path = RunFolder(run).pins / secrets.token_hex(8) / checkpoint.name
     step = _step_in(checkpoint.name) if step is None else step
-    with _being_made(run, directory, quota.owner) as (partial, folder):
+    with _being_made(run, path.parent, quota.owner) as (partial, folder):
         try:
             files = link_all(checkpoint, partial / checkpoint.name)
             _check_size(checkpoint, files, quota)
             link_companions(run, partial)
-            path = directory / checkpoint.name
-            pin = Pin(path, directory, checkpoint, step, time.time(), files, quota.owner)
+            pin = Pin(path, run, checkpoint, step, time.time(), files, quota.owner)
             write_record(folder, _RECORD, fields_of(pin))
         except OSError as error:
             raise refusal(checkpoint, error) from error
@@ -125,7 +116,7 @@ def _being_made(run: Path, directory: Path, owner: str) -> Iterator[tuple[Path, 
     """Yield the directory of an unfinished pin and its descriptor; finish it, or remove it."""
     partial = directory.with_name(directory.name + _PARTIAL)
     try:
-        with opened(run, *_PLACE, make=True) as pins:
+        with RunFolder(run).opened(PINS, make=True) as pins:
             os.mkdir(partial.name, dir_fd=pins)
             with opened_in(partial.name, within=pins) as folder:
                 try:
@@ -148,37 +139,38 @@ def read_pin(path: Path) -> Pin:
     """Return the pin of a directory of pins, or of the linked checkpoint in it.
 
     Raises:
-        ExpiredError: it is gone, or no pin.
+        ExpiredError: it is gone, or not a pin.
     """
-    directory = path if path.parts[-3:-1] == _PLACE else path.parent
-    if directory.parts[-3:-1] != _PLACE:
-        raise ExpiredError(f"{path}: no pin", expected="a path below RUN/_unshard/pins")
-    try:
-        with opened(directory.parents[2], *_PLACE) as pins:
-            return _read(pins, directory)
-    except (OSError, CorruptError) as error:
-        raise ExpiredError(f"{path}: no pin", found=str(error)) from error
+    for directory in (path, path.parent):
+        run = RunFolder.of_pin(directory)
+        if run is not None:
+            try:
+                with run.opened(PINS) as pins:
+                    return _read(pins, run.path, directory)
+            except (OSError, CorruptError) as error:
+                raise ExpiredError(f"{path}: not a pin", found=str(error)) from error
+    raise ExpiredError(f"{path}: not a pin", expected="a path below RUN/_unshard/pins")
 
 
-def _read(pins: int, directory: Path) -> Pin:
+def _read(pins: int, run: Path, directory: Path) -> Pin:
     with opened_in(directory.name, within=pins) as folder:
-        return pin_of(read_record(folder, _RECORD), directory)
+        return parse_pin(read_record(folder, _RECORD), run, directory)
 
 
 def pins_of(run: Path) -> list[Pin]:
-    """Return the pins of a run, the oldest first; what is not finished or not readable is none."""
+    """Return the whole and readable pins of a run, the oldest first."""
     pins = []
     with _pins_in(run) as (folder, names):
         for name in names:
-            directory = run.joinpath(*_PLACE, name)
+            directory = RunFolder(run).pins / name
             if directory.suffix != _PARTIAL:
                 try:
-                    pins.append(_read(folder, directory))
+                    pins.append(_read(folder, run, directory))
                 except FileNotFoundError as error:
                     if error.filename == _RECORD:  # else another process has just removed it
-                        left_alone(f"{directory}: not a pin, it has no {_RECORD}")
+                        leave_alone(f"{directory}: not a pin, it has no {_RECORD}")
                 except (OSError, CorruptError) as error:
-                    left_alone(f"{directory}: not a pin: {error}")
+                    leave_alone(f"{directory}: not a pin: {error}")
     return sorted(pins, key=lambda pin: (pin.created, pin.name))
 
 
@@ -186,13 +178,13 @@ def pins_of(run: Path) -> list[Pin]:
 def _pins_in(run: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the descriptor of a run's directory of pins, and what is in it; -1 if it is missing."""
     try:
-        with opened(run, *_PLACE) as folder:
+        with RunFolder(run).opened(PINS) as folder:
             yield folder, names_in(folder)
             return
     except FileNotFoundError:
         pass
     except OSError as error:
-        left_alone(str(error))
+        leave_alone(str(error))
     yield -1, []
 
 
@@ -201,7 +193,7 @@ def unpin(pin: Pin) -> bool:
 
     It is renamed first, so that no reader sees a part of it. One that is gone already is fine.
     """
-    with suppress(FileNotFoundError), opened(pin.run, *_PLACE) as pins:
+    with suppress(FileNotFoundError), RunFolder(pin.run).opened(PINS) as pins:
         return _remove(pins, pin.directory)
     return True
 
@@ -210,7 +202,7 @@ def _remove(pins: int, directory: Path) -> bool:
     """Remove a pin, or what is left of one, if this user made it; return whether it is gone."""
     with opened_in(directory.name, within=pins) as folder:
         if not _is_ours(folder):
-            left_alone(f"{directory}: not a pin that this user made there")
+            leave_alone(f"{directory}: not a pin that this user made there")
             return False
         doomed = directory.name
         if not _is_half_removed(doomed):
@@ -253,7 +245,7 @@ def sweep(run: Path, owner: str = "") -> None:
             removed whatever their age.
     """
     with _pins_in(run) as (pins, names):
-        for directory in (run.joinpath(*_PLACE, name) for name in names):
+        for directory in (RunFolder(run).pins / name for name in names):
             if directory.suffix == _PARTIAL:
                 try:
                     if _is_half_removed(directory.name) or _is_abandoned(pins, directory, owner):
@@ -261,7 +253,7 @@ def sweep(run: Path, owner: str = "") -> None:
                 except FileNotFoundError:
                     continue
                 except OSError as error:
-                    left_alone(f"{directory}: {error.strerror}")
+                    leave_alone(f"{directory}: {error.strerror}")
 
 
 def _is_abandoned(pins: int, directory: Path, owner: str) -> bool:
@@ -279,8 +271,8 @@ def enforce_quota(run: Path, quota: Quota, *, spare: Collection[str] = ()) -> li
 
     Args:
         run: the run's directory.
-        quota: what clients' pins may keep, or those of all servers: one that is gone for good has
-            left some, too.
+        quota: what clients' pins may keep, or those of all servers: a server that is gone for good
+            has left some, too.
         spare: the names of pins that stay whatever their age.
     """
     is_servers = bool(quota.owner)

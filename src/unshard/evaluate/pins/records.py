@@ -1,15 +1,15 @@
-"""What a pin's record, `pin.json`, says; another user, or an archive, may have put it there."""
+"""A pin, and its record `pin.json`, which another user or an archive may have put there."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.errors import CorruptError
-from unshard.evaluate.folders import Record
 from unshard.evaluate.pins.files import Identity, changed_files
+from unshard.evaluate.run_folder import Record
 from unshard.write.staging.beneath import check_path
 
-__all__ = ["Pin", "fields_of", "pin_of"]
+__all__ = ["Pin", "fields_of", "parse_pin"]
 
 _LATEST = 2.0**40  # seconds since the epoch
 
@@ -20,7 +20,7 @@ class Pin:
 
     Attributes:
         path: the linked checkpoint: what is merged and evaluated.
-        directory: of the pin; its name is the pin's.
+        run: the directory of the run that it belongs to.
         checkpoint: the original, which may be gone by now.
         step: the training step, if it is known.
         created: seconds since the epoch.
@@ -30,7 +30,7 @@ class Pin:
     """
 
     path: Path
-    directory: Path
+    run: Path
     checkpoint: Path
     step: int | None
     created: float
@@ -39,14 +39,14 @@ class Pin:
     is_ours: bool = True
 
     @property
+    def directory(self) -> Path:
+        """Return the directory of the pin, which holds its record and the linked checkpoint."""
+        return self.path.parent
+
+    @property
     def name(self) -> str:
         """Return the name that the pin has among those of its run."""
         return self.directory.name
-
-    @property
-    def run(self) -> Path:
-        """Return the directory of the run that it belongs to."""
-        return self.directory.parents[2]
 
     @property
     def size(self) -> int:
@@ -54,7 +54,7 @@ class Pin:
         return sum(size for _, size, _ in self.files.values())
 
     def changed(self) -> list[str]:
-        """Return the files that are not what was pinned: see `pin_files.changed_files`."""
+        """Return the files that are not what was pinned: see `files.changed_files`."""
         return changed_files(self.path, self.files)
 
 
@@ -70,11 +70,11 @@ def fields_of(pin: Pin) -> dict[str, object]:
     }
 
 
-def pin_of(record: Record, directory: Path) -> Pin:
+def parse_pin(record: Record, run: Path, directory: Path) -> Pin:
     """Return the pin that a record describes, which a stranger may have written.
 
     Raises:
-        CorruptError: it describes none.
+        CorruptError: it is not the record of a pin.
     """
     match record.fields:
         case {
@@ -86,16 +86,8 @@ def pin_of(record: Record, directory: Path) -> Pin:
             "owner": str(owner),
         } if _is_inside(name) and "/" not in name and 0 <= created < _LATEST and step is not True:
             found = {inside: _identity(inside, values) for inside, values in files.items()}
-            return Pin(
-                directory / name,
-                directory,
-                Path(checkpoint),
-                step,
-                created,
-                found,
-                owner,
-                record.is_ours,
-            )
+            path, original = directory / name, Path(checkpoint)
+            return Pin(path, run, original, step, created, found, owner, record.is_ours)
     raise CorruptError("not the record of a pin")
 
 

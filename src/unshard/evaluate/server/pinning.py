@@ -5,7 +5,7 @@ A pin of a client is the client's to remove: it may need it for jobs that are no
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,12 +25,12 @@ from unshard.evaluate.pins.pin import (
     sweep,
     unpin,
 )
+from unshard.evaluate.run_folder import PINS, STATE, RunFolder
 from unshard.evaluate.server.admission.requests import resolve_checkpoint
 from unshard.evaluate.server.store.store import Store
 
 __all__ = ["PinInUseError", "Pins", "changed_since"]
 
-_PLACE = ("_unshard", "pins")
 _DEPTHS = ("", "*/", "*/*/")  # of runs below a root
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Pins:
             UsageError: it is not one, or outside the roots.
         """
         path = resolve_checkpoint(pin, self.roots)
-        if path.parts[-4:-2] != _PLACE:
+        if RunFolder.of_pin(path.parent) is None:
             raise UsageError(
                 "pin cannot be accepted", expected="RUN/_unshard/pins/NAME/CHECKPOINT", found=pin
             )
@@ -76,7 +76,7 @@ class Pins:
         """Pin a checkpoint, or find the pin that another job has of it; None: not possible.
 
         Raises:
-            GoneError: the checkpoint is gone.
+            ExpiredError: the checkpoint is gone.
         """
         if known := self._known(checkpoint, run):
             return known
@@ -97,7 +97,7 @@ class Pins:
 
         It is looked for on the disk: jobs that wait may be many, their pins are few.
         """
-        place = run.joinpath(*_PLACE)
+        place = RunFolder(run).pins
         with suppress(OSError):
             for pin in (directory / checkpoint.name for directory in place.iterdir()):
                 is_needed = is_text(str(pin)) and self.store.is_needed(str(pin))
@@ -109,7 +109,7 @@ class Pins:
         """Remove the pins of this server that no job needs: those of a pin's run, or of all."""
         with self.lock:
             owner = self._own().owner
-            for run in self._runs() if pin is None else [Path(pin).parents[3]]:
+            for run in self._runs() if pin is None else _runs_of([pin]):
                 needed = {path for _, path in self.store.pins_below(run)}
                 for found in pins_of(run):
                     is_own = found.is_ours and found.owner == owner
@@ -158,16 +158,22 @@ class Pins:
     def _places(self) -> Iterator[Path]:
         for root in self.roots:
             for depth in _DEPTHS:
-                yield from (place.parents[1] for place in root.glob(depth + "/".join(_PLACE)))
+                yield from (place.parents[1] for place in root.glob(f"{depth}{STATE}/{PINS}"))
         yield from map(Path, self.store.pinned_runs())
-        for _, pin in self.store.pins_below():
-            yield Path(pin).parents[3]
+        yield from _runs_of(pin for _, pin in self.store.pins_below())
 
     def _is_inside(self, run: Path) -> bool:
         """Tell whether a run and its pins, links followed, lie below a root."""
         roots = [root.resolve() for root in self.roots]
-        places = (run.resolve(), run.joinpath(*_PLACE).resolve())
+        places = (run.resolve(), RunFolder(run).pins.resolve())
         return all(any(place.is_relative_to(root) for root in roots) for place in places)
+
+
+def _runs_of(pins: Iterable[str]) -> Iterator[Path]:
+    """Yield the runs of linked checkpoints."""
+    for found in (RunFolder.of_pin(Path(pin).parent) for pin in pins):
+        if found is not None:
+            yield found.path
 
 
 def _remove(pin: Pin) -> None:

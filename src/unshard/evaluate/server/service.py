@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 from unshard.api.options import MergeOptions
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Job, Request, Status
-from unshard.evaluate.naming import run_name as _name
 from unshard.evaluate.pins.files import fingerprint, stamps_of
 from unshard.evaluate.pins.pin import ExpiredError
+from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.server.admission.links import check_links
 from unshard.evaluate.server.admission.requests import (
     check_request,
@@ -275,7 +275,7 @@ class Service:
         check_links(Path(request.checkpoint), run, self.config.roots)
         parts = Path(request.checkpoint).relative_to(run).parts
         name = "-".join(parts if weights == "model" else (*parts, weights))
-        place = run / "_unshard" / "merged" / name  # never in a checkpoint: rotation goes by mtimes
+        place = RunFolder(run).merged / name  # never in a checkpoint: rotation goes by mtimes
         target = resolve_checkpoint(str(place), self.config.roots)
         options = MergeOptions(weights=weights, overwrite=True, extra_state=False)
         with TemporaryDirectory(prefix="unshard-merge-") as directory:
@@ -378,10 +378,10 @@ def _placed(request: Request) -> tuple[Request, Path]:
     except PermissionError as error:
         raise not_readable(error) from error
     except (UnshardError, OSError):
-        return replace(request, run=request.run or _name(path.parent)), path.parent
+        return replace(request, run=request.run or RunFolder(path.parent).name), path.parent
     if path in found.step_dir.parents:
         path = found.step_dir
     step = found.step if request.step is None else request.step
     folder = found.step_dir.parent
-    run = request.run or _name(found.step_dir if found.step is None else folder)
+    run = request.run or RunFolder(found.step_dir if found.step is None else folder).name
     return replace(request, checkpoint=str(path), step=step, run=run), folder

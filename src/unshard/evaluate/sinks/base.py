@@ -8,7 +8,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
-from unshard.evaluate.folders import opened
+from unshard.evaluate.run_folder import opened
 from unshard.write.staging.beneath import open_regular
 
 __all__ = ["PREFIX", "STEP_METRIC", "Marks", "Sink", "metric_names"]
@@ -87,6 +87,6 @@ class Marks:
             file.write(f"{job_id}\n".encode())
 
     def _opened(self, flags: int) -> FileIO:
-        """Open the file; neither it nor its directory may be a link: see `folders`."""
+        """Open the file; neither it nor its directory may be a link: see `run_folder`."""
         with opened(self._directory.parent, self._directory.name) as folder:
             return FileIO(open_regular(self._name, flags, within=folder), _MODES[flags & os.O_RDWR])

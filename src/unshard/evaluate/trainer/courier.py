@@ -16,9 +16,9 @@ from pathlib import Path
 from unshard.errors import UnshardError
 from unshard.evaluate.client.lmms import EvalClient
 from unshard.evaluate.client.v1 import Answer, RefusedError, ServerAwayError
-from unshard.evaluate.folders import left_alone
 from unshard.evaluate.jobs import EvaluationError, Status
 from unshard.evaluate.pins.pin import ExpiredError, pins_of, read_pin, sweep, unpin
+from unshard.evaluate.run_folder import leave_alone
 from unshard.evaluate.sinks.base import metric_names
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.recorder import Recording
@@ -235,7 +235,7 @@ def release(pins: Iterable[str], spool: Spool) -> None:
             if found.run == run:
                 unpin(found)
             else:
-                left_alone(f"{pin}: not a pin of {run}")
+                leave_alone(f"{pin}: not a pin of {run}")
 
 
 def _what(entry: Entry) -> str:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.errors import CorruptError
-from unshard.evaluate.folders import STATE, left_alone, opened, read_record, write_record
 from unshard.evaluate.jobs import EvaluationError
+from unshard.evaluate.run_folder import SPOOL, RunFolder, leave_alone, read_record, write_record
 from unshard.write.staging.beneath import names_in
 
 __all__ = ["Entry", "Fields", "Spool", "pins_in"]
@@ -69,7 +69,7 @@ class Spool:
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self._place = run / STATE / "spool"
+        self._folder = RunFolder(run)
         self._written: set[Path] = set()  # by this process: it need not recognise them
 
     def add(self, fields: Fields) -> Entry:
@@ -149,7 +149,7 @@ class Spool:
         return any(pin in pins_in(entry.fields) for entry in entries)
 
     def _opened(self, folder: str, *, make: bool = False) -> AbstractContextManager[int]:
-        return opened(self.run, STATE, "spool", folder, make=make)
+        return self._folder.opened(SPOOL, folder, make=make)
 
     def _entries(self, folder: str) -> list[Entry]:
         """Return a folder's entries by name; what is broken or not ours is left alone."""
@@ -158,11 +158,11 @@ class Spool:
             with self._opened(folder) as opened_folder:
                 for name in names_in(opened_folder):
                     if name.endswith(_SUFFIX):
-                        entries += self._read(opened_folder, self._place / folder / name)
+                        entries += self._read(opened_folder, self._folder.spool / folder / name)
         except FileNotFoundError:
             pass
         except OSError as error:
-            left_alone(str(error))
+            leave_alone(str(error))
         return entries
 
     def _read(self, folder: int, path: Path) -> list[Entry]:
@@ -172,12 +172,12 @@ class Spool:
         except FileNotFoundError:
             return []
         except (OSError, CorruptError) as error:
-            left_alone(f"{path}: not readable: {error}")
+            leave_alone(f"{path}: not readable: {error}")
             return []
         if type(record.fields.get("step")) is not int:
-            left_alone(f"{path}: not readable: it names no step")
+            leave_alone(f"{path}: not readable: it names no step")
         elif not record.is_ours and path not in self._written:
-            left_alone(
+            leave_alone(
                 f"{path}: not written here by this user (a copy?); submit it again if needed"
             )
         else:
@@ -191,7 +191,7 @@ class Spool:
         return moved
 
     def _write(self, folder: str, name: str, fields: Fields) -> Entry:
-        path = self._place / folder / f"{name}{_SUFFIX}"
+        path = self._folder.spool / folder / f"{name}{_SUFFIX}"
         self.run.mkdir(parents=True, exist_ok=True)
         with self._opened(folder, make=True) as opened_folder:
             write_record(opened_folder, path.name, fields)

@@ -16,9 +16,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from unshard.evaluate.locks import lock, unlock
-from unshard.evaluate.naming import run_name
+from unshard.evaluate.locks import unlock
 from unshard.evaluate.pins.pin import ExpiredError, PinError, pin_checkpoint
+from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.sinks.base import Sink
 from unshard.evaluate.sinks.jsonl import JsonlSink
 from unshard.evaluate.trainer.config import EvalConfig
@@ -77,7 +77,7 @@ class Submitter:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._sinks, self._paced = tuple(sinks), tuple(paced)
-        self._state = self.run_dir / "_unshard"
+        self._folder = RunFolder(self.run_dir)
         self._recorder: Recorder | None = None  # made when this process is the first
         self._lock: int | None = None
         self._polled = self._send_at = float("-inf")  # when, in the background thread
@@ -248,7 +248,7 @@ class Submitter:
             "step": step,
             "profile": config.profile,
             "tasks": list(config.tasks),
-            "run": config.run or run_name(self.run_dir),
+            "run": config.run or self._folder.name,
             "model_args": dict(config.model_args) or None,
             "num_fewshot": config.num_fewshot,
             "batch_size": config.batch_size,
@@ -314,9 +314,9 @@ class Submitter:
 
     def _is_first(self) -> bool:
         """Return whether this process is the one that carries what is in the run's spool."""
-        if self._lock is None and self._state.is_dir():
+        if self._lock is None and self._folder.state.is_dir():
             with ignoring_errors("submissions wait", then=self._unlock):
-                self._lock = lock(self.run_dir, "spool.lock")
+                self._lock = self._folder.lock("spool.lock")
                 if self._lock is not None:
                     self._begin()
                 elif not self._is_second:
@@ -327,9 +327,9 @@ class Submitter:
 
     def _begin(self) -> None:
         self._recorder = Recorder(
-            [JsonlSink(self._state / "results.jsonl"), *self._sinks],
+            [JsonlSink(self._folder.results), *self._sinks],
             self._paced,
-            marks=self._state / "exports",
+            marks=self._folder.exports,
             on_recorded=self._forget,
         )
         with ignoring_errors("what an earlier process left is not taken up"):

@@ -20,10 +20,10 @@ from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.client.lmms import EvalClient
 from unshard.evaluate.client.v1 import ServerAwayError
 from unshard.evaluate.jobs import EvaluationError
-from unshard.evaluate.locks import lock, unlock
-from unshard.evaluate.naming import run_name
+from unshard.evaluate.locks import unlock
 from unshard.evaluate.pins.files import fingerprint, list_checkpoint, stamps_of
 from unshard.evaluate.pins.pin import pins_of
+from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.sinks.base import Marks
 from unshard.evaluate.trainer.completeness import Watcher
 from unshard.evaluate.trainer.config import EvalConfig
@@ -34,7 +34,6 @@ from unshard.read.format import Location, Request
 
 __all__ = ["Answer", "Watching"]
 
-_STATE = "_unshard"
 _TIMEOUT = 10.0  # seconds for a request
 _LOOK = 0.05  # seconds between looks at the spool
 
@@ -65,7 +64,7 @@ class Watching:
     def __init__(self, run: Path, config: EvalConfig) -> None:
         self.run = run.absolute()
         self._check_is_run()
-        held = lock(self.run, "watch.lock")
+        held = RunFolder(self.run).lock("watch.lock")
         if held is None:
             raise UsageError(f"{run}: another process watches it")
         self._lock = held
@@ -76,7 +75,7 @@ class Watching:
         self._watchers = {weights: Watcher(self.run, weights=weights) for weights in config.weights}
         self._complete: dict[Path, set[str]] = {}
         self._ready: list[Location] = []
-        self._marks = Marks(self.run / _STATE, "watched")
+        self._marks = Marks(RunFolder(self.run).state, "watched")
         self._spool = Spool(self.run)
         # What waits for the server's answer, by what is asked; then what was said of it.
         left = (*self._spool.waiting(), *self._spool.refused())
@@ -233,7 +232,7 @@ class Watching:
         if any(self._is_same(entry.fields, step, weights) for entry in entries):
             return True
         place, own = f"{step}/{version}/", f"{step}/{version}/{self._what(weights)}"
-        name = self._config.run or run_name(self.run)
+        name = self._config.run or RunFolder(self.run).name
         try:
             jobs = self._client.jobs(run=name, step=step, weights=weights)
         except (ServerAwayError, EvaluationError):

@@ -231,7 +231,7 @@ def pin_view(pin: Pin, jobs: list[str]) -> PinView:
     """
     return PinView(
         name=pin.name,
-        run=pin.directory.parents[2].name,
+        run=pin.run.name,
         path=str(pin.path),
         checkpoint=str(pin.checkpoint),
         step=pin.step,

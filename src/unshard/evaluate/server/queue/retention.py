@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from unshard.evaluate.folders import left_alone, opened
+from unshard.evaluate.run_folder import leave_alone, opened
 from unshard.evaluate.server.store.store import Store
 from unshard.write.staging.beneath import remove, status_of
 
@@ -82,7 +82,7 @@ class Retention:
             with opened(self._work_dir, JOBS) as folder:
                 status = status_of(job_id, within=folder)
                 if status is not None and not stat.S_ISDIR(status.st_mode):
-                    left_alone(f"{place}: not a directory")
+                    leave_alone(f"{place}: not a directory")
                 else:
                     remove(job_id, within=folder)
         except FileNotFoundError:  # no job has begun so far

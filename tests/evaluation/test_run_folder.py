@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from evaluation.runs import lmms_checkpoint
-from unshard.evaluate.folders import opened, read_record, write_record
-from unshard.evaluate.locks import lock
 from unshard.evaluate.pins.files import list_checkpoint
 from unshard.evaluate.pins.pin import (
     ExpiredError,
@@ -22,6 +20,7 @@ from unshard.evaluate.pins.pin import (
     read_pin,
     unpin,
 )
+from unshard.evaluate.run_folder import RunFolder, opened, read_record, write_record
 from unshard.evaluate.sinks.base import Marks
 from unshard.evaluate.sinks.jsonl import JsonlSink
 from unshard.evaluate.trainer.courier import release
@@ -111,7 +110,7 @@ def test_a_link_to_a_directory_is_not_followed(run: Path, precious: Path, place:
             Spool(run).add({"step": 1})
     if place == "_unshard":
         with pytest.raises(OSError, match="links are not followed"):
-            lock(run, "spool.lock")
+            RunFolder(run).lock("spool.lock")
     assert tree(precious) == before
 
 
@@ -247,12 +246,12 @@ def test_a_lock_is_no_link_and_no_pipe(run: Path, precious: Path, name: str) -> 
     (run / "_unshard").mkdir()
     (run / "_unshard" / name).symlink_to(precious / "new")
     with pytest.raises(OSError, match=name):
-        lock(run, name)
+        RunFolder(run).lock(name)
     assert not (precious / "new").exists()
     (run / "_unshard" / name).unlink()
     os.mkfifo(run / "_unshard" / name)
     with pytest.raises(OSError, match="not a regular file"):
-        lock(run, name)
+        RunFolder(run).lock(name)
 
 
 def test_results_and_marks_are_not_written_through_links(run: Path, precious: Path) -> None:

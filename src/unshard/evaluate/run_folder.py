@@ -1,0 +1,206 @@
+"""A run's `_unshard/`: where everything of ours in it is, and how it is opened, read and written.
+
+A run may have been copied or unpacked from elsewhere, and other users may write to it. Directories
+are therefore opened from the run downwards, one name at a time, without following links, and are
+used through their descriptors: see `write.staging.beneath`. Only regular files are read, up to a
+bound.
+
+A record of ours names its own inode, which a copy does not share; whatever does not is left alone.
+Devices are not compared: their numbers change when a disk is mounted again. Records carry no code
+of `write.staging.seals`: its key goes with a container, or stays on a node, while the run is on a
+shared disk. The next trainer there has to send what waits, and to remove the pins that fill the
+disk. Shipping a run and guessing an inode gains little: the directory of pins in that run is
+removed, or a submission in it is sent, which the server checks like any other.
+"""
+
+import errno
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from unshard.containers.json_file import is_text, parsed_object
+from unshard.evaluate.locks import lock_file
+from unshard.write.staging.beneath import open_inside, open_regular, read_with_status
+
+__all__ = [
+    "PINS",
+    "SPOOL",
+    "STATE",
+    "Record",
+    "RunFolder",
+    "leave_alone",
+    "opened",
+    "read_record",
+    "write_record",
+]
+
+STATE = "_unshard"
+"""The directory of a run that holds everything of ours."""
+
+PINS = "pins"
+"""The directory of a run's pins, in `STATE`."""
+
+SPOOL = "spool"
+"""The directory of a run's submissions and results on their way, in `STATE`."""
+
+_INODE = "inode"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The directory of a training run, which holds its checkpoints.
+
+    Attributes:
+        path: of the directory; it may be reached by links.
+    """
+
+    path: Path
+
+    @classmethod
+    def of_pin(cls, directory: Path) -> "RunFolder | None":
+        """Return the run of a pin's directory; None if it is not a `RUN/_unshard/pins/NAME`."""
+        is_one = directory.parts[-3:-1] == (STATE, PINS)
+        return cls(directory.parents[2]) if is_one else None
+
+    @property
+    def name(self) -> str:
+        """Return the run's name where the user gives none: one that the server accepts."""
+        pinned_in = RunFolder.of_pin(self.path)
+        folder = self.path if pinned_in is None else pinned_in.path
+        if folder.name == "checkpoints":  # of every run, with Lightning and others
+            folder = folder.parent
+        # It may become an argument of a command.
+        clean = re.sub(r"[^\w.+=@-]+", "_", folder.name).lstrip("-._+=@")
+        return clean[:100].rstrip(".") or "run"
+
+    @property
+    def state(self) -> Path:
+        """Return the directory of everything of ours, `_unshard/`."""
+        return self.path / STATE
+
+    @property
+    def pins(self) -> Path:
+        """Return the directory of pins: see `pins.pin`."""
+        return self.state / PINS
+
+    @property
+    def spool(self) -> Path:
+        """Return the directory of submissions and results on their way: see `trainer.spool`."""
+        return self.state / SPOOL
+
+    @property
+    def merged(self) -> Path:
+        """Return the directory of what lmms-eval's clients had the server merge."""
+        return self.state / "merged"
+
+    @property
+    def results(self) -> Path:
+        """Return the file that has every result as a line of JSON."""
+        return self.state / "results.jsonl"
+
+    @property
+    def exports(self) -> Path:
+        """Return the directory of `Marks` that say which tracker has which result."""
+        return self.state / "exports"
+
+    @contextmanager
+    def opened(self, *names: str, make: bool = False) -> Iterator[int]:
+        """Yield the descriptor of a directory in `_unshard/`; the mtime of the run stays.
+
+        Args:
+            names: of the directories on the way, the last one included.
+            make: whether to make those that are missing.
+
+        Raises:
+            OSError: it is missing, or one of the names is a link or a file.
+        """
+        if make:
+            self._make_state()
+        with opened(self.path, STATE, *names, make=make) as folder:
+            yield folder
+
+    def lock(self, name: str) -> int | None:
+        """Lock `_unshard/<name>` as `lock_file` does; the run's directory is made if need be."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self.opened(make=True) as state:
+            return lock_file(name, within=state)
+
+    def _make_state(self) -> None:
+        before = self.path.stat()
+        with suppress(FileExistsError):
+            self.state.mkdir()
+            # Trainers remove the run or checkpoint that is "oldest" by its mtime.
+            os.utime(self.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@contextmanager
+def opened(top: Path, *names: str, make: bool = False) -> Iterator[int]:
+    """Yield the descriptor of a directory inside another; see `RunFolder.opened`."""
+    fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        folder = open_inside(names, within=fd, make=make)
+    except OSError as error:
+        error.filename = str(top / str(error.filename))
+        raise
+    finally:
+        os.close(fd)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The fields of a JSON file, and whether this user wrote it in that place."""
+
+    fields: dict[str, object]
+    is_ours: bool
+
+
+def read_record(folder: int, name: str) -> Record:
+    """Read a JSON file in an open directory.
+
+    Raises:
+        OSError: it cannot be opened, is not a regular file, or too large.
+        CorruptError: it is not what `parsed_object` takes.
+    """
+    data, status = read_with_status(name, within=folder)
+    fields = parsed_object(data, name)
+    is_written_here = fields.pop(_INODE, None) == status.st_ino
+    return Record(fields, is_written_here and status.st_uid == os.geteuid())
+
+
+def write_record(folder: int, name: str, fields: Mapping[str, object]) -> None:
+    """Write a record of ours in one step: it is whole or not there.
+
+    Raises:
+        OSError: it cannot be written, or a path in it is not UTF-8: `read_record` would refuse it.
+    """
+    if not is_text(json.dumps(fields, ensure_ascii=False)):
+        raise OSError(errno.EILSEQ, "it would name a path that is not UTF-8", name)
+    draft = f".{name}-{secrets.token_hex(4)}.partial"
+    file = open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, within=folder)
+    try:
+        with os.fdopen(file, "w", encoding="utf-8") as stream:
+            stream.write(json.dumps({**fields, _INODE: os.fstat(file).st_ino}))
+        os.replace(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft, dir_fd=folder)
+        raise
+
+
+@lru_cache(maxsize=1000)
+def leave_alone(what: str) -> None:
+    """Log once that something is not touched."""
+    log.warning("%s; left alone", what)
