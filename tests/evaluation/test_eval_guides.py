@@ -214,16 +214,3 @@ def test_links_lead_somewhere(page: Path) -> None:
         )
         slugs = {re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings}
         assert not anchor or anchor in slugs, (target, anchor)
-
-
-def test_every_command_in_the_pages_has_the_options_it_is_shown_with() -> None:
-    shown: dict[str, str] = {}
-    for page in [*PAGES, ROOT / "README.md"]:
-        for command, line in re.findall(
-            r"^\$ unshard (eval \w+) (.*)$", page.read_text("utf-8"), re.MULTILINE
-        ):
-            if command not in shown:
-                words = [sys.executable, "-m", "unshard", *command.split(), "--help"]
-                shown[command] = run(words, ROOT)
-            assert all(option in shown[command] for option in re.findall(r"--[\w-]+", line)), line
-    assert len(shown) >= 3
