@@ -95,7 +95,7 @@ def scheduler(
 
     known = {"limits": Limits(grace_s=0.5, poll_s=0.02), "backoff_s": 0.05} | settings
     made = Settings(work_dir, **known)  # type: ignore[arg-type]
-    return store, Scheduler(store, Slots(map(int, filter(None, gpus.split(",")))), evaluators, made)
+    return store, Scheduler(store, Slots(filter(None, gpus.split(","))), evaluators, made)
 
 
 def job_of(store: Store, job_id: str) -> Job:

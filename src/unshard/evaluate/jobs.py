@@ -124,14 +124,14 @@ class Process:
         pid: of the leader of its process group.
         started: when the kernel says that it started, clock ticks since boot.
         boot: the kernel's identity of that boot.
-        gpus: the slots it has.
+        gpus: the names of those that it has.
         directory: of the attempt.
     """
 
     pid: int
     started: int
     boot: str
-    gpus: tuple[int, ...]
+    gpus: tuple[str, ...]
     directory: str
 
 

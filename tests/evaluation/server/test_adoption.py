@@ -164,7 +164,7 @@ def test_a_supervisor_that_never_got_its_order_is_no_failure(tmp_path: Path) -> 
     assert claimed is not None
     directory = server.directory_of(claimed)
     (directory / "output").mkdir(parents=True)
-    child = start_supervisor(gpus=(0,), directory=directory)
+    child = start_supervisor(gpus=("0",), directory=directory)
     store.attempt_started(job.id, child.process)
     server.start()
     assert [one.process for one in store.running()] == [child.process]

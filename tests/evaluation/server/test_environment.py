@@ -13,9 +13,9 @@ SECRETS = "HF_TOKEN AWS_SECRET_X password OPENAI_API_KEY Google_Credentials"
 
 
 def environment(
-    own: dict[str, str], *, program: str = sys.executable, devices: str = ""
+    own: dict[str, str], *, program: str = sys.executable, gpus: tuple[str, ...] = ()
 ) -> dict[str, str]:
-    return evaluator_environment(own, program=program, devices=devices, directory="/attempt")
+    return evaluator_environment(own, program=program, gpus=gpus, directory="/attempt")
 
 
 def test_only_the_servers_own_interpreter_is_told_where_its_modules_are(
@@ -33,10 +33,10 @@ def test_launchers_and_secrets_do_not_reach_an_evaluator(monkeypatch: pytest.Mon
     for name in [*LAUNCHER.split(), *SECRETS.split()]:
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("HF_HOME", "/cache")
-    found = environment({"HF_TOKEN": "own"}, devices="0,1")
+    found = environment({"HF_TOKEN": "own"}, gpus=("0", "MIG-8f3a"))
     assert not {*LAUNCHER.split(), *SECRETS.split()} & (found.keys() - {"HF_TOKEN"})
     assert [found[name] for name in ("HF_TOKEN", "HF_HOME")] == ["own", "/cache"]
-    assert (found["CUDA_VISIBLE_DEVICES"], found["UNSHARD_ATTEMPT"]) == ("0,1", "/attempt")
+    assert (found["CUDA_VISIBLE_DEVICES"], found["UNSHARD_ATTEMPT"]) == ("0,MIG-8f3a", "/attempt")
 
 
 def test_the_servers_url_with_its_password_does_not_reach_an_evaluator() -> None:

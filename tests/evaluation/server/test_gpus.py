@@ -8,26 +8,33 @@ from unshard.errors import UsageError
 from unshard.evaluate.server.config.gpus import gpus_here, gpus_in
 from unshard.evaluate.server.config.profiles import ServerConfig
 
+MIG = "MIG-3f1bd0c0-7a4b-5d1e-9c2f-0a1b2c3d4e5f"
+
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("0", ()),
-        ("2", (0, 1)),
-        ("3,", (3,)),
-        ("0,1", (0, 1)),
-        (" 2, 1, 2 ", (2, 1)),
-        ("1,2,", (1, 2)),
+        ("2", ("0", "1")),
+        ("3,", ("3",)),
+        ("0,1", ("0", "1")),
+        (" 2, 1, 02 ", ("2", "1")),
+        ("1,2,", ("1", "2")),
+        ("GPU-8f3a", ("GPU-8f3a",)),
+        (f"{MIG}, GPU-8f3a,", (MIG, "GPU-8f3a")),
+        ("MIG-GPU-8f3a/1/0", ("MIG-GPU-8f3a/1/0",)),
     ],
 )
 def test_gpus_that_are_given(
-    monkeypatch: pytest.MonkeyPatch, text: str, expected: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, text: str, expected: tuple[str, ...]
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpus_in(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", ",", "1,,2", "1,2,,", "2-3", "-1", "all", "\u0663"])
+@pytest.mark.parametrize(
+    "text", ["", ",", "1,,2", "1,2,,", "2-3", "-1", "all", "\u0663", "GPU-", "GPU 0", "1,x"]
+)
 def test_what_means_no_gpus(text: str) -> None:
     with pytest.raises(UsageError, match="--gpus"):
         gpus_in(text)
@@ -35,10 +42,18 @@ def test_what_means_no_gpus(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("visible", "expected"),
-    [("", ()), ("-1", ()), ("NoDevFiles", ()), ("0", (0,)), ("2, 1", (2, 1)), ("0,", (0,))],
+    [
+        ("", ()),
+        ("-1", ()),
+        ("NoDevFiles", ()),
+        ("0", ("0",)),
+        ("2, 1", ("2", "1")),
+        ("0,", ("0",)),
+        (f"{MIG},GPU-8f3a", (MIG, "GPU-8f3a")),
+    ],
 )
 def test_gpus_that_this_process_may_use(
-    monkeypatch: pytest.MonkeyPatch, visible: str, expected: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, visible: str, expected: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpus_here() == expected
@@ -47,18 +62,20 @@ def test_gpus_that_this_process_may_use(
 def test_a_number_of_gpus_means_those_that_this_process_may_use(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7,5")
-    assert gpus_in("2") == (6, 7)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,GPU-8f3a,5")
+    assert gpus_in("2") == ("6", "GPU-8f3a")
     assert gpus_in("0") == ()
-    assert gpus_in("0,1") == (0, 1)
+    assert gpus_in("0,1") == ("0", "1")
     (tmp_path / "server.yaml").write_text("gpus: 2")
-    assert ServerConfig.from_yaml(tmp_path / "server.yaml").gpus == (6, 7)
+    assert ServerConfig.from_yaml(tmp_path / "server.yaml").gpus == ("6", "GPU-8f3a")
+    (tmp_path / "server.yaml").write_text(f"gpus: [1, {MIG}]")
+    assert ServerConfig.from_yaml(tmp_path / "server.yaml").gpus == ("1", MIG)
     with pytest.raises(UsageError, match="--gpus 4: more than this process may use"):
         gpus_in("4")
 
 
-@pytest.mark.parametrize("visible", ["GPU-8f3a", "MIG-xx", "0,-1", "1,x"])
-def test_gpus_that_have_other_names(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+@pytest.mark.parametrize("visible", ["0,-1", "1,x", "GPU:8f3a"])
+def test_names_that_are_not_those_of_gpus(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES") as caught:
         gpus_here()

@@ -107,7 +107,7 @@ def test_a_guarded_type_trusts_what_its_argument_says(models: Path) -> None:
 
 def test_lmms_engines_documented_yaml_and_a_server_without_a_configuration(tmp_path: Path) -> None:
     config = EvalConfig.from_yaml(DOCUMENTED)
-    server = replace(ServerConfig.default(tuple(range(8))), roots=(tmp_path,))
+    server = replace(ServerConfig.default(tuple("01234567")), roots=(tmp_path,))
     python = os.environ.get("UNSHARD_LMMS_EVAL_PYTHON", "python3")
     here = replace(server.profiles["lmms-eval"], interpreter=python)  # where lmms-eval is installed
     server = replace(server, work_directory=tmp_path / "work", profiles={"lmms-eval": here})

@@ -83,7 +83,7 @@ def test_everything_that_can_be_said(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     config = read(tmp_path, WHOLE)
     assert config.roots == (tmp_path / "runs", Path("/data/runs"))
-    assert config.gpus == (0, 2)
+    assert config.gpus == ("0", "2")
     assert (config.host, config.port) == ("0.0.0.0", 9000)  # noqa: S104 - read, not bound
     assert config.token_file == tmp_path / "secret" / "token"
     assert config.work_directory == tmp_path / "work"
@@ -119,7 +119,7 @@ def test_an_empty_file_says_what_no_file_says(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     config = read(tmp_path, text)
     assert config == ServerConfig.default()
-    assert config.gpus == (1, 3)
+    assert config.gpus == ("1", "3")
     assert config.roots == ()
     assert config.host == "127.0.0.1"
     assert config.profiles["lm-eval"] == Profile("lm-eval", Kind.LM_EVAL, gpus=1)
@@ -152,6 +152,9 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         ("roots: [1]", "roots cannot be read"),
         ("gpus: [a]", "gpus cannot be read"),
         ("gpus: [-1]", "gpus cannot be read"),
+        ("gpus: [0, GPU-]", "gpus cannot be read"),
+        ("gpus: [[0]]", "gpus cannot be read"),
+        ("gpus: GPU-8f3a", "gpus cannot be read"),
         ("gpus: -1", "gpus cannot be read"),
         (PROFILE % "keep: best", "best_metric cannot be read\n  expected: TASK/METRIC"),
         (PROFILE % "keep: some", "keep cannot be read\n  expected: none, best, all"),
@@ -230,10 +233,10 @@ def test_given_gpus_are_known_before_the_profiles_are_read(tmp_path: Path, gpus:
     path = tmp_path / "server.yaml"
     path.write_text(text)
     config = configured(Given(config=path, gpus="0,1,2,3"))
-    assert config.gpus == (0, 1, 2, 3)
+    assert config.gpus == ("0", "1", "2", "3")
     assert [one.gpus for one in config.profiles.values()] == [2, 1]
     default = configured(Given(gpus="3,"))
-    assert default.gpus == (3,)
+    assert default.gpus == ("3",)
     assert [one.gpus for one in default.profiles.values()] == [1, 1, 0]
     with pytest.raises(UsageError, match=r"profiles\.a .*gpus cannot be read"):
         configured(Given(config=path, gpus="1"))

@@ -1,5 +1,6 @@
 import errno
 import json
+import logging
 import os
 import shutil
 import signal
@@ -114,6 +115,20 @@ while len(list(place.iterdir())) < 4: time.sleep(0.01)
     assert not any(
         one[0] == other[0] and overlap(one, other) for one, other in combinations(seen, 2)
     )
+
+
+def test_a_job_sees_the_gpu_that_it_has_by_its_id(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    store, server = scheduler(tmp_path / "work", SEEN, gpus="MIG-8f3a")
+    server.start()
+    job = submit(store, server, model)
+    wait_until(lambda: all_final(store), "the job is completed")
+    server.stop(end=True)
+    seen = json.loads((server.directory_of(job_of(store, job.id)) / "output/seen.json").read_text())
+    assert seen[0] == "MIG-8f3a"
+    assert "on GPU MIG-8f3a" in caplog.text
 
 
 def test_a_job_gets_as_many_gpus_as_it_asks_for(tmp_path: Path, model: Path) -> None:

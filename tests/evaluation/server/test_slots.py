@@ -2,28 +2,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError
-from unshard.evaluate.server.queue.slots import Slots, visible_devices
-
-
-@pytest.mark.parametrize("gpus", [(0, 0), (-1,)])
-def test_what_cannot_be_gpus_is_refused(gpus: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match="a number of its own"):
-        Slots(gpus)
+from unshard.evaluate.server.queue.slots import Slots, shown_slots
 
 
 def test_a_job_for_more_than_there_are_is_refused_with_both_numbers() -> None:
     with pytest.raises(EvaluationError, match="needs 3 GPUs") as caught:
-        Slots((4, 5)).check(3)
+        Slots(("4", "MIG-8f3a")).check(3)
     assert "at most 2" in str(caught.value)
+    assert "2 (4, MIG-8f3a)" in str(caught.value)
     with pytest.raises(EvaluationError, match="one CPU slot"):
         Slots(()).check(2)
     Slots(()).check(1)
 
 
-@pytest.mark.parametrize(("gpus", "count"), [((), 1), ((), 0), ((0, 1), 0)])
-def test_the_cpu_has_one_slot(gpus: tuple[int, ...], count: int) -> None:
+@pytest.mark.parametrize(("gpus", "count"), [((), 1), ((), 0), (("0", "1"), 0)])
+def test_the_cpu_has_one_slot(gpus: tuple[str, ...], count: int) -> None:
     slots = Slots(gpus)
     assert slots.take(count) == ()
     assert slots.take(count) is None
@@ -34,26 +28,32 @@ def test_the_cpu_has_one_slot(gpus: tuple[int, ...], count: int) -> None:
 
 
 def test_what_is_not_lent_cannot_be_given_back() -> None:
-    for slots, gpus in ((Slots((0, 1)), (0,)), (Slots((0,)), (5,)), (Slots(()), ())):
+    for slots, gpus in ((Slots("01"), ("0",)), (Slots("0"), ("5",)), (Slots(()), ())):
         with pytest.raises(RuntimeError, match="not lent"):
             slots.give_back(gpus)
 
 
-def test_the_numbers_are_what_cuda_reads() -> None:
-    assert visible_devices((0, 3)) == "0,3"
-    assert visible_devices(()) == ""
+def test_numbers_are_lent_by_their_value_and_before_ids() -> None:
+    slots = Slots(("GPU-8f3a", "10", "9"))
+    assert [slots.take(1), slots.take(2)] == [("9",), ("10", "GPU-8f3a")]
+
+
+def test_slots_are_shown_by_name() -> None:
+    assert shown_slots(("6", "MIG-8f3a")) == "GPU 6, MIG-8f3a"
+    assert shown_slots(()) == "the CPU"
 
 
 Step = tuple[str, int]
 
 
 @given(
-    gpus=st.sets(st.integers(0, 9)),
+    gpus=st.sets(st.sampled_from([*map(str, range(8)), "GPU-8", "MIG-9"])),
     steps=st.lists(st.tuples(st.sampled_from(["take", "back", "adopt"]), st.integers(0, 9))),
 )
-def test_no_slot_is_ever_lent_twice(gpus: set[int], steps: list[Step]) -> None:
+def test_no_slot_is_ever_lent_twice(gpus: set[str], steps: list[Step]) -> None:
     slots = Slots(sorted(gpus))
-    lent: list[tuple[int, ...]] = []
+    lent: list[tuple[str, ...]] = []
+    names = [*map(str, range(8)), "GPU-8", "MIG-9"]
     for what, number in steps:
         free = gpus.difference(*lent)
         if what == "take":
@@ -64,7 +64,7 @@ def test_no_slot_is_ever_lent_twice(gpus: set[int], steps: list[Step]) -> None:
             assert taken is None or len(taken) == (0 if needs_cpu else count)
             lent += [] if taken is None else [taken]
         elif what == "adopt":
-            wanted = (number,) if number % 2 else ()
+            wanted = (names[number],) if number % 2 else ()
             adopted = slots.adopt(wanted)
             assert adopted == (free.issuperset(wanted) if wanted else () not in lent)
             lent += [wanted] if adopted else []

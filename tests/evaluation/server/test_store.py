@@ -1,3 +1,4 @@
+import json
 import multiprocessing
 import os
 import signal
@@ -241,15 +242,28 @@ def test_one_job_can_be_claimed_by_its_id(store: Store) -> None:
 def test_a_job_with_an_open_attempt_is_not_claimed(store: Store) -> None:
     job = submit(store)
     claim(store)
-    store.attempt_started(job.id, Process(1, 2, "boot", (0, 1), "/directory"))
+    process = Process(1, 2, "boot", ("0", "1"), "/directory")
+    store.attempt_started(job.id, process)
     assert store.cancel(job.id)
     submit(store)
     assert job_of(store, job.id).status is Status.QUEUED
     assert store.claim(time.time()) is None
-    assert [one.process for one in store.running()] == [Process(1, 2, "boot", (0, 1), "/directory")]
+    assert [one.process for one in store.running()] == [process]
     store.release(job.id)
     assert store.running() == []
     assert claim(store).attempts == 2
+
+
+def test_gpus_are_stored_as_numbers_or_ids(store: Store, tmp_path: Path) -> None:
+    """Databases of earlier versions contain numbers; one of such a version may read ours."""
+    process = Process(1, 2, "boot", ("7", "GPU-8f3a", "MIG-GPU-8f3a/1/0"), "/directory")
+    job = submit(store)
+    claim(store)
+    store.attempt_started(job.id, process)
+    assert [one.process for one in store.running()] == [process]
+    with closing(sqlite3.connect(tmp_path / "jobs.sqlite")) as connection:
+        (text,) = connection.execute("SELECT gpus FROM attempts").fetchone()
+    assert json.loads(text) == [7, "GPU-8f3a", "MIG-GPU-8f3a/1/0"]
 
 
 def test_what_an_attempt_says_after_its_job_was_cancelled_changes_nothing(store: Store) -> None:

@@ -23,7 +23,7 @@ from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.server.service import _placed
 
 CONFIG = ServerConfig(
-    gpus=(0, 1),
+    gpus=("0", "1"),
     profiles={
         "lm": Profile("lm", Kind.LM_EVAL, model_args={"dtype": "bfloat16"}),
         "few": Profile(

@@ -100,7 +100,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="0,1|N",
-            help="GPU numbers (0,1; 3, for GPU 3 alone) or how many.  [default: all]",
+            help="GPU numbers (0,1; 3, for GPU 3 alone), ids (GPU-..., MIG-...) or how many.  "
+            "[default: all]",
         ),
     ] = None,
     host: Annotated[

@@ -152,7 +152,8 @@ def serve(given: Given) -> None:
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         _log.info("roots %s, profiles %s", list(map(str, config.roots)), list(config.profiles))
-        _log.info("work directory %s, GPUs %s", config.work_directory, list(config.gpus) or "none")
+        gpus = ", ".join(config.gpus) or "none"
+        _log.info("work directory %s, GPUs %s", config.work_directory, gpus)
         for root in config.roots:
             if not root.is_dir():
                 _log.warning("root %s: no such directory", root)

@@ -51,7 +51,7 @@ from unshard.evaluate.server.processes.supervise import (
     read_exit,
 )
 from unshard.evaluate.server.processes.table import is_alive, kill_group
-from unshard.evaluate.server.queue.slots import shown_slots, visible_devices
+from unshard.evaluate.server.queue.slots import shown_slots
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import LOG_MARK, tell
 
@@ -98,7 +98,7 @@ class Attempt:
     job: Job
     profile: Profile
     evaluator: Evaluator
-    gpus: tuple[int, ...]
+    gpus: tuple[str, ...]
     directory: Path
 
     def work(self, model: Path) -> Work:
@@ -239,7 +239,7 @@ class Runner:
         environment = evaluator_environment(
             attempt.profile.environment,
             program=command[0],
-            devices=visible_devices(attempt.gpus),
+            gpus=attempt.gpus,
             directory=str(attempt.directory),
         )
         return Order(

@@ -15,7 +15,7 @@ import yaml
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Scalar
-from unshard.evaluate.server.config.gpus import first_gpus, gpus_expected, gpus_here
+from unshard.evaluate.server.config.gpus import as_gpus, first_gpus, gpus_expected, gpus_here
 from unshard.evaluate.server.config.harmless import MODEL_TYPES
 from unshard.evaluate.server.config.profile_settings import (
     read_command,
@@ -129,7 +129,7 @@ class ServerConfig:
 
     Attributes:
         roots: checkpoints must lie under one of these; none: no checkpoint is accepted.
-        gpus: the numbers of the GPUs that jobs may have.
+        gpus: the GPUs that jobs may have, by number or id.
         host, port: where it listens.
         token_file: the file with the token that clients must show.
         work_directory: where jobs have their directories; None: the server's default.
@@ -140,7 +140,7 @@ class ServerConfig:
     """
 
     roots: tuple[Path, ...] = ()
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     token_file: Path | None = None
@@ -151,7 +151,7 @@ class ServerConfig:
     profiles: Mapping[str, Profile] = field(default_factory=dict)
 
     @classmethod
-    def default(cls, gpus: tuple[int, ...] | None = None) -> "ServerConfig":
+    def default(cls, gpus: tuple[str, ...] | None = None) -> "ServerConfig":
         """Return what holds without a file: this machine's GPUs, and a profile of every kind.
 
         lm-eval and lmms-eval are those of this Python, where it has them; the command measures the
@@ -164,7 +164,7 @@ class ServerConfig:
         return cls(gpus=gpus, profiles=_default_profiles(gpus))
 
     @classmethod
-    def from_yaml(cls, path: Path, gpus: tuple[int, ...] | None = None) -> "ServerConfig":
+    def from_yaml(cls, path: Path, gpus: tuple[str, ...] | None = None) -> "ServerConfig":
         """Read a configuration file; what it does not say is as in `default`.
 
         Relative paths start at the file's directory.
@@ -200,7 +200,7 @@ _PROFILE_KEYS: Mapping[Kind, frozenset[str]] = {
 _MODELS: Mapping[Kind, str] = {Kind.LM_EVAL: "hf", Kind.LMMS_EVAL: "huggingface"}
 
 
-def _default_profiles(gpus: tuple[int, ...]) -> dict[str, Profile]:
+def _default_profiles(gpus: tuple[str, ...]) -> dict[str, Profile]:
     count = min(1, len(gpus))
     harnesses = [
         Profile(kind.value, kind, model=model, gpus=count) for kind, model in _MODELS.items()
@@ -222,7 +222,7 @@ def _load(path: Path) -> object:
         raise UsageError(f"{path} cannot be read", found=str(error)) from error
 
 
-def _server(settings: Settings, given: tuple[int, ...] | None) -> ServerConfig:
+def _server(settings: Settings, given: tuple[str, ...] | None) -> ServerConfig:
     default = ServerConfig()
     gpus = _gpus(settings) if given is None else given
     quota = Settings(
@@ -245,19 +245,20 @@ def _server(settings: Settings, given: tuple[int, ...] | None) -> ServerConfig:
     )
 
 
-def _gpus(settings: Settings) -> tuple[int, ...]:
+def _gpus(settings: Settings) -> tuple[str, ...]:
     value = settings.raw("gpus")
     if value is None:
         return gpus_here()
     if not isinstance(value, list):
         count = settings.count("gpus", 0, most=1024)
         return first_gpus(count, what=f"{settings.where}: gpus {count}")
-    if not all(type(number) is int and number >= 0 for number in value):
-        raise settings.wrong("gpus", expected="how many, or a list of their numbers")
-    return tuple(dict.fromkeys(value))
+    gpus = as_gpus(map(str, value)) if all(type(one) in {int, str} for one in value) else None
+    if gpus is None:
+        raise settings.wrong("gpus", expected="how many, or a list of their numbers or ids")
+    return gpus
 
 
-def _profiles(settings: Settings, gpus: tuple[int, ...]) -> dict[str, Profile]:
+def _profiles(settings: Settings, gpus: tuple[str, ...]) -> dict[str, Profile]:
     if "profiles" not in settings:
         return _default_profiles(gpus)
     profiles = {}
@@ -278,7 +279,7 @@ def _profiles(settings: Settings, gpus: tuple[int, ...]) -> dict[str, Profile]:
     return profiles
 
 
-def _profile(name: str, kind: Kind, settings: Settings, gpus: tuple[int, ...]) -> Profile:
+def _profile(name: str, kind: Kind, settings: Settings, gpus: tuple[str, ...]) -> Profile:
     default = Profile(name, kind)
     keep = settings.choice("keep", default.keep)
     if keep is Keep.BEST and "best_metric" not in settings:

@@ -64,7 +64,7 @@ def why_missing(profile: Profile, directory: Path) -> str | None:
 def _why_no_module(profile: Profile, directory: Path) -> str | None:
     module, python = MODULES[profile.kind], profile.interpreter
     environment = evaluator_environment(
-        profile.environment, program=python, devices="", directory=str(directory)
+        profile.environment, program=python, gpus=(), directory=str(directory)
     )
     try:
         done = subprocess.run(  # noqa: S603  (the server's configuration names the interpreter)

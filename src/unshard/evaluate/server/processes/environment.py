@@ -32,17 +32,17 @@ def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def evaluator_environment(
-    own: Mapping[str, str], *, program: str, devices: str, directory: str
+    own: Mapping[str, str], *, program: str, gpus: tuple[str, ...], directory: str
 ) -> dict[str, str]:
     """Return the environment of an evaluator.
 
     Args:
         own: what its profile sets; wins over the server's, secrets included.
         program: what is started: only this interpreter gets what tells it where its modules are.
-        devices: CUDA_VISIBLE_DEVICES, which no profile can change.
+        gpus: all that it can see, whatever its profile sets; none: it sees no GPU.
         directory: of the attempt.
     """
     found = scrubbed(os.environ)
     if program != sys.executable:
         found = {name: value for name, value in found.items() if name not in _PYTHON}
-    return found | dict(own) | {"CUDA_VISIBLE_DEVICES": devices, MARK: directory}
+    return found | dict(own) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), MARK: directory}

@@ -53,7 +53,7 @@ class Child:
         self.popen.returncode = 0  # or else it is told off for being alive when it is forgotten
 
 
-def start_supervisor(*, gpus: tuple[int, ...], directory: Path) -> Child:
+def start_supervisor(*, gpus: tuple[str, ...], directory: Path) -> Child:
     """Start a supervisor that waits for its order.
 
     Raises:

@@ -49,7 +49,7 @@ def boot() -> str:
         return str(psutil.boot_time())
 
 
-def identify(pid: int, *, gpus: tuple[int, ...], directory: str) -> Process:
+def identify(pid: int, *, gpus: tuple[str, ...], directory: str) -> Process:
     """Return what distinguishes this process from others of its number; it may be a zombie.
 
     Raises:

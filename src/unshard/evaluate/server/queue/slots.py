@@ -3,33 +3,27 @@
 import threading
 from collections.abc import Iterable
 
-from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError
 
-__all__ = ["Slots", "shown_slots", "visible_devices"]
+__all__ = ["Slots", "shown_slots"]
 
 
 class Slots:
     """The GPUs of the server and one slot of its CPU, and which are free. Any thread may use it.
 
     Args:
-        gpus: their numbers; none: a job for one GPU, which an earlier server with GPUs accepted,
-            gets the CPU.
-
-    Raises:
-        UsageError: a number is negative or stands there twice.
+        gpus: their names, each once; none: a job for one GPU, which an earlier server with GPUs
+            accepted, gets the CPU.
     """
 
-    def __init__(self, gpus: Iterable[int]) -> None:
+    def __init__(self, gpus: Iterable[str]) -> None:
         self._all = tuple(gpus)
-        if len(set(self._all)) < len(self._all) or any(gpu < 0 for gpu in self._all):
-            raise UsageError(f"GPUs {_shown(self._all)}: each needs a number of its own, from 0 on")
         self._free = set(self._all)
         self._cpu_is_free = True
         self._lock = threading.Lock()
 
     def check(self, count: int) -> None:
-        """Refuse a job that would wait for ever.
+        """Refuse a job that would never start.
 
         Raises:
             EvaluationError: it needs more GPUs than there are.
@@ -44,17 +38,17 @@ class Slots:
                 hint="ask for fewer, or start the server with more",
             )
 
-    def take(self, count: int) -> tuple[int, ...] | None:
-        """Take slots, the lowest numbers first; None where too few are free.
+    def take(self, count: int) -> tuple[str, ...] | None:
+        """Take slots, the lowest numbers first; return None if too few are free.
 
         Args:
             count: of GPUs, as `check` allows it.
 
         Returns:
-            The numbers of the GPUs: none of them where the slot is the CPU's.
+            The names of the GPUs; none for the slot of the CPU.
         """
         with self._lock:
-            chosen = tuple(sorted(self._free)[:count])
+            chosen = tuple(sorted(self._free, key=_rank)[:count])
             if not chosen and (count == 0 or not self._all):
                 return () if self._take_cpu() else None
             if len(chosen) < count:
@@ -62,8 +56,8 @@ class Slots:
             self._free.difference_update(chosen)
             return chosen
 
-    def adopt(self, gpus: tuple[int, ...]) -> bool:
-        """Take exactly these, which an earlier server lent; tell whether they were free."""
+    def adopt(self, gpus: tuple[str, ...]) -> bool:
+        """Take exactly these, which an earlier server lent; return whether they were free."""
         with self._lock:
             if not gpus:
                 return self._take_cpu()
@@ -72,7 +66,7 @@ class Slots:
             self._free.difference_update(gpus)
             return True
 
-    def give_back(self, gpus: tuple[int, ...]) -> None:
+    def give_back(self, gpus: tuple[str, ...]) -> None:
         """Give back what `take` returned or `adopt` took."""
         with self._lock:
             lent = set(self._all) - self._free
@@ -86,15 +80,15 @@ class Slots:
         return taken
 
 
-def visible_devices(gpus: tuple[int, ...]) -> str:
-    """Return what CUDA_VISIBLE_DEVICES must be: "" hides every GPU."""
-    return ",".join(str(gpu) for gpu in gpus)
+def _rank(gpu: str) -> tuple[int, str]:
+    """Return what sorts numbers by their value, before ids."""
+    return len(gpu), gpu
 
 
-def shown_slots(gpus: tuple[int, ...]) -> str:
+def shown_slots(gpus: tuple[str, ...]) -> str:
     """Return what an attempt has, for people: "GPU 6, 7", or "the CPU"."""
     return f"GPU {_shown(gpus)}" if gpus else "the CPU"
 
 
-def _shown(gpus: Iterable[int]) -> str:
-    return ", ".join(str(gpu) for gpu in gpus) or "none"
+def _shown(gpus: Iterable[str]) -> str:
+    return ", ".join(gpus) or "none"

@@ -22,6 +22,7 @@ __all__ = [
     "as_result",
     "chosen",
     "connect",
+    "gpus_as_json",
     "request_as_json",
 ]
 
@@ -234,8 +235,13 @@ def _as_phase(value: str | None) -> Phase | None:
 def _as_process(row: sqlite3.Row) -> Process | None:
     if row["pid"] is None:
         return None
-    gpus = tuple(json.loads(row["gpus"]))
+    gpus = tuple(map(str, json.loads(row["gpus"])))
     return Process(row["pid"], row["started"], row["boot"], gpus, row["directory"])
+
+
+def gpus_as_json(gpus: tuple[str, ...]) -> str:
+    """Return the GPUs of a process as text: numbers as such, which other versions expect."""
+    return json.dumps([int(gpu) if gpu.isdecimal() else gpu for gpu in gpus])
 
 
 def as_event(row: sqlite3.Row) -> Event:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from unshard.evaluate.jobs import Job, Phase, Process, Request, Status
 from unshard.evaluate.server.store.reading import CLAIMABLE, FORGETTABLE, Records
-from unshard.evaluate.server.store.schema import request_as_json
+from unshard.evaluate.server.store.schema import gpus_as_json, request_as_json
 
 __all__ = ["Store"]
 
@@ -142,7 +142,7 @@ class Store(Records):
 
     def attempt_started(self, job_id: str, process: Process) -> None:
         """Record the process of the open attempt."""
-        gpus = str(list(process.gpus))
+        gpus = gpus_as_json(process.gpus)
         with self._transaction() as connection:
             connection.execute(
                 "UPDATE attempts SET pid = ?, started = ?, boot = ?, gpus = ?, directory = ?"
