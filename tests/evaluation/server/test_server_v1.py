@@ -216,24 +216,6 @@ def test_a_stream_without_events_is_kept_alive(server: Live) -> None:
     assert beats == 2
 
 
-def test_pins_are_listed_and_removed_when_no_job_needs_them(server: Live) -> None:
-    run = server.root / "pinned"  # no other job's pin is there
-    place = checkpoint(run, 11)
-    job = server.submit(place, "waits")
-    server.began(11)
-    pins = views.PinList.model_validate(server.v1("GET", "/pins")).pins
-    (pin,) = [pin for pin in pins if job["id"] in pin.jobs]
-    assert (pin.run, pin.step, pin.checkpoint) == ("pinned", 11, str(place))
-    assert pin.size > 0
-    refused = server.call("DELETE", f"/api/v1/pins/{pin.name}")
-    assert refused.status_code == 409
-    assert str(job["id"]) in error_of(refused).message
-    server.v1("DELETE", f"/jobs/{job['id']}")
-    left = run / "_unshard" / "pins"
-    until(lambda: not any(left.iterdir()), "the end of its pin")
-    assert server.call("DELETE", f"/api/v1/pins/{pin.name}").status_code == 404
-
-
 @pytest.mark.parametrize(
     ("method", "path", "status", "message"),
     [
@@ -282,7 +264,6 @@ def test_the_description_names_every_answer_and_their_models(server: Live, done:
         "/api/v1/results": views.ResultList,
         "/api/v1/runs": views.RunList,
         "/api/v1/profiles": views.ProfileList,
-        "/api/v1/pins": views.PinList,
         f"/api/v1/jobs/{done['id']}/log": views.LogPart,
     }
     for path, model in answers.items():

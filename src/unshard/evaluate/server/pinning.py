@@ -29,14 +29,10 @@ from unshard.evaluate.run_folder import PINS, STATE, RunFolder
 from unshard.evaluate.server.admission.requests import resolve_checkpoint
 from unshard.evaluate.server.store.store import Store
 
-__all__ = ["PinInUseError", "Pins", "changed_since"]
+__all__ = ["Pins", "changed_since"]
 
 _DEPTHS = ("", "*/", "*/*/")  # of runs below a root
 _log = logging.getLogger(__name__)
-
-
-class PinInUseError(UsageError):
-    """A pin that is to be removed must stay."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +41,7 @@ class Pins:
 
     Attributes:
         store: the jobs that need them.
-        roots: no pin elsewhere is made, used, listed or removed.
+        roots: no pin elsewhere is made, used or removed.
         quota: of the pins that servers make of one run.
         lock: held while a job gets its pin, and while a pin that no job has is removed.
     """
@@ -120,37 +116,6 @@ class Pins:
     def _own(self) -> Quota:
         """Return the quota, in this server's name: others may share the run."""
         return replace(self.quota, owner=str(self.store.identity))
-
-    def everywhere(self) -> list[Pin]:
-        """Return all pins of runs near the roots, or with pins of this server or of its jobs."""
-        return [pin for run in self._runs() for pin in pins_of(run)]
-
-    def jobs(self) -> dict[str, list[str]]:
-        """Return the jobs that need each pin, by the path of its linked checkpoint."""
-        found: dict[str, list[str]] = {}
-        for job_id, pin in self.store.pins_below():
-            found.setdefault(pin, []).append(job_id)
-        return found
-
-    def remove(self, name: str) -> Pin | None:
-        """Remove the pin of this name; return it, or None if there is none.
-
-        Raises:
-            PinInUseError: a job needs it, or another user made it.
-        """
-        with self.lock:
-            pin = next((pin for pin in self.everywhere() if pin.name == name), None)
-            if pin is None:
-                return None
-            if jobs := self.jobs().get(str(pin.path)):
-                raise PinInUseError(f"pin {name}: needed by job {', '.join(jobs)}")
-            if not unpin(pin):
-                raise PinInUseError(
-                    f"pin {name}: not made there by the user who runs this server",
-                    found=str(pin.directory),
-                    hint="remove its directory yourself",
-                )
-            return pin
 
     def _runs(self) -> list[Path]:
         return sorted({run.resolve() for run in self._places() if self._is_inside(run)})

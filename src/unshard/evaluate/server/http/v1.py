@@ -1,4 +1,4 @@
-"""Our own protocol, under `/api/v1`: jobs, logs, results as numbers, events, pins."""
+"""Our own protocol, under `/api/v1`: jobs, logs, results as numbers, events."""
 
 import asyncio
 import json
@@ -18,8 +18,6 @@ from unshard.evaluate.server.http.v1_views import (
     JobView,
     LogPart,
     Number,
-    PinList,
-    PinView,
     ProfileList,
     ProfileView,
     ResultList,
@@ -27,10 +25,8 @@ from unshard.evaluate.server.http.v1_views import (
     RunList,
     Submission,
     job_view,
-    pin_view,
     result_view,
 )
-from unshard.evaluate.server.pinning import PinInUseError
 from unshard.evaluate.server.service import Service
 
 __all__ = ["router"]
@@ -130,26 +126,6 @@ def profiles(request: Request) -> ProfileList:
     return ProfileList(
         profiles=[ProfileView(name=one.name, kind=one.kind, gpus=one.gpus) for one in known]
     )
-
-
-@router.get("/pins")
-def pins(request: Request) -> PinList:
-    """List the checkpoints that are kept by hard links, and the jobs that need them."""
-    kept = service_of(request).pins
-    jobs = kept.jobs()
-    return PinList(pins=[pin_view(pin, jobs.get(str(pin.path), [])) for pin in kept.everywhere()])
-
-
-@router.delete("/pins/{name}")
-def unpin(request: Request, name: str) -> PinView:
-    """Remove a pin that no job needs any more."""
-    try:
-        pin = service_of(request).pins.remove(name)
-    except PinInUseError as error:
-        raise HTTPException(409, str(error)) from error
-    if pin is None:
-        raise HTTPException(404, f"pin {name}: there is none")
-    return pin_view(pin, [])
 
 
 _STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}

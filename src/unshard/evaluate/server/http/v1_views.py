@@ -6,7 +6,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Job, Request, Result, Scalar, Status
-from unshard.evaluate.pins.pin import Pin
 from unshard.evaluate.server.admission.requests import MOST_TASKS
 
 __all__ = [
@@ -17,8 +16,6 @@ __all__ = [
     "JobView",
     "LogPart",
     "Number",
-    "PinList",
-    "PinView",
     "ProfileList",
     "ProfileView",
     "ResultList",
@@ -30,7 +27,6 @@ __all__ = [
     "Text",
     "error_body",
     "job_view",
-    "pin_view",
     "result_view",
 ]
 
@@ -189,25 +185,6 @@ class ProfileList(BaseModel):
     profiles: list[ProfileView]
 
 
-class PinView(BaseModel):
-    """A checkpoint that is kept by hard links; `size` is the bytes of its files."""
-
-    name: str
-    run: str
-    path: str
-    checkpoint: str
-    step: int | None
-    created: float
-    size: int
-    jobs: list[str]
-
-
-class PinList(BaseModel):
-    """Pins, the oldest of each run first."""
-
-    pins: list[PinView]
-
-
 def error_body(error: UnshardError) -> ErrorBody:
     """Return what clients see of an error."""
     return ErrorBody(
@@ -219,25 +196,6 @@ def error_body(error: UnshardError) -> ErrorBody:
             found=error.found,
             hint=error.hint,
         )
-    )
-
-
-def pin_view(pin: Pin, jobs: list[str]) -> PinView:
-    """Return what clients see of a pin.
-
-    Args:
-        pin: which.
-        jobs: the ids of those that have not ended and need it.
-    """
-    return PinView(
-        name=pin.name,
-        run=pin.run.name,
-        path=str(pin.path),
-        checkpoint=str(pin.checkpoint),
-        step=pin.step,
-        created=pin.created,
-        size=pin.size,
-        jobs=jobs,
     )
 
 
