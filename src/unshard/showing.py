@@ -1,23 +1,28 @@
 """How events look: a progress bar on a terminal or in a notebook, and lines anywhere else.
 
 Everything goes to stderr. What cannot be written there is dropped: showing must not fail the work.
+A caller in Python who gives no listener gets Python's warnings instead of the lines.
 """
 
+import inspect
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unshard import signals
+from unshard.errors import UnshardWarning
 from unshard.fronts import PYTHON, Front, warned
 from unshard.progress import Advanced, Chosen, Event, Listener, Stage, Warned, ignore
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["Clock", "counted", "is_notebook", "is_terminal", "listening", "size"]
+__all__ = ["Clock", "counted", "hearing", "is_notebook", "is_terminal", "listening", "size"]
 
 Clock = Callable[[], float]
 
@@ -25,6 +30,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 _LINE_S = 10.0  # between two lines of a log
 _REDRAW_S = 0.25  # between two states of a notebook's bar
 _BAR_WIDTH = 30
+_PACKAGE = str(Path(__file__).parent)
 
 
 def size(count: float) -> str:
@@ -39,6 +45,35 @@ def size(count: float) -> str:
 def counted(count: int, noun: str) -> str:
     """Return a number of things: 1 rank, 2 ranks."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+@contextmanager
+def hearing(listener: Listener | None) -> Iterator[Listener]:
+    """Yield the caller's listener; without one, a listener that warns and shows a progress bar.
+
+    Its warnings are `UnshardWarning`; the bar is on stderr, if that is a terminal or a notebook.
+    """
+    if listener is not None:
+        yield listener
+        return
+    with listening(quiet=not (is_terminal() or is_notebook())) as shown:
+
+        def tell(event: Event) -> None:
+            match event:
+                case Warned():
+                    _warn(event.message)
+                case Stage() | Advanced():
+                    shown(event)
+
+        yield tell
+
+
+def _warn(message: str) -> None:
+    """Warn at the line of the caller's code, outside this package."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UnshardWarning, stacklevel=level)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from unshard.api.flow.sources import read_checkpoint
 from unshard.containers.pickles.writer import SavedTensor
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.tensors.dtypes import BY_NAME
-from unshard.write.training_state import state_file_names, write_training_state
+from unshard.write.companions import state_file_names, write_training_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 

@@ -150,8 +150,8 @@ def hanging_worker(directory: Path) -> Path:
 
 STAGING = """
 import os, pathlib, sys
-from unshard.write.staging.stage import Stage
-Stage(pathlib.Path(sys.argv[1]), 10).__enter__()
+from unshard.write.staging.stage import Staging
+Staging(pathlib.Path(sys.argv[1]), 10).__enter__()
 os._exit(0)
 """
 

@@ -230,7 +230,7 @@ def test_a_class_that_does_not_fit_is_refused_before_anything_is_written(
             model_cls=LlamaForCausalLM,
             config=tiny_llama().config,  # without biases
         )
-    with pytest.raises(unshard.UsageError, match="Linear is no model class"):
+    with pytest.raises(unshard.UsageError, match="Linear is not a model class"):
         FSDP2Merger().merge(lmms, model_cls=torch.nn.Linear)
     assert snapshot(tmp_path) == before
 

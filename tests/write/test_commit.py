@@ -25,7 +25,7 @@ import unshard.write.staging.stage
 from unshard.errors import OutputError
 from unshard.write.files import is_weight_file
 from unshard.write.staging.journal import Mode
-from unshard.write.staging.stage import Stage, recover
+from unshard.write.staging.stage import Staging, recover
 from unshard.write.staging.targets import choose_mode
 
 OLD = {
@@ -81,7 +81,7 @@ def checkpoint(target: Path) -> Path:
 
 
 def merge_into(target: Path, sources: tuple[Path, ...] = ()) -> None:
-    with Stage(target, 100, sources=sources, overwrite=True) as stage:
+    with Staging(target, 100, sources=sources, overwrite=True) as stage:
         write(stage.directory, FRESH)
         stage.commit()
 
@@ -102,7 +102,7 @@ def test_without_overwrite_an_output_is_left_alone(tmp_path: Path) -> None:
     write(tmp_path / "out", OLD)
     with (
         pytest.raises(OutputError, match=r"exists already[\s\S]*overwrite=True"),
-        Stage(tmp_path / "out", 10),
+        Staging(tmp_path / "out", 10),
     ):
         pass
     assert read(tmp_path / "out") == OLD
@@ -137,7 +137,7 @@ def test_replacing_removes_weights_and_keeps_everything_else(
 
 def test_an_error_while_replacing_leaves_the_old(tmp_path: Path) -> None:
     write(tmp_path / "out", OLD)
-    with pytest.raises(RuntimeError), Stage(tmp_path / "out", 10, overwrite=True) as stage:
+    with pytest.raises(RuntimeError), Staging(tmp_path / "out", 10, overwrite=True) as stage:
         write(stage.directory, FRESH)
         raise RuntimeError
     assert read(tmp_path / "out") == OLD
@@ -182,7 +182,7 @@ def test_an_output_inside_a_checkpoint_leaves_its_modification_time(tmp_path: Pa
 
 def test_two_merges_into_one_checkpoint_do_not_mix(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "run")
-    with Stage(tmp_path / "run", 10, sources=(source,), overwrite=True) as first:
+    with Staging(tmp_path / "run", 10, sources=(source,), overwrite=True) as first:
         with pytest.raises(OutputError, match="another merge into it is under way"):
             merge_into(tmp_path / "run", (source,))
         write(first.directory, FRESH)
@@ -459,7 +459,7 @@ def test_the_staging_of_another_user_is_never_acted_upon(
 ) -> None:
     pid = os.fork()
     if pid == 0:
-        Stage(tmp_path / "out", 10).__enter__()
+        Staging(tmp_path / "out", 10).__enter__()
         os._exit(0)
     os.waitpid(pid, 0)
     own = os.geteuid()

@@ -30,7 +30,7 @@ import unshard.write.staging.commit
 import unshard.write.staging.stage
 from unshard.errors import OutputError
 from unshard.signals import Interrupted
-from unshard.write.staging.stage import Stage, recover
+from unshard.write.staging.stage import Staging, recover
 
 MODES = ["new", "exchange", "aside", "in place"]
 SHARD = {"ckpt/model_world_size_1_rank_0.pt": "shard"}
@@ -201,7 +201,7 @@ def test_what_cannot_be_flushed_after_the_rename_is_committed_and_said(
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with Stage(target, 10) as stage:
+    with Staging(target, 10) as stage:
         write(stage.directory, FRESH)
         (said,) = stage.commit()
     assert "may not survive a power failure" in said

@@ -27,7 +27,7 @@ import unshard
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard.write.staging.journal import Journal, Mode, read_journal, write_journal
 from unshard.write.staging.owners import Place, claim, staging_name
-from unshard.write.staging.stage import Stage, recover
+from unshard.write.staging.stage import Staging, recover
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -146,7 +146,7 @@ def test_a_copy_in_the_place_of_the_original_is_left_alone(
 def test_a_journal_that_leads_elsewhere_is_not_believed_whoever_sealed_it(
     tmp_path: Path, journal: Journal
 ) -> None:
-    with Stage(tmp_path / "out", 10) as stage:
+    with Staging(tmp_path / "out", 10) as stage:
         write_journal(stage._staging, journal)
         with pytest.raises(PermissionError, match="not one that unshard writes"):
             read_journal(stage._staging)
@@ -279,7 +279,7 @@ def test_what_was_killed_before_it_had_a_name_is_removed_in_its_own_place_only(
 ) -> None:
     def begin() -> None:
         pytest.MonkeyPatch().setattr("unshard.write.staging.stage.claim", lambda *_: kill())
-        Stage(tmp_path / "run" / "out", 10).__enter__()
+        Staging(tmp_path / "run" / "out", 10).__enter__()
 
     (tmp_path / "run").mkdir()
     in_child(begin)
@@ -295,7 +295,7 @@ def test_what_was_killed_before_it_had_a_name_is_removed_in_its_own_place_only(
 
 
 def test_a_staging_is_private(tmp_path: Path) -> None:
-    with Stage(tmp_path / "out", 10):
+    with Staging(tmp_path / "out", 10):
         assert staged(tmp_path)[0].stat().st_mode & 0o777 == 0o700
         owner = json.loads((staged(tmp_path)[0] / "owner.json").read_text())
         assert owner["host"] == socket.gethostname()
@@ -305,7 +305,7 @@ def test_nothing_is_said_of_what_others_may_be_at(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    with Stage(tmp_path / "one", 10), Stage(tmp_path / "two", 10) as stage:
+    with Staging(tmp_path / "one", 10), Staging(tmp_path / "two", 10) as stage:
         stage.commit()
     assert caplog.text == ""
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

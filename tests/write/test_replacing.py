@@ -30,7 +30,7 @@ import unshard.write.staging.commit
 import unshard.write.staging.journal
 import unshard.write.staging.replacing
 import unshard.write.staging.stage
-from unshard.write.staging.stage import Stage, recover
+from unshard.write.staging.stage import Staging, recover
 
 Edit = Callable[[Path], None]
 
@@ -107,7 +107,7 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def merge_over(target: Path, sources: tuple[Path, ...] = ()) -> list[str]:
-    with Stage(target, 100, sources=sources, overwrite=True) as stage:
+    with Staging(target, 100, sources=sources, overwrite=True) as stage:
         write(stage.directory, FRESH)
         return stage.commit()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unshard.errors import OutputError
-from unshard.write.staging.stage import Stage
+from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import check_space
 from waiting import LIMIT_S
 
@@ -21,7 +21,7 @@ def staged(parent: Path) -> list[Path]:
 
 def test_a_commit_makes_the_target_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "er" / "out"
-    with Stage(target, 10) as stage:
+    with Staging(target, 10) as stage:
         (stage.directory / "a").write_text("1")
         assert not target.exists()
         stage.commit()
@@ -30,14 +30,14 @@ def test_a_commit_makes_the_target_whole_and_leaves_nothing_beside_it(tmp_path: 
 
 
 def test_without_a_commit_nothing_is_left_not_even_parents(tmp_path: Path) -> None:
-    with Stage(tmp_path / "deep" / "er" / "out", 10) as stage:
+    with Staging(tmp_path / "deep" / "er" / "out", 10) as stage:
         (stage.directory / "a").write_text("1")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_error_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), Stage(tmp_path / "out", 10) as stage:
+    with pytest.raises(error), Staging(tmp_path / "out", 10) as stage:
         (stage.directory / "a").write_text("1")
         raise error
     assert list(tmp_path.iterdir()) == []
@@ -45,7 +45,7 @@ def test_an_error_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> 
 
 def test_an_existing_output_is_refused_and_untouched(tmp_path: Path) -> None:
     (tmp_path / "keep.txt").write_text("mine")
-    with pytest.raises(OutputError, match="exists already"), Stage(tmp_path, 10):
+    with pytest.raises(OutputError, match="exists already"), Staging(tmp_path, 10):
         pass
     assert (tmp_path / "keep.txt").read_text() == "mine"
     assert staged(tmp_path.parent) == []
@@ -55,13 +55,13 @@ def test_a_file_or_a_dangling_link_in_the_way_is_refused(tmp_path: Path) -> None
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "link"):
-        with pytest.raises(OutputError, match="exists already"), Stage(tmp_path / name, 10):
+        with pytest.raises(OutputError, match="exists already"), Staging(tmp_path / name, 10):
             pass
 
 
 def test_an_empty_directory_may_become_the_output(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with Stage(tmp_path / "out", 10) as stage:
+    with Staging(tmp_path / "out", 10) as stage:
         (stage.directory / "a").write_text("1")
         stage.commit()
     assert (tmp_path / "out" / "a").exists()
@@ -69,7 +69,7 @@ def test_an_empty_directory_may_become_the_output(tmp_path: Path) -> None:
 
 def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     target = tmp_path / "out"
-    with pytest.raises(OutputError, match="appeared while"), Stage(target, 10) as stage:
+    with pytest.raises(OutputError, match="appeared while"), Staging(target, 10) as stage:
         (stage.directory / "a").write_text("ours")
         target.mkdir()
         (target / "b").write_text("theirs")
@@ -83,13 +83,13 @@ def test_too_little_space_is_refused_before_anything_is_made(tmp_path: Path) -> 
     with pytest.raises(OutputError, match="not enough free space") as error:
         check_space(tmp_path, 2 * free)
     assert "bytes" in error.value.found
-    with pytest.raises(OutputError, match="free space"), Stage(tmp_path / "a" / "out", 2 * free):
+    with pytest.raises(OutputError, match="free space"), Staging(tmp_path / "a" / "out", 2 * free):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_in_the_middle_is_an_output_error_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="No space left"), Stage(tmp_path / "out", 10) as stage:
+    with pytest.raises(OutputError, match="No space left"), Staging(tmp_path / "out", 10) as stage:
         (stage.directory / "a").write_text("1")
         with Path("/dev/full").open("w") as full:
             full.write("x")
@@ -99,7 +99,7 @@ def test_a_full_disk_in_the_middle_is_an_output_error_and_leaves_nothing(tmp_pat
 def test_the_umask_is_honoured(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        with Stage(tmp_path / "out", 10) as stage:
+        with Staging(tmp_path / "out", 10) as stage:
             stage.commit()
     finally:
         os.umask(before)
@@ -109,8 +109,8 @@ def test_the_umask_is_honoured(tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from unshard.write.staging.stage import Stage
-with Stage(Path(sys.argv[1]), 10) as stage:
+from unshard.write.staging.stage import Staging
+with Staging(Path(sys.argv[1]), 10) as stage:
     (stage.directory / "half").write_text("x" * 1000)
     print("ready", flush=True)
     time.sleep(600)
@@ -137,7 +137,7 @@ def test_the_staging_of_a_killed_process_is_removed_by_the_next_run(tmp_path: Pa
     child = holder(tmp_path / "first")
     stop(child, signal.SIGKILL)
     assert len(staged(tmp_path)) == 1
-    with Stage(tmp_path / "second", 10) as stage:
+    with Staging(tmp_path / "second", 10) as stage:
         assert len(staged(tmp_path)) == 1  # our own
         stage.commit()
     assert staged(tmp_path) == []
@@ -146,7 +146,7 @@ def test_the_staging_of_a_killed_process_is_removed_by_the_next_run(tmp_path: Pa
 def test_the_staging_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
     child = holder(tmp_path / "first")
     try:
-        with Stage(tmp_path / "second", 10) as stage:
+        with Staging(tmp_path / "second", 10) as stage:
             stage.commit()
         assert len(staged(tmp_path)) == 1
     finally:
@@ -158,7 +158,7 @@ def test_the_staging_of_another_host_is_left_alone(tmp_path: Path) -> None:
     stop(child, signal.SIGKILL)
     owner = staged(tmp_path)[0] / "owner.json"
     owner.write_text(json.dumps(json.loads(owner.read_text()) | {"host": "elsewhere"}))
-    with Stage(tmp_path / "second", 10) as stage:
+    with Staging(tmp_path / "second", 10) as stage:
         stage.commit()
     assert len(staged(tmp_path)) == 1
 

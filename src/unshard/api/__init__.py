@@ -7,7 +7,6 @@ from unshard.api.lazy import LazyTensor, OpenCheckpoint
 from unshard.api.loading import Loaded
 from unshard.api.merging import merge, merge_with
 from unshard.api.merging_steps import StepResult, merge_all, merge_steps
-from unshard.api.model_class import check_class
 from unshard.api.opening import load_into, load_state_dict, open_checkpoint
 from unshard.api.options import MergeOptions
 from unshard.api.verifying import verify
@@ -26,7 +25,6 @@ __all__ = [
     "Report",
     "StepResult",
     "average",
-    "check_class",
     "crew",
     "inspect",
     "load_into",

@@ -8,17 +8,17 @@ from typing import Unpack
 
 from unshard.api.flow.preparing import Prepared
 from unshard.api.flow.sources import Sources, read_checkpoint
-from unshard.api.hearing import hearing
 from unshard.api.merging import merge_with
 from unshard.api.options import MergeOptions, given_output, given_path, showing
 from unshard.convert.averaging import ema_weights
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UsageError, raise_all
 from unshard.keywords import MergeKeywords
-from unshard.progress import Chosen, Listener
+from unshard.progress import Chosen, Listener, Stage
 from unshard.read.discover import all_steps
 from unshard.read.format import Location
 from unshard.read.open import Checkpoint, passing_over
+from unshard.showing import hearing
 from unshard.write.report import Report
 
 __all__ = ["average"]
@@ -80,6 +80,7 @@ def average(
         raise UsageError("no checkpoint to average")
 
     def opened(heard: Listener) -> Sources:
+        heard(Stage("reading"))
         if len(paths) == 1:
             found = _steps_of(places[0], chosen, (last, every or 1), pass_over=pass_over)
         elif (last, every) != (None, None):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unshard.api.flow.adapters import fuse_adapter
-from unshard.api.flow.converting import is_stored, ties_of
+from unshard.api.flow.converting import find_stored_ties, is_stored
 from unshard.api.options import MergeOptions
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
@@ -108,7 +108,7 @@ def _fitting(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Re
         return tensors, found
     shapes = {name: slot.shape for slot in slots for name in slot.names}
     try:
-        fused = without_trl_wrapper(fuse_adapter(opened.checkpoint, opened.options).tensors)
+        fused = without_trl_wrapper(fuse_adapter(opened.checkpoint, opened.options)[0])
         others = names_of_base(fused, shapes.keys(), config, shapes).tensors
     except ConversionError:
         if not any(found.sources):
@@ -129,7 +129,7 @@ def _without_ties(tensors: Recipes, found: Fit, config: ModelConfig | None) -> F
     if not found.unexpected:
         return found
     stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
-    repeated = ties_of(stored, config).equal
+    repeated = find_stored_ties(stored, config).equal
     taken = {name for names in found.sources for name in names}
     left = tuple(name for name in found.unexpected if repeated.get(name) not in taken)
     return Fit(found.sources, found.missing, left)
@@ -153,7 +153,7 @@ def _untied(tensors: Recipes, found: Fit) -> list[ConversionError]:
 
 
 def _are_equal(one: Recipe, other: Recipe, files: OpenFiles) -> bool:
-    """Tell whether two tensors hold the same; one that is computed is like no other."""
+    """Return whether two tensors have the same bits; computed ones are never equal."""
     if not (is_stored(one) and is_stored(other)):
         return False
     return equal_tensors(one.entry, other.entry, files)

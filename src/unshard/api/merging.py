@@ -8,23 +8,22 @@ from typing import Unpack
 
 from unshard.api.flow.converting import convert
 from unshard.api.flow.making import (
-    asked_for,
-    changed_from_base,
-    check_target,
+    add_files,
+    compare_with_base,
     late_notes,
-    pushed,
-    report_of,
-    staged,
+    make_report,
+    named_companions,
+    push_output,
+    stage_output,
     verify_output,
-    write_beside,
 )
 from unshard.api.flow.preparing import Prepared, plan_output
 from unshard.api.flow.sources import Opening, decompressed, one_checkpoint
-from unshard.api.hearing import hearing
 from unshard.api.options import MergeOptions, given_output, showing
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.keywords import MergeKeywords
 from unshard.progress import Listener, Stage, Warned
+from unshard.showing import hearing
 from unshard.write.hub import check_repo
 from unshard.write.report import Report
 
@@ -48,7 +47,7 @@ def merge(
         checkpoint: a checkpoint, a directory of several (the highest complete step is taken), or
             any directory inside one.
         output: must not exist unless `overwrite`; default `merged/<step directory>[-critic][-ema]`
-            beside the step directory.
+            next to the step directory.
         listener: called with progress events and warnings; without one, warnings are
             `UnshardWarning` of Python, and a terminal or a notebook gets a progress bar.
 
@@ -113,7 +112,7 @@ def merge_with(
     """Merge as `merge` does, with the options as one value.
 
     Args:
-        checkpoint: as for `merge`; or what opens several, which are averaged.
+        checkpoint: as for `merge`; or a function that opens several, to be averaged.
         output, options, listener: as for `merge`.
         engine: who makes the files; see `unshard.engines.crew`.
         before: called with the plan before anything is written; returns it, perhaps with more small
@@ -122,40 +121,39 @@ def merge_with(
             or that is an error, as it is for the tools that `unshard.compat` replaces.
     """
     started = time.monotonic()
-    opening = checkpoint
-    if not callable(opening):
-        opening = one_checkpoint(opening, options, pass_over=pass_over)
+    if not callable(checkpoint):
+        checkpoint = one_checkpoint(checkpoint, options, pass_over=pass_over)
     target = None if output is None else given_output(output)
     if options.push_to_hub is not None:
         check_repo(options.push_to_hub, may_ask=not options.dry_run)
-    listener(Stage("reading"))
-    sources = opening(listener)
+    sources = checkpoint(listener)
     target = target or sources.last.location.default_output
     prepared = before(plan_output(sources, convert(sources, options), options))
     _warn(listener, prepared.warnings)
+    stage = stage_output(prepared, target, options)
     if options.dry_run:
-        check_target(prepared, target, options)
-        return report_of(prepared, target, options, started)
-    with staged(prepared, target, options) as stage:
+        stage.check()
+        return make_report(prepared, target, options, started)
+    with stage:
         if sources.compressed_bytes:  # only now can values be compared, and be read anywhere
-            listener(Stage("decompressing"))
-            sources, planned = decompressed(sources, stage.scratch), prepared
-            prepared = plan_output(sources, convert(sources, options), options)
-            prepared = replace(prepared, files=planned.files)
-            _warn(listener, [one for one in prepared.warnings if one not in planned.warnings])
+            sources, planned = decompressed(sources, stage.scratch, listener), prepared
+            again = plan_output(sources, convert(sources, options), options)
+            _warn(listener, [one for one in again.warnings if one not in planned.warnings])
+            prepared = replace(again, files=planned.files)
         listener(Stage("writing", prepared.plan.layout.total_size))
         overflows = engine(prepared.plan, stage.directory, options.settings, listener)
-        write_beside(prepared, stage.directory, options, listener)
+        add_files(prepared, stage.directory, options, listener)
         verify_output(prepared, stage.directory, options, listener)
-        changed = changed_from_base(prepared, listener)
+        changed = compare_with_base(prepared, listener)
         listener(Stage("committing"))
-        committed = stage.commit(replaced=asked_for(prepared, options))
-    notes = (*late_notes(prepared, changed, overflows), *committed)
-    _warn(listener, notes)
-    url = pushed(prepared, target, options, listener)
-    return report_of(prepared, target, options, started, notes=notes, changed=changed, url=url)
+        committed = stage.commit(replaced=named_companions(prepared, options))
+    notes = _warn(listener, [*late_notes(prepared, changed, overflows), *committed])
+    url = push_output(prepared, target, options, listener)
+    return make_report(prepared, target, options, started, notes=notes, changed=changed, url=url)
 
 
-def _warn(listener: Listener, notes: Sequence[str]) -> None:
+def _warn(listener: Listener, notes: Sequence[str]) -> Sequence[str]:
+    """Give notes to the listener, and return them."""
     for note in notes:
         listener(Warned(note))
+    return notes

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.api.hearing import hearing
 from unshard.api.merging import merge_with
 from unshard.api.options import MergeOptions, given_output, given_path
 from unshard.engines.threads import RunPlan, run_plan
@@ -18,6 +17,7 @@ from unshard.errors import (
 from unshard.progress import Chosen, Listener, Warned
 from unshard.read.discover import all_steps
 from unshard.read.format import Location
+from unshard.showing import hearing
 from unshard.write.record import is_made_from
 from unshard.write.report import Report
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from unshard.api.flow.converting import convert_one
 from unshard.api.flow.sources import inflated, read_checkpoint
-from unshard.api.hearing import hearing
 from unshard.api.lazy import OpenCheckpoint
 from unshard.api.loading import Loaded, Opened
 from unshard.api.options import MergeOptions, given_path, showing
@@ -21,6 +20,7 @@ from unshard.tensors.dtypes import DType, numpy_dtype
 
 if TYPE_CHECKING:
     from unshard.engines.into_torch import Module, Tensor
+from unshard.showing import hearing
 
 __all__ = ["load_into", "load_state_dict", "open_checkpoint"]
 

@@ -7,15 +7,12 @@ from math import inf
 from pathlib import Path
 from typing import Unpack
 
-from unshard.api.flow.checking import expected_names
-from unshard.api.flow.converting import convert, ties_of
+from unshard.api.flow.converting import convert, expected_names, find_stored_ties
 from unshard.api.flow.sources import Sources, inflated, read_checkpoint
-from unshard.api.hearing import hearing
 from unshard.api.options import MergeOptions, given_path, showing
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.convert.outputs import Converted
 from unshard.convert.precision import precision
-from unshard.convert.recipes import shape_of
 from unshard.engines.compare import compare
 from unshard.errors import UsageError
 from unshard.keywords import DtypeLike, VerifyKeywords
@@ -24,6 +21,7 @@ from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.dcp.inflate import inflated_bytes
 from unshard.read.format import blaming
 from unshard.read.open import Checkpoint, open_whole
+from unshard.showing import hearing
 from unshard.write.record import RECORD_NAME
 from unshard.write.verification.comparison import ByConfig, Comparison, Loading, Tolerances
 
@@ -91,11 +89,10 @@ def verify(
 
 def _loading(ours: Checkpoint, mine: Sequence[Converted], listener: Listener) -> Loading:
     """Load the names and shapes of a merged model with transformers."""
-    from unshard.write.verification.load import verify_load
+    from unshard.write.verification.load import forms_of, verify_load
 
     listener(Stage("loading"))
-    forms = {one.name: (one.dtype, shape_of(one.recipe)) for one in mine}
-    return verify_load(ours.location.weights_dir, forms)
+    return verify_load(ours.location.weights_dir, forms_of(mine))
 
 
 def _as_merged(output: Path, names: str | None, options: VerifyKeywords) -> MergeOptions:
@@ -141,7 +138,7 @@ def _theirs(checkpoint: Checkpoint, options: MergeOptions, ours: set[str]) -> Se
     wanted = {one.name for one in merged}
     if len(ours ^ {one.name for one in stored}) > len(ours ^ wanted):
         return merged
-    tied = ties_of(checkpoint.catalog.tensors, checkpoint.config)
+    tied = find_stored_ties(checkpoint.catalog.tensors, checkpoint.config)
     return [one for one in stored if one.name in ours or one.name not in tied.equal]
 
 

@@ -83,7 +83,7 @@ def _print_merged(counts: "ShardCounts") -> None:
 
 
 def _print_saved(report: "Report", paths: Paths) -> None:
-    from unshard.write.training_state import EXTRA_STATE_NAME, SCHEDULER_NAME
+    from unshard.write.companions import EXTRA_STATE_NAME, SCHEDULER_NAME
 
     print("  Copying tokenizer files...")
     print("✓ Model saved successfully")

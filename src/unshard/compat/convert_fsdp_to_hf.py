@@ -75,7 +75,7 @@ def _print_header(paths: Paths, dtype: str) -> None:
 
 
 def _print_saved(report: "Report", paths: Paths) -> None:
-    from unshard.write.training_state import EXTRA_STATE_NAME, SCHEDULER_NAME
+    from unshard.write.companions import EXTRA_STATE_NAME, SCHEDULER_NAME
 
     for name in report.companions:
         if name not in {EXTRA_STATE_NAME, SCHEDULER_NAME}:

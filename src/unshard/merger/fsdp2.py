@@ -83,13 +83,14 @@ class FSDP2Merger(CheckpointMerger):
         Raises:
             UnshardError: one of the tree in `unshard.errors`; the output is as it was then.
         """
-        from unshard.api import Prepared, check_class, merge_with
-        from unshard.api.hearing import hearing
+        from unshard.api import Prepared, merge_with
+        from unshard.showing import hearing
+        from unshard.write.verification.load import check_class
 
         def check(prepared: Prepared) -> Prepared:
             _check_place(checkpoint, prepared)
             if model_cls is not None:
-                check_class(prepared, model_cls)
+                check_class(model_cls, prepared.config, prepared.tensors)
             return as_transformers_saves(prepared)
 
         checkpoint = Path(checkpoint_path)

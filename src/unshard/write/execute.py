@@ -19,12 +19,13 @@ from unshard.containers.chunks import fill_box
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements, raw_dtype, read_exactly
 from unshard.plan.operations import Cast, Fuse, Gather, Reduce, Source, Target, Tiled
+from unshard.plan.pairs import Pair, pair_tiles
 from unshard.plan.work import Tile, Unit
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype
 
-__all__ = ["Executor", "make_tile", "tile_runs"]
+__all__ = ["Executor", "are_equal", "make_tile", "tile_runs"]
 
 _BLOCK = 1024 * 1024
 _NO_KERNEL_COPY = frozenset(
@@ -179,6 +180,14 @@ def make_tile(tile: Tile, files: OpenFiles) -> Elements:
                 return _rounded(total, to)
         case Fuse() as fuse:
             return _fused(fuse, tile.box, files)
+
+
+def are_equal(pair: Pair, files: OpenFiles) -> bool:
+    """Return whether both tensors of a pair have the same bits; stop at the first difference."""
+    return all(
+        make_tile(ours, files).tobytes() == make_tile(theirs, files).tobytes()
+        for ours, theirs in pair_tiles(pair)
+    )
 
 
 def _fused(fuse: Fuse, box: Box, files: OpenFiles) -> Elements:

@@ -10,9 +10,10 @@ from unshard.fronts import PYTHON, warned
 from unshard.plan.layout import Layout
 from unshard.plan.operations import Plan
 from unshard.read.format import PassedOver
+from unshard.showing import counted
 from unshard.tensors.catalog import Skipped
 
-__all__ = ["Report", "dtypes", "operations", "peak_memory"]
+__all__ = ["Report", "count_dtypes", "count_operations", "peak_memory"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -80,24 +81,20 @@ class Report:
         made = "would save" if self.dry_run else "saved"
         several = f"{len(self.sources)} checkpoints, " if len(self.sources) > 1 else ""
         return (
-            f"<Report: {made} {self.tensors} tensors in {_counted(len(self.files), 'file')} "
+            f"<Report: {made} {self.tensors} tensors in {counted(len(self.files), 'file')} "
             f"({self.bytes_written:,} bytes) to {self.output!r}, from {several}"
-            f"{_counted(self.world_size, 'rank')}, {_counted(len(self.notes), 'warning')}>"
+            f"{counted(self.world_size, 'rank')}, {counted(len(self.notes), 'warning')}>"
         )
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def operations(plan: Plan) -> dict[str, int]:
+def count_operations(plan: Plan) -> dict[str, int]:
     """Return how many operations of each kind a plan has."""
     kinds = Counter(type(operation).__name__ for operation in plan.tiled)
     kinds["CopyRange"] = len(plan.copies)
     return {kind: count for kind, count in sorted(kinds.items()) if count}
 
 
-def dtypes(layout: Layout) -> dict[str, int]:
+def count_dtypes(layout: Layout) -> dict[str, int]:
     """Return how many tensors of each dtype are written, the most frequent first."""
     names = (tensor.dtype.name for file in layout.files for tensor in file.tensors)
     return dict(Counter(names).most_common())

@@ -54,7 +54,7 @@ def test_shards_of_trainer_are_evaluated_with_the_config_of_the_profile(server: 
     failed = server.ended(server.submit(place, **asked), "failed")
     assert failed["attempts"] == 1
     said = str(failed["error"])
-    assert said.startswith(f"no config.json was found in or beside {place}/pytorch_model_fsdp_0:")
+    assert said.startswith(f"no config.json was found in or next to {place}/pytorch_model_fsdp_0:")
     assert f"unshard merge {place} OUTPUT --config FILE" in said
     asked["profile"] = "fitted"
     done = server.ended(server.submit(place, **asked))

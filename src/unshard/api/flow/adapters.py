@@ -1,7 +1,6 @@
 """LoRA adapters in a checkpoint: fused into the weights, or written by themselves."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from unshard.api.options import MergeOptions
 from unshard.convert.lora.files import adapter_tensors
@@ -16,54 +15,42 @@ from unshard.read.beside.adapter_config import read_adapter_config
 from unshard.read.open import Checkpoint
 from unshard.write.adapter import ADAPTER_CONFIG_NAME, adapter_config_json
 
-__all__ = ["Adapted", "AdapterPart", "adapter_part", "fuse_adapter"]
+__all__ = ["fuse_adapter", "separate_adapter"]
 
 
-@dataclass(frozen=True, slots=True)
-class Adapted:
-    """The model's tensors, an adapter fused into them if there was one; and what to say."""
-
-    tensors: Mapping[str, Recipe]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AdapterPart:
-    """An adapter as a directory that PEFT loads: its tensors and its small files."""
-
-    tensors: Sequence[Converted]
-    files: Mapping[str, bytes]
-
-
-def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Adapted:
-    """Fuse a checkpoint's adapter; without one, return its tensors as they are.
+def fuse_adapter(
+    checkpoint: Checkpoint, options: MergeOptions
+) -> tuple[Mapping[str, Recipe], tuple[str, ...]]:
+    """Return a checkpoint's tensors, its adapter fused into them, and what a user should know.
 
     Raises:
         ConversionError: it cannot be fused, or not all of it.
-        UsageError: `--lora both` was asked for, and there is no adapter.
+        UsageError: `--lora both` was given, and there is no adapter.
     """
     split = _split(checkpoint)
     if not split.pairs:
         if options.lora == "both":
             raise _no_adapter(checkpoint, options)
-        return Adapted({**split.base, **split.saved}, ())
+        return {**split.base, **split.saved}, ()
     base: dict[str, Recipe] | None = None
     if split.adapter_only and checkpoint.base is not None:
         base = {name: take(entry) for name, entry in checkpoint.base.tensors.items()}
-        if not all(_has_weight(path, base) for path in split.pairs):
+        if not all(path in base or f"{path}.weight" in base for path in split.pairs):
             base = training_names(base, checkpoint.config)
     config = read_adapter_config(checkpoint.location)
     fused = fuse(split, config, options.lora_alpha, base)
     note = f"{fused.pairs_used} LoRA pairs were fused into the weights"
-    return Adapted(fused.tensors, (note, *fused.notes))
+    return fused.tensors, (note, *fused.notes)
 
 
-def adapter_part(checkpoint: Checkpoint, options: MergeOptions) -> AdapterPart:
-    """Return a checkpoint's adapter as a directory that PEFT loads; its dtypes stay.
+def separate_adapter(
+    checkpoint: Checkpoint, options: MergeOptions
+) -> tuple[Sequence[Converted], Mapping[str, bytes]]:
+    """Return an adapter as PEFT loads it: its tensors, whose dtypes stay, and its small files.
 
     Raises:
         UsageError: there is no adapter.
-        ConversionError: what PEFT must know of it is not known.
+        ConversionError: PEFT needs something that neither the files nor the options say.
     """
     split = _split(checkpoint)
     if not split.pairs:
@@ -74,29 +61,18 @@ def adapter_part(checkpoint: Checkpoint, options: MergeOptions) -> AdapterPart:
     config = read_adapter_config(checkpoint.location)
     fields = None if checkpoint.config is None else checkpoint.config.fields
     text = adapter_config_json(split, config, options.lora_alpha, fields)
-    return AdapterPart(tensors, {ADAPTER_CONFIG_NAME: text})
+    return tensors, {ADAPTER_CONFIG_NAME: text}
 
 
 def _refuse_unused(options: MergeOptions) -> None:
-    """Refuse options that an adapter by itself cannot follow, rather than ignore them."""
-    unused = {
-        "dtype": options.dtype != "keep",
-        "keep-fp32": options.keep_fp32 is not None,
-        "include": options.include is not None,
-        "exclude": options.exclude is not None,
-        "max-shard-size": options.max_shard_size is not None,
-    }
-    names = [name for name, is_given in unused.items() if is_given]
-    if names:
+    """Refuse options that do not apply to an adapter by itself, rather than ignore them."""
+    never = ("dtype", "keep_fp32", "include", "exclude", "max_shard_size")
+    unused = [name.replace("_", "-") for name in never if name in options.chosen]
+    if unused:
         raise UsageError(
-            f"--lora adapter writes the adapter as it is: --{names[0]} does not apply",
+            f"--lora adapter writes the adapter as it is: --{unused[0]} does not apply",
             hint="leave it out, or write the fused model",
         )
-
-
-def _has_weight(path: str, tensors: Mapping[str, Recipe]) -> bool:
-    """Tell whether a module, or a parameter, of this name is among some tensors."""
-    return path in tensors or f"{path}.weight" in tensors
 
 
 def _split(checkpoint: Checkpoint) -> Split:

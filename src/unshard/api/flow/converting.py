@@ -1,22 +1,22 @@
 """From checkpoints to the output's tensors: adapters, names, ties, selection, dtypes, mean."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TypeGuard
 
-from unshard.api.flow.adapters import AdapterPart, adapter_part, fuse_adapter
-from unshard.api.flow.checking import check_names
+from unshard.api.flow.adapters import fuse_adapter, separate_adapter
 from unshard.api.flow.sources import Sources
 from unshard.api.options import MergeOptions
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.averaging import averaged
 from unshard.convert.critics import critic_config, without_trl_wrapper
+from unshard.convert.expected.config_names import expected_by_config
 from unshard.convert.expected.tensors import Expected, check_expected
-from unshard.convert.names import Renamed, hub_names, names_of_base
+from unshard.convert.names import hub_names, names_of_base
 from unshard.convert.outputs import Converted, finish, select, selected
 from unshard.convert.precision import Precision, precision
 from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype
@@ -30,9 +30,9 @@ from unshard.read.open import Checkpoint
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, Kind
-from unshard.write.verification.unchanged import are_equal
+from unshard.write.execute import are_equal
 
-__all__ = ["Outcome", "convert", "convert_one", "is_stored", "ties_of"]
+__all__ = ["Outcome", "convert", "convert_one", "expected_names", "find_stored_ties", "is_stored"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ class Outcome:
     notes: tuple[str, ...]
     names_checked: str = "none"
     files: Mapping[str, bytes] = field(default_factory=dict)
-    adapter: AdapterPart | None = None
+    adapter: "Outcome | None" = None
 
 
 def convert(sources: Sources, options: MergeOptions) -> Outcome:
@@ -63,58 +63,63 @@ def convert(sources: Sources, options: MergeOptions) -> Outcome:
         ConversionError: names or dtypes of the output cannot be resolved, or tensors are missing.
     """
     if options.lora == "adapter":
-        part = adapter_part(sources.last, options)
-        return Outcome(part.tensors, None, (), files=part.files)
+        return _adapter_alone(sources.last, options)
     each = [convert_one(one, options) for one in sources.checkpoints]
     made = each[0] if len(each) == 1 else _mean(sources, each)
-    checked = check_names(made.tensors, made.config, sources.last, options)
-    return replace(
-        made,
-        notes=(*made.notes, *checked.notes),
-        names_checked=checked.by,
-        adapter=adapter_part(sources.last, options) if options.lora == "both" else None,
-    )
+    checked, notes = _check_names(made, sources.last, options)
+    adapter = _adapter_alone(sources.last, options) if options.lora == "both" else None
+    return replace(made, notes=(*made.notes, *notes), names_checked=checked, adapter=adapter)
+
+
+def _adapter_alone(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
+    tensors, files = separate_adapter(checkpoint, options)
+    return Outcome(tensors, None, (), files=files)
 
 
 def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
     """Decide names, ties, selection and dtypes of what one checkpoint becomes."""
     config, base = checkpoint.config, checkpoint.base
-    adapted = fuse_adapter(checkpoint, options)
-    tensors, notes = without_trl_wrapper(adapted.tensors), list(adapted.notes)
+    adapted, notes = fuse_adapter(checkpoint, options)
+    tensors = without_trl_wrapper(adapted)
     if options.names == "hub":
-        renamed = _named(without_native_names(tensors, config), base, config)
-        tensors, notes = renamed.tensors, [*notes, *renamed.notes]
+        trained = without_native_names(tensors, config)
+        renamed = (
+            hub_names(trained, config)
+            if base is None
+            else names_of_base(trained, base.files, config, base.shapes)
+        )
+        tensors, notes = renamed.tensors, (*notes, *renamed.notes)
     ties = _ties(tensors, config)
-    notes += [
+    notes += tuple(
         f"{head} differs from {embedding}, though the model's config says that they are tied: both "
         "are written, and config.json says so"
         for head, embedding in ties.different.items()
-    ]
+    )
     tensors = {name: one for name, one in tensors.items() if name not in ties.equal}
     whole, tensors = tensors, select(tensors, options.include, options.exclude)
     rule = _precision(base, config, options)
     if base is not None:
         left_out = [name for name in whole if name not in tensors]
-        notes += _check_base(tensors, base, options, config, left_out)
+        notes += tuple(_check_base(tensors, base, options, config, left_out))
     if config is not None:
         config = _resized(config, checkpoint, tensors)
         config = critic_config(config, tensors)
         config = config.untied() if ties.different else config
-    return Outcome(finish(tensors, rule), config, tuple(notes))
+    return Outcome(finish(tensors, rule), config, notes)
 
 
 def _ties(tensors: Mapping[str, Recipe], config: ModelConfig | None) -> Ties:
-    """Find tied weights among the output's tensors; one with an adapter in it equals no other.
+    """Find tied weights among the output's tensors; a fused one is not equal to any other.
 
-    What is compressed cannot be compared: whether it is tied shows when it was decompressed.
+    Compressed tensors cannot be compared: they are looked at again when they are decompressed.
     """
     stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
     computed = {name: shape_of(one) for name, one in tensors.items() if name not in stored}
     there = {name: one for name, one in stored.items() if not one.chunks.compressed.any()}
-    return ties_of(there, config, computed)
+    return find_stored_ties(there, config, computed)
 
 
-def ties_of(
+def find_stored_ties(
     stored: Mapping[str, TensorEntry],
     config: ModelConfig | None,
     computed: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
@@ -129,17 +134,10 @@ def ties_of(
 
 
 def is_stored(recipe: Recipe) -> TypeGuard[Take]:
-    """Tell whether a recipe is a whole tensor as it is stored."""
+    """Return whether a recipe is a whole tensor as it is stored."""
     if not isinstance(recipe, Take) or recipe.permutation is not None:
         return False
     return recipe.box == Box.whole(recipe.entry.shape)
-
-
-def _named(tensors: Mapping[str, Recipe], base: Base | None, config: ModelConfig | None) -> Renamed:
-    """Give tensors the names of the hub, or of the base model where there is one."""
-    if base is None:
-        return hub_names(tensors, config)
-    return names_of_base(tensors, base.files, config, base.shapes)
 
 
 def _precision(base: Base | None, config: ModelConfig | None, options: MergeOptions) -> Precision:
@@ -156,10 +154,7 @@ def _check_base(
     config: ModelConfig | None,
     left_out: Sequence[str],
 ) -> list[str]:
-    """Compare names and shapes with the base's.
-
-    What the user left out is not missed, nor is a head that is tied, on either side.
-    """
+    """Compare names and shapes with the base's; the user's choice and tied heads are excused."""
     kept = selected(base.files, options.include, options.exclude)
     excused = {*left_out, *(base.files.keys() - kept)}
     if config is not None and config.is_tied:
@@ -177,10 +172,50 @@ def _check_base(
     return notes
 
 
+def _check_names(
+    made: Outcome, checkpoint: Checkpoint, options: MergeOptions
+) -> tuple[str, list[str]]:
+    """Compare the names of an output with those that its config says there are.
+
+    Where there is a base model, they were compared with its names already.
+
+    Returns:
+        By what the names were checked, and what a user should know.
+
+    Raises:
+        ConversionError: tensors are missing, or do not belong to the model.
+    """
+    if checkpoint.base is not None:
+        return "base", []
+    recipes = {one.name: one.recipe for one in made.tensors}
+    expected = expected_names(recipes, made.config, options)
+    if expected is None:
+        return "none", []
+    return "config", check_expected(
+        recipes,
+        replace(expected, name=str(checkpoint.companions.config)),
+        allow_missing=options.allow_missing,
+        allow_unexpected=options.allow_unexpected,
+    )
+
+
+def expected_names(
+    names: Collection[str], config: ModelConfig | None, options: MergeOptions
+) -> Expected | None:
+    """Return what an output of these names has by its config; None if that is not known."""
+    if config is None or options.names != "hub" or options.base is not None:
+        return None
+
+    def kept(known: Iterable[str]) -> list[str]:
+        return selected(known, options.include, options.exclude)
+
+    return expected_by_config(config.fields, names, kept, tied=config.may_be_tied)
+
+
 def _resized(
     config: ModelConfig, checkpoint: Checkpoint, tensors: Mapping[str, Recipe]
 ) -> ModelConfig:
-    """Return a config of the base model's with the vocabulary that the embedding has now."""
+    """Return the config with the output's vocabulary, if it is the base model's config."""
     base = checkpoint.base
     if base is None or checkpoint.companions.config != base.companions.config:
         return config
@@ -204,7 +239,7 @@ def _mean(sources: Sources, outcomes: Sequence[Outcome]) -> Outcome:
     notes = dict.fromkeys(note for one in outcomes for note in one.notes)
     if any(_is_wide(one) for one in mean.tensors if one.name not in mean.fixed):
         notes["float64 values are averaged in float32, and lose digits"] = None
-    if not sources.compressed_bytes:  # else: when it was decompressed
+    if not sources.compressed_bytes:  # otherwise they are compared once decompressed
         notes |= dict.fromkeys(_differing(list(mean.fixed.values()), names))
     return Outcome(mean.tensors, outcomes[-1].config, tuple(notes))
 
@@ -214,7 +249,7 @@ def _is_wide(tensor: Converted) -> bool:
 
 
 def _differing(fixed: Sequence[tuple[Converted, ...]], names: Sequence[str]) -> list[str]:
-    """Compare tensors that have no mean; return what to say of those that differ."""
+    """Compare tensors that have no mean; return a note about those that differ."""
     problems, taken = [], []
     with OpenFiles(os.O_RDONLY, limit=32) as files:
         for first, *others in fixed:

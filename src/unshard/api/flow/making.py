@@ -1,69 +1,71 @@
 """The steps from a plan to a finished directory, one function each; `merging` has their order."""
 
+import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from unshard.api.flow.preparing import Prepared
 from unshard.api.options import MergeOptions
+from unshard.containers.open_files import OpenFiles
+from unshard.convert.outputs import Converted
+from unshard.convert.recipes import shape_of, take
 from unshard.engines.threads import run_plan, verify_full
 from unshard.plan.layout import INDEX_NAME, index_json
 from unshard.plan.operations import Plan
+from unshard.plan.pairs import make_pair
 from unshard.progress import Listener, Stage, ignore
 from unshard.showing import is_notebook, is_terminal
-from unshard.write.companions import write_companions
+from unshard.tensors.catalog import TensorEntry
+from unshard.write.companions import (
+    state_file_names,
+    write_companions,
+    write_training_state,
+)
+from unshard.write.execute import are_equal
 from unshard.write.hub import push
 from unshard.write.record import RECORD_NAME, record_json
-from unshard.write.report import Report, dtypes, operations, peak_memory
-from unshard.write.staging.stage import Stage as Staging
-from unshard.write.staging.targets import choose_mode, refuse_sources
-from unshard.write.training_state import state_file_names, write_training_state
+from unshard.write.report import Report, count_dtypes, count_operations, peak_memory
+from unshard.write.staging.stage import Staging
+from unshard.write.staging.targets import refuse_sources
 from unshard.write.verification.light import verify_light
-from unshard.write.verification.unchanged import unchanged
 
 __all__ = [
-    "asked_for",
-    "changed_from_base",
-    "check_target",
+    "add_files",
+    "compare_with_base",
     "late_notes",
-    "pushed",
-    "report_of",
-    "staged",
+    "make_report",
+    "named_companions",
+    "push_output",
+    "stage_output",
     "verify_output",
-    "write_beside",
 ]
 
 _COMPANION_ALLOWANCE = 64 * 1024
 _ADAPTER_FOLDER = "lora_adapter"
 
 
-def check_target(prepared: Prepared, target: Path, options: MergeOptions) -> None:
-    """Refuse a target as staging would, without touching it.
-
-    Raises:
-        OutputError: it holds the weights that are merged, or something that would be lost.
-    """
-    refuse_sources(target, _stored_files(prepared))
-    places, names = _places(prepared), _output_names(prepared)
-    choose_mode(target, places, overwrite=options.overwrite, names=names)
-
-
-def staged(prepared: Prepared, target: Path, options: MergeOptions) -> Staging:
+def stage_output(prepared: Prepared, target: Path, options: MergeOptions) -> Staging:
     """Return the stage on which the output is made apart, to take its place in one commit.
 
     Raises:
-        OutputError: the target holds the weights that are merged; on entering: see `Staging`.
+        OutputError: the target contains the weights that are merged; on entering: see `Staging`.
     """
-    refuse_sources(target, _stored_files(prepared))
+    catalogs = [one.catalog for one in prepared.sources.checkpoints]
+    locations = [one.location for one in prepared.sources.checkpoints]
+    entries = (entry for catalog in catalogs for entry in catalog.tensors.values())
+    files = {id(entry.chunks.paths): entry.chunks.paths for entry in entries}  # shared by tensors
+    refuse_sources(target, {path for paths in files.values() for path in paths})
     return Staging(
         target,
         _needed_bytes(prepared),
-        sources=_places(prepared),
+        sources=[place for one in locations for place in (one.step_dir, *one.roots)],
         overwrite=options.overwrite,
         names=_output_names(prepared),
     )
 
 
-def write_beside(
+def add_files(
     prepared: Prepared, directory: Path, options: MergeOptions, listener: Listener
 ) -> None:
     """Write all files but the weights: companions, index, training state, record, adapter."""
@@ -96,10 +98,10 @@ def _record(prepared: Prepared, options: MergeOptions) -> bytes:
 def verify_output(
     prepared: Prepared, directory: Path, options: MergeOptions, listener: Listener
 ) -> None:
-    """Read the output again as a stranger would, as far as `--verify` says.
+    """Read the output again from disk, as far as `--verify` says.
 
     Raises:
-        OutputError: it is not what was planned; with "full", nor what the sources hold.
+        OutputError: it is not what was planned; with "full", or differs from the sources.
     """
     if options.verify == "off":
         return
@@ -113,19 +115,33 @@ def verify_output(
         verify_full(prepared.plan, catalogs, directory, options.settings, listener)
 
 
-def changed_from_base(prepared: Prepared, listener: Listener) -> tuple[int, int] | None:
-    """Count what training has changed, as in `Report.changed_from_base`."""
+def compare_with_base(prepared: Prepared, listener: Listener) -> tuple[int, int] | None:
+    """Count what training has changed, as in `Report.changed_from_base`.
+
+    A trained tensor differs from its base within the first tiles, so little of it is read.
+    """
     base = prepared.checkpoint.base
     if base is None or not base.tensors:
         return None
     listener(Stage("comparing with the base"))
-    compared = [tensor for tensor in prepared.tensors if tensor.name in base.tensors]
-    if not compared:
-        return None
-    return len(compared) - len(unchanged(compared, base.tensors)), len(compared)
+    with OpenFiles(os.O_RDONLY, limit=32) as files:
+        changed = [
+            _is_changed(tensor, base.tensors[tensor.name], files)
+            for tensor in prepared.tensors
+            if tensor.name in base.tensors
+        ]
+    return (sum(changed), len(changed)) if changed else None
 
 
-def asked_for(prepared: Prepared, options: MergeOptions) -> tuple[str, ...]:
+def _is_changed(output: Converted, entry: TensorEntry, files: OpenFiles) -> bool:
+    """Return whether an output tensor differs from the base's, in the base's dtype."""
+    if shape_of(output.recipe) != entry.shape:
+        return True
+    pair = make_pair(Converted(output.name, entry.dtype, take(entry)), output)
+    return pair.ours.to is not pair.theirs.to or not are_equal(pair, files)
+
+
+def named_companions(prepared: Prepared, options: MergeOptions) -> tuple[str, ...]:
     """Return the companions that the user named, by --config: a file, or a directory of them."""
     if options.config is None:
         return ()
@@ -137,13 +153,11 @@ def asked_for(prepared: Prepared, options: MergeOptions) -> tuple[str, ...]:
 def late_notes(
     prepared: Prepared, changed: tuple[int, int] | None, overflows: dict[str, int]
 ) -> list[str]:
-    """Return what a user should know that showed only while the output was made.
-
-    A merge of the wrong weights often gives the base model itself.
-    """
+    """Return the warnings that are known only once the output is made."""
     base, notes = prepared.checkpoint.base, _overflow_notes(overflows, prepared.plan)
     if base is None or changed is None or changed[0]:
         return notes
+    # A merge of the wrong weights often gives the base model itself.
     same = (
         f"ALL {changed[1]} TENSORS EQUAL THOSE OF {base.name}: this output is the base "
         "model. Was the right checkpoint merged, and was anything trained?"
@@ -163,7 +177,7 @@ def _overflow_notes(overflows: dict[str, int], plan: Plan) -> list[str]:
     return [f"{what}{', '.join(dtypes)} and became infinite: {listed}{hint}"]
 
 
-def pushed(
+def push_output(
     prepared: Prepared, target: Path, options: MergeOptions, listener: Listener
 ) -> str | None:
     """Upload the output if that was asked for; return the repository's URL."""
@@ -175,13 +189,13 @@ def pushed(
     return push(target, options.push_to_hub, names, private=options.private, bars=bars)
 
 
-def report_of(
+def make_report(
     prepared: Prepared,
     target: Path,
     options: MergeOptions,
     started: float,
     *,
-    notes: tuple[str, ...] = (),
+    notes: Sequence[str] = (),
     changed: tuple[int, int] | None = None,
     url: str | None = None,
 ) -> Report:
@@ -190,7 +204,7 @@ def report_of(
     Args:
         prepared, target, options: what was made, where, and how.
         started: `time.monotonic()` when the whole began.
-        notes: what showed while it was made.
+        notes: what a user should know beyond the warnings of the plan.
         changed, url: as in `Report`.
     """
     checkpoints, plan = prepared.sources.checkpoints, prepared.plan
@@ -206,8 +220,8 @@ def report_of(
         companions=(*_companion_files(prepared), *state_file_names(training)),
         tensors=len(plan.layout.weight_map),
         parameters=plan.layout.total_parameters,
-        dtypes=dtypes(plan.layout),
-        operations=operations(plan),
+        dtypes=count_dtypes(plan.layout),
+        operations=count_operations(plan),
         bytes_read=plan.bytes_read,
         bytes_written=plan.bytes_written,
         memory_bytes=options.settings.memory_bytes,
@@ -231,20 +245,6 @@ def _needed_bytes(prepared: Prepared) -> int:
     extra += 2 * prepared.sources.training.size  # of the first rank it is written twice
     extra += prepared.sources.compressed_bytes
     return prepared.plan.bytes_written + extra + _COMPANION_ALLOWANCE
-
-
-def _stored_files(prepared: Prepared) -> set[Path]:
-    """Return the files of weights that are merged."""
-    catalogs = (one.catalog for one in prepared.sources.checkpoints)
-    entries = (entry for catalog in catalogs for entry in catalog.tensors.values())
-    shared = {id(entry.chunks.paths): entry.chunks.paths for entry in entries}
-    return {path for paths in shared.values() for path in paths}
-
-
-def _places(prepared: Prepared) -> tuple[Path, ...]:
-    """Return the directories that hold the checkpoints."""
-    locations = [one.location for one in prepared.sources.checkpoints]
-    return tuple(place for one in locations for place in (one.step_dir, *one.roots))
 
 
 def _companion_files(prepared: Prepared) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from unshard.api.flow.adapters import AdapterPart
 from unshard.api.flow.converting import Outcome
 from unshard.api.flow.sources import Sources
 from unshard.api.options import MergeOptions
@@ -72,56 +71,53 @@ def plan_output(sources: Sources, outcome: Outcome, options: MergeOptions) -> Pr
     """
     read = tuple(note for one in sources.checkpoints for note in one.catalog.notes)
     if options.lora == "adapter":
-        return _planned_adapter(sources, AdapterPart(outcome.tensors, outcome.files), read)
+        return _plan_adapter(sources, outcome, read)
     plan = make_plan(
         lay_out(outcome.tensors, options.shard_bytes, like=_like(sources.last.base, options))
     )
     _log_plan(outcome.tensors, plan)
     written = _written_dtype(plan.layout)
     config, part = outcome.config, outcome.adapter
-    said = _said_of_config(sources.last, config, written, options)
+    of_config = _notes_of_config(sources.last, config, written, options)
     return Prepared(
         sources,
         outcome.tensors,
         plan,
         config=None if config is None else config.as_written(written),
-        warnings=(*read, *outcome.notes, *said, *sources.training.warnings),
+        warnings=(*read, *outcome.notes, *of_config, *sources.training.warnings),
         files=outcome.files,
         names_checked=outcome.names_checked,
-        adapter=None if part is None else _planned_adapter(sources, part, ()),
+        adapter=None if part is None else _plan_adapter(sources, part, ()),
     )
 
 
-def _planned_adapter(sources: Sources, part: AdapterPart, said: tuple[str, ...]) -> Prepared:
+def _plan_adapter(sources: Sources, outcome: Outcome, notes: tuple[str, ...]) -> Prepared:
     """Plan an adapter as a directory of its own, which PEFT loads, without companions."""
     alone = replace(sources, checkpoints=(replace(sources.last, companions=Companions()),))
-    plan = make_plan(lay_out(part.tensors, _ONE_FILE, pattern=ADAPTER_NAME))
-    return Prepared(alone, part.tensors, plan, None, said, part.files)
+    plan = make_plan(lay_out(outcome.tensors, _ONE_FILE, pattern=ADAPTER_NAME))
+    return Prepared(alone, outcome.tensors, plan, None, notes, outcome.files)
 
 
 def without_config(checkpoint: Checkpoint) -> str:
-    """Return what a user should know of a checkpoint that has no config."""
+    """Return the warning for a checkpoint that has no config."""
     return (
-        f"no config.json was found in or beside {checkpoint.location.weights_dir}: the "
+        f"no config.json was found in or next to {checkpoint.location.weights_dir}: the "
         "weights are complete, but transformers needs one to load them; give it with "
         "--config FILE|DIR or --base MODEL"
     )
 
 
-def _said_of_config(
+def _notes_of_config(
     checkpoint: Checkpoint, config: ModelConfig | None, written: str | None, options: MergeOptions
 ) -> list[str]:
-    """Return what a user should know of the config: that there is none, or another dtype in it."""
+    """Return a warning if there is no config, or if it names another dtype than is written."""
     if config is None:
         return [without_config(checkpoint)]
     named = config.dtype
     if options.dtype != "keep" or None in (named, written) or named == written:
         return []
-    other = (
-        f"the weights are {written} and are kept so, but config.json names {named}; "
-        "to cast them: --dtype config"
-    )
-    return [other]
+    what = f"the weights are {written} and are kept so, but config.json names {named}"
+    return [f"{what}; to cast them: --dtype config"]
 
 
 def _like(base: Base | None, options: MergeOptions) -> Mapping[str, str] | None:

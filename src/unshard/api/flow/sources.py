@@ -12,7 +12,7 @@ from pathlib import Path
 from unshard.api.options import MergeOptions, given_path
 from unshard.convert.lora.names import split_adapter
 from unshard.convert.recipes import take
-from unshard.progress import Chosen, Listener
+from unshard.progress import Chosen, Listener, Stage
 from unshard.read.beside.base import Base, read_base
 from unshard.read.beside.companions import completed
 from unshard.read.dcp.inflate import inflate, inflated_bytes
@@ -51,11 +51,11 @@ class Sources:
 
 
 Opening = Callable[[Listener], Sources]
-"""What opens the checkpoints of a merge, and says which were chosen."""
+"""Opens the checkpoints of a merge, and tells the listener which were chosen."""
 
 
 def one_checkpoint(path: str | Path, options: MergeOptions, *, pass_over: bool) -> Opening:
-    """Return what opens the one checkpoint that a path means, with its training state.
+    """Return a function that opens the checkpoint that a path means, with its training state.
 
     Raises:
         UsageError: the path is empty.
@@ -63,6 +63,7 @@ def one_checkpoint(path: str | Path, options: MergeOptions, *, pass_over: bool) 
     place = given_path(path, "the checkpoint")
 
     def opened(listener: Listener) -> Sources:
+        listener(Stage("reading"))
         checkpoint = read_checkpoint(place, options, pass_over=pass_over)
         listener(Chosen(f"merging {checkpoint.title}"))
         if not options.extra_state or options.lora == "adapter":
@@ -117,16 +118,18 @@ def _log_choice(path: Path, checkpoint: Checkpoint) -> None:
         _log.debug("read %s: %s %s, chunks: %d", name, dtype, entry.shape, chunks)
 
 
-def decompressed(sources: Sources, scratch: Path) -> Sources:
+def decompressed(sources: Sources, scratch: Path, listener: Listener) -> Sources:
     """Return the sources with nothing compressed.
 
     Args:
         sources: what may be compressed.
         scratch: a path; one file for each checkpoint is written there, with a number in its name.
+        listener: called with progress events.
 
     Raises:
         CorruptError: see `inflate`.
     """
+    listener(Stage("decompressing"))
     checkpoints = tuple(
         replace(one, catalog=inflate(one.catalog, scratch.with_suffix(f".{number}")))
         for number, one in enumerate(sources.checkpoints)
@@ -138,7 +141,7 @@ def inflated(checkpoint: Checkpoint, stack: ExitStack) -> Checkpoint:
     """Return the checkpoint with nothing compressed; what that needs is removed by the stack.
 
     Raises:
-        OutputError: the file system of temporary files lacks the space.
+        OutputError: the file system of temporary files does not have the space.
         CorruptError: see `inflate`.
     """
     needed = inflated_bytes(checkpoint.catalog)

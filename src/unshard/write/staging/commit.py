@@ -21,6 +21,7 @@ from pathlib import Path
 from unshard.errors import OutputError
 from unshard.plan.layout import INDEX_NAME
 from unshard.write.adapter import ADAPTER_CONFIG_NAME
+from unshard.write.companions import EXTRA_STATE_NAME, SCHEDULER_NAME
 from unshard.write.files import exchange, is_weight_file, sync_tree
 from unshard.write.record import RECORD_NAME, read_record, with_companions
 from unshard.write.staging.beneath import folder_of, opened, read_file, status_of, walk
@@ -41,7 +42,6 @@ from unshard.write.staging.taking import (
     same_tensors,
     strangers,
 )
-from unshard.write.training_state import EXTRA_STATE_NAME, SCHEDULER_NAME
 
 __all__ = ["Permission", "begin", "finish", "is_begun", "take_new"]
 

@@ -34,7 +34,7 @@ from unshard.write.staging.owners import (
 )
 from unshard.write.staging.targets import check_space, choose_mode
 
-__all__ = ["Stage", "recover"]
+__all__ = ["Staging", "recover"]
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -86,7 +86,7 @@ def _recover(path: Path, parent: int) -> None:
         os.close(place.fd)
 
 
-class Stage:
+class Staging:
     """A directory to fill, which `commit` turns into the target. Left without it, nothing remains.
 
     Args:
@@ -137,6 +137,16 @@ class Stage:
         if self._place is None:
             raise RuntimeError("the stage has not been entered")
         return self._place
+
+    def check(self) -> Mode:
+        """Return how the output would take its place; touch nothing.
+
+        Raises:
+            OutputError: the target exists and may not be replaced, or something would be lost.
+        """
+        return choose_mode(
+            self._target, self._sources, overwrite=self._overwrite, names=self._names
+        )
 
     def __enter__(self) -> Self:
         try:
@@ -220,9 +230,7 @@ class Stage:
     def _enter(self) -> None:
         recover(self._target.parent)
         self._make_parents()
-        self._mode = choose_mode(
-            self._target, self._sources, overwrite=self._overwrite, names=self._names
-        )
+        self._mode = self.check()
         self._target = self._target.resolve()
         if self._mode is not Mode.NEW:
             _check_same_disk(self._target)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from unshard.errors import OutputError
 from unshard.write.adapter import ADAPTER_CONFIG_NAME
+from unshard.write.companions import EXTRA_STATE_NAME, SCHEDULER_NAME
 from unshard.write.files import is_weight_file
 from unshard.write.record import RECORD_NAME
 from unshard.write.staging.journal import Mode
 from unshard.write.staging.taking import in_the_way, may_be_same, refuse_strangers, strangers
-from unshard.write.training_state import EXTRA_STATE_NAME, SCHEDULER_NAME
 
 __all__ = ["check_space", "choose_mode", "refuse_sources"]
 

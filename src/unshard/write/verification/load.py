@@ -8,42 +8,54 @@ The only module that imports transformers, and with `engines.into_torch` the onl
 torch (the extra `torch`); only when it is used.
 """
 
+import json
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
-from unshard.errors import OutputError, UsageError, how_to_install
+from unshard.convert.outputs import Converted
+from unshard.convert.recipes import shape_of
+from unshard.errors import ConversionError, OutputError, UsageError, how_to_install
+from unshard.read.beside.model_config import ModelConfig
 from unshard.tensors.dtypes import DType
 from unshard.write.verification.comparison import Loading, Mismatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["load_as", "verify_load"]
+__all__ = ["check_class", "forms_of", "verify_load"]
+
+_SHOWN = 20
 
 Shape = tuple[int, ...]
 
 
 class _Said(TypedDict):
-    """What transformers says of a loading."""
+    """What transformers reports of a loading."""
 
     missing_keys: Iterable[str]
     unexpected_keys: Iterable[str]
     mismatched_keys: Iterable[tuple[str, Shape, Shape]]
 
 
+def forms_of(tensors: Iterable[Converted]) -> dict[str, tuple[DType, Shape]]:
+    """Return dtype and shape of every tensor, by name."""
+    return {one.name: (one.dtype, shape_of(one.recipe)) for one in tensors}
+
+
 def verify_load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> Loading:
     """Load names, dtypes and shapes into the model class that config.json names.
 
     Args:
-        directory: holds config.json.
+        directory: contains config.json.
         tensors: dtype and shape of every tensor, by name.
 
     Raises:
         UsageError: torch or transformers is not installed.
-        OutputError: config.json is not there, names no class of transformers, or the class refuses.
+        OutputError: config.json is missing, names no class of transformers, or does not fit it.
     """
     _need_transformers("--load")
     if not (directory / "config.json").is_file():
@@ -66,20 +78,54 @@ def _load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> Loadin
     return _placed(_model_class(directory, config.architectures or []), config, tensors)
 
 
-def load_as(
-    model_class: type, directory: Path, tensors: Mapping[str, tuple[DType, Shape]]
-) -> Loading:
-    """Load names, dtypes and shapes into a class of the user's choice, on the meta device.
+def check_class(
+    model_class: object, config: ModelConfig | None, tensors: Iterable[Converted]
+) -> None:
+    """Compare every name and shape of an output with those of a model class that a user names.
+
+    The class is built on the meta device.
 
     Args:
         model_class: a model class of transformers, or an Auto class.
-        directory: holds config.json.
-        tensors: dtype and shape of every tensor, by name.
+        config: the config that will be written.
+        tensors: the output's.
 
     Raises:
-        UsageError: torch or transformers is not installed, or the class is no model's.
-        OutputError: the class refuses the config or the tensors.
+        ConversionError: they differ; all that do are named.
+        UsageError: torch or transformers is not installed, or there is no config, or this is not a
+            model class.
+        OutputError: the class cannot be built.
     """
+    if not isinstance(model_class, type):
+        raise UsageError(
+            f"model_cls: {model_class!r} is not a class",
+            hint="give the class itself: from transformers import Qwen2ForCausalLM",
+        )
+    if config is None:
+        raise UsageError("model_cls: there is no config to build it from", hint="give one: config")
+    with tempfile.TemporaryDirectory(prefix="_unshard-") as scratch:
+        (Path(scratch) / "config.json").write_text(json.dumps(config.fields), encoding="utf-8")
+        found = _load_as(model_class, Path(scratch), forms_of(tensors))
+    problems = [
+        *(f"{name}: is missing" for name in found.missing),
+        *(f"{name}: has no place" for name in found.unexpected),
+        *(
+            f"{one.name}: shape {list(one.found)}, not {list(one.expected)}"
+            for one in found.mismatched
+        ),
+    ]
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ConversionError(
+            f"the checkpoint does not fit {found.model_class} ({len(problems)} problems)",
+            found="; ".join(problems[:_SHOWN]) + more,
+        )
+
+
+def _load_as(
+    model_class: type, directory: Path, tensors: Mapping[str, tuple[DType, Shape]]
+) -> Loading:
+    """Load names, dtypes and shapes into a class, on the meta device."""
     _need_transformers("model_cls")
     import torch
     from transformers import AutoConfig, PreTrainedModel
@@ -97,7 +143,7 @@ def load_as(
         what = f"{model_class.__name__}: cannot be built from the config, or loaded: {error}"
         raise OutputError(what) from error
     raise UsageError(
-        f"model_cls: {model_class.__name__} is no model class of transformers",
+        f"model_cls: {model_class.__name__} is not a model class of transformers",
         expected="a subclass of PreTrainedModel, or an AutoModelFor class",
     )
 
@@ -107,7 +153,7 @@ def _placed(
     config: "PreTrainedConfig",
     tensors: Mapping[str, tuple[DType, Shape]],
 ) -> Loading:
-    """Let transformers look for a place for every tensor."""
+    """Let transformers match every tensor with a parameter."""
     import torch
 
     empty = {
@@ -159,7 +205,7 @@ def _model_class(directory: Path, architectures: list[str]) -> "type[PreTrainedM
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Keep transformers' progress bars and reports from the terminal: what they say is returned."""
+    """Keep transformers' progress bars and reports from the terminal."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
