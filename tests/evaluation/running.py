@@ -17,9 +17,12 @@ from safetensors.numpy import save_file
 import unshard
 import waiting
 from unshard.evaluate.jobs import EvaluationError, Filters, Job, Request, Status
+from unshard.evaluate.pins.pin import DEFAULT_QUOTA
 from unshard.evaluate.server.attempts.attempt import Limits
 from unshard.evaluate.server.config.profiles import Kind
-from unshard.evaluate.server.evaluators.work import Evaluator, Profile, Work
+from unshard.evaluate.server.evaluators.work import Profile, Work
+from unshard.evaluate.server.pinning import Pins
+from unshard.evaluate.server.profiles import Profiles
 from unshard.evaluate.server.queue.scheduler import Scheduler, Settings
 from unshard.evaluate.server.queue.slots import Slots
 from unshard.evaluate.server.store.store import Store
@@ -86,16 +89,13 @@ def scheduler(
 ) -> tuple[Store, Scheduler]:
     """Return a store and a scheduler, not started, in a directory."""
     store = Store(work_dir / "jobs.sqlite")
-    chosen: tuple[Profile, Evaluator] = (profile or script_profile(), ScriptEvaluator(script))
-
-    def evaluators(name: str) -> tuple[Profile, Evaluator]:
-        if name != chosen[0].name:
-            raise EvaluationError(f"profile {name}: unknown")
-        return chosen
-
+    chosen = profile or script_profile()
+    profiles = Profiles({chosen.name: chosen}, lambda _: ScriptEvaluator(script))
+    pins = Pins(store, (), DEFAULT_QUOTA)
     known = {"limits": Limits(grace_s=0.5, poll_s=0.02), "backoff_s": 0.05} | settings
     made = Settings(work_dir, **known)  # type: ignore[arg-type]
-    return store, Scheduler(store, Slots(filter(None, gpus.split(","))), evaluators, made)
+    slots = Slots(filter(None, gpus.split(",")))
+    return store, Scheduler(store, slots, profiles, pins, made)
 
 
 def job_of(store: Store, job_id: str) -> Job:

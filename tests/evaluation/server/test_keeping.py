@@ -2,7 +2,7 @@ import pytest
 
 from evaluation.running import script_profile
 from unshard.evaluate.jobs import Job, Request, Status
-from unshard.evaluate.server.queue.keeping import removable
+from unshard.evaluate.server.queue.outcomes import removable
 
 
 def job(name: str, at: float, **metrics: float) -> Job:

@@ -11,9 +11,11 @@ import pytest
 from evaluation.running import ScriptEvaluator, job_of, request, script_profile
 from unshard.api.options import MergeOptions
 from unshard.evaluate.jobs import Status
+from unshard.evaluate.pins.pin import DEFAULT_QUOTA
 from unshard.evaluate.server.attempts.attempt import Attempt
 from unshard.evaluate.server.attempts.endings import Completed
 from unshard.evaluate.server.attempts.merging import Merger
+from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.outcomes import Backoff, Outcomes
 from unshard.evaluate.server.store.store import Store
 
@@ -34,9 +36,8 @@ def test_numbers_are_kept_where_earlier_attempts_cannot_be_listed(
 ) -> None:
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
         merger = Merger(tmp_path / "merged", MergeOptions(), at_once=1)
-        ended = Outcomes(
-            store, merger, Backoff(0, 0), ended=lambda _: None, is_stopped=lambda: True
-        )
+        pins = Pins(store, (), DEFAULT_QUOTA)
+        ended = Outcomes(store, merger, pins, Backoff(0, 0), is_stopped=lambda: True)
         store.submit(request(tmp_path), pin=None)
         job = store.claim(time.time())
         assert job is not None

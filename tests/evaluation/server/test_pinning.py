@@ -17,7 +17,7 @@ from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota, pin_checkpoint, pins
 from unshard.evaluate.server import service as service_module
 from unshard.evaluate.server.admission.links import check_links
 from unshard.evaluate.server.config.profiles import ServerConfig
-from unshard.evaluate.server.pinning import Pins, changed_since
+from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.store import Store
@@ -206,7 +206,7 @@ def test_two_submissions_after_a_step_was_saved_again_are_one_job_with_the_newer
     newer = submit(service, run, 0, str(second.path))
     assert (newer.id, newer.pin) == (older.id, str(second.path))
     now = job_of(service.store, older.id)
-    assert (now.pin, changed_since(now)) == (str(second.path), [])
+    assert (now.pin, service.pins.changed(now)) == (str(second.path), [])
 
 
 def test_a_failure_of_a_step_that_is_saved_again_is_superseded(run: Path, service: Service) -> None:

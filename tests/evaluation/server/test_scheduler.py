@@ -38,11 +38,14 @@ from ranks import save_ranks, some_tensors
 from unshard.api.options import MergeOptions
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Filters, Job, Phase, Process, Status
+from unshard.evaluate.pins.files import stamps_of
+from unshard.evaluate.pins.pin import DEFAULT_QUOTA
 from unshard.evaluate.server.attempts import attempt as attempts
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.endings import Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger, PassingError
 from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.supervise import LOG_NAME, Exit, write_exit
 from unshard.evaluate.server.processes.table import boot, is_alive
 from unshard.evaluate.server.queue import outcomes
@@ -64,6 +67,18 @@ done(acc=0.5)
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return whole_model(tmp_path / "model")
+
+
+def no_pins(store: Store) -> Pins:
+    return Pins(store, (), DEFAULT_QUOTA)
+
+
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ids of the jobs whose pins are let go of."""
+    found: list[str] = []
+    monkeypatch.setattr(Pins, "release", lambda _pins, job: found.append(job.id))
+    return found
 
 
 def submit(store: Store, server: Scheduler, model: Path, step: int = 1, **more: object) -> Job:
@@ -149,11 +164,12 @@ def test_a_job_gets_as_many_gpus_as_it_asks_for(tmp_path: Path, model: Path) -> 
         assert not (set(one[0].split(",")) & set(other[0].split(",")) and overlap(one, other))
 
 
-def test_a_sharded_checkpoint_is_merged_evaluated_and_removed(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_merged_evaluated_and_removed(
+    tmp_path: Path, released: list[str]
+) -> None:
     checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
     script = "done(size=sum(f.stat().st_size for f in model.glob('*.safetensors')))"
-    ended: list[Job] = []
-    store, server = scheduler(tmp_path / "work", script, ended=ended.append)
+    store, server = scheduler(tmp_path / "work", script)
     job = submit(store, server, checkpoint)
     server.start()
     done = wait_for(store, job.id, Status.COMPLETED)
@@ -164,7 +180,7 @@ def test_a_sharded_checkpoint_is_merged_evaluated_and_removed(tmp_path: Path) ->
     assert list((tmp_path / "work" / "merged").iterdir()) == []
     phases = [event.phase for event in store.events(0)]
     assert phases == [None, Phase.MERGING, Phase.EVALUATING, None]
-    assert [one.id for one in ended] == [job.id]
+    assert released == [job.id]
 
 
 def test_only_the_best_merged_model_stays(tmp_path: Path) -> None:
@@ -209,15 +225,14 @@ def test_cancelling_a_running_job_ends_its_whole_tree(tmp_path: Path, model: Pat
 
 
 def test_a_queued_job_is_cancelled_and_one_submitted_again_waits_for_its_end(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, released: list[str]
 ) -> None:
-    ended: list[str] = []
-    store, server = scheduler(tmp_path / "work", SLEEPS, ended=lambda job: ended.append(job.id))
+    store, server = scheduler(tmp_path / "work", SLEEPS)
     first, second = submit(store, server, model, 1), submit(store, server, model, 2)
     server.start()
     pid = pid_of(server, store, first.id)
     assert server.cancel(second.id)
-    assert ended == [second.id]
+    assert released == [second.id]
     assert server.cancel(first.id)
     submit(store, server, model, 1)
     wait_until(lambda: job_of(store, first.id).attempts == 2, "the second attempt")
@@ -539,7 +554,7 @@ def test_an_evaluator_that_cannot_be_started_now_has_not_failed(
     (tmp_path / LOG_NAME).touch()
     done = Exit("not started", 127, os.strerror(number), 0.0, number)
     write_exit(tmp_path, done, lambda: False)
-    runner = Runner(store, merger, Limits(), halt=lambda _: None, changed=lambda _: ())
+    runner = Runner(store, merger, no_pins(store), Limits(), halt=lambda _: None)
     process = Process(2**22 - 5, 1, boot(), (), str(tmp_path))
     outcome = runner.resume(attempt, process)
     assert isinstance(outcome, kind)
@@ -566,7 +581,7 @@ def test_a_job_is_left_to_the_next_server_where_all_were_told_to_end(
         return None
 
     merger = Merger(tmp_path / "merged", MergeOptions(), at_once=1)
-    runner = Runner(store, merger, Limits(), halt=halt, changed=lambda _: ())
+    runner = Runner(store, merger, no_pins(store), Limits(), halt=halt)
     evaluator = ScriptEvaluator("time.sleep(600)")
     attempt = Attempt(job, script_profile(), evaluator, (), tmp_path / "attempt")
     assert isinstance(runner.run(attempt), Left)
@@ -626,7 +641,7 @@ def test_a_job_that_begins_while_the_server_stops_is_waited_for(
 
 
 def test_processes_that_cannot_be_ended_hold_up_neither_a_stop_nor_a_start(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, released: list[str]
 ) -> None:
     store, server = scheduler(tmp_path / "work", SLEEPS)
     job = submit(store, server, model)
@@ -636,14 +651,12 @@ def test_processes_that_cannot_be_ended_hold_up_neither_a_stop_nor_a_start(
         patch.setattr(attempts, "kill_group", lambda _process, grace_s: grace_s < 0)
         assert server.cancel(job.id)
         server.stop(end=False)
-        ended: list[str] = []
-        store, server = scheduler(
-            tmp_path / "work", SLEEPS, gpus="1", ended=lambda one: ended.append(one.id)
-        )
+        released.clear()
+        store, server = scheduler(tmp_path / "work", SLEEPS, gpus="1")
         server.start()
         assert [one.id for one in store.running()] == [job.id]
         assert is_running(pid)
-    wait_until(lambda: ended == [job.id], "the end")
+    wait_until(lambda: released == [job.id], "the end")
     assert not is_running(pid)
     assert store.running() == []
     server.stop(end=True)
@@ -658,17 +671,18 @@ def hung() -> Iterator[threading.Event]:
 
 
 def test_a_job_whose_checkpoint_cannot_be_looked_at_is_cancelled_and_gives_its_gpu_back(
-    tmp_path: Path, model: Path, hung: threading.Event
+    tmp_path: Path, model: Path, hung: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = threading.Event()
 
-    def changed(job: Job) -> list[str]:
+    def changed(_pins: Pins, job: Job) -> list[str]:
         if job.request.step == 1:
             looks.set()
             hung.wait(DEADLINE_S)
         return []
 
-    store, server = scheduler(tmp_path / "work", SCORED, changed=changed)
+    monkeypatch.setattr(Pins, "changed", changed)
+    store, server = scheduler(tmp_path / "work", SCORED)
     first = submit(store, server, model, 1)
     server.start()
     assert looks.wait(DEADLINE_S)
@@ -680,7 +694,7 @@ def test_a_job_whose_checkpoint_cannot_be_looked_at_is_cancelled_and_gives_its_g
 
 
 def test_a_look_at_a_checkpoint_that_hangs_is_bounded_by_the_timeout(
-    tmp_path: Path, model: Path, hung: threading.Event
+    tmp_path: Path, model: Path, hung: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the same after the evaluation, and for a server that adopts the evaluator."""
     store = Store(tmp_path / "jobs.sqlite")
@@ -693,11 +707,12 @@ def test_a_look_at_a_checkpoint_that_hangs_is_bounded_by_the_timeout(
     (tmp_path / LOG_NAME).touch()
     write_exit(tmp_path, Exit("exited", 0, "", 0.0), lambda: False)
 
-    def changed(_job: Job) -> list[str]:
+    def changed(_pins: Pins, _job: Job) -> list[str]:
         hung.wait(DEADLINE_S)
         return []
 
-    runner = Runner(store, merger, Limits(), halt=lambda _: None, changed=changed)
+    monkeypatch.setattr(Pins, "changed", changed)
+    runner = Runner(store, merger, no_pins(store), Limits(), halt=lambda _: None)
     outcome = runner.resume(attempt, Process(2**22 - 5, 1, boot(), (), str(tmp_path)))
     assert isinstance(outcome, Failed)
     assert outcome.may_retry
@@ -737,9 +752,11 @@ def test_a_thread_that_hangs_does_not_hold_up_a_stop(
     assert [one.id for one in store.running()] == [job.id]
 
 
-def test_a_pin_that_was_rewritten_is_a_failure(tmp_path: Path, model: Path) -> None:
-    store, server = scheduler(tmp_path / "work", SCORED, changed=lambda _job: ["model.safetensors"])
-    job = submit(store, server, model)
+def test_a_checkpoint_that_was_rewritten_is_a_failure(tmp_path: Path, model: Path) -> None:
+    store, server = scheduler(tmp_path / "work", SCORED)
+    stamps = stamps_of(model)
+    (model / "model.safetensors").write_bytes(b"another")
+    job = submit(store, server, model, stamps=stamps)
     server.start()
     failed = wait_for(store, job.id, Status.FAILED)
     server.stop(end=True)
@@ -748,15 +765,16 @@ def test_a_pin_that_was_rewritten_is_a_failure(tmp_path: Path, model: Path) -> N
 
 
 def test_a_job_that_gets_a_newer_pin_while_it_runs_is_run_again(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def changed(job: Job) -> list[str]:
+    def changed(_pins: Pins, job: Job) -> list[str]:
         if job.pin == "/old":
             store.repin(job.id, "/new")  # what the service does when the step is submitted again
         return ["model.safetensors"] if job.pin == "/old" else []
 
     profile = script_profile(retries=0)
-    store, server = scheduler(tmp_path / "work", SCORED, changed=changed, profile=profile)
+    monkeypatch.setattr(Pins, "changed", changed)
+    store, server = scheduler(tmp_path / "work", SCORED, profile=profile)
     job, _ = store.submit(request(model), pin="/old")
     server.start()
     done = wait_for(store, job.id, Status.COMPLETED)

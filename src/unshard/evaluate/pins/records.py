@@ -48,11 +48,6 @@ class Pin:
         """Return the name that the pin has among those of its run."""
         return self.directory.name
 
-    @property
-    def size(self) -> int:
-        """Return the bytes of its files."""
-        return sum(size for _, size, _ in self.files.values())
-
     def changed(self) -> list[str]:
         """Return the files that are not what was pinned: see `files.changed_files`."""
         return changed_files(self.path, self.files)

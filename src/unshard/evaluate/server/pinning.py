@@ -29,7 +29,7 @@ from unshard.evaluate.run_folder import PINS, STATE, RunFolder
 from unshard.evaluate.server.admission.requests import resolve_checkpoint
 from unshard.evaluate.server.store.store import Store
 
-__all__ = ["Pins", "changed_since"]
+__all__ = ["Pins"]
 
 _DEPTHS = ("", "*/", "*/*/")  # of runs below a root
 _log = logging.getLogger(__name__)
@@ -113,6 +113,25 @@ class Pins:
                         _remove(found)
                 sweep(run, owner)
 
+    def release(self, job: Job) -> None:
+        """Remove the pin of a job that has ended, if it is this server's and no job needs it."""
+        if job.pin is not None:
+            self.let_go(job.pin)
+
+    def changed(self, job: Job) -> Sequence[str]:
+        """Return the files of a job's checkpoint that were rewritten since it was submitted.
+
+        Without a pin they may be gone, or there may be more; if no name is left, a training began
+        anew there, with another number of ranks.
+        """
+        with suppress(ExpiredError):
+            if job.pin is not None:
+                return read_pin(Path(job.pin)).changed()
+        was, now = job.request.stamps, stamps_of(Path(job.request.checkpoint))
+        if was and now and was.keys().isdisjoint(now):
+            return [job.request.checkpoint]
+        return [name for name, stamp in was.items() if now.get(name, stamp) != stamp]
+
     def _own(self) -> Quota:
         """Return the quota, in this server's name: others may share the run."""
         return replace(self.quota, owner=str(self.store.identity))
@@ -163,18 +182,3 @@ def _same(pin: Pin, checkpoint: Path) -> bool:
         return all((place / name).stat().st_ino == was[0] for name, was in pin.files.items())
     except OSError:
         return False
-
-
-def changed_since(job: Job) -> Sequence[str]:
-    """Return the files of a job's checkpoint that were rewritten since it was submitted.
-
-    Without a pin they may be gone, or there may be more; if no name is left, a training began anew
-    there, with another number of ranks.
-    """
-    with suppress(ExpiredError):
-        if job.pin is not None:
-            return read_pin(Path(job.pin)).changed()
-    was, now = job.request.stamps, stamps_of(Path(job.request.checkpoint))
-    if was and now and was.keys().isdisjoint(now):
-        return [job.request.checkpoint]
-    return [name for name, stamp in was.items() if now.get(name, stamp) != stamp]

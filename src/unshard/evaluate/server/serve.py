@@ -12,23 +12,21 @@ import uvicorn
 from anyio import to_thread
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import Job
 from unshard.evaluate.logs import log_to_stderr
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.config.gpus import gpus_in
 from unshard.evaluate.server.config.profiles import ServerConfig
-from unshard.evaluate.server.evaluators import make_evaluator
 from unshard.evaluate.server.evaluators.probing import start_probing
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
-from unshard.evaluate.server.evaluators.work import Evaluator, Profile
 from unshard.evaluate.server.health import Health
 from unshard.evaluate.server.http.app import make_app
 from unshard.evaluate.server.http.connections import BoundedProtocol, raise_file_limit
 from unshard.evaluate.server.http.security import rules_for
-from unshard.evaluate.server.pinning import Pins, changed_since
+from unshard.evaluate.server.pinning import Pins
+from unshard.evaluate.server.profiles import Profiles
 from unshard.evaluate.server.queue.scheduler import Scheduler, Settings
 from unshard.evaluate.server.queue.slots import Slots
-from unshard.evaluate.server.service import Service, profile_named
+from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.store import Store
 
 __all__ = ["Given", "configured", "make_service", "serve"]
@@ -81,19 +79,9 @@ def make_service(config: ServerConfig) -> Service:
     store = Store(work / _DATABASE)
     pins = Pins(store, config.roots, Quota(config.pin_count, config.pin_bytes))
 
-    def evaluators(name: str) -> tuple[Profile, Evaluator]:
-        profile = profile_named(config.profiles, name)
-        return profile, make_evaluator(profile)
-
-    def ended(job: Job) -> None:
-        if job.pin is not None:
-            pins.let_go(job.pin)
-
     unknown = UnknownTasks()
-    settings = Settings(
-        work, changed=changed_since, ended=ended, keep_days=config.keep_days, unknown=unknown
-    )
-    scheduler = Scheduler(store, Slots(config.gpus), evaluators, settings)
+    settings = Settings(work, keep_days=config.keep_days, unknown=unknown)
+    scheduler = Scheduler(store, Slots(config.gpus), Profiles(config.profiles), pins, settings)
     return Service(store, scheduler, config, pins, Health(work / _DATABASE), unknown)
 
 

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,94 +29,25 @@ from unshard.evaluate.server.admission.requests import (
 )
 from unshard.evaluate.server.attempts.merge_worker import Order
 from unshard.evaluate.server.attempts.merging import GoneError, merge_in_process
-from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
 from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
 from unshard.evaluate.server.health import Health
-from unshard.evaluate.server.pinning import Pins, changed_since
+from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import read_log
+from unshard.evaluate.server.profiles import profile_named, profile_of
 from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
 from unshard.read.discover import discover
 from unshard.read.format import Request as Wanted
 
-__all__ = ["Service", "by_task", "profile_named"]
+__all__ = ["Service", "by_task"]
 
 _log = logging.getLogger(__name__)
 _MOST_FILES = 1000
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _SHORT_ID = re.compile(r"[0-9a-f]{4,15}", re.ASCII)
 _SHOWN_IDS = 20
-_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
-
-
-def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
-    """Return a profile; "name:type" is a profile of lmms-eval with another type of model.
-
-    Raises:
-        UsageError: there is none of this name, or it does not allow the type.
-    """
-    base, _, model = name.partition(":")
-    if base not in profiles:
-        known = ", ".join(sorted(profiles)) or "none"
-        raise UsageError(f"profile {base!r:.200}: unknown", expected=f"one of: {known}")
-    profile = profiles[base]
-    if name == base:
-        return profile
-    if profile.kind is not Kind.LMMS_EVAL:
-        raise UsageError(f"profile {base}: its model cannot be chosen", found=f"{name!r:.200}")
-    if model == profile.model:
-        return profile
-    if not _MODEL.fullmatch(model) or not allows_model(profile, model):
-        raise UsageError(
-            f"profile {base}: model {model!r:.200} is not allowed",
-            expected=", ".join([profile.model, *profile.allowed_models]),
-            hint="other types may run code of a checkpoint: the profile can allow them by "
-            "`allowed_models`",
-        )
-    key = CHECKPOINT_KEYS.get(model, "pretrained")
-    if not _is_trusted(profile, model):
-        guarded = {**profile.model_args, "trust_remote_code": False}
-        profile = replace(profile, model_args=guarded)
-    return replace(profile, model=model, checkpoint_key=key)
-
-
-def profile_of(name: str, profiles: Mapping[str, Profile]) -> str:
-    """Return the profile that a name means: its own, or "profile:type" for a type of model.
-
-    lmms-engine and lmms-eval's clients name a type of model: then the best is a profile for
-    lmms-eval of this type, else one that allows it.
-
-    Raises:
-        UsageError: there is none.
-    """
-    found = {key: one for key, one in profiles.items() if one.kind is Kind.LMMS_EVAL}
-    if ":" in name or name in profiles:
-        return name
-    for key, profile in found.items():
-        if profile.model == name:
-            return key
-    for key, profile in found.items():
-        if allows_model(profile, name):
-            return f"{key}:{name}"
-    known = ", ".join(sorted(profiles)) or "none"
-    raise UsageError(
-        f"{name!r:.200}: no profile of this name"
-        + (", and no type of model that one for lmms-eval allows" if found else ""),
-        expected=f"one of: {known}",
-        hint="a profile can allow more types of model by `allowed_models`" if found else "",
-    )
-
-
-def allows_model(profile: Profile, model: str) -> bool:
-    """Tell whether a client may choose a type of model."""
-    is_default = profile.allowed_models == MODEL_TYPES
-    return _is_trusted(profile, model) or (is_default and model in GUARDED_TYPES)
-
-
-def _is_trusted(profile: Profile, model: str) -> bool:
-    return any(fnmatchcase(model, pattern) for pattern in profile.allowed_models)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,7 +136,7 @@ class Service:
 
     def _repinned(self, job: Job, pin: str) -> Job:
         """Give a job the pin of its newer submission, if its own does not keep it any more."""
-        is_kept = job.pin is not None and Path(job.pin).exists() and not changed_since(job)
+        is_kept = job.pin is not None and Path(job.pin).exists() and not self.pins.changed(job)
         if job.status.is_final or is_kept:
             self.pins.let_go(pin)
             return job
@@ -219,7 +149,7 @@ class Service:
         They could only fail, or have: links do not protect against that.
         """
         for other in self.store.alike(job.request):
-            if other.id != job.id and changed_since(other):
+            if other.id != job.id and self.pins.changed(other):
                 self.scheduler.supersede(other.id, job.id)
 
     def _stamped(self, request: Request, pin: str | None) -> Request:

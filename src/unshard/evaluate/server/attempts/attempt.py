@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -38,6 +38,7 @@ from unshard.evaluate.server.attempts.merging import (
 )
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
 from unshard.evaluate.server.evaluators.work import Evaluator, Profile, Work
+from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import LOG_BYTES, last_lines
 from unshard.evaluate.server.processes.environment import evaluator_environment
 from unshard.evaluate.server.processes.launching import start_supervisor
@@ -113,25 +114,25 @@ class Runner:
     Args:
         store: the truth.
         merger: makes the models.
+        pins: know which files of a checkpoint were rewritten since it was submitted.
         limits: of every attempt.
-        halt: why a job's attempt should not go on, if so; asked often.
-        changed: the files of a job's checkpoint that are not what was submitted.
+        halt: returns why the job's attempt must stop, or None. Polled frequently.
     """
 
     def __init__(
         self,
         store: Store,
         merger: Merger,
+        pins: Pins,
         limits: Limits,
         *,
         halt: Callable[[str], Halt | None],
-        changed: Callable[[Job], Sequence[str]],
     ) -> None:
         self._store = store
         self._merger = merger
         self._limits = limits
         self._halt = halt
-        self._changed = changed
+        self._pins = pins
         self._reading = threading.Lock()
 
     def run(self, attempt: Attempt) -> Outcome:
@@ -201,7 +202,7 @@ class Runner:
     def _rewritten(self, attempt: Attempt) -> Failed | None:
         job = attempt.job
         files = answered(
-            lambda: self._changed(job),
+            lambda: self._pins.changed(job),
             timeout_s=attempt.profile.timeout_s,
             is_given_up=lambda: self._halt(job.id) is not None,
         )

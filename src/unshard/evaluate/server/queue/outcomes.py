@@ -5,7 +5,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,13 +27,14 @@ from unshard.evaluate.server.attempts.endings import (
     Postponed,
 )
 from unshard.evaluate.server.attempts.merging import Merger
-from unshard.evaluate.server.evaluators.work import Evaluator, Profile
-from unshard.evaluate.server.queue.keeping import removable
+from unshard.evaluate.server.evaluators.work import Profile
+from unshard.evaluate.server.pinning import Pins
+from unshard.evaluate.server.profiles import Profiles
 from unshard.evaluate.server.store.reading import DIED, KILLED, POSTPONED
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_outcome
 
-__all__ = ["Backoff", "Outcomes"]
+__all__ = ["Backoff", "Outcomes", "removable"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,24 +62,24 @@ class Outcomes:
     Args:
         store: the truth.
         merger: has the models.
+        pins: let go of when their jobs have ended.
         backoff: between a failure and the next attempt.
-        ended: called when a job will not change by itself any more, perhaps more than once.
-        is_stopped: whether the database is not to be waited for any more.
+        is_stopped: whether to stop waiting for the database.
     """
 
     def __init__(
         self,
         store: Store,
         merger: Merger,
+        pins: Pins,
         backoff: Backoff,
         *,
-        ended: Callable[[Job], None],
         is_stopped: Callable[[], bool],
     ) -> None:
         self._store = store
         self._merger = merger
         self._backoff = backoff
-        self._ended = ended
+        self._pins = pins
         self._is_stopped = is_stopped
         self._tidying = threading.Lock()
 
@@ -93,7 +94,7 @@ class Outcomes:
         for step in (
             lambda: self._write(attempt, outcome),
             lambda: self._keep(job_id, attempt.profile),
-            lambda: self.tell_end(job_id),
+            lambda: self.release_pin(job_id),
         ):
             try:
                 self._persist(step)
@@ -114,19 +115,19 @@ class Outcomes:
     def fail(self, job_id: str, error: str) -> None:
         """Record that a job failed for good, if it runs."""
         self._persist(lambda: self._store.fail(job_id, error, None))
-        self._persist(lambda: self.tell_end(job_id))
+        self._persist(lambda: self.release_pin(job_id))
         self.tell(job_id, f"failed: {error}")
 
     def requeue(self, job_id: str, why: str) -> None:
         """Record that an attempt was lost."""
         self._persist(lambda: self._store.requeue(job_id, why))
-        self._persist(lambda: self.tell_end(job_id))
+        self._persist(lambda: self.release_pin(job_id))
         self.tell(job_id, f"queued again: {why}")
 
     def died(self, job_id: str, why: str) -> None:
         """Record that an attempt ended together with its server, before it had a process."""
         self._persist(lambda: self._postpone(job_id, DIED, why, at_most=_MOST_DIED))
-        self._persist(lambda: self.tell_end(job_id))
+        self._persist(lambda: self.release_pin(job_id))
         self.tell(job_id, f"queued again: {why}")
 
     def tell(self, job_id: str, what: str) -> None:
@@ -134,14 +135,14 @@ class Outcomes:
         if (job := self._job(job_id)) is not None:
             tell(job, what)
 
-    def tell_end(self, job_id: str) -> None:
-        """Tell whoever asked to know, if a job has ended."""
+    def release_pin(self, job_id: str) -> None:
+        """Let go of a job's pin, if the job has ended."""
         job = self._store.get(job_id)
         if job is not None and job.status.is_final:
-            self._ended(job)
+            self._pins.release(job)
 
-    def tidy_up(self, evaluators: Callable[[str], tuple[Profile, Evaluator]]) -> None:
-        """Remove the merged models that an earlier server did not come to remove."""
+    def tidy_up(self, profiles: Profiles) -> None:
+        """Remove the merged models that an earlier server should have removed."""
         self._merger.recover()
         running = {job.id for job in self._store.running()}
         for job_id in set(self._merger.kept()) - running:
@@ -150,7 +151,7 @@ class Outcomes:
                 self._merger.remove(job_id)
                 continue
             try:
-                self._keep(job_id, evaluators(job.request.profile)[0])
+                self._keep(job_id, profiles.find(job.request.profile)[0])
             except UnshardError:
                 _log.warning("the merged model of job %s stays: its profile is gone", job_id)
 
@@ -234,3 +235,24 @@ def _remove_others(directory: Path) -> None:
         return
     for other in others:
         shutil.rmtree(other, ignore_errors=True)
+
+
+def removable(job: Job, profile: Profile, completed: Iterable[Job]) -> list[str]:
+    """Return the jobs whose merged models are not needed once a job is completed.
+
+    Args:
+        job: the one that is completed.
+        profile: keeps nothing, all, or the best by its metric; with a "-" before the metric, the
+            lowest value is the best. Of equals the first that was completed stays.
+        completed: the completed jobs of the same run, weights and profile, including this one.
+    """
+    if profile.keep == "all":
+        return []
+    if profile.keep != "best" or profile.best_metric is None:
+        return [job.id]
+    name = profile.best_metric.removeprefix("-")
+    sign = -1 if profile.best_metric.startswith("-") else 1
+    everyone = sorted(completed, key=lambda one: (one.completed_at or 0, one.id))
+    measured = [one for one in everyone if name in one.metrics]
+    best = max(measured, key=lambda one: sign * one.metrics[name], default=None)
+    return [one.id for one in everyone if best is None or one.id != best.id]

@@ -6,7 +6,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,8 +19,9 @@ from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runn
 from unshard.evaluate.server.attempts.endings import Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
-from unshard.evaluate.server.evaluators.work import Evaluator, Profile
+from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.table import identify, is_alive
+from unshard.evaluate.server.profiles import Profiles
 from unshard.evaluate.server.queue.outcomes import Backoff, Outcomes
 from unshard.evaluate.server.queue.retention import JOBS, Retention
 from unshard.evaluate.server.queue.slots import Slots, shown_slots
@@ -37,14 +38,6 @@ _STOP_S = 60.0  # for what ends processes and records it; a disk may never answe
 _INHERITED_S, _PAUSE_S = 30.0, 0.05
 
 
-def _nothing_changed(_job: Job) -> Sequence[str]:
-    return ()
-
-
-def _nobody_asks(_job: Job) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Knobs of a scheduler.
@@ -56,8 +49,6 @@ class Settings:
             hour at most.
         merges: how many merges run at once.
         options: of every merge.
-        changed: the files of a job's checkpoint that are not what was submitted.
-        ended: called when a job will not change by itself any more, perhaps more than once.
         keep_days: see `retention.Retention`.
         unknown: the tasks that an evaluator does not know.
     """
@@ -67,8 +58,6 @@ class Settings:
     backoff_s: float = 30.0
     merges: int = 2
     options: MergeOptions = field(default_factory=lambda: MergeOptions(extra_state=False))
-    changed: Callable[[Job], Sequence[str]] = _nothing_changed
-    ended: Callable[[Job], None] = _nobody_asks
     keep_days: float | None = None
     unknown: UnknownTasks = field(default_factory=UnknownTasks)
 
@@ -81,8 +70,8 @@ class Scheduler:
     Args:
         store: the truth.
         slots: the GPUs.
-        evaluators: from a profile's name to the profile and its evaluator; raises UnshardError
-            where there is none.
+        profiles: of the evaluators.
+        pins: keep the checkpoints while their jobs wait.
         settings: the rest.
     """
 
@@ -90,24 +79,23 @@ class Scheduler:
         self,
         store: Store,
         slots: Slots,
-        evaluators: Callable[[str], tuple[Profile, Evaluator]],
+        profiles: Profiles,
+        pins: Pins,
         settings: Settings,
     ) -> None:
         self._store = store
         self._slots = slots
-        self._evaluators = evaluators
+        self._profiles = profiles
         self._settings = settings
         self._work_dir = settings.work_dir.absolute()
         options, merges = settings.options, settings.merges
         self._merger = Merger(self._work_dir / "merged", options, at_once=merges)
-        self._runner = Runner(
-            store, self._merger, settings.limits, halt=self._halt_of, changed=settings.changed
-        )
+        self._runner = Runner(store, self._merger, pins, settings.limits, halt=self._halt_of)
         self._outcomes = Outcomes(
             store,
             self._merger,
+            pins,
             Backoff(settings.backoff_s, LONGEST_WAIT_S),
-            ended=settings.ended,
             is_stopped=lambda: self._halt is not None,
         )
         self._retention = Retention(store, self._work_dir, settings.keep_days)
@@ -135,7 +123,7 @@ class Scheduler:
         self.lock()
         for job in self._store.running():
             self._take_up(job)
-        self._outcomes.tidy_up(self._evaluators)
+        self._outcomes.tidy_up(self._profiles)
         self._loop_thread = self._spawn(self._loop, "scheduler")
 
     def stop(self, *, end: bool) -> None:
@@ -180,7 +168,7 @@ class Scheduler:
     def _stopped(self, job_id: str, what: str) -> bool:
         self._outcomes.tell(job_id, what)
         if job_id not in {job.id for job in self._store.running()}:
-            self._outcomes.tell_end(job_id)
+            self._outcomes.release_pin(job_id)
         return True
 
     def directory_of(self, job: Job) -> Path:
@@ -236,7 +224,7 @@ class Scheduler:
         if self._halt is not None:
             return False
         try:
-            profile, evaluator = self._evaluators(job.request.profile)
+            profile, evaluator = self._profiles.find(job.request.profile)
             asked = job.request.num_gpus
             count = profile.gpus if asked is None else asked
             self._slots.check(count)
@@ -276,7 +264,7 @@ class Scheduler:
             return
         has_slots = self._slots.adopt(process.gpus)
         try:
-            profile, evaluator = self._evaluators(job.request.profile)
+            profile, evaluator = self._profiles.find(job.request.profile)
         except UnshardError as error:
             tell(job, f"not adopted: {error}")
         else:
