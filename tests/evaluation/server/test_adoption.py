@@ -33,7 +33,7 @@ from unshard.evaluate.jobs import Filters, Job, Phase, Process, Status
 from unshard.evaluate.server.processes.launching import start_supervisor
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 from unshard.evaluate.server.processes.table import boot, is_alive, kill_group
-from unshard.evaluate.server.store.reading import LONGEST_WAIT_S
+from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
 
 # Notes when it begins and ends, and refuses to be two of one step; waits for `go` meanwhile.

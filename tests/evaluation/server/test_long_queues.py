@@ -51,7 +51,7 @@ def queued_in(directory: Path, length: int, step_of: Callable[[int], int | None]
         roots=(root,), work_directory=root / "work", profiles={"script": script_profile(gpus=0)}
     )
     service = make_service(config)
-    service.store._connection.execute("PRAGMA synchronous = OFF")
+    service.store._connections.own.execute("PRAGMA synchronous = OFF")
     for number in range(length):
         path, tasks = f"{root}/run/checkpoint-{number}", (f"task-{number}",)
         pin = f"{root}/run/_unshard/pins/{number}/checkpoint-{number}"
@@ -61,7 +61,7 @@ def queued_in(directory: Path, length: int, step_of: Callable[[int], int | None]
 
 def cost_in(service: Service, request: Request, read: list[Path]) -> Cost:
     """Submit twice: the first job's pin is made, and used again for the other job."""
-    cost, connection = Cost(), service.store._connection
+    cost, connection = Cost(), service.store._connections.own
     read.clear()
     connection.set_trace_callback(cost.statements.append)
     connection.set_progress_handler(cost.count, 1)

@@ -17,8 +17,8 @@ import pytest
 from evaluation.running import child_environment, job_of, request
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Filters, Job, Phase, Process, Request, Status
-from unshard.evaluate.server.store import store as jobs_store
-from unshard.evaluate.server.store.reading import DIED, KILLED, LONGEST_WAIT_S, POSTPONED
+from unshard.evaluate.server.store import statements
+from unshard.evaluate.server.store.statements import DIED, KILLED, LONGEST_WAIT_S, POSTPONED
 from unshard.evaluate.server.store.store import Store
 
 
@@ -300,7 +300,7 @@ def test_a_lost_attempt_is_no_failure(store: Store) -> None:
     assert store.requeue(job.id, "the server ended")
     lost = job_of(store, job.id)
     assert (lost.status, lost.attempts, lost.failures) == (Status.QUEUED, 1, 0)
-    with store._transaction() as connection:
+    with store._connections.transaction() as connection:
         assert connection.execute("SELECT outcome FROM attempts").fetchone()[0] == "lost"
 
 
@@ -343,11 +343,11 @@ def test_every_change_is_an_event(store: Store) -> None:
 def test_old_events_are_forgotten_and_few_are_told_at_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs_store, "_EVENTS", 1200)
+    monkeypatch.setattr(statements, "_EVENTS", 1200)
     job = submit(store)
-    with store._transaction() as connection:
+    with store._connections.transaction() as connection:
         for _ in range(1299):
-            jobs_store._tell(connection, job.id, 0.0)
+            statements.add_event(connection, job.id, 0.0)
     events = store.events(0)
     assert (events[0].number, len(events)) == (101, 1000)
     assert len(store.events(events[-1].number)) == 200

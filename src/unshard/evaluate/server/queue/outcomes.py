@@ -30,7 +30,7 @@ from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.profiles import Profiles
-from unshard.evaluate.server.store.reading import DIED, KILLED, POSTPONED
+from unshard.evaluate.server.store.statements import DIED, KILLED, POSTPONED
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_outcome
 

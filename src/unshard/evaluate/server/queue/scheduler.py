@@ -25,7 +25,7 @@ from unshard.evaluate.server.profiles import Profiles
 from unshard.evaluate.server.queue.outcomes import Backoff, Outcomes
 from unshard.evaluate.server.queue.retention import JOBS, Retention
 from unshard.evaluate.server.queue.slots import Slots, shown_slots
-from unshard.evaluate.server.store.reading import LONGEST_WAIT_S
+from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import short_id, tell
 

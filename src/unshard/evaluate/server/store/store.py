@@ -4,27 +4,68 @@ Every method is one transaction: a process that is killed at any statement leave
 or after it. Any number of threads and processes may use one database; each thread has a connection.
 """
 
-import secrets
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import chain, count
 from pathlib import Path
 
-from unshard.evaluate.jobs import Job, Phase, Process, Request, Status
-from unshard.evaluate.server.store.reading import CLAIMABLE, FORGETTABLE, Records
-from unshard.evaluate.server.store.schema import gpus_as_json, request_as_json
+from unshard.evaluate.jobs import Event, Filters, Job, Phase, Process, Request, Result, Status
+from unshard.evaluate.server.store.connections import Connections
+from unshard.evaluate.server.store.schema import (
+    RESULT_COLUMNS,
+    as_event,
+    as_result,
+    chosen,
+    gpus_as_json,
+)
+from unshard.evaluate.server.store.statements import (
+    CLAIMABLE,
+    FORGETTABLE,
+    NEEDS_PIN,
+    add_event,
+    final,
+    insert_job,
+    queue_again,
+    queued,
+    read_job,
+    read_jobs,
+    replace_results,
+)
 
 __all__ = ["Store"]
 
 _AGAIN = (Status.FAILED, Status.CANCELLED, Status.EXPIRED, Status.SUPERSEDED)
-_EVENTS = 100_000
-_LONGEST_ERROR = 20_000  # characters
 
 
-class Store(Records):
-    """The jobs and what became of them: `Records`, and how they change."""
+class Store:
+    """The jobs, and what became of them.
+
+    Args:
+        path: of the database; made if it is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._connections = Connections(path)
+        self._transaction = self._connections.transaction
+
+    def close(self) -> None:
+        """Close the connections of all threads, none of which may use the store any more."""
+        self._connections.close()
+
+    @property
+    def identity(self) -> int:
+        """Return what distinguishes this database from others."""
+        return int(self._rows("PRAGMA application_id")[0][0])
+
+    def _rows(self, query: str, *values: str | float | None) -> list[sqlite3.Row]:
+        return self._connections.own.execute(query, values).fetchall()
+
+    def _texts(self, query: str, *values: str | float | None) -> list[str]:
+        """Return the first column."""
+        return [row[0] for row in self._rows(query, *values)]
+
+    def _jobs(self, rest: str, *values: str | float | None) -> Iterator[Job]:
+        return read_jobs(self._connections.own, rest, values)
 
     # What clients do.
 
@@ -35,43 +76,20 @@ class Store(Records):
         queued anew, with the new request's checkpoint and pin; under a new id if its attempts were
         forgotten, because the directory that its old id names may be being removed.
         """
-        now, key = time.time(), request.key
+        now = time.time()
         with self._transaction() as connection:
-            found = connection.execute("SELECT id, status FROM jobs WHERE key = ?", (key,))
+            found = connection.execute("SELECT id, status FROM jobs WHERE key = ?", (request.key,))
             row = found.fetchone()
-            if row is None:
-                job_id = _new_id()
-                connection.execute(
-                    "INSERT INTO jobs (id, key, alike, request, run, step, weights, profile,"
-                    " status, created_at, queued_at, pin)"
-                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (
-                        *(job_id, key, request.alike, request_as_json(request)),
-                        *(request.run, request.step),
-                        *(request.weights, request.profile, Status.QUEUED, now, now, pin),
-                    ),
-                )
-                _tell(connection, job_id, now)
-            else:
-                job_id = row["id"]
-                if Status(row["status"]) in _AGAIN:
-                    job_id = _renamed_if_forgotten(connection, job_id)
-                    connection.execute(
-                        "UPDATE jobs SET status = ?, request = ?, pin = ?, queued_at = ?,"
-                        " not_before = 0, failures = 0, phase = NULL, error = NULL,"
-                        " started_at = NULL, completed_at = NULL, superseded_by = NULL,"
-                        " attempts_before = attempts"
-                        " WHERE id = ?",
-                        (Status.QUEUED, request_as_json(request), pin, now, job_id),
-                    )
-                    _tell(connection, job_id, now)
-            job = self._one(connection, job_id)
+            job_id = insert_job(connection, request, pin, now) if row is None else str(row["id"])
+            if row is not None and Status(row["status"]) in _AGAIN:
+                job_id = queue_again(connection, job_id, request, pin, now)
+            job = read_job(connection, job_id)
         if job is None:
-            raise RuntimeError(f"job {job_id}: not there after it was written")
+            raise RuntimeError(f"job {job_id} is missing after it was written")
         return job, row is None
 
     def cancel(self, job_id: str) -> bool:
-        """Cancel a job that is queued or running; tell whether it was.
+        """Cancel a job that is queued or running; return whether it was.
 
         The process of a running one is ended by the scheduler, and is open until then.
         """
@@ -97,7 +115,7 @@ class Store(Records):
                 (status, time.time(), why, by, job_id, Status.RUNNING, *among),
             )
             if done.rowcount:
-                _tell(connection, job_id, time.time())
+                add_event(connection, job_id, time.time())
             return done.rowcount > 0
 
     def repin(self, job_id: str, pin: str) -> None:
@@ -111,7 +129,7 @@ class Store(Records):
     def will_pin(self, run: Path) -> None:
         """Record that a pin is about to be made in a run: after a kill it is looked for there."""
         known = "SELECT 1 FROM pinned_runs WHERE run = ?"
-        if self._connection.execute(known, (str(run),)).fetchone() is None:
+        if not self._rows(known, str(run)):
             with self._transaction() as connection:
                 connection.execute("INSERT OR IGNORE INTO pinned_runs VALUES (?)", (str(run),))
 
@@ -120,7 +138,7 @@ class Store(Records):
     def claim(self, now: float, job_id: str | None = None) -> Job | None:
         """Begin an attempt of the oldest job that is queued and due, or of this one if it is.
 
-        Whoever else claims at the same time gets another job.
+        A concurrent call gets another job.
         """
         only, values = ("", []) if job_id is None else ("AND jobs.id = ?", [job_id])
         with self._transaction() as connection:
@@ -137,8 +155,8 @@ class Store(Records):
                 "INSERT INTO attempts (job_id, number, began_at) VALUES (?, ?, ?)",
                 (row["id"], row["attempts"], now),
             )
-            _tell(connection, row["id"], now)
-            return self._one(connection, row["id"])
+            add_event(connection, row["id"], now)
+            return read_job(connection, row["id"])
 
     def attempt_started(self, job_id: str, process: Process) -> None:
         """Record the process of the open attempt."""
@@ -158,70 +176,62 @@ class Store(Records):
                 (phase, job_id, Status.RUNNING, phase),
             )
             if done.rowcount:
-                _tell(connection, job_id, time.time())
+                add_event(connection, job_id, time.time())
 
     def complete(self, job_id: str, metrics: Mapping[str, float], results: Path | None) -> bool:
-        """End the open attempt with what was measured; tell whether the job was still running."""
+        """End the open attempt with what was measured; return whether the job was still running."""
         file = None if results is None else str(results)
-        with self._ending(job_id, Status.COMPLETED) as (connection, still):
-            if still:
-                connection.execute(
-                    "UPDATE jobs SET status = ?, completed_at = ?, error = NULL, results = ?"
-                    " WHERE id = ?",
-                    (Status.COMPLETED, time.time(), file, job_id),
-                )
-                connection.execute("DELETE FROM results WHERE job_id = ?", (job_id,))
-                connection.executemany(
-                    "INSERT INTO results (job_id, metric, value) VALUES (?, ?, ?)",
-                    [(job_id, name, value) for name, value in _storable_names(metrics).items()],
-                )
-        return still
+        changes = {**final(Status.COMPLETED), "results": file}
+        return self._end(job_id, Status.COMPLETED, changes, metrics)
 
     def fail(self, job_id: str, error: str, retry_at: float | None) -> bool:
         """End the open attempt as failed; None: for good, else the job is due again then."""
-        status = Status.FAILED if retry_at is None else Status.QUEUED
-        completed = time.time() if retry_at is None else None
-        with self._ending(job_id, Status.FAILED) as (connection, still):
-            if still:
-                connection.execute(
-                    "UPDATE jobs SET status = ?, completed_at = ?, error = ?, not_before = ?,"
-                    " failures = failures + 1 WHERE id = ?",
-                    (status, completed, _error(error), retry_at or 0, job_id),
-                )
-        return still
+        changes = final(Status.FAILED, error) if retry_at is None else queued(error, retry_at)
+        return self._end(job_id, Status.FAILED, changes)
 
     def expire(self, job_id: str, why: str) -> bool:
         """End the open attempt: the checkpoint is gone."""
-        with self._ending(job_id, Status.EXPIRED) as (connection, still):
-            if still:
-                connection.execute(
-                    "UPDATE jobs SET status = ?, completed_at = ?, error = ? WHERE id = ?",
-                    (Status.EXPIRED, time.time(), _error(why), job_id),
-                )
-        return still
+        return self._end(job_id, Status.EXPIRED, final(Status.EXPIRED, why))
 
     def requeue(self, job_id: str, why: str) -> bool:
         """End the open attempt as lost; the job keeps its place in the queue, and its retries."""
-        return self._queue_again(job_id, "lost", why, 0)
+        return self.postpone(job_id, "lost", why, 0)
 
     def postpone(self, job_id: str, outcome: str, why: str, due_at: float) -> bool:
         """End the open attempt for what may pass; the job is due again then, with its retries."""
-        return self._queue_again(job_id, outcome, why, due_at)
-
-    def _queue_again(self, job_id: str, outcome: str, why: str, due_at: float) -> bool:
-        with self._ending(job_id, outcome) as (connection, still):
-            if still:
-                connection.execute(
-                    "UPDATE jobs SET status = ?, started_at = NULL, not_before = ?, error = ?"
-                    " WHERE id = ?",
-                    (Status.QUEUED, due_at, _error(why), job_id),
-                )
-        return still
+        return self._end(job_id, outcome, {**queued(why, due_at), "started_at": None})
 
     def release(self, job_id: str) -> None:
         """End the open attempt of a job that was cancelled: its process is gone."""
-        with self._ending(job_id, Status.CANCELLED):
-            pass
+        self._end(job_id, Status.CANCELLED, {})
+
+    def _end(
+        self,
+        job_id: str,
+        outcome: str,
+        changes: Mapping[str, str | float | None],
+        metrics: Mapping[str, float] | None = None,
+    ) -> bool:
+        """End the open attempt; change its job if that is still running; return whether it is."""
+        now = time.time()
+        with self._transaction() as connection:
+            found = connection.execute("SELECT status FROM jobs WHERE id = ?", (job_id,)).fetchone()
+            is_running = found is not None and found["status"] == Status.RUNNING
+            connection.execute(
+                "UPDATE attempts SET ended_at = ?, outcome = ?"
+                " WHERE job_id = ? AND ended_at IS NULL",
+                (now, outcome if is_running else Status.CANCELLED, job_id),
+            )
+            if is_running:
+                columns = "".join(f", {name} = ?" for name in changes)
+                connection.execute(
+                    f"UPDATE jobs SET phase = NULL, failures = failures + ?{columns} WHERE id = ?",  # noqa: S608
+                    (outcome == Status.FAILED, *changes.values(), job_id),
+                )
+                if metrics is not None:
+                    replace_results(connection, job_id, metrics)
+                add_event(connection, job_id, now)
+        return is_running
 
     # What retention does.
 
@@ -247,66 +257,138 @@ class Store(Records):
         with self._transaction() as connection:
             connection.execute("DELETE FROM forgotten WHERE job_id = ?", (job_id,))
 
-    @contextmanager
-    def _ending(self, job_id: str, outcome: str) -> Iterator[tuple[sqlite3.Connection, bool]]:
-        """End the open attempt; yield whether the job still is as the attempt left it."""
-        now = time.time()
-        with self._transaction() as connection:
-            found = connection.execute("SELECT status FROM jobs WHERE id = ?", (job_id,)).fetchone()
-            still = found is not None and found["status"] == Status.RUNNING
-            yield connection, still
-            connection.execute(
-                "UPDATE attempts SET ended_at = ?, outcome = ?"
-                " WHERE job_id = ? AND ended_at IS NULL",
-                (now, outcome if still else Status.CANCELLED, job_id),
-            )
-            if still:
-                connection.execute("UPDATE jobs SET phase = NULL WHERE id = ?", (job_id,))
-                _tell(connection, job_id, now)
+    # What is read.
 
+    def due(self, now: float) -> Job | None:
+        """Return the oldest job that could be claimed."""
+        rest = f"WHERE {CLAIMABLE} ORDER BY queued_at, jobs.number LIMIT 1"
+        return next(self._jobs(rest, now), None)
 
-def _new_id() -> str:
-    return secrets.token_hex(8)
+    def running(self) -> list[Job]:
+        """Return every job with an open attempt, those that are cancelled meanwhile too."""
+        # The plus keeps SQLite from walking through all jobs in the order of their numbers.
+        return list(self._jobs("WHERE open.job_id IS NOT NULL ORDER BY +jobs.number"))
 
+    def pins_below(self, directory: Path | None = None) -> list[tuple[str, str]]:
+        """Return id and pin of every job that needs one: it is queued, or an attempt of it is open.
 
-def _renamed_if_forgotten(connection: sqlite3.Connection, job_id: str) -> str:
-    """Give a job a new id if its attempts were forgotten; return the id that it has then."""
-    renamed = connection.execute(
-        "UPDATE jobs SET id = ? WHERE id = ? AND attempts > 0"
-        " AND NOT EXISTS (SELECT 1 FROM attempts WHERE job_id = jobs.id) RETURNING id",
-        (_new_id(), job_id),
-    ).fetchone()
-    return job_id if renamed is None else str(renamed["id"])
+        Args:
+            directory: only pins below it.
+        """
+        start = "/" if directory is None else f"{directory}/"
+        where = f"pin >= ? AND pin < ? AND {NEEDS_PIN}"
+        query = f"SELECT id, pin FROM jobs WHERE {where} ORDER BY number"  # noqa: S608
+        return list(map(tuple, self._rows(query, start, f"{start[:-1]}0")))  # what follows "/"
 
+    def is_needed(self, pin: str) -> bool:
+        """Return whether a job needs a pin: see `pins_below`."""
+        query = f"SELECT 1 FROM jobs WHERE pin = ? AND {NEEDS_PIN} LIMIT 1"  # noqa: S608
+        return bool(self._rows(query, pin))
 
-def _error(text: str) -> str:
-    """Return an error as it is kept: an evaluator may have put a book into it."""
-    return _storable(text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}...")
+    def pinned_runs(self) -> list[str]:
+        """Return the directories of the runs in which this server has made pins."""
+        return self._texts("SELECT run FROM pinned_runs")
 
+    def status_of(self, key: str) -> Status | None:
+        """Return the status of the job of a request's key, if there is one."""
+        found = self._texts("SELECT status FROM jobs WHERE key = ?", key)
+        return Status(found[0]) if found else None
 
-def _storable(text: str) -> str:
-    """Return a text that SQLite takes: a file's name may hold bytes that are no UTF-8."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    def alike(self, request: Request) -> list[Job]:
+        """Return the jobs that differ from a request in the fingerprint at most, newest first."""
+        return list(self._jobs("WHERE jobs.alike = ? ORDER BY jobs.number DESC", request.alike))
 
+    def get(self, job_id: str) -> Job | None:
+        """Return a job."""
+        return read_job(self._connections.own, job_id)
 
-def _storable_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics under names that SQLite takes; a name that is taken gets a number."""
-    found = {name: value for name, value in metrics.items() if _storable(name) == name}
-    for name, value in metrics.items():
-        fit = _storable(name)
-        if fit != name:
-            others = (f"{fit} ({number})" for number in count(2))
-            found[next(one for one in chain([fit], others) if one not in found)] = value
-    return found
+    def ids_like(self, start: str, most: int) -> list[str]:
+        """Return the ids that begin like this, `most` of them at most."""
+        query = "SELECT id FROM jobs WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"
+        return self._texts(query, start, f"{start}g", most)  # the letter after "f"
 
+    def jobs(self, filters: Filters) -> list[Job]:
+        """Return jobs, the newest first."""
+        return list(self.newest(filters))
 
-def _tell(connection: sqlite3.Connection, job_id: str, at: float) -> None:
-    """Append a job's change, and forget the oldest."""
-    connection.execute(
-        "INSERT INTO events (job_id, status, phase, at) SELECT id, status, phase, ? FROM jobs"
-        " WHERE id = ?",
-        (at, job_id),
-    )
-    connection.execute(
-        "DELETE FROM events WHERE number <= (SELECT MAX(number) FROM events) - ?", (_EVENTS,)
-    )
+    def newest(self, filters: Filters, before: str | None = None) -> Iterator[Job]:
+        """Read jobs one by one, the newest first.
+
+        Args:
+            filters: which.
+            before: only jobs that are older than the job of this id.
+        """
+        where, values = chosen(filters)
+        if before is not None:
+            where += " AND jobs.number < (SELECT number FROM jobs WHERE id = ?)"
+            values.append(before)
+        rest = f"WHERE {where} ORDER BY jobs.number DESC LIMIT COALESCE(?, -1)"
+        return self._jobs(rest, *values, filters.limit)
+
+    def position(self, job_id: str) -> int | None:
+        """Return a queued job's place in the queue, 1 for the next; None if it is not queued."""
+        (row,) = self._rows(
+            "SELECT COUNT(*) FROM jobs AS other JOIN jobs AS own ON own.id = ?"
+            " WHERE own.status = 'queued' AND other.status = 'queued'"
+            " AND (other.queued_at, other.number) <= (own.queued_at, own.number)",
+            job_id,
+        )
+        return row[0] or None
+
+    def in_a_row(self, job_id: str, outcome: str) -> int:
+        """Return how many attempts ended like this since the job was submitted, or last failed.
+
+        Attempts that were interrupted in another way do not end the row: two kinds of
+        interruption that take turns would otherwise never be bounded.
+        """
+        (row,) = self._rows(
+            "SELECT COUNT(*) FROM attempts JOIN jobs ON jobs.id = attempts.job_id"
+            " WHERE jobs.id = ? AND outcome = ?"
+            " AND attempts.number > jobs.attempts_before"
+            " AND attempts.number > (SELECT COALESCE(MAX(number), 0) FROM attempts AS other"
+            " WHERE other.job_id = ? AND outcome = ?)",
+            *(job_id, outcome, job_id, Status.FAILED),
+        )
+        return int(row[0])
+
+    def counts(self) -> dict[Status, int]:
+        """Return how many jobs there are of every status."""
+        rows = self._rows("SELECT status, COUNT(*) FROM jobs GROUP BY status")
+        found = {row[0]: row[1] for row in rows}
+        return {status: found.get(status, 0) for status in Status}
+
+    def queued_ids(self) -> list[str]:
+        """Return the jobs that wait, the next first."""
+        return self._texts("SELECT id FROM jobs WHERE status = 'queued' ORDER BY queued_at, number")
+
+    def ended_before(self, time_s: float) -> list[str]:
+        """Return the jobs that ended before a time and have attempts to forget."""
+        return self._texts(f"SELECT id FROM jobs WHERE {FORGETTABLE}", time_s)  # noqa: S608
+
+    def forgotten(self) -> list[str]:
+        """Return the jobs whose directories are to be removed."""
+        return self._texts("SELECT job_id FROM forgotten")
+
+    def runs(self) -> list[str]:
+        """Return the names of all runs."""
+        return self._texts("SELECT DISTINCT run FROM jobs ORDER BY run")
+
+    def results(self, filters: Filters, after: int = 0) -> Iterator[Result]:
+        """Read the numbers of completed jobs one by one, in the order in which they came.
+
+        Args:
+            filters: which; `limit` counts numbers.
+            after: only what came after the result of this number.
+        """
+        where, values = chosen(filters)
+        rows = self._connections.own.execute(
+            f"SELECT {RESULT_COLUMNS} WHERE results.rowid > ? AND jobs.status = 'completed'"
+            f" AND {where} ORDER BY results.rowid LIMIT COALESCE(?, -1)",
+            [after, *values, filters.limit],
+        )
+        return map(as_result, rows)
+
+    def events(self, since: int) -> list[Event]:
+        """Return the changes after the one of this number, the oldest first, 1,000 at most."""
+        rows = self._rows("SELECT * FROM events WHERE number > ? ORDER BY 1 LIMIT 1000", since)
+        return list(map(as_event, rows))
