@@ -1,6 +1,6 @@
 """Scenarios of the Hugging Face world by name: torch's storage writer, accelerate, transformers.
 
-They make a tree below the directory, as those tools do; the truth lies beside it, as always.
+They make a tree below the directory, as those tools do; the truth is next to it, as always.
 """
 
 import os
@@ -22,12 +22,12 @@ class _Later:
 
     def __call__(self, rank: int, world: int, directory: Path) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when they are imported
-        scenario: Scenario = getattr(import_module(f"oracle.{self.module}"), self.name)
+        scenario: Scenario = getattr(import_module(f"oracle.writers.{self.module}"), self.name)
         scenario(rank, world, directory)
 
 
 _NAMES = {
-    "storage_writers": (
+    "storage": (
         "storage_consolidated",
         "storage_consolidated_extras",
         "storage_consolidated_files",
@@ -39,8 +39,8 @@ _NAMES = {
         "storage_whole",
         "storage_whole_files",
     ),
-    "pretrained_writers": ("pretrained_hsdp", "pretrained_shards", "pretrained_tp"),
-    "accelerate_writers": (
+    "pretrained": ("pretrained_hsdp", "pretrained_shards", "pretrained_tp"),
+    "accelerate": (
         "accelerate_bins_fsdp1",
         "accelerate_bins_fsdp2",
         "accelerate_fsdp1",
@@ -48,11 +48,11 @@ _NAMES = {
         "accelerate_full",
         "accelerate_local",
     ),
-    "trainer_writers": ("trainer_fsdp1", "trainer_fsdp2", "trainer_full"),
+    "trainer": ("trainer_fsdp1", "trainer_fsdp2", "trainer_full"),
 }
 
 HUB_SCENARIOS: dict[str, Scenario] = {
     name: _Later(module, name) for module, names in _NAMES.items() for name in names
 }
 
-MERGE_WITH_ACCELERATE: Scenario = _Later("accelerate_writers", "accelerate_merge")
+MERGE_WITH_ACCELERATE: Scenario = _Later("accelerate", "accelerate_merge")
