@@ -48,25 +48,25 @@ def average(
     Every value is (sum of coefficient * value) / (sum of coefficients), added in float32 in the
     order given, and rounded once, to the dtype that is written. World sizes and formats may differ;
     names, shapes and dtypes may not. Integers and booleans are not averaged: those of the last
-    checkpoint are taken. Config and tokenizer are the last one's, too; scheduler and random state
-    are left out, for an average belongs to no step of training.
+    checkpoint are taken, and its config and tokenizer. Scheduler and random state are left out,
+    because an average does not belong to a training step.
 
     Args:
         checkpoints: each as for `merge`; or one run, whose complete steps are averaged, the lowest
             first.
         output: as for `merge`; it has no default.
         coefficients: the weight of each checkpoint, in their order; default: all the same.
-        ema_decay: coefficients of an exponential moving average instead: it starts as the first
+        ema_decay: use the coefficients of an exponential moving average: it starts with the first
             checkpoint, and each later one moves it by 1 - decay.
-        last: of a run, the N highest steps.
-        every: of a run, every Nth step, counting back from the highest.
+        last: use only the N highest steps of a run.
+        every: use every Nth step of a run, counting back from the highest.
         options: those of `merge` as one value.
         listener: as for `merge`; steps that are incomplete are named.
-        engine: who makes the files; see `unshard.engines.crew`.
+        engine: what writes the files; see `unshard.engines.crew`.
         before: as for `merge_with`.
         pass_over: whether steps of a run that are not complete are left out, with a warning, or
             are an error.
-        keywords: as for `merge`, but for `lora` and `step`.
+        keywords: as for `merge`, except `lora` and `step`.
 
     Raises:
         UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.

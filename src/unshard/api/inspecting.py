@@ -65,7 +65,7 @@ def count_shards(catalog: Catalog) -> ShardCounts:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Inspection:
-    """What a checkpoint holds, and what `merge` would make of it.
+    """The contents of a checkpoint, and what `merge` would write.
 
     Attributes:
         path: the directory of the weights, or the one file that is meant.
@@ -76,18 +76,18 @@ class Inspection:
             format states boxes, into how many parts each dimension is cut: "cut 4 x 1".
         dtypes: dtypes, with tensor counts.
         parameters: number of elements; `size_bytes`: bytes of the full tensors.
-        has_ema: whether EMA weights lie beside these.
+        has_ema: whether there are EMA weights next to these.
         lora_tensors: number of LoRA tensors among them.
         shared: groups of names that are stored once (tied weights).
-        compressed: whether reading needs a decompressed copy on disk meanwhile (zstd).
-        missing: files of ranks that are not there.
+        compressed: whether reading needs a temporary decompressed copy on disk (zstd).
+        missing: files of ranks that do not exist.
         skipped: values that are not tensors.
         config_dtype: the dtype that config.json names.
-        companions: names of config, tokenizer and the like that a merge would bring along.
+        companions: names of config, tokenizer and similar files that a merge would copy.
         training_state: names of files with optimizer, scheduler or random state.
         output: where `merge` writes by default.
-        would_write: what `merge` would write where, as one line.
-        notes: what it would warn of, with options as `unshard merge` has them.
+        would_write: one line about what `merge` would write, and where.
+        notes: the warnings of such a merge, with options as `unshard merge` has them.
         tensors: every tensor.
     """
 
@@ -134,7 +134,7 @@ class Inspection:
 
 @showing(ReadKeywords)
 def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspection:
-    """Say what a checkpoint holds and what `merge` would make of it; nothing is written.
+    """Describe a checkpoint, and what `merge` would write; nothing is written.
 
     Args:
         checkpoint: as for `merge`.

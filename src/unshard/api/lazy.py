@@ -93,9 +93,10 @@ class Names(KeysView[str]):
 class OpenCheckpoint(Mapping[str, _Array_co]):
     """A checkpoint as one state dict, of which tensors or parts are read when they are asked for.
 
-    Made by `unshard.open_checkpoint`; a context manager. A mapping of names to whole tensors, each
-    read anew whenever it is looked up: `values()` and `items()` hold one tensor at a time. Equal to
-    itself only. Several threads may read from it. Another process must open its own.
+    `unshard.open_checkpoint` returns it. It is a context manager, and a mapping of names to whole
+    tensors, each read again whenever it is looked up: `values()` and `items()` have one tensor in
+    memory at a time. It is equal only to itself. Several threads may read from it; another process
+    must open its own.
 
     Args:
         opened: what it holds.
@@ -164,7 +165,7 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
         """Return a tensor of which nothing is read before it is indexed.
 
         Raises:
-            NoSuchTensorError: there is none of this name; a `KeyError` too.
+            NoSuchTensorError: there is no tensor of this name; it is a `KeyError`, too.
         """
         if name not in self._tensors:
             raise NoSuchTensorError(
@@ -174,7 +175,7 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
         return LazyTensor(self._tensors[name], self._read)  # which keeps this open
 
     def metadata(self) -> dict[str, str]:
-        """Return what is known of the checkpoint, as texts; what is not known is left out.
+        """Return what is known about the checkpoint, as strings; unknown values are left out.
 
         The keys are path, format, writer, step, world_size, role ("actor" or "critic"), weights
         ("model" or "ema"), and config, the path of the config.json that belongs to it.
@@ -196,14 +197,14 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
     def load_into(self, model: "Module", *, strict: bool = True) -> Loaded:
         """Copy the tensors into a model's parameters and buffers, one at a time.
 
-        Values are cast to the model's dtypes, as torch does it; parameters on the meta device are
+        Values are cast to the model's dtypes, as by torch; parameters on the meta device are
         replaced by those of the checkpoint. Names may be those of training or of the hub, experts
-        in one tensor or one by one: what the model has decides. Tied weights stay tied, and one of
+        in one tensor or one by one: the model determines this. Tied weights stay tied, and one of
         their names is enough. Of a sharded model (DTensors) every rank reads its own part.
 
         Args:
             model: any module of torch.
-            strict: refuse if names are missing or unexpected; else say which.
+            strict: raise if names are missing or unexpected; otherwise return them.
 
         Raises:
             ConversionError: the checkpoint does not fit the model; nothing was copied.

@@ -41,8 +41,8 @@ class Loaded:
     Attributes:
         missing: names in the model that the checkpoint does not have.
         unexpected: names in the checkpoint that the model does not have.
-        on_meta: parameters and buffers that are still on the meta device: without values. Buffers
-            that no checkpoint holds stay there if the model was made there.
+        on_meta: parameters and buffers that are still on the meta device, without values: buffers
+            that checkpoints do not contain, if the model was made there.
     """
 
     missing: tuple[str, ...]

@@ -40,8 +40,8 @@ def merge(
 ) -> Report:
     """Merge a sharded checkpoint into a Hugging Face directory.
 
-    The output appears by one rename, whole, verified and durable, or not at all; the checkpoint is
-    only read. The same checkpoint gives the same bytes, whatever `workers` and `memory` are.
+    The output appears by one rename, complete, verified and durable, or not at all; the checkpoint
+    is only read. The same checkpoint gives the same bytes, whatever `workers` and `memory` are.
 
     Args:
         checkpoint: a checkpoint, a directory of several (the highest complete step is taken), or
@@ -52,44 +52,45 @@ def merge(
             `UnshardWarning` of Python, and a terminal or a notebook gets a progress bar.
 
     Keyword Args:
-        dtype: keep, config (what config.json names), base (what the base model has, tensor by
+        dtype: "keep", "config" (as in config.json), "base" (as in the base model, tensor by
             tensor), or bfloat16, float16 or float32: by name ("bf16", "fp16" and "fp32" too), or as
-            a dtype of numpy, ml_dtypes or torch. Floating point only; integers, booleans and 8-bit
-            floats are never cast, nor what the model's family keeps in float32.
+            a dtype of numpy, ml_dtypes or torch. Only floating point tensors are cast; integers,
+            booleans, 8-bit floats and tensors that the model's family keeps in float32 never are.
         keep_fp32: a regular expression; tensors whose names it matches are not cast.
-        names: "hub" (tensor names and expert layout as on the hub) or "training" (as they are).
-        base: the model it was trained from, a Hugging Face directory or hub id: says which tensors
-            are expected, under which names and in which files; completes config and tokenizer.
-        allow_missing: write the output also if tensors of the base are missing; without a base,
-            tensors that config.json says there are.
-        allow_unexpected: write the output also if it has tensors that the base, or config.json,
-            does not have.
+        names: "hub" (tensor names and expert layout as on the hub) or "training" (unchanged).
+        base: the model that training started from, a Hugging Face directory or hub id. It
+            determines which tensors are expected, their names and files, and completes config
+            and tokenizer.
+        allow_missing: write the output even if tensors of the base, or without a base those that
+            config.json implies, are missing.
+        allow_unexpected: write the output even if it has tensors that the base, or without a base
+            config.json, does not have.
         include: a regular expression; only tensors whose output names it matches are written.
         exclude: a regular expression; tensors whose output names it matches are left out.
         lora: what to do with adapters: "fuse" them, write the "adapter" alone, or "both".
-        lora_alpha: the scale of the adapter, where nothing beside the checkpoint says it.
+        lora_alpha: the scale of the adapter, if no file of the checkpoint records it.
         weights: "model" (default) or "ema".
-        role: "actor" or "critic"; needed only where both exist.
-        step: which step of a directory that holds several.
+        role: "actor" or "critic"; needed only if both exist, or only a critic.
+        step: which step of a directory with several.
         config: a config.json, or a directory with config, tokenizer and the like, to use instead of
             the checkpoint's own.
         also: directories with more files of the same checkpoint, saved on other nodes.
-        max_shard_size: largest weight file, bytes or "5GB"; default: as the base has it, or 5GB.
+        max_shard_size: largest weight file, bytes or "5GB"; default: as in the base, or 5GB.
         workers: threads; default: as many as the machine has cores, at most 8.
         memory: bound on all buffers together, bytes or "64MB".
-        assume_dim0: take plain tensors that differ between ranks as shards along dimension 0.
-        ep_size: size of the expert parallelism, where the files do not record it (verl's VeOmni).
+        assume_dim0: treat plain tensors that differ between ranks as shards along dimension 0.
+        ep_size: size of the expert parallelism, if the files do not record it (verl's VeOmni).
         allow_globals: tensor subclasses in pickles to read as the plain tensors they store.
         verify: "light" (the output is reopened: headers, names, shapes, dtypes, sizes, index),
             "full" (also checksums of the sources, replicas, and every byte read back), or "off".
-        extra_state: write scheduler and random state of all ranks beside the weights, if the
+        extra_state: write scheduler and random state of all ranks next to the weights, if the
             checkpoint has them: `extra_state_merged.pt`, `lr_scheduler_state.json`.
-        overwrite: replace an earlier output, or, where the output is the checkpoint's own
-            directory, put the weights there; other files stay. What unshard did not write, or what
-            was changed since, is refused where it would be lost, or where transformers would load
-            it instead of the output or together with it; "all" removes that too.
+        overwrite: replace an earlier output, or, if the output is the checkpoint's own directory,
+            put the weights there; other files stay. If a file that unshard did not write, or that
+            was changed since, would be lost, or if transformers would load it instead of the
+            output or together with it, this is an error; "all" removes such files too.
         dry_run: plan only, write nothing.
-        push_to_hub: the id of a repository to upload the output to, once it is safe on disk.
+        push_to_hub: the id of a repository to upload the output to, after it is safe on disk.
         private: make that repository private if it does not exist.
 
     Raises:
@@ -114,7 +115,7 @@ def merge_with(
     Args:
         checkpoint: as for `merge`; or a function that opens several, to be averaged.
         output, options, listener: as for `merge`.
-        engine: who makes the files; see `unshard.engines.crew`.
+        engine: what writes the files; see `unshard.engines.crew`.
         before: called with the plan before anything is written; returns it, perhaps with more small
             files, and what it raises ends the merge.
         pass_over: whether an older step may be taken, with a warning, for one that is not complete,

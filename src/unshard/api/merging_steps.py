@@ -59,14 +59,14 @@ def merge_all(
 ) -> list[Report]:
     """Merge every complete step of a run, each as `merge` does, the lowest first.
 
-    A step that cannot be merged does not keep back the others.
+    A step that cannot be merged does not prevent the merge of the others.
 
     Args:
         run: a directory that has several steps.
         output: the directory to make one output per step in; default `merged` next to the steps.
         options: as for `merge`.
         listener: as for `merge`; steps that are incomplete are named.
-        engine: who makes the files; see `unshard.engines.crew`.
+        engine: what writes the files; see `unshard.engines.crew`.
         skip_existing: leave out the steps whose output an earlier merge with the same options made.
 
     Returns:

@@ -43,23 +43,23 @@ def open_checkpoint(
 ) -> "OpenCheckpoint[Elements | Tensor]":
     """Open a checkpoint as one state dict; tensors are read when they are asked for.
 
-    Nothing is merged and nothing copied, but that the items of a compressed checkpoint are
-    decompressed into a temporary directory until it is closed. Memory is that of what is asked for
-    and a few MB. The dtypes are those stored. What a user should know of the checkpoint (a step
-    that was passed over) is an `UnshardWarning`.
+    Nothing is merged or copied, except that the items of a compressed checkpoint are decompressed
+    into a temporary directory until it is closed. Memory is the size of the requested tensors plus
+    a few MB. The dtypes are those stored. Notes about the checkpoint (a step that was passed over)
+    are `UnshardWarning`s.
 
     Args:
         path: at any level of the checkpoint's tree; any format that `merge` reads.
-        framework: what is returned: "np", arrays of numpy, bfloat16 and float8 by ml_dtypes; or
-            "pt", tensors of torch (extra `torch`).
-        options: as for `merge`, but that `names` is "training" by default: the state dict as it was
-            saved, adapters apart, tied weights under both names. With "hub", what `merge` writes:
-            other names, experts one by one, adapters fused.
+        framework: "np" for arrays of numpy, with bfloat16 and float8 of ml_dtypes; or "pt" for
+            tensors of torch (extra `torch`).
+        options: as for `merge`, but the default of `names` is "training": the state dict as it was
+            saved, with separate adapters, and tied weights under both names. "hub" gives what
+            `merge` writes: names of the hub, experts one by one, adapters fused.
 
     Raises:
         CheckpointError: it cannot be read.
-        ConversionError: with names "hub": what they are cannot be resolved.
-        UsageError: an option makes no sense, or torch is not installed.
+        ConversionError: with names "hub": the names cannot be resolved.
+        UsageError: an option is not valid, or torch is not installed.
     """
     make = _maker(framework)
     names = options.setdefault("names", "training")
@@ -103,9 +103,9 @@ def load_into(
     """Load a checkpoint into a model of torch, one tensor at a time, without a merge.
 
     Args:
-        model: any module of torch; its own names decide which are meant.
+        model: any module of torch; its names determine how tensors are converted.
         path: as for `open_checkpoint`.
-        strict: refuse if names are missing or unexpected; else say which.
+        strict: raise if names are missing or unexpected; otherwise return them.
         options: as for `open_checkpoint`.
 
     Raises:

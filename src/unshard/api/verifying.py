@@ -43,25 +43,25 @@ def verify(
 ) -> Comparison:
     """Compare every tensor of a merged model with a checkpoint, or with another model.
 
-    The output's names are also compared with those that its config says there are, where it does.
-    Streaming, in bounded memory. Where the dtypes differ and `merge` may cast between them, theirs
-    is cast to ours first: a bfloat16 merge of a float32 checkpoint equals it exactly.
+    The output's names are also compared with those that its config implies, if it determines them.
+    Memory is bounded. If the dtypes differ and `merge` may cast between them, the values of
+    `against` are cast first, so a bfloat16 merge of a float32 checkpoint equals it exactly.
 
     Args:
-        output: a directory with whole weights, or one file; shards beside them are not looked at.
-        against: a checkpoint or a model, taken as `merge` would convert it, dtypes kept.
-        atol: allowed |ours - theirs|; with `rtol` added.
-        rtol: allowed |ours - theirs| / |theirs|. Both 0: bit by bit.
+        output: a directory with whole weights, or one file; shards next to them are ignored.
+        against: a checkpoint or a model, converted as by `merge`, without a cast.
+        atol: allowed |ours - theirs|; `rtol` adds to it.
+        rtol: allowed |ours - theirs| / |theirs|. If both are 0, the comparison is bit by bit.
         dtype: cast both to this first: bfloat16, float16 or float32, given as for `merge`.
         load: also load names and shapes with transformers (extra `torch`).
-        names: "hub" or "training", as `merge` was told; by default as the output's record says.
+        names: "hub" or "training", as given to `merge`; default: as in the output's record.
         listener: as for `merge`.
-        options: as `merge` was told; `include`, `exclude` and `lora_alpha` by default as the
-            output's record says, `config` by default the output's own. Those that choose the
-            checkpoint and say how to read it (`weights`, `step`, `also` …) are about `against`.
+        options: as given to `merge`; the defaults of `include`, `exclude` and `lora_alpha` are
+            those in the output's record, and that of `config` is the output's own. Options that
+            choose and read a checkpoint (`weights`, `step`, `also` …) apply to `against`.
 
     Raises:
-        UnshardError: one of the tree in `unshard.errors`; that the models differ is no error.
+        UnshardError: one of the tree in `unshard.errors`; models that differ are not an error.
     """
     if not (0 <= atol < inf and 0 <= rtol < inf):
         raise UsageError("--atol, --rtol: a tolerance must be a number, 0 or more")

@@ -18,7 +18,7 @@ __all__ = ["Report", "count_dtypes", "count_operations", "peak_memory"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What a merge made, or under `dry_run` would make.
+    """What a merge wrote, or with `dry_run` would write.
 
     Attributes:
         output: the directory.
@@ -37,10 +37,10 @@ class Report:
         dry_run: nothing was written.
         loadable: whether transformers finds what it needs next to the weights: a config.json, or,
             for an adapter alone, an adapter_config.json. False: these are weights, not a model.
-        names_checked: by what the names of the tensors were checked: by the "config", by the
-            "base" model, or by nothing, "none": then a tensor may be missing without a word.
-        changed_from_base: how many tensors differ from the base model's, if its weights are at
-            hand; a pair of numbers with those that have a counterpart there.
+        names_checked: what the names of the tensors were checked against: "config", "base", or
+            "none"; in the last case a missing tensor was not noticed.
+        changed_from_base: how many tensors differ from the base model's, and how many were
+            compared; None if its weights are not available.
         url: of the repository on the hub, if it was pushed to one.
         notes: what a user should know, with options as `unshard merge` has them.
         skipped: values of the checkpoint that were left out.

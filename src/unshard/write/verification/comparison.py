@@ -139,8 +139,8 @@ class Comparison:
         atol, rtol: the tolerances; both 0 for bits.
         tensors: every name that both have, in our order.
         missing: names that only they have; `unexpected`: names that only we have.
-        by_config: our names and those of our config; None where it does not tell them.
-        loading: what transformers says, if it was asked.
+        by_config: our names compared with those of our config; None if it does not determine them.
+        loading: the result of loading with transformers, if that was requested.
     """
 
     atol: float
