@@ -313,7 +313,7 @@ def test_merge_fsdp_with_a_config_alone_and_with_a_class_name(
     python(*command, "--model_name_or_class", str(tmp_path / "config"))
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     refused = python(*command, "--model_name_or_class", "Qwen2ForCausalLM", expected=1)
-    assert "a class name, and" in refused.stderr
+    assert "this is the name of a class, but" in refused.stderr
     python(
         *(MERGE_FSDP, "--output_dir", str(tmp_path / "named"), "--input_dir", str(lmms)),
         *("--model_name_or_class", "MyQwen2ForCausalLM", "--type", "fsdp2"),
@@ -543,5 +543,5 @@ def test_verl_test_compares_with_a_model(verl: Path, tmp_path: Path) -> None:
 def test_verl_says_what_it_does_not_read() -> None:
     command = ("-m", "unshard.compat.verl", "merge", "--backend")
     assert "are not read" in python(*command, "megatron", "--local_dir", ".", expected=1).stderr
-    assert "which checkpoint?" in python(*command, "fsdp", expected=1).stderr
+    assert "--local_dir is missing" in python(*command, "fsdp", expected=1).stderr
     assert "invalid choice" in python(*command, "deepspeed", expected=2).stderr

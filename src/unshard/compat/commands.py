@@ -1,4 +1,4 @@
-"""What all drop-in commands do alike: how they end, what they advise, a config as a file."""
+"""What all drop-in commands share: how they end, what they advise, a config as a file."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from unshard.cli.running import process
 from unshard.compat.generation import GENERATION_CONFIG, generation_config
-from unshard.errors import ConversionError
-from unshard.fronts import line_of
+from unshard.errors import ConversionError, speaking
+from unshard.fronts import Front, line_of
+from unshard.progress import Listener
+from unshard.showing import listening
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions, Prepared
@@ -23,6 +25,7 @@ __all__ = [
     "merge_line",
     "need_config",
     "run",
+    "showing",
 ]
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -40,9 +43,16 @@ def run(main: Callable[[], None], *, failed: str = "error: ") -> NoReturn:
 
     Args:
         main: the command.
-        failed: what stands before an error's message, on stderr.
+        failed: the words before an error's message, on stderr.
     """
     process.run(main, failed=failed, failure=1)
+
+
+@contextmanager
+def showing(front: Front) -> Iterator[Listener]:
+    """Show the progress, the warnings and the errors of a command in the words of a front."""
+    with speaking(front), listening(quiet=False, front=front) as listener:
+        yield listener
 
 
 def merge_line(checkpoint: Path, output: Path, options: "MergeOptions") -> str:
@@ -51,7 +61,7 @@ def merge_line(checkpoint: Path, output: Path, options: "MergeOptions") -> str:
 
 
 def need_config(prepared: "Prepared") -> "Prepared":
-    """Return what is to be made, unless it lacks a config: the originals cannot go on then.
+    """Return what is to be made, unless it has no config: the originals stop there.
 
     Raises:
         ConversionError: transformers could not load the output.

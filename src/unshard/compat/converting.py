@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unshard.compat.commands import merge_line, need_config
-from unshard.errors import UnknownFormatError, UsageError, speaking
+from unshard.compat.commands import merge_line, need_config, showing
+from unshard.errors import UnknownFormatError, UsageError
 from unshard.fronts import Command
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Paths:
 
 
 def find_paths(checkpoint: str, subfolder: str, output: str | None) -> Paths:
-    """Return the paths that the arguments of a script mean.
+    """Return the paths that a script's arguments name.
 
     Raises:
         UnknownFormatError: there is no such directory.
@@ -42,8 +42,8 @@ def find_paths(checkpoint: str, subfolder: str, output: str | None) -> Paths:
         raise UnknownFormatError(f"Actor directory does not exist: {actor}")
     if output is None and step.name.startswith("checkpoint"):
         raise UsageError(
-            f"{step}_merged: would lie among checkpoints under a name that trainers take for one",
-            hint="say where to write: --output",
+            f"{step}_merged: trainers would take the default output for one of their checkpoints",
+            hint="give another output: --output",
         )
     return Paths(step, actor, Path(f"{step}_merged") if output is None else Path(output).resolve())
 
@@ -54,17 +54,16 @@ def convert(
     engine: "RunPlan",
     before: Callable[["Catalog", "ShardCounts"], None],
 ) -> "Report":
-    """Make the output, and show how far it is.
+    """Make the output, and show the progress.
 
     Args:
-        paths: what becomes what.
-        options: how.
-        engine: who makes the files.
-        before: told what was read, before anything is written.
+        paths: the checkpoint and the output.
+        options: how to merge.
+        engine: what writes the files.
+        before: called with what was read, before anything is written.
     """
     from unshard.api import Prepared, merge_with
     from unshard.api.inspecting import count_shards
-    from unshard.cli.show import listening
 
     def tell(prepared: Prepared) -> Prepared:
         catalog = need_config(prepared).checkpoint.catalog
@@ -72,7 +71,7 @@ def convert(
         return prepared
 
     front = Command({}, merge_line(paths.actor, paths.output, options))
-    with speaking(front), listening(quiet=False, front=front) as listener:
+    with showing(front) as listener:
         return merge_with(paths.actor, paths.output, options, listener, engine=engine, before=tell)
 
 

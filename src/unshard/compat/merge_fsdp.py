@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unshard.compat.commands import as_transformers_saves, merge_line, run
-from unshard.errors import UnknownFormatError, UnshardError, UsageError, speaking
+from unshard.compat.commands import as_transformers_saves, merge_line, run, showing
+from unshard.errors import UnknownFormatError, UnshardError, UsageError
 from unshard.fronts import Command, line_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Merge or average as the arguments say."""
     from unshard import api
-    from unshard.cli.show import listening
 
     arguments = _arguments()
     paths = _checkpoints(arguments.input_dir, arguments.state_dict_dirname, arguments.step)
@@ -81,26 +80,22 @@ def main() -> None:
     )
     front = _front(arguments, paths, options)
     with (
-        speaking(front),
+        showing(front) as listener,
         _of_model(arguments.model_name_or_class, paths[-1], options) as wanted,
-        listening(quiet=False, front=front) as listener,
     ):
         if arguments.merge and arguments.step is None:
             report = api.average(
-                *(paths, target),
-                options=wanted,
-                listener=listener,
-                before=_told,
-                pass_over=False,
+                paths, target, options=wanted, listener=listener, before=_told, pass_over=False
             )
         else:
-            what = (paths[-1], target, wanted, listener)
-            report = api.merge_with(*what, before=_told, pass_over=False)
+            report = api.merge_with(
+                paths[-1], target, wanted, listener, before=_told, pass_over=False
+            )
     print(f"Merged checkpoint saved to: {report.output}")
 
 
 def _told(prepared: "Prepared") -> "Prepared":
-    """Print what is merged, before it is; return what is made."""
+    """Print what is merged, before it is merged; return it unchanged but for its config."""
     count = len(prepared.sources.checkpoints)
     if count > 1:
         print(f"Merging {count} checkpoints", flush=True)
@@ -113,7 +108,7 @@ def _told(prepared: "Prepared") -> "Prepared":
 def _front(
     arguments: argparse.Namespace, paths: Sequence[Path], options: "MergeOptions"
 ) -> Command:
-    """Return how this command names what it has, and the line of ours that does the same."""
+    """Return this command's names of the options, and the line of `unshard` that does the same."""
     own = {"base": _MODEL, "config": _MODEL, "step": "--step"}
     target = arguments.output_dir or arguments.input_dir
     if not arguments.merge or arguments.step is not None:
@@ -141,7 +136,7 @@ def _checkpoints(run_dir: Path, dirname: str, step: int | None) -> list[Path]:
 
 @contextmanager
 def _of_model(model: str, checkpoint: Path, options: "MergeOptions") -> Iterator["MergeOptions"]:
-    """Yield the options with what a directory, a hub id or a class name says of the model."""
+    """Yield the options completed by what a directory, a hub id or a class name says."""
     if not model or _AUTO.fullmatch(model):  # how to load a model, not what it is
         yield options
     elif Path(model).is_dir():
@@ -160,7 +155,7 @@ def _of_model(model: str, checkpoint: Path, options: "MergeOptions") -> Iterator
 
 @contextmanager
 def _not_needed(model: str) -> Iterator[None]:
-    """Say of a model that cannot be read that it may be left out."""
+    """Add to the error about a model that cannot be read that it may be left out."""
     try:
         yield
     except UnshardError as error:
@@ -175,7 +170,7 @@ def _config_of(checkpoint: Path, model: str, options: "MergeOptions") -> "Fields
     config = read_checkpoint(checkpoint, options).config
     if config is None:
         raise UsageError(
-            f"{_MODEL} {model}: a class name, and {checkpoint} holds no config.json",
+            f"{_MODEL} {model}: this is the name of a class, but {checkpoint} has no config.json",
             hint="give a model's directory or hub id instead",
         )
     return config.fields

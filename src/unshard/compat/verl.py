@@ -8,8 +8,8 @@ if __name__ == "__main__":
 import argparse
 from pathlib import Path
 
-from unshard.compat.commands import merge_line, need_config, run
-from unshard.errors import NotMergeableError, UsageError, speaking
+from unshard.compat.commands import merge_line, need_config, run, showing
+from unshard.errors import NotMergeableError, UsageError
 from unshard.fronts import Command, line_of
 
 _TOLERANCE = 1e-6
@@ -43,7 +43,7 @@ def main() -> None:
     """Merge or compare as the arguments say."""
     arguments = _arguments()
     if arguments.local_dir is None:
-        raise UsageError("--local_dir: which checkpoint?")
+        raise UsageError("--local_dir is missing", expected="the checkpoint: global_step_N/actor")
     if arguments.backend == "megatron":
         raise NotMergeableError(
             "--backend megatron: Megatron checkpoints are not read",
@@ -54,7 +54,6 @@ def main() -> None:
 
 def _merge(arguments: argparse.Namespace) -> None:
     from unshard import api
-    from unshard.cli.show import listening
 
     options = api.MergeOptions(
         dtype="bfloat16",
@@ -65,7 +64,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     )
     own = {"push-to-hub": "--hf_upload_path", "private": "--private"}
     front = Command(own, merge_line(arguments.local_dir, arguments.target_dir, options))
-    with speaking(front), listening(quiet=False, front=front) as listener:
+    with showing(front) as listener:
         report = api.merge_with(
             *(arguments.local_dir, arguments.target_dir, options, listener),
             before=need_config,
@@ -81,11 +80,10 @@ def _merge(arguments: argparse.Namespace) -> None:
 def _test(arguments: argparse.Namespace) -> None:
     from unshard import api
     from unshard.cli.reports import print_comparison
-    from unshard.cli.show import listening
 
     paths = [str(arguments.test_hf_dir), "--against", str(arguments.local_dir)]
     front = Command({}, line_of("unshard verify", paths, {"atol": _TOLERANCE, "rtol": _TOLERANCE}))
-    with speaking(front), listening(quiet=False, front=front) as listener:
+    with showing(front) as listener:
         found = api.verify(
             arguments.test_hf_dir,
             arguments.local_dir,

@@ -5,19 +5,15 @@ Importing it imports nothing else, so that `python -m unshard.merger` handles si
 
 TYPE_CHECKING = False  # as type checkers know it; importing typing takes time
 if TYPE_CHECKING:
-    from unshard.merger.base import CheckpointMerger
-    from unshard.merger.fsdp2 import FSDP2Merger
+    from unshard.merger.fsdp2 import CheckpointMerger, FSDP2Merger
 
 __all__ = ["CheckpointMerger", "FSDP2Merger"]
 
 
 def __getattr__(name: str) -> object:
-    if name == "CheckpointMerger":
-        from unshard.merger.base import CheckpointMerger
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from unshard.merger import fsdp2
 
-        return CheckpointMerger
-    if name == "FSDP2Merger":
-        from unshard.merger.fsdp2 import FSDP2Merger
-
-        return FSDP2Merger
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(fsdp2, name)
+    return found

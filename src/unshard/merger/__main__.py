@@ -8,8 +8,8 @@ if __name__ == "__main__":
 import argparse
 from pathlib import Path
 
-from unshard.compat.commands import merge_line, run
-from unshard.errors import UnknownFormatError, speaking
+from unshard.compat.commands import merge_line, run, showing
+from unshard.errors import UnknownFormatError
 from unshard.fronts import Command
 
 _MODEL_TYPES = ("causal_lm", "masked_lm", "image_text_to_text", "general")
@@ -45,7 +45,6 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Merge as the arguments say."""
-    from unshard.cli.show import listening
     from unshard.merger.fsdp2 import FSDP2Merger, merge_options
 
     arguments = _arguments()
@@ -56,7 +55,7 @@ def main() -> None:
     target = arguments.output_path or path
     options = merge_options(arguments.checkpoint_type)
     front = Command({}, merge_line(path, target, options))
-    with speaking(front), listening(quiet=False, front=front) as listener:
+    with showing(front) as listener:
         merger = FSDP2Merger(arguments.checkpoint_type, listener=listener)
         saved = merger.merge(path, arguments.output_path)
     print(f"Merged checkpoint saved to: {saved}")

@@ -1,6 +1,7 @@
 """`FSDP2Merger`: sharded checkpoints in, a Hugging Face directory in bfloat16 out."""
 
 import logging
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -8,18 +9,17 @@ from typing import TYPE_CHECKING, Literal
 from unshard.compat.commands import SavesItself, as_file, as_transformers_saves
 from unshard.errors import UsageError, speaking
 from unshard.fronts import Python, call_of
-from unshard.merger.base import CheckpointMerger
 from unshard.progress import Chosen, Event, Listener, Warned
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions, Prepared
 
-__all__ = ["FSDP2Merger", "merge_options"]
+__all__ = ["CheckpointMerger", "FSDP2Merger", "merge_options"]
 
 _WEIGHTS = {"regular": "model", "ema": "ema"}
 
 log = logging.getLogger("unshard.merger")
-log.addHandler(logging.NullHandler())  # a warning is said once where logging is not set up
+log.addHandler(logging.NullHandler())  # or else Python would print each warning a second time
 
 
 def merge_options(checkpoint_type: str) -> "MergeOptions":
@@ -31,6 +31,19 @@ def merge_options(checkpoint_type: str) -> "MergeOptions":
     )
 
 
+class CheckpointMerger(ABC):
+    """Something that merges checkpoints: the base class of lmms-engine, for mergers of your own."""
+
+    @abstractmethod
+    def merge(self, checkpoint_path: Path, output_path: Path | None = None) -> Path:
+        """Merge a checkpoint and return the directory of the model.
+
+        Args:
+            checkpoint_path: the sharded checkpoint.
+            output_path: the output directory; None: `checkpoint_path`.
+        """
+
+
 class FSDP2Merger(CheckpointMerger):
     """Merges FSDP2 checkpoints, as the class of lmms-engine does.
 
@@ -39,7 +52,7 @@ class FSDP2Merger(CheckpointMerger):
             `pytorch_ema_model_fsdp_0/`.
         listener: called with progress events and warnings; without one, warnings are
             `UnshardWarning` of Python, and a terminal or a notebook gets a progress bar. The logger
-            `unshard.merger` says which checkpoint is merged, and gets the warnings too.
+            `unshard.merger` gets the name of the checkpoint, and the warnings too.
 
     Raises:
         ValueError: the type is neither.
@@ -71,17 +84,17 @@ class FSDP2Merger(CheckpointMerger):
         Args:
             checkpoint_path: a checkpoint, or a directory of `checkpoint-N`: the highest one. If
                 that is not complete, nothing is merged: name an older one.
-            output_path: where to; default: into `checkpoint_path` itself.
+            output_path: the output directory; default: `checkpoint_path` itself.
             model_cls: a class of transformers, an Auto class too; it is built on the meta device
                 and must have a place for every tensor (extra `torch`).
-            config: what config.json becomes; default: the checkpoint's own.
+            config: the output's config.json; default: the checkpoint's own.
             model_general_type: accepted, and not needed: no model is built to merge.
 
         Returns:
             The output's directory.
 
         Raises:
-            UnshardError: one of the tree in `unshard.errors`; the output is as it was then.
+            UnshardError: one of the tree in `unshard.errors`; the output has not changed then.
         """
         from unshard.api import Prepared, merge_with
         from unshard.showing import hearing
