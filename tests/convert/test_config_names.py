@@ -13,7 +13,7 @@ import torch
 import unshard
 from ranks import assert_same, merged, save_ranks
 from unshard import ConversionError, MergeOptions
-from unshard.cli.reports import print_comparison, print_reports
+from unshard.cli.reports import print_comparison, print_report
 from unshard.convert.expected.config_names import expected_by_config
 from unshard.merger import FSDP2Merger
 from unshard.write.verification.comparison import ByConfig
@@ -240,7 +240,7 @@ def test_names_that_were_not_checked_are_said_to_be(
     ckpt = checkpoint(tmp_path / "ckpt", [STRANGER], llama(model_type="of-our-own"))
     report = unshard.merge(ckpt, tmp_path / "out")
     assert report.names_checked == "none"
-    print_reports([report], as_list=False, as_json=False, quiet=False)
+    print_report(report, as_json=False, quiet=False)
     assert "names not checked" in capsys.readouterr().out.splitlines()[-1]
     trained = checkpoint(tmp_path / "trained", without(HEAD))
     assert unshard.merge(trained, tmp_path / "two", names="training").names_checked == "none"

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from unshard.cli.options import Json, OutputOption, Quiet, keywords_of, taking
-from unshard.cli.reports import print_reports
+from unshard.cli.options import Json, OutputOption, Quiet, keywords_of, option, taking
+from unshard.cli.reports import print_report
 from unshard.cli.running.guard import front_of
 from unshard.cli.show import working
 from unshard.errors import UsageError
@@ -24,38 +24,26 @@ def average(
         typer.Argument(
             metavar="CHECKPOINT",
             help="Checkpoints to average, in this order, or one run, to average all its complete "
-            "steps; last the output directory, which must not exist yet, unless --output names it.",
+            "steps. The last argument is the output directory, which must not exist yet, unless "
+            "--output names it.",
         ),
     ],
     coefficients: Annotated[
         str | None,
-        typer.Option(
-            metavar="1,2,3",
-            help="Weight of each checkpoint.  [default: all the same]",
-            rich_help_panel=_AVERAGE,
-        ),
+        option("1,2,3", "Weight of each checkpoint.  [default: all the same]", _AVERAGE),
     ] = None,
     ema_decay: Annotated[
         float | None,
-        typer.Option(
-            metavar="DECAY",
-            help="Exponential moving average: each checkpoint moves it by 1 - DECAY.",
-            rich_help_panel=_AVERAGE,
+        option(
+            "DECAY", "Exponential moving average: each checkpoint moves it by 1 - DECAY.", _AVERAGE
         ),
     ] = None,
     last: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Use only the last N steps of a run.", rich_help_panel=_AVERAGE
-        ),
+        int | None, option("N", "Use only the last N steps of a run.", _AVERAGE)
     ] = None,
     every: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Use every Nth step of a run, counting back from the highest.",
-            rich_help_panel=_AVERAGE,
-        ),
+        option("N", "Use every Nth step of a run, counting back from the highest.", _AVERAGE),
     ] = None,
     *,
     output: OutputOption = None,
@@ -77,7 +65,7 @@ def average(
             engine=engine,
             **keywords_of(MergeKeywords, given),
         )
-    print_reports([report], as_list=False, as_json=as_json, quiet=quiet)
+    print_report(report, as_json=as_json, quiet=quiet)
 
 
 def _sources_and_output(paths: list[Path], option: Path | None) -> tuple[list[Path], Path]:
@@ -90,7 +78,7 @@ def _sources_and_output(paths: list[Path], option: Path | None) -> tuple[list[Pa
     *sources, last = paths
     if not sources or last.exists():
         raise UsageError(
-            "no output was given",
+            "the output is missing",
             expected="a last argument that does not exist yet, or --output OUTPUT",
             found=f"{last} exists" if last.exists() else f"only {last}",
         )

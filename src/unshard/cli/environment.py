@@ -25,7 +25,7 @@ _PACKAGES = (
 def env(
     directory: Annotated[
         Path,
-        typer.Argument(metavar="[DIR]", help="Where you would write: its file system is tried."),
+        typer.Argument(metavar="[DIR]", help="A directory whose file system is tested."),
     ] = Path(),
     as_json: Json = False,
 ) -> None:

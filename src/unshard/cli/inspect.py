@@ -1,20 +1,25 @@
 """`unshard inspect`."""
 
 import json
+import shutil
+import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 from unshard import signals
 from unshard.cli.options import Checkpoint, Json, keywords_of, taking
 from unshard.cli.reports import fields_of
 from unshard.cli.running.guard import front_of
-from unshard.cli.show import counted, print_row, size
 from unshard.fronts import Front, warned
 from unshard.keywords import ReadKeywords
+from unshard.showing import counted, size
 
 if TYPE_CHECKING:
     from unshard.api import Inspection
 
 __all__ = ["inspect"]
+
+_TITLE = 13  # characters of the first column of the table
 
 
 @taking(ReadKeywords)
@@ -54,11 +59,23 @@ def _print(found: "Inspection", front: Front) -> None:
     }
     for name, text in rows.items():
         if text:
-            print_row(name, text)
+            _print_row(name, text)
     for skipped in found.skipped:
-        print_row("left out", f"{skipped.fqn}: {skipped.reason}")
+        _print_row("left out", f"{skipped.fqn}: {skipped.reason}")
     for note in found.notes:
-        print_row("warning", warned(note, front))
+        _print_row("warning", warned(note, front))
+
+
+def _print_row(title: str, text: str) -> None:
+    """Print one row of the table: on a terminal broken between words, elsewhere in one line."""
+    row = f"{title:<{_TITLE}} {text}"
+    if sys.stdout.isatty():
+        columns = max(shutil.get_terminal_size().columns, 2 * _TITLE)
+        indent = " " * (_TITLE + 1)
+        lines = textwrap.TextWrapper(columns, subsequent_indent=indent, break_long_words=False)
+        lines.break_on_hyphens = False
+        row = lines.fill(row)
+    print(row)
 
 
 def _some(names: tuple[str, ...]) -> str:

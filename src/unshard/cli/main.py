@@ -15,7 +15,6 @@ from unshard.cli.inspect import inspect
 from unshard.cli.merge import merge
 from unshard.cli.options import Grouped
 from unshard.cli.running.guard import guarded
-from unshard.cli.running.logs import logged
 from unshard.cli.verify import verify
 
 __all__ = ["app", "main"]
@@ -31,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _command in (merge, inspect, verify, average):
-    app.command(cls=Grouped)(logged(guarded(_command)))
+    app.command(cls=Grouped)(guarded(_command))
 app.command()(guarded(env))
 evaluate.command()(guarded(watch))
 evaluate.command()(guarded(export))

@@ -1,7 +1,7 @@
 """`unshard merge`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,17 +11,15 @@ from unshard.cli.options import (
     Json,
     OutputOption,
     Quiet,
+    flag,
     keywords_of,
     taking,
 )
-from unshard.cli.reports import print_reports, print_steps
+from unshard.cli.reports import print_report, print_steps
 from unshard.cli.running.guard import front_of
 from unshard.cli.show import working
 from unshard.errors import UsageError
 from unshard.keywords import MergeKeywords
-
-if TYPE_CHECKING:
-    from unshard.api import MergeOptions
 
 __all__ = ["merge"]
 
@@ -40,18 +38,18 @@ def merge(
     *,
     all_steps: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--all-steps",
-            help="Merge every complete step of a run, each into its own directory.",
-            rich_help_panel=SOURCE,
+            "Merge every complete step of a run, each into its own directory.",
+            SOURCE,
         ),
     ] = False,
     skip_existing: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--skip-existing",
-            help="With --all-steps: leave out the steps that were merged already.",
-            rich_help_panel=SOURCE,
+            "With --all-steps: leave out the steps that were merged already.",
+            SOURCE,
         ),
     ] = False,
     output_option: OutputOption = None,
@@ -64,35 +62,20 @@ def merge(
 
     options = api.MergeOptions(**keywords_of(MergeKeywords, given))
     what = (checkpoint, _one_of_both(output, output_option), options)
-    if all_steps or skip_existing:
-        _merge_steps(*what, all_steps=all_steps, skip=skip_existing, as_json=as_json, quiet=quiet)
-        return
-    with working(quiet=quiet, front=front_of(merge)) as (listener, engine):
-        report = api.merge_with(*what, listener, engine=engine)
-    print_reports([report], as_list=False, as_json=as_json, quiet=quiet)
-
-
-def _merge_steps(
-    run: Path,
-    output: Path | None,
-    options: "MergeOptions",
-    *,
-    all_steps: bool,
-    skip: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Merge all steps of a run; end with the code of the first that failed."""
-    from unshard import api
-
-    if not all_steps:
+    if skip_existing and not all_steps:
         raise UsageError("--skip-existing goes with --all-steps")
     with working(quiet=quiet, front=front_of(merge)) as (listener, engine):
-        steps = list(api.merge_steps(run, output, options, listener, engine, skip_existing=skip))
+        if not all_steps:
+            report = api.merge_with(*what, listener, engine=engine)
+        else:
+            steps = list(api.merge_steps(*what, listener, engine, skip_existing=skip_existing))
+    if not all_steps:
+        print_report(report, as_json=as_json, quiet=quiet)
+        return
     print_steps(steps, as_json=as_json, quiet=quiet)
-    failed = [one.error for one in steps if one.error is not None and one.has_failed]
-    if failed:
-        raise typer.Exit(failed[0].exit_code)
+    for one in steps:
+        if one.error is not None and one.has_failed:
+            raise typer.Exit(one.error.exit_code)
 
 
 def _one_of_both(argument: Path | None, option: Path | None) -> Path | None:

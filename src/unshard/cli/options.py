@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar, cast
 
 import typer
 from typer.core import TyperCommand
+from typer.models import OptionInfo
+
+from unshard.cli.running.logs import show_logs
 
 if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter
@@ -19,13 +22,17 @@ __all__ = [
     "Json",
     "OutputOption",
     "Quiet",
+    "flag",
     "keywords_of",
     "one_of",
+    "option",
     "taking",
 ]
 
 P = ParamSpec("P")
 K = TypeVar("K")
+Option = tuple[object, OptionInfo]
+"""The type of a value, and the option as typer has it, with its default."""
 
 SOURCE = "Checkpoint"
 TENSORS = "Tensors"
@@ -58,10 +65,44 @@ class Grouped(TyperCommand):
                     formatter.write_dl(records)
 
 
-def one_of(*names: str, help: str, group: str | None = None) -> typer.models.OptionInfo:  # noqa: A002
+def option(
+    metavar: str,
+    help: str,  # noqa: A002
+    group: str | None = None,
+    *flags: str,
+    default: object = ...,
+) -> OptionInfo:
+    """Return an option with a value; without flags it is called like its parameter."""
+    found: OptionInfo = typer.Option(
+        default, *flags, metavar=metavar, help=help, rich_help_panel=group
+    )
+    return found
+
+
+def flag(
+    name: str,
+    help: str,  # noqa: A002
+    group: str | None = None,
+    default: object = ...,
+) -> OptionInfo:
+    """Return an option without a value; typer would add `--no-…` to one without a name."""
+    found: OptionInfo = typer.Option(default, name, help=help, rich_help_panel=group)
+    return found
+
+
+def one_of(
+    *names: str,
+    help: str,  # noqa: A002
+    group: str | None = None,
+    default: object = ...,
+) -> OptionInfo:
     """Return an option whose values are shown and completed; `MergeOptions` checks them."""
-    found: typer.models.OptionInfo = typer.Option(
-        metavar="|".join(names), help=help, rich_help_panel=group, autocompletion=lambda: names
+    found: OptionInfo = typer.Option(
+        default,
+        metavar="|".join(names),
+        help=help,
+        rich_help_panel=group,
+        autocompletion=lambda: names,
     )
     return found
 
@@ -73,282 +114,177 @@ Checkpoint = Annotated[
         help="A checkpoint, a directory that contains several, or any directory inside one.",
     ),
 ]
-Weights = Annotated[
-    str | None, one_of("model", "ema", help="Which weights.  [default: model]", group=SOURCE)
+OutputOption = Annotated[
+    Path | None,
+    option("OUTPUT", "The same as the argument OUTPUT.", OUTPUT, "--output", "-o"),
 ]
-Role = Annotated[
-    str | None,
-    one_of(
+Json = Annotated[
+    bool, flag("--json", "Print one JSON object on stdout; everything else goes to stderr.")
+]
+Quiet = Annotated[bool, flag("--quiet", "Print errors only.")]
+
+
+def _value(kind: type, *shown: str, default: object = None) -> Option:
+    return kind | None, option(*shown, default=default)
+
+
+def _choice(*names: str, help: str, group: str, default: object = None) -> Option:  # noqa: A002
+    return str | None, one_of(*names, help=help, group=group, default=default)
+
+
+def _switch(name: str, shown: str, group: str) -> Option:
+    return bool, flag(name, shown, group, default=False)
+
+
+_TABLE: dict[str, Option] = {
+    "weights": _choice("model", "ema", help="Which weights.  [default: model]", group=SOURCE),
+    "role": _choice(
         *("actor", "policy", "critic"),
         help="Which role; policy is another name of the actor. Needed if the checkpoint has both, "
         "or only a critic.",
         group=SOURCE,
     ),
-]
-Step = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Which step of a run.  [default: the highest complete one]",
-        rich_help_panel=SOURCE,
+    "step": _value(int, "N", "Which step of a run.  [default: the highest complete one]", SOURCE),
+    "also": _value(
+        list[Path],
+        "DIR",
+        "A directory of another node with more files of the same checkpoint; may be repeated.",
+        SOURCE,
     ),
-]
-Also = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="DIR",
-        help="A directory of another node with more files of the same checkpoint; may be repeated.",
-        rich_help_panel=SOURCE,
+    "ep_size": _value(
+        int,
+        "N",
+        "Size of expert parallelism, if the files do not record it (verl's VeOmni).",
+        SOURCE,
     ),
-]
-EpSize = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Size of expert parallelism, if the files do not record it (verl's VeOmni).",
-        rich_help_panel=SOURCE,
-    ),
-]
-AssumeDim0 = Annotated[
-    bool,
-    typer.Option(
+    "assume_dim0": _switch(
         "--assume-dim0",
-        help="Treat plain tensors that differ between ranks as shards along dimension 0.",
-        rich_help_panel=SOURCE,
+        "Treat plain tensors that differ between ranks as shards along dimension 0.",
+        SOURCE,
     ),
-]
-AllowGlobal = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="MODULE.NAME",
-        help="A tensor subclass to read as the plain tensor it stores; may be repeated.",
-        rich_help_panel=SOURCE,
+    "allow_globals": _value(
+        list[str],
+        "MODULE.NAME",
+        "A tensor subclass to read as the plain tensor it stores; may be repeated.",
+        SOURCE,
     ),
-]
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON object on stdout; everything else goes to stderr."),
-]
-Dtype = Annotated[
-    str,
-    one_of(
+    "dtype": _choice(
         *("keep", "config", "base", "bfloat16", "float16", "float32"),
         help="Dtype of floating point tensors. config: as config.json says; base: as in the base "
         "model, tensor by tensor. bf16, fp16 and fp32 are accepted.",
         group=TENSORS,
+        default="keep",
     ),
-]
-KeepFp32 = Annotated[
-    str | None,
-    typer.Option(
-        metavar="REGEX", help="Do not cast tensors with these names.", rich_help_panel=TENSORS
-    ),
-]
-Lora = Annotated[
-    str,
-    one_of(
-        *("fuse", "adapter", "both"),
-        help="Fuse adapters into the weights, write the adapter alone, or both.",
-        group=TENSORS,
-    ),
-]
-LoraAlpha = Annotated[
-    float | None,
-    typer.Option(
-        metavar="ALPHA",
-        help="lora_alpha of the adapter, if the checkpoint does not record it.",
-        rich_help_panel=TENSORS,
-    ),
-]
-NoExtraState = Annotated[
-    bool,
-    typer.Option(
-        "--no-extra-state",
-        help="Leave out scheduler and random state.",
-        rich_help_panel=OUTPUT,
-    ),
-]
-Names = Annotated[
-    str,
-    one_of(
+    "keep_fp32": _value(str, "REGEX", "Do not cast tensors with these names.", TENSORS),
+    "names": _choice(
         *("hub", "training"),
         help="Tensor names and expert layout as on the Hugging Face hub, or as in training.",
         group=TENSORS,
+        default="hub",
     ),
-]
-Include = Annotated[
-    str | None,
-    typer.Option(
-        metavar="REGEX", help="Write only tensors with these names.", rich_help_panel=TENSORS
+    "include": _value(str, "REGEX", "Write only tensors with these names.", TENSORS),
+    "exclude": _value(str, "REGEX", "Leave out tensors with these names.", TENSORS),
+    "lora": _choice(
+        *("fuse", "adapter", "both"),
+        help="Fuse adapters into the weights, write the adapter alone, or both.",
+        group=TENSORS,
+        default="fuse",
     ),
-]
-Exclude = Annotated[
-    str | None,
-    typer.Option(
-        metavar="REGEX", help="Leave out tensors with these names.", rich_help_panel=TENSORS
+    "lora_alpha": _value(
+        float,
+        "ALPHA",
+        "lora_alpha of the adapter, if the checkpoint does not record it.",
+        TENSORS,
     ),
-]
-Base = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="The model that training started from, a directory or hub id. It determines which "
+    "base": _value(
+        str,
+        "MODEL",
+        "The model that training started from, a directory or hub id. It determines which "
         "tensors are expected, their names, dtypes and files, and completes config and tokenizer.",
-        rich_help_panel=BASE,
+        BASE,
     ),
-]
-AllowMissing = Annotated[
-    bool,
-    typer.Option(
+    "allow_missing": _switch(
         "--allow-missing",
-        help="Accept missing tensors, of the base model or by config.json.",
-        rich_help_panel=BASE,
+        "Accept that tensors of the base model or of config.json are missing.",
+        BASE,
     ),
-]
-AllowUnexpected = Annotated[
-    bool,
-    typer.Option(
-        "--allow-unexpected",
-        help="Also write tensors that neither has.",
-        rich_help_panel=BASE,
+    "allow_unexpected": _switch(
+        "--allow-unexpected", "Also write tensors that neither of them has.", BASE
     ),
-]
-OutputOption = Annotated[
-    Path | None,
-    typer.Option(
-        *("--output", "-o"),
-        metavar="OUTPUT",
-        help="The same as the argument OUTPUT.",
-        rich_help_panel=OUTPUT,
+    "config": _value(
+        Path,
+        "FILE|DIR",
+        "A config.json to use instead, or a directory with config, tokenizer and the like.",
+        OUTPUT,
     ),
-]
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE|DIR",
-        help="A config.json to use instead, or a directory with config, tokenizer and the like.",
-        rich_help_panel=OUTPUT,
+    "extra_state": _switch("--no-extra-state", "Leave out scheduler and random state.", OUTPUT),
+    "max_shard_size": _value(
+        str, *("SIZE", "Largest weight file.  [default: as in the base model, or 5GB]", OUTPUT)
     ),
-]
-MaxShardSize = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Largest weight file.  [default: as in the base model, or 5GB]",
-        rich_help_panel=OUTPUT,
-    ),
-]
-Overwrite = Annotated[
-    str | None,
-    typer.Option(
+    "overwrite": _value(
+        str,
+        "[=all]",
+        "Replace an earlier output of unshard; keep other files there. all: also remove weights, "
+        "adapters and other files in the way that unshard did not write.",
+        OUTPUT,
         "--overwrite",
-        metavar="[=all]",
-        help="Replace an earlier output of unshard; keep other files there. all: also remove "
-        "weights, adapters and other files in the way that unshard did not write.",
-        rich_help_panel=OUTPUT,
     ),
-]
-PushToHub = Annotated[
-    str | None,
-    typer.Option(
-        metavar="REPO", help="Then upload the output to this repository.", rich_help_panel=OUTPUT
-    ),
-]
-Private = Annotated[
-    bool,
-    typer.Option(
-        "--private", help="Make that repository private if it is new.", rich_help_panel=OUTPUT
-    ),
-]
-DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Show the plan and write nothing.", rich_help_panel=OUTPUT),
-]
-Verify = Annotated[
-    str,
-    one_of(
+    "push_to_hub": _value(str, "REPO", "Upload the output to this repository afterwards.", OUTPUT),
+    "private": _switch("--private", "Make that repository private if it is new.", OUTPUT),
+    "dry_run": _switch("--dry-run", "Show the plan and write nothing.", OUTPUT),
+    "verify": _choice(
         *("light", "full", "off"),
         help="light: reopen the output; full: also compare every byte, replicas and checksums.",
         group=RUNNING,
+        default="light",
     ),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Number of threads.  [default: one per core, at most 8]",
-        rich_help_panel=RUNNING,
-    ),
-]
-Memory = Annotated[
-    str,
-    typer.Option(
-        metavar="SIZE", help="Total size of all buffers, at most.", rich_help_panel=RUNNING
-    ),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only.")]
-
-_TABLE: dict[str, tuple[object, object]] = {
-    "weights": (Weights, None),
-    "role": (Role, None),
-    "step": (Step, None),
-    "also": (Also, None),
-    "ep_size": (EpSize, None),
-    "assume_dim0": (AssumeDim0, False),
-    "allow_globals": (AllowGlobal, None),
-    "dtype": (Dtype, "keep"),
-    "keep_fp32": (KeepFp32, None),
-    "names": (Names, "hub"),
-    "include": (Include, None),
-    "exclude": (Exclude, None),
-    "lora": (Lora, "fuse"),
-    "lora_alpha": (LoraAlpha, None),
-    "base": (Base, None),
-    "allow_missing": (AllowMissing, False),
-    "allow_unexpected": (AllowUnexpected, False),
-    "config": (Config, None),
-    "extra_state": (NoExtraState, False),
-    "max_shard_size": (MaxShardSize, None),
-    "overwrite": (Overwrite, None),
-    "push_to_hub": (PushToHub, None),
-    "private": (Private, False),
-    "dry_run": (DryRun, False),
-    "verify": (Verify, "light"),
-    "workers": (Workers, None),
-    "memory": (Memory, "64MB"),
+    "workers": _value(int, "N", "Number of threads.  [default: one per core, at most 8]", RUNNING),
+    "memory": _value(str, "SIZE", "Total size of all buffers, at most.", RUNNING, default="64MB"),
 }
 """The options that are keywords of the functions too, in the order of `--help`."""
+_VERBOSE: Option = (
+    int,
+    typer.Option(
+        *(0, "--verbose", "-v"),
+        count=True,
+        show_default=False,
+        help="Print what is read and decided, with times; -vv prints more.",
+        callback=show_logs,
+    ),
+)
+# Parameters are called like their flags, which are not always called like the keyword.
 _SPELLED = {"allow_globals": "allow_global", "extra_state": "no_extra_state"}
 
 
 def taking(
-    keywords: type, *, but: Collection[str] = (), **other: object
+    keywords: type, *, but: Collection[str] = (), **other: Option
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Return what gives a command the options of a function, as `**given`.
+    """Return what gives a command the options of a function, as `**given`, and `--verbose`.
 
-    In `--help` they come before the command's keyword-only parameters.
+    In `--help` they come before the command's keyword-only parameters, `--verbose` after them.
 
     Args:
         keywords: those of the function, a TypedDict.
         but: those that the command does not have.
-        other: those that mean something else there, by name, as typer has them; default None.
+        other: those that mean something else there, by name.
     """
-    table = _TABLE | {name: (kind, None) for name, kind in other.items()}
+    table = _TABLE | other
     names = [name for name in table if name in keywords.__annotations__ and name not in but]
-    added = [_parameter(_SPELLED.get(name, name), *table[name]) for name in names]
+    added = [_parameter(_SPELLED.get(name, name), table[name]) for name in names]
 
     def with_options(command: Callable[P, None]) -> Callable[P, None]:
         *own, _ = inspect.signature(command).parameters.values()
         first = [one for one in own if one.kind is not inspect.Parameter.KEYWORD_ONLY]
-        last = own[len(first) :]
+        last = [*own[len(first) :], _parameter("verbose", _VERBOSE)]
         command.__signature__ = inspect.Signature([*first, *added, *last])  # type: ignore[attr-defined]
         return command
 
     return with_options
 
 
-def _parameter(name: str, kind: object, default: object) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+def _parameter(name: str, option: Option) -> inspect.Parameter:
+    kind, info = option
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind)
 
 
 def keywords_of(keywords: type[K], given: Mapping[str, object]) -> K:

@@ -4,26 +4,23 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from unshard.cli.show import counted, size
+from unshard.showing import counted, size
 
 if TYPE_CHECKING:
     from unshard.api import Comparison, Inspection, Report, StepResult
     from unshard.write.verification.comparison import ByConfig, Loading, TensorComparison
 
-__all__ = ["fields_of", "print_comparison", "print_reports", "print_steps"]
+__all__ = ["fields_of", "print_comparison", "print_report", "print_steps"]
 
 _SHOWN = 20
 
 
-def print_reports(reports: "list[Report]", *, as_list: bool, as_json: bool, quiet: bool) -> None:
-    """Print the reports: for people, or as JSON, one object or a list of them."""
+def print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
+    """Print a report: for people, or as a JSON object."""
     if as_json:
-        fields = [fields_of(report) for report in reports]
-        print(json.dumps(fields if as_list else fields[0]))
-        return
-    for report in reports:
-        if not quiet:
-            _print_plan(report) if report.dry_run else _print_report(report)
+        print(json.dumps(fields_of(report)))
+    elif not quiet:
+        _print_plan(report) if report.dry_run else _print_merge(report)
 
 
 def fields_of(found: "Report | Inspection") -> dict[str, object]:
@@ -37,10 +34,11 @@ def print_steps(steps: "list[StepResult]", *, as_json: bool, quiet: bool) -> Non
     if as_json:
         print(json.dumps([_step_fields(one) for one in steps]))
         return
-    reports = [one.report for one in steps if one.report is not None]
-    print_reports(reports, as_list=True, as_json=False, quiet=quiet)
     if quiet:
         return
+    reports = [one.report for one in steps if one.report is not None]
+    for report in reports:
+        print_report(report, as_json=False, quiet=False)
     for one in steps:
         if one.report is None and one.error is None:
             print(f"step {one.step}: skipped, {one.output} was made from it already")
@@ -60,7 +58,7 @@ def _step_fields(one: "StepResult") -> dict[str, object]:
     return fields | {"failed" if one.has_failed else "passed_over": one.error.text}
 
 
-def _print_report(report: "Report") -> None:
+def _print_merge(report: "Report") -> None:
     rate = report.bytes_written / max(report.seconds, 1e-3)
     if len(report.sources) > 1:
         print(f"averaged {len(report.sources)} checkpoints: {', '.join(report.sources)}")

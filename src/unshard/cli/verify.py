@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unshard.cli.options import Json, Quiet, keywords_of, one_of, taking
+from unshard.cli.options import Json, Quiet, flag, keywords_of, one_of, option, taking
 from unshard.cli.reports import print_comparison
 from unshard.cli.running.guard import front_of
-from unshard.cli.show import listening
 from unshard.keywords import VerifyKeywords
+from unshard.showing import listening
 
 if TYPE_CHECKING:
     from unshard.api import Comparison
@@ -22,57 +22,39 @@ __all__ = ["verify"]
 _DIFFERENT = 1
 _MERGED = "How it was merged"
 _AS_MERGE = "As given to merge.  [default: from unshard.json]"
-_BASE = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="As given to merge.", rich_help_panel=_MERGED)
-]
-_REGEX = Annotated[
-    str | None, typer.Option(metavar="REGEX", help=_AS_MERGE, rich_help_panel=_MERGED)
-]
-_ALPHA = Annotated[
-    float | None, typer.Option(metavar="ALPHA", help=_AS_MERGE, rich_help_panel=_MERGED)
-]
-_CONFIG = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="config.json to convert with.  [default: the output's own]",
-        rich_help_panel=_MERGED,
-    ),
-]
+_REGEX = (str | None, option("REGEX", _AS_MERGE, _MERGED, default=None))
 
 
 @taking(
-    VerifyKeywords, base=_BASE, include=_REGEX, exclude=_REGEX, lora_alpha=_ALPHA, config=_CONFIG
+    VerifyKeywords,
+    base=(str | None, option("MODEL", "As given to merge.", _MERGED, default=None)),
+    include=_REGEX,
+    exclude=_REGEX,
+    lora_alpha=(float | None, option("ALPHA", _AS_MERGE, _MERGED, default=None)),
+    config=(
+        Path | None,
+        option(
+            "FILE",
+            "config.json to convert with.  [default: the output's own]",
+            _MERGED,
+            default=None,
+        ),
+    ),
 )
 def verify(
     output: Annotated[
         Path, typer.Argument(metavar="OUTPUT", help="A merged model: a directory, or one file.")
     ],
     against: Annotated[
-        Path,
-        typer.Option(
-            metavar="PATH", help="The checkpoint or Hugging Face model to compare it with."
-        ),
+        Path, option("PATH", "The checkpoint or Hugging Face model to compare it with.")
     ],
-    atol: Annotated[
-        float, typer.Option(metavar="A", help="Allowed: |ours - theirs| <= A + R x |theirs|.")
-    ] = 0.0,
-    rtol: Annotated[float, typer.Option(metavar="R", help="See --atol.")] = 0.0,
+    atol: Annotated[float, option("A", "Allowed: |ours - theirs| <= A + R x |theirs|.")] = 0.0,
+    rtol: Annotated[float, option("R", "See --atol.")] = 0.0,
     load: Annotated[
-        bool,
-        typer.Option(
-            "--load", help="Also load names and shapes with transformers (extra `torch`)."
-        ),
+        bool, flag("--load", "Also load names and shapes with transformers (extra `torch`).")
     ] = False,
     *,
-    names: Annotated[
-        str | None,
-        one_of(
-            *("hub", "training"),
-            help=_AS_MERGE,
-            group=_MERGED,
-        ),
-    ] = None,
+    names: Annotated[str | None, one_of("hub", "training", help=_AS_MERGE, group=_MERGED)] = None,
     as_json: Json = False,
     quiet: Quiet = False,
     **given: object,

@@ -14,8 +14,8 @@ from unshard.cli.evaluate.commands import FAILED, URL, TokenFile
 from unshard.cli.evaluate.show import on_one_line
 from unshard.cli.options import Json, one_of
 from unshard.cli.running.streams import say
-from unshard.cli.show import counted
 from unshard.errors import UsageError
+from unshard.showing import counted
 
 if TYPE_CHECKING:
     from unshard.evaluate.trainer.config import EvalConfig
