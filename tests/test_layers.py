@@ -24,7 +24,7 @@ ROOMS = (
     {"containers"},
     {"tensors"},
     {"showing"},
-    {"errors", "fronts", "keywords", "progress", "signals", "_version"},
+    {"errors", "fronts", "keywords", "noted", "progress", "signals", "_version"},
 )
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 DOORS = {"__init__", "__main__"}

@@ -77,11 +77,11 @@ def values(shapes: Mapping[str, Shape]) -> dict[str, NDArray[np.generic]]:
 
 
 def shapes_of(renamed: Renamed) -> dict[str, Shape]:
-    return {name: shape_of(recipe) for name, recipe in renamed.tensors.items()}
+    return {name: shape_of(recipe) for name, recipe in renamed.value.items()}
 
 
 def names(renamed: Renamed) -> list[str]:
-    return list(renamed.tensors)
+    return list(renamed.value)
 
 
 # split
@@ -108,7 +108,7 @@ def test_fused_experts_come_one_by_one_in_their_place() -> None:
 
 def test_an_expert_is_a_slice_of_the_fused_tensor() -> None:
     given_values = values(FUSED)
-    renamed = hub_names(tensors(FUSED), MOE).tensors
+    renamed = hub_names(tensors(FUSED), MOE).value
     gate_up, down = given_values.values()
     for n in range(EXPERTS):
         for part, expected in {
@@ -125,7 +125,7 @@ def test_stacked_experts_without_a_suffix_come_one_by_one() -> None:
     given_values = values(STACKED)
     renamed = hub_names(tensors(STACKED), MOE)
     assert shapes_of(renamed) == EACH
-    for name, recipe in renamed.tensors.items():
+    for name, recipe in renamed.value.items():
         layer, _, rest = name.partition(".experts.")
         number, part, _ = rest.split(".")
         stacked = given_values[f"{layer}.experts.{part}"]
@@ -158,7 +158,7 @@ def test_mixtral_has_names_of_its_own() -> None:
     assert shapes_of(found)[f"{block}.experts.2.w1.weight"] == (WIDTH, HIDDEN)
     assert shapes_of(found)[f"{block}.experts.2.w2.weight"] == (HIDDEN, WIDTH)
     assert shapes_of(found)[f"{block}.gate.weight"] == (EXPERTS, HIDDEN)
-    assert len(found.tensors) == 3 * EXPERTS + 1
+    assert len(found.value) == 3 * EXPERTS + 1
 
 
 def test_experts_that_the_hub_has_fused_stay() -> None:
@@ -277,13 +277,13 @@ def test_split_and_fused_again_the_values_are_the_same(
     shapes: dict[str, Shape], order: list[int]
 ) -> None:
     given_values = values(shapes)
-    split = hub_names(tensors(shapes), MOE).tensors
+    split = hub_names(tensors(shapes), MOE).value
     parts = {name: evaluate(recipe, given_values) for name, recipe in split.items()}
     shuffled = {name: EACH[name] for name in (list(EACH)[n] for n in order)}
-    fused = names_of_base(tensors(shuffled), set(FUSED), MOE).tensors
+    fused = names_of_base(tensors(shuffled), set(FUSED), MOE).value
     assert fused.keys() == set(FUSED)
     again = {name: evaluate(recipe, parts) for name, recipe in fused.items()}
-    split_again = hub_names(tensors(FUSED), MOE).tensors
+    split_again = hub_names(tensors(FUSED), MOE).value
     for name, recipe in split_again.items():
         assert np.array_equal(evaluate(recipe, again), parts[name])
 
@@ -310,10 +310,10 @@ def test_means_of_experts_are_fused_and_updates_are_not() -> None:
     mean: dict[str, Recipe] = {
         name: WeightedSum(((1.0, one), (3.0, one))) for name, one in tensors(EACH).items()
     }
-    fused = names_of_base(mean, set(FUSED), MOE).tensors
+    fused = names_of_base(mean, set(FUSED), MOE).value
     assert all(isinstance(recipe, WeightedSum) for recipe in fused.values())
     given_values = values(EACH)
-    plain = names_of_base(tensors(EACH), set(FUSED), MOE).tensors
+    plain = names_of_base(tensors(EACH), set(FUSED), MOE).value
     for name, recipe in fused.items():
         assert np.allclose(evaluate(recipe, given_values), evaluate(plain[name], given_values))
     name = f"{AT}.0.up_proj.weight"
@@ -329,7 +329,7 @@ def test_fused_experts_are_turned_as_the_base_has_them() -> None:
     renamed = names_of_base(tensors(FUSED), set(FUSED), VL_MOE, turned)
     assert shapes_of(renamed) == turned
     given_values = values(FUSED)
-    for name, recipe in renamed.tensors.items():
+    for name, recipe in renamed.value.items():
         assert np.array_equal(evaluate(recipe, given_values), given_values[name].swapaxes(1, 2))
     assert shapes_of(names_of_base(tensors(FUSED), set(FUSED), VL_MOE, FUSED)) == FUSED
 
@@ -339,7 +339,7 @@ def test_square_experts_are_turned_with_the_others() -> None:
     base = {f"{AT}.gate_up_proj": (EXPERTS, 4, 4), f"{AT}.down_proj": (EXPERTS, 2, 4)}
     given_values = values(before)
     renamed = names_of_base(tensors(before), set(base), VL_MOE, base)
-    for name, recipe in renamed.tensors.items():
+    for name, recipe in renamed.value.items():
         assert np.array_equal(evaluate(recipe, given_values), given_values[name].swapaxes(1, 2))
 
 
@@ -351,7 +351,7 @@ def test_turned_experts_of_an_older_transformers_are_split_if_the_base_has_them_
     given_values = values(before)
     renamed = names_of_base(tensors(before), set(EACH), VL_MOE)
     assert shapes_of(renamed) == EACH
-    up = evaluate(renamed.tensors[f"{AT}.1.up_proj.weight"], given_values)
+    up = evaluate(renamed.value[f"{AT}.1.up_proj.weight"], given_values)
     assert np.array_equal(up, given_values[f"{AT}.gate_up_proj"][1, :, WIDTH:].T)
 
 
@@ -406,9 +406,9 @@ def test_every_layout_of_experts_is_split_and_fused() -> None:
             down = {f"model.layers.0.{experts.at}.down_proj": (EXPERTS, HIDDEN, WIDTH)}
             split = hub_names(tensors(down), config)
             if experts.stored is Stored.FUSED:
-                assert list(split.tensors) == list(down)
+                assert list(split.value) == list(down)
                 continue
-            assert len(split.tensors) == EXPERTS
+            assert len(split.value) == EXPERTS
             again = names_of_base(tensors(shapes_of(split)), set(down), config)
             assert shapes_of(again) == down
 

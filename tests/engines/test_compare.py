@@ -28,7 +28,7 @@ from unshard.plan.layout import lay_out
 from unshard.plan.pairs import TILE_BYTES, as_stored
 from unshard.plan.planner import make_plan
 from unshard.progress import Advanced, Event, Stage, ignore
-from unshard.read.format import ReadOptions, Request
+from unshard.read.format import Choice, ReadOptions
 from unshard.read.open import open_latest
 from unshard.tensors.boxes import Box
 from unshard.tensors.dtypes import BY_NAME
@@ -42,7 +42,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def opened(path: Path) -> list[Converted]:
-    return as_stored(open_latest(path, Request(), ReadOptions()).catalog)
+    return as_stored(open_latest(path, Choice(), ReadOptions()).catalog)
 
 
 def saved(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[Converted]:
@@ -367,13 +367,13 @@ from unshard.engines.compare import compare
 from unshard.engines.threads import Settings
 from unshard.plan.pairs import as_stored
 from unshard.progress import ignore
-from unshard.read.format import ReadOptions, Request
+from unshard.read.format import ReadOptions, Choice
 from unshard.read.open import open_latest
 from unshard.write.verification.comparison import Tolerances
 from unshard.write.report import peak_memory
 
 ours, theirs = (
-    as_stored(open_latest(Path(path), Request(), ReadOptions()).catalog) for path in sys.argv[1:]
+    as_stored(open_latest(Path(path), Choice(), ReadOptions()).catalog) for path in sys.argv[1:]
 )
 found = compare(ours, theirs, Tolerances(), Settings(2, 64_000_000), ignore)
 assert len(found.different) == 1

@@ -20,7 +20,7 @@ from unshard.convert.fitting import Slot
 from unshard.engines.into_torch import Place, as_tensor, need_torch, on_meta, places_of
 from unshard.errors import ConversionError, UsageError, how_to_install
 from unshard.tensors.boxes import Box
-from unshard.tensors.dtypes import BY_NAME, DType, Kind
+from unshard.tensors.dtypes import BY_NAME, DType, DTypeKind
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -40,7 +40,7 @@ def test_every_dtype_keeps_its_bits(name: str, shape: tuple[int, ...]) -> None:
 
 
 def test_a_dtype_that_this_torch_does_not_have_is_said() -> None:
-    unknown = DType("float7", None, 1, Kind.FLOAT)
+    unknown = DType("float7", None, 1, DTypeKind.FLOAT)
     with pytest.raises(UsageError, match=r"torch .* has no float7"):
         as_tensor(np.zeros(3, "u1"), unknown)
 

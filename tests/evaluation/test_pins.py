@@ -25,7 +25,7 @@ from unshard.evaluate.pins.pin import (
 )
 from unshard.read.beside.companions import find_companions
 from unshard.read.discover import discover
-from unshard.read.format import Request
+from unshard.read.format import Choice
 
 ANY = Quota(count=None, bytes=None)
 
@@ -108,7 +108,7 @@ def test_companions_of_a_step_are_those_of_its_pinned_part(tmp_path: Path, place
     (step / place / "tokenizer.json").write_text("{}")
     pin = pin_checkpoint(step / "actor", quota=ANY, run=tmp_path)
     found, original = (
-        find_companions(discover(one, Request(None, None, None))[0], None)
+        find_companions(discover(one, Choice(None, None, None))[0], None)
         for one in (pin.path, step / "actor")
     )
     assert found.config is not None

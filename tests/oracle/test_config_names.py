@@ -122,7 +122,7 @@ def names_of(model: Any) -> list[str]:
         )
         for name, one in model.state_dict().items()
     }
-    return list(hub_names(recipes, ModelConfig(config_of(model))).tensors)
+    return list(hub_names(recipes, ModelConfig(config_of(model))).value)
 
 
 def everything(names: Iterable[str]) -> list[str]:

@@ -98,7 +98,7 @@ def made(renamed: Renamed, tensors: Tensors) -> dict[str, torch.Tensor]:
     values: dict[str, Array] = {name: one.detach().numpy() for name, one in tensors.items()}
     return {
         name: torch.from_numpy(np.ascontiguousarray(evaluate(recipe, values)))
-        for name, recipe in renamed.tensors.items()
+        for name, recipe in renamed.value.items()
     }
 
 
@@ -132,7 +132,7 @@ def test_names_shapes_and_values_are_those_that_transformers_saves(
     theirs = load_file(directory / "model.safetensors")
     assert_same(made(renamed, state), theirs)
     again = hub_names(recipes(theirs), config_of(directory))
-    assert list(again.tensors) == list(theirs)
+    assert list(again.value) == list(theirs)
 
 
 @pytest.mark.parametrize("model_type", MEASURED)
@@ -231,7 +231,7 @@ def test_every_type_with_rules_is_named_as_by_transformers(models: Any, model_ty
     model = models.hollow_model(model_type)
     state = model.state_dict()
     theirs = {name: tuple(tensor.shape) for name, tensor in revert(model, state).items()}
-    ours = hub_names(recipes(state), ModelConfig(model.config.to_dict())).tensors
+    ours = hub_names(recipes(state), ModelConfig(model.config.to_dict())).value
     assert {name: shape_of(recipe) for name, recipe in ours.items()} == theirs
 
 

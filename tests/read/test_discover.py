@@ -7,7 +7,7 @@ import pytest
 from unshard.api import MergeOptions
 from unshard.errors import IncompleteError, NotMergeableError, UnknownFormatError, UsageError
 from unshard.read.discover import discover
-from unshard.read.format import Location, ReadOptions, Request
+from unshard.read.format import Choice, Location, ReadOptions
 from unshard.read.open import open_latest
 
 
@@ -19,7 +19,7 @@ def make(directory: Path, world: int = 2) -> Path:
 
 
 def only(path: Path, **request: str | int) -> Location:
-    locations = discover(path, Request(**request))  # type: ignore[arg-type]
+    locations = discover(path, Choice(**request))  # type: ignore[arg-type]
     assert len(locations) == 1
     return locations[0]
 
@@ -54,7 +54,7 @@ def test_a_role_directory_and_anything_inside_it_is_that_role(verl: Path, inside
 
 
 def test_steps_are_ordered_by_number_not_by_name(verl: Path) -> None:
-    found = discover(verl, Request(role="actor"))
+    found = discover(verl, Choice(role="actor"))
     assert [at.step for at in found] == [10, 9, 5]
 
 
@@ -64,17 +64,17 @@ def test_a_step_can_be_chosen(verl: Path) -> None:
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(verl: Path) -> None:
     with pytest.raises(UnknownFormatError, match=r"no step 7\n.*steps 5, 9, 10"):
-        discover(verl, Request(step=7))
+        discover(verl, Choice(step=7))
 
 
 def test_a_step_that_contradicts_the_path_is_refused(verl: Path) -> None:
     with pytest.raises(UsageError, match="is step 5, but step=9"):
-        discover(verl / "global_step_5", Request(step=9))
+        discover(verl / "global_step_5", Choice(step=9))
 
 
 def test_two_roles_need_a_choice(verl: Path) -> None:
     with pytest.raises(UsageError, match=r"has actor and critic\n.*role='actor' or 'critic'"):
-        discover(verl / "global_step_10", Request())
+        discover(verl / "global_step_10", Choice())
     assert only(verl / "global_step_10", role="critic").role == "critic"
 
 
@@ -83,11 +83,11 @@ def test_policy_is_the_actor(tmp_path: Path) -> None:
     step = tmp_path / "run" / "global_step_10"
     policy, critic = make(step / "policy"), make(step / "critic")
     for role in ("actor", "policy"):
-        found = only(step, role=MergeOptions(role=role).request.role or "")
+        found = only(step, role=MergeOptions(role=role).choice.role or "")
         assert (found.weights_dir, found.role) == (policy, "actor")
     assert only(step, role="critic").weights_dir == critic
     with pytest.raises(UsageError, match="has policy and critic"):
-        discover(tmp_path / "run", Request())
+        discover(tmp_path / "run", Choice())
 
 
 def test_a_policy_alone_needs_no_choice(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_critic_is_never_taken_unless_it_is_named(tmp_path: Path) -> None:
     (critic.parent / "data.pt").write_bytes(b"x")
     for level in (tmp_path / "run", critic.parent, critic.parent / "data.pt"):
         with pytest.raises(UsageError, match=r"only a critic[\s\S]*role='critic'"):
-            discover(level, Request())
+            discover(level, Choice())
         assert only(level, role="critic").weights_dir == critic
     assert only(critic).weights_dir == critic
     assert only(critic / "model_world_size_2_rank_0.pt").weights_dir == critic
@@ -128,7 +128,7 @@ def test_training_state_is_not_taken_for_the_checkpoint_around_it(lmms: Path, fo
     file.write_bytes(b"x")
     for path in (checkpoint / folder, *([file] if "optim" in folder else [])):
         with pytest.raises(UsageError, match="is training state, not weights") as refused:
-            discover(path, Request())
+            discover(path, Choice())
         assert refused.value.hint == f"give the checkpoint itself: {checkpoint}"
 
 
@@ -140,7 +140,7 @@ def test_a_directory_above_the_runs_names_them(verl: Path, tmp_path: Path) -> No
     make(tmp_path / "other" / "checkpoints" / "step-5")
     (tmp_path / "notes").mkdir()
     with pytest.raises(UnknownFormatError) as refused:
-        discover(tmp_path, Request())
+        discover(tmp_path, Choice())
     assert refused.value.hint == f"give one of the runs below it: {tmp_path / 'other'}, {verl}"
 
 
@@ -155,16 +155,16 @@ def test_what_is_not_a_model_is_not_offered_as_one(tmp_path: Path) -> None:
     for name in NOT_A_MODEL:
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(UnknownFormatError) as refused:
-        discover(tmp_path, Request())
+        discover(tmp_path, Choice())
     assert not refused.value.hint
     (tmp_path / "model_42.pt").write_bytes(b"x")
     with pytest.raises(UnknownFormatError, match=r"give the file itself: .*model_42\.pt"):
-        discover(tmp_path, Request())
+        discover(tmp_path, Choice())
 
 
 def test_a_role_that_is_not_there_is_refused(verl: Path) -> None:
     with pytest.raises(UnknownFormatError, match="global_step_5 has no critic"):
-        discover(verl / "global_step_5", Request(role="critic"))
+        discover(verl / "global_step_5", Choice(role="critic"))
 
 
 def test_rank_files_directly_in_the_step_directory_have_no_role(tmp_path: Path) -> None:
@@ -200,24 +200,24 @@ def test_ema_weights_are_taken_when_asked_for_or_pointed_at(lmms: Path) -> None:
 
 def test_an_empty_ema_directory_is_named(lmms: Path) -> None:
     with pytest.raises(IncompleteError, match="pytorch_ema_model_fsdp_0 is empty"):
-        discover(lmms / "checkpoint-20", Request(weights="ema"))
+        discover(lmms / "checkpoint-20", Choice(weights="ema"))
 
 
 def test_missing_ema_weights_are_refused(verl: Path) -> None:
     with pytest.raises(UnknownFormatError, match="has no ema weights"):
-        discover(verl / "global_step_5", Request(weights="ema"))
+        discover(verl / "global_step_5", Choice(weights="ema"))
 
 
 def test_a_path_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnknownFormatError, match="nowhere: there is no such file"):
-        discover(tmp_path / "nowhere", Request())
+        discover(tmp_path / "nowhere", Choice())
 
 
 def test_an_error_says_what_was_looked_for_and_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "logs").mkdir()
     with pytest.raises(UnknownFormatError, match=r"model_world_size_W_rank_R") as error:
-        discover(tmp_path, Request())
+        discover(tmp_path, Choice())
     assert "logs/, notes.txt" in error.value.found
 
 
@@ -250,7 +250,7 @@ def test_a_format_of_another_engine_is_refused_with_the_tool_that_reads_it(
 ) -> None:
     (tmp_path / refused).write_bytes(b"")
     with pytest.raises(NotMergeableError, match=r"hint: .*convert it with"):
-        open_latest(tmp_path, Request(), ReadOptions())
+        open_latest(tmp_path, Choice(), ReadOptions())
 
 
 def test_shards_win_over_a_whole_model_beside_them(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ import pytest
 
 from unshard.errors import UsageError
 from unshard.read.discover import discover
-from unshard.read.format import Location, Request
+from unshard.read.format import Choice, Location
 
 
 def only(path: Path, *, step: int | None = None) -> Location:
-    (found,) = discover(path, Request(step))
+    (found,) = discover(path, Choice(step))
     return found
 
 
@@ -136,7 +136,7 @@ def test_the_highest_of_several_steps_comes_first(tmp_path: Path, tool: str) -> 
         path.rename(path.with_name(path.name.replace("10", "9")))
     shutil.copytree(tmp_path / "other", run, dirs_exist_ok=True)
     top = run / "checkpoints" if tool == "accelerate" else run
-    assert [at.step for at in discover(top, Request())] == [10, 9]
+    assert [at.step for at in discover(top, Choice())] == [10, 9]
     assert only(top, step=9).step == 9
 
 
@@ -149,7 +149,7 @@ def test_the_config_next_to_lmms_engines_weights_means_them(tmp_path: Path) -> N
 def test_training_state_next_to_lmms_engines_weights_does_not(tmp_path: Path, beside: str) -> None:
     _, step = plant(tmp_path, "lmms-engine")
     with pytest.raises(UsageError, match="is training state"):
-        discover(step / beside, Request())
+        discover(step / beside, Choice())
 
 
 def test_what_lies_beside_a_trainers_weights_means_them(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_two_models_of_one_step_need_a_choice(tmp_path: Path) -> None:
     weights, step = plant(tmp_path, "HF Trainer")
     shutil.copytree(weights, step / "pytorch_model_fsdp_1")
     with pytest.raises(UsageError, match=r"pytorch_model_fsdp_1 and pytorch_model_fsdp_0"):
-        discover(step, Request())
+        discover(step, Choice())
     for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp_1"):
         found = only(step / name)
         assert (found.weights_dir, found.step) == (step / name, 10)

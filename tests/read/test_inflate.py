@@ -28,7 +28,7 @@ from unshard.api import MergeOptions, Prepared, merge_with
 from unshard.containers.zstd import decompress
 from unshard.progress import ignore
 from unshard.read.dcp.inflate import inflate, inflated_bytes
-from unshard.read.format import ReadOptions, Request
+from unshard.read.format import Choice, ReadOptions
 from unshard.read.open import open_latest
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -204,7 +204,7 @@ def test_the_place_of_temporary_files_must_have_room_too(
 
 
 def test_what_is_decompressed_is_about_what_was_announced(checkpoint: Path, tmp_path: Path) -> None:
-    catalog = open_latest(checkpoint, Request(), ReadOptions()).catalog
+    catalog = open_latest(checkpoint, Choice(), ReadOptions()).catalog
     inflate(catalog, tmp_path / "scratch")
     size = (tmp_path / "scratch").stat().st_size
     assert sum(value.nbytes for value in some_tensors().values()) < size
@@ -212,7 +212,7 @@ def test_what_is_decompressed_is_about_what_was_announced(checkpoint: Path, tmp_
 
 
 def test_an_inflated_catalog_has_bytes_where_it_says(checkpoint: Path, tmp_path: Path) -> None:
-    catalog = open_latest(checkpoint, Request(), ReadOptions()).catalog
+    catalog = open_latest(checkpoint, Choice(), ReadOptions()).catalog
     found = inflate(catalog, tmp_path / "scratch")
     data = (tmp_path / "scratch").read_bytes()
     for name, tensor in some_tensors().items():
@@ -268,7 +268,7 @@ def test_an_item_that_is_not_the_tensor_is_refused(
 def test_an_item_is_bounded_by_its_own_box(checkpoint: Path, tmp_path: Path) -> None:
     """Not by the tensor, of which other ranks hold more: each item could fill the disk with it."""
     replace_item(checkpoint, NAME, compressed(torch.zeros(1 << 19)))
-    catalog = open_latest(checkpoint, Request(), ReadOptions()).catalog
+    catalog = open_latest(checkpoint, Choice(), ReadOptions()).catalog
     of_many = replace(catalog.tensors[NAME], shape=(1 << 20,))
     catalog = replace(catalog, tensors={NAME: of_many})
     with pytest.raises(CorruptError, match=rf"tensor {NAME}: \S+distcp: the item at byte 0 holds"):

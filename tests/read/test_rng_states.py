@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from unshard.containers.pickles.writer import Plain, SavedTensor
-from unshard.read.training_state.files import Layout
+from unshard.read.training_state.files import StateWriter
 from unshard.read.training_state.rng_states import RankState, rank_state, unite
 from unshard.tensors.dtypes import BY_NAME
 
@@ -29,17 +29,17 @@ def united(states: Sequence[RankState | None]) -> tuple[dict[str, Plain], dict[s
 
 
 def test_extra_state_of_verl_and_lmms_engine() -> None:
-    verl = rank_state(Layout.EXTRA_STATE, {"lr_scheduler": None, "rng": {"cpu": state(1)}})
+    verl = rank_state(StateWriter.EXTRA_STATE, {"lr_scheduler": None, "rng": {"cpu": state(1)}})
     assert verl == RankState({"cpu": state(1)}, {"lr_scheduler": None})
     lmms = {"lr_scheduler_state": {"last_epoch": 3}, "rng": {"random": 1}, "total_tokens": 5}
-    assert rank_state(Layout.EXTRA_STATE, lmms) == RankState(
+    assert rank_state(StateWriter.EXTRA_STATE, lmms) == RankState(
         {"random": 1}, {"lr_scheduler": {"last_epoch": 3}, "total_tokens": 5}
     )
 
 
 def test_rng_state_of_trainer() -> None:
     value = {"python": 1, "numpy": 2, "cpu": state(3), "cuda": [state(4)], "xla": 7}
-    found = rank_state(Layout.TRAINER, value)
+    found = rank_state(StateWriter.TRAINER, value)
     expected = {"random": 1, "numpy": 2, "cpu": state(3), "cuda": [state(4)], "xla": 7}
     assert found == RankState(expected, {})
 
@@ -54,7 +54,7 @@ def test_random_states_of_accelerate() -> None:
         "torch_xpu_manual_seed": [state(5)],
         "xm_seed": 6,
     }
-    assert rank_state(Layout.ACCELERATE, value) == RankState(
+    assert rank_state(StateWriter.ACCELERATE, value) == RankState(
         {
             "random": 1,
             "numpy": 2,
@@ -69,7 +69,7 @@ def test_random_states_of_accelerate() -> None:
 
 @pytest.mark.parametrize("value", [[1], 3, {1: 2}, {"rng": [1]}])
 def test_what_such_files_do_not_hold(value: Plain) -> None:
-    assert rank_state(Layout.EXTRA_STATE, value) is None
+    assert rank_state(StateWriter.EXTRA_STATE, value) is None
 
 
 @pytest.mark.parametrize("form", ["tuple", "dict"])
@@ -80,7 +80,7 @@ def test_numpys_state_gets_lists_for_its_arrays(form: str) -> None:
     expected: Plain = ("MT19937", key.tolist(), 624, 0, 0.0)
     if form == "dict":
         value, expected = {"state": {"key": saved}}, {"state": {"key": key.tolist()}}
-    found = rank_state(Layout.EXTRA_STATE, {"rng": {"numpy": value}})
+    found = rank_state(StateWriter.EXTRA_STATE, {"rng": {"numpy": value}})
     assert found is not None
     assert found.rng["numpy"] == expected
 

@@ -23,8 +23,9 @@ import unshard
 from ranks import Tensors, assert_same, merged
 from unshard import CorruptError, IncompleteError, NotMergeableError, UnshardError
 from unshard.read.discover import discover
-from unshard.read.format import Location, Reading, ReadOptions, Request
+from unshard.read.format import Choice, Location, ReadOptions
 from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
+from unshard.tensors.catalog import Catalog
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -101,7 +102,7 @@ def write_odd(directory: Path, world: int = 4) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read(directory: Path, also: Sequence[Path] = ()) -> Reading:
+def read(directory: Path, also: Sequence[Path] = ()) -> Catalog:
     place = Location(
         directory, directory, None, None, "model", SAFETENSORS_SHARDS, also=tuple(also)
     )
@@ -185,7 +186,7 @@ def test_a_rank_without_tensors_writes_no_file(tmp_path: Path) -> None:
 
 def test_a_shard_in_the_path_means_all_of_them(tmp_path: Path) -> None:
     tensors = write_odd(tmp_path / "in")
-    (found,) = discover(shard_path(tmp_path / "in", 2), Request())
+    (found,) = discover(shard_path(tmp_path / "in", 2), Choice())
     assert found.format is SAFETENSORS_SHARDS
     unshard.merge(shard_path(tmp_path / "in", 2), tmp_path / "out")
     assert_same(merged(tmp_path / "out"), tensors)

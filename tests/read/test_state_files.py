@@ -4,7 +4,7 @@ from pathlib import Path
 
 from unshard.read.format import Location
 from unshard.read.rank_files.reader import RANK_FILES
-from unshard.read.training_state.files import Layout, StateFiles, find_state_files, listed
+from unshard.read.training_state.files import StateFiles, StateWriter, find_state_files, listed
 
 
 def found(step: Path, inside: str, world: int, also: tuple[Path, ...] = ()) -> StateFiles | None:
@@ -38,7 +38,7 @@ def test_verl_keeps_them_beside_the_weights_of_a_role(tmp_path: Path) -> None:
     make(tmp_path / "critic", *extra(2, 0))
     files = found(tmp_path, "actor", 2)
     assert files is not None
-    assert (files.layout, files.world_size, files.missing) == (Layout.EXTRA_STATE, 2, ())
+    assert (files.writer, files.world_size, files.missing) == (StateWriter.EXTRA_STATE, 2, ())
     assert {rank: path.parent.name for rank, path in files.ranks.items()} == {
         0: "actor",
         1: "actor",
@@ -76,7 +76,7 @@ def test_trainers_files_stand_in_the_step(tmp_path: Path) -> None:
     files = found(tmp_path, "pytorch_model_fsdp_0", 2)
     assert names_of(files) == ["scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"]
     assert files is not None
-    assert files.layout is Layout.TRAINER
+    assert files.writer is StateWriter.TRAINER
 
 
 def test_a_trainer_of_one_process_does_not_number_its_file(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_accelerate_numbers_its_schedulers_from_the_second_on(tmp_path: Path) ->
     files = found(tmp_path, ".", 1)
     assert names_of(files) == ["scheduler.bin", *numbered, "random_states_0.pkl"]
     assert files is not None
-    assert files.layout is Layout.ACCELERATE
+    assert files.writer is StateWriter.ACCELERATE
     (tmp_path / "scheduler.bin").unlink()
     files = found(tmp_path, ".", 1)
     assert files is not None

@@ -22,16 +22,16 @@ from unshard import (
     NotMergeableError,
     UnshardError,
 )
-from unshard.read.format import Location, Reading, ReadOptions
+from unshard.read.format import Location, ReadOptions
 from unshard.read.whole_files.reader import WHOLE_FILES
-from unshard.tensors.catalog import ByteRange
+from unshard.tensors.catalog import ByteRange, Catalog
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
 INDEX = "model.safetensors.index.json"
 
 
-def read(path: Path) -> Reading:
+def read(path: Path) -> Catalog:
     file = path if path.is_file() else None
     folder = path.parent if file else path
     return WHOLE_FILES.read(

@@ -61,7 +61,7 @@ def test_processes_yield_the_same_tables_in_the_same_order(varied: Path, process
     assert [table.rank for table in together] == [0, 1, 2, 3]
     for one, other in zip(alone, together, strict=True):
         assert one.to_bytes() == other.to_bytes()
-        assert one.kind_table == other.kind_table
+        assert one.form_table == other.form_table
         assert [str(p) for p in one.problems] == [str(p) for p in other.problems]
         assert one.problems
         assert one.odd_strides == other.odd_strides

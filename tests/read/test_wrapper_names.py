@@ -1,13 +1,13 @@
 """Names of wrappers are taken out; what they hide must not differ."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from unshard.errors import CorruptError
-from unshard.read.wrapper_names import unwrapped
+from unshard.read import wrapper_names
 from unshard.tensors.boxes import row_major_strides
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
@@ -20,6 +20,11 @@ WRAPPERS = (
     "_checkpoint_wrapped_module",
     "_forward_module",
 )
+
+
+def unwrapped(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], list[str]]:
+    found = wrapper_names.unwrapped(tensors)
+    return found.value, list(found.notes)
 
 
 class Store:

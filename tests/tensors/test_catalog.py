@@ -11,7 +11,6 @@ from unshard.tensors.catalog import (
     ByteRange,
     Chunk,
     ChunkTable,
-    CompressedRange,
     TensorEntry,
 )
 from unshard.tensors.chunk_rows import ChunkRows
@@ -69,13 +68,6 @@ def test_taken_rows_keep_every_column_and_the_order_asked_for() -> None:
     table.compressed[1] = True
     taken = table.take(np.array([2, 1], dtype=np.int64))
     assert list(taken) == [table[2], table[1]]
-
-
-def test_a_compressed_source_is_of_its_own_type() -> None:
-    table = two_chunks().table(PATHS)
-    table.compressed[0] = True
-    assert isinstance(table[0].source, CompressedRange)
-    assert isinstance(table[1].source, ByteRange)
 
 
 def test_row_major_chunks_need_no_strides() -> None:

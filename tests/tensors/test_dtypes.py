@@ -11,15 +11,15 @@ import safetensors
 import torch
 from safetensors.torch import save
 
-from unshard.tensors.dtypes import BY_CODE, BY_NAME, DType, Kind, numpy_dtype
+from unshard.tensors.dtypes import BY_CODE, BY_NAME, DType, DTypeKind, numpy_dtype
 
 ALL = list(BY_NAME.values())
 STORABLE = list(BY_CODE.values())
 CASTABLE = {"float64", "float32", "float16", "bfloat16"}
-KINDS: dict[Kind, Callable[[torch.dtype], bool]] = {
-    Kind.FLOAT: lambda dtype: dtype.is_floating_point,
-    Kind.COMPLEX: lambda dtype: dtype.is_complex,
-    Kind.BOOL: lambda dtype: dtype is torch.bool,
+KINDS: dict[DTypeKind, Callable[[torch.dtype], bool]] = {
+    DTypeKind.FLOAT: lambda dtype: dtype.is_floating_point,
+    DTypeKind.COMPLEX: lambda dtype: dtype.is_complex,
+    DTypeKind.BOOL: lambda dtype: dtype is torch.bool,
 }
 
 
@@ -68,13 +68,13 @@ def test_numpys_elements_have_the_same_size(dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_kinds_are_torchs(dtype: DType) -> None:
     theirs = torch_dtype(dtype)
-    kind = next((kind for kind, is_kind in KINDS.items() if is_kind(theirs)), Kind.INTEGER)
+    kind = next((kind for kind, is_kind in KINDS.items() if is_kind(theirs)), DTypeKind.INTEGER)
     assert dtype.kind is kind
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_only_floats_of_16_bits_and_more_are_castable(dtype: DType) -> None:
-    assert dtype.castable == (dtype.kind is Kind.FLOAT and dtype.itemsize >= 2)
+    assert dtype.castable == (dtype.kind is DTypeKind.FLOAT and dtype.itemsize >= 2)
     assert dtype.castable == (dtype.name in CASTABLE)
 
 

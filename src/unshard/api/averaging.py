@@ -123,7 +123,7 @@ def _steps_of(
 ) -> list[Checkpoint]:
     """Open the last N, every Nth, complete steps of a run, from the highest back; lowest first."""
     last, every = counts
-    steps = all_steps(run, options.request)
+    steps = all_steps(run, options.choice)
     if not steps:
         raise UsageError(
             f"{run} is one checkpoint: there is nothing to average",

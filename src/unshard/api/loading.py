@@ -108,8 +108,8 @@ def _fitting(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Re
         return tensors, found
     shapes = {name: slot.shape for slot in slots for name in slot.names}
     try:
-        fused = without_trl_wrapper(fuse_adapter(opened.checkpoint, opened.options)[0])
-        others = names_of_base(fused, shapes.keys(), config, shapes).tensors
+        fused = without_trl_wrapper(fuse_adapter(opened.checkpoint, opened.options).value)
+        others = names_of_base(fused, shapes.keys(), config, shapes).value
     except ConversionError:
         if not any(found.sources):
             raise

@@ -106,7 +106,7 @@ def merge_steps(
         raise UsageError("--all-steps with --push-to-hub: one repository cannot hold all of them")
     if chosen.step is not None:
         raise UsageError(f"--all-steps with --step {chosen.step}: one of them excludes the other")
-    steps = all_steps(given_path(run, "the run"), chosen.request)
+    steps = all_steps(given_path(run, "the run"), chosen.choice)
     if not steps:
         raise UnknownFormatError(
             f"{run} is one checkpoint, not a directory of several",

@@ -12,7 +12,7 @@ from unshard.engines.pool import MIN_BUFFER, Settings, default_workers
 from unshard.errors import UsageError
 from unshard.keywords import DtypeLike
 from unshard.plan.layout import size_in_bytes
-from unshard.read.format import ROLES, ReadOptions, Request
+from unshard.read.format import ROLES, Choice, ReadOptions
 
 __all__ = ["MergeOptions", "given_output", "given_path", "showing"]
 
@@ -131,10 +131,10 @@ class MergeOptions:
         return {name: value for name, (value, default) in values.items() if value != default}
 
     @property
-    def request(self) -> Request:
+    def choice(self) -> Choice:
         """Which checkpoint of several is meant."""
         role = None if self.role is None else ROLES[self.role]
-        return Request(self.step, role, self.weights)
+        return Choice(self.step, role, self.weights)
 
     @property
     def settings(self) -> Settings:

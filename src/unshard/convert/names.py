@@ -19,6 +19,7 @@ from unshard.convert.experts import (
 from unshard.convert.families import ADVICE, FAMILIES, VARIANTS, Experts, Rename, Stored
 from unshard.convert.recipes import Recipe, shape_of, transposed
 from unshard.errors import ConversionError, raise_all
+from unshard.noted import Noted
 from unshard.read.beside.model_config import ModelConfig
 
 __all__ = ["Renamed", "hub_names", "names_of_base", "training_names"]
@@ -29,12 +30,8 @@ _Piece = tuple[str, Recipe]
 _FAMILY_OF = {one: family for family in FAMILIES for one in family.model_types.split()}
 
 
-@dataclass(frozen=True, slots=True)
-class Renamed:
-    """The tensors under their new names, in order, and what a user should know of them."""
-
-    tensors: dict[str, Recipe]
-    notes: tuple[str, ...]
+Renamed = Noted[dict[str, Recipe]]
+"""The tensors under their new names, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +113,7 @@ def names_of_base(
         return _split_for_base(name, recipe, base, rules)
 
     renamed = _renamed(((name, pieces(name, one)) for name, one in tensors.items()), rules, base)
-    return Renamed(_turned(renamed.tensors, shapes, rules), renamed.notes)
+    return Noted(_turned(renamed.value, shapes, rules), renamed.notes)
 
 
 def _rules(config: _Config) -> _Rules:
@@ -274,7 +271,7 @@ def _renamed(
         tensors |= made
         sources |= dict.fromkeys(made, source)
     raise_all(ConversionError, "names of the output", problems)
-    return Renamed(tensors, tuple(_notes(tensors, rules, base)))
+    return Noted(tensors, tuple(_notes(tensors, rules, base)))
 
 
 def _notes(

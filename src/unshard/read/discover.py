@@ -16,7 +16,7 @@ from pathlib import Path
 
 from unshard.errors import IncompleteError, UnknownFormatError, UsageError
 from unshard.read.dcp.reader import DCP
-from unshard.read.format import ROLES, Format, Location, Request, Role
+from unshard.read.format import ROLES, Choice, Format, Location, Role
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.refused import DEEPSPEED, MEGATRON
 from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
@@ -55,14 +55,14 @@ _NESTED_RUNS = 1
 _LISTED_RUNS = 12
 
 
-def discover(path: Path, request: Request) -> list[Location]:
+def discover(path: Path, choice: Choice) -> list[Location]:
     """Return the checkpoints that `path` may mean, the highest step first.
 
     Raises:
         UnknownFormatError: nothing there is a checkpoint; says what was looked for and what is
             there.
         IncompleteError: the directory of the weights asked for is empty.
-        UsageError: the request contradicts the path; the path is training state; or the weights
+        UsageError: the choice contradicts the path; the path is training state; or the weights
             are an actor's and a critic's, or a critic's alone, and no role was chosen.
     """
     if not path.exists():
@@ -71,14 +71,14 @@ def discover(path: Path, request: Request) -> list[Location]:
     if _is_checkpoint_file(start):
         folder = start.parent
         alone = _location(folder, _step_above(folder), WHOLE_FILES)
-        return [_choose(start, [replace(alone, weights="model", file=start)], request, start=start)]
+        return [_choose(start, [replace(alone, weights="model", file=start)], choice, start=start)]
     place = start.parent if start.is_file() else start
     found = _instep_of(place, sharded=True)
-    steps = [] if found else _in_run(place, request, depth=_NESTED_RUNS)
+    steps = [] if found else _in_run(place, choice, depth=_NESTED_RUNS)
     if not found and not any(at.format.sharded for at in steps):
         found = _instep_of(place, sharded=False)
     if found:
-        return [_choose(place, _about(start, found), request, start=start)]
+        return [_choose(place, _about(start, found), choice, start=start)]
     if steps:
         return steps
     for above in list(place.parents)[:_UPWARD]:
@@ -86,11 +86,11 @@ def discover(path: Path, request: Request) -> list[Location]:
         if found:
             _refuse_training_state(above, start)
             inside = [at for at in found if start.is_relative_to(at.weights_dir)]
-            return [_choose(above, inside or found, request, start=start)]
+            return [_choose(above, inside or found, choice, start=start)]
     for name in _RUN_FOLDERS:
         if (place / name).is_dir():
-            return discover(place / name, request)
-    raise _nothing_found(path, request.step)
+            return discover(place / name, choice)
+    raise _nothing_found(path, choice.step)
 
 
 def _refuse_training_state(checkpoint: Path, start: Path) -> None:
@@ -174,23 +174,23 @@ def step_of(name: str) -> int | None:
     return next((int(match[1]) for match in matches if match), None)
 
 
-def _choose(place: Path, found: list[Location], request: Request, *, start: Path) -> Location:
+def _choose(place: Path, found: list[Location], choice: Choice, *, start: Path) -> Location:
     """Return the one set of weights that is meant.
 
     Args:
         place: where they were looked for, for errors.
         found: what is there.
-        request: what the user asked for.
+        choice: what the user asked for.
         start: the path that the user gave; `place` is a step of it, or above it.
     """
     is_run = start in place.parents
-    if request.step is not None and not is_run and found[0].step != request.step:
+    if choice.step is not None and not is_run and found[0].step != choice.step:
         raise UsageError(
-            f"{place} is step {found[0].step}, but --step {request.step} was asked for",
+            f"{place} is step {found[0].step}, but --step {choice.step} was asked for",
             hint="give the directory that has all steps, or leave --step out",
         )
     sets = sorted({at.weights for at in found}, reverse=True)
-    wanted = request.weights or ("model" if "model" in sets else sets[0])
+    wanted = choice.weights or ("model" if "model" in sets else sets[0])
     kept = [at for at in found if at.weights == wanted]
     if not kept:
         raise UnknownFormatError(
@@ -198,7 +198,7 @@ def _choose(place: Path, found: list[Location], request: Request, *, start: Path
             expected=_EMA_DIR if wanted == "ema" else f"{_MODEL_DIR} or rank files",
             found=", ".join(at.weights_dir.name for at in found),
         )
-    location = _choose_role(place, kept, request.role, start)
+    location = _choose_role(place, kept, choice.role, start)
     if next(location.weights_dir.iterdir(), None) is None:
         raise IncompleteError(
             f"{location.weights_dir} is empty: this run saved no {wanted} weights at this step"
@@ -236,28 +236,28 @@ def _steps(run: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def _in_run(run: Path, request: Request, *, depth: int) -> list[Location]:
+def _in_run(run: Path, choice: Choice, *, depth: int) -> list[Location]:
     """Return what the steps of a run hold; verl's torchtitan engine has steps within steps."""
     steps = _steps(run)
-    if steps and request.step is not None:
+    if steps and choice.step is not None:
         there = ", ".join(str(step) for step, _ in reversed(steps))
-        steps = [(step, place) for step, place in steps if step == request.step]
+        steps = [(step, place) for step, place in steps if step == choice.step]
         if not steps:
-            raise UnknownFormatError(f"{run}: holds no step {request.step}", found=f"steps {there}")
+            raise UnknownFormatError(f"{run}: holds no step {choice.step}", found=f"steps {there}")
     locations: list[Location] = []
     empty: list[Path] = []
     for _, place in steps:
         found = _instep_of(place, sharded=True) or _instep_of(place, sharded=False)
         if found:
-            locations.append(_choose(place, found, request, start=run))
-        elif depth and (inner := _in_run(place, replace(request, step=None), depth=depth - 1)):
+            locations.append(_choose(place, found, choice, start=run))
+        elif depth and (inner := _in_run(place, replace(choice, step=None), depth=depth - 1)):
             locations += inner
         elif not locations:
             empty.append(place)
     return [replace(at, empty=tuple(empty)) for at in locations]
 
 
-def all_steps(run: Path, request: Request) -> list[Location]:
+def all_steps(run: Path, choice: Choice) -> list[Location]:
     """Return the checkpoints of all steps of a run, the lowest step first.
 
     Of a path that is one checkpoint, or lies inside one, there are none. A final model in the run's
@@ -267,8 +267,8 @@ def all_steps(run: Path, request: Request) -> list[Location]:
         CheckpointError: see `discover`.
     """
     place = run.resolve()
-    found = [one for one in discover(run, request) if place in one.step_dir.parents]
-    return (found or _in_run(place, request, depth=_NESTED_RUNS))[::-1]
+    found = [one for one in discover(run, choice) if place in one.step_dir.parents]
+    return (found or _in_run(place, choice, depth=_NESTED_RUNS))[::-1]
 
 
 def step_numbers(run: Path) -> list[int]:

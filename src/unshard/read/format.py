@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.errors import CorruptError, IncompleteError
-from unshard.tensors.catalog import ByteRange, Skipped, TensorEntry
+from unshard.tensors.catalog import Catalog
 
 __all__ = [
     "ROLES",
+    "Choice",
     "Format",
     "Location",
     "PassedOver",
     "ReadOptions",
-    "Reading",
-    "Request",
     "Role",
     "Weights",
     "blaming",
     "files_in",
     "find_file",
+    "has_file",
 ]
 
 _NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)")
@@ -40,7 +40,7 @@ Weights = str  # "model" | "ema"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Choice:
     """What the user asked for in addition to the path; None for no preference.
 
     Attributes:
@@ -151,33 +151,6 @@ class Location:
         return self.step_dir.parent / "merged" / (self.step_dir.name + suffix)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reading:
-    """What a reader found.
-
-    Attributes:
-        writer: the tool that wrote the checkpoint, as far as the layout tells.
-        world_size: number of ranks that wrote it.
-        tensors: by name, in the order of the state dict; all chunk tables share one tuple of paths.
-        skipped: values that are not model weights.
-        archives: the torch.save zips that hold the tensors, whose records may carry checksums.
-        training_state: files of optimizer, scheduler, random state.
-        missing: files that should be there and are not; replicas may make up for them.
-        missing_ranks: the ranks that would have written them.
-        notes: what a user should know about how the checkpoint was read.
-    """
-
-    writer: str
-    world_size: int
-    tensors: Mapping[str, TensorEntry]
-    skipped: tuple[Skipped, ...] = ()
-    archives: tuple[ByteRange, ...] = ()
-    training_state: tuple[Path, ...] = ()
-    missing: tuple[Path, ...] = ()
-    missing_ranks: tuple[int, ...] = ()
-    notes: tuple[str, ...] = field(default=())
-
-
 @dataclass(frozen=True, slots=True)
 class Format:
     """A way to store weights.
@@ -185,7 +158,8 @@ class Format:
     Attributes:
         name: for people: "FSDP rank files".
         holds: tells, by the names in a directory, whether files of this format lie in it.
-        read: reads them.
+        read: reads them. Of the catalog, `read.open` sets what the location says: `roots`, `format`
+            and `step`.
         sharded: whether ranks hold parts; sharded weights win over whole ones beside them.
         claims: tells, by its name, whether a file is a part of such a set rather than a checkpoint
             of its own.
@@ -195,12 +169,17 @@ class Format:
 
     name: str
     holds: Callable[[Path], bool]
-    read: Callable[[Location, ReadOptions], Reading]
+    read: Callable[[Location, ReadOptions], Catalog]
     claims: Callable[[str], bool]
     sharded: bool = True
 
     def __str__(self) -> str:
         return self.name
+
+
+def has_file(is_meant: Callable[[str], bool]) -> Callable[[Path], bool]:
+    """Return a function that returns whether a directory has a file whose name is meant."""
+    return lambda directory: any(is_meant(path.name) for path in directory.iterdir())
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """From a path to a checked catalog: the one entrance to this room."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,14 +18,7 @@ from unshard.read.beside.base import Base
 from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.discover import discover, regular_of, step_of
-from unshard.read.format import (
-    Location,
-    PassedOver,
-    Reading,
-    ReadOptions,
-    Request,
-    blaming,
-)
+from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.wrapper_names import refuse_flat_parameters, unwrapped
 from unshard.tensors.boxes import distinct, find_gap
@@ -70,13 +63,13 @@ class Checkpoint:
 
 
 def open_latest(
-    path: Path, request: Request, options: ReadOptions, also: Sequence[Path] = ()
+    path: Path, choice: Choice, options: ReadOptions, also: Sequence[Path] = ()
 ) -> Checkpoint:
     """Read the checkpoint that a path means: of several, the highest complete step.
 
     Args:
         path: at any level of the checkpoint's tree.
-        request: what the user asked for.
+        choice: what the user asked for.
         options: how to read it.
         also: directories of other nodes, which hold more files of the same checkpoint.
 
@@ -84,14 +77,14 @@ def open_latest(
         CheckpointError: see `discover`, and the reader of the format.
     """
     with blaming(path):
-        return _open_latest(path, request, options, also)
+        return _open_latest(path, choice, options, also)
 
 
 def _open_latest(
-    path: Path, request: Request, options: ReadOptions, also: Sequence[Path]
+    path: Path, choice: Choice, options: ReadOptions, also: Sequence[Path]
 ) -> Checkpoint:
-    locations = discover(path, request)
-    if locations[0].empty and not request.pass_over:
+    locations = discover(path, choice)
+    if locations[0].empty and not choice.pass_over:
         raise _not_the_newest(locations[0].empty[0], locations, "it has no weights")
     passed: list[tuple[Location, IncompleteError]] = []
     for location in locations:
@@ -99,7 +92,7 @@ def _open_latest(
             whole = replace(location, also=tuple(_beside(location, other) for other in also))
             checkpoint = _read(whole, options)
         except IncompleteError as error:
-            if not request.pass_over and location is not locations[-1]:
+            if not choice.pass_over and location is not locations[-1]:
                 older = locations[locations.index(location) + 1 :]
                 raise _not_the_newest(location.step_dir, older, error.subject) from error
             passed.append((location, error))
@@ -164,7 +157,7 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
 
 def _beside(location: Location, other: Path) -> Path:
     """Return where another node keeps its files of the same checkpoint."""
-    found = discover(other, Request(None, location.role, location.weights))
+    found = discover(other, Choice(None, location.role, location.weights))
     same = [at for at in found if at.step == location.step] or [
         at for at in found if len(found) == 1
     ]
@@ -183,85 +176,66 @@ def _beside(location: Location, other: Path) -> Path:
 
 
 def _read(location: Location, options: ReadOptions) -> Checkpoint:
-    reading, tensors, notes = _weights(location, options)
-    beside = regular_of(location) if location.weights == "ema" else None
-    if beside is not None:
-        regular, others, _ = _weights(beside, options)
-        whole = _filled(tensors, others)
-        tensors, notes = dict(whole.tensors), [*notes, *whole.notes]
-        if whole.notes:
-            reading = replace(
-                reading,
-                archives=reading.archives + regular.archives,
-                missing=reading.missing + regular.missing,
-                missing_ranks=reading.missing_ranks + regular.missing_ranks,
-            )
-    catalog = Catalog(
-        roots=location.roots,
-        format=location.format.name,
-        writer=reading.writer,
-        step=location.step,
-        world_size=reading.world_size,
-        tensors=tensors,
-        skipped=reading.skipped,
-        training_state=reading.training_state,
-        archives=reading.archives,
-        missing=reading.missing,
-        missing_ranks=reading.missing_ranks,
-        notes=tuple(notes),
-    )
+    catalog = _weights(location, options)
+    regular = regular_of(location) if location.weights == "ema" else None
+    if regular is not None:
+        catalog = _completed(catalog, _weights(regular, options))
     companions = find_companions(location, options.config)
     _check(catalog)
     return Checkpoint(location, catalog, companions)
 
 
-def _weights(
-    location: Location, options: ReadOptions
-) -> tuple[Reading, dict[str, TensorEntry], list[str]]:
-    """Read one set of weights; return it, its tensors without wrappers, and what to say."""
-    reading = location.format.read(location, options)
-    if not reading.tensors:
+def _weights(location: Location, options: ReadOptions) -> Catalog:
+    """Read one set of weights, and take wrappers out of the names of its tensors."""
+    found = location.format.read(location, options)
+    if not found.tensors:
         raise NotMergeableError(
             f"{location.file or location.weights_dir}: holds no model weights",
-            found=", ".join(one.fqn for one in reading.skipped[:8]) or "nothing at all",
+            found=", ".join(one.fqn for one in found.skipped[:8]) or "nothing at all",
             hint="if this is a part of a checkpoint (its optimizer), give the directory above it",
         )
-    refuse_flat_parameters(location.weights_dir, reading.tensors)
-    tensors, renamed = unwrapped(reading.tensors)
-    return reading, tensors, [*reading.notes, *renamed]
+    refuse_flat_parameters(location.weights_dir, found.tensors)
+    tensors = unwrapped(found.tensors)
+    return replace(
+        found,
+        roots=location.roots,
+        format=location.format.name,
+        step=location.step,
+        tensors=tensors.value,
+        notes=(*found.notes, *tensors.notes),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    """All tensors, in the order of the regular weights; and what was taken from those."""
+def _completed(ema: Catalog, regular: Catalog) -> Catalog:
+    """Return the EMA tensors, completed by the regular ones, in the order of those.
 
-    tensors: Mapping[str, TensorEntry]
-    notes: tuple[str, ...]
-
-
-def _filled(ema: Mapping[str, TensorEntry], regular: Mapping[str, TensorEntry]) -> _Filled:
-    """Return the EMA tensors, completed by the regular ones.
-
-    A run may average what is trained only, or a filter's choice.
+    A run may average only what is trained, or what a filter selects.
 
     Raises:
-        NotMergeableError: the EMA set has names that the regular weights lack: other words for the
-            same tensors, perhaps, and nothing says which.
+        NotMergeableError: the EMA set has names that the regular weights do not have. They may be
+            other names of the same tensors, and nothing says which.
     """
-    alone = [name for name in ema if name not in regular]
+    alone = [name for name in ema.tensors if name not in regular.tensors]
     if alone:
         raise NotMergeableError(
             f"the EMA set holds {len(alone)} tensors that the regular weights lack: {alone[0]} …",
-            expected=f"names such as {next(iter(regular), 'none')}",
+            expected=f"names such as {next(iter(regular.tensors), 'none')}",
             hint="merge the EMA directory where no regular weights lie beside it",
         )
-    missing = [name for name in regular if name not in ema]
-    tensors = {name: ema.get(name, entry) for name, entry in regular.items()}
-    if not missing:
-        return _Filled(tensors, ())
-    listed = ", ".join(missing[:_SHOWN]) + (" …" if len(missing) > _SHOWN else "")
-    note = f"{len(missing)} tensors are not in the EMA set, and were taken from the regular weights"
-    return _Filled(tensors, (f"{note}: {listed}",))
+    tensors = {name: ema.tensors.get(name, one) for name, one in regular.tensors.items()}
+    absent = [name for name in tensors if name not in ema.tensors]
+    if not absent:
+        return replace(ema, tensors=tensors)
+    listed = ", ".join(absent[:_SHOWN]) + (" …" if len(absent) > _SHOWN else "")
+    note = f"{len(absent)} tensors are not in the EMA set, and were taken from the regular weights"
+    return replace(
+        ema,
+        tensors=tensors,
+        archives=ema.archives + regular.archives,
+        missing=ema.missing + regular.missing,
+        missing_ranks=ema.missing_ranks + regular.missing_ranks,
+        notes=(*ema.notes, f"{note}: {listed}"),
+    )
 
 
 def _check(catalog: Catalog) -> None:

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 from unshard.errors import NotMergeableError
-from unshard.read.format import Format, Location, Reading, ReadOptions
+from unshard.read.format import Format, Location, ReadOptions, has_file
+from unshard.tensors.catalog import Catalog
 
 __all__ = ["DEEPSPEED", "MEGATRON"]
 
@@ -23,12 +24,11 @@ def _holds_megatron(directory: Path) -> bool:
     return next(directory.glob("*.distcp"), None) is not None or (directory / "common.pt").is_file()
 
 
-def _holds_deepspeed(directory: Path) -> bool:
-    names = [path.name for path in directory.iterdir()]
-    return any(_ZERO.fullmatch(name) or _DEEPSPEED.fullmatch(name) for name in names)
+def _is_deepspeed(name: str) -> bool:
+    return bool(_ZERO.fullmatch(name) or _DEEPSPEED.fullmatch(name))
 
 
-def _refuse_megatron(location: Location, options: ReadOptions) -> Reading:
+def _refuse_megatron(location: Location, options: ReadOptions) -> Catalog:
     del options
     raise NotMergeableError(
         f"{location.weights_dir}: a Megatron-core distributed checkpoint (torch_dist)",
@@ -38,7 +38,7 @@ def _refuse_megatron(location: Location, options: ReadOptions) -> Reading:
     )
 
 
-def _refuse_deepspeed(location: Location, options: ReadOptions) -> Reading:
+def _refuse_deepspeed(location: Location, options: ReadOptions) -> Catalog:
     del options
     raise NotMergeableError(
         f"{location.weights_dir}: a DeepSpeed ZeRO checkpoint",
@@ -58,8 +58,8 @@ MEGATRON = Format(
 # A whole model beside DeepSpeed's partitions (ZeRO 1 and 2) is as good as any: it is asked first.
 DEEPSPEED = Format(
     "DeepSpeed ZeRO checkpoint",
-    _holds_deepspeed,
+    has_file(_is_deepspeed),
     _refuse_deepspeed,
-    lambda name: bool(_ZERO.fullmatch(name) or _DEEPSPEED.fullmatch(name)),
+    _is_deepspeed,
     sharded=False,
 )

@@ -18,6 +18,7 @@ from pathlib import Path
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.errors import CorruptError, NotMergeableError, raise_all
+from unshard.noted import Noted
 from unshard.tensors.catalog import TensorEntry
 
 __all__ = ["refuse_flat_parameters", "unwrapped", "without_wrapper_module"]
@@ -36,8 +37,8 @@ _FLAT = ("_flat_param", "flat_param")
 _AVERAGES = "n_averaged"  # of torch.optim.swa_utils.AveragedModel
 
 
-def unwrapped(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Return the tensors under their names without wrappers, and what to say about it.
+def unwrapped(tensors: Mapping[str, TensorEntry]) -> Noted[dict[str, TensorEntry]]:
+    """Return the tensors under their names without wrappers.
 
     Raises:
         CorruptError: names become one whose tensors are not equal.
@@ -68,7 +69,7 @@ def unwrapped(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry
     changed = sum(short != name for name, short in names.items())
     if changed:
         notes.insert(0, f"names of wrappers were taken out of {changed} tensor names")
-    return kept, notes
+    return Noted(kept, tuple(notes))
 
 
 def without_wrapper_module(names: Mapping[str, str]) -> dict[str, str]:

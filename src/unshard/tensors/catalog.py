@@ -21,7 +21,6 @@ __all__ = [
     "Catalog",
     "Chunk",
     "ChunkTable",
-    "CompressedRange",
     "Skipped",
     "TensorEntry",
 ]
@@ -29,16 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """`length` bytes of a file from `offset` on, stored as they are."""
-
-    path: Path
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedRange:
-    """`length` bytes of a file from `offset` on that must be decompressed (zstd) before use."""
+    """`length` bytes of a file from `offset` on."""
 
     path: Path
     offset: int
@@ -51,13 +41,13 @@ class Chunk:
 
     Attributes:
         box: where it lies in the global tensor.
-        source: where its bytes lie; the first byte is that of its first element.
+        source: its bytes, from the first of its first element on; see `ChunkTable.compressed`.
         strides: elements to step per dimension, or None where it is stored contiguously, row-major.
         rank: the rank whose file holds it.
     """
 
     box: Box
-    source: ByteRange | CompressedRange
+    source: ByteRange
     strides: tuple[int, ...] | None
     rank: int
 
@@ -75,7 +65,7 @@ class ChunkTable:
         start: byte of the chunk's first element in its file.
         length: bytes from there to the end of its last element (of the compressed item, if so).
         rank: the rank whose file holds it.
-        compressed: whether the source is a `CompressedRange`.
+        compressed: whether the bytes must be decompressed (zstd) before use.
     """
 
     paths: tuple[Path, ...]
@@ -92,10 +82,10 @@ class ChunkTable:
         return len(self.start)
 
     def __getitem__(self, row: int) -> Chunk:
-        kind = CompressedRange if self.compressed[row] else ByteRange
-        source = kind(self.paths[self.file[row]], int(self.start[row]), int(self.length[row]))
+        path, start = self.paths[self.file[row]], int(self.start[row])
         box = Box(tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist()))
         strides = None if self.strides is None else tuple(self.strides[row].tolist())
+        source = ByteRange(path, start, int(self.length[row]))
         return Chunk(box, source, strides, int(self.rank[row]))
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -151,27 +141,24 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Catalog:
-    """What a checkpoint holds.
+    """What a checkpoint has.
 
     Attributes:
-        roots: the directories that hold the weight files.
-        format: how the weights are stored, for people: "FSDP rank files".
-        writer: the tool that wrote them, as far as the layout tells.
-        step: training step, where the directory's name says it.
-        world_size: number of ranks that wrote the checkpoint.
-        tensors: by name, in the order of the state dict.
-        skipped: values that are not tensors.
+        writer: the tool that wrote it, as far as the layout shows.
+        world_size: number of ranks that wrote it.
+        tensors: by name, in the order of the state dict; all chunk tables share one tuple of paths.
+        skipped: values that are not model weights.
         training_state: files of optimizer, scheduler, random state.
         archives: the torch.save zips that hold the tensors, whose records may carry checksums.
         missing: files of ranks that should be there and are not; replicas may make up for them.
         missing_ranks: the ranks that would have written them.
         notes: what a user should know about how the checkpoint was read.
+        roots: the directories of the weight files.
+        format: how the weights are stored, for people: "FSDP rank files".
+        step: training step, where the directory's name states it.
     """
 
-    roots: tuple[Path, ...]
-    format: str
     writer: str
-    step: int | None
     world_size: int
     tensors: Mapping[str, TensorEntry]
     skipped: tuple[Skipped, ...] = ()
@@ -180,3 +167,6 @@ class Catalog:
     missing: tuple[Path, ...] = ()
     missing_ranks: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    roots: tuple[Path, ...] = ()
+    format: str = ""
+    step: int | None = None

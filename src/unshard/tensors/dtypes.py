@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["BY_CODE", "BY_NAME", "CASTS", "DType", "Kind", "numpy_dtype"]
+__all__ = ["BY_CODE", "BY_NAME", "CASTS", "DType", "DTypeKind", "numpy_dtype"]
 
 CASTS = ("bfloat16", "float16", "float32")
 """Dtypes that a merge can cast floating point tensors to."""
 
 
-class Kind(Enum):
+class DTypeKind(Enum):
     """What a dtype's elements are. Only floating point is ever cast, and only to floating point."""
 
     FLOAT = "float"
@@ -43,7 +43,7 @@ class DType:
     name: str
     code: str | None
     itemsize: int
-    kind: Kind
+    kind: DTypeKind
     castable: bool = False
 
     def __str__(self) -> str:
@@ -51,26 +51,26 @@ class DType:
 
 
 _ALL = (
-    DType("float64", "F64", 8, Kind.FLOAT, castable=True),
-    DType("float32", "F32", 4, Kind.FLOAT, castable=True),
-    DType("float16", "F16", 2, Kind.FLOAT, castable=True),
-    DType("bfloat16", "BF16", 2, Kind.FLOAT, castable=True),
-    DType("float8_e4m3fn", "F8_E4M3", 1, Kind.FLOAT),
-    DType("float8_e4m3fnuz", "F8_E4M3FNUZ", 1, Kind.FLOAT),
-    DType("float8_e5m2", "F8_E5M2", 1, Kind.FLOAT),
-    DType("float8_e5m2fnuz", "F8_E5M2FNUZ", 1, Kind.FLOAT),
-    DType("float8_e8m0fnu", "F8_E8M0", 1, Kind.FLOAT),
-    DType("int64", "I64", 8, Kind.INTEGER),
-    DType("int32", "I32", 4, Kind.INTEGER),
-    DType("int16", "I16", 2, Kind.INTEGER),
-    DType("int8", "I8", 1, Kind.INTEGER),
-    DType("uint64", "U64", 8, Kind.INTEGER),
-    DType("uint32", "U32", 4, Kind.INTEGER),
-    DType("uint16", "U16", 2, Kind.INTEGER),
-    DType("uint8", "U8", 1, Kind.INTEGER),
-    DType("bool", "BOOL", 1, Kind.BOOL),
-    DType("complex64", "C64", 8, Kind.COMPLEX),
-    DType("complex128", None, 16, Kind.COMPLEX),
+    DType("float64", "F64", 8, DTypeKind.FLOAT, castable=True),
+    DType("float32", "F32", 4, DTypeKind.FLOAT, castable=True),
+    DType("float16", "F16", 2, DTypeKind.FLOAT, castable=True),
+    DType("bfloat16", "BF16", 2, DTypeKind.FLOAT, castable=True),
+    DType("float8_e4m3fn", "F8_E4M3", 1, DTypeKind.FLOAT),
+    DType("float8_e4m3fnuz", "F8_E4M3FNUZ", 1, DTypeKind.FLOAT),
+    DType("float8_e5m2", "F8_E5M2", 1, DTypeKind.FLOAT),
+    DType("float8_e5m2fnuz", "F8_E5M2FNUZ", 1, DTypeKind.FLOAT),
+    DType("float8_e8m0fnu", "F8_E8M0", 1, DTypeKind.FLOAT),
+    DType("int64", "I64", 8, DTypeKind.INTEGER),
+    DType("int32", "I32", 4, DTypeKind.INTEGER),
+    DType("int16", "I16", 2, DTypeKind.INTEGER),
+    DType("int8", "I8", 1, DTypeKind.INTEGER),
+    DType("uint64", "U64", 8, DTypeKind.INTEGER),
+    DType("uint32", "U32", 4, DTypeKind.INTEGER),
+    DType("uint16", "U16", 2, DTypeKind.INTEGER),
+    DType("uint8", "U8", 1, DTypeKind.INTEGER),
+    DType("bool", "BOOL", 1, DTypeKind.BOOL),
+    DType("complex64", "C64", 8, DTypeKind.COMPLEX),
+    DType("complex128", None, 16, DTypeKind.COMPLEX),
 )
 
 BY_NAME = {dtype.name: dtype for dtype in _ALL}

@@ -14,8 +14,8 @@ from unshard.tensors.boxes import Box
 
 __all__ = ["Index", "Selection", "of_box", "select"]
 
-Item: TypeAlias = SupportsIndex | slice | EllipsisType | None
-Index: TypeAlias = Item | tuple[Item, ...]
+_Item: TypeAlias = SupportsIndex | slice | EllipsisType | None
+Index: TypeAlias = _Item | tuple[_Item, ...]
 
 _KINDS = "integers, slices, ... and None"
 
@@ -75,7 +75,7 @@ def select(index: Index, shape: Sequence[int]) -> Selection:
     )
 
 
-def _filled_up(items: tuple[Item, ...], dimensions: int) -> list[SupportsIndex | slice | None]:
+def _filled_up(items: tuple[_Item, ...], dimensions: int) -> list[SupportsIndex | slice | None]:
     """Return the items with one for every dimension; "..." stands for those that are not named."""
     named = sum(item is not None and item is not Ellipsis for item in items)
     if named > dimensions:

@@ -12,12 +12,12 @@ from evaluation.running import whole_model
 from ranks import save_ranks, some_tensors
 from unshard.evaluate.trainer.completeness import Watcher, why_incomplete
 from unshard.read.discover import discover
-from unshard.read.format import Location, Request
+from unshard.read.format import Choice, Location
 from unshard.read.whole_files.reader import WHOLE_FILES
 
 
 def why(place: Path) -> str | None:
-    return why_incomplete(discover(place, Request(None, None, "model"))[0])
+    return why_incomplete(discover(place, Choice(None, None, "model"))[0])
 
 
 def steps(watcher: Watcher) -> list[int | None]:
@@ -156,7 +156,7 @@ def test_transformers_says_at_the_end_which_step_it_was(tmp_path: Path) -> None:
 def test_a_safetensors_file_is_as_long_as_it_says(tmp_path: Path) -> None:
     place = whole_model(tmp_path / "checkpoint-7")
     save_file(some_tensors(), place / "model.safetensors")
-    location = discover(place, Request(None, None, "model"))[0]
+    location = discover(place, Choice(None, None, "model"))[0]
     assert why_incomplete(location) is None
     content = (place / "model.safetensors").read_bytes()
     (place / "model.safetensors").write_bytes(content[:-1])
@@ -168,7 +168,7 @@ def test_dcp_needs_its_metadata(tmp_path: Path) -> None:
     place.mkdir()
     for name in (".metadata", "__0_0.distcp"):
         (place / name).write_bytes(b"x")
-    location = discover(place, Request(None, None, "model"))[0]
+    location = discover(place, Choice(None, None, "model"))[0]
     assert why_incomplete(location) is None
     (place / ".metadata").rename(place / ".metadata.tmp")
     assert why_incomplete(location) == ".metadata is missing"

@@ -15,7 +15,7 @@ from oracle.writers.saving import truth_file
 from oracle.writers.scenarios import SCENARIOS
 from oracle.writers.workers import WorkerPool
 from ranks import some_tensors
-from unshard.read.format import ReadOptions, Request
+from unshard.read.format import Choice, ReadOptions
 from unshard.read.open import open_latest
 
 __all__ = ["FORMATS", "Sample", "Samples", "weight_ranges"]
@@ -148,7 +148,7 @@ class Samples:
 
 def weight_ranges(directory: Path) -> dict[Path, list[tuple[int, int]]]:
     """Return where the weights lie in a good checkpoint: (start, end) in bytes, by file."""
-    catalog = open_latest(directory, Request(), ReadOptions()).catalog
+    catalog = open_latest(directory, Choice(), ReadOptions()).catalog
     found: dict[Path, list[tuple[int, int]]] = {}
     for entry in catalog.tensors.values():
         for chunk in entry.chunks:

@@ -11,6 +11,7 @@ from unshard.convert.outputs import Converted, finish
 from unshard.convert.precision import Precision
 from unshard.convert.recipes import Recipe, take
 from unshard.errors import UsageError
+from unshard.noted import Noted
 from unshard.read.beside.adapter_config import read_adapter_config
 from unshard.read.open import Checkpoint
 from unshard.write.adapter import ADAPTER_CONFIG_NAME, adapter_config_json
@@ -18,10 +19,8 @@ from unshard.write.adapter import ADAPTER_CONFIG_NAME, adapter_config_json
 __all__ = ["fuse_adapter", "separate_adapter"]
 
 
-def fuse_adapter(
-    checkpoint: Checkpoint, options: MergeOptions
-) -> tuple[Mapping[str, Recipe], tuple[str, ...]]:
-    """Return a checkpoint's tensors, its adapter fused into them, and what a user should know.
+def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping[str, Recipe]]:
+    """Return a checkpoint's tensors, its adapter fused into them.
 
     Raises:
         ConversionError: it cannot be fused, or not all of it.
@@ -31,7 +30,7 @@ def fuse_adapter(
     if not split.pairs:
         if options.lora == "both":
             raise _no_adapter(checkpoint, options)
-        return {**split.base, **split.saved}, ()
+        return Noted({**split.base, **split.saved})
     base: dict[str, Recipe] | None = None
     if split.adapter_only and checkpoint.base is not None:
         base = {name: take(entry) for name, entry in checkpoint.base.tensors.items()}
@@ -40,7 +39,7 @@ def fuse_adapter(
     config = read_adapter_config(checkpoint.location)
     fused = fuse(split, config, options.lora_alpha, base)
     note = f"{fused.pairs_used} LoRA pairs were fused into the weights"
-    return fused.tensors, (note, *fused.notes)
+    return Noted(fused.tensors, (note, *fused.notes))
 
 
 def separate_adapter(

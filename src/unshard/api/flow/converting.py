@@ -23,13 +23,14 @@ from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype
 from unshard.convert.ties import Ties, find_ties, is_head
 from unshard.convert.torchtitan import without_native_names
 from unshard.errors import ConversionError, raise_all
+from unshard.noted import Noted
 from unshard.plan.pairs import make_pair
 from unshard.read.beside.base import Base
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
-from unshard.tensors.dtypes import BY_NAME, Kind
+from unshard.tensors.dtypes import BY_NAME, DTypeKind
 from unshard.write.execute import are_equal
 
 __all__ = ["Outcome", "convert", "convert_one", "expected_names", "find_stored_ties", "is_stored"]
@@ -66,9 +67,10 @@ def convert(sources: Sources, options: MergeOptions) -> Outcome:
         return _adapter_alone(sources.last, options)
     each = [convert_one(one, options) for one in sources.checkpoints]
     made = each[0] if len(each) == 1 else _mean(sources, each)
-    checked, notes = _check_names(made, sources.last, options)
+    checked = _check_names(made, sources.last, options)
     adapter = _adapter_alone(sources.last, options) if options.lora == "both" else None
-    return replace(made, notes=(*made.notes, *notes), names_checked=checked, adapter=adapter)
+    notes = (*made.notes, *checked.notes)
+    return replace(made, notes=notes, names_checked=checked.value, adapter=adapter)
 
 
 def _adapter_alone(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
@@ -79,8 +81,8 @@ def _adapter_alone(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
 def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
     """Decide names, ties, selection and dtypes of what one checkpoint becomes."""
     config, base = checkpoint.config, checkpoint.base
-    adapted, notes = fuse_adapter(checkpoint, options)
-    tensors = without_trl_wrapper(adapted)
+    adapted = fuse_adapter(checkpoint, options)
+    tensors, notes = without_trl_wrapper(adapted.value), adapted.notes
     if options.names == "hub":
         trained = without_native_names(tensors, config)
         renamed = (
@@ -88,7 +90,7 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
             if base is None
             else names_of_base(trained, base.files, config, base.shapes)
         )
-        tensors, notes = renamed.tensors, (*notes, *renamed.notes)
+        tensors, notes = renamed.value, (*notes, *renamed.notes)
     ties = _ties(tensors, config)
     notes += tuple(
         f"{head} differs from {embedding}, though the model's config says that they are tied: both "
@@ -172,31 +174,30 @@ def _check_base(
     return notes
 
 
-def _check_names(
-    made: Outcome, checkpoint: Checkpoint, options: MergeOptions
-) -> tuple[str, list[str]]:
+def _check_names(made: Outcome, checkpoint: Checkpoint, options: MergeOptions) -> Noted[str]:
     """Compare the names of an output with those that its config says there are.
 
     Where there is a base model, they were compared with its names already.
 
     Returns:
-        By what the names were checked, and what a user should know.
+        By what the names were checked.
 
     Raises:
         ConversionError: tensors are missing, or do not belong to the model.
     """
     if checkpoint.base is not None:
-        return "base", []
+        return Noted("base")
     recipes = {one.name: one.recipe for one in made.tensors}
     expected = expected_names(recipes, made.config, options)
     if expected is None:
-        return "none", []
-    return "config", check_expected(
+        return Noted("none")
+    notes = check_expected(
         recipes,
         replace(expected, name=str(checkpoint.companions.config)),
         allow_missing=options.allow_missing,
         allow_unexpected=options.allow_unexpected,
     )
+    return Noted("config", tuple(notes))
 
 
 def expected_names(
@@ -256,7 +257,7 @@ def _differing(fixed: Sequence[tuple[Converted, ...]], names: Sequence[str]) -> 
             if all(are_equal(make_pair(first, other), files) for other in others):
                 continue
             dtype = stored_dtype(first.recipe)
-            if dtype.kind in {Kind.INTEGER, Kind.BOOL}:
+            if dtype.kind in {DTypeKind.INTEGER, DTypeKind.BOOL}:
                 taken.append(first.name)
             else:
                 problems.append(

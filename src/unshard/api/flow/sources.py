@@ -83,8 +83,8 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
     also = [Path(one) for one in options.also]
     base = None if options.base is None else read_base(str(options.base))
     reading = replace(options.reading, shapes={} if base is None else base.shapes)
-    request = replace(options.request, pass_over=pass_over)
-    checkpoint = open_latest(path, request, reading, also)
+    choice = replace(options.choice, pass_over=pass_over)
+    checkpoint = open_latest(path, choice, reading, also)
     _log_choice(path, checkpoint)
     return checkpoint if base is None else _with_base(checkpoint, base, options)
 

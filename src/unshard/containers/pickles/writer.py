@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from struct import pack
 
+from unshard.tensors.boxes import row_major_strides
 from unshard.tensors.catalog import ByteRange
 from unshard.tensors.dtypes import DType
 
@@ -143,7 +144,7 @@ class _Writer:
         self.out += _scalar("storage")
         self.out += _named("torch" if storage else "torch.storage", storage or "UntypedStorage")
         self.out += _scalar(str(len(self.tensors))) + _scalar("cpu") + _scalar(count) + b"tQ"
-        view: list[Plain] = [0, value.shape, _row_major(value.shape), False, OrderedDict()]
+        view: list[Plain] = [0, value.shape, row_major_strides(value.shape), False, OrderedDict()]
         for field in view:
             self.emit(field, depth)
         self.out += (b"" if storage else _named("torch", value.dtype.name)) + b"tR"
@@ -185,13 +186,3 @@ def _integer(value: int) -> bytes:
     if size > MAX_INT_BYTES:
         raise ValueError(f"an integer of {size} bytes; torch reads up to {MAX_INT_BYTES}")
     return pack("<cB", b"\x8a", size) + value.to_bytes(size, "little", signed=True)
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, in elements."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -10,7 +10,7 @@ from unshard.errors import UnshardError
 from unshard.evaluate.pins.files import Identity, Listing, identity, list_checkpoint
 from unshard.read.beside.companions import companions_in, find_companions
 from unshard.read.discover import discover
-from unshard.read.format import Request
+from unshard.read.format import Choice
 
 __all__ = ["ExpiredError", "PinError", "link_all", "link_companions", "refusal"]
 
@@ -92,7 +92,7 @@ def _link_beside(checkpoint: Path, partial: Path) -> None:
     verl's are the step's: `global_step_N/huggingface/`, for the weights in `global_step_N/actor`.
     """
     try:
-        location = discover(checkpoint, Request(None, None, None))[0]
+        location = discover(checkpoint, Choice(None, None, None))[0]
     except (UnshardError, OSError):
         return
     step = checkpoint.parent

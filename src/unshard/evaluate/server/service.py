@@ -39,7 +39,7 @@ from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
 from unshard.read.discover import discover
-from unshard.read.format import Request as Wanted
+from unshard.read.format import Choice
 
 __all__ = ["Service", "by_task"]
 
@@ -304,7 +304,7 @@ def _placed(request: Request) -> tuple[Request, Path]:
     """
     path = Path(request.checkpoint)
     try:
-        found = discover(path, Wanted(weights=request.weights))[0]
+        found = discover(path, Choice(weights=request.weights))[0]
     except PermissionError as error:
         raise not_readable(error) from error
     except (UnshardError, OSError):

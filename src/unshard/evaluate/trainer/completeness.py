@@ -17,7 +17,7 @@ from unshard.containers.json_file import JsonFields, json_object
 from unshard.containers.safetensors_file import read_safetensors
 from unshard.errors import CorruptError, UnshardError, UsageError
 from unshard.read.discover import all_steps, step_numbers
-from unshard.read.format import Location, Request
+from unshard.read.format import Choice, Location
 from unshard.read.hub_files import weight_map
 
 __all__ = ["Watcher", "why_incomplete", "why_unfinished"]
@@ -49,7 +49,7 @@ class Watcher:
 
     def __init__(self, run: Path, *, weights: str = "model", role: str | None = None) -> None:
         self._run = run
-        self._request = Request(None, role, weights)
+        self._choice = Choice(None, role, weights)
         self._stamps: dict[Path, Stamps] = {}
         self._seen: set[Path] = set()
         self._told: set[str] = set()
@@ -72,7 +72,7 @@ class Watcher:
     def _steps(self) -> list[Location]:
         """Return what all steps hold; one that holds something else keeps back no other."""
         try:
-            return self._found(self._request)
+            return self._found(self._choice)
         except (UnshardError, OSError) as error:
             numbers = step_numbers(self._run)
             if not numbers:
@@ -80,19 +80,19 @@ class Watcher:
         found = []
         for number in numbers:
             try:
-                found += self._found(replace(self._request, step=number))
+                found += self._found(replace(self._choice, step=number))
             except (UnshardError, OSError) as error:
                 self._tell(f"step {number} is not submitted yet: {error}")
         return found
 
-    def _found(self, request: Request) -> list[Location]:
+    def _found(self, choice: Choice) -> list[Location]:
         """Return what steps hold; of an actor and a critic, the one that generates."""
-        if request.role is not None:
-            return all_steps(self._run, request)
+        if choice.role is not None:
+            return all_steps(self._run, choice)
         try:
-            found = all_steps(self._run, request)
+            found = all_steps(self._run, choice)
         except UsageError:
-            found = all_steps(self._run, replace(request, role="actor"))
+            found = all_steps(self._run, replace(choice, role="actor"))
         return [one for one in found if one.role != "critic"]
 
     def _is_ready(self, location: Location) -> bool:

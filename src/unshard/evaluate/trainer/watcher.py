@@ -30,7 +30,7 @@ from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Fields, Spool
 from unshard.evaluate.trainer.submitter import Completed, Submitter
 from unshard.read.discover import discover, step_numbers
-from unshard.read.format import Location, Request
+from unshard.read.format import Choice, Location
 
 __all__ = ["Answer", "Watching"]
 
@@ -182,7 +182,7 @@ class Watching:
 
     def _check_is_run(self) -> None:
         try:
-            found = discover(self.run, Request(None, "actor", None))
+            found = discover(self.run, Choice(None, "actor", None))
         except (UnshardError, OSError):
             return  # nothing yet
         place = self.run.resolve()

@@ -11,11 +11,10 @@ from pathlib import Path
 
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import CorruptError
+from unshard.read.beside.model_config import Fields
 from unshard.read.format import Location
 
 __all__ = ["AdapterConfig", "read_adapter_config"]
-
-Fields = Mapping[str, object]
 
 _META = "lora_train_meta.json"
 _CONFIG = "adapter_config.json"

@@ -16,8 +16,8 @@ from unshard.containers.open_files import OpenFiles
 from unshard.containers.zstd import decompress
 from unshard.errors import CorruptError, UnshardError, raise_all
 from unshard.read.dcp.items import StoredItem, read_items
-from unshard.tensors.boxes import is_row_major, row_major_strides
-from unshard.tensors.catalog import ByteRange, Catalog, ChunkTable, TensorEntry
+from unshard.read.drafts import TensorDraft
+from unshard.tensors.catalog import ByteRange, Catalog, Chunk, TensorEntry
 
 __all__ = ["inflate", "inflated_bytes"]
 
@@ -74,50 +74,44 @@ def inflate(catalog: Catalog, path: Path) -> Catalog:
 def _inflated(
     entry: TensorEntry, windows: dict[int, ByteRange], path: Path, problems: list[UnshardError]
 ) -> TensorEntry:
+    """Return a tensor whose compressed chunks are in `windows` of the file `path`, by row."""
+    if not windows:
+        return entry
     table = entry.chunks
-    file, start, length = table.file.copy(), table.start.copy(), table.length.copy()
-    steps = [row_major_strides(sizes) for sizes in table.sizes.tolist()]
-    if table.strides is not None:
-        steps = [tuple(row) for row in table.strides.tolist()]
-    items = read_items([(w.path, w.offset, w.length) for w in windows.values()])
-    for row, item in zip(windows, items, strict=True):
-        problem = _misfit(entry, table, row, item)
-        if problem is not None or isinstance(item, UnshardError):
-            problems += [problem] if problem else []
+    found = read_items([(w.path, w.offset, w.length) for w in windows.values()])
+    items = dict(zip(windows, found, strict=True))
+    draft = TensorDraft(entry.fqn, entry.dtype, entry.shape, entry.sharding)
+    for row, chunk in enumerate(table):
+        file, start, strides = int(table.file[row]), chunk.source.offset, chunk.strides
+        item = items.get(row)
+        if isinstance(item, UnshardError) or (item is not None and not _fits(entry, chunk, item)):
+            problems.append(_misfit(entry, chunk, item))
             continue
-        file[row], start[row] = len(table.paths), item.start
-        length[row] = item.view.storage_elements * entry.dtype.itemsize
-        steps[row] = item.view.strides
-    odd = any(
-        not is_row_major(sizes, step)
-        for sizes, step in zip(table.sizes.tolist(), steps, strict=True)
-    )
-    strides = np.array(steps, dtype=np.int64).reshape(table.sizes.shape) if odd else None
-    done = np.zeros(len(table), dtype=np.bool_)
-    chunks = replace(
-        table,
-        paths=(*table.paths, path),
-        strides=strides,
-        file=file,
-        start=start,
-        length=length,
-        compressed=done,
-    )
-    return replace(entry, chunks=chunks)
+        if item is not None:
+            file, start, strides = len(table.paths), item.start, item.view.strides
+        draft.add(
+            rank=chunk.rank,
+            file=file,
+            start=start,
+            offsets=chunk.box.offsets,
+            sizes=chunk.box.sizes,
+            strides=strides,
+        )
+    return draft.entry((*table.paths, path))
 
 
-def _misfit(
-    entry: TensorEntry, table: ChunkTable, row: int, item: StoredItem | UnshardError
-) -> UnshardError | None:
-    sizes, at = tuple(table.sizes[row].tolist()), table.offsets[row].tolist()
-    where = f"tensor {entry.fqn}: {table[row].source.path.name}: its chunk {at}"
+def _fits(entry: TensorEntry, chunk: Chunk, item: StoredItem) -> bool:
+    return (item.view.sizes, item.view.dtype) == (chunk.box.sizes, entry.dtype)
+
+
+def _misfit(entry: TensorEntry, chunk: Chunk, item: StoredItem | UnshardError) -> CorruptError:
+    at = list(chunk.box.offsets)
+    where = f"tensor {entry.fqn}: {chunk.source.path.name}: its chunk {at}"
     if isinstance(item, UnshardError):
         what = item.subject.rpartition(": ")[2]
         return CorruptError(f"{where} is compressed, and holds no tensor of torch: {what}")
-    if (item.view.sizes, item.view.dtype) == (sizes, entry.dtype):
-        return None
     return CorruptError(
         f"{where} is not what is stored for it",
-        expected=f"{entry.dtype} {list(sizes)}, as the metadata declares",
+        expected=f"{entry.dtype} {list(chunk.box.sizes)}, as the metadata declares",
         found=f"{item.view.dtype} {list(item.view.sizes)}",
     )

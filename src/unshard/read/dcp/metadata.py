@@ -20,7 +20,7 @@ from unshard.read.torch_save.values import shape as sizes_of
 from unshard.read.torch_save.views import dtype_named
 from unshard.tensors.dtypes import DType
 
-__all__ = ["DcpMetadata", "Item", "StoredTensor", "read_metadata"]
+__all__ = ["MODEL_KEYS", "DcpMetadata", "Item", "StoredTensor", "read_metadata"]
 
 _MAX_BYTES = 1 << 30
 _MAX_OFFSET = 1 << 62
@@ -31,7 +31,13 @@ _STORAGE_INFO = (
 )
 _ZSTD = re.compile(r"stream\.zstd/1(\..*)?")
 
-Ints = tuple[int, ...]
+_Chunk = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a box, in elements."""
+_Index = tuple[str, tuple[int, ...] | None]
+"""Flat name and offsets of an item; offsets None for objects."""
+
+MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
+"""What trainers call the model in the dict that they save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +52,11 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as the metadata has it; `chunks` are (offsets, sizes), in elements."""
+    """A tensor as the metadata has it."""
 
     dtype: DType
-    shape: Ints
-    chunks: list[tuple[Ints, Ints]]
+    shape: tuple[int, ...]
+    chunks: list[_Chunk]
 
 
 @dataclass(slots=True)
@@ -61,13 +67,13 @@ class DcpMetadata:
         tensors: by flat name, in the order of the saved dict.
         objects: flat names of values that are not tensors.
         paths: of flat names in the saved dict; empty if the save was not flattened.
-        items: by flat name and offsets; offsets None for objects.
+        items: where each chunk and each object is stored.
     """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     objects: dict[str, None] = field(default_factory=dict)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    items: dict[tuple[str, Ints | None], Item] = field(default_factory=dict)
+    items: dict[_Index, Item] = field(default_factory=dict)
 
 
 def read_metadata(files: Iterable[Path]) -> DcpMetadata:
@@ -209,7 +215,7 @@ def _unite(whole: DcpMetadata, path: Path, name: str, tensor: StoredTensor) -> N
     first.chunks.extend(tensor.chunks)
 
 
-def _index(index: Value) -> tuple[str, Ints | None]:
+def _index(index: Value) -> _Index:
     fields = state_of(index)
     name, offset = member(fields, "fqn"), fields.get("offset")
     if not isinstance(name, str):

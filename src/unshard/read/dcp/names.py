@@ -14,12 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from unshard.errors import NotMergeableError
-from unshard.read.dcp.metadata import DcpMetadata
+from unshard.read.dcp.metadata import MODEL_KEYS, DcpMetadata
 from unshard.tensors.catalog import Skipped
 
 __all__ = ["ModelNames", "model_names"]
 
-_MODEL = frozenset({"model", "state_dict", "module", "model_state_dict"})
 _OTHER = frozenset(
     """
     callbacks dataloader dataset ema ema_model extra_state grad_scaler integrations loops
@@ -32,7 +31,8 @@ _MOMENTS = frozenset(
 )
 _LISTED = 8
 
-Path = tuple[str, ...]
+_KeyPath = tuple[str, ...]
+"""The keys that lead to a value in the saved dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ModelNames:
         skipped: everything else, many values of one kind as one.
     """
 
-    prefix: Path
+    prefix: _KeyPath
     names: Mapping[str, str]
     skipped: tuple[Skipped, ...]
 
@@ -88,9 +88,13 @@ def model_names(metadata: DcpMetadata, where: str) -> ModelNames:
     return ModelNames(prefix, names, tuple(_skipped(metadata, names)))
 
 
-def _of_optimizer(paths: Mapping[str, Path]) -> frozenset[str]:
+def _in_model(path: _KeyPath) -> bool:
+    return any(key in MODEL_KEYS for key in path[:-1])
+
+
+def _of_optimizer(paths: Mapping[str, _KeyPath]) -> frozenset[str]:
     """Return the names that belong to an optimizer's state, outside of what is called a model."""
-    flat = {name: ".".join(path) for name, path in paths.items() if _MODEL.isdisjoint(path[:-1])}
+    flat = {name: ".".join(path) for name, path in paths.items() if not _in_model(path)}
     owners = {owner for name in flat.values() if (owner := name.rpartition("."))[2] in _MOMENTS}
     stems = {stem for stem, _, _ in owners}
     return frozenset(
@@ -100,22 +104,24 @@ def _of_optimizer(paths: Mapping[str, Path]) -> frozenset[str]:
     )
 
 
-def _prefix(path: Path) -> Path | None:
+def _prefix(path: _KeyPath) -> _KeyPath | None:
     """Return the path of the set of tensors that a tensor belongs to; None for other state."""
     container = path[:-1]
     for depth, word in enumerate(container):
         if word in _OTHER or word.startswith("optim"):
             return None
-        if word in _MODEL:
+        if word in MODEL_KEYS:
             inner = container[depth + 1 :]
             return None if any(part in _OTHER for part in inner) else container[: depth + 1]
     return container[:1]
 
 
-def _choose(metadata: DcpMetadata, prefixes: Mapping[str, Path | None], where: str) -> Path | None:
+def _choose(
+    metadata: DcpMetadata, prefixes: Mapping[str, _KeyPath | None], where: str
+) -> _KeyPath | None:
     """Return the prefix of the model; None if there is none."""
     found = Counter([at for at in prefixes.values() if at is not None])
-    named = [at for at in found if at and at[-1] in _MODEL]
+    named = [at for at in found if at and at[-1] in MODEL_KEYS]
     top = [metadata.tensors[name] for name, at in prefixes.items() if at == ()]
     if not any(tensor.shape for tensor in top):
         del found[()]  # counters beside the state dict

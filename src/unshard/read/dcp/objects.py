@@ -8,25 +8,23 @@ from pathlib import Path
 
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import IncompleteError, NotMergeableError, raise_all
-from unshard.read.dcp.metadata import DcpMetadata
-from unshard.read.format import Location, Reading, ReadOptions
+from unshard.read.dcp.metadata import MODEL_KEYS, DcpMetadata
+from unshard.read.format import Location, ReadOptions
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.values import items_of
 from unshard.read.torch_save.views import is_tensor
-from unshard.tensors.catalog import ByteRange, Skipped
+from unshard.tensors.catalog import ByteRange, Catalog, Skipped
 
 __all__ = ["holds_model", "read_object"]
-
-_MODEL = ("model", "state_dict", "module", "model_state_dict")
 
 
 def holds_model(metadata: DcpMetadata) -> bool:
     """Tell whether a save that was not flattened keeps the model as one object."""
-    return not metadata.paths and any(name in metadata.objects for name in _MODEL)
+    return not metadata.paths and any(name in metadata.objects for name in MODEL_KEYS)
 
 
-def read_object(metadata: DcpMetadata, location: Location, options: ReadOptions) -> Reading:
+def read_object(metadata: DcpMetadata, location: Location, options: ReadOptions) -> Catalog:
     """Read the object that holds the model's state dict.
 
     Raises:
@@ -34,7 +32,7 @@ def read_object(metadata: DcpMetadata, location: Location, options: ReadOptions)
         CheckpointError: its file is missing or damaged.
     """
     where = location.weights_dir
-    names = [name for name in _MODEL if name in metadata.objects]
+    names = [name for name in MODEL_KEYS if name in metadata.objects]
     if not names:
         raise NotMergeableError(
             f"{where}: holds no tensors, only {len(metadata.objects)} pickled objects",
@@ -60,7 +58,7 @@ def read_object(metadata: DcpMetadata, location: Location, options: ReadOptions)
         )
     others = [Skipped(other, "not model weights: object") for other in metadata.objects]
     others += [Skipped(other, "not model weights: tensor") for other in metadata.tensors]
-    return Reading(
+    return Catalog(
         writer="torch",
         world_size=1,
         tensors={key: draft.entry((window.path,)) for key, draft in gathered.drafts.items()},

@@ -8,23 +8,20 @@ parallelism of uneven sizes the declared boxes are not those that are stored.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
-
 from unshard.errors import CorruptError, IncompleteError, UnshardError, raise_all
 from unshard.read.dcp.items import StoredItem, read_items
-from unshard.read.dcp.metadata import DcpMetadata, Item, StoredTensor, read_metadata
+from unshard.read.dcp.metadata import DcpMetadata, Item, read_metadata
 from unshard.read.dcp.names import model_names
 from unshard.read.dcp.objects import holds_model, read_object
 from unshard.read.dcp.writers import WRAPPING, training_state, writer_of
-from unshard.read.format import Format, Location, Reading, ReadOptions, files_in, find_file
+from unshard.read.drafts import TensorDraft
+from unshard.read.format import Format, Location, ReadOptions, files_in, find_file, has_file
 from unshard.read.wrapper_names import without_wrapper_module
-from unshard.tensors.boxes import is_row_major
-from unshard.tensors.catalog import ByteRange, TensorEntry
-from unshard.tensors.chunk_rows import ChunkRows, chunk_row
+from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 
 __all__ = ["DCP"]
 
@@ -32,19 +29,13 @@ _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 _UNFINISHED = re.compile(r"(?:__\d+)?\.metadata\.tmp")
 _ITEMS = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
 
-Ints = tuple[int, ...]
-
-
-def _holds(directory: Path) -> bool:
-    return any(_claims(path.name) for path in directory.iterdir())
-
 
 def _claims(name: str) -> bool:
     known = (_METADATA, _UNFINISHED)
     return name.endswith(".distcp") or any(pattern.fullmatch(name) for pattern in known)
 
 
-def _read(location: Location, options: ReadOptions) -> Reading:
+def _read(location: Location, options: ReadOptions) -> Catalog:
     metadata = read_metadata(_metadata_files(location))
     if not metadata.tensors or holds_model(metadata):
         return read_object(metadata, location, options)
@@ -59,7 +50,7 @@ def _read(location: Location, options: ReadOptions) -> Reading:
         pieces.add(flat)
     entries = pieces.entries(names)
     ranks = {rank for item in metadata.items.values() if (rank := _rank(item.path)) is not None}
-    return Reading(
+    return Catalog(
         writer=writer,
         world_size=max(ranks, default=0) + 1,
         tensors=entries,
@@ -69,7 +60,7 @@ def _read(location: Location, options: ReadOptions) -> Reading:
     )
 
 
-DCP = Format("torch DCP", _holds, _read, _claims)
+DCP = Format("torch DCP", has_file(_claims), _read, _claims)
 
 
 def _metadata_files(location: Location) -> list[Path]:
@@ -141,11 +132,15 @@ class _Piece:
     """A declared chunk of a tensor and the item that should hold it."""
 
     flat: str
-    offsets: Ints
-    sizes: Ints
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     item: Item
     file: int
     path: Path
+
+    @property
+    def rank(self) -> int:
+        return _rank(self.item.path) or 0
 
     @property
     def where(self) -> str:
@@ -161,7 +156,6 @@ class _Pieces:
     pieces: list[_Piece] = field(default_factory=list)
     problems: list[UnshardError] = field(default_factory=list)
     archives: list[ByteRange] = field(default_factory=list)
-    compressed: set[int] = field(default_factory=set)
 
     def add(self, flat: str) -> None:
         """Look up the items of a tensor."""
@@ -179,8 +173,6 @@ class _Pieces:
                 self.problems.append(_truncated(flat, item, path, size))
             else:
                 self.pieces.append(_Piece(flat, offsets, sizes, item, number, path))
-                if item.compressed:
-                    self.compressed.add(number)
 
     def entries(self, names: Mapping[str, str]) -> dict[str, TensorEntry]:
         """Read all items and return the tensors under their names.
@@ -190,23 +182,24 @@ class _Pieces:
             CorruptError: an item is not what the metadata declares.
         """
         self._raise_missing()
-        plain = [piece for piece in self.pieces if piece.file not in self.compressed]
+        plain = [piece for piece in self.pieces if not piece.item.compressed]
         items = [(piece.path, piece.item.offset, piece.item.length) for piece in plain]
         self.archives = [ByteRange(*window) for window in items]
         stored = dict(zip(map(id, plain), read_items(items), strict=True))
         tensors = self.metadata.tensors
-        rows = {flat: ChunkRows(len(tensors[flat].shape)) for flat in names}
-        for piece in self.pieces:
-            if piece.file in self.compressed:
-                _add_compressed(rows[piece.flat], piece)
-            else:
-                self._add_stored(rows[piece.flat], piece, stored[id(piece)])
-        raise_all(CorruptError, "the items do not fit the metadata", self.problems)
-        paths = tuple(self.files.paths)
-        return {
-            name: _entry(name, tensors[flat], rows[flat], paths, self.compressed)
+        drafts = {
+            flat: TensorDraft(name, tensors[flat].dtype, tensors[flat].shape)
             for flat, name in names.items()
         }
+        for piece in self.pieces:
+            if not piece.item.compressed:
+                self._add_stored(drafts[piece.flat], piece, stored[id(piece)])
+            elif 0 not in piece.sizes:  # nothing more is known until it is decompressed
+                row = (piece.rank, piece.file, piece.item.offset, piece.item.length)
+                drafts[piece.flat].add_compressed(row, piece.offsets, piece.sizes)
+        raise_all(CorruptError, "the items do not fit the metadata", self.problems)
+        paths = tuple(self.files.paths)
+        return {draft.fqn: draft.entry(paths) for draft in drafts.values()}
 
     def _raise_missing(self) -> None:
         missing = self.files.missing
@@ -220,7 +213,7 @@ class _Pieces:
             )
 
     def _add_stored(
-        self, rows: ChunkRows, piece: _Piece, stored: StoredItem | UnshardError
+        self, draft: TensorDraft, piece: _Piece, stored: StoredItem | UnshardError
     ) -> None:
         if isinstance(stored, UnshardError):
             problem = f"{piece.where}: {stored.subject}"
@@ -229,42 +222,22 @@ class _Pieces:
                 kind(problem, expected=stored.expected, found=stored.found, hint=stored.hint)
             )
             return
-        view, dtype = stored.view, self.metadata.tensors[piece.flat].dtype
+        view = stored.view
         if view.sizes != piece.sizes:
             self.problems.append(_wrong_box(piece, view.sizes))
-        elif view.dtype is not dtype:
+        elif view.dtype is not draft.dtype:
             what = f"{piece.where} is stored as {view.dtype}"
-            self.problems.append(CorruptError(what, expected=f"{dtype}, as the metadata says"))
+            expected = f"{draft.dtype}, as the metadata says"
+            self.problems.append(CorruptError(what, expected=expected))
         elif 0 not in view.sizes:
-            odd = {} if is_row_major(view.sizes, view.strides) else {0: view.strides}
-            row = chunk_row(
-                _rank(piece.item.path) or 0,
-                piece.file,
-                stored.start,
-                dtype.itemsize,
-                piece.offsets,
-                piece.sizes,
-                view.strides,
+            draft.add(
+                rank=piece.rank,
+                file=piece.file,
+                start=stored.start,
+                offsets=piece.offsets,
+                sizes=piece.sizes,
+                strides=view.strides,
             )
-            rows.extend(row, odd)
-
-
-def _add_compressed(rows: ChunkRows, piece: _Piece) -> None:
-    """Add a chunk whose item must be decompressed before anything is known of it."""
-    if 0 not in piece.sizes:
-        rank, item = _rank(piece.item.path) or 0, piece.item
-        row = (rank, piece.file, item.offset, item.length, *piece.offsets, *piece.sizes)
-        rows.extend(row, {})
-
-
-def _entry(
-    name: str, tensor: StoredTensor, rows: ChunkRows, paths: tuple[Path, ...], files: set[int]
-) -> TensorEntry:
-    """Return a tensor; `files` are those whose items are compressed."""
-    table = rows.table(paths)
-    if files:
-        table = replace(table, compressed=np.isin(table.file, list(files)))
-    return TensorEntry(name, tensor.dtype, tensor.shape, table)
 
 
 def _truncated(flat: str, item: Item, path: Path, size: int) -> IncompleteError:
@@ -275,7 +248,7 @@ def _truncated(flat: str, item: Item, path: Path, size: int) -> IncompleteError:
     )
 
 
-def _wrong_box(piece: _Piece, stored: Ints) -> CorruptError:
+def _wrong_box(piece: _Piece, stored: tuple[int, ...]) -> CorruptError:
     return CorruptError(
         f"{piece.where} is not what is stored for it",
         expected=f"{list(piece.sizes)}, as the metadata declares",

@@ -12,7 +12,7 @@ which is how VeOmni numbers them.
 import os
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -21,29 +21,22 @@ from unshard.containers.chunks import first_difference
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import raw_dtype
 from unshard.errors import NotMergeableError, UsageError, raise_all
+from unshard.noted import Noted
 from unshard.read.format import Location, ReadOptions
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.placements import Replicate
 from unshard.tensors.tiles import row_tile
 
-__all__ = ["Experts", "resolve_experts"]
+__all__ = ["resolve_experts"]
 
 _SAMPLE_BYTES = 16 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """All tensors, experts joined; and what was done."""
-
-    tensors: Mapping[str, TensorEntry]
-    notes: tuple[str, ...]
-
-
 def resolve_experts(
     tensors: Mapping[str, TensorEntry], location: Location, options: ReadOptions
-) -> Experts:
-    """Join, or refuse, tensors that are different experts under one name.
+) -> Noted[Mapping[str, TensorEntry]]:
+    """Join, or refuse, tensors that are different experts under one name; return all tensors.
 
     Raises:
         NotMergeableError: there are some, and `--ep-size` was not given or does not fit.
@@ -59,7 +52,7 @@ def resolve_experts(
                 "between ranks under one name",
                 hint="leave it out: the files say how their tensors are cut",
             )
-        return Experts(tensors, ())
+        return Noted(tensors)
     if options.ep_size is None:
         raise _refusal(location, copied, differing)
     experts = [name for name in copied if name in differing or ".experts." in name]
@@ -74,7 +67,7 @@ def resolve_experts(
         f"--ep-size {options.ep_size}: {len(joined)} tensors were joined along dimension 0, their "
         f"groups in the order of their lowest ranks: {', '.join(joined)}"
     )
-    return Experts({**tensors, **joined}, (note,))
+    return Noted({**tensors, **joined}, (note,))
 
 
 def _unexplained_copies(entry: TensorEntry) -> int:

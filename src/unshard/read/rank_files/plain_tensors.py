@@ -12,10 +12,9 @@ A DTensor says how it is cut; a plain tensor says nothing. The rules, the only h
 """
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
 
 import numpy as np
 
@@ -23,7 +22,6 @@ from unshard.containers.chunks import first_difference
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import raw_dtype
 from unshard.errors import NotMergeableError, UnshardError
-from unshard.read.torch_save.gathering import Draft
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.tiles import row_tile, tiles
 
@@ -46,41 +44,33 @@ class Resolved:
 
 
 def resolve_plain(
-    drafts: Iterable[Draft],
-    paths: tuple[Path, ...],
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    assume_dim0: bool,
+    copies: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]], *, assume_dim0: bool
 ) -> Resolved:
     """Decide what every plain tensor is, by its known shape or by comparing its bytes across ranks.
 
     Args:
-        drafts: the plain tensors, each row one rank's whole tensor.
-        paths: the files that the rows refer to.
+        copies: the plain tensors; each chunk is one rank's whole tensor.
         shapes: shapes that are known from elsewhere, by name.
         assume_dim0: take tensors that differ as shards along dimension 0.
     """
-    tables = {draft.fqn: (draft, draft.rows.table(paths)) for draft in drafts}
     with OpenFiles(os.O_RDONLY, limit=16) as files:
-        differing = {
-            name for name, (draft, table) in tables.items() if _differ(draft, table, files)
-        }
+        differing = {name for name, entry in copies.items() if _differ(entry, files)}
     entries: dict[str, TensorEntry] = {}
     problems: list[UnshardError] = []
-    told: dict[str, list[str]] = {}
-    for name, (draft, table) in tables.items():
-        case = _Case(name in differing, bool(differing) and len(table) > 1 and draft.rows.ndim > 0)
-        verdict, why = _judge(draft, table, case, shapes.get(name), assume_dim0=assume_dim0)
+    assumed: dict[str, list[str]] = {}
+    for name, entry in copies.items():
+        several = bool(differing) and len(entry.chunks) > 1 and bool(entry.shape)
+        case = _Case(name in differing, several)
+        verdict, why = _judge(entry, case, shapes.get(name), assume_dim0=assume_dim0)
         if verdict is _Verdict.REFUSED:
-            problems.append(_refusal(draft, table, sorted(differing)))
+            problems.append(_refusal(entry, sorted(differing)))
             continue
-        joined = verdict is _Verdict.SHARDS
-        entries[name] = _joined(draft, table) if joined else _copy(draft, table)
+        entries[name] = _joined(entry) if verdict is _Verdict.SHARDS else entry
         if why:
-            told.setdefault(why, []).append(name)
+            assumed.setdefault(why, []).append(name)
     notes = tuple(
         f"{len(names)} plain tensors were taken {why}: {', '.join(names)}"
-        for why, names in told.items()
+        for why, names in assumed.items()
     )
     return Resolved(entries, tuple(problems), notes)
 
@@ -88,7 +78,7 @@ def resolve_plain(
 class _Verdict(Enum):
     COPY = "copies of one tensor"
     SHARDS = "shards along dimension 0"
-    REFUSED = "nobody knows"
+    REFUSED = "undecided"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,78 +90,72 @@ class _Case:
 
 
 def _judge(
-    draft: Draft,
-    table: ChunkTable,
-    case: _Case,
-    known: tuple[int, ...] | None,
-    *,
-    assume_dim0: bool,
+    entry: TensorEntry, case: _Case, known: tuple[int, ...] | None, *, assume_dim0: bool
 ) -> tuple[_Verdict, str]:
     """Return what a tensor is, and how that is known if it was not plain."""
-    if len(table) > 1 and known is not None and _joined_shape(draft, table) == known:
+    table = entry.chunks
+    if len(table) > 1 and known is not None and _joined_shape(entry) == known:
         return _Verdict.SHARDS, "as shards along dimension 0, whose joined shape the base has"
-    if not case.differs and (known == draft.kind.shape or not case.others_differ):
+    if not case.differs and (known == entry.shape or not case.others_differ):
         return _Verdict.COPY, ""
     if assume_dim0 and not case.differs:
         return _Verdict.COPY, "as copies (--assume-dim0)"
-    if assume_dim0 and _joinable(table):
+    if assume_dim0 and _is_joinable(table):
         return _Verdict.SHARDS, "as shards along dimension 0 (--assume-dim0)"
     return _Verdict.REFUSED, ""
 
 
-def _copy(draft: Draft, table: ChunkTable) -> TensorEntry:
-    return TensorEntry(draft.fqn, draft.kind.dtype, draft.kind.shape, table)
-
-
-def _differ(draft: Draft, table: ChunkTable, files: OpenFiles) -> bool:
-    """Tell whether ranks hold different values (or shapes) of a plain tensor."""
+def _differ(entry: TensorEntry, files: OpenFiles) -> bool:
+    """Return whether ranks have different values (or shapes) of a plain tensor."""
+    table = entry.chunks
     if len(table) < 2:
         return False
     if (table.sizes != table.sizes[0]).any():
         return True
-    raw = raw_dtype(draft.kind.dtype)
-    tile = row_tile(draft.kind.shape, _COMPARE_BYTES // raw.itemsize)
+    raw = raw_dtype(entry.dtype)
+    tile = row_tile(entry.shape, _COMPARE_BYTES // raw.itemsize)
     return any(
-        first_difference(table, (0, row), tiles(draft.kind.shape, tile), raw, files)
+        first_difference(table, (0, row), tiles(entry.shape, tile), raw, files)
         for row in range(1, len(table))
     )
 
 
-def _joinable(table: ChunkTable) -> bool:
+def _is_joinable(table: ChunkTable) -> bool:
     return table.sizes.shape[1] > 0 and not (table.sizes[:, 1:] != table.sizes[0, 1:]).any()
 
 
-def _joined_shape(draft: Draft, table: ChunkTable) -> tuple[int, ...] | None:
+def _joined_shape(entry: TensorEntry) -> tuple[int, ...] | None:
     """Return the shape that the ranks' parts make when joined; None if they cannot be."""
-    if not _joinable(table):
+    if not _is_joinable(entry.chunks):
         return None
-    return (int(table.sizes[:, 0].sum()), *draft.kind.shape[1:])
+    return (int(entry.chunks.sizes[:, 0].sum()), *entry.shape[1:])
 
 
-def _joined(draft: Draft, table: ChunkTable) -> TensorEntry:
+def _joined(entry: TensorEntry) -> TensorEntry:
     """Return the tensor that the ranks' parts make when joined along dimension 0, in rank order."""
-    rows = table.sizes[:, 0]
-    shape = _joined_shape(draft, table) or ()
-    table.offsets[:, 0] = np.concatenate([[0], np.cumsum(rows)[:-1]])
-    return TensorEntry(draft.fqn, draft.kind.dtype, shape, table)
+    rows, offsets = entry.chunks.sizes[:, 0], entry.chunks.offsets.copy()
+    offsets[:, 0] = np.concatenate([[0], np.cumsum(rows)[:-1]])
+    shape = _joined_shape(entry) or ()
+    return replace(entry, shape=shape, chunks=replace(entry.chunks, offsets=offsets))
 
 
-def _refusal(draft: Draft, table: ChunkTable, differing: list[str]) -> NotMergeableError:
+def _refusal(entry: TensorEntry, differing: list[str]) -> NotMergeableError:
+    table = entry.chunks
     ranks = f"ranks {', '.join(map(str, table.rank[:8].tolist()))}{' …' if len(table) > 8 else ''}"
     shapes = " and ".join(
         str(list(s)) for s in sorted({tuple(s) for s in table.sizes.tolist()})[:4]
     )
-    if draft.fqn not in differing:
+    if entry.fqn not in differing:
         what = f"{shapes}, equal on {ranks}, but {differing[0]} differs between them"
         return NotMergeableError(
-            f"tensor {draft.fqn}: a plain tensor that may be a copy or a shard",
+            f"tensor {entry.fqn}: a plain tensor that may be a copy or a shard",
             expected="plain tensors that are all copies of one another",
             found=what,
             hint=_HINT,
         )
-    joinable = _joinable(table)
+    joinable = _is_joinable(table)
     return NotMergeableError(
-        f"tensor {draft.fqn}: a plain tensor that differs between ranks, cut nobody knows how",
+        f"tensor {entry.fqn}: a plain tensor that differs between ranks, cut nobody knows how",
         expected=f"equal bytes on {ranks}",
         found=f"different values of shape {shapes}",
         hint=_HINT

@@ -19,12 +19,13 @@ from unshard.errors import (
     UsageError,
     raise_all,
 )
-from unshard.read.format import Format, Location, Reading, ReadOptions, files_in
+from unshard.noted import Noted
+from unshard.read.format import Format, Location, ReadOptions, files_in, has_file
 from unshard.read.rank_files.expert_copies import resolve_experts
 from unshard.read.rank_files.plain_tensors import resolve_plain
 from unshard.read.rank_files.workers import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
-from unshard.tensors.catalog import ByteRange
+from unshard.tensors.catalog import ByteRange, Catalog
 
 __all__ = ["RANK_FILES", "rank_file_name"]
 
@@ -69,10 +70,6 @@ class _Set:
         return re.sub(r"_rank\d+\.bin", f"_rank{rank}.bin", some)
 
 
-def _holds(directory: Path) -> bool:
-    return any(_is_rank_file(path.name) for path in directory.iterdir())
-
-
 def _is_rank_file(name: str) -> bool:
     return bool(_NAMED.fullmatch(name) or _UNNAMED.fullmatch(name))
 
@@ -81,8 +78,9 @@ def _claims(name: str) -> bool:
     return _is_rank_file(name) or bool(_SIBLINGS.fullmatch(name))
 
 
-def _read(location: Location, options: ReadOptions) -> Reading:
-    chosen, notes = _choose(location)
+def _read(location: Location, options: ReadOptions) -> Catalog:
+    noted = _choose(location)
+    chosen, notes = noted.value, list(noted.notes)
     gathered = Gathering()
     stated = 1
     for table in read_rank_files(
@@ -92,8 +90,9 @@ def _read(location: Location, options: ReadOptions) -> Reading:
         stated = max(stated, table.world_size)
     world = chosen.world_size or max(stated, *chosen.files, 0)
     paths = tuple(chosen.files.values())
-    plain = [draft for draft in gathered.drafts.values() if draft.kind.is_plain]
-    resolved = resolve_plain(plain, paths, options.shapes, assume_dim0=options.assume_dim0)
+    tensors = {name: draft.entry(paths) for name, draft in gathered.drafts.items()}
+    plain = {draft.fqn: tensors[draft.fqn] for draft in gathered.plain}
+    resolved = resolve_plain(plain, options.shapes, assume_dim0=options.assume_dim0)
     names = _name_problems(gathered, chosen.files)
     summary = f"{location.weights_dir}: the rank files cannot be merged"
     raise_all(NotMergeableError, summary, [*gathered.problems, *names, *resolved.problems])
@@ -101,15 +100,11 @@ def _read(location: Location, options: ReadOptions) -> Reading:
     if missing:
         ranks = ", ".join(map(str, missing))
         notes.append(f"there is no file of rank {ranks}; replicas have what it held")
-    tensors = {
-        name: resolved.entries.get(name) or draft.entry(paths)
-        for name, draft in gathered.drafts.items()
-    }
-    experts = resolve_experts(tensors, location, options)
-    return Reading(
+    experts = resolve_experts({**tensors, **resolved.entries}, location, options)
+    return Catalog(
         writer=_writer(location),
         world_size=world,
-        tensors=experts.tensors,
+        tensors=experts.value,
         skipped=tuple(gathered.skipped.values()),
         archives=tuple(ByteRange(path, 0, path.stat().st_size) for path in paths),
         training_state=_training_state(location),
@@ -119,10 +114,10 @@ def _read(location: Location, options: ReadOptions) -> Reading:
     )
 
 
-RANK_FILES = Format("FSDP rank files", _holds, _read, _claims)
+RANK_FILES = Format("FSDP rank files", has_file(_is_rank_file), _read, _claims)
 
 
-def _choose(location: Location) -> tuple[_Set, list[str]]:
+def _choose(location: Location) -> Noted[_Set]:
     """Return the set of files that is meant, and what to say of the others.
 
     Files of another world size are left by a resumed run. `fsdp_config.json` decides where it is;
@@ -154,11 +149,12 @@ def _choose(location: Location) -> tuple[_Set, list[str]]:
     if chosen.world_size is not None and max(chosen.files) >= chosen.world_size:
         what = f"rank {max(chosen.files)} of world size {chosen.world_size}"
         raise CorruptError(f"{location.weights_dir}: {what}")
-    return chosen, [
+    notes = (
         f"{location.weights_dir}: left out {len(one.files)} stale rank files of {one.label}"
         for one in sets
         if one is not chosen
-    ]
+    )
+    return Noted(chosen, tuple(notes))
 
 
 def _sets(paths: Iterable[Path]) -> Iterable[_Set]:
@@ -204,10 +200,10 @@ def _name_problems(gathered: Gathering, files: dict[int, Path]) -> list[CorruptE
     """Every rank saves every name in this format; say which ranks lack which."""
     lacking: dict[int, list[str]] = {}
     contradicted = {problem.subject.split(":")[0] for problem in gathered.problems}
-    for name, draft in gathered.drafts.items():
-        if len(draft.ranks) == len(files) or f"tensor {name}" in contradicted:
+    for name, ranks in gathered.ranks.items():
+        if len(ranks) == len(files) or f"tensor {name}" in contradicted:
             continue
-        have = set(draft.ranks)
+        have = set(ranks)
         for rank in files:
             if rank not in have:
                 lacking.setdefault(rank, []).append(name)

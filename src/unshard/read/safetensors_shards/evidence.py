@@ -18,6 +18,7 @@ import numpy as np
 
 from unshard.containers.json_file import json_object
 from unshard.errors import CorruptError, IncompleteError, UnshardError
+from unshard.noted import Noted
 from unshard.read.beside.model_config import ModelConfig, read_config
 from unshard.read.format import Location
 from unshard.read.hub_files import weight_map
@@ -45,7 +46,7 @@ _HINT = (
 
 def loss_problems(
     location: Location, tensors: Mapping[str, TensorEntry]
-) -> tuple[list[UnshardError], list[str]]:
+) -> Noted[list[UnshardError]]:
     """Return what shows that files of ranks are missing, and what to say of evidence not used."""
     problems: list[UnshardError] = []
     notes: list[str] = []
@@ -63,7 +64,8 @@ def loss_problems(
         if path.is_file() and tensors.keys() <= (listed := set(json_object(path))):
             problems += _absent_names(path, listed, tensors, config)
     problems += _short_embeddings(config, tensors)
-    return problems + list(_short_rows(config, tensors)), notes
+    problems += _short_rows(config, tensors)
+    return Noted(problems, tuple(notes))
 
 
 def writer_of(location: Location) -> str:

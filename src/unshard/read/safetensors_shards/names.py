@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+from unshard.noted import Noted
 from unshard.read.format import Location, files_in
 
 __all__ = ["ShardSet", "choose_shards", "is_shard_name"]
@@ -72,7 +73,7 @@ def is_shard_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name))
 
 
-def choose_shards(location: Location) -> tuple[ShardSet, list[str]]:
+def choose_shards(location: Location) -> Noted[ShardSet]:
     """Return the files of the save that is meant, and what to say of the others.
 
     An earlier save into the same directory may have left files of another count. The file that the
@@ -97,7 +98,8 @@ def choose_shards(location: Location) -> tuple[ShardSet, list[str]]:
         )
     _check_indices(location.weights_dir, kept[0])
     stale = [one for one in sets if one is not kept[0]]
-    return kept[0], [f"{location.weights_dir}: left out stale shards: {one}" for one in stale]
+    notes = (f"{location.weights_dir}: left out stale shards: {one}" for one in stale)
+    return Noted(kept[0], tuple(notes))
 
 
 def _shard_name(index: int, rank: int, count: int) -> str:

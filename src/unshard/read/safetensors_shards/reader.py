@@ -21,7 +21,8 @@ from unshard.containers.json_file import shown
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.safetensors_file import HeaderEntry, SafetensorsFile
 from unshard.errors import CorruptError, IncompleteError, UnshardError, raise_all
-from unshard.read.format import Format, Location, Reading, ReadOptions
+from unshard.read.drafts import TensorDraft
+from unshard.read.format import Format, Location, ReadOptions, has_file
 from unshard.read.hub_files import (
     MAX_INTEGER,
     natural_order,
@@ -32,21 +33,16 @@ from unshard.read.hub_files import (
 from unshard.read.safetensors_shards.evidence import loss_problems, writer_of
 from unshard.read.safetensors_shards.gaps import gap_problems
 from unshard.read.safetensors_shards.names import choose_shards, is_shard_name
-from unshard.tensors.boxes import distinct, row_major_strides
-from unshard.tensors.catalog import TensorEntry
-from unshard.tensors.chunk_rows import ChunkRows
-from unshard.tensors.dtypes import DType
+from unshard.tensors.boxes import distinct
+from unshard.tensors.catalog import Catalog, TensorEntry
 
 __all__ = ["SAFETENSORS_SHARDS"]
 
 
-def _holds(directory: Path) -> bool:
-    return any(is_shard_name(path.name) for path in directory.iterdir())
-
-
-def _read(location: Location, options: ReadOptions) -> Reading:
+def _read(location: Location, options: ReadOptions) -> Catalog:
     del options
-    chosen, notes = choose_shards(location)
+    noted = choose_shards(location)
+    chosen = noted.value
     union = _Union()
     for number, ((index, rank), path) in enumerate(chosen.files.items()):
         union.add(read_header(path), _Place(index, rank, number))
@@ -54,21 +50,22 @@ def _read(location: Location, options: ReadOptions) -> Reading:
     raise_all(CorruptError, summary, union.problems)
     tensors = union.tensors(tuple(chosen.files.values()))
     raise_all(CorruptError, summary, _disagreements(tensors))
-    losses, said = loss_problems(location, tensors)
-    losses = [*gap_problems(chosen, tensors)] or losses  # which name the file, not what follows
-    raise_all(IncompleteError, f"{location.weights_dir}: files of ranks are missing", losses)
+    losses = loss_problems(location, tensors)
+    gaps = gap_problems(chosen, tensors)
+    summary = f"{location.weights_dir}: files of ranks are missing"
+    raise_all(IncompleteError, summary, gaps or losses.value)
     missing = chosen.missing()
-    return Reading(
+    return Catalog(
         writer=writer_of(location),
         world_size=chosen.ranks,
         tensors=tensors,
         missing=tuple(missing),
         missing_ranks=tuple(sorted(set(missing.values()))),
-        notes=(*notes, *said),
+        notes=(*noted.notes, *losses.notes),
     )
 
 
-SAFETENSORS_SHARDS = Format("sharded safetensors", _holds, _read, is_shard_name)
+SAFETENSORS_SHARDS = Format("sharded safetensors", has_file(is_shard_name), _read, is_shard_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,30 +77,13 @@ class _Place:
     number: int
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A tensor while its pieces are being gathered.
-
-    Attributes:
-        index: of the files that hold it.
-        dtype: as the first file that has it states it; `first` is that file.
-        rows: the pieces.
-        ends: per dimension, where the last piece ends.
-    """
-
-    index: int
-    dtype: DType
-    first: Path
-    rows: ChunkRows
-    ends: list[int]
-
-
 class _Union:
     """Unites the pieces that the files hold."""
 
     def __init__(self) -> None:
         self.problems: list[UnshardError] = []
-        self._drafts: dict[str, _Draft] = {}
+        self._drafts: dict[str, TensorDraft] = {}
+        self._firsts: dict[str, tuple[int, Path]] = {}  # index and path of the first file
 
     def add(self, file: SafetensorsFile, place: _Place) -> None:
         """Add the pieces of one file; what is wrong with them goes to `problems`."""
@@ -126,35 +106,33 @@ class _Union:
     ) -> CorruptError | None:
         draft = self._drafts.get(entry.name)
         if draft is None:
-            rows = ChunkRows(len(entry.shape))
-            draft = _Draft(place.index, entry.dtype, file.path, rows, [0] * len(entry.shape))
+            draft = TensorDraft(entry.name, entry.dtype, (0,) * len(entry.shape))
             self._drafts[entry.name] = draft
-        if draft.dtype is not entry.dtype or draft.rows.ndim != len(entry.shape):
+            self._firsts[entry.name] = (place.index, file.path)
+        if draft.dtype is not entry.dtype or len(draft.shape) != len(entry.shape):
             return CorruptError(
                 f"tensor {entry.name}: rank {place.rank} ({file.path.name}) contradicts "
-                f"{draft.first.name}",
-                expected=f"{draft.dtype} of {draft.rows.ndim} dimensions",
+                f"{self._firsts[entry.name][1].name}",
+                expected=f"{draft.dtype} of {len(draft.shape)} dimensions",
                 found=f"{entry.dtype} of {len(entry.shape)} dimensions",
                 hint="do the files belong to one save?",
             )
-        pieces = zip(offsets, entry.shape, draft.ends, strict=True)
-        draft.ends = [max(start + size, end) for start, size, end in pieces]
-        draft.rows.add(
+        ends = zip(offsets, entry.shape, draft.shape, strict=True)
+        draft.shape = tuple(max(start + size, end) for start, size, end in ends)
+        draft.add(
             rank=place.rank,
             file=place.number,
             start=file.data_start + entry.begin,
-            itemsize=entry.dtype.itemsize,
             offsets=offsets,
             sizes=entry.shape,
-            strides=row_major_strides(entry.shape),
         )
         return None
 
     def tensors(self, paths: tuple[Path, ...]) -> dict[str, TensorEntry]:
         """Return the tensors, ordered by the index of their file, then by name."""
         drafts = self._drafts
-        names = sorted(drafts, key=lambda name: (drafts[name].index, natural_order(name)))
-        return {name: _entry(name, drafts[name], paths) for name in names}
+        names = sorted(drafts, key=lambda name: (self._firsts[name][0], natural_order(name)))
+        return {name: drafts[name].entry(paths) for name in names}
 
 
 def _disagreements(tensors: Mapping[str, TensorEntry]) -> list[CorruptError]:
@@ -181,10 +159,6 @@ def _disagreement(entry: TensorEntry, first: int, other: int) -> CorruptError:
         found=f"{ours.source.path.name} and {theirs.source.path.name}",
         hint="do the files belong to one save?",
     )
-
-
-def _entry(name: str, draft: _Draft, paths: tuple[Path, ...]) -> TensorEntry:
-    return TensorEntry(name, draft.dtype, tuple(draft.ends), draft.rows.table(paths))
 
 
 def _offsets(entry: HeaderEntry, known: Mapping[str, object]) -> tuple[int, ...] | None:

@@ -9,7 +9,7 @@ from unshard.containers.pickles.records import Record, Value
 from unshard.containers.strided import read_strided
 from unshard.containers.torch_files.reader import TorchFile, read_torch_file
 from unshard.errors import CorruptError, NotMergeableError, UnshardError
-from unshard.read.torch_save.table import Kind, RankTable
+from unshard.read.torch_save.table import RankTable, TensorForm
 from unshard.read.torch_save.tensors import LocalTensor, TensorDecoder
 from unshard.read.torch_save.values import TensorFormError, items_of, named
 from unshard.read.torch_save.views import StorageView, is_tensor
@@ -73,7 +73,7 @@ class _Reader:
         self._archive = archive
         self._table = table
         self._decoder = TensorDecoder(table.rank, lambda view: _integers(archive, view), allowed)
-        self._kinds: dict[Kind, int] = {}
+        self._forms: dict[TensorForm, int] = {}
         self._chunks = 0
 
     def read(self, items: Mapping[str, Value]) -> RankTable:
@@ -88,7 +88,7 @@ class _Reader:
                 self._complain(NotMergeableError, name, f"cannot be read: {error}")
             except PlacementError as error:
                 self._complain(NotMergeableError, name, str(error))
-        table.kind_table = list(self._kinds)
+        table.form_table = list(self._forms)
         table.world_size = self._decoder.world_size
         return table
 
@@ -106,9 +106,9 @@ class _Reader:
             start, strides = (starts[part] or 0) + skip * itemsize, tensor.parts[part].strides
             table.add_chunk(self._chunks, start, itemsize, offsets, sizes, strides)
             self._chunks += 1
-        kind = Kind(tensor.dtype, tensor.shape, tensor.sharding, tensor.offsets is not None)
+        form = TensorForm(tensor.dtype, tensor.shape, tensor.sharding, tensor.offsets is not None)
         table.names.append(name)
-        table.kinds.append(self._kinds.setdefault(kind, len(self._kinds)))
+        table.forms.append(self._forms.setdefault(form, len(self._forms)))
         table.counts.append(len(pieces))
 
     def _start(self, name: str, view: StorageView) -> int | None:

@@ -1,6 +1,6 @@
 """What one rank file holds, as flat integers: small to keep, quick to send between processes.
 
-A file of a thousand tensors has a dozen distinct `Kind`s and a thousand rows; nothing of the pickle
+A file of a thousand tensors has a dozen distinct forms and a thousand rows; nothing of the pickle
 is kept. The byte form is JSON for what is varied, raw 64-bit integers for what is many.
 """
 
@@ -25,11 +25,11 @@ from unshard.tensors.placements import (
     StridedShard,
 )
 
-__all__ = ["Kind", "RankTable"]
+__all__ = ["RankTable", "TensorForm"]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TensorForm:
     """What a tensor is as one rank sees it.
 
     Attributes:
@@ -60,7 +60,7 @@ class RankTable:
     Attributes:
         rank: who wrote it; `file`: its number among the files being read.
         names: of the tensors, in order.
-        kinds: number of each tensor's kind in `kind_table`.
+        forms: number of each tensor's form in `form_table`.
         counts: how many chunks each tensor has here.
         rows: the chunks: rank, file, start and length (bytes), offsets, sizes (elements).
         odd_strides: strides, in elements, of chunks that are not row-major, by number of the chunk.
@@ -72,8 +72,8 @@ class RankTable:
     rank: int
     file: int
     names: list[str] = field(default_factory=list)
-    kinds: list[int] = field(default_factory=list)
-    kind_table: list[Kind] = field(default_factory=list)
+    forms: list[int] = field(default_factory=list)
+    form_table: list[TensorForm] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     rows: "array[int]" = field(default_factory=lambda: array("q"))
     odd_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -102,8 +102,8 @@ class RankTable:
             "rank": self.rank,
             "file": self.file,
             "names": self.names,
-            "kinds": self.kinds,
-            "kind_table": [_kind_fields(kind) for kind in self.kind_table],
+            "forms": self.forms,
+            "form_table": [_form_fields(form) for form in self.form_table],
             "counts": self.counts,
             "odd_strides": list(self.odd_strides.items()),
             "skipped": self.skipped,
@@ -124,8 +124,8 @@ class RankTable:
             rank=fields["rank"],
             file=fields["file"],
             names=fields["names"],
-            kinds=fields["kinds"],
-            kind_table=[_kind(kind) for kind in fields["kind_table"]],
+            forms=fields["forms"],
+            form_table=[_form(form) for form in fields["form_table"]],
             counts=fields["counts"],
             rows=rows,
             odd_strides={number: tuple(strides) for number, strides in fields["odd_strides"]},
@@ -155,20 +155,20 @@ def problem(fields: dict[str, str]) -> UnshardError:
     return found
 
 
-def _kind_fields(kind: Kind) -> list[object]:
-    sharding = kind.sharding
+def _form_fields(form: TensorForm) -> list[object]:
+    sharding = form.sharding
     if sharding is None:
-        return [kind.dtype.name, kind.shape, kind.boxed]
+        return [form.dtype.name, form.shape, form.boxed]
     mesh = sharding.mesh
     placements = [_placement_fields(placement) for placement in sharding.placements]
     fields = [mesh.shape, mesh.dim_names, mesh.coordinates, placements, sharding.shard_order]
-    return [kind.dtype.name, kind.shape, fields]
+    return [form.dtype.name, form.shape, fields]
 
 
-def _kind(fields: list[object]) -> Kind:
+def _form(fields: list[object]) -> TensorForm:
     match fields:
         case [str(dtype), list(shape), bool(boxed)]:
-            return Kind(BY_NAME[dtype], tuple(shape), None, boxed)
+            return TensorForm(BY_NAME[dtype], tuple(shape), None, boxed)
         case [str(dtype), list(shape), [list(sizes), names, list(at), list(placements), order]]:
             names = tuple(names) if isinstance(names, list) else None
             mesh = DeviceMesh(tuple(sizes), names, tuple(at))
@@ -178,8 +178,8 @@ def _kind(fields: list[object]) -> Kind:
                 else None
             )
             sharding = Sharding(mesh, tuple(map(_placement, placements)), stated)
-            return Kind(BY_NAME[dtype], tuple(shape), sharding)
-    raise ValueError(f"not a kind: {fields}")
+            return TensorForm(BY_NAME[dtype], tuple(shape), sharding)
+    raise ValueError(f"not a form: {fields}")
 
 
 def _placement_fields(placement: Placement) -> list[object]:

@@ -3,7 +3,13 @@
 Dispatches on the attributes that are present, never on a torch version; every fact that a pickle
 states twice is compared. Knows nothing of files.
 
-Sources: the pickles of torch 2.1 to 2.15 (`docs/formats.md`), `torch._utils`, `torch._tensor`.
+A ShardedTensor is FSDP1's sharded state dict without a device mesh. Every local shard states its
+own box in the global tensor, and only that is used. The ranks in `shards_metadata` are not: under
+HYBRID_SHARD they are global in one place and local to the group in another. torch itself can load
+such a file only on as many ranks as wrote it.
+
+Sources: the pickles of torch 2.1 to 2.15 (`docs/formats.md`), `torch._utils`, `torch._tensor`,
+`torch.distributed._shard.sharded_tensor`.
 """
 
 from collections.abc import Callable
@@ -11,11 +17,6 @@ from dataclasses import dataclass
 
 from unshard.containers.pickles.records import Global, Record, Value
 from unshard.read.torch_save.meshes import MeshReader
-from unshard.read.torch_save.sharded_tensors import (
-    SHARDED_TENSOR,
-    ShardedTensor,
-    read_sharded_tensor,
-)
 from unshard.read.torch_save.values import TensorFormError, ints, member, named, state_of
 from unshard.read.torch_save.values import shape as sizes_of
 from unshard.read.torch_save.views import (
@@ -60,6 +61,7 @@ _DTENSORS = frozenset(
         "torch.distributed._tensor.DTensor",
     }
 )
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _PLACEMENT_MODULES = (
     "torch.distributed.tensor.placement_types",
     "torch.distributed._tensor.placement_types",
@@ -104,21 +106,50 @@ class TensorDecoder:
         kind, inner, state = named(args[1]), args[2], args[3]
         if kind in _DTENSORS and isinstance(inner, tuple):
             return self._dtensor(inner, state_of(state))
-        if kind == SHARDED_TENSOR and isinstance(inner, tuple):
-            return self._sharded(read_sharded_tensor(inner, state, self._allowed))
+        if kind == _SHARDED_TENSOR and isinstance(inner, tuple):
+            return self._sharded_tensor(inner, state)
         raise TensorFormError(
             f"an instance of {kind}, which may mean something else than its stored bytes "
             f"(if it does not: --allow-global {kind})"
         )
 
-    def _sharded(self, tensor: ShardedTensor) -> LocalTensor:
-        if tensor.rank != self._rank:
+    def _sharded_tensor(self, args: tuple[Value, ...], state: Value) -> LocalTensor:
+        """Decode a ShardedTensor.
+
+        Args:
+            args: of `_rebuild_wrapper_subclass`: class, dtype, global size, …
+            state: what `ShardedTensor.__getstate__` gave: local shards, metadata, process group,
+                sharding spec, remote references.
+        """
+        match state:
+            case (list(shards), metadata, group, *_) if len(args) >= 3:
+                pass
+            case _:
+                raise TensorFormError("a ShardedTensor of unknown form")
+        dtype, shape = dtype_named(args[1]), sizes_of(args[2])
+        described = ints(member(state_of(metadata), "size"))
+        if described != shape:
+            raise TensorFormError(f"the ShardedTensor says shape {shape}, its metadata {described}")
+        stored = [_local_shard(shard, shape, self._allowed) for shard in shards]
+        for view, _ in stored:
+            if view.dtype is not dtype:
+                raise TensorFormError(f"the ShardedTensor says {dtype}, a local shard {view.dtype}")
+        self._check_group(state_of(group))
+        parts, offsets = tuple(view for view, _ in stored), tuple(at for _, at in stored)
+        return LocalTensor(dtype, shape, parts, offsets)
+
+    def _check_group(self, group: dict[str, Value]) -> None:
+        """Compare a ShardedTensor's process group with the rank in the file's name."""
+        match member(group, "global_rank"), member(group, "global_world_size"):
+            case int(rank), int(world_size):
+                pass
+            case _:
+                raise TensorFormError("a process group of unknown form")
+        if rank != self._rank:
             raise TensorFormError(
-                f"saved by rank {tensor.rank}, the file's name says rank {self._rank}: "
-                "was it renamed?"
+                f"saved by rank {rank}, the file's name says rank {self._rank}: was it renamed?"
             )
-        self.world_size = max(self.world_size, tensor.world_size)
-        return LocalTensor(tensor.dtype, tensor.shape, tensor.parts, tensor.offsets)
+        self.world_size = max(self.world_size, world_size)
 
     def _dtensor(self, args: tuple[Value, ...], state: dict[str, Value]) -> LocalTensor:
         if len(args) < 3:
@@ -143,6 +174,24 @@ class TensorDecoder:
         self.world_size = max(self.world_size, self._meshes.world_size)
         order = fields.get("shard_order")
         return Sharding(mesh, tuple(_placement(p) for p in placements), _shard_order(order))
+
+
+def _local_shard(
+    shard: Value, shape: tuple[int, ...], allowed: frozenset[str]
+) -> tuple[StorageView, tuple[int, ...]]:
+    """Return what is stored of a local shard, and where it lies in the global tensor."""
+    fields = state_of(shard)
+    view = read_view(member(fields, "tensor"), allowed)
+    box = state_of(member(fields, "metadata"))
+    offsets, sizes = ints(member(box, "shard_offsets")), ints(member(box, "shard_sizes"))
+    if sizes != view.sizes:
+        raise TensorFormError(f"a local shard says sizes {sizes}, its tensor has {view.sizes}")
+    inside = len(offsets) == len(shape) == len(sizes) and all(
+        at >= 0 and at + n <= size for at, n, size in zip(offsets, sizes, shape, strict=True)
+    )
+    if not inside:
+        raise TensorFormError(f"a shard of {sizes} at {offsets} lies outside its shape {shape}")
+    return view, offsets
 
 
 def _check_meta(spec: Value, shape: tuple[int, ...]) -> None:

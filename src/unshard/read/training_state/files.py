@@ -19,7 +19,7 @@ from pathlib import Path
 
 from unshard.read.format import Location
 
-__all__ = ["Layout", "StateFiles", "find_state_files", "listed"]
+__all__ = ["StateFiles", "StateWriter", "find_state_files", "listed"]
 
 # Five digits at most: a name must not make lists as long as it likes.
 _EXTRA_STATE = re.compile(r"extra_state_world_size_(\d{1,5})_rank_(\d{1,5})\.pt")
@@ -31,7 +31,7 @@ _SCHEDULER = "scheduler.pt"
 _SHOWN = 3
 
 
-class Layout(Enum):
+class StateWriter(Enum):
     """Who wrote the files, and so what is in them."""
 
     EXTRA_STATE = "extra_state files"
@@ -41,10 +41,10 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StateFiles:
-    """The files of one layout.
+    """The files of one writer.
 
     Attributes:
-        layout: who wrote them.
+        writer: who wrote them.
         world_size: how many ranks should have one.
         ranks: the file of each rank that has one, ascending.
         schedulers: files of schedulers, in their order.
@@ -52,7 +52,7 @@ class StateFiles:
         notes: what to say of others that were left out.
     """
 
-    layout: Layout
+    writer: StateWriter
     world_size: int = 0
     ranks: Mapping[int, Path] = field(default_factory=dict)
     schedulers: tuple[Path, ...] = ()
@@ -85,7 +85,7 @@ def find_state_files(location: Location, world_size: int) -> StateFiles | None:
         return None
     first, *others = found
     notes = [
-        f"{listed([path.name for path in other.paths])}: left out, {first.layout.value} count"
+        f"{listed([path.name for path in other.paths])}: left out, {first.writer.value} count"
         for other in others
     ]
     return replace(first, notes=(*first.notes, *notes))
@@ -108,14 +108,14 @@ def _extra_state(files: Mapping[str, Path], world_size: int) -> StateFiles:
         sizes = ", ".join(map(str, stale))
         notes.append(f"left out the extra_state files of world size {sizes}: it is {world_size}")
     name = f"extra_state_world_size_{world_size}_rank_{{}}.pt"
-    ranks = _of_ranks(Layout.EXTRA_STATE, own, world_size, name)
+    ranks = _of_ranks(StateWriter.EXTRA_STATE, own, world_size, name)
     return replace(ranks, notes=tuple(notes))
 
 
 def _accelerate(files: Mapping[str, Path], world_size: int) -> StateFiles:
     numbered = {int(match[1] or 0): path for match, path in _matching(_SCHEDULER_BIN, files)}
     own = {int(match[1]): path for match, path in _matching(_RANDOM_STATES, files)}
-    ranks = _of_ranks(Layout.ACCELERATE, own, world_size, "random_states_{}.pkl")
+    ranks = _of_ranks(StateWriter.ACCELERATE, own, world_size, "random_states_{}.pkl")
     schedulers = tuple(numbered[number] for number in sorted(numbered))
     gaps = (number for number in range(max(numbered, default=0)) if number not in numbered)
     missing = tuple(f"scheduler_{number}.bin" if number else "scheduler.bin" for number in gaps)
@@ -127,24 +127,24 @@ def _trainer(files: Mapping[str, Path], world_size: int) -> StateFiles:
     if not own and _SINGLE in files:
         own, world_size = {0: files[_SINGLE]}, 1
     schedulers = (files[_SCHEDULER],) if _SCHEDULER in files else ()
-    ranks = _of_ranks(Layout.TRAINER, own, world_size, "rng_state_{}.pth")
+    ranks = _of_ranks(StateWriter.TRAINER, own, world_size, "rng_state_{}.pth")
     return replace(ranks, schedulers=schedulers)
 
 
-def _of_ranks(layout: Layout, own: dict[int, Path], world_size: int, name: str) -> StateFiles:
+def _of_ranks(writer: StateWriter, own: dict[int, Path], world_size: int, name: str) -> StateFiles:
     """Return the files of ranks. Where replicas saved nothing, there are more than the weights say.
 
     Args:
-        layout: who wrote them.
+        writer: who wrote them.
         own: the files by rank.
         world_size: how many there should be at least, if any.
         name: what a missing one would be called.
     """
     if not own:
-        return StateFiles(layout)
+        return StateFiles(writer)
     world = max(world_size, *(rank + 1 for rank in own))
     missing = tuple(name.format(rank) for rank in range(world) if rank not in own)
-    return StateFiles(layout, world, dict(sorted(own.items())), (), missing)
+    return StateFiles(writer, world, dict(sorted(own.items())), (), missing)
 
 
 def _matching(

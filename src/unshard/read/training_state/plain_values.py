@@ -20,6 +20,7 @@ from unshard.errors import CorruptError
 from unshard.read.torch_save.values import TensorFormError, named
 from unshard.read.torch_save.views import StorageView, is_tensor, read_view
 from unshard.read.training_state.numpy_values import bytes_of, is_numpy, read_array, read_scalar
+from unshard.tensors.boxes import is_row_major
 from unshard.tensors.catalog import ByteRange
 from unshard.tensors.dtypes import BY_NAME
 
@@ -181,7 +182,7 @@ class _Decoder:
             raise TensorFormError("a tensor whose storage is not there, or too short")
         self._charge(size)
         start = stored.offset + view.offset * view.dtype.itemsize
-        if not _is_contiguous(view):
+        if not is_row_major(view.sizes, view.strides):
             return self._gathered(view, start, size)
         if size > _SMALL:
             return SavedTensor(view.dtype, view.sizes, ByteRange(self._file.path, start, size))
@@ -229,13 +230,3 @@ def _key(value: Value) -> Plain:
         return tuple(_key(part) for part in value)  # never nested: see `safe_key`
     data = bytes_of(value)
     return _scalar(value) if data is None else data
-
-
-def _is_contiguous(view: StorageView) -> bool:
-    """Tell whether a view's elements lie one after another, row-major."""
-    step = 1
-    for size, stride in zip(reversed(view.sizes), reversed(view.strides), strict=True):
-        if size > 1 and stride != step:
-            return False
-        step *= size
-    return True

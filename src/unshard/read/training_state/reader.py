@@ -12,7 +12,7 @@ from unshard.containers.pickles.writer import Plain
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CheckpointError, UnsafeError
 from unshard.read.format import Location
-from unshard.read.training_state.files import Layout, find_state_files, listed
+from unshard.read.training_state.files import StateWriter, find_state_files, listed
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.rng_states import RankState, rank_state, unite
 
@@ -58,7 +58,7 @@ def read_training_state(location: Location, world_size: int) -> TrainingState:
     schedulers = [reader.fields(path) for path in files.schedulers]
     states: list[RankState | None] = [None] * files.world_size
     for rank, path in files.ranks.items():
-        states[rank] = reader.rank(files.layout, path)
+        states[rank] = reader.rank(files.writer, path)
     values, notes = unite(states)
     missing = [f"{listed(files.missing)}: not there"] if files.missing else []
     told = (*files.notes, *missing, *reader.warnings(), *notes)
@@ -82,10 +82,10 @@ class _Reader:
         self._damaged: list[str] = []
         self._left_out: dict[tuple[str, ...], list[str]] = {}
 
-    def rank(self, layout: Layout, path: Path) -> RankState | None:
+    def rank(self, writer: StateWriter, path: Path) -> RankState | None:
         """Return what a rank's file holds; None if it cannot be read."""
         value = self.fields(path)
-        state = None if value is None else rank_state(layout, value)
+        state = None if value is None else rank_state(writer, value)
         if value is not None and state is None:
             self._damaged.append(f"{path}: holds something else")
         return state

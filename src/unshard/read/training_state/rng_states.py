@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from unshard.containers.pickles.writer import Plain, SavedTensor, write_pickle
-from unshard.read.training_state.files import Layout
+from unshard.read.training_state.files import StateWriter
 from unshard.tensors.dtypes import numpy_dtype
 
 __all__ = ["RankState", "rank_state", "unite"]
@@ -46,18 +46,18 @@ class RankState:
     others: _Fields
 
 
-def rank_state(layout: Layout, value: Plain) -> RankState | None:
-    """Return what a rank's file holds; None if it is not what that layout's files hold."""
+def rank_state(writer: StateWriter, value: Plain) -> RankState | None:
+    """Return what a rank's file holds; None if it is not what that writer's files hold."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         return None
     fields = {_renamed(key): part for key, part in value.items()}
-    match layout:
-        case Layout.EXTRA_STATE:
+    match writer:
+        case StateWriter.EXTRA_STATE:
             rng = fields.pop("rng", {})
-        case Layout.ACCELERATE:
+        case StateWriter.ACCELERATE:
             others = {key: fields.pop(key) for key in ("step",) if key in fields}
             rng, fields = fields, others
-        case Layout.TRAINER:
+        case StateWriter.TRAINER:
             rng, fields = fields, {}
     if not isinstance(rng, dict):
         return None

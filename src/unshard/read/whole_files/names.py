@@ -16,7 +16,7 @@ from unshard.read.format import Location
 from unshard.read.hub_files import natural_order, weight_map
 from unshard.read.safetensors_shards.names import is_shard_name
 
-__all__ = ["WholeSet", "choose_files", "holds_whole_files", "is_part_of_set"]
+__all__ = ["WholeSet", "choose_files", "is_part_of_set", "is_whole_file"]
 
 _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.(safetensors|bin)")
 _INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")
@@ -41,13 +41,9 @@ class WholeSet:
     notes: tuple[str, ...] = field(default=())
 
 
-def holds_whole_files(directory: Path) -> bool:
-    """Tell whether whole weights lie in a directory."""
-    names = [path.name for path in directory.iterdir()]
-    return any(
-        name in _SINGLE or is_part_of_set(name) or _ACCELERATE_MODEL.fullmatch(name)
-        for name in names
-    )
+def is_whole_file(name: str) -> bool:
+    """Return whether a file of this name has whole weights, all of them or some."""
+    return name in _SINGLE or is_part_of_set(name) or bool(_ACCELERATE_MODEL.fullmatch(name))
 
 
 def is_part_of_set(name: str) -> bool:

@@ -12,7 +12,8 @@ from unshard.containers.json_file import json_object, shown
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CheckpointError, CorruptError, NotMergeableError, UnshardError, raise_all
-from unshard.read.format import Format, Location, Reading, ReadOptions
+from unshard.read.drafts import TensorDraft
+from unshard.read.format import Format, Location, ReadOptions, has_file
 from unshard.read.hub_files import (
     natural_order,
     read_header,
@@ -23,18 +24,16 @@ from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.nested import find_state_dict
 from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.values import items_of
-from unshard.read.whole_files.names import WholeSet, choose_files, holds_whole_files, is_part_of_set
+from unshard.read.whole_files.names import WholeSet, choose_files, is_part_of_set, is_whole_file
 from unshard.read.wrapper_names import without_wrapper_module
-from unshard.tensors.boxes import row_major_strides
-from unshard.tensors.catalog import ByteRange, Skipped, TensorEntry
-from unshard.tensors.chunk_rows import ChunkRows
+from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 
 __all__ = ["WHOLE_FILES"]
 
 _RECORD = "unshard.json"  # written by write.record, beside what a merge made
 
 
-def _read(location: Location, options: ReadOptions) -> Reading:
+def _read(location: Location, options: ReadOptions) -> Catalog:
     chosen = choose_files(location)
     union = _Union(chosen.files, options.allowed_globals)
     for number, path in enumerate(chosen.files):
@@ -46,7 +45,7 @@ def _read(location: Location, options: ReadOptions) -> Reading:
     place = location.file or location.weights_dir
     raise_all(CorruptError, f"{place}: the weights cannot be read", problems)
     writer, made = _origin(chosen.files)
-    return Reading(
+    return Catalog(
         writer=writer,
         world_size=1,
         tensors=union.tensors,
@@ -56,7 +55,7 @@ def _read(location: Location, options: ReadOptions) -> Reading:
     )
 
 
-WHOLE_FILES = Format("whole files", holds_whole_files, _read, is_part_of_set, sharded=False)
+WHOLE_FILES = Format("whole files", has_file(is_whole_file), _read, is_part_of_set, sharded=False)
 
 
 class _Union:
@@ -87,18 +86,9 @@ class _Union:
             if problem is not None:
                 self.problems.append(problem)
                 continue
-            rows = ChunkRows(len(entry.shape))
-            rows.add(
-                rank=0,
-                file=number,
-                start=file.data_start + entry.begin,
-                itemsize=entry.dtype.itemsize,
-                offsets=(0,) * len(entry.shape),
-                sizes=entry.shape,
-                strides=row_major_strides(entry.shape),
-            )
-            table = rows.table(self._paths)
-            self._add(path, TensorEntry(entry.name, entry.dtype, entry.shape, table))
+            draft = TensorDraft(entry.name, entry.dtype, entry.shape)
+            draft.add(rank=0, file=number, start=file.data_start + entry.begin)
+            self._add(path, draft.entry(self._paths))
 
     def add_torch(self, number: int, path: Path) -> None:
         """Add the tensors of the state dict in the file that is `number` among the paths."""

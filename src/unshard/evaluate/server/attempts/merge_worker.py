@@ -102,9 +102,9 @@ def _is_whole(source: Path, options: Mapping[str, object]) -> bool:
     if not any(any(source.glob(pattern)) for pattern in _WHOLE):
         return False
     from unshard.read.discover import discover
-    from unshard.read.format import Request
+    from unshard.read.format import Choice
 
-    at = discover(source, Request(None, None, "model"))[0]
+    at = discover(source, Choice(None, None, "model"))[0]
     return not at.format.sharded and at.weights_dir == source.resolve()
 
 
@@ -117,7 +117,7 @@ def _merge(order: Order) -> None:
 
     options = MergeOptions(**order.options)  # type: ignore[arg-type]  # JSON
     if order.config is not None:
-        location = discover(Path(order.checkpoint), options.request)[0]
+        location = discover(Path(order.checkpoint), options.choice)[0]
         if find_companions(location, None).config is None:
             options = replace(options, config=order.config)
     before = _demand_config if order.needs_config else _accept

@@ -22,7 +22,7 @@ from unshard.api.opening import open_checkpoint
 from unshard.containers.strided import Elements
 from unshard.errors import UnshardError, UsageError
 from unshard.fronts import Command
-from unshard.tensors.dtypes import BY_CODE, Kind
+from unshard.tensors.dtypes import BY_CODE, DTypeKind
 
 __all__ = ["TASKS", "main"]
 
@@ -59,7 +59,7 @@ def _values(checkpoint: OpenCheckpoint[Elements]) -> dict[str, float]:
     nonfinite, count, squares, largest = 0, 0, 0.0, 0.0
     for name in checkpoint:
         tensor = checkpoint.get_slice(name)
-        if BY_CODE[tensor.get_dtype()].kind is not Kind.FLOAT:
+        if BY_CODE[tensor.get_dtype()].kind is not DTypeKind.FLOAT:
             continue
         for piece in _pieces(tensor):
             finite = piece[np.isfinite(piece)]
