@@ -18,8 +18,7 @@ from unshard.evaluate.server.http.app import make_app
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.service import Service
-from unshard.evaluate.server.store import reading as records
-from unshard.evaluate.server.store import schema
+from unshard.evaluate.server.store import connections, schema
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def test_a_list_of_jobs_reads_the_queue_once(still: Still, monkeypatch: pytest.M
         connection.set_trace_callback(statements.append)
         return connection
 
-    monkeypatch.setattr(records, "connect", traced)  # of the threads that answer
+    monkeypatch.setattr(connections, "connect", traced)  # of the threads that answer
 
     def listed(query: str) -> tuple[dict[str, int | None], int]:
         before = len(statements)
