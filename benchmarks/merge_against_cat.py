@@ -1,7 +1,7 @@
 """Compare `unshard merge` with `cat` of the same bytes, side by side; both sides are made durable.
 
-The rounds interleave all contenders, so that a noisy machine is noisy for everybody; what is
-reported are ratios of medians. Figures to reach stand in ARCHITECTURE.md.
+The rounds interleave all contenders, so that a noisy machine slows all of them alike; the report
+has ratios of medians. The figures to reach are in ARCHITECTURE.md.
 
     python benchmarks/merge_against_cat.py --gigabytes 3.2 --rounds 5
 

@@ -1,9 +1,9 @@
 """Compare submissions to servers whose queues are 100, 1,000 and 10,000 jobs long.
 
-Each server has its own queue; the rounds interleave them, so that a noisy machine is noisy for
-everybody. 50 clients submit at once, each one job after the other, as trainers do: with a pin of
-their own. What was submitted is cancelled after each round, so the queues keep their lengths. A
-trainer gives up after 10 s: that is what the 99th percentile is to be compared with.
+Each server has its own queue; the rounds interleave them, so that a noisy machine slows all of them
+alike. 50 clients submit at once, each one job after the other and each with its own pin, as
+trainers do. The submitted jobs are cancelled after each round, so the queues keep their lengths. A
+trainer gives up after 10 s, which is the limit to compare the 99th percentile with.
 
     python benchmarks/submissions.py --rounds 3 --each 10
 """
@@ -32,7 +32,7 @@ _TRAINERS_TIMEOUT_S = 10.0
 
 @dataclass
 class Contender:
-    """A server with a long queue, and what was measured: seconds."""
+    """A server with a long queue, and the seconds that were measured."""
 
     work: Path
     url: str
@@ -51,7 +51,7 @@ def checkpoint(run: Path) -> Pin:
 
 
 def fill(store: Store, first: Path, length: int) -> None:
-    """Queue jobs behind one whose evaluator sleeps; their checkpoints are never looked at."""
+    """Queue jobs behind one whose evaluator sleeps; their checkpoints are never read."""
     store.submit(Request(str(first), "sleeps", ("nothing",), 0, "first"), pin=None)
     for step in range(length):
         request = Request(f"/none/{step}", "sleeps", ("nothing",), step, f"run-{step % 100}")
@@ -108,7 +108,7 @@ def measure(work: Path, options: argparse.Namespace) -> dict[int, Contender]:
 
 
 def _end_first(url: str) -> None:
-    """Leave no evaluator asleep."""
+    """End the evaluator that sleeps."""
     with EvalClient(url) as client:
         for job in client.jobs(run="first"):
             client.cancel(str(job["id"]))

@@ -1,8 +1,9 @@
 """Compare `torchrun … convert_fsdp_to_hf` with the same command alone: time, and memory.
 
-The rounds interleave all contenders; reported are medians, and their ratios. What torchrun itself
-takes to start is measured with processes that do nothing, and subtracted. Memory is the largest PSS
-of a process (what it shares with others is divided among them), torchrun's agent left out.
+The rounds interleave all contenders; the report has medians and their ratios. The time that
+torchrun itself takes to start is measured with processes that do nothing, and subtracted. Memory is
+the largest PSS of a process (what it shares with others is divided among them), torchrun's agent
+left out.
 
     python benchmarks/torchrun_against_alone.py --gigabytes 1.26 --rounds 5
 

@@ -1,10 +1,10 @@
 """Compare the steps of a training alone, with the callback, and with its server down.
 
-The rounds interleave all contenders, so that a noisy machine is noisy for everybody; what is
-reported are ratios of medians, and the spread. Each contender trains the same tiny Qwen2 with
-transformers' Trainer, on one thread, in a process of its own. The server takes every job, and runs
-one that sleeps: an evaluation would use the processor that the training needs. Last comes how long
-it takes to pin a checkpoint of many files.
+The rounds interleave all contenders, so that a noisy machine slows all of them alike; the report
+has ratios of medians, and the spread. Each contender trains the same tiny Qwen2 with transformers'
+Trainer, on one thread, in a separate process. The server accepts every job, and runs one that
+sleeps, because an evaluation would use the processor that the training needs. The last figure is
+the time to pin a checkpoint of many files.
 
     python benchmarks/trainer_step.py --rounds 5 --steps 200
 """
@@ -30,7 +30,7 @@ _SERVER_S = 120.0
 
 
 def train(directory: Path, url: str, steps: int, save_steps: int) -> dict[str, list[float]]:
-    """Return the seconds from the begin of a step to that of the next, with a save and without."""
+    """Return the seconds from the start of a step to that of the next, with a save and without."""
     import torch
     from transformers import (
         Qwen2Config,
@@ -141,7 +141,7 @@ def _wait_for(process: "subprocess.Popen[bytes]", port: int) -> None:
 
 
 def _cancel_all(url: str) -> None:
-    """Leave nobody asleep."""
+    """End the evaluators that sleep."""
     from unshard.evaluate.client.lmms import EvalClient
 
     with EvalClient(url) as client:
@@ -152,7 +152,7 @@ def _cancel_all(url: str) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a port on which no process listens."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])

@@ -1,7 +1,7 @@
 """Train a tiny Qwen2 for one step on four CPU processes and save it as verl does.
 
-Writes `checkpoint/`, `expected.json` and `expected_logits.npy` into DIRECTORY (default: beside this
-script). Needs torch and transformers; everything is seeded: a second run with the same
+Writes `checkpoint/`, `expected.json` and `expected_logits.npy` into DIRECTORY (default: next to
+this script). Needs torch and transformers; everything is seeded: a second run with the same
 versions writes the same tensors (torch adds hashes that change from process to process).
 
 Usage: make_checkpoint.py [DIRECTORY]

@@ -214,7 +214,7 @@ def test_skipping_goes_with_all_steps(run: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as ended:
         main(["merge", str(run), "--skip-existing"])
     assert ended.value.code == UsageError.exit_code
-    assert "--skip-existing goes with --all-steps" in capsys.readouterr().err
+    assert "--skip-existing needs --all-steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", [{"push_to_hub": "a/b"}, {"step": 5}])

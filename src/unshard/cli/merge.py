@@ -63,7 +63,7 @@ def merge(
     options = api.MergeOptions(**keywords_of(MergeKeywords, given))
     what = (checkpoint, _one_of_both(output, output_option), options)
     if skip_existing and not all_steps:
-        raise UsageError("--skip-existing goes with --all-steps")
+        raise UsageError("--skip-existing needs --all-steps")
     with working(quiet=quiet, front=front_of(merge)) as (listener, engine):
         if not all_steps:
             report = api.merge_with(*what, listener, engine=engine)

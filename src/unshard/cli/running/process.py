@@ -1,6 +1,7 @@
 """A command as a process: how it begins and ends, alone or as one of a torchrun's.
 
-Imports what handles signals and nothing else; the rest is imported under their eyes.
+At first only the signal handlers are imported, so that they handle a signal during all other
+imports.
 """
 
 import sys
