@@ -33,7 +33,10 @@ def run(*arguments: str) -> str:
 
 
 def help_page() -> str:
-    parts = ["# The command line\n", "Generated from `unshard --help`; a test keeps it true.\n"]
+    parts = [
+        "# The command line\n",
+        "This page is generated from `unshard --help`; a test keeps it up to date.\n",
+    ]
     for command in COMMANDS:
         text = run(*command.split(), "--help").strip().replace("python -m unshard", "unshard")
         parts.append(f"## unshard {command}\n\n```\n{text}\n```\n")

@@ -56,7 +56,7 @@ _SIZES = re.compile(r"\[[\d:, ]*\]")
 
 
 def printable(text: str) -> str:
-    r"""Return a text that any UTF-8 stream takes, and that says nothing to a terminal.
+    r"""Return a text that any UTF-8 stream accepts, and that does not control a terminal.
 
     Control characters become `\x1b`, half a surrogate pair `\udcff`; line breaks and tabs stay.
     File names, names in pickles, answers of a server and logs of evaluators may contain anything.

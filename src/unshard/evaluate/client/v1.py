@@ -1,10 +1,10 @@
 """Our own protocol, under `/api/v1`: jobs, their logs, results and events, with errors of our tree.
 
 UnshardError
-├── ServerAwayError     nobody answers, or not sensibly: try again later
+├── ServerAwayError     no answer, or none of this server's: try again later
 ├── EvaluationError     the server failed
 └── UsageError
-    └── RefusedError    the server answered that the request makes no sense; has the status
+    └── RefusedError    the server refused the request; has the status of the answer
 """
 
 import json
@@ -37,18 +37,18 @@ class RefusedError(UsageError):
     """The evaluation server refused a request.
 
     Attributes:
-        status: of the HTTP answer.
+        status: the status of the HTTP answer.
     """
 
     status = 400
 
 
 class V1Client:
-    """The methods of our own protocol.
+    """The methods of unshard's own protocol.
 
     All of them raise:
-        ServerAwayError: nobody answers, or it is a gateway that does.
-        RefusedError: the request makes no sense to the server, or it is not allowed.
+        ServerAwayError: there is no answer, or a gateway answers instead of the server.
+        RefusedError: the server refused the request as wrong or not allowed.
         EvaluationError: the server failed.
     """
 
@@ -111,19 +111,19 @@ class V1Client:
         weights: str | None = None,
         limit: int | None = None,
     ) -> list[Answer]:
-        """Return the jobs that fit, the newest first; `limit`: so many at most (100)."""
+        """Return the matching jobs, the newest first; `limit` is the largest number (100)."""
         query = {"status": status, "run": run, "step": step, "profile": profile}
         return self._list("jobs", {**query, "weights": weights}, "before", limit or _MOST_JOBS)
 
     def results(
         self, *, run: str | None = None, step: int | None = None, profile: str | None = None
     ) -> list[Answer]:
-        """Return the numbers that fit, one by one, by run and step."""
+        """Return the matching results, one per metric, in the order of runs and steps."""
         query = {"run": run, "step": step, "profile": profile}
         return sorted(self._list("results", query, "after", None), key=_place)
 
     def problems(self) -> list[str]:
-        """Return why the server accepts no jobs now: a sentence for each reason, or nothing."""
+        """Return why the server does not accept jobs now: a sentence per reason, if any."""
         try:
             answer = self.client.get(f"{self.base_url}/health")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -132,11 +132,11 @@ class V1Client:
         return [_sentence(one) for one in found] if isinstance(found, list) else []
 
     def cancel(self, job_id: str) -> Answer:
-        """Cancel a job, a running one, too; return it as it stands then."""
+        """Cancel a job, even if it is running; return its new state."""
         return self._call("DELETE", f"/jobs/{_part(job_id)}")
 
     def log(self, job_id: str, offset: int = 0) -> Answer:
-        """Return the evaluator's log from a byte on: `text`, `offset` of the rest, `ended`."""
+        """Return the evaluator's log from a byte on: `text`, `offset` of the next part, `ended`."""
         return self._call("GET", f"/jobs/{_part(job_id)}/log", query={"offset": offset})
 
     def events(self, since: int = 0) -> Iterator[Answer]:

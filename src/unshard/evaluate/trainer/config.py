@@ -60,24 +60,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EvalConfig:
-    """What is evaluated, when, and by whom.
+    """What is evaluated, when, and by which server.
 
     Attributes:
-        server_url: of the evaluation server; may hold user and password.
+        server_url: URL of the evaluation server; it may contain user and password.
         profile: the evaluator that the server is configured with.
-        tasks: what to evaluate.
+        tasks: names of the tasks to evaluate.
         weights: "model", "ema", or both.
         poll_interval: seconds between two polls of all pending jobs.
-        eval_strategy: "no" for nothing; "steps" for what `eval_steps` says; else every checkpoint.
+        eval_strategy: "no" for none, "steps" to follow `eval_steps`, else every checkpoint.
         eval_steps: steps between evaluations; None: every checkpoint that is saved.
-        save_steps: steps between checkpoints, as far as they are known.
-        checkpoint_key: the name that the evaluator's model gives the checkpoint; the server knows
-            better, it is removed from `model_args`.
+        save_steps: steps between checkpoints, if known.
+        checkpoint_key: the name of the checkpoint among `model_args`, from which it is removed,
+            because the server sets it.
         model_args, num_fewshot, batch_size, limit, gen_kwargs, num_gpus: see `jobs.Request`.
-        run: the name of the training run; None: of its directory.
-        path_map: beginnings of paths here, and what the server calls them.
-        token_file: holds the token that the server wants; read when it is needed.
-        quota: of pins.
+        run: the name of the training run; None: the name of its directory.
+        path_map: beginnings of paths on this machine, each with the server's path for it.
+        token_file: a file with the server's token, read when it is needed.
+        quota: limits of the run's pins.
         flush_timeout: seconds to wait for results when training ends.
 
     Raises:
