@@ -23,7 +23,7 @@ from unshard.evaluate.server.config.profiles import Kind
 from unshard.evaluate.server.evaluators.work import Profile, Work
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.profiles import Profiles
-from unshard.evaluate.server.queue.scheduler import Scheduler, Settings
+from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.queue.slots import Slots
 from unshard.evaluate.server.store.store import Store
 
@@ -93,7 +93,7 @@ def scheduler(
     profiles = Profiles({chosen.name: chosen}, lambda _: ScriptEvaluator(script))
     pins = Pins(store, (), DEFAULT_QUOTA)
     known = {"limits": Limits(grace_s=0.5, poll_s=0.02), "backoff_s": 0.05} | settings
-    made = Settings(work_dir, **known)  # type: ignore[arg-type]
+    made = SchedulerSettings(work_dir, **known)  # type: ignore[arg-type]
     slots = Slots(filter(None, gpus.split(",")))
     return store, Scheduler(store, slots, profiles, pins, made)
 

@@ -5,9 +5,10 @@ import errno
 import os
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["exchange", "is_weight_file", "sync", "sync_tree"]
+__all__ = ["exchange", "is_weight_file", "sync", "sync_tree", "write_whole"]
 
 _WEIGHTS = re.compile(
     r"(model|pytorch_model|adapter_model)(\.[\w-]+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)"
@@ -21,6 +22,25 @@ _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNO
 def is_weight_file(name: str) -> bool:
     """Return whether a file is a weight or index file by the names Hugging Face gives them."""
     return _WEIGHTS.fullmatch(name) is not None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file durably in one step: readers find all of it, or what was there before.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    draft = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")
+    try:
+        with draft.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def sync(path: Path) -> None:

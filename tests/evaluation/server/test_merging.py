@@ -24,7 +24,7 @@ from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard.api.options import MergeOptions
 from unshard.evaluate.jobs import EvaluationError, Job, Process, Status
 from unshard.evaluate.server.attempts import merging
-from unshard.evaluate.server.attempts.merge_worker import Order, _answer
+from unshard.evaluate.server.attempts.merge_worker import MergeOrder, _answer
 from unshard.evaluate.server.attempts.merging import (
     CrashedError,
     GivenUpError,
@@ -282,7 +282,7 @@ def test_shards_that_may_not_be_read_are_not_tried_again() -> None:
         root.chmod(0o777)
         checkpoint = save_ranks(root / "ckpt", some_tensors(), 2)
         (checkpoint / "model_world_size_2_rank_1.pt").chmod(0o000)
-        order = Order(str(checkpoint), str(root / "out"), {})
+        order = MergeOrder(str(checkpoint), str(root / "out"), {})
         own = os.geteuid()
         try:
             if own == 0:

@@ -16,7 +16,7 @@ from unshard.evaluate.server.attempts.attempt import Attempt
 from unshard.evaluate.server.attempts.endings import Completed
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.pinning import Pins
-from unshard.evaluate.server.queue.outcomes import Backoff, Outcomes
+from unshard.evaluate.server.queue.outcomes import Outcomes
 from unshard.evaluate.server.store.store import Store
 
 
@@ -37,7 +37,7 @@ def test_numbers_are_kept_where_earlier_attempts_cannot_be_listed(
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
         merger = Merger(tmp_path / "merged", MergeOptions(), at_once=1)
         pins = Pins(store, (), DEFAULT_QUOTA)
-        ended = Outcomes(store, merger, pins, Backoff(0, 0), is_stopped=lambda: True)
+        ended = Outcomes(store, merger, pins, 0.0, is_stopped=lambda: True)
         store.submit(request(tmp_path), pin=None)
         job = store.claim(time.time())
         assert job is not None

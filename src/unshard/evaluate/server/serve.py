@@ -24,7 +24,7 @@ from unshard.evaluate.server.http.connections import BoundedProtocol, raise_file
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.profiles import Profiles
-from unshard.evaluate.server.queue.scheduler import Scheduler, Settings
+from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.queue.slots import Slots
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.store import Store
@@ -80,7 +80,7 @@ def make_service(config: ServerConfig) -> Service:
     pins = Pins(store, config.roots, Quota(config.pin_count, config.pin_bytes))
 
     unknown = UnknownTasks()
-    settings = Settings(work, keep_days=config.keep_days, unknown=unknown)
+    settings = SchedulerSettings(work, keep_days=config.keep_days, unknown=unknown)
     scheduler = Scheduler(store, Slots(config.gpus), Profiles(config.profiles), pins, settings)
     return Service(store, scheduler, config, pins, Health(work / _DATABASE), unknown)
 

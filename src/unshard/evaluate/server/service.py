@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import re
-import secrets
 import sqlite3
 import threading
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from unshard.evaluate.server.admission.requests import (
     not_readable,
     resolve_checkpoint,
 )
-from unshard.evaluate.server.attempts.merge_worker import Order
+from unshard.evaluate.server.attempts.merge_worker import MergeOrder
 from unshard.evaluate.server.attempts.merging import GoneError, merge_in_process
 from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
@@ -40,6 +39,7 @@ from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
 from unshard.read.discover import discover
 from unshard.read.format import Choice
+from unshard.write.files import write_whole
 
 __all__ = ["Service", "by_task"]
 
@@ -209,7 +209,7 @@ class Service:
         target = resolve_checkpoint(str(place), self.config.roots)
         options = MergeOptions(weights=weights, overwrite=True, extra_state=False)
         with TemporaryDirectory(prefix="unshard-merge-") as directory:
-            order = Order(str(path), str(target), asdict(options))
+            order = MergeOrder(str(path), str(target), asdict(options))
             merge_in_process(order, directory=Path(directory), is_given_up=self.stopping.is_set)
         return target
 
@@ -226,9 +226,7 @@ class Service:
         path = self.scheduler.directory_of(job) / "lmms_results.json"
         try:
             if not path.is_file():
-                draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-                draft.write_text(json.dumps({"results": by_task(job.metrics)}), encoding="utf-8")
-                draft.replace(path)
+                write_whole(path, json.dumps({"results": by_task(job.metrics)}).encode())
         except OSError as error:
             _log.warning("job %s: its results cannot be written again: %s", job.id, error)
             return job.results

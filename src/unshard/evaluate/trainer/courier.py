@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from unshard.errors import UnshardError
+from unshard.evaluate.backoff import backoff
 from unshard.evaluate.client.lmms import EvalClient
 from unshard.evaluate.client.v1 import Answer, RefusedError, ServerAwayError
 from unshard.evaluate.jobs import EvaluationError, Status
@@ -75,7 +76,7 @@ class Courier:
         self._spool = spool
         self._take = take
         self._client: EvalClient | None = None
-        self._wait = 0.0
+        self._failures = 0
         self._failed_on = Counter[str]()
         self._again = time.monotonic() + _REFUSED_AGAIN
         self.handing_over = threading.Lock()
@@ -111,7 +112,7 @@ class Courier:
                 failure = error
         if failure is not None:
             return self._back_off(failure)
-        self._wait = 0.0
+        self._failures = 0
         return 0.0
 
     def poll(self) -> None:
@@ -187,10 +188,10 @@ class Courier:
         return body
 
     def _back_off(self, error: Exception) -> float:
-        level = logging.DEBUG if self._wait else logging.WARNING  # once per absence
+        level = logging.DEBUG if self._failures else logging.WARNING  # once per absence
         log.log(level, "submissions wait until the evaluation server takes them: %s", error)
-        self._wait = min(max(self._wait * 2, _FIRST_WAIT), _LONGEST_WAIT)
-        return self._wait
+        self._failures += 1
+        return backoff(self._failures - 1, first_s=_FIRST_WAIT, most_s=_LONGEST_WAIT)
 
     def _submit_again(self, entry: Entry) -> None:
         times = _resubmissions(entry) + 1

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from unshard.evaluate.backoff import backoff
 from unshard.evaluate.sinks.base import Marks, Sink
 
 __all__ = ["PacedSink", "Recorder", "Recording"]
@@ -66,7 +67,7 @@ class _Outlet:
         self._marks = marks
         self._uncommitted: list[str] = []
         self._lock = threading.Lock()
-        self._wait = 0.0
+        self._in_vain = 0
         self._taken = 0
         self._failures: dict[str, _Failure] = {}
         self.not_before = float("-inf")
@@ -104,14 +105,15 @@ class _Outlet:
             except Exception as error:  # noqa: BLE001  (whatever a tracker raises, training goes on)
                 self._failed(recording, error)
                 return False
-            self._wait = 0.0
+            self._in_vain = 0
             self._taken += 1
             self._failures.pop(recording.job_id, None)
             return True
 
     def _failed(self, recording: Recording, error: Exception) -> None:
-        self._wait = min(max(self._wait * 2, _FIRST_WAIT), _LONGEST_WAIT)
-        self.not_before = time.monotonic() + self._wait
+        wait_s = backoff(self._in_vain, first_s=_FIRST_WAIT, most_s=_LONGEST_WAIT)
+        self._in_vain += 1
+        self.not_before = time.monotonic() + wait_s
         failure = self._failures.setdefault(recording.job_id, _Failure(recording.step, "", 0, -1))
         failure.refusals += failure.taken != self._taken
         failure.taken, failure.why = self._taken, str(error)

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 
 from unshard.errors import ConversionError, OutputError, UnshardError
 from unshard.fronts import Command
+from unshard.write.files import write_whole
 
 if TYPE_CHECKING:
     from unshard.api.flow.preparing import Prepared
 
-__all__ = ["ANSWER_NAME", "Order", "main"]
+__all__ = ["ANSWER_NAME", "MergeOrder", "main"]
 
 ANSWER_NAME = "merge.json"
 
@@ -32,7 +33,7 @@ _WHOLE = ("model*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class MergeOrder:
     """What a worker is told.
 
     Attributes:
@@ -60,11 +61,9 @@ def main() -> int:
     if not line.endswith(b"\n"):  # the server is gone
         return 1
     threading.Thread(target=_die_with_server, daemon=True).start()
-    answer = _answer(Order(**json.loads(line)))
-    draft = Path(f"{ANSWER_NAME}.partial")
+    answer = _answer(MergeOrder(**json.loads(line)))
     try:
-        draft.write_text(json.dumps(answer), encoding="utf-8")
-        draft.replace(ANSWER_NAME)
+        write_whole(Path(ANSWER_NAME), json.dumps(answer).encode())
     except OSError as error:
         with suppress(OSError):  # the log is on the same disk
             os.write(2, f"the answer {answer} cannot be written: {error}\n".encode())
@@ -72,7 +71,7 @@ def main() -> int:
     return 0
 
 
-def _answer(order: Order) -> dict[str, object]:
+def _answer(order: MergeOrder) -> dict[str, object]:
     """Return where the model is; or the error, and whether another attempt may go well.
 
     All that touches the disk of the checkpoint is done here: a disk that does not answer must not
@@ -108,7 +107,7 @@ def _is_whole(source: Path, options: Mapping[str, object]) -> bool:
     return not at.format.sharded and at.weights_dir == source.resolve()
 
 
-def _merge(order: Order) -> None:
+def _merge(order: MergeOrder) -> None:
     from unshard.api.merging import merge_with
     from unshard.api.options import MergeOptions
     from unshard.progress import ignore

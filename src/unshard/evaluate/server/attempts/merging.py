@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -11,13 +12,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from unshard.api.options import MergeOptions
 from unshard.evaluate.jobs import EvaluationError, Job
-from unshard.evaluate.server.attempts.merge_worker import ANSWER_NAME, Order
+from unshard.evaluate.server.attempts.merge_worker import ANSWER_NAME, MergeOrder
 from unshard.evaluate.server.config.profiles import Kind, Profile
 from unshard.evaluate.server.processes.launching import start_module
 from unshard.evaluate.server.processes.table import identify, kill_group
@@ -118,7 +119,7 @@ class Merger:
             if is_given_up():
                 raise GivenUpError(f"{source}: not wanted any more")
         options = replace(self._options, weights=job.request.weights)
-        order = Order(
+        order = MergeOrder(
             str(source),
             str(self.merged(job.id)),
             asdict(options),
@@ -127,30 +128,59 @@ class Merger:
             pin=job.pin,
             may_be_whole=True,
         )
-        in_time = _in_time(is_given_up, profile.timeout_s, "the merge")
         try:
-            return merge_in_process(order, directory=directory, is_given_up=in_time)
+            return merge_in_process(
+                order, directory=directory, is_given_up=is_given_up, timeout_s=profile.timeout_s
+            )
         finally:
             self.recover()
             self._turns.release()
 
 
-def merge_in_process(order: Order, *, directory: Path, is_given_up: Callable[[], bool]) -> Path:
+@dataclass(frozen=True, slots=True)
+class _Patience:
+    """How long to wait for something, from now on."""
+
+    what: str
+    timeout_s: float
+    is_given_up: Callable[[], bool]
+    began: float = field(default_factory=time.monotonic)
+
+    def check(self) -> None:
+        """Raise CrashedError if it takes too long, GivenUpError if its result is not wanted."""
+        if time.monotonic() - self.began > self.timeout_s:
+            raise CrashedError(
+                f"{self.what} took more than {self.timeout_s:g} s",
+                hint="does the disk of the checkpoint answer? a slow merge needs a longer "
+                "`timeout` in the profile",
+            )
+        if self.is_given_up():
+            raise GivenUpError(f"{self.what} is not wanted any more")
+
+
+def merge_in_process(
+    order: MergeOrder,
+    *,
+    directory: Path,
+    is_given_up: Callable[[], bool],
+    timeout_s: float = math.inf,
+) -> Path:
     """Merge a checkpoint in a process of its own; return where the model is.
 
     Args:
         order: what to merge, how, and where to.
         directory: where the process works and leaves its log and its answer.
-        is_given_up: asked often; the process is then ended.
+        is_given_up: polled; if true, the process is ended.
+        timeout_s: how long it may take.
 
     Raises:
         GoneError: the checkpoint is not there.
         PassingError: it may be tried again.
         GivenUpError: `is_given_up`.
-        CrashedError: its process made a mistake.
+        CrashedError: its process made a mistake, or took longer than `timeout_s`.
         EvaluationError: it cannot be merged.
     """
-    log = directory / _LOG_NAME
+    log, patience = directory / _LOG_NAME, _Patience("the merge", timeout_s, is_given_up)
     with start_module(
         "unshard.evaluate.server.attempts.merge_worker", directory=directory, log=log
     ) as worker:
@@ -160,7 +190,7 @@ def merge_in_process(order: Order, *, directory: Path, is_given_up: Callable[[],
         try:
             worker.stdin.write(json.dumps(asdict(order), default=str).encode() + b"\n")
             worker.stdin.flush()
-            _wait(worker, is_given_up)
+            _wait(worker, patience)
         except BrokenPipeError:
             with suppress(BrokenPipeError):  # what was not written cannot be written now
                 worker.stdin.close()
@@ -192,27 +222,10 @@ def answered(
             future.set_exception(error)
 
     threading.Thread(target=body, name="looking at a checkpoint", daemon=True).start()
-    in_time = _in_time(is_given_up, timeout_s, "a look at the checkpoint")
+    patience = _Patience("a look at the checkpoint", timeout_s, is_given_up)
     while not wait([future], _POLL_S).done:
-        if in_time():
-            raise GivenUpError("the evaluation is not wanted any more")
+        patience.check()
     return future.result()
-
-
-def _in_time(is_given_up: Callable[[], bool], timeout_s: float, what: str) -> Callable[[], bool]:
-    """Return what asks the same, and raises CrashedError when the time is up."""
-    deadline = time.monotonic() + timeout_s
-
-    def asked() -> bool:
-        if time.monotonic() > deadline:
-            raise CrashedError(
-                f"{what} took more than {timeout_s:g} s",
-                hint="does the disk of the checkpoint answer? a slow merge needs a longer "
-                "`timeout` in the profile",
-            )
-        return is_given_up()
-
-    return asked
 
 
 def _gone(source: str) -> GoneError:
@@ -222,13 +235,12 @@ def _gone(source: str) -> GoneError:
     )
 
 
-def _wait(worker: "subprocess.Popen[bytes]", is_given_up: Callable[[], bool]) -> None:
+def _wait(worker: "subprocess.Popen[bytes]", patience: _Patience) -> None:
     while True:
         try:
             worker.wait(timeout=_POLL_S)
         except subprocess.TimeoutExpired:
-            if is_given_up():
-                raise GivenUpError("the merge is not wanted any more") from None
+            patience.check()
         else:
             return
 

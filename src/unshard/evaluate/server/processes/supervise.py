@@ -23,6 +23,7 @@ from pathlib import Path
 
 from unshard.evaluate.server.processes.bounded_log import BoundedLog
 from unshard.evaluate.server.processes.table import identify, members, send
+from unshard.write.files import write_whole
 
 __all__ = [
     "EXIT_NAME",
@@ -150,7 +151,7 @@ def is_ended_by(signals: Collection[signal.Signals], returncode: int) -> bool:
 
 
 def was_stopped(returncode: int, is_stopped: Callable[[], bool]) -> bool:
-    """Tell whether a signal that ended the evaluator goes to us too: it may have been faster."""
+    """Return whether a signal that ended the evaluator is also for us: it may have been faster."""
     if is_ended_by(STOPS, returncode):
         deadline = time.monotonic() + _MOMENT_S
         while not is_stopped() and time.monotonic() < deadline:
@@ -174,7 +175,7 @@ class _Watched:
         return -signal.SIGKILL if self._child.returncode is None else self._child.returncode
 
     def is_over(self) -> bool:
-        """Reap all that ended; tell whether the child did."""
+        """Reap all that ended; return whether the child did."""
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._child.pid:
@@ -182,7 +183,7 @@ class _Watched:
         return self._child.returncode is not None
 
     def advance(self, seconds: float) -> bool:
-        """Move output into the log, or wait for some; tell whether there was any."""
+        """Move output into the log, or wait for some; return whether there was any."""
         if not self._is_open:
             time.sleep(seconds)
             return False
@@ -243,15 +244,10 @@ def _end_all(order: Order, watched: _Watched) -> None:
 
 
 def write_exit(directory: Path, done: Exit, is_stopped: Callable[[], bool]) -> None:
-    """Write `exit.json` in one step; on a full disk try until it is there, or a signal comes."""
-    draft = directory / f"{EXIT_NAME}.partial"
+    """Write `exit.json`; on a full disk try again until that works, or a signal comes."""
     while True:
         try:
-            with draft.open("wb") as file:
-                file.write(json.dumps(asdict(done)).encode())
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(directory / EXIT_NAME)
+            write_whole(directory / EXIT_NAME, json.dumps(asdict(done)).encode())
         except OSError:
             if is_stopped():
                 return

@@ -6,12 +6,12 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import assert_never
 
 from unshard.errors import UnshardError
+from unshard.evaluate.backoff import backoff
 from unshard.evaluate.jobs import Filters, Job, Status
 from unshard.evaluate.server.attempts.attempt import Attempt
 from unshard.evaluate.server.attempts.endings import (
@@ -30,11 +30,11 @@ from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.profiles import Profiles
-from unshard.evaluate.server.store.statements import DIED, KILLED, POSTPONED
+from unshard.evaluate.server.store.statements import DIED, KILLED, LONGEST_WAIT_S, POSTPONED
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_outcome
 
-__all__ = ["Backoff", "Outcomes", "removable"]
+__all__ = ["Outcomes", "removable"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,18 +44,6 @@ _MOST_KILLED = 2  # an evaluator that takes all memory would be killed for ever
 _MOST_DIED = 10  # not fewer: what ended the server may have been another job, or the machine
 
 
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """How long a job waits after a failure: first so long, doubled every time, at most so long."""
-
-    first_s: float
-    most_s: float
-
-    def after(self, failures: int) -> float:
-        """Return the seconds to wait after one more than so many failures."""
-        return min(self.first_s * 2.0 ** min(failures, 32), self.most_s)
-
-
 class Outcomes:
     """Records outcomes, and removes the merged models that need not stay.
 
@@ -63,7 +51,7 @@ class Outcomes:
         store: the truth.
         merger: has the models.
         pins: let go of when their jobs have ended.
-        backoff: between a failure and the next attempt.
+        backoff_s: between the first failure of a job and its next attempt.
         is_stopped: whether to stop waiting for the database.
     """
 
@@ -72,13 +60,13 @@ class Outcomes:
         store: Store,
         merger: Merger,
         pins: Pins,
-        backoff: Backoff,
+        backoff_s: float,
         *,
         is_stopped: Callable[[], bool],
     ) -> None:
         self._store = store
         self._merger = merger
-        self._backoff = backoff
+        self._backoff_s = backoff_s
         self._pins = pins
         self._is_stopped = is_stopped
         self._tidying = threading.Lock()
@@ -162,7 +150,7 @@ class Outcomes:
                 self._complete(attempt, metrics, results)
             case Failed(error, may_retry):
                 is_last = not may_retry or job.failures >= attempt.profile.retries
-                retry_at = time.time() + self._backoff.after(job.failures)
+                retry_at = self._due_at(job.failures)
                 store.fail(job.id, error, None if is_last else retry_at)
             case Postponed(why):
                 self._postpone(job.id, POSTPONED, why, at_most=_MOST_POSTPONED)
@@ -185,10 +173,13 @@ class Outcomes:
         """Queue a job again; after so many such attempts in a row it has failed."""
         count = self._store.in_a_row(job_id, outcome)
         if count < at_most:
-            due_at = time.time() + self._backoff.after(count)
+            due_at = self._due_at(count)
             self._store.postpone(job_id, outcome, why, due_at)
         else:
             self._store.fail(job_id, f"{why}\nThis has happened {count + 1} times in a row.", None)
+
+    def _due_at(self, failures: int) -> float:
+        return time.time() + backoff(failures, first_s=self._backoff_s, most_s=LONGEST_WAIT_S)
 
     def _complete(
         self, attempt: Attempt, metrics: Mapping[str, float], results: Path | None

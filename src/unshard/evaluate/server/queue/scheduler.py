@@ -22,14 +22,13 @@ from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.table import identify, is_alive
 from unshard.evaluate.server.profiles import Profiles
-from unshard.evaluate.server.queue.outcomes import Backoff, Outcomes
+from unshard.evaluate.server.queue.outcomes import Outcomes
 from unshard.evaluate.server.queue.retention import JOBS, Retention
 from unshard.evaluate.server.queue.slots import Slots, shown_slots
-from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import short_id, tell
 
-__all__ = ["Scheduler", "Settings"]
+__all__ = ["Scheduler", "SchedulerSettings"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ _INHERITED_S, _PAUSE_S = 30.0, 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SchedulerSettings:
     """Knobs of a scheduler.
 
     Attributes:
@@ -81,7 +80,7 @@ class Scheduler:
         slots: Slots,
         profiles: Profiles,
         pins: Pins,
-        settings: Settings,
+        settings: SchedulerSettings,
     ) -> None:
         self._store = store
         self._slots = slots
@@ -95,7 +94,7 @@ class Scheduler:
             store,
             self._merger,
             pins,
-            Backoff(settings.backoff_s, LONGEST_WAIT_S),
+            settings.backoff_s,
             is_stopped=lambda: self._halt is not None,
         )
         self._retention = Retention(store, self._work_dir, settings.keep_days)
