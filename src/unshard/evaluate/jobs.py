@@ -1,4 +1,4 @@
-"""What is evaluated, and how it stands: jobs, requests, results, as plain values. Pure.
+"""What is evaluated, and its state: jobs, requests, results, as plain values. Pure.
 
 A job is one checkpoint, one set of its weights, one profile and its tasks. It belongs to a step of
 a training run, under which its results are logged, whenever they come.
@@ -29,11 +29,11 @@ Scalar = str | int | float | bool
 
 
 class EvaluationError(UnshardError):
-    """An evaluator did not do what was asked of it."""
+    """An evaluation is not possible, or did not give what was requested."""
 
 
 class Status(StrEnum):
-    """How a job stands, in the words of lmms-eval's server; the last two are ours."""
+    """The state of a job, in the words of lmms-eval's server; the last two are ours."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -64,7 +64,7 @@ class Request:
         checkpoint: path, as the server sees it; sharded, or a Hugging Face directory.
         profile: the name of an evaluator that the server is configured with.
         tasks: what to evaluate.
-        step: the training step it belongs to; None where nobody knows.
+        step: the training step it belongs to; None if it is not known.
         run: the name of the training run.
         weights: "model" or "ema".
         model_args: arguments of the evaluator's model, beside the checkpoint.
@@ -118,7 +118,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The process of an attempt, so that it can be told from another with its number later.
+    """The process of an attempt, so that it can be distinguished from a later one with its number.
 
     Attributes:
         pid: of the leader of its process group.
@@ -137,7 +137,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request and how it stands; times are seconds since the epoch.
+    """A request and its state; times are seconds since the epoch.
 
     Attributes:
         pin: the directory of hard links that keeps the checkpoint, if there is one.

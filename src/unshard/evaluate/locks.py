@@ -34,7 +34,7 @@ def lock_file(path: Path | str, *, within: int | None = None) -> int | None:
 
 
 def unlock(fd: int) -> None:
-    """Give a lock up, also for processes that were forked meanwhile (loaders of data)."""
+    """Release a lock, also for processes that were forked since (data loaders)."""
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)

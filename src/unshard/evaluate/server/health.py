@@ -48,7 +48,7 @@ class Health:
         self._found: list[UnhealthyError] = []
 
     def check(self) -> None:
-        """Raise the first problem, if there is one.
+        """Raise the first problem, if any.
 
         Raises:
             UnhealthyError: a job that is accepted now could be lost.
@@ -65,7 +65,7 @@ class Health:
         """Return what is wrong, with what to do.
 
         It takes about two seconds at most if the disk answers. If it does not, a single caller
-        waits for it; the others are told after three seconds, or at once if it hangs already.
+        waits for it; the others get the error after three seconds, or at once if it hangs already.
         """
         left = self._began + _HUNG_S - time.monotonic()
         if not self._lock.acquire(timeout=max(0.0, min(left, _HUNG_S))):
@@ -153,7 +153,7 @@ def _unusable(work_dir: Path, error: OSError) -> UnhealthyError:
 
 
 def _identity(database: Path) -> tuple[int, int] | None:
-    """Return which file a path means; None if there is none."""
+    """Return the identity of a file; None if it does not exist."""
     try:
         status = database.stat()
     except OSError:

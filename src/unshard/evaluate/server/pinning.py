@@ -147,7 +147,7 @@ class Pins:
         yield from _runs_of(pin for _, pin in self.store.pins_below())
 
     def _is_inside(self, run: Path) -> bool:
-        """Tell whether a run and its pins, links followed, lie below a root."""
+        """Return whether a run and its pins, links followed, are below a root."""
         roots = [root.resolve() for root in self.roots]
         places = (run.resolve(), RunFolder(run).pins.resolve())
         return all(any(place.is_relative_to(root) for root in roots) for place in places)
@@ -168,7 +168,7 @@ def _remove(pin: Pin) -> None:
 
 
 def _is_of(pin: Path, checkpoint: Path) -> bool:
-    """Tell whether a pin keeps what a checkpoint is now."""
+    """Return whether a pin keeps the current files of a checkpoint."""
     try:
         found = read_pin(pin)
     except (UnshardError, OSError):

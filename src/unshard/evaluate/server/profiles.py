@@ -37,7 +37,7 @@ def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
     """Return a profile; "name:type" is a profile of lmms-eval with another type of model.
 
     Raises:
-        UsageError: there is none of this name, or it does not allow the type.
+        UsageError: no profile has this name, or it does not allow the type.
     """
     base, _, model = name.partition(":")
     if base not in profiles:
@@ -71,7 +71,7 @@ def profile_of(name: str, profiles: Mapping[str, Profile]) -> str:
     lmms-eval of this type, else one that allows it.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no profile fits.
     """
     found = {key: one for key, one in profiles.items() if one.kind is Kind.LMMS_EVAL}
     if ":" in name or name in profiles:

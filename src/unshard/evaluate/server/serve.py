@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the command line says; None and empty: as the configuration has it."""
+    """The options of the command line; None and empty: as in the configuration."""
 
     config: Path | None = None
     roots: tuple[Path, ...] = ()
@@ -53,10 +53,10 @@ class Given:
 
 
 def configured(given: Given) -> ServerConfig:
-    """Return the configuration of a server; without any, what suits this machine.
+    """Return the configuration of a server; by default, one that suits this machine.
 
     Raises:
-        UsageError: something of it makes no sense.
+        UsageError: a value cannot be used.
     """
     gpus = None if given.gpus is None else gpus_in(given.gpus)
     if given.config is None:
@@ -89,22 +89,22 @@ def _own_directory(work: Path) -> Path:
     """Return the work directory, which only this user can read.
 
     Raises:
-        UsageError: it is another user's, or holds other things that others may read.
+        UsageError: it belongs to another user, or has other files that other users may read.
     """
     try:
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = work.stat()
         if status.st_uid != os.geteuid():
-            raise UsageError(f"--work-dir {work}: another user's")
+            raise UsageError(f"--work-dir {work} belongs to another user")
         is_ours = (work / _DATABASE).is_file() or not any(work.iterdir())
         if status.st_mode & 0o077 and not is_ours:
             raise UsageError(
-                f"--work-dir {work}: holds other things, and others may read it",
+                f"--work-dir {work} contains other files, and other users may read it",
                 expected="a directory of the server's own",
             )
         work.chmod(0o700)
     except OSError as error:
-        raise UsageError(f"--work-dir {work}: cannot be used", found=str(error)) from error
+        raise UsageError(f"--work-dir {work} cannot be used", found=str(error)) from error
     return work
 
 
@@ -122,10 +122,10 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def serve(given: Given) -> None:
-    """Run a server until it is told to stop; running evaluators are left to the next one.
+    """Run a server until a signal stops it; running evaluators are left to the next one.
 
     Raises:
-        UsageError: the configuration makes no sense, or another server uses the work directory.
+        UsageError: the configuration cannot be used, or another server uses the work directory.
     """
     log_to_stderr(logging.INFO, "%(asctime)s %(name)s %(message)s")
     raise_file_limit()
@@ -155,9 +155,9 @@ def serve(given: Given) -> None:
                 http=BoundedProtocol,
                 ws="none",
                 log_level="warning",
-                proxy_headers=False,  # anybody could claim to be a proxy, and to speak for anyone
+                proxy_headers=False,  # any client could claim to be a proxy for another
                 server_header=False,
-                timeout_graceful_shutdown=_GRACE_S,  # who follows events would stay for ever
+                timeout_graceful_shutdown=_GRACE_S,  # clients that follow events would stay forever
             ),
         )
         try:
@@ -168,7 +168,7 @@ def serve(given: Given) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, but with fewer threads, and merges for clients end when it is told to."""
+    """uvicorn's, with fewer threads; a signal also ends the merges for clients."""
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)

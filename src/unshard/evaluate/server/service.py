@@ -52,17 +52,17 @@ _SHOWN_IDS = 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Service:
-    """Everything that protocols ask for.
+    """Everything that the protocols need.
 
     Attributes:
         store: the jobs.
         scheduler: runs them.
-        config: what may be run, and where checkpoints may lie.
+        config: what may be run, and where checkpoints may be.
         pins: what keeps checkpoints while their jobs wait.
-        health: whether a job that is accepted is kept.
+        health: whether an accepted job can be kept.
         unknown: the tasks that an evaluator does not know.
-        merging: held by whoever merges for a client: one at a time.
-        stopping: set when the server is told to end.
+        merging: held during a merge for a client: one at a time.
+        stopping: set when the server must end.
     """
 
     store: Store
@@ -165,7 +165,7 @@ class Service:
     def _checked(self, request: Request, run: Path, pin: str | None) -> str | None:
         """Return its client's pin of a checkpoint, if it is there; what is to be kept is checked.
 
-        That lists a directory, which may take long: others do not wait for it.
+        It lists a directory, which may take long, so other submissions do not wait for it.
         """
         kept = None if pin is None else self.pins.of_client(pin)
         if kept is not None:
@@ -190,17 +190,17 @@ class Service:
             return None
 
     def merge(self, checkpoint: str, weights: str) -> Path:
-        """Merge a checkpoint into `_unshard/merged` of its run; return where it lies.
+        """Merge a checkpoint into `_unshard/merged` of its run; return where it is.
 
         Raises:
-            UsageError: it, or a file of it, lies outside the roots.
-            GoneError: it is not there.
+            UsageError: it, or a file of it, is outside the roots.
+            GoneError: it does not exist.
             GivenUpError: the server ends.
             UnshardError: it cannot be merged.
         """
         path = resolve_checkpoint(checkpoint, self.config.roots)
         if not path.exists():
-            raise GoneError(f"{path}: is not there")
+            raise GoneError(f"{path} does not exist")
         request, run = _placed(Request(str(path), "", (), weights=weights))
         check_links(Path(request.checkpoint), run, self.config.roots)
         parts = Path(request.checkpoint).relative_to(run).parts
@@ -256,7 +256,7 @@ class Service:
         return self.store.get(ids[0]) if ids else None
 
     def cancel(self, job_id: str) -> Job | None:
-        """Cancel a job, a running one too; return it as it stands then."""
+        """Cancel a job, also a running one; return its new state."""
         job = self.job(job_id)
         if job is None:
             return None

@@ -75,7 +75,7 @@ class Limits:
 
     Attributes:
         grace_s: how long processes may take to end when they are asked to.
-        poll_s: how often a running evaluator is looked at.
+        poll_s: the interval between two looks at a running evaluator.
         log_bytes: the bound of its log.
     """
 
@@ -94,7 +94,7 @@ class Halt(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A job, who evaluates it and where."""
+    """A job, its evaluator, and where it runs."""
 
     job: Job
     profile: Profile
@@ -103,7 +103,7 @@ class Attempt:
     directory: Path
 
     def work(self, model: Path) -> Work:
-        """Return what the evaluator is given."""
+        """Return the input of the evaluator."""
         output = self.directory / "output"
         return Work(model, output, self.directory, self.job.request, self.profile)
 
@@ -178,7 +178,7 @@ class Runner:
             return Failed(_named(error, job), may_retry=isinstance(error, CrashedError))
 
     def resume(self, attempt: Attempt, process: Process) -> Outcome:
-        """Go on with an attempt of an earlier server, as if this one had begun it."""
+        """Continue an attempt of an earlier server, as if this one had begun it."""
         was_alive = is_alive(process)
         work = attempt.work(self._merger.model_of(attempt.job))
         outcome = self._caught(attempt.job, lambda: self._conclude(attempt, work, process))
@@ -191,7 +191,7 @@ class Runner:
         """End all processes of an attempt, however long it takes: they hold its GPUs.
 
         Returns:
-            Whether they are gone: who cannot be ended is left to the next server.
+            Whether they are gone; processes that cannot be ended are left to the next server.
         """
         while not kill_group(process, grace_s=self._limits.grace_s):
             _log.error("process group %d cannot be ended; its slots stay taken", process.pid)
@@ -288,7 +288,7 @@ class Runner:
         return self._rewritten(attempt) or outcome
 
     def _wait(self, attempt: Attempt, process: Process) -> Halt | None:
-        """Wait until a process ends, or should: then return why."""
+        """Wait until a process ends, or must end; return why."""
         timeout_s = attempt.profile.timeout_s
         # The supervisor keeps to the timeout; this is for one that cannot.
         deadline = time.monotonic() + timeout_s + 2 * self._limits.grace_s + _MARGIN_S
@@ -329,7 +329,7 @@ class Runner:
         return Completed(metrics, results)
 
     def _excused(self, attempt: Attempt, failed: Failed, done: Exit) -> Outcome:
-        """Return a failure, or what it is where the evaluator could do nothing about it."""
+        """Return a failure, or the outcome if the evaluator is not to blame."""
         full = _why_full(attempt.directory)
         if full:
             return Postponed(f"{full}\n{failed.error}")

@@ -30,7 +30,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It did not work; `may_retry`: it could another time; `unknown`: what it does not know."""
+    """It did not work; `may_retry`: it might another time; `unknown`: tasks the evaluator lacks."""
 
     error: str
     may_retry: bool
@@ -39,14 +39,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Postponed:
-    """It could not be begun or merged, for something that may pass: no space, a killed worker."""
+    """It could not begin or merge, for a reason that may pass: no space, a killed worker."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """A signal that the server did not send ended its evaluator; the kernel sends one, too."""
+    """A signal ended its evaluator that the server did not send, but perhaps the kernel."""
 
     why: str
 
@@ -67,19 +67,19 @@ class Expired:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """It came to no end, through no fault of its own."""
+    """It did not end, for a reason outside of it."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Nobody wants it any more; its processes are gone."""
+    """Its result is not wanted any more; its processes are gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """It goes on without this server; the next one adopts it."""
+    """It continues without this server; the next one adopts it."""
 
 
 Outcome = Completed | Failed | Killed | Died | Postponed | Expired | Lost | Cancelled | Left

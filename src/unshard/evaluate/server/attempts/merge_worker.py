@@ -34,12 +34,12 @@ _WHOLE = ("model*.safetensors", "pytorch_model*.bin")
 
 @dataclass(frozen=True, slots=True)
 class MergeOrder:
-    """What a worker is told.
+    """What a worker merges, and how.
 
     Attributes:
         checkpoint: what to merge.
         pin: what is merged instead, if it is there.
-        output: where the model goes.
+        output: the directory of the model.
         options: the fields of the merge's `MergeOptions`.
         config: for a checkpoint that has none: config.json, or a directory with it and a tokenizer.
         needs_config: whether a model without a config is refused, before it is merged.
@@ -56,7 +56,7 @@ class MergeOrder:
 
 
 def main() -> int:
-    """Merge what stdin says."""
+    """Merge the checkpoint that the order on stdin names."""
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):  # the server is gone
         return 1
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def _answer(order: MergeOrder) -> dict[str, object]:
-    """Return where the model is; or the error, and whether another attempt may go well.
+    """Return where the model is; or the error, and whether another attempt may succeed.
 
     All that touches the disk of the checkpoint is done here: a disk that does not answer must not
     hold up the server.

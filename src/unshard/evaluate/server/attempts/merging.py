@@ -55,15 +55,15 @@ class CrashedError(EvaluationError):
 
 
 class GivenUpError(EvaluationError):
-    """A merge was interrupted because nobody wants it any more."""
+    """A merge was interrupted because its result is not wanted any more."""
 
 
 class Merger:
-    """Merges checkpoints, so many at once, each in a process of its own.
+    """Merges checkpoints, each in its own process, `at_once` of them at a time.
 
     Args:
-        directory: where the merged models lie, each named after its job.
-        options: of every merge, but for the weights, which the job says.
+        directory: of the merged models, each named after its job.
+        options: of every merge, except the weights, which the job names.
         at_once: how many merges run at the same time; the others wait.
     """
 
@@ -74,7 +74,7 @@ class Merger:
         directory.mkdir(parents=True, exist_ok=True)
 
     def merged(self, job_id: str) -> Path:
-        """Return where a job's merged model lies, if there is one."""
+        """Return the directory of a job's merged model, which may not exist."""
         return self._directory / job_id
 
     def model_of(self, job: Job) -> Path:
@@ -100,14 +100,14 @@ class Merger:
         """Return a Hugging Face directory of a job's checkpoint.
 
         Args:
-            job: what to merge; its own directory is returned where it holds a whole model.
-            profile: says how long the merge itself may take, and which config a checkpoint gets
-                that has none; without one, only a command can evaluate it.
+            job: what to merge; its own directory is returned if it has a whole model.
+            profile: limits the time of the merge, and names the config of a checkpoint that
+                has none; without a config, only a command can evaluate it.
             directory: of the attempt.
-            is_given_up: asked often, while waiting too.
+            is_given_up: polled, also while waiting for a turn.
 
         Raises:
-            GoneError: the checkpoint is not there, or went away meanwhile.
+            GoneError: the checkpoint is missing, or was removed during the merge.
             PassingError: it may be tried again.
             CrashedError: its process made a mistake, or took longer than `timeout_s`.
             GivenUpError: `is_given_up`.
@@ -165,7 +165,7 @@ def merge_in_process(
     is_given_up: Callable[[], bool],
     timeout_s: float = math.inf,
 ) -> Path:
-    """Merge a checkpoint in a process of its own; return where the model is.
+    """Merge a checkpoint in a separate process; return where the model is.
 
     Args:
         order: what to merge, how, and where to.
@@ -198,7 +198,7 @@ def merge_in_process(
         finally:
             if not kill_group(process, grace_s=0) and worker.poll() is None:
                 _log.error("process %d cannot be ended; it is left behind", worker.pid)
-                worker.returncode = -signal.SIGKILL  # do not wait for it: its disk may be dead
+                worker.returncode = -signal.SIGKILL  # do not wait for it: its disk may not answer
     return _judge(order.checkpoint, directory, worker.returncode)
 
 
@@ -230,7 +230,7 @@ def answered(
 
 def _gone(source: str) -> GoneError:
     return GoneError(
-        f"{source}: is gone, or never was there",
+        f"{source}: is gone, or the path is wrong",
         hint="check the path; pin checkpoints when they are submitted, or let more of them stay",
     )
 

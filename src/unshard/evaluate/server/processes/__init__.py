@@ -1,1 +1,1 @@
-"""Processes that outlive the server: started, supervised, told apart, ended."""
+"""Processes that outlive the server: started, supervised, identified, ended."""

@@ -1,6 +1,6 @@
 """A log of bounded size: of one that is too long, the first and the last parts are kept.
 
-The file holds the first half of the bound as it was written, then, if anything was left out, one
+The file has the first half of the bound as it was written, then, if anything was left out, one
 line of fixed width that says how many bytes, then the end. An offset into a log counts all bytes
 that were written, so it means the same before and after some were left out.
 """
@@ -25,8 +25,8 @@ class BoundedLog:
     """A log file that is written at its end and never grows beyond a size.
 
     Args:
-        path: of the file; what it held is lost.
-        most_bytes: its largest size, a few bytes more or less; at least 1,000.
+        path: of the file, which is truncated.
+        most_bytes: its largest size, give or take a few bytes; at least 1,000.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
@@ -101,19 +101,19 @@ def _read(fd: int, offset: int, *, head: int) -> tuple[bytes, int]:
         begin = start if start < head or not left_out else start - left_out + _WIDTH
         found = os.pread(fd, max(0, min(end - begin, _TEXT_BYTES)), begin)
         left_out_now, size_now = _bounds(fd, head)
-        if left_out_now == left_out and size_now >= size:  # or else the bytes have moved meanwhile
+        if left_out_now == left_out and size_now >= size:  # otherwise the bytes have moved since
             whole = _whole_characters(found)
             return whole, start + len(whole)
 
 
 def _bounds(fd: int, head: int) -> tuple[int, int]:
-    """Return how many bytes a log says that it lacks, and its size."""
+    """Return how many bytes of a log were left out, and its size."""
     line = _LINE_PATTERN.fullmatch(os.pread(fd, _WIDTH, head))
     return int(line[1]) if line else 0, os.fstat(fd).st_size
 
 
 def _whole_characters(data: bytes) -> bytes:
-    """Leave a last character of UTF-8 that is not complete for the next time."""
+    """Cut off a last character of UTF-8 that is not complete; the next read returns it."""
     for back in range(1, min(4, len(data)) + 1):
         lead = data[-back]
         if 0xC0 <= lead < 0xF8:

@@ -1,6 +1,6 @@
 """Starting an evaluator under its supervisor, in two steps.
 
-The supervisor is started first and waits; once the server has recorded it, it is told what to run.
+The supervisor is started first and waits; once the server has recorded it, it gets its order.
 A server that is killed in between leaves nothing behind: the supervisor then gets no order.
 """
 
@@ -26,13 +26,13 @@ _LOG_NAME = "supervisor.txt"
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A child of ours that waits for its orders on stdin, in a group of its own."""
+    """A child that waits for its order on stdin, and leads a process group."""
 
     process: Process
     popen: "subprocess.Popen[bytes]"
 
     def give(self, order: Order) -> None:
-        """Tell a supervisor what to run; that one is gone is noticed later."""
+        """Send a supervisor its order; if it has ended, that is noticed later."""
         if self.popen.stdin is None:
             raise RuntimeError("the supervisor has no stdin")
         with suppress(BrokenPipeError), self.popen.stdin as pipe:
@@ -45,12 +45,12 @@ class Child:
         self.popen.wait()
 
     def reap(self) -> None:
-        """Take note that it has ended."""
+        """Wait until it has ended."""
         self.popen.wait()
 
     def leave(self) -> None:
-        """Let it go on without us."""
-        self.popen.returncode = 0  # or else it is told off for being alive when it is forgotten
+        """Let it continue without this server."""
+        self.popen.returncode = 0  # otherwise `Popen.__del__` warns that it still runs
 
 
 def start_supervisor(*, gpus: tuple[str, ...], directory: Path) -> Child:
@@ -71,7 +71,7 @@ def start_supervisor(*, gpus: tuple[str, ...], directory: Path) -> Child:
 
 
 def start_module(module: str, *, directory: Path, log: Path) -> "subprocess.Popen[bytes]":
-    """Start a module of ours in a group of its own, with a pipe to its stdin.
+    """Start a module of this package as the leader of a process group, with a pipe to its stdin.
 
     Args:
         module: its full name.

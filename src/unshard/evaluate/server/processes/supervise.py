@@ -1,4 +1,4 @@
-"""The process that stands between the server and an evaluator, and outlives the server.
+"""The process between the server and an evaluator, which outlives the server.
 
 `python -m unshard.evaluate.server.processes.supervise` reads an `Order` from stdin. Without a whole
 one it ends, so nothing runs that the server has not recorded, and there is no log, by which the
@@ -91,7 +91,7 @@ class Exit:
 
 
 def read_exit(directory: Path) -> Exit | None:
-    """Return how the evaluator of an attempt ended; None where nobody wrote it, or not whole."""
+    """Return how the evaluator of an attempt ended; None if that was not recorded."""
     try:
         return Exit(**json.loads((directory / EXIT_NAME).read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -104,7 +104,7 @@ def has_begun(directory: Path) -> bool:
 
 
 def main() -> int:
-    """Run what stdin says."""
+    """Run the order on stdin."""
     stops: list[int] = []
     for number in STOPS:
         signal.signal(number, lambda number, _frame: stops.append(number))

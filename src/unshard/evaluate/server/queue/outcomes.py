@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
 _MOST_POSTPONED = 20
-_MOST_KILLED = 2  # an evaluator that takes all memory would be killed for ever
+_MOST_KILLED = 2  # an evaluator that takes all memory would be killed forever
 _MOST_DIED = 10  # not fewer: what ended the server may have been another job, or the machine
 
 
@@ -74,7 +74,7 @@ class Outcomes:
     def record(self, attempt: Attempt, outcome: Outcome) -> None:
         """Record what became of an attempt, whose processes are gone.
 
-        What cannot be recorded is a failure.
+        If that is not possible, the job fails.
         """
         job_id = attempt.job.id
         if not isinstance(outcome, Completed):
@@ -86,7 +86,7 @@ class Outcomes:
         ):
             try:
                 self._persist(step)
-            except Exception as error:  # noqa: BLE001  or else it would run for ever
+            except Exception as error:  # noqa: BLE001  otherwise the job would run forever
                 _log.exception("job %s: what became of it cannot be recorded", job_id)
                 self._persist(partial(self._store.fail, job_id, repr(error), None))
         now = self._job(job_id)
@@ -94,7 +94,7 @@ class Outcomes:
             tell_outcome(attempt.job, outcome, now)
 
     def _job(self, job_id: str) -> Job | None:
-        """Return a job for the log; None where the database does not answer."""
+        """Return a job for the log; None if the database does not answer."""
         try:
             return self._store.get(job_id)
         except sqlite3.Error:
@@ -170,7 +170,7 @@ class Outcomes:
                 assert_never(outcome)
 
     def _postpone(self, job_id: str, outcome: str, why: str, *, at_most: int) -> None:
-        """Queue a job again; after so many such attempts in a row it has failed."""
+        """Queue a job again; after `at_most` such attempts in a row it fails."""
         count = self._store.in_a_row(job_id, outcome)
         if count < at_most:
             due_at = self._due_at(count)

@@ -33,6 +33,7 @@ __all__ = ["Scheduler", "SchedulerSettings"]
 _log = logging.getLogger(__name__)
 
 _LOCK_NAME = "server.lock"
+_MERGES = 2  # at once
 _STOP_S = 60.0  # for what ends processes and records it; a disk may never answer
 _INHERITED_S, _PAUSE_S = 30.0, 0.05
 
@@ -46,8 +47,6 @@ class SchedulerSettings:
         limits: of every attempt.
         backoff_s: how long after its first failure a job is tried again; doubled every time, an
             hour at most.
-        merges: how many merges run at once.
-        options: of every merge.
         keep_days: see `retention.Retention`.
         unknown: the tasks that an evaluator does not know.
     """
@@ -55,8 +54,6 @@ class SchedulerSettings:
     work_dir: Path
     limits: Limits = field(default_factory=Limits)
     backoff_s: float = 30.0
-    merges: int = 2
-    options: MergeOptions = field(default_factory=lambda: MergeOptions(extra_state=False))
     keep_days: float | None = None
     unknown: UnknownTasks = field(default_factory=UnknownTasks)
 
@@ -87,8 +84,8 @@ class Scheduler:
         self._profiles = profiles
         self._settings = settings
         self._work_dir = settings.work_dir.absolute()
-        options, merges = settings.options, settings.merges
-        self._merger = Merger(self._work_dir / "merged", options, at_once=merges)
+        options = MergeOptions(extra_state=False)
+        self._merger = Merger(self._work_dir / "merged", options, at_once=_MERGES)
         self._runner = Runner(store, self._merger, pins, settings.limits, halt=self._halt_of)
         self._outcomes = Outcomes(
             store,
@@ -105,7 +102,7 @@ class Scheduler:
         self._lock: int | None = None
 
     def lock(self) -> None:
-        """Keep other servers from the directory until `stop`; `start` does so, too.
+        """Keep other servers from the directory until `stop`; `start` does it too.
 
         Raises:
             UsageError: another server uses the same directory.
@@ -153,14 +150,14 @@ class Scheduler:
         self._wake.set()
 
     def cancel(self, job_id: str) -> bool:
-        """Cancel a job that is queued or running; tell whether it was.
+        """Cancel a job that is queued or running; return whether it was.
 
         The processes of a running one are gone a little later.
         """
         return self._store.cancel(job_id) and self._stopped(job_id, "cancelled")
 
     def supersede(self, job_id: str, by: str) -> bool:
-        """End a job in whose place another has come, as `cancel` does; a failed one, too."""
+        """End a job that another replaces, as `cancel` does; also a failed one."""
         done = self._store.supersede(job_id, by)
         return done and self._stopped(job_id, f"superseded by job {short_id(by)}")
 
@@ -171,7 +168,7 @@ class Scheduler:
         return True
 
     def directory_of(self, job: Job) -> Path:
-        """Return the directory of a job's last attempt; the log lies in it."""
+        """Return the directory of a job's last attempt; it contains the log."""
         return self._work_dir / JOBS / job.id / str(job.attempts)
 
     def _spawn(self, target: Callable[[], None], name: str) -> threading.Thread:
@@ -198,7 +195,7 @@ class Scheduler:
                     self._spawn(self._sweep, "retention")
                 while (job := self._store.due(time.time())) is not None and self._begin(job):
                     pass
-            except Exception:  # noqa: BLE001  the jobs after it must not wait for ever
+            except Exception:  # noqa: BLE001  the jobs after it must not wait forever
                 _log.exception("jobs cannot be begun; trying again")
             self._wake.wait(self._settings.limits.poll_s)
 
@@ -219,7 +216,7 @@ class Scheduler:
         return None if job is not None and job.status is Status.RUNNING else Halt.CANCELLED
 
     def _begin(self, job: Job) -> bool:
-        """Begin an attempt at a job; tell whether another job may be looked at."""
+        """Begin an attempt at a job; return whether another job may be looked at."""
         if self._halt is not None:
             return False
         try:
@@ -246,7 +243,7 @@ class Scheduler:
         return True
 
     def _spawn_attempt(self, attempt: Attempt) -> bool:
-        """Run an attempt in a thread; tell whether there is one."""
+        """Run an attempt in a thread; return whether there is one."""
         try:
             self._spawn(lambda: self._perform(attempt, None), f"job {attempt.job.id}")
         except RuntimeError as error:  # too many processes or threads of this user

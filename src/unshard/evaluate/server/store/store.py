@@ -96,7 +96,7 @@ class Store:
         return self._stop(job_id, Status.CANCELLED, (Status.QUEUED,))
 
     def supersede(self, job_id: str, by: str) -> bool:
-        """End a job in whose place another has come; return whether it was queued, running, failed.
+        """End a job that another replaces; return whether it was queued, running or failed.
 
         The process of a running one is ended by the scheduler, and is open until then.
         """
@@ -265,7 +265,7 @@ class Store:
         return next(self._jobs(rest, now), None)
 
     def running(self) -> list[Job]:
-        """Return every job with an open attempt, those that are cancelled meanwhile too."""
+        """Return every job with an open attempt, including those that were cancelled since."""
         # The plus keeps SQLite from walking through all jobs in the order of their numbers.
         return list(self._jobs("WHERE open.job_id IS NOT NULL ORDER BY +jobs.number"))
 
