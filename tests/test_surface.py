@@ -11,20 +11,16 @@ from difflib import unified_diff
 from pathlib import Path
 
 import pytest
-from fastapi.testclient import TestClient
 
 import surface
 import unshard
-from evaluation.server_stub import Stub, free_port, serving, until
+from evaluation.servers import Still, Stub, free_port, serving, still
 from unshard import compat
-from unshard.evaluate.server.config.profiles import ServerConfig
-from unshard.evaluate.server.http.app import make_app
-from unshard.evaluate.server.http.security import rules_for
-from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.submitter import Submitter
 from unshard.evaluate.trainer.watcher import Watching
+from waiting import wait_until as until
 
 EXPECTED = Path(__file__).parent / "data" / "surface"
 EXAMPLE = Path(__file__).parent.parent / "examples" / "checkpoint"
@@ -77,17 +73,13 @@ def test_exit_codes() -> None:
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[TestClient]:
-    """A server of runs in `tmp_path`, whose jobs stay in the queue."""
-    config = ServerConfig(roots=(tmp_path,), work_directory=tmp_path / "work", profiles={})
-    service = make_service(config)
-    app = make_app(service, rules_for("127.0.0.1", None))
-    with closing(service.store), TestClient(app, base_url="http://127.0.0.1") as client:
-        yield client
+def server(tmp_path: Path) -> Iterator[Still]:
+    with still(tmp_path) as made:
+        yield made
 
 
-def test_routes_and_fields_of_both_protocols(client: TestClient) -> None:
-    check("http", surface.of_http(client.app))  # type: ignore[arg-type]  # a FastAPI, see `client`
+def test_routes_and_fields_of_both_protocols(server: Still) -> None:
+    check("http", surface.of_http(server.app))
 
 
 def test_keys_of_the_record_of_a_merge(tmp_path: Path) -> None:
@@ -125,7 +117,7 @@ def documents(run: Path) -> dict[str, list[str]]:
     return {path.relative_to(run).as_posix(): list(json.loads(lines[path])) for path in lines}
 
 
-def test_files_in_a_runs_directory(tmp_path: Path, client: TestClient) -> None:
+def test_files_in_a_runs_directory(tmp_path: Path, server: Still) -> None:
     """What `watch`, a trainer whose server is away or refuses, and a server's merge write there."""
     run, lines, port = tmp_path / "run", set[str](), free_port()
     shutil.copytree(EXAMPLE, run)
@@ -151,7 +143,7 @@ def test_files_in_a_runs_directory(tmp_path: Path, client: TestClient) -> None:
         stub.finish("job1", **{"t/acc": 0.5})
         wait_for("results")
         submitter.stop()
-    merged = client.post("/merge", json={"checkpoint_path": str(run / "global_step_10")})
+    merged = server.client.post("/merge", json={"checkpoint_path": str(run / "global_step_10")})
     assert merged.json()["success"], merged.text
     look()
     check("run_directory", sorted(lines))

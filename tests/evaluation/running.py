@@ -121,12 +121,17 @@ def all_final(store: Store) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process is there and no zombie."""
+    """Return whether a process is there and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def all_gone(pids: object) -> bool:
+    assert isinstance(pids, list)
+    return not any(is_running(pid) for pid in pids)
 
 
 @contextmanager

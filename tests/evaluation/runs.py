@@ -4,6 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
+from ranks import save_ranks, some_tensors
+
 
 def lmms_checkpoint(run: Path, step: int, *, ema: bool = False, size: int = 64) -> Path:
     """Lay out a checkpoint like lmms-engine's FSDP2 trainer, for two ranks."""
@@ -24,6 +26,16 @@ def lmms_checkpoint(run: Path, step: int, *, ema: bool = False, size: int = 64) 
             (place / folder / f"{start}_world_size_2_rank_{rank}.pt").write_bytes(b"state")
     (place / "config.json").write_text('{"model_type": "qwen2"}')
     (place / "tokenizer.json").write_text("{}")
+    return place
+
+
+def checkpoint(run: Path, step: int, *, ema: bool = False) -> Path:
+    """Write a checkpoint of two ranks with real torch, as lmms-engine lays it out."""
+    place = run / f"checkpoint-{step}"
+    save_ranks(place / "pytorch_model_fsdp_0", some_tensors(step), 2)
+    if ema:
+        save_ranks(place / "pytorch_ema_model_fsdp_0", some_tensors(step + 1000), 2)
+    (place / "config.json").write_text('{"model_type": "qwen2"}')
     return place
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 import unshard.evaluate
-from evaluation.server_stub import Stub, free_port, scores, serving
+from evaluation.servers import Stub, free_port, scores, serving
 from unshard.errors import UsageError
 from unshard.evaluate.client.lmms import AsyncEvalClient, EvalClient
 from unshard.evaluate.client.v1 import RefusedError, ServerAwayError

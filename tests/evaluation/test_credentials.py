@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from evaluation.server_stub import Stub, free_port, serving
+from evaluation.servers import Stub, free_port, serving
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.client.lmms import AsyncEvalClient, EvalClient
 from unshard.evaluate.credentials import read_token, split_url, without_password

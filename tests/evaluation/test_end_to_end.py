@@ -27,7 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from evaluation.fsdp_training import LOGGING_STEPS, WORLD, Order, gate, truth_of
 from evaluation.local_tasks import OFFLINE, surprise_task
 from evaluation.running import child_environment
-from evaluation.server_stub import free_port
+from evaluation.servers import free_port
 from evaluation.wandb_file import definitions, history
 from unshard.errors import UnshardError
 from unshard.evaluate.client.lmms import EvalClient

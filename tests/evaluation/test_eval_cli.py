@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.live import Fields, Live, checkpoint, cli, live
 from evaluation.running import child_environment
-from evaluation.server_stub import Stub, free_port, serving
+from evaluation.runs import checkpoint
+from evaluation.servers import Fields, Live, Stub, cli, free_port, live, serving
 from unshard.cli.main import main
 
 pytestmark = pytest.mark.xdist_group("eval-cli")  # one server for all

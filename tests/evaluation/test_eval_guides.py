@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from evaluation.real_server import Server, server
 from evaluation.running import child_environment
+from evaluation.servers import Live, started
 from unshard.evaluate.server.config import profiles
 from unshard.evaluate.server.config.profiles import Kind, ServerConfig
 from unshard.evaluate.trainer import config
@@ -89,8 +89,9 @@ def test_the_server_yaml_of_the_examples_is_read() -> None:
 
 
 @pytest.fixture
-def real(place: Path) -> Iterator[Server]:
-    with server(place / "server.yaml", f"--root={place / 'runs'}") as running:
+def real(place: Path) -> Iterator[Live]:
+    options = (f"--root={place / 'runs'}", "--port=0", f"--work-dir={place / 'work'}")
+    with started(Live(place, options)) as running:
         yield running
 
 
@@ -108,7 +109,7 @@ def run(command: list[str], place: Path, **more: str) -> str:
     return done.stdout
 
 
-def run_python(page: str, number: int, real: Server, place: Path) -> str:
+def run_python(page: str, number: int, real: Live, place: Path) -> str:
     code = blocks(DOCS / "guides" / page, "python")[number]
     return run([sys.executable, "-c", code.replace("http://127.0.0.1:8000", real.url)], place)
 
@@ -118,7 +119,7 @@ def results(text: str) -> dict[int, dict[str, float]]:
     return {line["step"]: line["metrics"] for line in lines}
 
 
-def test_the_page_about_transformers(real: Server, place: Path) -> None:
+def test_the_page_about_transformers(real: Live, place: Path) -> None:
     text, _profile = blocks(DOCS / "guides" / "eval-transformers.md", "yaml")
     (place / "eval.yaml").write_text(text.replace("http://127.0.0.1:8000", real.url))
     shutil.rmtree(place / "runs" / "my-run")
@@ -129,27 +130,27 @@ def test_the_page_about_transformers(real: Server, place: Path) -> None:
     assert left == ["checkpoint-6"]
 
 
-def test_the_page_about_lightning(real: Server, place: Path) -> None:
+def test_the_page_about_lightning(real: Live, place: Path) -> None:
     pytest.importorskip("lightning", reason="pip install lightning; nothing of it was run")
     shutil.rmtree(place / "runs" / "my-run")
     found = results(run_python("eval-lightning.md", 0, real, place))
     assert found == {step: {"unshard_eval/size/parameters": 3.0} for step in (2, 4, 6)}
 
 
-def test_the_page_about_lmms_engine(real: Server, place: Path) -> None:
+def test_the_page_about_lmms_engine(real: Live, place: Path) -> None:
     assert "10 {'eval/size_parameters': 245630.0}" in run_python(
         "eval-lmms-engine.md", 0, real, place
     )
 
 
-def test_the_page_about_python(real: Server, place: Path) -> None:
+def test_the_page_about_python(real: Live, place: Path) -> None:
     job, loop, lmms = (run_python("eval-python.md", n, real, place) for n in range(3))
     assert "completed {'size/parameters': 245630.0}" in job
     assert "(10, {'unshard_eval/size/parameters': 245630.0})" in loop
     assert lmms == "{'size/parameters': 245630.0}\n"
 
 
-def test_the_page_about_watching(real: Server, place: Path) -> None:
+def test_the_page_about_watching(real: Live, place: Path) -> None:
     page = DOCS / "guides" / "eval-watch.md"
     (line, said) = next(
         block.splitlines() for block in blocks(page, "console") if "--once" in block
@@ -157,14 +158,14 @@ def test_the_page_about_watching(real: Server, place: Path) -> None:
     environment = {"UNSHARD_EVAL_SERVER": real.url}
     command = [sys.executable, "-m", *line.removeprefix("$ ").split()]
     assert run(command, place, **environment) == f"{said}\n"
-    real.ended(1)
+    real.all_ended(1)
     assert "parameters = 245630" in run(command, place, **environment)
     (line,) = next(block.splitlines() for block in blocks(page, "console") if "export" in block)
     command = [sys.executable, "-m", *line.removeprefix("$ ").split()]
     assert run(command, place, **environment) == "my-run: 1 job written, 0 already there\n"
 
 
-def test_the_curl_lines(real: Server, place: Path) -> None:
+def test_the_curl_lines(real: Live, place: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not there; its lines were not run")
     said = []
@@ -176,7 +177,7 @@ def test_the_curl_lines(real: Server, place: Path) -> None:
     assert '"status":"queued"' in said[0] or '"status":"running"' in said[0]
     assert '"runs":["my-run"]' in said[0]
     assert '"job_id"' in said[1]
-    (job,) = real.ended(1)  # the same one, in both protocols
+    (job,) = real.all_ended(1)  # the same one, in both protocols
     assert job["status"] == "completed"
 
 

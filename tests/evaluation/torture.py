@@ -32,11 +32,10 @@ from pathlib import Path
 
 import httpx
 import torch
-import yaml
 
 from evaluation.repetition import busy
-from evaluation.running import child_environment, whole_model
-from evaluation.server_stub import free_port
+from evaluation.running import whole_model
+from evaluation.servers import Live, free_port
 from evaluation.victims import KINDS, Victim, Watch, children, state_of
 from ranks import save_ranks
 from unshard.evaluate.trainer.config import EvalConfig
@@ -54,7 +53,7 @@ SYSTEMD_S = 10.0  # from SIGTERM to SIGKILL
 # child, which leaves the group.
 EVALUATOR = """
 import fcntl, json, os, pathlib, sys, time, zlib
-model, output, control, step = sys.argv[1:]
+model, output, control, _, step, _ = sys.argv[1:]
 gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 for name in [f"gpu-{gpu}" for gpu in gpus] + [f"{pathlib.Path(output).parent.parent.name}"]:
     fd = os.open(os.path.join(control, name), os.O_RDWR | os.O_CREAT)
@@ -121,14 +120,10 @@ class World:
     """A server with its directories, and the checkpoints that are evaluated."""
 
     def __init__(self, directory: Path) -> None:
-        self.root, self.work = directory / "root", directory / "work"
-        self.control, self.log = directory / "control", directory / "server.log"
-        self.port = free_port()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.server = Live(directory)
+        self.server.configure(EVALUATOR, gpus=2, port=free_port())
+        self.root, self.work = self.server.root, self.server.work
         self.watch = Watch(self.work)
-        self._mark = 0
-        self.control.mkdir(parents=True)
-        self._configure(directory)
         self.model = whole_model(self.root / "model")
         self.crcs = {PROBE: zlib.crc32(bytes(12))}
         for step in (SPOOLED, POSTED):
@@ -139,42 +134,20 @@ class World:
             (place / "config.json").write_text('{"model_type": "qwen2"}')
         self.checkpoints = directory / "checkpoints"
 
-    def _configure(self, directory: Path) -> None:
-        script = directory / "evaluator.py"
-        script.write_text(EVALUATOR)
-        places = ["{checkpoint}", "{output}", str(self.control), "{step}"]
-        command = [sys.executable, "-I", "-S", str(script), *places]
-        profile = {"kind": "command", "command": command, "retries": 0, "gpus": 1}
-        config = {"roots": [str(self.root)], "gpus": 2, "profiles": {"script": profile}}
-        (directory / "server.yaml").write_text(yaml.safe_dump(config))
-        self._command = [sys.executable, "-m", "unshard", "eval", "serve"]
-        self._command += [f"--config={directory / 'server.yaml'}", f"--work-dir={self.work}"]
-        self._command += [f"--port={self.port}"]
-
-    def launch(self) -> None:
-        """Start the server."""
-        self._mark = self.log.stat().st_size if self.log.exists() else 0
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self._command, env=child_environment(), stdout=log, stderr=log
-            )
-
-    def is_listening(self) -> bool:
-        return "listening on" in self.log.read_bytes()[self._mark :].decode(errors="replace")
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        assert self.server.process is not None
+        return self.server.process
 
     def revive(self) -> None:
         """Start the server if it has ended, and wait until it listens."""
-        if self.process is None or self.process.poll() is not None:
-            self.launch()
-        process = self.process
-        assert process is not None
-        until(lambda: self.is_listening() or process.poll() is not None, "a server that listens")
-        assert process.poll() is None, f"the server ended with {process.returncode}"
+        if self.server.process is None or self.process.poll() is not None:
+            self.server.launch()
+        self.server.wait()
 
     def end_server(self, number: signal.Signals) -> None:
         """Send the server a signal, and wait for its end."""
-        assert self.process is not None
-        is_listening = self.is_listening()
+        is_listening = self.server.is_listening()
         self.process.send_signal(number)
         code = self.process.wait(DEADLINE_S)
         early = set() if is_listening else {-number, 128 + number}
@@ -182,7 +155,6 @@ class World:
 
     def end_group(self, number: signal.Signals) -> None:
         """End the server and all of its processes at once, as systemd ends a service."""
-        assert self.process is not None
         self._send_all(number)
         end = time.monotonic() + SYSTEMD_S
         while self.process.poll() is None or self.watch.look():
@@ -191,7 +163,6 @@ class World:
             time.sleep(0.002)
 
     def _send_all(self, number: signal.Signals) -> None:
-        assert self.process is not None
         self.process.send_signal(number)
         for one in self.watch.look():
             one.send(number)
@@ -205,9 +176,6 @@ class World:
     def hurry(self) -> None:
         """Make every job due at once that waits for its next attempt."""
         self.rows("UPDATE jobs SET not_before = 0 WHERE status = 'queued' AND not_before > 0")
-
-    def told(self, since: int) -> str:
-        return self.log.read_bytes()[since:].decode(errors="replace")
 
 
 class Round:
@@ -224,9 +192,7 @@ class Round:
         """Return how many attempts there were."""
         world = self.world
         world.revive()
-        config = EvalConfig(
-            f"http://127.0.0.1:{world.port}", "script", ("task",), run=self.name, poll_interval=0.1
-        )
+        config = EvalConfig(world.server.url, "script", ("task",), run=self.name, poll_interval=0.1)
         trainer = Submitter(config, self.run)
         try:
             assert trainer.submit(self.run / f"checkpoint-{SPOOLED}", SPOOLED)
@@ -254,7 +220,7 @@ class Round:
         for delay_s in plan.delays_s:  # the first server runs already, the next ones are new
             time.sleep(delay_s)
             end(plan.signal)
-            world.launch()
+            world.server.launch()
         return True
 
     def _hit(self, kind: str, strike: Callable[[Victim], object]) -> bool:
@@ -282,7 +248,7 @@ class Round:
     def _post(self, checkpoint: Path, step: int, **more: object) -> None:
         """Submit a checkpoint without a pin: the server makes one."""
         body = {"checkpoint": str(checkpoint), "profile": "script", "tasks": ["task"], **more}
-        url = f"http://127.0.0.1:{self.world.port}/api/v1/jobs"
+        url = f"{self.world.server.url}/api/v1/jobs"
         answer = httpx.post(url, json={**body, "run": self.name, "step": step}, timeout=60)
         answer.raise_for_status()
 
@@ -309,7 +275,6 @@ class Round:
     def left(self) -> list[str]:
         """Return what should not be there any more."""
         world = self.world
-        assert world.process is not None
         places = [self.run / "_unshard/pins", world.root / "_unshard/pins", world.work / "merged"]
         places += [path for path in self.run.glob("_unshard/spool/*") if path.is_dir()]
         left = [path for place in places if place.exists() for path in place.iterdir()]
@@ -330,7 +295,7 @@ def describe(one: Round, seed: int, since: int) -> str:
     query += " ON job_id = id WHERE run = ? ORDER BY jobs.number, attempts.number"
     rows = "\n".join(map(str, one.world.rows(query, one.name)))
     again = f'make torture-eval TORTURE="--seed {seed} --only {one.plan.number}"'
-    log = one.world.told(since)
+    log = one.world.server.told(since)
     return f"{rows}\nLeft over: {one.left()}\nThe server's log:\n{log}\nTo repeat it: {again}"
 
 
@@ -339,8 +304,8 @@ def torture(world: World, seed: int, numbers: list[int]) -> int:
     failed, disturbed = 0, 0
     for number in numbers:
         for again in range(5):
-            plan = Plan.of(seed, number, again)
-            since = world.log.stat().st_size if world.log.exists() else 0
+            plan, log = Plan.of(seed, number, again), world.server.log
+            since = log.stat().st_size if log.exists() else 0
             begin = time.monotonic()
             one = Round(world, plan, f"run-{number}-{again}")
             try:
@@ -381,7 +346,7 @@ def main() -> int:
         with busy(given.busy):
             failed = torture(world, given.seed, given.only or list(range(2 * given.rounds)))
     finally:
-        if world.process is not None:
+        if world.server.process is not None:
             world.end_group(signal.SIGKILL)
     if failed:
         print(f"all files are in {directory}")

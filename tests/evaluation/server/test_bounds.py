@@ -1,23 +1,22 @@
 """What a server needs is bounded: unread answers, requests that never end, long lists."""
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
-import uvicorn
 from starlette.responses import PlainTextResponse
 
-from evaluation.live import Fields, Live, live, until
+from evaluation.servers import Fields, Live, in_thread, live
 from unshard.evaluate.client.lmms import EvalClient
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.server.http import connections
 from unshard.evaluate.server.http.connections import BoundedProtocol
 from unshard.evaluate.server.http.security import Guard, rules_for
 from unshard.evaluate.server.store.store import Store
+from waiting import wait_until as until
 
 pytestmark = pytest.mark.xdist_group("eval-bounds")  # one server for all
 
@@ -140,17 +139,8 @@ def serving(monkeypatch: pytest.MonkeyPatch, *, silent_s: float) -> Iterator[str
     """Answer everything with a large text."""
     monkeypatch.setattr(connections, "_SILENT_S", silent_s)
     app = Guard(PlainTextResponse("x" * LARGE), rules_for("127.0.0.1", None))
-    config = uvicorn.Config(app, http=BoundedProtocol, log_level="error", lifespan="off")
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        try:
-            until(lambda: server.started, "a server that listens")
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(60)
+    with in_thread(app, http=BoundedProtocol) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def received(connection: socket.socket) -> int:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.live import Fields, Live, checkpoint, cli, live, until
+from evaluation.runs import checkpoint
+from evaluation.servers import Fields, Live, cli, live
 from unshard.evaluate.client.lmms import EvalClient
 from unshard.evaluate.client.v1 import ServerAwayError
 from unshard.evaluate.server import health
@@ -21,6 +22,7 @@ from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
 from unshard.evaluate.trainer.submitter import Submitter
 from waiting import LIMIT_S
+from waiting import wait_until as until
 
 pytestmark = pytest.mark.xdist_group("eval-health")  # one server for all
 

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import Qwen2ForCausalLM
 
-from evaluation.live import Live, live
 from evaluation.local_tasks import OFFLINE, surprise_task, tiny_model
+from evaluation.servers import Live, live
 from ranks import save_ranks, some_tensors
 
 pytestmark = pytest.mark.xdist_group("eval-lasting")  # one server for all

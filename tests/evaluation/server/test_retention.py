@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.live import Live, checkpoint, cli, until
 from evaluation.running import job_of, request, scheduler, wait_for, whole_model
-from evaluation.server_stub import free_port
+from evaluation.runs import checkpoint
+from evaluation.servers import Live, cli, free_port
 from unshard.evaluate.jobs import Filters, Job, Process, Status
 from unshard.evaluate.server.queue import retention
 from unshard.evaluate.server.queue.retention import Retention
@@ -19,6 +19,7 @@ from unshard.evaluate.trainer.spool import Spool
 from unshard.evaluate.trainer.watcher import Watching
 from unshard.write.staging.beneath import remove
 from waiting import LIMIT_S
+from waiting import wait_until as until
 
 DAY = 24 * 3600.0
 METRICS = {"task/acc": 0.1 + 0.2, "task/size": 3.0}

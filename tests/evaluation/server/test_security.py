@@ -9,11 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from evaluation.live import Fields, Live, checkpoint, cli, live, until
+from evaluation.runs import checkpoint
+from evaluation.servers import Fields, Live, cli, live
 from unshard.errors import UsageError
 from unshard.evaluate.pins.pin import Quota, pin_checkpoint
 from unshard.evaluate.server.http.security import rules_for
 from waiting import LIMIT_S
+from waiting import wait_until as until
 
 pytestmark = pytest.mark.xdist_group("eval-security")  # two servers for all
 TOKEN = "correct-horse-battery-staple"  # noqa: S105  (of the test)

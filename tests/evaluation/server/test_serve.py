@@ -10,8 +10,9 @@ import httpx
 import pytest
 import torch
 
-from evaluation.live import Fields, Live, all_gone, checkpoint, cli, live, until
-from evaluation.runs import save_again
+from evaluation.running import all_gone
+from evaluation.runs import checkpoint, save_again
+from evaluation.servers import Fields, Live, cli, live
 from ranks import save_ranks, some_tensors
 from unshard.evaluate.pins.pin import Quota, pin_checkpoint, unpin
 from unshard.evaluate.server.pinning import Pins
@@ -19,6 +20,7 @@ from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.submitter import Submitter
 from waiting import LIMIT_S
+from waiting import wait_until as until
 
 pytestmark = pytest.mark.xdist_group("eval-serve")  # a server for most
 QUOTA = Quota(8, None)

@@ -11,12 +11,15 @@ from types import ModuleType
 
 import pytest
 
-from evaluation.live import Fields, Live, all_gone, checkpoint, live, until
+from evaluation.running import all_gone
+from evaluation.runs import checkpoint
+from evaluation.servers import Fields, Live, live
 from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard.evaluate import lmms_engine as ours
 from unshard.evaluate.server import service
 from unshard.evaluate.server.http import lmms_views
 from waiting import LIMIT_S
+from waiting import wait_until as until
 
 pytestmark = pytest.mark.xdist_group("eval-lmms")  # one server for all
 TOKEN = "correct-horse-battery-staple"  # noqa: S105  (of the test)

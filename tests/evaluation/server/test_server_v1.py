@@ -9,11 +9,14 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from evaluation.live import Fields, Live, all_gone, checkpoint, live, until
+from evaluation.running import all_gone
+from evaluation.runs import checkpoint
+from evaluation.servers import Fields, Live, live
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.server.http import v1_views as views
 from unshard.evaluate.server.store.store import Store
 from waiting import LIMIT_S
+from waiting import wait_until as until
 
 pytestmark = pytest.mark.xdist_group("eval-v1")  # one server for all
 

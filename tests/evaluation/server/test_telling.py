@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.live import Live, checkpoint, live
 from evaluation.running import request, scheduler, script_profile, wait_for, whole_model
+from evaluation.runs import checkpoint
+from evaluation.servers import Live, live
 from unshard.evaluate.jobs import Job, Status
 from unshard.evaluate.server.attempts.endings import (
     Completed,

@@ -10,8 +10,8 @@ import mlflow
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from evaluation.real_server import Server, server, unshard, write_config
 from evaluation.running import whole_model
+from evaluation.servers import SCORE, Live, live, unshard
 from evaluation.wandb_file import history, run_record
 from unshard.errors import UsageError
 from unshard.evaluate.sinks import export as exporting
@@ -25,26 +25,26 @@ POINTS = {(10, 0.01), (20, 0.02)}
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server that has results of two runs, and one that belongs to no step."""
     place = tmp_path_factory.mktemp("served")
-    with server(write_config(place / "server", place)) as running:
+    with live(place / "server", script=SCORE, roots=[str(place)]) as running:
         with running.client() as client:
             for run, step in (("a", 20), ("a", 10), ("b", 5), ("a", None)):
                 model = whole_model(place / run / f"model{step or ''}")
-                client.submit(str(model), step, "score", ["t"], run=run)
-            until_all = running.ended(4)
+                client.submit(str(model), step, "script", ["t"], run=run)
+            until_all = running.all_ended(4)
         assert {job["status"] for job in until_all} == {"completed"}
         yield running
 
 
-def exported(real: Server, to: str, *more: object) -> dict[str, tuple[int, int, int]]:
+def exported(real: Live, to: str, *more: object) -> dict[str, tuple[int, int, int]]:
     done = unshard("eval", "export", f"--to={to}", f"--server={real.url}", "--json", *more)
     runs = json.loads(done.stdout)["runs"]
     return {one["run"]: (one["written"], one["present"], one["without_step"]) for one in runs}
 
 
-def test_jsonl_has_a_file_for_each_run(real: Server, tmp_path: Path) -> None:
+def test_jsonl_has_a_file_for_each_run(real: Live, tmp_path: Path) -> None:
     assert exported(real, "jsonl", "--directory", tmp_path) == {"a": (3, 0, 0), "b": (1, 0, 0)}
     before = (tmp_path / "a.jsonl").read_bytes()
     assert exported(real, "jsonl", "--directory", tmp_path) == {"a": (0, 3, 0), "b": (0, 1, 0)}
@@ -57,7 +57,7 @@ def test_jsonl_has_a_file_for_each_run(real: Server, tmp_path: Path) -> None:
     ]
 
 
-def test_tensorboard_shows_a_run_beside_its_training(real: Server, tmp_path: Path) -> None:
+def test_tensorboard_shows_a_run_beside_its_training(real: Live, tmp_path: Path) -> None:
     for written, present in ((2, 0), (0, 2)):
         found = exported(real, "tensorboard", "--run=a", "--directory", tmp_path / "logs")
         assert found == {"a": (written, present, 1)}
@@ -70,7 +70,7 @@ def test_tensorboard_shows_a_run_beside_its_training(real: Server, tmp_path: Pat
 
 
 def test_wandb_gets_a_run_of_its_own_in_the_group(
-    real: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    real: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
@@ -85,7 +85,7 @@ def test_wandb_gets_a_run_of_its_own_in_the_group(
 
 
 def test_mlflow_gets_a_run_in_the_experiment(
-    real: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    real: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
@@ -101,7 +101,7 @@ def test_mlflow_gets_a_run_in_the_experiment(
 
 
 def test_trackio_gets_a_run_of_its_own(
-    real: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    real: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     options = ("--run=a", "--project=p", "--directory", tmp_path)
@@ -113,7 +113,7 @@ def test_trackio_gets_a_run_of_its_own(
     assert sorted(found) == sorted(("a-eval", step, value) for step, value in POINTS)
 
 
-def test_a_server_without_results_says_so(real: Server, tmp_path: Path) -> None:
+def test_a_server_without_results_says_so(real: Live, tmp_path: Path) -> None:
     done = unshard(
         "eval",
         "export",

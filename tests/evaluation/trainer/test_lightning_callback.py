@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evaluation.server_stub import Stub, scores, serving
+from evaluation.servers import Stub, scores, serving
 from unshard.evaluate.pins.pin import pins_of
 
 pytest.importorskip("lightning", reason="pip install lightning; nothing of it was run")

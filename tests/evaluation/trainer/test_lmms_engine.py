@@ -9,11 +9,12 @@ from types import ModuleType
 import pytest
 
 from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine
-from evaluation.server_stub import Stub, free_port, scores, serving, until
+from evaluation.servers import Stub, free_port, scores, serving
 from unshard.errors import UsageError
 from unshard.evaluate import lmms_engine as ours
 from unshard.evaluate.client.lmms import EvalClient
 from waiting import LIMIT_S
+from waiting import wait_until as until
 
 EVAL_CONFIG: dict[str, object] = {
     "model": "qwen_vl",

@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from evaluation.lmms_training import Order, begins, truth_of
 from evaluation.running import child_environment
-from evaluation.server_stub import free_port, until
+from evaluation.servers import Live, free_port, started
 from evaluation.wandb_file import history
 from unshard.evaluate.client.lmms import EvalClient
 from unshard.evaluate.pins.pin import pins_of
@@ -30,6 +30,7 @@ from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
 from unshard.evaluate.trainer.submitter import Submitter
 from waiting import LIMIT_S
+from waiting import wait_until as until
 
 pytest.importorskip("lmms_engine", reason="pip install --no-deps lmms_engine")
 pytestmark = pytest.mark.xdist_group("lmms-trainer")  # one training for all
@@ -90,13 +91,9 @@ def _train(trained: Trained, *orders: Path) -> "subprocess.Popen[bytes]":
         )
 
 
-def _serve(trained: Trained) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "unshard", "eval", "serve", f"--root={trained.root / 'runs'}"]
-    command += ["--gpus=0", f"--port={trained.url.rpartition(':')[2]}", "--work-dir=work"]
-    with (trained.root / "server.log").open("wb") as log:
-        return subprocess.Popen(
-            command, env=child_environment(), cwd=trained.root, stdout=log, stderr=log
-        )
+def _serve(trained: Trained) -> AbstractContextManager[Live]:
+    options = [f"--root={trained.root / 'runs'}", "--gpus=0", "--work-dir=work"]
+    return started(Live(trained.root), *options, f"--port={trained.url.rpartition(':')[2]}")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +113,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         training = kept(_train(place, *orders))
         waits = "Waiting for pending evaluation jobs"
         until(lambda: waits in place.log("away") or training.poll() is not None, waits)
-        kept(_serve(place))
+        stack.enter_context(_serve(place))
         assert training.wait(LIMIT_S) == 0, place.log("")
         yield place
 

@@ -4,13 +4,13 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from evaluation.live import checkpoint
-from evaluation.real_server import Server, server, write_config
-from evaluation.server_stub import free_port, until
+from evaluation.runs import checkpoint
+from evaluation.servers import Live, free_port, live
 from ranks import save_ranks, some_tensors
 from unshard import merge
 from unshard.evaluate.client.lmms import EvalClient
@@ -21,12 +21,13 @@ from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
 from unshard.evaluate.trainer.submitter import Submitter
 from waiting import LIMIT_S
+from waiting import wait_until as until
 
 LAST = 2
 CHECKSUM = """
 import json, os, sys, time, zlib
-model, output, tasks, step = sys.argv[1:]
-while not os.path.exists(os.path.join(os.path.dirname(__file__), "go")):
+model, output, control, *_ = sys.argv[1:]
+while not os.path.exists(os.path.join(control, "go")):
     time.sleep(0.02)
 with open(os.path.join(model, "model.safetensors"), "rb") as file:
     found = zlib.crc32(file.read())
@@ -42,7 +43,7 @@ class Training:
 
     def __init__(self, root: Path, name: str, url: str) -> None:
         self.run = root / name
-        given = {"server_url": url, "profile": "score", "tasks": ["t"], "poll_interval": 0.05}
+        given = {"server_url": url, "profile": "script", "tasks": ["t"], "poll_interval": 0.05}
         self.config = EvalConfig.from_dict(given)
         self.submitter = Submitter(self.config, self.run)
 
@@ -63,7 +64,7 @@ class Training:
         """Begin the next training on the same run."""
         self.submitter = Submitter(self.config, self.run)
 
-    def check(self, running: Server, *steps: int) -> None:
+    def check(self, running: Live, *steps: int) -> None:
         """Check that each step has one result, the last one that of its newer save."""
         assert self.submitter.close(LIMIT_S), self.run.name
         with running.client() as client:
@@ -84,15 +85,18 @@ class Training:
         return zlib.crc32((output / "model.safetensors").read_bytes())
 
 
+def checksums(place: Path, port: int) -> AbstractContextManager[Live]:
+    """Return a server of the directory of runs that measures a model when it may go on."""
+    roots = [str(place / "runs")]
+    return live(place / "server", script=CHECKSUM, roots=roots, port=port)
+
+
 def test_a_server_that_is_away_at_any_moment_loses_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(courier, "_LONGEST_WAIT", 1.0)  # a minute is long for a test
     (tmp_path / "runs").mkdir()
-    config, port = (
-        write_config(tmp_path / "server", tmp_path / "runs", script=CHECKSUM),
-        free_port(),
-    )
+    port = free_port()
     names = ("before", "during", "after", "end", "longer")
     before, during, after, end, longer = (
         Training(tmp_path / "runs", name, f"http://127.0.0.1:{port}") for name in names
@@ -103,7 +107,7 @@ def test_a_server_that_is_away_at_any_moment_loses_nothing(
         training.save(LAST)
     assert not longer.submitter.close(0.1)
     assert "no result yet: step 2; the next trainer on" in caplog.text
-    with server(config, port=port):
+    with checksums(tmp_path, port):
         for training in (before, after):
             training.save(LAST)
             training.save(LAST)
@@ -115,9 +119,9 @@ def test_a_server_that_is_away_at_any_moment_loses_nothing(
     during.save(LAST)
     waiting = threading.Thread(target=end.submitter.close, args=(LIMIT_S,))
     waiting.start()
-    with server(config, port=port) as running:
+    with checksums(tmp_path, port) as running:
         until(during.is_sent, "the end of what was submitted")
-        (config.parent / "go").touch()  # what was evaluated of its older save ends before
+        running.go()  # what was evaluated of its older save ends before
         waiting.join()
         before.check(running, 1, LAST)
         for training in (during, after, end):
@@ -131,10 +135,7 @@ def test_a_step_that_is_saved_again_while_it_is_being_submitted_has_one_result(
 ) -> None:
     """Before the request comes to the server; before its answer is there; the answer is lost."""
     (tmp_path / "runs").mkdir()
-    config, port = (
-        write_config(tmp_path / "server", tmp_path / "runs", script=CHECKSUM),
-        free_port(),
-    )
+    port = free_port()
     trainings = {
         name: Training(tmp_path / "runs", name, f"http://127.0.0.1:{port}")
         for name in ("asked", "answered", "lost")
@@ -155,13 +156,13 @@ def test_a_step_that_is_saved_again_while_it_is_being_submitted_has_one_result(
         return answer
 
     monkeypatch.setattr(EvalClient, "submit_body", interrupted)
-    with server(config, port=port) as running:
+    with checksums(tmp_path, port) as running:
         for training in trainings.values():
             training.save(LAST)
         until(
             lambda: all(one.is_sent() for one in trainings.values()),
             "the end of what was submitted",
         )
-        (config.parent / "go").touch()
+        running.go()
         for training in trainings.values():
             training.check(running, LAST)

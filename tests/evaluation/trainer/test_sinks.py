@@ -13,7 +13,6 @@ import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from evaluation.server_stub import until
 from evaluation.wandb_file import definitions, history, run_record
 from unshard.evaluate.sinks.base import STEP_METRIC, Marks, Sink, metric_names
 from unshard.evaluate.sinks.jsonl import JsonlSink
@@ -24,6 +23,7 @@ from unshard.evaluate.sinks.wandb import TrainerWandbSink, WandbSink
 from unshard.evaluate.trainer import recorder as recorders
 from unshard.evaluate.trainer.recorder import Recorder, Recording
 from waiting import LIMIT_S
+from waiting import wait_until as until
 
 NAME = "unshard_eval/mmlu/acc"
 OUT_OF_ORDER = ((30, 0.3), (10, 0.1), (20, 0.2))

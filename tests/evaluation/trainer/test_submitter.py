@@ -18,7 +18,7 @@ import pytest
 from damage import in_time
 from evaluation.running import largest_file
 from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine, save_again
-from evaluation.server_stub import Stub, free_port, scores, serving, until
+from evaluation.servers import Stub, free_port, scores, serving
 from unshard.evaluate.client.lmms import EvalClient
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA, pin_checkpoint, pins_of
 from unshard.evaluate.sinks.jsonl import JsonlSink
@@ -31,6 +31,7 @@ from unshard.evaluate.trainer.recorder import Recording
 from unshard.evaluate.trainer.spool import Fields, Spool
 from unshard.evaluate.trainer.submitter import Submitter, is_first_rank
 from waiting import LIMIT_S
+from waiting import wait_until as until
 
 
 def config_for(url: str, **more: object) -> EvalConfig:

@@ -11,7 +11,7 @@ import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
 
-from evaluation.server_stub import Stub, free_port, scores, serving
+from evaluation.servers import Stub, free_port, scores, serving
 from evaluation.wandb_file import definitions, history
 from unshard.evaluate.callbacks.transformers import UnshardEvalCallback, _tensorboard_dir
 from unshard.evaluate.pins.pin import pins_of

@@ -6,15 +6,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from evaluation.real_server import FAIL, Server, server, unshard, write_config
 from evaluation.running import child_environment, largest_file, whole_model
-from evaluation.server_stub import Stub, free_port, scores, serving, until
+from evaluation.servers import FAIL, SCORE, Live, Stub, free_port, live, scores, serving, unshard
 from ranks import save_ranks
 from unshard.errors import UsageError
 from unshard.evaluate.client.lmms import EvalClient
@@ -26,6 +25,7 @@ from unshard.evaluate.trainer.spool import Spool
 from unshard.evaluate.trainer.submitter import Submitter
 from unshard.evaluate.trainer.watcher import Answer, Watching
 from waiting import LIMIT_S
+from waiting import wait_until as until
 
 WEIGHTS = {"layer.weight": torch.arange(24.0).reshape(8, 3)}
 LATEST = "latest_checkpointed_iteration.txt"
@@ -57,20 +57,25 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def real(tmp_path: Path) -> Iterator[Server]:
-    with server(write_config(tmp_path / "server", tmp_path / "runs")) as running:
+def real(tmp_path: Path) -> Iterator[Live]:
+    with scoring(tmp_path) as running:
         yield running
 
 
+def scoring(place: Path, script: str = SCORE, **changed: object) -> AbstractContextManager[Live]:
+    """Return a server of the directory of runs."""
+    return live(place / "server", script=script, roots=[str(place / "runs")], **changed)
+
+
 def watch_once(run: Path, url: str, *more: object) -> str:
-    arguments = (run, "--tasks=t", "--profile=score", "--once", "--interval=0.2")
+    arguments = (run, "--tasks=t", "--profile=script", "--once", "--interval=0.2")
     return unshard("eval", "watch", *arguments, f"--server={url}", *more).stdout
 
 
 @contextmanager
 def watching(run: Path, url: str) -> "Iterator[subprocess.Popen[str]]":
     command = [sys.executable, "-m", "unshard", "eval", "watch", str(run), "--tasks=t"]
-    command += ["--profile=score", f"--server={url}", "--interval=0.1"]
+    command += ["--profile=script", f"--server={url}", "--interval=0.1"]
     process = subprocess.Popen(
         command, env=child_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -89,7 +94,7 @@ def results_in(run: Path) -> dict[int, dict[str, float]]:
     return found
 
 
-def test_checkpoints_of_verl_are_evaluated_as_they_come(run: Path, real: Server) -> None:
+def test_checkpoints_of_verl_are_evaluated_as_they_come(run: Path, real: Live) -> None:
     """The actor's weights, where there is a critic too; rotation takes them while they wait."""
     verl_step(run, 10, "actor", "critic")
     half = run / "global_step_20" / "actor"
@@ -98,9 +103,9 @@ def test_checkpoints_of_verl_are_evaluated_as_they_come(run: Path, real: Server)
         assert process.stdout is not None
         assert process.stdout.readline() == "step 10: submitted (model)\n"
         shutil.rmtree(run / "global_step_10")
-        assert [job["step"] for job in real.ended(1)] == [10]
+        assert [job["step"] for job in real.all_ended(1)] == [10]
         verl_step(run, 20, "actor", "critic")
-        assert real.ended(2)[1]["status"] == "completed"
+        assert real.all_ended(2)[1]["status"] == "completed"
         said = [process.stdout.readline() for _ in range(3)]
         until(lambda: not pins_of(run))
         process.send_signal(signal.SIGINT)
@@ -112,21 +117,20 @@ def test_checkpoints_of_verl_are_evaluated_as_they_come(run: Path, real: Server)
 
 def test_a_restart_submits_nothing_again(run: Path, tmp_path: Path) -> None:
     """Not even what has failed, which the server itself would queue anew."""
-    config = write_config(tmp_path / "server", tmp_path / "runs", script=FAIL)
-    with server(config) as failing:
+    with scoring(tmp_path, FAIL) as failing:
         verl_step(run, 10)
         assert watch_once(run, failing.url) == "step 10: submitted (model)\n"
-        (job,) = failing.ended(1)
+        (job,) = failing.all_ended(1)
         assert job["status"] == "failed"
         for forgotten in (False, True):
             if forgotten:  # the server knows, if nobody else does
                 (run / "_unshard" / "watched.txt").unlink()
             assert watch_once(run, failing.url) == ""
-        assert [(one["id"], one["attempts"]) for one in failing.ended(1)] == [(job["id"], 1)]
+        assert [(one["id"], one["attempts"]) for one in failing.all_ended(1)] == [(job["id"], 1)]
         while Spool(run).pending():  # as somebody else's, it is followed until it is heard of
             assert watch_once(run, failing.url) == ""
     absent = f"http://127.0.0.1:{free_port()}"
-    arguments = (run, "--tasks=t", "--profile=score", "--once", "--interval=0.1")
+    arguments = (run, "--tasks=t", "--profile=script", "--once", "--interval=0.1")
     assert unshard("eval", "watch", *arguments, f"--server={failing.url}").stdout == ""
     assert pins_of(run) == []
     assert "submitted" in watch_away(run, absent)  # another server is another matter
@@ -134,7 +138,7 @@ def test_a_restart_submits_nothing_again(run: Path, tmp_path: Path) -> None:
 
 def watch_away(run: Path, url: str) -> str:
     """Watch with a server that is away: what cannot be sent is said."""
-    given = EvalConfig.from_dict({"server_url": url, "profile": "score", "tasks": ["t"]})
+    given = EvalConfig.from_dict({"server_url": url, "profile": "script", "tasks": ["t"]})
     with Watching(run, given) as one:
         one.look()
         found = one.look()
@@ -151,10 +155,9 @@ def test_what_is_submitted_while_the_server_is_away_is_sent_later(
     shutil.rmtree(run / "global_step_10")
     assert watch_away(run, f"http://127.0.0.1:{port}") == ""
     assert len(pins_of(run)) == 1
-    config = write_config(tmp_path / "server", tmp_path / "runs")
-    with server(config, port=port) as running:
+    with scoring(tmp_path, port=port) as running:
         watch_once(run, running.url)
-        assert [job["status"] for job in running.ended(1)] == ["completed"]
+        assert [job["status"] for job in running.all_ended(1)] == ["completed"]
         watch_once(run, running.url)
     assert results_in(run) == {10: {"unshard_eval/t/acc": 0.01}}
 
@@ -177,7 +180,7 @@ def test_the_exit_code_of_once_says_that_nothing_was_sent(
 def once(run: Path, url: str, *more: str) -> int:
     from unshard.cli.main import main
 
-    options = ["--tasks=t", "--profile=score", "--once", "--interval=0.05", f"--server={url}"]
+    options = ["--tasks=t", "--profile=script", "--once", "--interval=0.05", f"--server={url}"]
     try:
         main(["eval", "watch", str(run), *options, *more])
     except SystemExit as ended:
@@ -211,7 +214,7 @@ def test_once_says_how_many_wait_for_room(
         verl_step(run, step)
     file = tmp_path / "eval.yaml"
     file.write_text(
-        f"server_url: {stub.url}\nprofile: score\ntasks: [t]\nquota: {{count: 1, bytes: null}}\n"
+        f"server_url: {stub.url}\nprofile: script\ntasks: [t]\nquota: {{count: 1, bytes: null}}\n"
     )
     assert once(run, stub.url, f"--config={file}") == 1
     assert "2 more waiting for room among the pins" in capsys.readouterr().err
@@ -234,7 +237,7 @@ def test_once_wants_an_interval_that_ends(
 
 
 def config_for(url: str, **more: object) -> EvalConfig:
-    given = {"server_url": url, "profile": "score", "tasks": ["t"], "poll_interval": 0.02}
+    given = {"server_url": url, "profile": "script", "tasks": ["t"], "poll_interval": 0.02}
     return EvalConfig.from_dict({**given, **more})
 
 
@@ -356,7 +359,7 @@ def test_what_finds_a_full_disk_is_submitted_later(run: Path, stub: Stub) -> Non
 def test_what_somebody_else_submitted_comes_too(run: Path, stub: Stub) -> None:
     place = verl_step(run, 10)
     config = config_for(stub.url)
-    body = {"checkpoint": str(place / "actor"), "step": 10, "profile": "score", "tasks": ["t"]}
+    body = {"checkpoint": str(place / "actor"), "step": 10, "profile": "script", "tasks": ["t"]}
     with EvalClient(stub.url) as client:
         client.submit_body({**body, "weights": "model", "run": RunFolder(run).name})
     with Watching(run, config) as one:
@@ -443,7 +446,7 @@ def test_a_file_says_what_the_options_do_not(run: Path, tmp_path: Path, stub: St
     out = watch_once(run, stub.url, f"--config={file}", "--run=named")
     assert out.splitlines()[0] == "step 10: submitted (model)"
     (body,) = stub.submissions
-    assert (body["tasks"], body["profile"]) == (["t"], "score")
+    assert (body["tasks"], body["profile"]) == (["t"], "script")
     assert (body["limit"], body["run"]) == (8, "named")
 
 
