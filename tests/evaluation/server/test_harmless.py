@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from evaluation.lmms_yaml import DOCUMENTED
 from evaluation.local_tasks import work_at
 from evaluation.running import whole_model
 from unshard.errors import UsageError
@@ -20,23 +21,6 @@ from unshard.evaluate.server.profiles import profile_named
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.trainer.config import EvalConfig
 
-DOCUMENTED = """
-trainer_type: fsdp2_trainer
-trainer_args:
-  output_dir: ./output
-  eval_strategy: steps
-  eval_steps: 500
-  save_steps: 500
-  eval_config:
-    server_url: http://192.168.8.249:8000
-    poll_interval: 20.0
-    checkpoint_key: model
-    model: qwen_vl
-    tasks: [mmmu_val, mme]
-    model_args:
-      num_gpus: 8
-      batch_size: 256
-"""
 PROFILES = {
     "images": Profile("images", Kind.LMMS_EVAL, model="huggingface"),
     "more": Profile("more", Kind.LMMS_EVAL, model="qwen3_vl", allowed_models=("vllm*",)),

@@ -6,29 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from evaluation.lmms_yaml import DOCUMENTED
 from unshard.errors import UsageError
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota
 from unshard.evaluate.trainer.config import EvalConfig
 
-LMMS = """
-trainer_type: fsdp2_trainer
-trainer_args:
-  output_dir: ./out
-  eval_strategy: steps
-  eval_steps: 500
-  save_steps: 500
-  eval_config:
-    server_url: http://192.168.8.249:8000
-    poll_interval: 20.0
-    checkpoint_key: model
-    model: qwen_vl
-    tasks: [mmmu_val, mme]
-    model_args:
-      model: placeholder
-      num_gpus: 8
-      batch_size: 256
-      attn_implementation: flash_attention_2
-"""
+LMMS = f"{DOCUMENTED}      model: placeholder\n      attn_implementation: flash_attention_2\n"
 LEAST: dict[str, object] = {"server_url": "http://s", "profile": "p", "tasks": ["t"]}
 
 
