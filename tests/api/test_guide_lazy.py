@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 import unshard
 from ranks import save_ranks
+from tiny_models import tiny_model
 
 ROOT = Path(__file__).parent.parent.parent
 GUIDE = ROOT / "docs" / "guides" / "lazy.md"
@@ -22,24 +23,10 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def model(*, tied: bool) -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=37,
-        tie_word_embeddings=tied,
-    )
-    return Qwen2ForCausalLM(config)
-
-
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def place(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A directory that holds `checkpoint-1000`, and the model it was saved from."""
-    made = model(tied=request.param)
+    made = tiny_model(tie_word_embeddings=request.param)
     save_ranks(tmp_path / "checkpoint-1000", made.state_dict(), 2)
     made.save_pretrained(tmp_path / "saved")
     shutil.copy(tmp_path / "saved" / "config.json", tmp_path / "checkpoint-1000")

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import unshard
 from adapters import adapted
-from oracle.writers.family_models import tiny_model
 from ranks import as_rank, bits, rank_path, save_ranks, some_tensors
+from tiny_models import tiny_model
 from unshard import ConversionError, CorruptError, Loaded, UsageError
 
 pytestmark = [

@@ -4,38 +4,26 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import unshard
 from ranks import assert_same, bits, merged, rank_path, save_ranks, snapshot, some_tensors
+from tiny_models import tiny_config, tiny_model
 from unshard import CheckpointError, MergeOptions, OutputError, UnknownFormatError, UsageError
 from unshard.cli.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
-if TYPE_CHECKING:
-    from transformers import Qwen2Config
+
+def tiny_tensors() -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = tiny_model().state_dict()
+    return state
 
 
-def tiny_fields() -> "Qwen2Config":
-    from transformers import Qwen2Config
-
-    return Qwen2Config(
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=32,
-        architectures=["Qwen2ForCausalLM"],
-    )
-
-
-def tiny_config(directory: Path) -> None:
-    tiny_fields().save_pretrained(directory)
+def save_config(directory: Path) -> None:
+    tiny_config(architectures=["Qwen2ForCausalLM"]).save_pretrained(directory)
 
 
 def test_a_critic_saved_under_its_language_models_config_loads_with_its_head(
@@ -45,7 +33,7 @@ def test_a_critic_saved_under_its_language_models_config_loads_with_its_head(
 
     actor = tmp_path / "global_step_1" / "critic"
     actor.mkdir(parents=True)
-    tiny_config(actor)
+    save_config(actor)
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(actor, num_labels=1)
     critic = AutoModelForTokenClassification.from_config(config)  # type: ignore[no-untyped-call]
@@ -63,21 +51,12 @@ def test_a_critic_saved_under_its_language_models_config_loads_with_its_head(
         assert bits(loaded.state_dict()[name]) == bits(tensor), name
 
 
-def tiny_model() -> dict[str, torch.Tensor]:
-    """Return the tensors of the model that `tiny_config` describes."""
-    from transformers import Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    state: dict[str, torch.Tensor] = Qwen2ForCausalLM(tiny_fields()).state_dict()
-    return state
-
-
 def test_trls_wrapper_is_taken_off_and_its_value_head_stays(tmp_path: Path) -> None:
-    tensors = tiny_model()
+    tensors = tiny_tensors()
     wrapped = {f"pretrained_model.{name}": tensor for name, tensor in tensors.items()}
     head = {"v_head.summary.weight": torch.randn(1, 6), "v_head.summary.bias": torch.randn(1)}
     save_ranks(tmp_path / "ckpt", wrapped | head, 2)
-    tiny_config(tmp_path / "ckpt")
+    save_config(tmp_path / "ckpt")
     unshard.merge(tmp_path / "ckpt", tmp_path / "out")
     assert_same(merged(tmp_path / "out"), tensors | head)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -85,9 +64,9 @@ def test_trls_wrapper_is_taken_off_and_its_value_head_stays(tmp_path: Path) -> N
 
 
 def test_a_language_model_that_also_has_a_score_is_left_alone(tmp_path: Path) -> None:
-    tensors = tiny_model() | {"score.weight": torch.randn(2, 8)}
+    tensors = tiny_tensors() | {"score.weight": torch.randn(2, 16)}
     save_ranks(tmp_path / "ckpt", tensors, 2)
-    tiny_config(tmp_path / "ckpt")
+    save_config(tmp_path / "ckpt")
     unshard.merge(tmp_path / "ckpt", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["architectures"] == ["Qwen2ForCausalLM"]

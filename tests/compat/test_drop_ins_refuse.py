@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, GenerationConfig, Qwen2Config
+from transformers import AutoConfig, GenerationConfig
 
 from ranks import merged, save_ranks, snapshot, some_tensors
+from tiny_models import tiny_config
 from unshard.compat import convert_checkpoint_simple, convert_fsdp_to_hf, merge_fsdp, verl
 from unshard.compat.generation import generation_config
 from unshard.errors import UnshardError
@@ -17,15 +18,7 @@ from unshard.merger import __main__ as merger
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
-SIZES = {
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 32,
-}
-CAUSAL = {"architectures": ["Qwen2ForCausalLM"]}
+CAUSAL = ["Qwen2ForCausalLM"]
 Run = Callable[..., int]
 
 
@@ -92,7 +85,7 @@ def test_without_a_config_nothing_is_written(
 def lmms(step: Path) -> Path:
     """Make the step one of lmms-engine, with a config."""
     (step / "actor").rename(step.parent / "away")
-    Qwen2Config.from_dict({**SIZES, **CAUSAL}).save_pretrained(step)
+    tiny_config(architectures=CAUSAL).save_pretrained(step)
     return step
 
 
@@ -154,7 +147,7 @@ def test_an_auto_class_is_no_architecture(step: Path, command: Run) -> None:
 def test_the_generation_config_is_the_one_that_transformers_writes(
     tmp_path: Path, fields: dict[str, object]
 ) -> None:
-    Qwen2Config.from_dict({**SIZES, **CAUSAL, **fields}).save_pretrained(tmp_path)
+    tiny_config(architectures=CAUSAL, **fields).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     expected = GenerationConfig.from_model_config(config).to_json_string()
     found = generation_config(json.loads((tmp_path / "config.json").read_text()))

@@ -16,7 +16,6 @@ import torch
 from torch.distributed import destroy_process_group, init_process_group
 from torch.utils.data import Dataset
 from transformers import (
-    Qwen2Config,
     Qwen2ForCausalLM,
     Trainer,
     TrainerCallback,
@@ -25,11 +24,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from evaluation.local_tasks import tiny_tokenizer
 from oracle.writers.accelerate import launched
 from oracle.writers.hub_models import full_state
+from tiny_models import tiny_model, tiny_tokenizer
 
-__all__ = ["LOGGING_STEPS", "WORLD", "Order", "gate", "tiny_config", "truth_of"]
+__all__ = ["LOGGING_STEPS", "WORLD", "Order", "gate", "trained_model", "truth_of"]
 
 WORLD, LOGGING_STEPS = 2, 2
 _PATIENCE_S = 600.0
@@ -67,17 +66,9 @@ def truth_of(run: Path, step: int) -> Path:
     return run.with_name(f"{run.name}-truth-{step}.pt")
 
 
-def tiny_config() -> Qwen2Config:
-    return Qwen2Config(
-        vocab_size=len(tiny_tokenizer()),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
+def trained_model() -> Qwen2ForCausalLM:
+    model: Qwen2ForCausalLM = tiny_model(vocab_size=len(tiny_tokenizer()))
+    return model
 
 
 class Texts(Dataset[dict[str, torch.Tensor]]):
@@ -160,7 +151,7 @@ def _arguments(order: Order) -> TrainingArguments:
 
 def train(order: Order, rank: int) -> None:
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(tiny_config())
+    model = trained_model()
     watcher = Watcher(order, rank)
     callbacks: list[TrainerCallback] = [watcher]
     if order.evaluation is not None:

@@ -15,15 +15,14 @@ import lm_eval
 import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import Qwen2ForCausalLM
 
-from evaluation.fsdp_training import tiny_config
-from evaluation.local_tasks import tiny_tokenizer
+from evaluation.fsdp_training import trained_model
+from tiny_models import tiny_tokenizer
 
 
 def measured(truth: str, task: str, manager: TaskManager) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
-        model = Qwen2ForCausalLM(tiny_config())
+        model = trained_model()
         model.load_state_dict(torch.load(truth))
         model.save_pretrained(directory)
         tiny_tokenizer().save_pretrained(directory)

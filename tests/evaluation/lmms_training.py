@@ -20,10 +20,9 @@ import torch
 import torch.distributed
 import torch.utils.data
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import Qwen2ForCausalLM
 
-from evaluation.fsdp_training import Texts, tiny_config
-from evaluation.local_tasks import tiny_tokenizer
+from evaluation.fsdp_training import Texts, trained_model
+from tiny_models import tiny_tokenizer
 from unshard.evaluate import lmms_engine as ours
 
 __all__ = ["Order", "begins", "main", "truth_of"]
@@ -113,7 +112,7 @@ def _on_the_cpu() -> None:
 def train(order: Order, trainer: ModuleType) -> None:
     """Do what `lmms_engine.launch.cli` does with a YAML file."""
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(tiny_config())
+    model = trained_model()
     config = importlib.import_module("lmms_engine.train.config")
     evaluation = vars(importlib.import_module("lmms_engine.eval"))["EvalConfig"]
     arguments = vars(config)["TrainingArguments"](

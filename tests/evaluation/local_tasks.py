@@ -5,10 +5,7 @@ import os
 import subprocess
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
+from tiny_models import tiny_model, tiny_tokenizer
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.evaluators.work import Work
@@ -18,9 +15,8 @@ __all__ = [
     "lm_eval_tasks",
     "lmms_eval_tasks",
     "run_evaluator",
+    "save_tiny_model",
     "surprise_task",
-    "tiny_model",
-    "tiny_tokenizer",
     "work_at",
 ]
 
@@ -99,31 +95,11 @@ metadata:
 """
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer that knows one token per character."""
-    words = {chr(code): code - 31 for code in range(32, 127)} | {_UNKNOWN: 0}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))  # noqa: S106 - a word
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # untyped in transformers
-        tokenizer_object=tokenizer, unk_token=_UNKNOWN, eos_token=_UNKNOWN, pad_token=_UNKNOWN
-    )
-
-
-def tiny_model(directory: Path) -> Path:
+def save_tiny_model(directory: Path) -> Path:
     """Save a random Qwen2 with its tokenizer."""
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(directory)
-    torch.manual_seed(7)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
+    tiny_model(vocab_size=len(tokenizer)).save_pretrained(directory)
     return directory
 
 

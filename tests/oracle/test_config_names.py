@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tiny_models import TINY_FAMILIES
 from unshard.convert.expected.config_names import expected_by_config
 from unshard.convert.expected.tensors import Expected
 from unshard.convert.expected.whole_models import MODELS
@@ -147,8 +148,8 @@ def test_every_known_type_has_the_tensors_that_its_config_says(
 ) -> None:
     model = models.hollow_model(model_type)
     assert_exact(config_of(model), names_of(model))
-    if model_type in models.FAMILY_MODELS:
-        name, fields = models.FAMILY_MODELS[model_type]
+    if model_type in TINY_FAMILIES:
+        name, fields = TINY_FAMILIES[model_type]
         small = built(getattr(import_module("transformers"), name), fields)
         expected = assert_exact(config_of(small), names_of(small), tied=False)
         assert any(one.endswith("lm_head.weight") for one in expected.names)
@@ -160,11 +161,12 @@ def test_every_switch_is_followed(models: Any, model_type: str, fields: Fields) 
     assert_exact(config_of(model), names_of(model))
 
 
+@pytest.mark.usefixtures("models")
 @pytest.mark.parametrize(("model_type", "key", "fields"), INSIDE)
 def test_every_switch_of_an_inner_config_is_followed(
-    models: Any, model_type: str, key: str, fields: Fields
+    model_type: str, key: str, fields: Fields
 ) -> None:
-    name, usual = models.FAMILY_MODELS[model_type]
+    name, usual = TINY_FAMILIES[model_type]
     given = {**usual, key: {**usual.get(key, {}), **fields}}
     model = built(getattr(import_module("transformers"), name), given)
     assert_exact(config_of(model), names_of(model))

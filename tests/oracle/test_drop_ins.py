@@ -22,10 +22,10 @@ from transformers import (
 
 import unshard
 from oracle.writers.engine import TRAINING_STEPS, lmms_run, verl_run
-from oracle.writers.hub_models import tiny_llama, tiny_qwen2
 from oracle.writers.trainer import trainer_fsdp2
 from oracle.writers.workers import WorkerPool
 from ranks import assert_same, bits, merged, rank_path, snapshot
+from tiny_models import tiny_config, tiny_model
 from unshard.merger import CheckpointMerger, FSDP2Merger
 
 pytestmark = [
@@ -228,7 +228,7 @@ def test_a_class_that_does_not_fit_is_refused_before_anything_is_written(
         FSDP2Merger().merge(
             lmms,
             model_cls=LlamaForCausalLM,
-            config=tiny_llama().config,  # without biases
+            config=tiny_config("llama"),  # without biases
         )
     with pytest.raises(unshard.UsageError, match="Linear is not a model class"):
         FSDP2Merger().merge(lmms, model_cls=torch.nn.Linear)
@@ -291,7 +291,7 @@ def test_merge_fsdp_averages_all_checkpoints(lmms: Path, tmp_path: Path) -> None
 
 def test_merge_fsdp_of_a_trainers_checkpoints(hf: Path, tmp_path: Path) -> None:
     """DCP, without config: names, config and tokenizer come from a model's directory."""
-    tiny_qwen2().save_pretrained(tmp_path / "Qwen2-tiny")
+    tiny_model().save_pretrained(tmp_path / "Qwen2-tiny")
     command = (MERGE_FSDP, "--input_dir", str(hf), "--model_name_or_class")
     done = python(*command, str(tmp_path / "Qwen2-tiny"), "--output_dir", str(tmp_path / "out"))
     assert f"Using latest checkpoint: {hf / 'checkpoint-2'}" in done.stdout
@@ -308,7 +308,7 @@ def test_merge_fsdp_of_a_trainers_checkpoints(hf: Path, tmp_path: Path) -> None:
 def test_merge_fsdp_with_a_config_alone_and_with_a_class_name(
     hf: Path, lmms: Path, tmp_path: Path
 ) -> None:
-    tiny_qwen2().config.save_pretrained(tmp_path / "config")
+    tiny_config().save_pretrained(tmp_path / "config")
     command = (MERGE_FSDP, "--output_dir", str(tmp_path / "out"), "--input_dir", str(hf))
     python(*command, "--model_name_or_class", str(tmp_path / "config"))
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")

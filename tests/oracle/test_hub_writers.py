@@ -18,6 +18,7 @@ from oracle.writers.hub import HUB_SCENARIOS, MERGE_WITH_ACCELERATE
 from oracle.writers.samples import Samples
 from oracle.writers.workers import WorkerPool
 from ranks import assert_same, merged, snapshot
+from tiny_models import tiny_config
 from unshard import CheckpointError, NotMergeableError
 
 pytestmark = [
@@ -126,14 +127,12 @@ def test_the_merged_model_loads_and_gives_the_same_logits(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from oracle.writers.hub_models import tiny_llama_config, tiny_qwen2_config
-
     source = samples.write(scenario, world)
     config = None
     if not scenario.startswith("pretrained"):
         config = tmp_path / "config"
-        of = tiny_llama_config if scenario.startswith("accelerate") else tiny_qwen2_config
-        of().save_pretrained(config)
+        family = "llama" if scenario.startswith("accelerate") else "qwen2"
+        tiny_config(family).save_pretrained(config)
     unshard.merge(source.directory, tmp_path / "out", config=config)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").train(mode=False)
     true = type(model)(model.config).train(mode=False)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from tiny_models import tiny_model
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import take
 from unshard.errors import ConversionError, UsageError
@@ -194,18 +195,8 @@ def test_the_index_names_totals_and_the_file_of_every_tensor() -> None:
 
 
 def test_headers_and_index_are_what_transformers_saves(tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        vocab_size=40,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        dtype="bfloat16",
-    )
-    model = LlamaForCausalLM(config)
+    fields = {"vocab_size": 40, "num_hidden_layers": 3, "dtype": "bfloat16"}
+    model = tiny_model("llama", **fields)
     model.save_pretrained(tmp_path, max_shard_size="5KB")
     layout = lay_out(converted(model.state_dict()), 5000)
     assert {file.filename for file in layout.files} == {p.name for p in tmp_path.glob("*.saf*rs")}

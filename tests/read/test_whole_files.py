@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import unshard
 from ranks import Tensors, assert_same, merged, save_ranks, some_tensors
+from tiny_models import tiny_model
 from unshard import (
     CorruptError,
     IncompleteError,
@@ -43,19 +43,6 @@ def merge(source: Path, directory: Path) -> Tensors:
     output = directory / "merged.out"
     unshard.merge(source, output, verify="full")
     return merged(output)
-
-
-def tiny_model() -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=37,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=11,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    return Qwen2ForCausalLM(config)
 
 
 def numbered(number: int, count: int, stem: str = "model", suffix: str = "safetensors") -> str:
@@ -91,7 +78,7 @@ def listed_in(count: int = 3, stem: str = "model") -> dict[str, object]:
 
 @pytest.mark.parametrize("size", ["10GB", "8KB"])
 def test_what_transformers_saves_is_merged(tmp_path: Path, size: str) -> None:
-    model = tiny_model()
+    model = tiny_model(num_hidden_layers=11)
     model.save_pretrained(tmp_path / "in", max_shard_size=size)
     assert (tmp_path / "in" / INDEX).exists() is (size == "8KB")
     reading = read(tmp_path / "in")

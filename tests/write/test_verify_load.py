@@ -9,15 +9,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
+from tiny_models import tiny_model
 from unshard.errors import OutputError, UsageError, how_to_install
 from unshard.tensors.dtypes import BY_CODE, DType
 from unshard.write.verification.comparison import Mismatch
@@ -27,16 +22,7 @@ Tensors = dict[str, tuple[DType, tuple[int, ...]]]
 
 
 def qwen(directory: Path, *, tied: bool = True) -> Tensors:
-    config = Qwen2Config(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=32,
-        tie_word_embeddings=tied,
-    )
-    return saved(Qwen2ForCausalLM(config), directory)
+    return saved(tiny_model(tie_word_embeddings=tied), directory)
 
 
 def saved(model: PreTrainedModel, directory: Path) -> Tensors:
@@ -68,16 +54,7 @@ def test_a_tied_head_may_be_there_as_well(tmp_path: Path) -> None:
 
 
 def test_experts_that_transformers_fuses_on_loading_are_no_difference(tmp_path: Path) -> None:
-    config = MixtralConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=32,
-        num_local_experts=4,
-    )
-    tensors = saved(MixtralForCausalLM(config), tmp_path)
+    tensors = saved(tiny_model("mixtral"), tmp_path)
     assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in tensors
     assert verify_load(tmp_path, tensors).complete
     del tensors["model.layers.0.block_sparse_moe.gate.weight"]
@@ -85,14 +62,7 @@ def test_experts_that_transformers_fuses_on_loading_are_no_difference(tmp_path: 
 
 
 def test_buffers_that_are_not_saved_are_not_missed(tmp_path: Path) -> None:
-    config = BertConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=32,
-    )
-    assert verify_load(tmp_path, saved(BertForMaskedLM(config), tmp_path)).complete
+    assert verify_load(tmp_path, saved(tiny_model("bert"), tmp_path)).complete
 
 
 def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import Qwen2ForCausalLM
 
-from evaluation.local_tasks import OFFLINE, surprise_task, tiny_model
+from evaluation.local_tasks import OFFLINE, save_tiny_model, surprise_task
 from evaluation.servers import Live, live
 from ranks import save_ranks, some_tensors
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("eval-lasting")  # one server for all
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """Two profiles of the real lm-eval; one has a config for checkpoints that have none."""
     place = tmp_path_factory.mktemp("server")
-    tiny_model(place / "base")
+    save_tiny_model(place / "base")
     bare = {
         "kind": "lm-eval",
         "include_paths": [str(surprise_task(place / "tasks"))],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from evaluation.local_tasks import lm_eval_tasks, run_evaluator, tiny_model, work_at
+from evaluation.local_tasks import lm_eval_tasks, run_evaluator, save_tiny_model, work_at
 from unshard.evaluate.jobs import EvaluationError, Request
 from unshard.evaluate.server.config.profiles import Kind, Profile
 from unshard.evaluate.server.evaluators import make_evaluator
@@ -29,7 +29,7 @@ def write_results(work: Work, document: object) -> None:
 def test_what_lm_eval_measures_is_read(tmp_path: Path) -> None:
     """A group, and a tag beside it; the directory's name is longer than lm-eval could bear."""
     deep = tmp_path / ("d" * 120) / ("e" * 120)
-    model = tiny_model(deep / "model")
+    model = save_tiny_model(deep / "model")
     paths = (lm_eval_tasks(tmp_path / "tasks"),)
     profile = Profile("lm", Kind.LM_EVAL, include_paths=paths, model_args={"dtype": "float32"})
     request = Request("/a", "lm", ("sights", "dim"), limit=2, batch_size=2, num_fewshot=0)

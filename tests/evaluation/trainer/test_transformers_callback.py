@@ -9,10 +9,11 @@ import pytest
 import torch
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from evaluation.servers import Stub, free_port, scores, serving
 from evaluation.wandb_file import definitions, history
+from tiny_models import tiny_model
 from unshard.evaluate.callbacks.transformers import UnshardEvalCallback, _tensorboard_dir
 from unshard.evaluate.pins.pin import pins_of
 from waiting import LIMIT_S
@@ -31,18 +32,6 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def model() -> Qwen2ForCausalLM:
-    config = Qwen2Config(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    return Qwen2ForCausalLM(config)
-
-
 def train(output: Path, callback: UnshardEvalCallback, report_to: str = "none") -> None:
     arguments = TrainingArguments(
         output_dir=str(output),
@@ -56,7 +45,7 @@ def train(output: Path, callback: UnshardEvalCallback, report_to: str = "none") 
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    Trainer(model(), arguments, train_dataset=Rows(), callbacks=[callback]).train()
+    Trainer(tiny_model(), arguments, train_dataset=Rows(), callbacks=[callback]).train()
 
 
 def config_for(url: str) -> dict[str, object]:

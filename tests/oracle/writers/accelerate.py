@@ -23,8 +23,9 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from oracle.writers.hub_models import full_state, shards_state, tiny_llama
+from oracle.writers.hub_models import full_state, shards_state
 from oracle.writers.saving import leave_truth
+from tiny_models import tiny_model
 
 __all__ = [
     "accelerate_bins_fsdp1",
@@ -141,7 +142,7 @@ def _trained(version: int, kind: str) -> _Parts:
         cpu_ram_efficient_loading=False,
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    model: nn.Module = tiny_llama()
+    model: nn.Module = tiny_model("llama")
     if version == 1:  # its parameters are others once it is wrapped
         model = accelerator.prepare(model)
     optimizer: Optimizer = AdamW(model.parameters(), lr=0.01)

@@ -19,7 +19,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, get_linear_schedule_with_warmup
 
-from oracle.writers.hub_models import full_state, hub_mesh, tiny_qwen2
+from oracle.writers.hub_models import full_state, hub_mesh
+from tiny_models import tiny_model
 
 __all__ = ["EMA_SHARE", "STEPS", "TRAINING_STEPS", "lmms_run", "verl_run"]
 
@@ -47,7 +48,7 @@ class _Run:
     def __init__(self, world: int) -> None:
         from torch.distributed.fsdp import fully_shard
 
-        model = tiny_qwen2()
+        model = tiny_model()
         mesh = hub_mesh(world)
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)

@@ -1,8 +1,7 @@
-"""Tiny models of transformers, the meshes they are sharded on, and their whole tensors."""
+"""The meshes that models of transformers are sharded on, and their whole tensors."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -11,49 +10,13 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM
 
-__all__ = [
-    "full_state",
-    "hub_mesh",
-    "sharded_llama",
-    "shards_state",
-    "tiny_llama",
-    "tiny_llama_config",
-    "tiny_qwen2",
-    "tiny_qwen2_config",
-]
+from tiny_models import tiny_model
 
-_SIZES: Mapping[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-}
-_Model = TypeVar("_Model", bound=nn.Module)
+__all__ = ["full_state", "hub_mesh", "sharded_llama", "shards_state"]
+
 _State = OrderedDict[str, torch.Tensor]
-
-
-def tiny_llama_config() -> LlamaConfig:
-    """Return a configuration whose vocabulary divides by no common world size."""
-    return LlamaConfig(vocab_size=37, **_SIZES)
-
-
-def tiny_qwen2_config(vocabulary: int = 37) -> Qwen2Config:
-    """Return one with biases beside the weights."""
-    return Qwen2Config(vocab_size=vocabulary, **_SIZES)
-
-
-def tiny_llama() -> LlamaForCausalLM:
-    """Return a model whose norms are not all ones."""
-    return _with_norms(LlamaForCausalLM(tiny_llama_config()))
-
-
-def tiny_qwen2(vocabulary: int = 37) -> Qwen2ForCausalLM:
-    """Return a model whose norms are not all ones."""
-    return _with_norms(Qwen2ForCausalLM(tiny_qwen2_config(vocabulary)))
 
 
 def hub_mesh(world: int) -> DeviceMesh:
@@ -64,9 +27,9 @@ def hub_mesh(world: int) -> DeviceMesh:
 
 
 def sharded_llama(world: int) -> LlamaForCausalLM:
-    """Return `tiny_llama` under FSDP2, a unit per layer."""
+    """Return a tiny Llama under FSDP2, a unit per layer."""
     mesh = hub_mesh(world)
-    model = tiny_llama()
+    model: LlamaForCausalLM = tiny_model("llama")
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -97,10 +60,3 @@ def _gather_shards(value: torch.Tensor) -> torch.Tensor:
     whole = torch.empty(value.size(), dtype=value.dtype) if first else None
     value.gather(dst=0, out=whole)
     return torch.empty(0) if whole is None else whole
-
-
-def _with_norms(model: _Model) -> _Model:
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0)
-    return model

@@ -6,7 +6,7 @@ The truth, beside the checkpoint, is what peft makes of the same tensors in one 
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from oracle.writers.saving import rank_file, truth_file
+from tiny_models import tiny_model
 
-__all__ = ["IDS", "LoraCase", "Truth", "load_truth", "tiny_model"]
+__all__ = ["IDS", "LoraCase", "Truth", "load_truth"]
 
 IDS = torch.arange(16).reshape(2, 8)
 """What logits are compared for."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_SIZES: Mapping[str, Any] = {
-    "vocab_size": 37,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,7 @@ class LoraCase:
     """A scenario: which model, which adapter, and what is saved of it.
 
     Attributes:
-        model: a key of `_MODELS`.
+        model: a key of `tiny_models.TINY_FAMILIES`.
         lora: arguments of peft's LoraConfig.
         dtype: of the model and the adapter.
         lora_only: save as verl does with `save_lora_only`.
@@ -57,7 +50,7 @@ class LoraCase:
         """Train and save `global_step_2/actor`; leave `base` and the truth beside `directory`."""
         from peft import get_peft_model_state_dict
 
-        base = tiny_model(self.model, self.dtype)
+        base = base_model(self.model, self.dtype)
         if rank == 0:
             base.save_pretrained(directory.parent / "base")
         model = self._adapted(base)
@@ -70,7 +63,7 @@ class LoraCase:
         torch.save(OrderedDict(kept), rank_file(actor, world, rank))
         if rank == 0:
             self._write_companions(base, model, actor)
-            alone = self._adapted(tiny_model(self.model, self.dtype))
+            alone = self._adapted(base_model(self.model, self.dtype))
             alone.load_state_dict(whole)
             adapter = {name: _whole(one) for name, one in get_peft_model_state_dict(alone).items()}
             alone.eval()
@@ -118,48 +111,10 @@ def load_truth(directory: Path) -> Truth:
     return Truth(**torch.load(truth_file(directory)))
 
 
-def tiny_model(kind: str, dtype: str) -> Any:
-    """Return a model with random weights, always the same ones."""
+def base_model(family: str, dtype: str) -> Any:
+    """Return a model to train an adapter for."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    torch.manual_seed(0)
-    return _MODELS[kind]().to(_DTYPES[dtype]).eval()
-
-
-def _llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False))
-
-
-def _gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes: dict[str, Any] = {"vocab_size": 37, "n_embd": 16, "n_layer": 2, "n_head": 4}
-    tokens: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **tokens, tie_word_embeddings=False))
-
-
-def _qwen3_moe() -> Any:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}
-    sizes: dict[str, Any] = {**_SIZES, "moe_intermediate_size": 12}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, tie_word_embeddings=False))
-
-
-def _gpt_oss() -> Any:
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}
-    return GptOssForCausalLM(GptOssConfig(**_SIZES, **experts, tie_word_embeddings=False))
-
-
-_MODELS: Mapping[str, Callable[[], Any]] = {
-    "gpt2": _gpt2,
-    "gpt_oss": _gpt_oss,
-    "llama": _llama,
-    "qwen3_moe": _qwen3_moe,
-}
+    return tiny_model(family).to(_DTYPES[dtype])
 
 
 def _train(model: Any, world: int) -> None:

@@ -9,8 +9,8 @@ from torch import distributed as dist
 from transformers import Qwen2ForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from oracle.writers.hub_models import tiny_qwen2
 from oracle.writers.saving import copy_state, leave_truth
+from tiny_models import tiny_model
 
 __all__ = ["pretrained_hsdp", "pretrained_shards", "pretrained_tp"]
 
@@ -38,7 +38,7 @@ def pretrained_tp(rank: int, world: int, directory: Path) -> None:
 def _save_pretrained(place: _Place, config: DistributedConfig, vocabulary: int = 37) -> None:
     """Load a saved model into shards and save those."""
     rank, _, directory = place
-    whole = tiny_qwen2(vocabulary)
+    whole = tiny_model(vocab_size=vocabulary)
     source = directory.parent / f"{directory.name}.source"
     if rank == 0:
         whole.save_pretrained(source)

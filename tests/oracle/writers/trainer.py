@@ -8,8 +8,9 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from oracle.writers.accelerate import launched
-from oracle.writers.hub_models import full_state, shards_state, tiny_qwen2
+from oracle.writers.hub_models import full_state, shards_state
 from oracle.writers.saving import leave_truth
+from tiny_models import tiny_model
 
 __all__ = [
     "trainer_fsdp1",
@@ -51,7 +52,7 @@ def _train(place: _Place, *, version: int, kind: str) -> None:
     rank, world, directory = place
     with launched(rank, world):
         trainer = Trainer(
-            model=tiny_qwen2(),
+            model=tiny_model(),
             args=_arguments(directory, version, kind),
             train_dataset=Sentences(),
         )
