@@ -117,7 +117,7 @@ def cycle() -> Any:
 
 
 def state(directory: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Return everything under a directory, also what is no file, or may not be read."""
+    """Return everything under a directory, also what is not a file, or may not be read."""
     found = {}
     for path in sorted(directory.rglob("*")):
         about = path.lstat()
@@ -128,7 +128,7 @@ def state(directory: Path) -> dict[str, tuple[int, int, bytes]]:
 
 
 class Findings:
-    """What went wrong in many attempts; all of it is told at the end."""
+    """What went wrong in many attempts; all of it is reported at the end."""
 
     def __init__(self) -> None:
         self.attempts = 0
@@ -140,7 +140,7 @@ class Findings:
         self.attempts += 1
         try:
             yield
-        except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is reported)
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(place.filename).name}:{place.lineno}"
             self._found.append(f"{what}: {where}: {type(error).__name__}: {str(error)[:300]}")

@@ -4,7 +4,7 @@ from unshard.containers.pickles.writer import Plain
 
 
 def same(found: Plain, value: Plain) -> bool:
-    """Tell whether two values are equal, of the same types, and in the same order."""
+    """Return whether two values are equal, of the same types, and in the same order."""
     if type(found) is not type(value):
         return False
     if isinstance(found, dict) and isinstance(value, dict):

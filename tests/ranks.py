@@ -1,7 +1,7 @@
 """Write rank files with real torch, in one process: DTensors on a fake process group.
 
 torch pickles the same objects as on real ranks; only the collectives are missing, and saving needs
-none. Checkpoints of real processes stand in `tests/oracle`.
+none. Checkpoints of real processes are in `tests/oracle`.
 """
 
 import warnings

@@ -130,19 +130,22 @@ def test_files_in_a_runs_directory(tmp_path: Path, server: Still) -> None:
     def wait_for(folder: str) -> None:
         spool = run / "_unshard" / "spool"
         until(lambda: {path.parent.name for path in spool.rglob("*.json")} == {folder})
-        look()
 
     with Watching(run, config) as watching:
         until(watching.look)
         wait_for("queue")
+        look()
         with serving(Stub(refuses=(400, "no")), port):
             wait_for("refused")
+            look()
     with serving(Stub(), port) as stub:
         submitter = Submitter(config, run, sinks=[Refusing()])
         wait_for("jobs")
+        look()
         stub.finish("job1", **{"t/acc": 0.5})
         wait_for("results")
         submitter.stop()
+        until(lambda: not list((run / "_unshard" / "pins").iterdir()))
     merged = server.client.post("/merge", json={"checkpoint_path": str(run / "global_step_10")})
     assert merged.json()["success"], merged.text
     look()

@@ -207,12 +207,12 @@ def model_class(family: str) -> Any:
     return getattr(import_module("transformers"), TINY_FAMILIES[family][0])
 
 
-def tiny_config(family: str = "qwen2", **fields: object) -> Any:
+def tiny_config(family: str = "qwen2", /, **fields: object) -> Any:
     """Return a config of a family with some other fields."""
     return model_class(family).config_class(**{**TINY_FAMILIES[family][1], **fields})
 
 
-def tiny_model(family: str = "qwen2", **fields: object) -> Any:
+def tiny_model(family: str = "qwen2", /, **fields: object) -> Any:
     """Return a model with random values everywhere, in norms and biases too, always the same."""
     torch.manual_seed(0)
     model = model_class(family)(tiny_config(family, **fields)).train(mode=False)

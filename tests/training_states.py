@@ -1,4 +1,4 @@
-"""Write training state with real torch, as each writer lays it out, beside a small model."""
+"""Write training state with real torch, as each writer lays it out, next to a small model."""
 
 import random
 from collections.abc import Callable, Sequence

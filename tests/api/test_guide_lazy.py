@@ -1,4 +1,4 @@
-"""The code in the guide to lazy reading, and in the README, runs as it stands."""
+"""The code in the guide to lazy reading, and in the README, runs as it is written."""
 
 import re
 import shutil

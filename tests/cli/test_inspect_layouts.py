@@ -40,7 +40,7 @@ def verl(run: Path) -> Path:
 
 
 def trainer(run: Path) -> Path:
-    """DCP with pieces of four ranks, beside what a Trainer saves."""
+    """DCP with pieces of four ranks, next to what a Trainer saves."""
     place = run / "checkpoint-7" / "pytorch_model_fsdp_0"
     for rank in range(WORLD):
         with as_rank(rank, WORLD):
@@ -157,7 +157,7 @@ def test_people_are_told(tmp_path: Path, make: Make) -> None:
     lines = [(line[:13].strip(), line[14:]) for line in inspect(make(run)).splitlines()]
     for expected in SAID[make].items():
         assert (expected[0], expected[1].format(run)) in lines
-    assert len(set(lines)) == len(lines)  # nothing is said twice
+    assert len(set(lines)) == len(lines)  # nothing is reported twice
     silent = {"config", "EMA", "LoRA", "tied", "not weights", "missing"} - SAID[make].keys()
     assert not silent & {name for name, _ in lines}
 

@@ -42,7 +42,7 @@ def load(output: Path) -> Any:
 
 
 def told(report: unshard.Report) -> list[str]:
-    """Return what was said of training state."""
+    """Return what was reported of training state."""
     return [one for one in report.warnings if one.startswith("training state: ")]
 
 

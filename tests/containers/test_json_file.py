@@ -1,4 +1,4 @@
-"""JSON of strangers: what is taken, and what is refused with the file and the key named."""
+"""JSON that others wrote: what is taken, and what is refused with the file and the key named."""
 
 import json
 import os
@@ -136,7 +136,7 @@ def test_null_is_the_same_as_nothing() -> None:
         assert fields.inside("key").fields == {}
 
 
-# Every file of a stranger, end to end: none of these ends in anything but an error that names it.
+# Every JSON file that unshard reads, end to end: each bad one ends in an error that names it.
 
 BROKEN: dict[str, object] = {
     "a list": [1],

@@ -68,7 +68,7 @@ dtypes = st.sampled_from([raw_dtype(dtype) for dtype in BY_NAME.values()])
 
 @st.composite
 def views(draw: st.DrawFn, *, smallest: int = 0) -> View:
-    """Any view that lies within the file: transposed, overlapping, broadcast, empty, far apart."""
+    """Any view within the file: transposed, overlapping, broadcast, empty, far apart."""
     sizes = tuple(draw(st.lists(st.integers(smallest, 6), max_size=4)))
     dtype = draw(dtypes)
     strides, room = [], SIZE - dtype.itemsize

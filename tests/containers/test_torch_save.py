@@ -1,4 +1,4 @@
-"""The writer of torch.save files: what torch reads, where bytes lie, how much memory it takes."""
+"""The writer of torch.save files: what torch reads, where bytes are, how much memory it takes."""
 
 import tracemalloc
 from pathlib import Path

@@ -65,7 +65,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def offsets_by_name(archive: TorchZip) -> dict[str, int]:
-    """Return where every tensor's storage lies, by way of the pickle."""
+    """Return where every tensor's storage is, by way of the pickle."""
     found = {}
     value, _ = unpickle(archive.pickle)
     for name, tensor in cast("Mapping[str, Record]", value).items():

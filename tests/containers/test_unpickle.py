@@ -401,7 +401,7 @@ def test_the_names_that_checkpoints_need_are_read(name: str) -> None:
     assert unpickle(named(module, attribute) + b".")[0] == Global(module, attribute)
 
 
-# --- attacks: bytes that are no pickle, or one beyond the bounds ---------------------------------
+# --- attacks: bytes that are not a pickle, or one beyond the bounds ------------------------------
 
 MALFORMED: dict[str, bytes] = {
     "empty": b"",

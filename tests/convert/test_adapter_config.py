@@ -1,4 +1,4 @@
-"""What is written about an adapter beside a checkpoint, and what is written for PEFT."""
+"""What is written about an adapter next to a checkpoint, and what is written for PEFT."""
 
 import json
 from dataclasses import replace

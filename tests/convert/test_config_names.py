@@ -1,4 +1,4 @@
-"""Names checked against config.json: what is missing, what is a stranger, what cannot be known.
+"""Names checked against config.json: what is missing, what is unexpected, what cannot be known.
 
 That the table is transformers' own is shown in `oracle/test_config_names.py`.
 """

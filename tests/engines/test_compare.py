@@ -1,4 +1,4 @@
-"""Two models compared, tile by tile, against the same thing said in numpy."""
+"""Two models compared, tile by tile, against the same comparison in numpy."""
 
 import math
 import subprocess

@@ -121,7 +121,7 @@ def test_a_missing_rank_among_thousands_is_named(
 def test_transposed_locals_are_merged_in_bounded_memory(
     idle: dict[str, int], tmp_path: Path
 ) -> None:
-    """Elements that lie a row apart are read in runs, not one by one and not all at once."""
+    """Elements that are a row apart are read in runs, not one by one and not all at once."""
     tensor = torch.rand(3000, 4000)
     save_ranks(tmp_path / "ckpt", {}, 1, plain=[{"w": tensor.t().contiguous().t()}])
     report = run("merge", tmp_path / "ckpt", tmp_path / "out", "--memory", "4MB")

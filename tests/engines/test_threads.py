@@ -334,7 +334,7 @@ def most_for(settings: Settings) -> int:
 
 def peak_of(plan: Plan, output: Path, settings: Settings) -> int:
     """Return the most bytes that Python and numpy hold at once while this plan runs."""
-    numpy_dtype(BY_NAME["bfloat16"])  # what it imports is no buffer
+    numpy_dtype(BY_NAME["bfloat16"])  # what it imports is not a buffer
     tracemalloc.start()
     try:
         run_plan(plan, output, settings, ignore)

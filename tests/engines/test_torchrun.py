@@ -251,7 +251,7 @@ def test_a_failing_merge_ends_torchrun_with_its_code(checkpoint: Path, tmp_path:
 
 
 def test_a_damaged_shard_fails_all_of_them(checkpoint: Path, tmp_path: Path, script: Path) -> None:
-    """Truncated between reading and moving: whoever meets it says so, and all leave."""
+    """Truncated between reading and moving: the process that finds it says so, and all end."""
     script.write_text(
         TOGETHER + "create = torchrun.create_files\n"
         "def damage(plan, directory):\n"

@@ -80,7 +80,7 @@ FAIL = "raise SystemExit('no')"
 
 @dataclass
 class Live:
-    """A server: where it listens, and where its things lie."""
+    """A server: where it listens, and where its files are."""
 
     directory: Path
     options: tuple[str, ...] = ()
@@ -167,7 +167,7 @@ class Live:
         assert process.poll() is None, self.told()
         wait_until(lambda: "\n" in self.told().partition("listening on ")[2], "its address")
         url = self.told().partition("listening on ")[2].partition("\n")[0]
-        self.url = url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104  (where it was told to)
+        self.url = url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104  (as configured)
         return self
 
     def kill(self) -> None:

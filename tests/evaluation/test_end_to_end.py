@@ -50,7 +50,7 @@ Values = dict[int, dict[str, float]]  # by step, by name
 
 @dataclass(frozen=True)
 class Place:
-    """Where everything lies."""
+    """Where everything is."""
 
     root: Path
     port: int
@@ -224,7 +224,7 @@ def test_no_result_is_lost_and_each_is_at_its_own_step(place: Place) -> None:
 
 
 def kill_and_train_on(place: Place) -> None:
-    """Kill the first job's evaluator; have another checkpoint saved, with nobody to tell of it."""
+    """Kill the first job's evaluator; have a checkpoint saved while no server runs."""
     jobs = jobs_of(place)
     first, second = jobs[4].process, jobs[8].process
     assert first is not None

@@ -1,4 +1,4 @@
-"""The pages about evaluation: what can run is run as it stands, but for the server's port."""
+"""The pages about evaluation: what can run is run as it is written, but for the server's port."""
 
 import dataclasses
 import json

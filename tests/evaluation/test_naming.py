@@ -1,4 +1,4 @@
-"""A run whose name nobody chose has one that the server takes."""
+"""A run without a chosen name gets one that the server accepts."""
 
 from pathlib import Path
 

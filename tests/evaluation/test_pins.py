@@ -97,7 +97,7 @@ def test_companions_of_the_run_lie_beside_the_pinned_checkpoint(tmp_path: Path) 
 
 @pytest.mark.parametrize("place", ["huggingface", "."])
 def test_companions_of_a_step_are_those_of_its_pinned_part(tmp_path: Path, place: str) -> None:
-    """verl 0.4 and others: beside the actor, in the step's own directory."""
+    """verl 0.4 and others: next to the actor, in the step's own directory."""
     step = tmp_path / "global_step_10"
     for folder in (step / "actor", step / place):
         folder.mkdir(parents=True, exist_ok=True)

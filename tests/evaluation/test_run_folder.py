@@ -1,4 +1,4 @@
-"""What lies in a run's `_unshard` may be a stranger's: it is not followed, waited for, believed."""
+"""Files in a run's `_unshard` may be another user's: not followed, waited for or believed."""
 
 import json
 import os

@@ -20,7 +20,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Victim:
-    """A process; its descriptor means it, whoever gets its number later."""
+    """A process; its descriptor means it, even if another process gets its number later."""
 
     pid: int
     kind: str

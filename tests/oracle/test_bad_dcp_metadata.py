@@ -1,4 +1,4 @@
-"""DCP metadata that lies, written with torch's own classes; and items that are not what it says."""
+"""False DCP metadata, written with torch's own classes; and items that are not what it says."""
 
 import copy
 import pickle
@@ -84,7 +84,7 @@ def chunk(number: int, **values: Any) -> Lie:
 
 
 def stored(name: str = EMBED, number: int = 0, **values: Any) -> Lie:
-    """Change where an item of the tensor is said to lie."""
+    """Change where the metadata places an item of the tensor."""
 
     def lie(metadata: Metadata) -> None:
         for key, value in values.items():
@@ -94,7 +94,7 @@ def stored(name: str = EMBED, number: int = 0, **values: Any) -> Lie:
 
 
 def described(**values: Any) -> Lie:
-    """Change what is said of the tensor."""
+    """Change what the metadata says of the tensor."""
 
     def lie(metadata: Metadata) -> None:
         for key, value in values.items():
@@ -108,7 +108,7 @@ def dtype(value: Any) -> Lie:
 
 
 def same_as(name: str, number: int) -> Lie:
-    """Let the first item of the tensor lie where another one does."""
+    """Place the first item of the tensor where another one is."""
     return lambda metadata: metadata.storage_data.update(
         {index(metadata): info(metadata, name, number)}
     )
@@ -125,7 +125,7 @@ def later(metadata: Metadata) -> None:
 BIG = 2**62
 HUGE = 2**70
 ENDLESS = 10**5000  # Python refuses to write it in decimal digits
-DEEP = "<deep>"  # stands for lists within lists, too deep for any pickler
+DEEP = "<deep>"  # means lists within lists, too deep for any pickler
 
 SIZES: dict[str, Lie] = {
     "chunk too long": chunk(0, sizes=torch.Size([14, 10])),
@@ -228,7 +228,7 @@ ITEMS: dict[str, Lie] = {
 
 
 def path(name: str, value: Any) -> Lie:
-    """Change where a tensor is said to have stood in the saved dict."""
+    """Change the place that the metadata gives a tensor in the saved dict."""
     return lambda metadata: metadata.planner_data.update({name: value})
 
 
@@ -266,7 +266,7 @@ PLANS: dict[str, Lie] = {
         {"model.more": TensorStorageMetadata(tensor(metadata).properties, torch.Size([3]), [])}
     ),
 }
-# These change nothing that counts, or only what nobody can know.
+# These change nothing that counts, or only what cannot be known.
 HARMLESS = {"plan is missing", "plan of numbers", "plan is a number", "size true"}
 
 LIES = SIZES | PATHS | ITEMS | PLANS

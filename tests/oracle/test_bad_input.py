@@ -25,7 +25,7 @@ pytestmark = [
 
 FLIPS = 100  # of a byte, in every format; more when hunting
 FULL_FLIPS = 30
-# No checksum guards the names in these, and one of their bytes may stand for all uses of a name.
+# No checksum guards the names in these, and one of their bytes may be in all uses of a name.
 NAMES_UNGUARDED = ("DCP", "one safetensors", "safetensors and index", "legacy torch")
 # Their weights have checksums.
 CHECKED = [name for name in FORMATS if name.startswith(("rank", "bins", "DCP", "pytorch"))]
@@ -50,7 +50,7 @@ def test_a_missing_file_is_noticed_or_does_not_matter(
 
 
 def is_known_to_be_missing(name: str, damaged: Path) -> bool:
-    """Tell whether what is left knows more: no shard says how many ranks there were.
+    """Return whether what is left knows more: no shard says how many ranks there were.
 
     Nor does a checkpoint of Lightning say without its meta.pt that a module wrapped the model.
     """

@@ -195,7 +195,7 @@ def test_a_config_is_what_gets_written(lmms: Path, tmp_path: Path, given: str) -
     found = AutoConfig.from_pretrained(tmp_path / "out")
     assert (found.mine, found.dtype) == ("kept", torch.bfloat16)
     expected = names(tmp_path / "out") >= COMPANIONS
-    assert expected is (given == "object")  # a directory stands for all companions
+    assert expected is (given == "object")  # a directory means all companions
     assert_same(merged(tmp_path / "out"), truth(lmms, 10))
 
 

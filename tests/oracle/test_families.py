@@ -61,8 +61,15 @@ WITH_RULES = sorted(
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Callable[[str], Any]:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when transformers is imported
+def models() -> Any:
+    """Return the module that shards them: importing transformers takes seconds."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when it is imported
+    return import_module("oracle.writers.family_models")
+
+
+@pytest.fixture(scope="module")
+def tiny(models: Any) -> Callable[[str], Any]:
+    assert models is not None  # has set the environment
     return cache(tiny_model)
 
 

@@ -55,7 +55,7 @@ MERGED = {
 }
 CASES = [(name, world) for name, worlds in MERGED.items() for world in worlds]
 
-# Some items that are no weights, by their flattened names.
+# Some items that are not weights, by their flattened names.
 BESIDE = {
     "dcp_app": ["app.optim.state.scale.exp_avg", "app.optim.param_groups.0.lr"],
     "dcp_composer": [
@@ -127,7 +127,7 @@ def test_what_is_no_weight_is_skipped_and_said_to_be(
 
 
 def stands_for(name: str, item: str) -> bool:
-    """Tell whether a skipped value is this item, or all that start as `optimizer.*` does."""
+    """Return whether a skipped value is this item, or all that start as `optimizer.*` does."""
     return item.startswith(name[:-1]) if name.endswith(".*") else item == name
 
 

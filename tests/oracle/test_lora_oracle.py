@@ -59,7 +59,7 @@ Train = Callable[[LoraCase], tuple[Path, Truth]]
 
 @pytest.fixture(scope="module")
 def trained(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Return `trained(case)`: where `run` and `base` lie, for reading only, and the truth."""
+    """Return `trained(case)`: where `run` and `base` are, for reading only, and the truth."""
 
     @cache
     def train(case: LoraCase) -> tuple[Path, Truth]:
@@ -109,7 +109,7 @@ def assert_fused(found: Tensors, truth: Tensors) -> None:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal logits, of one model computed by one weight or by two matrices beside it."""
+    """Equal logits, of one model computed by one weight or by two matrices next to it."""
     tolerance = 0.1 if expected.dtype == torch.bfloat16 else 1e-4
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 

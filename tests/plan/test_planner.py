@@ -240,7 +240,7 @@ def test_runs_from_elsewhere_are_copied_apart(file: int, start: int) -> None:
 
 @all_runs_long
 def test_runs_with_a_gap_in_the_target_are_copied_apart() -> None:
-    """Between them lies a tensor that is made in memory."""
+    """Between them is a tensor that is made in memory."""
     a = entry("a", "uint8", (4,), [((0,), (4,), 0, 50)])
     b = entry("b", "uint8", (2, 2), [((0, 0), (2, 2), 1, 0)], strides=(1, 2))
     c = entry("c", "uint8", (4,), [((0,), (4,), 0, 54)])

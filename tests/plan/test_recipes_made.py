@@ -1,4 +1,4 @@
-"""Recipes of every kind, planned and executed, against the same thing said in numpy."""
+"""Recipes of every kind, planned and executed, against the same computation in numpy."""
 
 import tempfile
 from collections.abc import Callable

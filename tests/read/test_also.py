@@ -1,4 +1,4 @@
-"""A checkpoint whose files lie on several nodes: `--also` reads their directories as one."""
+"""A checkpoint whose files are on several nodes: `--also` reads their directories as one."""
 
 import shutil
 import warnings

@@ -1,4 +1,4 @@
-"""What lies beside or before whole and sharded safetensors, and lies: indices, offsets, names."""
+"""False data about whole and sharded safetensors: indices, offsets, names."""
 
 import json
 import shutil

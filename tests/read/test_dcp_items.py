@@ -1,4 +1,4 @@
-"""Items of `.distcp` files: wherever they lie, each is the tensor that torch loads from there."""
+"""Items of `.distcp` files: wherever they are, each is the tensor that torch loads from there."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ def item(value: object) -> bytes:
 
 
 def write(path: Path, items: Sequence[bytes], gaps: Sequence[int] = ()) -> list[Window]:
-    """Write items one after another, with gaps before them; return where they lie."""
+    """Write items one after another, with gaps before them; return where they are."""
     windows = []
     with path.open("wb") as file:
         for number, data in enumerate(items):

@@ -19,7 +19,7 @@ DCP_FILES = (".metadata", "__0_0.distcp")
 RANK_NAMES = tuple(f"model_world_size_2_rank_{rank}.pt" for rank in range(2))
 SHARDS = ("shard-00001-model-00001-of-00001.safetensors",)
 
-# tool: the weights' directory in the run, its files, what lies beside them, the step's directory
+# tool: the weights' directory in the run, its files, what is next to them, the step's directory
 TREES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
     "verl": (
         "global_step_10/actor",

@@ -1,4 +1,4 @@
-"""Compressed DCP checkpoints: decompressed beside the output, in bounded memory, or refused."""
+"""Compressed DCP checkpoints: decompressed next to the output, in bounded memory, or refused."""
 
 import builtins
 import json

@@ -1,4 +1,4 @@
-"""Plain tensors in rank files: copies, shards, or nobody knows."""
+"""Plain tensors in rank files: copies, shards, or unknown."""
 
 from pathlib import Path
 

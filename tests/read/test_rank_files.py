@@ -224,7 +224,7 @@ def test_values_that_are_no_tensors_are_skipped_and_reported(tmp_path: Path) -> 
 
 
 class Special(torch.Tensor):
-    """A tensor subclass that nobody but its author knows."""
+    """A tensor subclass that only its author knows."""
 
 
 def special() -> dict[str, torch.Tensor]:

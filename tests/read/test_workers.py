@@ -35,7 +35,7 @@ def tables(directory: Path, world: int, processes: int) -> list[RankTable]:
 
 @pytest.fixture
 def varied(tmp_path: Path) -> Path:
-    """Every placement, odd strides, a value that is no tensor, one that cannot be merged."""
+    """Every placement, odd strides, a value that is not a tensor, one that cannot be merged."""
     base = torch.rand(6, 4)
     plain = {
         "transposed": base.t(),

@@ -140,5 +140,5 @@ def test_a_million_chunks_take_less_than_200_bytes_each() -> None:
 
 
 def test_columns_own_their_memory() -> None:
-    """A view of the gathered rows would keep them alive beside the columns."""
+    """A view of the gathered rows would keep them alive next to the columns."""
     assert all(column.base is None for column in columns(two_chunks().table(PATHS)))

@@ -119,7 +119,7 @@ def test_the_large_tensors_take_both_ways(tmp_path: Path) -> None:
 
 
 def test_an_expanded_tensor_is_written_in_full(tmp_path: Path) -> None:
-    """A stride of 0: one stored row stands for all."""
+    """A stride of 0: one stored row is all rows."""
     row = np.arange(50, dtype=np.float32)
     box = Box.whole((40, 50))
     sources = Sources(tmp_path)

@@ -1,4 +1,4 @@
-"""A step of a commit that fails: what is said, what is there, and what the next run does, agree."""
+"""A step of a commit that fails: the message, the files and what the next run does agree."""
 
 import errno
 import os

@@ -241,7 +241,7 @@ def test_an_output_of_an_older_version_is_replaced(
 def test_what_another_tool_merged_in_place_from_the_same_weights_is_replaced(
     shards: Path, files: int
 ) -> None:
-    """As the tools do that unshard stands for: bfloat16, by safetensors' own writer."""
+    """As the tools do that unshard replaces: bfloat16, by safetensors' own writer."""
     cast = {
         name: tensor.bfloat16() if tensor.is_floating_point() else tensor
         for name, tensor in some_tensors().items()

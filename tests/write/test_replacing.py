@@ -87,7 +87,7 @@ NAMES = [edit.__name__ for edit, _, _ in EDITS]
 
 
 def edit_between(monkeypatch: pytest.MonkeyPatch, edit: Callable[[], None]) -> None:
-    """Let somebody edit the target when all is carried over, and nothing is exchanged."""
+    """Let another program edit the target when all is carried over, and nothing is exchanged."""
     real = unshard.write.staging.journal.write_journal
 
     def write_journal(*args: object) -> None:

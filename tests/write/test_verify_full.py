@@ -31,7 +31,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def stored(path: Path, name: str) -> tuple[int, int]:
-    """Where a tensor's bytes lie in a rank file: offset and length."""
+    """Where a tensor's bytes are in a rank file: offset and length."""
     table = read_rank_file(path, rank=int(path.stem[-1]), file=0, allowed=frozenset())
     row = 8 * table.names.index(name)
     return table.rows[row + 2], table.rows[row + 3]

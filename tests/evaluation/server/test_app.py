@@ -1,4 +1,4 @@
-"""What both protocols answer about a queue that stands still: no scheduler, no process."""
+"""What both protocols answer about a queue that does not move: no scheduler, no process."""
 
 import secrets
 import sqlite3

@@ -131,7 +131,7 @@ def test_the_checkpoints_keys_are_those_of_the_source(models: Path) -> None:
 
 
 def _default(function: ast.FunctionDef, name: str) -> str | None:
-    """Return the default of an argument as it is written; None if there is no such argument."""
+    """Return the default of an argument as it is written; None if it has no such argument."""
     arguments = function.args.args[-len(function.args.defaults) :] if function.args.defaults else []
     pairs = zip(arguments, function.args.defaults, strict=True)
     return next((ast.unparse(value) for one, value in pairs if one.arg == name), None)

@@ -27,7 +27,7 @@ def write_results(work: Work, document: object) -> None:
 
 
 def test_what_lm_eval_measures_is_read(tmp_path: Path) -> None:
-    """A group, and a tag beside it; the directory's name is longer than lm-eval could bear."""
+    """A group, and a tag next to it; the directory's name is longer than lm-eval could bear."""
     deep = tmp_path / ("d" * 120) / ("e" * 120)
     model = save_tiny_model(deep / "model")
     paths = (lm_eval_tasks(tmp_path / "tasks"),)

@@ -94,7 +94,7 @@ def test_an_unknown_task_is_not_retried_and_refused_from_then_on(
         service.submit(Request(str(model), "lm", ("a", "nope"), step=1, run="run"), None)
     assert "lm_eval ls tasks" in caught.value.hint
     other, is_new = service.submit(Request(str(model), "lm", ("other",), step=1, run="run"), None)
-    assert is_new  # nobody asked for it when the evaluator named it
+    assert is_new  # no client had asked for it when the evaluator named it
     wait_for(service.store, other.id, Status.FAILED)
     monkeypatch.setattr(unknown_tasks, "_REMEMBERED_S", 0.0)
     again, _ = service.submit(asked, None)

@@ -402,7 +402,7 @@ def test_a_checkpoint_that_is_gone_is_expired(tmp_path: Path) -> None:
 
 
 def test_a_job_whose_error_is_no_text_gives_its_gpu_back(tmp_path: Path, model: Path) -> None:
-    """The name of a file may hold bytes that are no UTF-8, which SQLite does not take."""
+    """The name of a file may have bytes that are not UTF-8, which SQLite does not take."""
     odd = tmp_path / "odd"
     odd.mkdir()
     (odd / "model-\udcff.safetensors").write_bytes(b"no safetensors")

@@ -142,7 +142,7 @@ def test_a_checkpoint_that_became_another_is_not_taken_for_the_first(
 def test_what_comes_beside_a_checkpoint_without_a_pin_is_no_change(
     server: Live, busy: Fields
 ) -> None:
-    """The directory of a run that is a checkpoint itself, and a file that somebody converted."""
+    """The directory of a run that is a checkpoint itself, and a converted file."""
     place = checkpoint(server.root / "grows", 5)
     job = server.submit(place)
     shutil.rmtree(place.parent / "_unshard" / "pins")

@@ -70,7 +70,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A server that asks for a token, which stands in its address as a password."""
+    """A server that needs a token, which is the password in its address."""
     directory = tmp_path_factory.mktemp("server")
     file = directory / "token"
     file.write_text(TOKEN)

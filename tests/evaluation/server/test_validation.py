@@ -293,7 +293,7 @@ def test_a_command_takes_no_arguments() -> None:
 
 @given(st.text(), st.text(), st.text())
 def test_any_text_is_accepted_or_refused(task: str, key: str, value: str) -> None:
-    """Nothing else comes out, and what is accepted holds no separator."""
+    """Nothing else comes out, and what is accepted has no separator."""
     request = Request("/a", "lm", (task,), run=value, model_args={key: value}, gen_kwargs=value)
     try:
         check_request(request, CONFIG)
@@ -390,7 +390,7 @@ def test_a_path_without_a_checkpoint_and_without_a_run_is_refused(
 
 @contextmanager
 def another_user() -> Iterator[None]:
-    """Be somebody else, where root runs the tests: root reads everything."""
+    """Be another user where root runs the tests: root reads everything."""
     own = os.geteuid()
     try:
         if own == 0:

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are complete, whoever writes them."""
+"""Which checkpoints of a run are complete, for every writer."""
 
 import json
 import os

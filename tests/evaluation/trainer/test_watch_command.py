@@ -123,11 +123,11 @@ def test_a_restart_submits_nothing_again(run: Path, tmp_path: Path) -> None:
         (job,) = failing.all_ended(1)
         assert job["status"] == "failed"
         for forgotten in (False, True):
-            if forgotten:  # the server knows, if nobody else does
+            if forgotten:  # only the server knows
                 (run / "_unshard" / "watched.txt").unlink()
             assert watch_once(run, failing.url) == ""
         assert [(one["id"], one["attempts"]) for one in failing.all_ended(1)] == [(job["id"], 1)]
-        while Spool(run).pending():  # as somebody else's, it is followed until it is heard of
+        while Spool(run).pending():  # followed until its result is known
             assert watch_once(run, failing.url) == ""
     absent = f"http://127.0.0.1:{free_port()}"
     arguments = (run, "--tasks=t", "--profile=script", "--once", "--interval=0.1")
@@ -137,7 +137,7 @@ def test_a_restart_submits_nothing_again(run: Path, tmp_path: Path) -> None:
 
 
 def watch_away(run: Path, url: str) -> str:
-    """Watch with a server that is away: what cannot be sent is said."""
+    """Watch with a server that is away: what cannot be sent is reported."""
     given = EvalConfig.from_dict({"server_url": url, "profile": "script", "tasks": ["t"]})
     with Watching(run, given) as one:
         one.look()

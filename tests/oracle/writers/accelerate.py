@@ -76,7 +76,7 @@ def accelerate_bins_fsdp2(rank: int, world: int, directory: Path) -> None:
 
 
 def accelerate_merge(rank: int, world: int, directory: Path) -> None:
-    """Merge a DCP directory with accelerate's own tool, into `accelerate` beside it."""
+    """Merge a DCP directory with accelerate's own tool, into `accelerate` next to it."""
     with launched(rank, world):
         merge_fsdp_weights(str(directory), str(directory.parent / "accelerate"))
 

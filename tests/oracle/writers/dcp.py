@@ -81,7 +81,7 @@ def dcp_model(rank: int, world: int, directory: Path) -> None:
 
 
 def dcp_model_optimizer(rank: int, world: int, directory: Path) -> None:
-    """Save model, optimizer, scheduler and objects beside each other; any world size."""
+    """Save model, optimizer, scheduler and objects next to each other; any world size."""
     model, optimizer, truth = _trained(world)
     weights, moments = get_state_dict(model, optimizer)
     state = {

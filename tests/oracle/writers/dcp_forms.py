@@ -136,7 +136,7 @@ def dcp_not_flattened_plain(rank: int, world: int, directory: Path) -> None:
 
 
 def _save_with(place: tuple[int, int, Path], **options: Any) -> None:
-    """Save the model beside a number and a string, through a writer with these options."""
+    """Save the model with a number and a string, through a writer with these options."""
     model, truth = sharded_mixed(place[1])
     state = {"model": model.state_dict(), "step": 3, "note": "text"}
     writer = dcp_writer(place[2], **options)

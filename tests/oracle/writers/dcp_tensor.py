@@ -36,7 +36,7 @@ _NESTED: dict[str, tuple[tuple[int, ...], tuple[Placement, Placement]]] = {
 
 
 def dcp_tensors(rank: int, world: int, directory: Path) -> None:
-    """Cut a tensor of every dtype in every way, beside plain ones; any world size."""
+    """Cut a tensor of every dtype in every way, and plain ones; any world size."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
     truth, state = _State(), _State()
     for dtype in DTYPES:
@@ -60,7 +60,7 @@ def dcp_nested(rank: int, world: int, directory: Path) -> None:
 
 
 def dcp_strides(rank: int, world: int, directory: Path) -> None:
-    """Save tensors whose elements do not lie in row-major order; any world size.
+    """Save tensors whose elements are not in row-major order; any world size.
 
     `transposed` and `channels_last` are such themselves, `window` and `column` lie in a larger
     storage; `plain_*` are the same without DTensor. torch keeps strides, not surroundings.

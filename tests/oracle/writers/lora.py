@@ -47,7 +47,7 @@ class LoraCase:
     peft_file: bool = False
 
     def __call__(self, rank: int, world: int, directory: Path) -> None:
-        """Train and save `global_step_2/actor`; leave `base` and the truth beside `directory`."""
+        """Train and save `global_step_2/actor`; leave `base` and the truth next to `directory`."""
         from peft import get_peft_model_state_dict
 
         base = base_model(self.model, self.dtype)
@@ -107,7 +107,7 @@ class Truth:
 
 
 def load_truth(directory: Path) -> Truth:
-    """Return what a case left beside its directory."""
+    """Return what a case left next to its directory."""
     return Truth(**torch.load(truth_file(directory)))
 
 

@@ -120,7 +120,7 @@ class Samples:
         return self._known[name]
 
     def write(self, scenario: str, world: int) -> Sample:
-        """Return what a scenario writes in a number of ranks: `run`, alone beside `run.truth`.
+        """Return what a scenario writes in a number of ranks: `run`, alone next to `run.truth`.
 
         The truth are the whole tensors: contiguous, on the CPU, in the order of the state dict.
         """
@@ -147,7 +147,7 @@ class Samples:
 
 
 def weight_ranges(directory: Path) -> dict[Path, list[tuple[int, int]]]:
-    """Return where the weights lie in a good checkpoint: (start, end) in bytes, by file."""
+    """Return where the weights are in a good checkpoint: (start, end) in bytes, by file."""
     catalog = open_latest(directory, Choice(), ReadOptions()).catalog
     found: dict[Path, list[tuple[int, int]]] = {}
     for entry in catalog.tensors.values():

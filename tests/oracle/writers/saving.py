@@ -45,12 +45,12 @@ def accelerate_rank_file(directory: Path, rank: int) -> Path:
 
 
 def truth_file(directory: Path) -> Path:
-    """Return where rank 0 leaves the whole tensors: beside the checkpoint, never in it."""
+    """Return where rank 0 leaves the whole tensors: next to the checkpoint, never in it."""
     return directory.parent / f"{directory.name}.truth"
 
 
 def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Tell whether dtype, shape and every bit agree, so that NaN equals NaN and 0.0 not -0.0."""
+    """Return whether dtype, shape and every bit agree, so that NaN equals NaN and 0.0 not -0.0."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return torch.equal(_bytes(left), _bytes(right))
@@ -87,7 +87,7 @@ def save_rank(
 
 
 def leave_truth(place: tuple[int, int, Path], truth: State) -> None:
-    """Write the whole tensors beside the checkpoint, on rank 0."""
+    """Write the whole tensors next to the checkpoint, on rank 0."""
     rank, _, directory = place
     if rank == 0:
         whole = {name: tensor.detach().contiguous() for name, tensor in truth.items()}

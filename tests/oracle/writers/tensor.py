@@ -115,7 +115,7 @@ def plain_differ(rank: int, world: int, directory: Path) -> None:
 
 
 def partial(rank: int, world: int, directory: Path) -> None:
-    """Save a DTensor that still awaits its sum, beside a whole one; any world size.
+    """Save a DTensor that still awaits its sum, and a whole one; any world size.
 
     The truth of `pending` is the sum over ranks; its terms are small integers, so that it is exact.
     """
@@ -132,7 +132,7 @@ def partial(rank: int, world: int, directory: Path) -> None:
 
 
 def noncontiguous(rank: int, world: int, directory: Path) -> None:
-    """Save tensors whose elements do not lie in row-major order; any world size.
+    """Save tensors whose elements are not in row-major order; any world size.
 
     `transposed` and `channels_last` are DTensors with such local tensors, `window` is one whose
     local tensor starts inside a larger storage; `plain_*` are the same without DTensor.

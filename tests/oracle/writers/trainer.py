@@ -44,7 +44,7 @@ def trainer_fsdp1(rank: int, world: int, directory: Path) -> None:
 
 
 def trainer_full(rank: int, world: int, directory: Path) -> None:
-    """Train with FSDP2 and save whole models, as a Trainer does unless told; any world size."""
+    """Train with FSDP2 and save whole models, as a Trainer does by default; any world size."""
     _train((rank, world, directory), version=2, kind="FULL_STATE_DICT")
 
 
