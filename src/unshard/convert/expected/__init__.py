@@ -1,1 +1,1 @@
-"""The tensors that a model must have: those of its base, or those that its config says."""
+"""The tensors that a model must have, by its base or by its config."""

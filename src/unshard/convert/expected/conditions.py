@@ -1,75 +1,85 @@
-"""Conditions on a config and the number of a layer, by which a model has tensors or not. Pure."""
+"""Groups of tensors, and the conditions on a config under which a layer has them. Pure."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from unshard.read.beside.model_config import Fields
 
 __all__ = [
-    "Condition",
+    "Group",
+    "Groups",
     "NotKnownError",
-    "always",
-    "both",
+    "deepseek_sparse",
     "flag",
     "given",
     "integer",
-    "interleaved",
     "is_not",
-    "later",
-    "linear",
-    "stepped",
+    "linear_attention",
+    "llama4_sparse",
+    "qwen_sparse",
+    "when",
 ]
 
 Condition = Callable[[Fields, int], bool]
-"""Whether names are there: by a part's config and the number of a layer."""
+"""Return whether a layer has a group, by the config of its component and the layer's number."""
 
 
 class NotKnownError(Exception):
     """A config does not say which tensors its model has; caught where names are made."""
 
 
-def always(_config: Fields, _layer: int) -> bool:
-    """Return True."""
-    return True
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Patterns of names, separated by spaces, that a layer has if all conditions hold.
+
+    An `optional` group may be missing in a checkpoint all the same.
+    """
+
+    names: str
+    conditions: tuple[Condition, ...] = ()
+    optional: bool = False
 
 
-def flag(key: str, *, default: bool, wanted: bool = True) -> Condition:
-    """Return whether a key that is true or false has the wanted value."""
+Groups = tuple[str | Group, ...]
+"""All tensors of a component; plain patterns are those that it always has."""
+
+
+def when(names: str, *conditions: Condition) -> Group:
+    """Return a group that is there if all conditions hold."""
+    return Group(names, conditions)
+
+
+def is_not(condition: Condition) -> Condition:
+    """Return the opposite of a condition."""
+    return lambda config, layer: not condition(config, layer)
+
+
+def flag(key: str, *, default: bool = False) -> Condition:
+    """Return the condition that a key is true; the default is that of transformers."""
 
     def holds(config: Fields, _layer: int) -> bool:
         value = config.get(key, default)
         if not isinstance(value, bool):
             raise NotKnownError
-        return value is wanted
+        return value
 
     return holds
 
 
-def given(key: str, *, wanted: bool = True) -> Condition:
-    """Return whether a size is there and above 0; where the key itself is missing, nothing is."""
+def given(key: str) -> Condition:
+    """Return the condition that a size is above 0; a config without the key decides nothing."""
 
     def holds(config: Fields, _layer: int) -> bool:
-        if key not in config:
-            raise NotKnownError
-        value = config[key]
+        value = config.get(key, "")  # a missing key is as unclear as a text
         if value is not None and type(value) is not int:
             raise NotKnownError
-        return bool(value) is wanted
+        return bool(value)
 
     return holds
-
-
-def is_not(condition: Condition) -> Condition:
-    """Return whether a condition does not hold."""
-    return lambda config, layer: not condition(config, layer)
-
-
-def both(first: Condition, second: Condition) -> Condition:
-    """Return whether two conditions hold."""
-    return lambda config, layer: first(config, layer) and second(config, layer)
 
 
 def integer(config: Fields, key: str, default: int | None = None) -> int:
-    """Return a count that a config holds.
+    """Return a count that a config states.
 
     Raises:
         NotKnownError: it is missing without a default, negative, or of another type.
@@ -80,26 +90,24 @@ def integer(config: Fields, key: str, default: int | None = None) -> int:
     return value
 
 
-def stepped(config: Fields, layer: int) -> bool:
-    """Return whether a layer of Qwen is sparse: every so manieth, but for some."""
-    dense = config.get("mlp_only_layers", [])
+def qwen_sparse(config: Fields, layer: int) -> bool:
+    """Return whether a layer of Qwen has experts: every Nth layer, except those listed as dense."""
+    dense = config.get("mlp_only_layers")
     step = integer(config, "decoder_sparse_step", 1)
-    if dense is None:
-        dense = []
-    if not isinstance(dense, list) or not step:
+    if not isinstance(dense, list | None) or not step:
         raise NotKnownError
-    return layer not in dense and (layer + 1) % step == 0
+    return layer not in (dense or ()) and (layer + 1) % step == 0
 
 
-def later(config: Fields, layer: int) -> bool:
-    """Return whether a layer is sparse where the first few are dense, and the others are not."""
+def deepseek_sparse(config: Fields, layer: int) -> bool:
+    """Return whether a layer has experts where only the first few layers do not."""
     if config.get("moe_layer_freq", 1) != 1:
         raise NotKnownError
     return layer >= integer(config, "first_k_dense_replace")
 
 
-def interleaved(config: Fields, layer: int) -> bool:
-    """Return whether a layer of Llama 4 is sparse."""
+def llama4_sparse(config: Fields, layer: int) -> bool:
+    """Return whether a layer of Llama 4 has experts."""
     layers = config.get("moe_layers")
     if layers is None:
         step = integer(config, "interleave_moe_layer_step")
@@ -109,20 +117,15 @@ def interleaved(config: Fields, layer: int) -> bool:
     return layer in layers
 
 
-def linear(config: Fields, layer: int) -> bool:
-    """Return whether the attention of a layer is linear."""
+def linear_attention(config: Fields, layer: int) -> bool:
+    """Return whether a layer has linear attention instead of full attention."""
     types = config.get("layer_types")
     if types is None:
-        return (layer + 1) % _full_every(config) != 0
-    if not isinstance(types, list) or layer >= len(types):
+        interval = integer(config, "full_attention_interval", 4)
+        if not interval:
+            raise NotKnownError
+        return (layer + 1) % interval != 0
+    known = ("linear_attention", "full_attention")
+    if not isinstance(types, list) or layer >= len(types) or types[layer] not in known:
         raise NotKnownError
-    if types[layer] not in ("linear_attention", "full_attention"):
-        raise NotKnownError
-    return bool(types[layer] == "linear_attention")
-
-
-def _full_every(config: Fields) -> int:
-    found = integer(config, "full_attention_interval", 4)
-    if not found:
-        raise NotKnownError
-    return found
+    return bool(types[layer] == known[0])

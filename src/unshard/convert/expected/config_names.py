@@ -1,6 +1,6 @@
 """Which tensors a model has on the hub, by its config.json alone: `whole_models` applied.
 
-Of a config that leaves anything open nothing is said: a right checkpoint must not be refused.
+A config that leaves anything open gives no names at all: a right checkpoint must not be refused.
 """
 
 import re
@@ -8,10 +8,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from unshard.convert.expected.conditions import NotKnownError, integer
-from unshard.convert.expected.decoders import Group
+from unshard.convert.expected.conditions import Group, NotKnownError, integer
 from unshard.convert.expected.tensors import Expected
-from unshard.convert.expected.whole_models import MODELS, PARTS, Model, Place
+from unshard.convert.expected.whole_models import (
+    COMPONENTS,
+    LAYER_COUNTS,
+    MODELS,
+    MORE_LAYERS,
+    Component,
+    Model,
+)
 from unshard.read.beside.model_config import Fields
 
 __all__ = ["expected_by_config"]
@@ -19,6 +25,7 @@ __all__ = ["expected_by_config"]
 Select = Callable[[Iterable[str]], Collection[str]]
 
 _MOST = 1_000_000  # names; a larger product of layers and experts is a slip, or an attack
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SEES = "ForConditionalGeneration"
 _GENERATES = ("ForCausalLM", _SEES, "LMHeadModel")
 _CLASSIFIES = ("ForTokenClassification", "ForSequenceClassification")
@@ -30,14 +37,14 @@ _EXTRA = re.compile(
     r"|\.position_ids$|(^|\.)attn\.(masked_)?bias$"
     r"|^(v_head|score|classifier)\.|^(model\.)?mtp\."
 )
-"""Buffers that old versions saved, heads of critics, and what predicts further tokens."""
+"""Buffers that old versions saved, heads of critics, and layers that predict more tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The names of one form of a model: those that must be there, and those that may be.
+    """The names that one form of a model must have, and those that it may have.
 
-    `above` has starts of layers' names that predict further tokens.
+    `above` has the starts of the names of layers that predict more tokens.
     """
 
     required: tuple[str, ...]
@@ -51,13 +58,13 @@ def expected_by_config(
 ) -> Expected | None:
     """Return what a model of this config has; None if that is not certain.
 
-    Of the forms in which it may be saved (with the head of a language model, with a classifier's,
-    without any) the one that the names are; if they are none, the one that the config names.
+    A model may be saved with the head of a language model, with a classifier's, or without any. Of
+    these forms, the one that has the given names is returned, else the one that the config names.
 
     Args:
         config: config.json of the output.
-        names: of the output's tensors, as on the hub; they tell the form.
-        kept: what the user selected of names.
+        names: of the output's tensors, as on the hub; they decide which form it is.
+        kept: selects what the user wants of some names.
         tied: the head may be missing.
     """
     model_type = str(config.get("model_type"))
@@ -74,7 +81,7 @@ def expected_by_config(
 
 
 def _class_of(config: Fields, model_type: str) -> str | None:
-    """Return what ends the class's name, if that is of this type; "" without one, None if not."""
+    """Return the end of the class's name: "" without a class, None if it is of another type."""
     stated = config.get("architectures")
     if stated is None or stated == []:
         return ""
@@ -92,22 +99,21 @@ def _class_of(config: Fields, model_type: str) -> str | None:
 
 
 def _forms(model: Model, config: Fields, kind: str, *, tied: bool) -> Iterator[_Form]:
-    """Yield the forms of a model: what its class has, then what else is whole by itself.
+    """Yield the forms of a model: first that of its class, then others that are complete too.
 
     Raises:
         NotKnownError: the config leaves something open.
     """
     body = _body(model, config)
     bare = _without_prefix(body, model)
-    head = replace(
-        body,
-        required=body.required if tied else (*body.required, model.head),
-        optional=(*body.optional, model.head) if tied else body.optional,
-    )
+    if tied:
+        head = replace(body, optional=(*body.optional, model.head))
+    else:
+        head = replace(body, required=(*body.required, model.head))
     classifiers = [
         replace(body, required=(*body.required, name))
         for name in _CLASSIFIERS
-        if len(model.places) == 1
+        if len(model.components) == 1
     ]
     by_kind = {_BARE: [bare], "": [head, *classifiers, bare]}
     by_kind |= {one: [head, bare] for one in _GENERATES if (one == _SEES) == (bare is None)}
@@ -115,64 +121,65 @@ def _forms(model: Model, config: Fields, kind: str, *, tied: bool) -> Iterator[_
     found = [form for form in by_kind.get(kind, []) if form is not None]
     if not found:
         raise NotKnownError
-    headless = "the tensors are those of the model without a head: {} is not there, and not tied"
+    headless = "the tensors are those of the model without a head: {} is missing, and not tied"
     if not tied and bare in found and kind != _BARE:
         found[-1] = replace(found[-1], remarks=(headless.format(model.head),))
     yield from found
 
 
 def _without_prefix(body: _Form, model: Model) -> _Form | None:
-    """Return the names that a model of text has by itself, outside one with a head."""
-    if len(model.places) > 1:
+    """Return the names of a text model that is saved without the class that has the head."""
+    if len(model.components) > 1:
         return None
-    start = len(model.places[0].prefix)
-    return _Form(
-        *(
-            tuple(name[start:] for name in names)
-            for names in (body.required, body.optional, body.above)
-        )
-    )
+    start = len(model.components[0].prefix)
+    groups = (body.required, body.optional, body.above)
+    return _Form(*(tuple(name[start:] for name in names) for names in groups))
 
 
 def _body(model: Model, config: Fields) -> _Form:
-    """Return the names of all parts, without a head."""
-    required = [name for group in model.groups for name in _named(group, config, 0, ())]
+    """Return the names of all components, without a head."""
+    required = [name for group in model.groups for name in _named(group, config, 0)]
     optional: list[str] = []
     above: list[str] = []
-    for place in model.places:
-        fields = _fields(place, config)
-        part = PARTS.get(place.of or str(fields.get("model_type")))
-        if part is None:
+    for component in model.components:
+        fields = _fields(component, config)
+        kind = component.type or str(fields.get("model_type"))
+        if kind not in COMPONENTS:
             raise NotKnownError
-        layers = _count(fields, part.layers)
-        for group in part.groups:
-            made = [place.prefix + name for name in _named(group, fields, layers, part.experts)]
-            (optional if group.optional else required).extend(made)
-        if part.more_layers:
+        layers = _count(fields, LAYER_COUNTS.get(kind, "num_hidden_layers"))
+        for group in COMPONENTS[kind]:
+            made = [component.prefix + name for name in _named(group, fields, layers)]
+            may_miss = isinstance(group, Group) and group.optional
+            (optional if may_miss else required).extend(made)
+        if kind in MORE_LAYERS:
             more = integer(fields, "num_nextn_predict_layers", 1)
-            above += (f"{place.prefix}layers.{layers + n}." for n in range(more))
+            above += (f"{component.prefix}layers.{layers + n}." for n in range(more))
     return _Form(tuple(required), tuple(optional), tuple(above))
 
 
-def _fields(place: Place, config: Fields) -> Fields:
-    """Return the config of a part."""
-    if not place.config:
+def _fields(component: Component, config: Fields) -> Fields:
+    if not component.config:
         return config
-    fields = config.get(place.config, config if place.flat else None)
+    fields = config.get(component.config, config if component.flat else None)
     if not isinstance(fields, dict):
         raise NotKnownError
     return fields
 
 
-def _named(group: Group, config: Fields, layers: int, experts: tuple[str, ...]) -> Iterator[str]:
+def _named(group: str | Group, config: Fields, layers: int) -> Iterator[str]:
     """Yield the names of a group, for every layer and every expert."""
-    for pattern in _spelled(group.names):
+    known = Group(group) if isinstance(group, str) else group
+
+    def is_in(layer: int) -> bool:
+        return all(condition(config, layer) for condition in known.conditions)
+
+    for pattern in _spelled(known.names):
         numbered = pattern.count("#")
         if not numbered:
-            yield from [pattern] if group.when(config, 0) else []
+            yield from [pattern] if is_in(0) else []
             continue
-        chosen = [layer for layer in range(layers) if group.when(config, layer)]
-        each = range(_one(config, experts)) if numbered > 1 and chosen else range(1)
+        chosen = [layer for layer in range(layers) if is_in(layer)]
+        each = range(_experts(config)) if numbered > 1 and chosen else range(1)
         if len(chosen) * len(each) > _MOST:
             raise NotKnownError
         for layer in chosen:
@@ -181,7 +188,7 @@ def _named(group: Group, config: Fields, layers: int, experts: tuple[str, ...]) 
 
 
 def _spelled(patterns: str) -> Iterator[str]:
-    """Yield patterns with one of the words of every pair of braces."""
+    """Yield every pattern with each choice of the words in its braces."""
     for pattern in patterns.split():
         fixed = re.split(r"\{([^}]*)\}", pattern)
         yield from map("".join, product(*(part.split(",") for part in fixed)))
@@ -195,16 +202,16 @@ def _count(config: Fields, key: str) -> int:
     return count
 
 
-def _one(config: Fields, keys: tuple[str, ...]) -> int:
-    """Return a count that has one of several keys."""
-    found = {integer(config, key) for key in keys if config.get(key) is not None}
+def _experts(config: Fields) -> int:
+    """Return how many experts a layer has, by whichever of the keys counts them."""
+    found = {integer(config, key) for key in _EXPERTS if config.get(key) is not None}
     if len(found) != 1:
         raise NotKnownError
     return found.pop()
 
 
 def _expected(form: _Form, names: Collection[str], kept: Select) -> Expected:
-    """Return a form under the spelling of the names; what may be there is excused."""
+    """Return a form, its towers spelled as in the names; what is optional is excused."""
     old = any(_TOWER[1] in name for name in names)
     required = [name.replace(*_TOWER) for name in form.required] if old else form.required
     extra = (name for name in names if _EXTRA.search(name) or name.startswith(form.above))

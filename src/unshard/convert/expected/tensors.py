@@ -1,4 +1,4 @@
-"""Compare the output's tensors with those that a base model, or the config, says there are."""
+"""Compare the output's tensors with those that a base model has, or a model of the config."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ _PER_TOKEN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a base model has, or a model of a config.
+    """The tensors that a base model has, or a model of a config.
 
     Attributes:
         name: of the base model, or "config.json".
         names: of its tensors.
         shapes: as far as known, elements.
-        excused: names that may be missing or there (tied weights, what the user left out).
-        remarks: what to say of it where the tensors fit.
-        advice: what to do where they do not.
+        excused: names that may be missing or present (tied weights, what the user left out).
+        remarks: notes for tensors that fit.
+        advice: a hint for tensors that do not.
     """
 
     name: str
@@ -42,7 +42,7 @@ def check_expected(
     allow_missing: bool,
     allow_unexpected: bool,
 ) -> list[str]:
-    """Return what to say of allowed differences.
+    """Return notes about allowed differences. A resized vocabulary is always allowed.
 
     Raises:
         ConversionError: tensors are missing or unexpected, and that was not allowed.
@@ -62,12 +62,30 @@ def check_expected(
                 ConversionError(
                     f"{kind.capitalize()} key(s) in state_dict: {_listed(names)}",
                     expected=f"the tensors of {expected.name}",
-                    hint=f"{expected.advice}; to write it all the same: --allow-{kind}",
+                    hint=f"{expected.advice}; to write the output all the same: --allow-{kind}",
                 )
             )
-    problems += _misfits(tensors, expected)
+    changed = {
+        name: f"{name} {list(expected.shapes[name])} -> {list(shape_of(recipe))}"
+        for name, recipe in tensors.items()
+        if name in expected.shapes and shape_of(recipe) != expected.shapes[name]
+    }
+    wrong = [
+        text
+        for name, text in changed.items()
+        if not _is_resized(name, shape_of(tensors[name]), expected.shapes[name])
+    ]
+    if wrong:
+        what = f"{len(wrong)} tensors have another shape than in {expected.name}"
+        found = ", ".join(wrong[:_SHOWN]) + (" …" if len(wrong) > _SHOWN else "")
+        problems.append(ConversionError(what, found=found, hint=expected.advice))
     raise_all(ConversionError, f"the tensors do not fit {expected.name}", problems)
-    return [*notes, *expected.remarks, *_resized(tensors, expected)]
+    notes += expected.remarks
+    if changed:
+        listed = ", ".join(list(changed.values())[:_SHOWN])
+        what = f"{len(changed)} tensors have another vocabulary than {expected.name}: {listed}"
+        notes.append(what)
+    return notes
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -76,43 +94,7 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= _SHOWN else f"{shown}, … ({len(names)} in all)"
 
 
-def _changed(tensors: Mapping[str, Recipe], expected: Expected) -> dict[str, str]:
-    """Return what became of every shape that is not the base's."""
-    return {
-        name: f"{name} {list(expected.shapes[name])} -> {list(shape_of(recipe))}"
-        for name, recipe in tensors.items()
-        if name in expected.shapes and shape_of(recipe) != expected.shapes[name]
-    }
-
-
 def _is_resized(name: str, found: tuple[int, ...], stated: tuple[int, ...]) -> bool:
-    """Tell whether only the vocabulary of an embedding or a head may have been resized."""
+    """Return whether it may be just a resized vocabulary of an embedding or a head."""
     end = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     return end in _PER_TOKEN and found[1:] == stated[1:]
-
-
-def _misfits(tensors: Mapping[str, Recipe], expected: Expected) -> list[ConversionError]:
-    """Refuse other shapes: this is not the model that was trained."""
-    wrong = [
-        text
-        for name, text in _changed(tensors, expected).items()
-        if not _is_resized(name, shape_of(tensors[name]), expected.shapes[name])
-    ]
-    if not wrong:
-        return []
-    return [
-        ConversionError(
-            f"{len(wrong)} tensors have another shape than in {expected.name}",
-            found=", ".join(wrong[:_SHOWN]) + (" …" if len(wrong) > _SHOWN else ""),
-            hint=expected.advice,
-        )
-    ]
-
-
-def _resized(tensors: Mapping[str, Recipe], expected: Expected) -> list[str]:
-    """Say that the vocabulary was resized."""
-    changed = list(_changed(tensors, expected).values())
-    if not changed:
-        return []
-    listed = ", ".join(changed[:_SHOWN])
-    return [f"{len(changed)} tensors have another vocabulary than {expected.name}: {listed}"]

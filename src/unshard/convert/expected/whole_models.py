@@ -1,27 +1,28 @@
 """The tensors of whole models, as a table: decoders, vision towers, what joins them, the head."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unshard.convert.expected.conditions import flag
-from unshard.convert.expected.decoders import DECODERS, Group, Part
+from unshard.convert.expected.conditions import Group, Groups, flag, is_not, when
+from unshard.convert.expected.decoders import DECODERS
 
-__all__ = ["MODELS", "PARTS", "Model", "Place"]
+__all__ = ["COMPONENTS", "LAYER_COUNTS", "MODELS", "MORE_LAYERS", "Component", "Model"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A part in a model.
+class Component:
+    """A decoder or vision tower in a model.
 
     Attributes:
         prefix: of its tensors' names.
-        config: the key of its own config; "" for the model's. A model's config that has no such
-            key may hold the fields itself, if `flat`.
-        of: the model type whose part it is; "": what its own config names.
+        config: the key of its own config; "" for the model's.
+        type: its model type; "" for the one that its config names.
+        flat: a model's config without that key may have the fields itself.
     """
 
     prefix: str
     config: str = ""
-    of: str = ""
+    type: str = ""
     flat: bool = False
 
 
@@ -30,182 +31,140 @@ class Model:
     """A model with the head of a language model.
 
     Attributes:
-        types: model types of config.json.
-        places: its parts. groups: its other tensors.
+        components: its decoder and towers. groups: its other tensors.
         head: the name of the head's weight, which may be tied.
     """
 
-    types: str
-    places: tuple[Place, ...]
-    groups: tuple[Group, ...] = ()
+    components: tuple[Component, ...]
+    groups: Groups = ()
     head: str = "lm_head.weight"
 
 
-# what sees
+# vision towers
 
-_QWEN_VISUAL = Group(
-    "blocks.#.{norm1,norm2,attn.qkv,attn.proj}.weight blocks.#.attn.{qkv,proj}.bias"
-)
+_QWEN_VISUAL = "blocks.#.{norm1,norm2,attn.qkv,attn.proj}.weight blocks.#.attn.{qkv,proj}.bias"
 _QWEN3_VISUAL = (
     _QWEN_VISUAL,
-    Group("patch_embed.proj.{weight,bias} pos_embed.weight blocks.#.norm{1,2}.bias"),
-    Group("blocks.#.mlp.linear_fc{1,2}.{weight,bias}"),
-    Group("merger.{norm,linear_fc1,linear_fc2}.{weight,bias}"),
+    "patch_embed.proj.{weight,bias} pos_embed.weight blocks.#.norm{1,2}.bias",
+    "blocks.#.mlp.linear_fc{1,2}.{weight,bias}",
+    "merger.{norm,linear_fc1,linear_fc2}.{weight,bias}",
 )
-_TOWER = Group(
-    "embeddings.{patch_embedding,position_embedding}.weight post_layernorm.{weight,bias} "
-    "encoder.layers.#.self_attn.{q_proj,k_proj,v_proj,out_proj}.{weight,bias} "
-    "encoder.layers.#.{layer_norm1,layer_norm2,mlp.fc1,mlp.fc2}.{weight,bias}"
+_TOWER = (
+    "embeddings.{patch_embedding,position_embedding}.weight post_layernorm.{weight,bias}",
+    "encoder.layers.#.self_attn.{q_proj,k_proj,v_proj,out_proj}.{weight,bias}",
+    "encoder.layers.#.{layer_norm1,layer_norm2,mlp.fc1,mlp.fc2}.{weight,bias}",
 )
+_TOWERS: Mapping[str, Groups] = {
+    "qwen2_vl": (
+        _QWEN_VISUAL,
+        "patch_embed.proj.weight blocks.#.norm{1,2}.bias blocks.#.mlp.fc{1,2}.{weight,bias}",
+        "merger.ln_q.{weight,bias} merger.mlp.{0,2}.{weight,bias}",
+    ),
+    "qwen2_5_vl": (
+        _QWEN_VISUAL,
+        "patch_embed.proj.weight blocks.#.mlp.{gate,up,down}_proj.{weight,bias}",
+        "merger.ln_q.weight merger.mlp.{0,2}.{weight,bias}",
+    ),
+    "qwen3_vl": _QWEN3_VISUAL,
+    "qwen3_5": _QWEN3_VISUAL,
+    "qwen3_vl_deepstack": ("deepstack_merger_list.#.{norm,linear_fc1,linear_fc2}.{weight,bias}",),
+    "clip_vision_model": (*_TOWER, "embeddings.class_embedding pre_layrnorm.{weight,bias}"),
+    "siglip_vision_model": (
+        *_TOWER,
+        "embeddings.patch_embedding.bias",
+        when(
+            "head.probe head.attention.in_proj_{weight,bias} "
+            "head.{attention.out_proj,layernorm,mlp.fc1,mlp.fc2}.{weight,bias}",
+            flag("vision_use_head", default=True),
+        ),
+    ),
+    "internvl_vision": (
+        "embeddings.cls_token embeddings.patch_embeddings.projection.{weight,bias}",
+        when(
+            "embeddings.position_embeddings", flag("use_absolute_position_embeddings", default=True)
+        ),
+        when("embeddings.mask_token", flag("use_mask_token")),
+        "encoder.layer.#.lambda_{1,2} encoder.layer.#.attention.{q,k,v}_proj.weight",
+        when("encoder.layer.#.attention.{q,k,v}_proj.bias", flag("attention_bias")),
+        when("encoder.layer.#.attention.{q,k}_norm.weight", flag("use_qk_norm")),
+        "encoder.layer.#.{attention.projection_layer,mlp.fc1,mlp.fc2}.{weight,bias}",
+        "encoder.layer.#.layernorm_{before,after}.{weight,bias}",
+        when("layernorm.{weight,bias}", is_not(flag("use_mean_pooling", default=True))),
+    ),
+}
 
-_TOWERS = (
-    Part(
-        "qwen2_vl",
-        (
-            _QWEN_VISUAL,
-            Group(
-                "patch_embed.proj.weight blocks.#.norm{1,2}.bias blocks.#.mlp.fc{1,2}.{weight,bias}"
-            ),
-            Group("merger.ln_q.{weight,bias} merger.mlp.{0,2}.{weight,bias}"),
-        ),
-        layers="depth",
-    ),
-    Part(
-        "qwen2_5_vl",
-        (
-            _QWEN_VISUAL,
-            Group("patch_embed.proj.weight blocks.#.mlp.{gate,up,down}_proj.{weight,bias}"),
-            Group("merger.ln_q.weight merger.mlp.{0,2}.{weight,bias}"),
-        ),
-        layers="depth",
-    ),
-    Part("qwen3_vl qwen3_5", _QWEN3_VISUAL, layers="depth"),
-    Part(
-        "qwen3_vl_deepstack",
-        (Group("deepstack_merger_list.#.{norm,linear_fc1,linear_fc2}.{weight,bias}"),),
-        layers="deepstack_visual_indexes",
-    ),
-    Part(
-        "clip_vision_model",
-        (_TOWER, Group("embeddings.class_embedding pre_layrnorm.{weight,bias}")),
-    ),
-    Part(
-        "siglip_vision_model",
-        (
-            _TOWER,
-            Group("embeddings.patch_embedding.bias"),
-            Group(
-                "head.probe head.attention.in_proj_{weight,bias} "
-                "head.{attention.out_proj,layernorm,mlp.fc1,mlp.fc2}.{weight,bias}",
-                flag("vision_use_head", default=True),
-            ),
-        ),
-    ),
-    Part(
-        "internvl_vision",
-        (
-            Group("embeddings.cls_token embeddings.patch_embeddings.projection.{weight,bias}"),
-            Group(
-                "embeddings.position_embeddings",
-                flag("use_absolute_position_embeddings", default=True),
-            ),
-            Group("embeddings.mask_token", flag("use_mask_token", default=False)),
-            Group("encoder.layer.#.lambda_{1,2} encoder.layer.#.attention.{q,k,v}_proj.weight"),
-            Group(
-                "encoder.layer.#.attention.{q,k,v}_proj.bias", flag("attention_bias", default=False)
-            ),
-            Group(
-                "encoder.layer.#.attention.{q,k}_norm.weight", flag("use_qk_norm", default=False)
-            ),
-            Group(
-                "encoder.layer.#.{attention.projection_layer,mlp.fc1,mlp.fc2,layernorm_before,"
-                "layernorm_after}.{weight,bias}"
-            ),
-            Group("layernorm.{weight,bias}", flag("use_mean_pooling", default=True, wanted=False)),
-        ),
-    ),
-)
+COMPONENTS = {**DECODERS, **_TOWERS}
+"""The tensors of decoders and towers by model type."""
 
-PARTS = {one: part for part in (*DECODERS, *_TOWERS) for one in part.types.split()}
-"""The parts of models by model type."""
+LAYER_COUNTS = {
+    "gpt2": "n_layer",
+    "qwen2_vl": "depth",
+    "qwen2_5_vl": "depth",
+    "qwen3_vl": "depth",
+    "qwen3_5": "depth",
+    "qwen3_vl_deepstack": "deepstack_visual_indexes",
+}
+"""The key that counts the layers, a number or a list, where it is not `num_hidden_layers`."""
+
+MORE_LAYERS = frozenset({"deepseek_v3", "glm4_moe"})
+"""Decoders with further layers above the last, which predict more tokens; transformers ignores
+them."""
 
 # whole models
 
-_TEXT = (Place("model."),)
 _PROJECTOR = (
-    Group("multi_modal_projector.linear_{1,2}.weight"),
-    Group(
+    "multi_modal_projector.linear_{1,2}.weight",
+    when(
         "multi_modal_projector.linear_{1,2}.bias", flag("multimodal_projector_bias", default=True)
     ),
 )
-_NEWLINE = Group("image_newline")
-_LLAVA = (
-    Place("language_model.model.", "text_config"),
-    Place("vision_tower.", "vision_config"),
-)
-_INNER_HEAD = "language_model.lm_head.weight"
 
 
-def _qwen3(text: str, *visual: str) -> tuple[Place, ...]:
-    return (
-        Place("model.language_model.", "text_config", text),
-        *(Place("model.visual.", "vision_config", one) for one in visual),
+def _llava(*groups: str | Group, text: str = "", vision: str = "") -> Model:
+    return Model(
+        (
+            Component("language_model.model.", "text_config", text),
+            Component("vision_tower.", "vision_config", vision),
+        ),
+        groups,
+        head="language_model.lm_head.weight",
     )
 
 
-_MODELS = (
-    Model(
-        "llama granite mistral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text smollm3 seed_oss "
-        "arcee ernie4_5 phi3 glm glm4 olmo olmo2 olmo3 starcoder2 qwen2_moe qwen3_moe mixtral "
-        "olmoe deepseek_v2 deepseek_v3 glm4_moe dots1 gpt_oss llama4_text qwen3_next "
-        "qwen3_5_text qwen3_5_moe_text",
-        _TEXT,
-    ),
-    Model("gpt2", (Place("transformer."),)),
-    Model(
-        "qwen2_vl",
-        (
-            Place("model.", "text_config", "qwen2", flat=True),
-            Place("visual.", "vision_config", "qwen2_vl"),
-        ),
-    ),
-    Model(
-        "qwen2_5_vl",
-        (
-            Place("model.", "text_config", "qwen2", flat=True),
-            Place("visual.", "vision_config", "qwen2_5_vl"),
-        ),
-    ),
-    Model("qwen3_vl", _qwen3("qwen3", "qwen3_vl", "qwen3_vl_deepstack")),
-    Model("qwen3_vl_moe", _qwen3("qwen3_vl_moe_text", "qwen3_vl", "qwen3_vl_deepstack")),
-    Model("qwen3_5", _qwen3("qwen3_5_text", "qwen3_5")),
-    Model("qwen3_5_moe", _qwen3("qwen3_5_moe_text", "qwen3_5")),
-    Model(
-        "gemma3",
-        (
-            Place("language_model.model.", "text_config", "gemma3_text"),
-            Place("vision_tower.", "vision_config"),
-        ),
-        (
-            Group(
-                "multi_modal_projector.mm_input_projection_weight "
-                "multi_modal_projector.mm_soft_emb_norm.weight"
-            ),
-        ),
-        head=_INNER_HEAD,
-    ),
-    Model("llava", _LLAVA, _PROJECTOR, head=_INNER_HEAD),
-    Model("llava_next llava_onevision", _LLAVA, (*_PROJECTOR, _NEWLINE), head=_INNER_HEAD),
-    Model(
-        "internvl",
-        (
-            Place("language_model.model.", "text_config"),
-            Place("vision_tower.", "vision_config", "internvl_vision"),
-        ),
-        (Group("multi_modal_projector.{layer_norm,linear_1,linear_2}.{weight,bias}"),),
-        head=_INNER_HEAD,
-    ),
-)
+def _qwen2(visual: str) -> Model:
+    text = Component("model.", "text_config", "qwen2", flat=True)
+    return Model((text, Component("visual.", "vision_config", visual)))
 
-MODELS = {one: model for model in _MODELS for one in model.types.split()}
+
+def _qwen3(text: str, *visual: str) -> Model:
+    towers = (Component("model.visual.", "vision_config", one) for one in visual)
+    return Model((Component("model.language_model.", "text_config", text), *towers))
+
+
+_MODELS = {
+    "llama granite mistral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text smollm3 seed_oss arcee "
+    "ernie4_5 phi3 glm glm4 olmo olmo2 olmo3 starcoder2 qwen2_moe qwen3_moe mixtral olmoe "
+    "deepseek_v2 deepseek_v3 glm4_moe dots1 gpt_oss llama4_text qwen3_next qwen3_5_text "
+    "qwen3_5_moe_text": Model((Component("model."),)),
+    "gpt2": Model((Component("transformer."),)),
+    "qwen2_vl": _qwen2("qwen2_vl"),
+    "qwen2_5_vl": _qwen2("qwen2_5_vl"),
+    "qwen3_vl": _qwen3("qwen3", "qwen3_vl", "qwen3_vl_deepstack"),
+    "qwen3_vl_moe": _qwen3("qwen3_vl_moe_text", "qwen3_vl", "qwen3_vl_deepstack"),
+    "qwen3_5": _qwen3("qwen3_5_text", "qwen3_5"),
+    "qwen3_5_moe": _qwen3("qwen3_5_moe_text", "qwen3_5"),
+    "gemma3": _llava(
+        "multi_modal_projector.mm_input_projection_weight",
+        "multi_modal_projector.mm_soft_emb_norm.weight",
+        text="gemma3_text",
+    ),
+    "llava": _llava(*_PROJECTOR),
+    "llava_next llava_onevision": _llava(*_PROJECTOR, "image_newline"),
+    "internvl": _llava(
+        "multi_modal_projector.{layer_norm,linear_1,linear_2}.{weight,bias}",
+        vision="internvl_vision",
+    ),
+}
+
+MODELS = {one: model for types, model in _MODELS.items() for one in types.split()}
 """Whole models by the model type of config.json."""
