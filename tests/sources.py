@@ -19,7 +19,7 @@ from unshard.convert.outputs import finish
 from unshard.convert.precision import Precision
 from unshard.convert.recipes import take
 from unshard.engines import pool
-from unshard.engines.pool import MIN_BUFFER, Settings
+from unshard.engines.pool import MIN_BUFFER, Resources
 from unshard.engines.threads import run_plan
 from unshard.plan import planner, work
 from unshard.plan.layout import lay_out
@@ -33,7 +33,7 @@ from unshard.tensors.dtypes import BY_CODE, BY_NAME, DType
 
 Shape = tuple[int, ...]
 Bits = NDArray[np.generic]
-DEFAULT = Settings(workers=2, memory_bytes=64_000_000)
+DEFAULT = Resources(workers=2, memory_bytes=64_000_000)
 
 
 # checkpoints, byte by byte
@@ -155,10 +155,10 @@ def grid(
 # running
 
 
-def merged(plan: Plan, settings: Settings = DEFAULT) -> dict[str, bytes]:
+def merged(plan: Plan, resources: Resources = DEFAULT) -> dict[str, bytes]:
     """Run a plan and return the files it makes, by name."""
     with tempfile.TemporaryDirectory() as directory:
-        run_plan(plan, Path(directory), settings, ignore)
+        run_plan(plan, Path(directory), resources, ignore)
         return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
@@ -251,4 +251,4 @@ def tensors(draw: DrawFn, dtypes: list[DType]) -> Tensor:
 
 ANY_DTYPE = list(BY_CODE.values())
 some_tensors = st.lists(tensors(ANY_DTYPE), min_size=1, max_size=4)
-some_settings = st.builds(Settings, st.integers(1, 3), st.integers(MIN_BUFFER, 64_000_000))
+some_settings = st.builds(Resources, st.integers(1, 3), st.integers(MIN_BUFFER, 64_000_000))

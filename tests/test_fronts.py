@@ -331,6 +331,42 @@ def test_warnings_of_the_api_speak_python_wherever_they_are_read(tmp_path: Path)
     assert unshard.inspect(tmp_path / "ckpt").warnings == report.warnings
 
 
+@pytest.mark.parametrize(
+    ("call", "subject"),
+    [
+        (lambda ckpt, out: unshard.merge(ckpt, out, lora="x"), "lora='x'"),
+        (lambda ckpt, out: unshard.merge(ckpt, out, lora="both"), "lora='both'"),
+        (lambda ckpt, out: unshard.average([ckpt, ckpt], out, lora="x"), "lora='x'"),
+        (lambda ckpt, out: unshard.average([ckpt, ckpt], out, ema_decay=3), "ema_decay=3"),
+        (lambda ckpt, _: unshard.verify(ckpt, ckpt, memory="1KB"), "memory='1KB'"),
+        (lambda ckpt, _: unshard.inspect(ckpt, weights="x"), "weights='x'"),
+        (lambda ckpt, _: unshard.open_checkpoint(ckpt, role="x"), "role='x'"),
+        (lambda ckpt, _: unshard.load_into(torch.nn.Linear(2, 2), ckpt, ep_size=1), "ep_size=1"),
+    ],
+)
+def test_every_function_names_the_parameter_that_its_caller_gave(
+    tmp_path: Path, call: Callable[[Path, Path], object], subject: str
+) -> None:
+    save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    with pytest.raises(UnshardError) as caught:
+        call(tmp_path / "ckpt", tmp_path / "out")
+    assert str(caught.value).startswith(f"{subject}: ")
+    assert "--" not in str(caught.value)
+
+
+def test_a_hint_names_a_parameter_to_a_python_caller(tmp_path: Path) -> None:
+    run = lora_without_alpha(tmp_path / "global_step_7")
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: unshard.merge(run, tmp_path / "out"),
+        lambda: unshard.average([run, run], tmp_path / "out"),
+    )
+    for call in calls:
+        with pytest.raises(UnshardError) as caught:
+            call()
+        assert "lora_alpha=…" in str(caught.value)
+        assert "--" not in str(caught.value)
+
+
 def test_problems_that_are_raised_together_are_said_once_in_the_words_of_the_front(
     tmp_path: Path,
 ) -> None:

@@ -324,7 +324,7 @@ def test_adapters_are_to_be_merged_first(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     run = save_run(tmp_path / "run", several)
-    with pytest.raises(ConversionError, match=r"q\.weight: has a LoRA adapter") as error:
+    with pytest.raises(ConversionError, match=r"q\.weight has a LoRA adapter") as error:
         unshard.average(run, tmp_path / "out", options=MergeOptions(lora_alpha=4.0))
     assert "merge each checkpoint first" in str(error.value)
 

@@ -266,7 +266,7 @@ def test_ranks_that_differ_from_what_is_written_are_refused(
     targets: tuple[str, ...] | None,
 ) -> None:
     config = AdapterConfig(rank=4, target_modules=targets, source="adapter_config.json")
-    with pytest.raises(ConversionError, match=r"m\.q has another rank"):
+    with pytest.raises(ConversionError, match=r"m\.q does not have the rank"):
         written(linear("m.q"), config)
 
 

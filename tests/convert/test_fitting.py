@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from unshard.convert.fitting import Fit, Slot, fit, misfits
+from unshard.convert.fitting import Matches, Slot, match_slots, wrong_shapes
 from unshard.convert.recipes import Recipe, take
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
@@ -25,32 +25,35 @@ TIED = Slot(("embed", "head"), (5, 2))
 
 
 def test_equal_names_are_complete() -> None:
-    found = fit(recipes(b=(4,), a=(2, 3)), [A, B])
-    assert found == Fit((("a",), ("b",)), (), ())
-    assert found.complete
+    found = match_slots(recipes(b=(4,), a=(2, 3)), [A, B])
+    assert found == Matches((("a",), ("b",)), (), ())
+    assert found.is_complete
 
 
 def test_what_is_on_one_side_only_is_said() -> None:
-    found = fit(recipes(a=(2, 3), c=(1,), d=(1,)), [A, B])
+    found = match_slots(recipes(a=(2, 3), c=(1,), d=(1,)), [A, B])
     assert (found.sources, found.missing, found.unexpected) == ((("a",), ()), ("b",), ("c", "d"))
-    assert not found.complete
+    assert not found.is_complete
 
 
 @pytest.mark.parametrize("names", [("embed",), ("head",), ("head", "embed")])
 def test_of_tied_weights_one_name_is_enough(names: tuple[str, ...]) -> None:
-    found = fit(recipes(**dict.fromkeys(names, (5, 2))), [TIED])
-    assert found.complete
+    found = match_slots(recipes(**dict.fromkeys(names, (5, 2))), [TIED])
+    assert found.is_complete
     assert set(found.sources[0]) == set(names)
 
 
 def test_tied_weights_without_a_tensor_miss_all_their_names() -> None:
-    assert fit({}, [TIED]).missing == ("embed", "head")
+    assert match_slots({}, [TIED]).missing == ("embed", "head")
 
 
 def test_other_shapes_are_errors_that_name_them() -> None:
     tensors = recipes(a=(3, 2), head=(5, 2), embed=(6, 2))
     slots = [A, B, TIED]
-    problems = misfits(tensors, slots, fit(tensors, slots))
-    assert [problem.subject.split(":")[0] for problem in problems] == ["tensor a", "tensor embed"]
+    problems = wrong_shapes(tensors, slots, match_slots(tensors, slots))
+    assert [problem.subject.split(" has")[0] for problem in problems] == [
+        "tensor a",
+        "tensor embed",
+    ]
     assert problems[0].expected.startswith("[2, 3]")
     assert problems[0].found == "[3, 2]"

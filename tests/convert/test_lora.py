@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from sources import Chunk, Sources, Tensor, merged, row_major, tensors_in
 from unshard.convert.lora.files import adapter_shape, adapter_tensors
-from unshard.convert.lora.fuse import Fused, fuse
+from unshard.convert.lora.fuse import fuse
 from unshard.convert.lora.names import FRONT, split_adapter
 from unshard.convert.lora.scale import scale_of
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import LowRank, Recipe, Take, stored_dtype, take
 from unshard.errors import ConversionError, UsageError
+from unshard.noted import Noted
 from unshard.plan.layout import lay_out
 from unshard.plan.planner import make_plan
 from unshard.read.beside.adapter_config import AdapterConfig
@@ -56,12 +57,12 @@ def fused(
     config: AdapterConfig | None = PLAIN,
     alpha: float | None = None,
     base: Mapping[str, Recipe] | None = None,
-) -> Fused:
+) -> Noted[dict[str, Recipe]]:
     return fuse(split_adapter(recipes(shapes)), config, alpha, base)
 
 
-def scales(result: Fused) -> dict[str, float]:
-    return {name: one.scale for name, one in result.tensors.items() if isinstance(one, LowRank)}
+def scales(result: Noted[dict[str, Recipe]]) -> dict[str, float]:
+    return {name: one.scale for name, one in result.value.items() if isinstance(one, LowRank)}
 
 
 # values: everything through the planner and the executor, against numpy
@@ -92,7 +93,7 @@ class Model:
         self.sources.plan()  # writes the files
         result = fuse(split_adapter(self.recipes), config, None, None)
         outputs = [
-            Converted(name, stored_dtype(recipe), recipe) for name, recipe in result.tensors.items()
+            Converted(name, stored_dtype(recipe), recipe) for name, recipe in result.value.items()
         ]
         written = tensors_in(merged(make_plan(lay_out(outputs, 10**9))))
         return {name: np.frombuffer(data, np.float32) for name, data in written.items()}
@@ -189,25 +190,25 @@ def test_names_lose_what_peft_added_and_keep_their_order() -> None:
         f"{FRONT}model.norm.weight": (5,),
     }
     result = fused(shapes)
-    assert list(result.tensors) == [
+    assert list(result.value) == [
         "model.embed.weight",
         "model.layers.0.q.weight",
         "model.layers.0.q.bias",
         "model.norm.weight",
     ]
-    assert result.pairs_used == 1
+    assert len(scales(result)) == 1
     assert result.notes == ()
 
 
 def test_an_adapter_injected_into_a_model_has_no_front() -> None:
     shapes = {name.removeprefix(FRONT): shape for name, shape in linear("model.q").items()}
-    assert list(fused(shapes).tensors) == ["model.q.weight"]
+    assert list(fused(shapes).value) == ["model.q.weight"]
 
 
 def test_what_stands_outside_of_peft_stays() -> None:
     shapes = {f"pretrained_model.{name}": shape for name, shape in linear("model.q").items()}
     result = fused(shapes | {"v_head.summary.weight": (1, 5)})
-    assert list(result.tensors) == ["pretrained_model.model.q.weight", "v_head.summary.weight"]
+    assert list(result.value) == ["pretrained_model.model.q.weight", "v_head.summary.weight"]
 
 
 def test_of_a_module_that_was_trained_whole_the_copy_counts() -> None:
@@ -218,8 +219,8 @@ def test_of_a_module_that_was_trained_whole_the_copy_counts() -> None:
     }
     tensors = recipes(shapes)
     result = fuse(split_adapter(tensors), PLAIN, None, None)
-    assert result.tensors["score.weight"] is tensors[f"{FRONT}score.modules_to_save.default.weight"]
-    assert list(result.tensors) == ["model.q.weight", "score.weight"]
+    assert result.value["score.weight"] is tensors[f"{FRONT}score.modules_to_save.default.weight"]
+    assert list(result.value) == ["model.q.weight", "score.weight"]
 
 
 def test_a_model_without_an_adapter_is_left_alone() -> None:
@@ -253,7 +254,7 @@ def test_whatever_the_names_and_their_order_every_pair_is_used(
     assert scales(result) == {
         f"{outside}{module}.weight": 3.0 / (at + 1) for at, module in enumerate(modules)
     }
-    assert result.pairs_used == len(modules) == len(result.tensors)
+    assert len(scales(result)) == len(modules) == len(result.value)
 
 
 # scales
@@ -325,11 +326,13 @@ def test_an_alpha_of_the_user_must_be_positive(alpha: float) -> None:
 def test_an_alpha_of_the_user_that_differs_is_told() -> None:
     assert fused(linear("m.q"), PLAIN, 8.0).notes == ()
     (note,) = fused(linear("m.q"), PLAIN, 6.0).notes
-    assert note == "--lora-alpha 6 takes the place of 8 in adapter_config.json"
+    assert note == "--lora-alpha 6 replaces 8 in adapter_config.json"
 
 
 def test_a_rank_that_is_not_the_one_written_down_is_refused() -> None:
-    with pytest.raises(ConversionError, match=r"m\.q has another rank[\s\S]*rank 2\n[\s\S]*rank 3"):
+    with pytest.raises(
+        ConversionError, match=r"m\.q does not have the rank[\s\S]*rank 2\n[\s\S]*rank 3"
+    ):
         fused(linear("m.q", rank=3) | linear("m.k"))
 
 
@@ -373,9 +376,9 @@ BASE = {"model.embed.weight": (9, 5), "model.q.weight": (6, 5), "model.k.weight"
 
 def test_an_adapter_alone_is_fused_into_a_base_in_its_order() -> None:
     result = fused(lora_only("model.k", "model.q"), base=recipes(BASE))
-    assert list(result.tensors) == list(BASE)
+    assert list(result.value) == list(BASE)
     assert scales(result) == {"model.q.weight": 4.0, "model.k.weight": 4.0}
-    assert result.pairs_used == 2
+    assert len(scales(result)) == 2
 
 
 def test_an_adapter_alone_needs_a_base() -> None:
@@ -391,9 +394,9 @@ def test_whole_tensors_of_an_adapter_take_the_place_of_the_bases() -> None:
     }
     tensors = recipes(shapes)
     result = fuse(split_adapter(tensors), PLAIN, None, recipes(BASE))
-    assert list(result.tensors) == [*BASE, "score.weight", "model.q.bias"]
-    assert result.tensors["model.embed.weight"] is tensors[f"{FRONT}model.embed.weight"]
-    assert result.notes == ("3 tensors of the checkpoint take the place of the base's",)
+    assert list(result.value) == [*BASE, "score.weight", "model.q.bias"]
+    assert result.value["model.embed.weight"] is tensors[f"{FRONT}model.embed.weight"]
+    assert result.notes == ("3 tensors of the checkpoint replace the base's",)
 
 
 def test_a_pair_that_the_base_does_not_know_is_an_error() -> None:
@@ -403,7 +406,7 @@ def test_a_pair_that_the_base_does_not_know_is_an_error() -> None:
 
 def test_a_base_that_is_not_needed_is_not_used() -> None:
     result = fused(linear("model.q"), base=recipes(BASE))
-    assert list(result.tensors) == ["model.q.weight"]
+    assert list(result.value) == ["model.q.weight"]
     assert "--base is not used" in result.notes[0]
 
 
@@ -418,7 +421,7 @@ def test_an_adapter_that_changed_its_base_is_not_put_on_the_original(start: str)
     config = AdapterConfig(alpha=8.0, fields={"init_lora_weights": start})
     with pytest.raises(ConversionError, match=f"initialised with {start}"):
         fused(lora_only("model.q"), config, base=recipes(BASE))
-    assert fused(linear("model.q"), config).pairs_used == 1
+    assert len(scales(fused(linear("model.q"), config))) == 1
 
 
 # refusals
@@ -464,7 +467,7 @@ def test_matrices_without_a_partner_are_counted(side: str) -> None:
     shapes = linear("m.q") | linear("m.k") | linear("m.v")
     for module in ("q", "v"):
         del shapes[f"{FRONT}m.{module}.lora_{side}.default.weight"]
-    with pytest.raises(ConversionError, match=r"3 in all \(2 problems\)[\s\S]*not whole"):
+    with pytest.raises(ConversionError, match=r"3 in all \(2 problems\)[\s\S]*is incomplete"):
         split_adapter(recipes(shapes))
 
 
@@ -498,9 +501,9 @@ def test_names_that_become_one_are_refused() -> None:
         ({"base_layer.weight": (15, 1)}, "is quantised"),
         ({"base_layer.weight": (6,)}, "is missing"),
         ({"base_layer.weight": (6, 5, 3, 3)}, "does not fit its weight"),
-        ({"lora_A.default.weight": (3, 5)}, "do not fit one another"),
+        ({"lora_A.default.weight": (3, 5)}, "do not fit each other"),
         ({"lora_A.default.weight": (0,)}, "not of matrices"),
-        ({"lora_A.default.weight": (0, 5), "lora_B.default.weight": (6, 0)}, "fit one another"),
+        ({"lora_A.default.weight": (0, 5), "lora_B.default.weight": (6, 0)}, "fit each other"),
         ({"lora_A.default.weight": (2, 5, 3, 3)}, "not of matrices"),
     ],
 )
@@ -549,7 +552,7 @@ def test_where_all_are_square_the_config_tells(
     config: AdapterConfig | None, *, is_turned: bool
 ) -> None:
     result = fused(linear("m.q", 5, 5), config, 8.0)
-    update = result.tensors["m.q.weight"]
+    update = result.value["m.q.weight"]
     assert isinstance(update, LowRank)
     assert isinstance(update.a, Take)
     assert update.a.entry.fqn.endswith("lora_B.default.weight" if is_turned else "A.default.weight")
@@ -591,7 +594,7 @@ def test_what_is_square_among_experts_follows_from_what_is_not() -> None:
     shapes[f"{FRONT}m.experts.base_layer.base_layer.gate_up_proj"] = (3, 7, 10)
     shapes[f"{FRONT}m.experts.base_layer.base_layer.down_proj"] = (3, 7, 7)
     shapes[f"{FRONT}m.experts.lora_A.default.weight"] = (6, 7)
-    assert fused(shapes).pairs_used == 2
+    assert len(scales(fused(shapes))) == 2
 
 
 def test_a_fused_embedding_says_that_ties_end() -> None:

@@ -95,7 +95,7 @@ def test_a_layer_that_predicts_further_tokens_follows_the_last(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"num_attention_heads": 3}, "its rows are not those of 3 heads"),
+        ({"num_attention_heads": 3}, "does not have the rows of 3 heads"),
         ({"num_attention_heads": None}, "num_attention_heads is needed"),
     ],
 )

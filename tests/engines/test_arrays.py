@@ -20,12 +20,12 @@ from unshard.containers import strided
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import LowRank, Recipe, WeightedSum, dtype_of, shape_of, take
 from unshard.engines import arrays
-from unshard.engines.arrays import TILE_BYTES, Reader
-from unshard.engines.pool import MIN_BUFFER, Settings
+from unshard.engines.arrays import TILE_BYTES, TensorReader
+from unshard.engines.pool import MIN_BUFFER, Resources
 from unshard.errors import CorruptError, UsageError
 from unshard.plan.layout import lay_out
 from unshard.plan.operations import Target, Tiled
-from unshard.plan.planner import make_plan, tiled
+from unshard.plan.planner import make_operation, make_plan
 from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype
 from unshard.tensors.selection import select
 
@@ -40,11 +40,11 @@ def small(tile_bytes: int, small_read: int) -> Iterator[None]:
 
 
 def operation(recipe: Recipe, to: DType | None = None) -> Tiled:
-    return tiled(Target(0, 0, shape_of(recipe)), recipe, to or dtype_of(recipe))
+    return make_operation(Target(0, 0, shape_of(recipe)), recipe, to or dtype_of(recipe))
 
 
 def read(recipe: Recipe, index: Any, to: DType | None = None) -> Any:
-    reader = Reader(Path("checkpoint"))
+    reader = TensorReader(Path("checkpoint"))
     found = reader.read(operation(recipe, to), select(index, shape_of(recipe)))
     reader.close()
     return found
@@ -115,7 +115,7 @@ def test_computed_values_are_those_that_a_merge_writes(
         LowRank(w, a, b, 0.7) if kind == "low rank" else WeightedSum(((1.0, w), (0.3, v)))
     )
     plan = make_plan(lay_out([Converted("w", to, recipe)], 10**9))
-    written = tensors_in(merged(plan, Settings(2, MIN_BUFFER)))["w"]
+    written = tensors_in(merged(plan, Resources(2, MIN_BUFFER)))["w"]
     bits = np.frombuffer(written, f"u{to.itemsize}").reshape(shape)
     every: list[Any] = [
         ...,
@@ -225,7 +225,7 @@ def test_turned_chunks_are_read_in_even_tiles(tmp_path: Path, index: Any) -> Non
 
 
 def test_files_that_are_not_met_are_not_opened(large: Sources) -> None:
-    reader, w = Reader(Path("checkpoint")), operation(take(large.entries["w"]))
+    reader, w = TensorReader(Path("checkpoint")), operation(take(large.entries["w"]))
     large.paths[0].unlink()
     found = reader.read(w, select(slice(750, 3000), (3000, 1000)))
     assert found.tobytes() == large.values["w"][750:].tobytes()
@@ -237,7 +237,7 @@ def test_files_that_are_not_met_are_not_opened(large: Sources) -> None:
 def test_threads_read_from_one_reader(large: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     """One file may be open at a time, so that descriptors change hands all the time."""
     monkeypatch.setattr(arrays, "_OPEN_FILES", 1)
-    reader, w = Reader(Path("checkpoint")), operation(take(large.entries["w"]))
+    reader, w = TensorReader(Path("checkpoint")), operation(take(large.entries["w"]))
 
     def rows(first: int) -> bool:
         index = slice(first, None, 997)
@@ -250,7 +250,7 @@ def test_threads_read_from_one_reader(large: Sources, monkeypatch: pytest.Monkey
 
 
 def test_a_closed_reader_says_so(large: Sources) -> None:
-    reader, w = Reader(Path("some/checkpoint")), operation(take(large.entries["w"]))
+    reader, w = TensorReader(Path("some/checkpoint")), operation(take(large.entries["w"]))
     descriptors = Path("/proc/self/fd")
     before = len(list(descriptors.iterdir())) if descriptors.exists() else 0
     reader.read(w, select(..., (3000, 1000)))

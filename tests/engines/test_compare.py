@@ -20,7 +20,7 @@ from sources import Chunk, Sources, Tensor, column_major, row_major
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import LowRank, Recipe, Stack, WeightedSum, stored_dtype, take
 from unshard.engines.compare import compare
-from unshard.engines.pool import Settings
+from unshard.engines.pool import Resources
 from unshard.engines.threads import run_plan
 from unshard.errors import CorruptError, UsageError
 from unshard.plan import pairs
@@ -35,7 +35,7 @@ from unshard.tensors.dtypes import BY_NAME
 from unshard.write.verification.comparison import Comparison, TensorComparison, Tolerances, Values
 
 EXACT = Tolerances()
-TWO = Settings(workers=2, memory_bytes=64_000_000)
+TWO = Resources(workers=2, memory_bytes=64_000_000)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -331,7 +331,7 @@ def test_the_result_does_not_depend_on_the_settings(tmp_path: Path) -> None:
     first = saved(tmp_path / "ours.safetensors", ours)
     second = saved(tmp_path / "theirs.safetensors", theirs)
     found = [
-        compare(first, second, EXACT, Settings(workers, memory), ignore)
+        compare(first, second, EXACT, Resources(workers, memory), ignore)
         for workers, memory in ((1, TILE_BYTES), (5, 64_000_000), (3, 13_000_000))
     ]
     assert found[0] == found[1] == found[2]
@@ -350,7 +350,7 @@ def test_progress_adds_up_to_our_bytes(tmp_path: Path) -> None:
 def test_too_little_memory_is_refused(tmp_path: Path) -> None:
     model = saved(tmp_path / "w.safetensors", some_tensors())
     with pytest.raises(UsageError, match="too little to compare"):
-        compare(model, model, EXACT, Settings(1, TILE_BYTES - 1), ignore)
+        compare(model, model, EXACT, Resources(1, TILE_BYTES - 1), ignore)
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from unshard.engines.compare import compare
-from unshard.engines.threads import Settings
+from unshard.engines.threads import Resources
 from unshard.plan.pairs import as_stored
 from unshard.progress import ignore
 from unshard.read.format import ReadOptions, Choice
@@ -375,7 +375,7 @@ from unshard.write.report import peak_memory
 ours, theirs = (
     as_stored(open_latest(Path(path), Choice(), ReadOptions()).catalog) for path in sys.argv[1:]
 )
-found = compare(ours, theirs, Tolerances(), Settings(2, 64_000_000), ignore)
+found = compare(ours, theirs, Tolerances(), Resources(2, 64_000_000), ignore)
 assert len(found.different) == 1
 print(peak_memory())
 """

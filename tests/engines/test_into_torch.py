@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from ranks import as_rank, bits
 from unshard.containers.strided import raw_dtype
 from unshard.convert.fitting import Slot
-from unshard.engines.into_torch import Place, as_tensor, need_torch, on_meta, places_of
+from unshard.engines.into_torch import ModelTensor, as_tensor, model_tensors, need_torch, on_meta
 from unshard.errors import ConversionError, UsageError, how_to_install
 from unshard.tensors.boxes import Box
 from unshard.tensors.dtypes import BY_NAME, DType, DTypeKind
@@ -78,7 +78,7 @@ class Small(nn.Module):
 
 def test_places_are_what_a_state_dict_holds() -> None:
     model = Small()
-    places = places_of(model)
+    places = model_tensors(model)
     assert {name for place in places for name in place.slot.names} == model.state_dict().keys()
     tied = next(place for place in places if len(place.slot.names) > 1)
     assert tied.slot == Slot(("embed.weight", "head.weight"), (7, 4))
@@ -88,7 +88,7 @@ def test_places_are_what_a_state_dict_holds() -> None:
 def test_modules_that_are_used_twice_have_all_their_names() -> None:
     layer = nn.Linear(2, 2)
     model = nn.ModuleList([layer, layer])
-    names = [place.slot.names for place in places_of(model)]
+    names = [place.slot.names for place in model_tensors(model)]
     assert names == [("0.weight", "1.weight"), ("0.bias", "1.bias")]
     assert {name for one in names for name in one} == model.state_dict().keys()
 
@@ -97,7 +97,7 @@ def test_values_are_cast_to_what_is_there() -> None:
     model = Small().to(torch.bfloat16)
     before = model.embed.weight
     values = torch.randn(7, 4)
-    places_of(model)[1 if places_of(model)[0].slot.names[0] == "running" else 0].fill(
+    model_tensors(model)[1 if model_tensors(model)[0].slot.names[0] == "running" else 0].fill(
         lambda box: part(values, box)
     )
     assert model.embed.weight is before is model.head.weight
@@ -115,7 +115,7 @@ def test_the_meta_device_gets_the_values_themselves_and_ties_stay() -> None:
     with torch.device("meta"):
         model = Small()
     model.norm.bias.requires_grad_(False)  # noqa: FBT003 (as torch has it)
-    for place in places_of(model):
+    for place in model_tensors(model):
         place.fill(lambda box: torch.ones(box.sizes, dtype=torch.float16))
     assert model.head.weight is model.embed.weight
     assert isinstance(model.embed.weight, nn.Parameter)
@@ -129,7 +129,7 @@ def test_the_meta_device_gets_the_values_themselves_and_ties_stay() -> None:
 
 def test_integers_of_the_checkpoint_do_not_learn() -> None:
     model = nn.Linear(2, 2, bias=False, device="meta")
-    places_of(model)[0].fill(lambda box: torch.ones(box.sizes, dtype=torch.int8))
+    model_tensors(model)[0].fill(lambda box: torch.ones(box.sizes, dtype=torch.int8))
     assert not model.weight.requires_grad
 
 
@@ -147,9 +147,9 @@ class Tying(nn.Module):
 
 def test_models_on_the_meta_device_are_tied_first_also_inside_others() -> None:
     for model in (Tying(), nn.Sequential(Tying())):
-        assert len(places_of(model)) == 1
+        assert len(model_tensors(model)) == 1
     real = Tying().to_empty(device="cpu")
-    assert len(places_of(real)) == 2  # what a user has untied stays so
+    assert len(model_tensors(real)) == 2  # what a user has untied stays so
 
 
 MESHES: list[tuple[tuple[int, ...], Sequence[Placement]]] = [
@@ -192,7 +192,7 @@ def test_of_a_sharded_parameter_this_ranks_part_is_read(
         expected = sharded(values, mesh, placed).to_local()
         model = nn.Module()
         model.w = nn.Parameter(sharded(torch.zeros(8, 7), mesh, placed))
-        (place,) = places_of(model)
+        (place,) = model_tensors(model)
         read: list[Box] = []
 
         def reading(box: Box) -> torch.Tensor:
@@ -204,7 +204,7 @@ def test_of_a_sharded_parameter_this_ranks_part_is_read(
         assert sum(box.volume for box in read) == expected.numel()
 
 
-def filled_with_zeros(place: Place) -> None:
+def filled_with_zeros(place: ModelTensor) -> None:
     place.fill(lambda box: torch.zeros(box.sizes))
 
 
@@ -215,20 +215,20 @@ def test_a_sharded_parameter_of_which_no_part_is_known_is_refused() -> None:
         mesh = init_device_mesh("cpu", (4,))
         model.w = nn.Parameter(DTensor.from_local(torch.zeros(8, 3), mesh, [Partial()]))
         with pytest.raises(ConversionError, match="parameter w: Partial"):
-            filled_with_zeros(places_of(model)[0])
+            filled_with_zeros(model_tensors(model)[0])
         turned = DeviceMesh("cpu", [3, 2, 1, 0])
         model.w = nn.Parameter(DTensor.from_local(torch.zeros(2, 3), turned, [Shard(0)]))
         with pytest.raises(ConversionError, match=r"parameter w: .*\[3, 2, 1, 0\] is not known"):
-            filled_with_zeros(places_of(model)[0])
+            filled_with_zeros(model_tensors(model)[0])
         model.w = nn.Parameter(
             DTensor.from_local(
                 torch.zeros(2, 3), mesh, [Shard(0)], shape=torch.Size((7, 3)), stride=(3, 1)
             )
         )
-        filled_with_zeros(places_of(model)[0])
+        filled_with_zeros(model_tensors(model)[0])
         model.w = nn.Parameter(sharded(torch.zeros(8, 3, device="meta"), mesh, [Shard(0)]))
         with pytest.raises(ConversionError, match="meta device") as caught:
-            filled_with_zeros(places_of(model)[0])
+            filled_with_zeros(model_tensors(model)[0])
         assert "to_empty" in caught.value.hint
 
 
@@ -243,4 +243,4 @@ def test_a_part_of_another_size_than_its_placements_say_is_refused() -> None:
             )
         )
         with pytest.raises(ConversionError, match="not what its placements say"):
-            filled_with_zeros(places_of(model)[0])
+            filled_with_zeros(model_tensors(model)[0])

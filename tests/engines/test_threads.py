@@ -15,7 +15,7 @@ import pytest
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import take
 from unshard.engines import threads
-from unshard.engines.pool import MIN_BUFFER, Settings, default_workers
+from unshard.engines.pool import MIN_BUFFER, Resources, default_workers
 from unshard.engines.threads import run_plan
 from unshard.errors import CorruptError
 from unshard.plan import planner, work
@@ -32,8 +32,8 @@ from unshard.write.execute import Executor
 from waiting import LIMIT_S
 
 MEGABYTE = 1_000_000
-ONE = Settings(workers=1, memory_bytes=MEGABYTE)
-THREE = Settings(workers=3, memory_bytes=MEGABYTE)
+ONE = Resources(workers=1, memory_bytes=MEGABYTE)
+THREE = Resources(workers=3, memory_bytes=MEGABYTE)
 
 
 def rows_in_files(
@@ -83,13 +83,13 @@ def no_run_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
 # progress
 
 
-@pytest.mark.parametrize("settings", [ONE, THREE])
+@pytest.mark.parametrize("resources", [ONE, THREE])
 @pytest.mark.parametrize("long_run", [1, planner.LONG_RUN], ids=["copied", "gathered"])
 def test_progress_adds_up_to_the_bytes_of_all_tensors(
     tmp_path: Path,
     output: Path,
     monkeypatch: pytest.MonkeyPatch,
-    settings: Settings,
+    resources: Resources,
     long_run: int,
 ) -> None:
     monkeypatch.setattr(planner, "LONG_RUN", long_run)
@@ -97,7 +97,7 @@ def test_progress_adds_up_to_the_bytes_of_all_tensors(
     monkeypatch.setattr(work, "_MAX_TILE", 64)
     plan = small(tmp_path)
     events: list[Event] = []
-    run_plan(plan, output, settings, events.append)
+    run_plan(plan, output, resources, events.append)
     written = [event.written_bytes for event in events if isinstance(event, Advanced)]
     assert len(written) == len(events) > len(plan)
     assert sum(written) == plan.layout.total_size
@@ -235,26 +235,26 @@ class Recorded:
 
 
 @pytest.mark.parametrize(
-    ("settings", "workers"),
+    ("resources", "workers"),
     [
-        (Settings(3, 64 * MEGABYTE), 3),
-        (Settings(8, 3 * MIN_BUFFER), 3),
-        (Settings(8, MIN_BUFFER), 1),
-        (Settings(8, 1), 1),
-        (Settings(0, 64 * MEGABYTE), 1),
+        (Resources(3, 64 * MEGABYTE), 3),
+        (Resources(8, 3 * MIN_BUFFER), 3),
+        (Resources(8, MIN_BUFFER), 1),
+        (Resources(8, 1), 1),
+        (Resources(0, 64 * MEGABYTE), 1),
     ],
 )
 def test_workers_are_as_many_as_asked_for_and_as_memory_feeds(
     tmp_path: Path,
     output: Path,
     monkeypatch: pytest.MonkeyPatch,
-    settings: Settings,
+    resources: Resources,
     workers: int,
 ) -> None:
     recorded = Recorded(monkeypatch)
-    run_plan(small(tmp_path), output, settings, ignore)
+    run_plan(small(tmp_path), output, resources, ignore)
     assert len(recorded.buffer_bytes) == workers
-    assert sum(recorded.buffer_bytes) <= settings.memory_bytes
+    assert sum(recorded.buffer_bytes) <= resources.memory_bytes
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8, 20, 64, 200])
@@ -264,7 +264,7 @@ def test_workers_share_the_open_files_that_the_process_may_have(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (limit, limit))
     recorded = Recorded(monkeypatch)
-    run_plan(small(tmp_path), output, Settings(workers, 64 * MEGABYTE), ignore)
+    run_plan(small(tmp_path), output, Resources(workers, 64 * MEGABYTE), ignore)
     assert min(recorded.open_files) >= 2
     assert max(recorded.open_files) <= 64
     assert limit == resource.RLIM_INFINITY or sum(recorded.open_files) <= limit - 16
@@ -284,7 +284,7 @@ def many_files(directory: Path) -> None:
     """Merge 300 source files into 100 output files; run in a child process of few descriptors."""
     plan = rows_in_files(directory, files=300, rows_each=4, width=5, max_shard_size=240)
     assert len(plan.layout.files) == 100
-    run_plan(plan, directory / "output", Settings(8, 64 * MEGABYTE), ignore)
+    run_plan(plan, directory / "output", Resources(8, 64 * MEGABYTE), ignore)
 
 
 def test_64_descriptors_are_enough_for_any_number_of_files(tmp_path: Path, output: Path) -> None:
@@ -296,14 +296,14 @@ def test_64_descriptors_are_enough_for_any_number_of_files(tmp_path: Path, outpu
     assert data == b"".join(bytes([n % 251]) * 80 for n in range(300))
 
 
-@pytest.mark.parametrize("settings", [Settings(1, 500_000), Settings(3, 2 * MEGABYTE)])
+@pytest.mark.parametrize("resources", [Resources(1, 500_000), Resources(3, 2 * MEGABYTE)])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("dtype", "to"), [("uint8", "uint8"), ("float64", "bfloat16")])
 @pytest.mark.usefixtures("no_run_is_long")
 def test_tiles_stay_within_the_memory_asked_for(
     tmp_path: Path,
     output: Path,
-    settings: Settings,
+    resources: Resources,
     dtype: str,
     to: str,
     *,
@@ -313,8 +313,8 @@ def test_tiles_stay_within_the_memory_asked_for(
     options = {"files": 4, "rows_each": rows, "width": 200}
     plan = rows_in_files(tmp_path, **options, dtype=dtype, to=to, transposed=transposed)
     assert len(plan.tiled) == 4
-    one_tile = settings.memory_bytes // settings.workers // 4
-    assert one_tile < peak_of(plan, output, settings) < most_for(settings)
+    one_tile = resources.memory_bytes // resources.workers // 4
+    assert one_tile < peak_of(plan, output, resources) < most_for(resources)
 
 
 def test_copies_without_the_kernel_stay_within_the_memory_asked_for(
@@ -323,21 +323,21 @@ def test_copies_without_the_kernel_stay_within_the_memory_asked_for(
     monkeypatch.delattr("os.copy_file_range", raising=False)
     plan = rows_in_files(tmp_path, files=4, rows_each=1000, width=1000)
     assert len(plan.copies) == 4
-    settings = Settings(2, 500_000)
-    assert peak_of(plan, output, settings) < most_for(settings)
+    resources = Resources(2, 500_000)
+    assert peak_of(plan, output, resources) < most_for(resources)
 
 
-def most_for(settings: Settings) -> int:
+def most_for(resources: Resources) -> int:
     """Return the buffers asked for, and some for what Python itself needs to run a plan."""
-    return settings.memory_bytes + 50_000
+    return resources.memory_bytes + 50_000
 
 
-def peak_of(plan: Plan, output: Path, settings: Settings) -> int:
+def peak_of(plan: Plan, output: Path, resources: Resources) -> int:
     """Return the most bytes that Python and numpy hold at once while this plan runs."""
     numpy_dtype(BY_NAME["bfloat16"])  # what it imports is not a buffer
     tracemalloc.start()
     try:
-        run_plan(plan, output, settings, ignore)
+        run_plan(plan, output, resources, ignore)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

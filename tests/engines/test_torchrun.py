@@ -52,8 +52,8 @@ from unshard.__main__ import main
 from unshard.engines import sockets, torchrun
 
 torchrun._BATCH_BYTES = 1
-accept = sockets.Listener.accept
-sockets.Listener.accept = lambda self, *, wait: accept(self, wait=True)
+accept = sockets.MeetingPlace.accept
+sockets.MeetingPlace.accept = lambda self, *, wait: accept(self, wait=True)
 all_work = threading.Barrier(int(sys.argv[sys.argv.index("--workers") + 1]))
 at_work = set()
 do_here, do_there = torchrun._Here.do, torchrun._There.do
@@ -337,7 +337,7 @@ def test_processes_meet_where_no_other_user_can_come_between(
         place.symlink_to(tmp_path / "elsewhere")
     else:
         place.touch(mode=0o600)
-    for side in (lambda: sockets.Listener(1), sockets.connect):
+    for side in (lambda: sockets.MeetingPlace(1), sockets.connect):
         with pytest.raises(unshard.OutputError, match="not a directory of this user alone"):
             side()
 

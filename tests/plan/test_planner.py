@@ -19,7 +19,7 @@ from unshard.plan import planner, work
 from unshard.plan.layout import lay_out
 from unshard.plan.operations import Cast, CopyRange, Gather, Operation, Plan
 from unshard.plan.planner import LONG_RUN, make_plan
-from unshard.plan.work import Tile, Unit, units
+from unshard.plan.work import Tile, Unit, split_into_units
 from unshard.tensors.boxes import Box, row_major_strides
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
@@ -292,7 +292,7 @@ def moved_bytes(copy: CopyRange) -> list[tuple[int, int]]:
 
 
 def copy_units(plan: Plan) -> list[CopyRange]:
-    return all_copies(units(plan, buffer_bytes=2**20))
+    return all_copies(split_into_units(plan, buffer_bytes=2**20))
 
 
 @given(
@@ -332,7 +332,7 @@ def test_tiles_cover_a_tensor_once_within_the_buffer(
     tensor = entry("w", "float32", (40, 30), [((0, 0), (40, 30), 0, 0)], strides=strides)
     (operation,) = operations(tensor, to=to)
     count = np.zeros((40, 30), dtype=np.int64)
-    for unit in units(plan_of(tensor, to=to), buffer_bytes=buffer_bytes):
+    for unit in split_into_units(plan_of(tensor, to=to), buffer_bytes=buffer_bytes):
         assert isinstance(unit, Tile)
         assert type(unit.operation) is type(operation)
         read_and_written = 4 * (1 if strides is None else 2) + BY_NAME[to].itemsize
@@ -344,7 +344,7 @@ def test_tiles_cover_a_tensor_once_within_the_buffer(
 
 def tile_sizes(strides: Shape | None, buffer_bytes: int) -> set[Shape]:
     tensor = entry("w", "float32", (400, 30), [((0, 0), (400, 30), 0, 0)], strides=strides)
-    found = units(plan_of(tensor), buffer_bytes=buffer_bytes)
+    found = split_into_units(plan_of(tensor), buffer_bytes=buffer_bytes)
     return {unit.box.sizes for unit in found if isinstance(unit, Tile)}
 
 

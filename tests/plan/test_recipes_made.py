@@ -24,9 +24,9 @@ from unshard.convert.recipes import (
     pick,
     shape_of,
     take,
-    transposed,
+    transpose,
 )
-from unshard.engines.pool import MIN_BUFFER, Settings
+from unshard.engines.pool import MIN_BUFFER, Resources
 from unshard.plan.layout import lay_out
 from unshard.plan.planner import make_plan
 from unshard.tensors.boxes import Box
@@ -41,7 +41,7 @@ def run(recipes: dict[str, Recipe], sources: Sources, to: str | None = None) -> 
         Converted(name, BY_NAME[to] if to else dtype_of(recipe), recipe)
         for name, recipe in recipes.items()
     ]
-    return tensors_in(merged(make_plan(lay_out(outputs, 10**9)), Settings(2, MIN_BUFFER)))
+    return tensors_in(merged(make_plan(lay_out(outputs, 10**9)), Resources(2, MIN_BUFFER)))
 
 
 MOVED = [BY_NAME[name] for name in ("uint8", "float16", "float32", "complex64")]
@@ -67,9 +67,9 @@ def test_a_recipe_that_moves_values_moves_those_of_numpy(
 def parts(draw: st.DrawFn, recipe: Recipe) -> tuple[Recipe, Callable[[Array], Array]]:
     """A part of a recipe's tensor, and how numpy takes it."""
     shape = shape_of(recipe)
-    kind = draw(st.sampled_from(["cut", "pick", "transposed"]))
-    if kind == "transposed" and len(shape) > 1:
-        return transposed(recipe), lambda whole: whole.swapaxes(-1, -2)
+    kind = draw(st.sampled_from(["cut", "pick", "transpose"]))
+    if kind == "transpose" and len(shape) > 1:
+        return transpose(recipe), lambda whole: whole.swapaxes(-1, -2)
     if kind == "pick" and shape:
         index = draw(st.integers(0, shape[0] - 1))
         return pick(recipe, index), lambda whole: whole[index]
@@ -169,4 +169,4 @@ def test_a_low_rank_update_does_not_depend_on_the_settings(tmp_path: Path) -> No
     sources.plan()
     recipe = LowRank(whole(sources, "w"), whole(sources, "a"), whole(sources, "b"), 2.0)
     plan = make_plan(lay_out([Converted("out", BY_NAME["bfloat16"], recipe)], 10**9))
-    assert merged(plan, Settings(1, MIN_BUFFER)) == merged(plan, Settings(3, 64_000_000))
+    assert merged(plan, Resources(1, MIN_BUFFER)) == merged(plan, Resources(3, 64_000_000))

@@ -35,10 +35,10 @@ from sources import (
     tensors,
     tensors_in,
 )
-from unshard.engines.pool import MIN_BUFFER, Settings
+from unshard.engines.pool import MIN_BUFFER, Resources
 from unshard.errors import CheckpointError, CorruptError
 from unshard.plan.operations import Cast, CopyRange, Gather
-from unshard.plan.work import units
+from unshard.plan.work import split_into_units
 from unshard.tensors.boxes import Box
 from unshard.tensors.dtypes import BY_NAME, numpy_dtype
 from unshard.write.execute import Executor
@@ -53,24 +53,24 @@ def sources_of(drawn: list[Tensor]) -> Iterator[Sources]:
         yield sources
 
 
-def assert_merges(drawn: list[Tensor], knobs: Knobs, settings: Settings, limit: int) -> None:
+def assert_merges(drawn: list[Tensor], knobs: Knobs, resources: Resources, limit: int) -> None:
     with sources_of(drawn) as sources, knobs.turned():
-        files = merged(sources.plan(max_shard_size=limit), settings)
+        files = merged(sources.plan(max_shard_size=limit), resources)
         assert tensors_in(files) == sources.expected()
 
 
 @given(some_tensors, some_settings, st.integers(1, 2000))
 def test_gathered_tensors_have_the_bits_that_are_stored(
-    drawn: list[Tensor], settings: Settings, limit: int
+    drawn: list[Tensor], resources: Resources, limit: int
 ) -> None:
-    assert_merges(drawn, Knobs(), settings, limit)
+    assert_merges(drawn, Knobs(), resources, limit)
 
 
 @given(some_tensors, some_settings, st.integers(1, 20), st.integers(1, 2000))
 def test_copied_tensors_have_the_bits_that_are_stored(
-    drawn: list[Tensor], settings: Settings, copy_unit: int, limit: int
+    drawn: list[Tensor], resources: Resources, copy_unit: int, limit: int
 ) -> None:
-    assert_merges(drawn, Knobs(long_run=1, copy_unit=copy_unit), settings, limit)
+    assert_merges(drawn, Knobs(long_run=1, copy_unit=copy_unit), resources, limit)
 
 
 @given(some_tensors, st.integers(1, 3), st.integers(1, 200), st.sampled_from([0, 16, 16384]))
@@ -78,7 +78,7 @@ def test_tensors_made_in_the_smallest_tiles_have_the_bits_that_are_stored(
     drawn: list[Tensor], workers: int, tile_bytes: int, small_read: int
 ) -> None:
     knobs = Knobs(tile_bytes=tile_bytes, small_read=small_read, least_buffer=1)
-    assert_merges(drawn, knobs, Settings(workers, 1000), 10**9)
+    assert_merges(drawn, knobs, Resources(workers, 1000), 10**9)
 
 
 # larger tensors, with the machinery's own thresholds
@@ -103,7 +103,7 @@ def test_the_bytes_do_not_depend_on_workers_or_memory(
 ) -> None:
     sources = Sources(tmp_path)
     sources.add("w", LARGE[name])
-    files = merged(sources.plan(), Settings(workers, memory))
+    files = merged(sources.plan(), Resources(workers, memory))
     assert tensors_in(files) == sources.expected()
 
 
@@ -248,7 +248,7 @@ def test_an_executor_keeps_to_its_number_of_open_files(
         output.touch()
     before = open_descriptors()
     with closing(Executor(outputs, open_files=open_files, buffer_bytes=1000)) as executor:
-        for unit in units(plan, buffer_bytes=1000):
+        for unit in split_into_units(plan, buffer_bytes=1000):
             executor.do(unit)
             assert open_descriptors() - before <= open_files
     assert len(outputs) == 12
@@ -335,7 +335,7 @@ def cast_by_us(directory: Path, tensor: Tensor, values: Bits, to: str) -> Bits:
     sources.add("w", tensor, values)
     plan = sources.plan(to)
     assert [type(operation) for operation in plan.operations()] == [Cast]
-    data = tensors_in(merged(plan, Settings(2, MIN_BUFFER * 2)))["w"]
+    data = tensors_in(merged(plan, Resources(2, MIN_BUFFER * 2)))["w"]
     return np.frombuffer(data, numpy_dtype(BY_NAME[to])).reshape(tensor.shape)
 
 

@@ -13,7 +13,7 @@ from ranks import merged, rank_path, save_ranks, some_tensors
 from unshard import CorruptError, MergeOptions, OutputError, UsageError
 from unshard.api import merge_with
 from unshard.containers.torch_files.zip import read_torch_zip
-from unshard.engines.pool import Settings
+from unshard.engines.pool import Resources
 from unshard.engines.threads import run_plan
 from unshard.plan.operations import Plan
 from unshard.progress import Listener, ignore
@@ -139,9 +139,9 @@ def test_a_flipped_byte_of_an_output_header_is_found_by_light_verification(tmp_p
     save_ranks(tmp_path / "ckpt", large(), 2)
 
     def damaging_engine(
-        plan: Plan, directory: Path, settings: Settings, listener: Listener
+        plan: Plan, directory: Path, resources: Resources, listener: Listener
     ) -> dict[str, int]:
-        overflows = run_plan(plan, directory, settings, listener)
+        overflows = run_plan(plan, directory, resources, listener)
         path = directory / "model.safetensors"
         flip(path, path.read_bytes().index(b'"pt"') + 1)
         return overflows

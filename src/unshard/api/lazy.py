@@ -14,7 +14,7 @@ from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of
 from unshard.errors import NoSuchTensorError
 from unshard.plan.operations import Target, Tiled
-from unshard.plan.planner import tiled
+from unshard.plan.planner import make_operation
 from unshard.tensors.dtypes import DType
 from unshard.tensors.selection import Index, Selection, select
 
@@ -69,7 +69,7 @@ class LazyTensor(Generic[_Array_co]):
     @cached_property
     def _operation(self) -> Tiled:
         target = Target(0, 0, self.shape)  # a place in no file
-        return tiled(target, self._tensor.recipe, self._tensor.dtype)
+        return make_operation(target, self._tensor.recipe, self._tensor.dtype)
 
 
 class Names(KeysView[str]):

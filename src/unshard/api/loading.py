@@ -11,21 +11,21 @@ from unshard.api.options import MergeOptions
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.critics import without_trl_wrapper
-from unshard.convert.fitting import Fit, Slot, fit, misfits
+from unshard.convert.fitting import Matches, Slot, match_slots, wrong_shapes
 from unshard.convert.names import names_of_base
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import Recipe, stored_dtype
-from unshard.engines.arrays import Reader
+from unshard.engines.arrays import TensorReader
 from unshard.errors import ConversionError, raise_all
 from unshard.plan.operations import Target
-from unshard.plan.planner import tiled
+from unshard.plan.planner import make_operation
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.tensors.boxes import Box
 from unshard.tensors.selection import of_box
 
 if TYPE_CHECKING:
-    from unshard.engines.into_torch import Module, Place, Tensor
+    from unshard.engines.into_torch import ModelTensor, Module, Tensor
 
 __all__ = ["Loaded", "Opened", "fill"]
 
@@ -64,7 +64,7 @@ class Opened:
     checkpoint: Checkpoint
     options: MergeOptions
     tensors: Mapping[str, Converted]
-    reader: Reader
+    reader: TensorReader
 
     @property
     def path(self) -> str:
@@ -75,14 +75,14 @@ class Opened:
 
 def fill(model: "Module", opened: Opened, *, strict: bool) -> Loaded:
     """Copy a checkpoint's tensors into a model; see `OpenCheckpoint.load_into`."""
-    from unshard.engines.into_torch import need_torch, on_meta, places_of
+    from unshard.engines.into_torch import model_tensors, need_torch, on_meta
 
     need_torch()
-    places = places_of(model)
+    places = model_tensors(model)
     slots = [place.slot for place in places]
     tensors, found = _fitting(model, opened, slots)
-    problems = misfits(tensors, slots, found)
-    if strict and not found.complete:
+    problems = wrong_shapes(tensors, slots, found)
+    if strict and not found.is_complete:
         problems.insert(0, _names_differ(model, opened, found))
     problems += [*_untied(tensors, found), *_unplaceable(places)]
     raise_all(ConversionError, f"{opened.path}: does not fit the model", problems)
@@ -92,7 +92,7 @@ def fill(model: "Module", opened: Opened, *, strict: bool) -> Loaded:
     return Loaded(found.missing, found.unexpected, tuple(on_meta(model)))
 
 
-def _fitting(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Recipes, Fit]:
+def _fitting(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Recipes, Matches]:
     """Return the tensors under the names that fit the model best, and how they do.
 
     First as the checkpoint was opened; then, an adapter fused, as the table of names leads to
@@ -102,7 +102,7 @@ def _fitting(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Re
     if config is None or not config.fields:
         config = _config_of(model)
     tensors: Recipes = {name: one.recipe for name, one in opened.tensors.items()}
-    found = _without_ties(tensors, fit(tensors, slots), config)
+    found = _without_ties(tensors, match_slots(tensors, slots), config)
     wrong = _problems(tensors, slots, found)
     if not wrong:
         return tensors, found
@@ -114,17 +114,17 @@ def _fitting(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Re
         if not any(found.sources):
             raise
         return tensors, found
-    other = _without_ties(others, fit(others, slots), config)
+    other = _without_ties(others, match_slots(others, slots), config)
     better = _problems(others, slots, other) < wrong
     return (others, other) if better else (tensors, found)
 
 
-def _problems(tensors: Recipes, slots: Sequence[Slot], found: Fit) -> int:
+def _problems(tensors: Recipes, slots: Sequence[Slot], found: Matches) -> int:
     """Return how many names are on one side only, or have another shape on the other."""
-    return len(found.missing) + len(found.unexpected) + len(misfits(tensors, slots, found))
+    return len(found.missing) + len(found.unexpected) + len(wrong_shapes(tensors, slots, found))
 
 
-def _without_ties(tensors: Recipes, found: Fit, config: ModelConfig | None) -> Fit:
+def _without_ties(tensors: Recipes, found: Matches, config: ModelConfig | None) -> Matches:
     """Excuse what the model does not have because it repeats, tied, something that it has."""
     if not found.unexpected:
         return found
@@ -132,10 +132,10 @@ def _without_ties(tensors: Recipes, found: Fit, config: ModelConfig | None) -> F
     repeated = find_stored_ties(stored, config).equal
     taken = {name for names in found.sources for name in names}
     left = tuple(name for name in found.unexpected if repeated.get(name) not in taken)
-    return Fit(found.sources, found.missing, left)
+    return Matches(found.sources, found.missing, left)
 
 
-def _untied(tensors: Recipes, found: Fit) -> list[ConversionError]:
+def _untied(tensors: Recipes, found: Matches) -> list[ConversionError]:
     """Return an error for tensors that the model holds as one, and that are not equal."""
     problems = []
     with OpenFiles(os.O_RDONLY, limit=16) as files:
@@ -159,7 +159,7 @@ def _are_equal(one: Recipe, other: Recipe, files: OpenFiles) -> bool:
     return equal_tensors(one.entry, other.entry, files)
 
 
-def _unplaceable(places: Sequence["Place"]) -> list[ConversionError]:
+def _unplaceable(places: Sequence["ModelTensor"]) -> list[ConversionError]:
     """Return why parameters cannot be filled."""
     problems = []
     for place in places:
@@ -170,7 +170,7 @@ def _unplaceable(places: Sequence["Place"]) -> list[ConversionError]:
     return problems
 
 
-def _names_differ(model: "Module", opened: Opened, found: Fit) -> ConversionError:
+def _names_differ(model: "Module", opened: Opened, found: Matches) -> ConversionError:
     said = [
         f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
         for what, names in (("missing", found.missing), ("unexpected", found.unexpected))
@@ -184,12 +184,14 @@ def _names_differ(model: "Module", opened: Opened, found: Fit) -> ConversionErro
     )
 
 
-def _reader(recipe: Recipe, place: "Place", reader: Reader) -> Callable[[Box], "Tensor"]:
+def _reader(
+    recipe: Recipe, place: "ModelTensor", reader: TensorReader
+) -> Callable[[Box], "Tensor"]:
     """Return what reads boxes of a tensor."""
     from unshard.engines.into_torch import as_tensor
 
     dtype = stored_dtype(recipe)
-    operation = tiled(Target(0, 0, place.slot.shape), recipe, dtype)
+    operation = make_operation(Target(0, 0, place.slot.shape), recipe, dtype)
     return lambda box: as_tensor(reader.read(operation, of_box(box)), dtype)
 
 

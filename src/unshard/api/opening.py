@@ -11,7 +11,7 @@ from unshard.api.lazy import OpenCheckpoint
 from unshard.api.loading import Loaded, Opened
 from unshard.api.options import MergeOptions, given_path, showing
 from unshard.containers.strided import Elements
-from unshard.engines.arrays import Reader
+from unshard.engines.arrays import TensorReader
 from unshard.errors import UsageError
 from unshard.keywords import OpenKeywords
 from unshard.plan.pairs import as_stored
@@ -75,7 +75,7 @@ def open_checkpoint(
             if names == "training"
             else convert_one(checkpoint, chosen).tensors
         )
-        reader = Reader(checkpoint.location.weights_dir)
+        reader = TensorReader(checkpoint.location.weights_dir)
         stack.callback(reader.close)
         opened = Opened(checkpoint, chosen, {one.name: one for one in found}, reader)
         return OpenCheckpoint(opened, make, stack.pop_all())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from unshard.convert.precision import dtype_choice
-from unshard.engines.pool import MIN_BUFFER, Settings, default_workers
+from unshard.engines.pool import MIN_BUFFER, Resources, default_workers
 from unshard.errors import UsageError
 from unshard.keywords import DtypeLike
 from unshard.plan.layout import size_in_bytes
@@ -137,7 +137,7 @@ class MergeOptions:
         return Choice(self.step, role, self.weights)
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> Resources:
         """Workers and memory."""
         memory_bytes = size_in_bytes(str(self.memory))
         if memory_bytes < MIN_BUFFER:
@@ -146,7 +146,7 @@ class MergeOptions:
             )
         if self.workers is not None and self.workers < 1:
             raise UsageError(f"--workers {self.workers}: at least 1 is needed")
-        return Settings(self.workers or default_workers(), memory_bytes)
+        return Resources(self.workers or default_workers(), memory_bytes)
 
     @property
     def reading(self) -> ReadOptions:

@@ -68,7 +68,7 @@ def verify(
     place, other = given_path(output, "the output"), given_path(against, "--against")
     with blaming(place):
         chosen = _as_merged(place, names, options)
-    settings = chosen.settings
+    resources = chosen.settings
     with ExitStack() as stack:
         heard = stack.enter_context(hearing(listener))
         heard(Stage("reading"))
@@ -82,7 +82,7 @@ def verify(
             heard(Stage("decompressing"))
             theirs = inflated(theirs, stack)
         other_side = _cast(_theirs(theirs, chosen, {one.name for one in mine}), dtype)
-        found = compare(mine, other_side, Tolerances(atol, rtol), settings, heard)
+        found = compare(mine, other_side, Tolerances(atol, rtol), resources, heard)
         found = replace(found, by_config=_by_config(ours, chosen))
         return replace(found, loading=_loading(ours, mine, heard)) if load else found
 

@@ -1,8 +1,8 @@
 """The mean of several models: tensor by tensor, once all have the same names, shapes and dtypes.
 
 Floating point tensors of 16 bits and more are averaged. Integers, booleans, 8-bit floats (which
-belong to scales beside them) and complex numbers have no mean that is one of them; they are
-returned apart, for the caller to compare.
+belong to separate scales) and complex numbers do not have a mean of their own type; they are
+returned separately, for the caller to compare.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,27 +10,24 @@ from dataclasses import dataclass, replace
 
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import (
-    Concat,
     LowRank,
     Recipe,
-    Stack,
-    Take,
     WeightedSum,
     shape_of,
     stored_dtype,
 )
 from unshard.errors import ConversionError, UsageError, raise_all
 
-__all__ = ["Averaged", "averaged", "ema_weights"]
+__all__ = ["Averaged", "average_tensors", "ema_weights"]
 
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """The output's tensors, and of those that have no mean every source's, by name.
+    """The output's tensors, and the tensors that are not averaged.
 
     Attributes:
-        tensors: what is written; of tensors without a mean the last source's.
-        fixed: the others, in the order of the sources.
+        tensors: what is written; of tensors that are not averaged the last source's.
+        fixed: those of all sources, in their order, by name.
     """
 
     tensors: list[Converted]
@@ -38,28 +35,28 @@ class Averaged:
 
 
 def ema_weights(decay: float, count: int) -> tuple[float, ...]:
-    """Return the weights that `count` models have in their exponential moving average.
+    """Return the weights of `count` models in their exponential moving average.
 
     The average starts as the first model; every later one moves it: average = decay * average +
     (1 - decay) * model. The weights sum to 1.
 
     Raises:
-        UsageError: the decay does not lie between 0 and 1.
+        UsageError: the decay is not between 0 and 1.
     """
     if not 0 < decay < 1:
-        raise UsageError(f"--ema-decay {decay}: must lie between 0 and 1, both excluded")
+        raise UsageError(f"--ema-decay {decay}: must be between 0 and 1, both excluded")
     later = ((1 - decay) * decay ** (count - 1 - index) for index in range(1, count))
     return (decay ** (count - 1), *later)
 
 
-def averaged(
+def average_tensors(
     models: Sequence[Sequence[Converted]], names: Sequence[str], weights: Sequence[float]
 ) -> Averaged:
     """Return (sum of weight * model) / (sum of weights), with one rounding at the end.
 
     Args:
         models: the tensors of each, in its order; at least one model.
-        names: what to call each model in an error.
+        names: of the models, for errors.
         weights: one for each.
 
     Raises:
@@ -89,7 +86,7 @@ def _missing(
     """Return which tensors are in some of the models only."""
     union = dict.fromkeys(name for model in models for name in model)
     return [
-        ConversionError(f"tensor {name}: is missing in {names[number]}")
+        ConversionError(f"tensor {name} is missing in {names[number]}")
         for name in union
         for number, model in enumerate(models)
         if name not in model
@@ -97,33 +94,23 @@ def _missing(
 
 
 def _mismatch(same: Sequence[Converted], names: Sequence[str]) -> ConversionError | None:
-    """Return what keeps the tensors of one name from being averaged, or None."""
+    """Return why the tensors of one name cannot be averaged, or None."""
     name = same[0].name
     forms = [_form(one.recipe) for one in same]
     other = next((number for number, form in enumerate(forms) if form != forms[0]), None)
     if other is not None:
         return ConversionError(
-            f"tensor {name}: {names[0]} and {names[other]} have different ones",
+            f"tensor {name} differs between {names[0]} and {names[other]}",
             expected=f"{forms[0]} as in {names[0]}",
             found=f"{forms[other]} in {names[other]}",
             hint="merge them to one dtype first, each by itself" if _same_shape(same) else "",
         )
-    if any(_is_computed(one.recipe) for one in same):
+    if any(isinstance(one.recipe, WeightedSum | LowRank) for one in same):
         return ConversionError(
-            f"tensor {name}: has a LoRA adapter, which is not fused while averaging",
+            f"tensor {name} has a LoRA adapter, which is not fused while averaging",
             hint="merge each checkpoint first, then average the merged models",
         )
     return None
-
-
-def _is_computed(recipe: Recipe) -> bool:
-    match recipe:
-        case Stack(_, parts) | Concat(_, parts):
-            return any(map(_is_computed, parts))
-        case Take():
-            return False
-        case WeightedSum() | LowRank():
-            return True
 
 
 def _form(recipe: Recipe) -> str:

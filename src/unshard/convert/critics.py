@@ -2,7 +2,7 @@
 
 verl trains them as `…ForTokenClassification` (a `score` or `classifier` head) and saves the config
 of the language model they started from; TRL's wrapper puts `pretrained_model.` before the model's
-names and adds `v_head.`, which it looks for beside them when it loads.
+names and adds tensors of `v_head.`, which it also looks for when it loads.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _LANGUAGE_MODEL = "ForCausalLM"
 
 
 def without_trl_wrapper(tensors: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Take TRL's prefix off, if every name but the value head's has it."""
+    """Remove TRL's prefix if all names except the value head's have it."""
     others = [name for name in tensors if not name.startswith(_VALUE_HEAD)]
     if not others or not all(name.startswith(_TRL) for name in others):
         return dict(tensors)
@@ -28,10 +28,10 @@ def without_trl_wrapper(tensors: Mapping[str, Recipe]) -> dict[str, Recipe]:
 
 
 def critic_config(config: ModelConfig, tensors: Mapping[str, Recipe]) -> ModelConfig:
-    """Return a config under which transformers loads the head that is there.
+    """Return a config with which transformers loads the head that the tensors have.
 
-    Only where the config names a language model and the tensors have a classifier's head instead
-    of its own: then `architectures` and the number of labels follow the head.
+    If the config names a language model and the tensors have a classifier's head instead of its
+    own, `architectures` and the number of labels follow the head. Other configs stay.
 
     Args:
         config: config.json.

@@ -1,7 +1,7 @@
 """The experts of a layer in their layouts: all in one tensor, one tensor a part, or one by one.
 
 A part (gate, up, down) of all experts is a tensor [E, out, in]; gate and up together are
-[E, 2I, H], the gate's rows before. Sizes are checked against config.json, never guessed from.
+[E, 2I, H], the gate's rows first. Sizes are checked against config.json, never guessed.
 """
 
 import re
@@ -19,12 +19,20 @@ from unshard.convert.recipes import (
     dtype_of,
     pick,
     shape_of,
-    transposed,
+    transpose,
 )
 from unshard.errors import ConversionError
 from unshard.tensors.boxes import Box
 
-__all__ = ["GATE_UP", "Part", "Sizes", "find_part", "find_sizes", "fused", "one_by_one"]
+__all__ = [
+    "GATE_UP",
+    "ExpertPart",
+    "Sizes",
+    "find_part",
+    "find_sizes",
+    "join_experts",
+    "split_experts",
+]
 
 GATE_UP = "gate_up_proj"
 _GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"
@@ -33,14 +41,14 @@ _HIDDEN = ("hidden_size", "moe_latent_size")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What a tensor holds of the experts of a layer.
+class ExpertPart:
+    """What a tensor contains of the experts of a layer.
 
     Attributes:
         block: the path of their module.
-        experts: what the family says of them.
+        experts: how their family has them.
         name: a part's name in training, or `GATE_UP`.
-        index: the expert, or None where the tensor holds all of them.
+        index: the expert, or None if the tensor contains all of them.
     """
 
     block: str
@@ -51,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What one config says of experts; an empty set where it says nothing.
+    """The sizes of experts that one config states; an empty set where it states none.
 
     Attributes:
         count: E. hidden: H. fields: the config, for I.
@@ -61,58 +69,59 @@ class Sizes:
     hidden: frozenset[int]
     fields: Mapping[str, object]
 
-    def fit(self, shape: Sequence[int], part: Part) -> bool:
-        """Tell whether [E, out, in] can be this part of all experts."""
-        widths = _integers(self.fields, part.experts.width)
-        if part.name == GATE_UP:
-            widths = frozenset(2 * width for width in widths)
-        count, *matrix = shape
-        rows, columns = matrix if part.name != _DOWN else reversed(matrix)
-        wanted = ((self.count, count), (widths, rows), (self.hidden, columns))
-        return all(not known or value in known for known, value in wanted)
+    def fit(self, shape: Sequence[int], part: ExpertPart) -> bool:
+        """Return whether [E, out, in] can be this part of all experts."""
+        stated = zip(shape, self._dimensions(part), strict=True)
+        return all(
+            not known or size in {times * one for one in known} for size, (times, known) in stated
+        )
 
-    def shown(self, part: Part) -> str:
-        """Return the shape that is expected, for people."""
-        widths = _integers(self.fields, part.experts.width)
-        twice = "2 x " if part.name == GATE_UP else ""
-        rows, columns = twice + _one_of(widths), _one_of(self.hidden)
-        matrix = (rows, columns) if part.name != _DOWN else (columns, rows)
-        return f"[{_one_of(self.count)}, {', '.join(matrix)}]"
+    def shown(self, part: ExpertPart) -> str:
+        """Return the expected shape for a message."""
+        stated = self._dimensions(part)
+        sizes = (("2 x " if times == 2 else "") + _one_of(known) for times, known in stated)
+        return f"[{', '.join(sizes)}]"
+
+    def _dimensions(self, part: ExpertPart) -> tuple[tuple[int, frozenset[int]], ...]:
+        """Return for each dimension of [E, out, in] a factor and the sizes that are stated."""
+        rows = (2 if part.name == GATE_UP else 1, _integers(self.fields, part.experts.width))
+        columns = (1, self.hidden)
+        matrix = (columns, rows) if part.name == _DOWN else (rows, columns)
+        return (1, self.count), *matrix
 
 
 def find_sizes(configs: Sequence[Mapping[str, object]]) -> tuple[Sizes, ...]:
-    """Return what configs say of experts; those that count none say nothing."""
+    """Return the sizes that configs state, of those that count experts."""
     found = (
         Sizes(_integers(config, _COUNT), _integers(config, _HIDDEN), config) for config in configs
     )
     return tuple(sizes for sizes in found if sizes.count)
 
 
-def find_part(name: str, shape: Sequence[int], known: Sequence[Experts]) -> Part | None:
-    """Return what a tensor holds of a layer's experts, by its name in training; None if nothing."""
+def find_part(name: str, shape: Sequence[int], known: Sequence[Experts]) -> ExpertPart | None:
+    """Return what a tensor contains of a layer's experts, by its training name; None if nothing."""
     for experts in known:
         block, separator, tail = name.rpartition(f".{experts.at}.")
         block += separator[:-1]
         if not separator:
             continue
-        if len(shape) == 3 and (
-            tail in dict(experts.parts) or (tail == GATE_UP and _gated(experts))
-        ):
-            return Part(block, experts, tail, None)
+        parts = dict(experts.parts)
+        if len(shape) == 3 and (tail in parts or (tail == GATE_UP and _GATE in parts)):
+            return ExpertPart(block, experts, tail, None)
         one = re.fullmatch(r"(\d+)\.(\w+)\.weight", tail)
-        for part, on_hub in experts.parts:
+        for part, on_hub in parts.items():
             if one is not None and len(shape) == 2 and one[2] in (on_hub, part):
-                return Part(block, experts, part, int(one[1]))
+                return ExpertPart(block, experts, part, int(one[1]))
     return None
 
 
-def one_by_one(
-    name: str, recipe: Recipe, part: Part, sizes: Sequence[Sizes]
+def split_experts(
+    name: str, recipe: Recipe, part: ExpertPart, sizes: Sequence[Sizes]
 ) -> Iterator[tuple[str, Recipe]]:
-    """Yield the tensors of every expert from one that holds all; byte ranges of it.
+    """Yield the tensors of every expert from one of all: byte ranges of it.
 
     Raises:
-        ConversionError: the shape is not that of the config's experts, or says too little.
+        ConversionError: the shape is not that of the config's experts, or is ambiguous.
     """
     whole = _oriented(name, recipe, part, sizes)
     count, rows, columns = shape_of(whole)
@@ -132,12 +141,14 @@ def one_by_one(
             yield f"{part.block}.{index}.{on_hub[inner]}.weight", pick(values, index)
 
 
-def fused(tensors: Mapping[str, tuple[Part, Recipe]]) -> dict[str, tuple[Recipe, tuple[str, ...]]]:
-    """Return what the tensors of one block make together, and of which: by the tail of its name.
+def join_experts(
+    tensors: Mapping[str, tuple[ExpertPart, Recipe]],
+) -> dict[str, tuple[Recipe, tuple[str, ...]]]:
+    """Return the joined tensors of one block, by the tails of their names, with their sources.
 
     Args:
-        tensors: by name: tensors of single experts, and of one part of all of them. What is not
-            complete is left out.
+        tensors: by name: tensors of single experts, and of one part of all of them. Incomplete
+            parts are left out.
 
     Raises:
         ConversionError: tensors differ in shape or dtype, or are computed and cannot be joined.
@@ -163,8 +174,8 @@ def fused(tensors: Mapping[str, tuple[Part, Recipe]]) -> dict[str, tuple[Recipe,
     return parts
 
 
-def _oriented(name: str, recipe: Recipe, part: Part, sizes: Sequence[Sizes]) -> Recipe:
-    """Return the tensor as [E, out, in]: turned, where the family was once stored turned."""
+def _oriented(name: str, recipe: Recipe, part: ExpertPart, sizes: Sequence[Sizes]) -> Recipe:
+    """Return the tensor as [E, out, in]: turned if it is stored as transformers 4 had it."""
     count, rows, columns = shape_of(recipe)
     straight = _fits((count, rows, columns), part, sizes)
     turned = _fits((count, columns, rows), part, sizes)
@@ -174,12 +185,12 @@ def _oriented(name: str, recipe: Recipe, part: Part, sizes: Sequence[Sizes]) -> 
     if straight:
         raise ConversionError(
             f"tensor {name}: its rows may be the inputs or the outputs of the experts",
-            expected="sizes in config.json that tell hidden_size and moe_intermediate_size apart",
+            expected="a hidden_size in config.json that differs from moe_intermediate_size",
             found=f"shape {[count, rows, columns]}",
             hint="leave the names as they are with --names training",
         )
     if old and turned:
-        return transposed(recipe)
+        return transpose(recipe)
     raise ConversionError(
         f"tensor {name}: these are not the experts that config.json describes",
         expected=" or ".join(one.shown(part) for one in sizes),
@@ -188,7 +199,7 @@ def _oriented(name: str, recipe: Recipe, part: Part, sizes: Sequence[Sizes]) -> 
     )
 
 
-def _fits(shape: Sequence[int], part: Part, sizes: Sequence[Sizes]) -> bool:
+def _fits(shape: Sequence[int], part: ExpertPart, sizes: Sequence[Sizes]) -> bool:
     return not sizes or any(one.fit(shape, part) for one in sizes)
 
 
@@ -197,14 +208,14 @@ def _joined(names: Sequence[str], recipes: Sequence[Recipe], dim: int, *, stacke
     kinds = {(shape_of(recipe), dtype_of(recipe).name) for recipe in recipes}
     if len(kinds) > 1:
         found = " and ".join(f"{dtype} {list(shape)}" for shape, dtype in sorted(kinds))
-        raise ConversionError(f"tensors {names[0]} … {names[-1]}: not alike", found=found)
+        raise ConversionError(f"tensors {names[0]} … {names[-1]} are not alike", found=found)
     weights = {
         tuple(weight for weight, _ in one.terms) if isinstance(one, WeightedSum) else ()
         for one in recipes
     }
     if any(isinstance(one, LowRank) for one in recipes) or len(weights) > 1:
         raise ConversionError(
-            f"tensors {names[0]} … {names[-1]}: updated one by one, and the base has them as one",
+            f"tensors {names[0]} … {names[-1]} are updated one by one, but one tensor in the base",
             hint="leave --base out, or write the adapter by itself: --lora adapter",
         )
     terms = [one.terms for one in recipes if isinstance(one, WeightedSum)]
@@ -216,10 +227,6 @@ def _joined(names: Sequence[str], recipes: Sequence[Recipe], dim: int, *, stacke
             for column in zip(*terms, strict=True)
         )
     )
-
-
-def _gated(experts: Experts) -> bool:
-    return _GATE in dict(experts.parts)
 
 
 def _integers(fields: Mapping[str, object], keys: Sequence[str]) -> frozenset[int]:

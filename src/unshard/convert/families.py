@@ -7,15 +7,15 @@ Shapes are in elements: E experts, H hidden size, I size of an expert.
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 __all__ = ["ADVICE", "FAMILIES", "VARIANTS", "Advice", "Experts", "Family", "Rename", "Stored"]
 
 
-@dataclass(frozen=True, slots=True)
-class Rename:
-    """A part of a name in training, and what the hub has in its place.
+class Rename(NamedTuple):
+    """A part of a name in training, and the hub's text in its place.
 
-    A leading "^" stands for the start of the name; else the part lies anywhere in it. Plain text.
+    A leading "^" means the start of the name; otherwise the part is anywhere in it. Plain text.
     """
 
     training: str
@@ -23,7 +23,7 @@ class Rename:
 
 
 class Stored(Enum):
-    """How a family's experts lie in the files of the hub."""
+    """How the files of the hub store a family's experts."""
 
     EACH = "a tensor for every expert: [I, H] and [H, I]"
     FUSED = "one tensor for all, as in training, or [E, H, 2I] and [E, I, H] from transformers 4"
@@ -36,7 +36,7 @@ _UNGATED = (("up_proj", "up_proj"), ("down_proj", "down_proj"))
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts that training holds in a few tensors.
+    """Experts that training keeps in a few tensors.
 
     Training has `<at>.gate_up_proj` [E, 2I, H] and `<at>.down_proj` [E, H, I], or, without gates,
     `up_proj` [E, I, H]. lmms-engine and VeOmni stack `gate_proj` and `up_proj`, [E, I, H] each. The
@@ -44,9 +44,9 @@ class Experts:
 
     Attributes:
         at: the end of their module's path, in training.
-        parts: what an expert consists of: names in training, and on the hub.
-        width: keys of config.json that may hold I.
-        stored: how they lie in the files of the hub.
+        parts: the matrices of an expert: names in training, and on the hub.
+        width: keys of config.json that may state I.
+        stored: how the files of the hub store them.
     """
 
     at: str = "mlp.experts"
@@ -66,7 +66,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to tell where names have `present` and none has `absent`: hub files may differ."""
+    """A note for names that have `present` where none has `absent`: hub files may differ."""
 
     model_types: str
     present: str
@@ -236,7 +236,7 @@ VARIANTS = (
     Rename("^", "model."),
     Rename("^", "thinker."),
 )
-"""Other names of the same tensors; tried, both ways, where a base model says which are meant."""
+"""Other names of the same tensors; tried in both directions if a base model decides."""
 
 ADVICE = (
     Advice(

@@ -1,4 +1,4 @@
-"""What of a checkpoint goes where in a model in memory: names, ties and shapes compared. Pure."""
+"""Which tensors of a checkpoint go where in a model in memory: names, ties and shapes. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from unshard.convert.recipes import Recipe, shape_of
 from unshard.errors import ConversionError
 
-__all__ = ["Fit", "Slot", "fit", "misfits"]
+__all__ = ["Matches", "Slot", "match_slots", "wrong_shapes"]
 
 _Shape = tuple[int, ...]
 
@@ -20,13 +20,12 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """How the tensors of a checkpoint and the slots of a model go together.
+class Matches:
+    """Which tensors of a checkpoint match which slots of a model.
 
     Attributes:
-        sources: per slot the tensors that go there, by name: of tied weights there may be
-            several; none, if it is missing.
-        missing: names in the model without a tensor. Of tied weights one is enough.
+        sources: per slot the names of its tensors: several of tied weights, none if it is missing.
+        missing: names in the model without a tensor; for tied weights one tensor is enough.
         unexpected: names in the checkpoint without a slot.
     """
 
@@ -35,31 +34,31 @@ class Fit:
     unexpected: tuple[str, ...]
 
     @property
-    def complete(self) -> bool:
-        """Whether every name is there on both sides."""
+    def is_complete(self) -> bool:
+        """Whether both sides have all names."""
         return not (self.missing or self.unexpected)
 
 
-def fit(tensors: Mapping[str, Recipe], slots: Sequence[Slot]) -> Fit:
+def match_slots(tensors: Mapping[str, Recipe], slots: Sequence[Slot]) -> Matches:
     """Find the tensors of every slot by name."""
     sources = tuple(tuple(name for name in slot.names if name in tensors) for slot in slots)
     pairs = list(zip(slots, sources, strict=True))
     wanted = {name for slot in slots for name in slot.names}
-    return Fit(
+    return Matches(
         sources,
         tuple(name for slot, found in pairs if not found for name in slot.names),
         tuple(name for name in tensors if name not in wanted),
     )
 
 
-def misfits(
-    tensors: Mapping[str, Recipe], slots: Sequence[Slot], found: Fit
+def wrong_shapes(
+    tensors: Mapping[str, Recipe], slots: Sequence[Slot], found: Matches
 ) -> list[ConversionError]:
     """Return an error for every tensor whose shape is not that of its slot."""
     return [
         ConversionError(
-            f"tensor {name}: of another shape than in the model",
-            expected=f"{list(slot.shape)}, as the model has it",
+            f"tensor {name} has another shape than in the model",
+            expected=f"{list(slot.shape)}, as in the model",
             found=str(list(shape_of(tensors[name]))),
         )
         for slot, names in zip(slots, found.sources, strict=True)

@@ -1,7 +1,7 @@
 """Names of the output: from those of training to those of the hub, or to those of a base model.
 
-What a family's names are stands in `families`; here they are applied, and checked: the sizes of
-experts against config.json, and that no two tensors get one name. Hub names stay.
+The table of names is `families`. Here it is applied and checked: the sizes of experts against
+config.json, and that no two tensors get the same name. Hub names stay as they are.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from unshard.convert.experts import (
-    Part,
+    ExpertPart,
     Sizes,
     find_part,
     find_sizes,
-    fused,
-    one_by_one,
+    join_experts,
+    split_experts,
 )
 from unshard.convert.families import ADVICE, FAMILIES, VARIANTS, Experts, Rename, Stored
-from unshard.convert.recipes import Recipe, shape_of, transposed
+from unshard.convert.recipes import Recipe, shape_of, transpose
 from unshard.errors import ConversionError, raise_all
 from unshard.noted import Noted
 from unshard.read.beside.model_config import ModelConfig
@@ -35,19 +35,20 @@ Renamed = Noted[dict[str, Recipe]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Rules:
-    """What the table and config.json say of one model.
+class _NamingRules:
+    """What the table and config.json state about one model.
 
     Attributes:
         model_types: of the config, and of the configs inside it.
         unknown: why there are no rules, or "".
-        renames: in the order in which they are applied.
-        experts: how they are laid out. sizes: what the configs say of their sizes.
+        renames: in the order in which they are applied. back: the reverse, from hub to training.
+        experts: their layouts. sizes: their sizes, by the configs.
     """
 
     model_types: tuple[str, ...]
     unknown: str
     renames: tuple[Rename, ...]
+    back: tuple[Rename, ...]
     experts: tuple[Experts, ...]
     sizes: tuple[Sizes, ...]
 
@@ -55,8 +56,8 @@ class _Rules:
 def hub_names(tensors: Mapping[str, Recipe], config: _Config) -> Renamed:
     """Give tensors the names and the layout in which transformers saves a model.
 
-    Experts that training stacked come one by one, in the place of the tensor that held them. Of a
-    model type that the table does not know all names stay, and a note says so.
+    Experts that training stacked come one by one, in the place of the stacked tensor. All names of
+    a model type that is not in the table stay, with a note.
 
     Args:
         tensors: by their names in training, or on the hub.
@@ -70,8 +71,8 @@ def hub_names(tensors: Mapping[str, Recipe], config: _Config) -> Renamed:
 
 
 def training_names(tensors: Mapping[str, Recipe], config: _Config) -> dict[str, Recipe]:
-    """Give a model's tensors the names that they have in training; experts stay as they are."""
-    back = _back(_rules(config).renames)
+    """Give a model's tensors their names in training; experts stay as they are."""
+    back = _rules(config).back
     return {_applied(name, back): recipe for name, recipe in tensors.items()}
 
 
@@ -81,20 +82,20 @@ def names_of_base(
     config: _Config,
     shapes: Mapping[str, _Shape] = MappingProxyType({}),
 ) -> Renamed:
-    """Give tensors the names and the layout of a base model, wherever the table leads there.
+    """Give tensors the names and the layout of a base model, as far as the table leads to them.
 
-    Experts are split or fused as the base has them. What matches no name of the base is named as
-    by `hub_names`.
+    Experts are split or joined as the base has them. A tensor that matches no name of the base is
+    named as by `hub_names`.
 
     Args:
         tensors: by their names in training, or on the hub.
         base_names: the names of the base's tensors.
         config: config.json.
-        shapes: shapes in the base, elements, as far as they are known: experts that are fused on
+        shapes: shapes in the base, elements, as far as they are known: experts that are joined on
             both sides are turned as the base has them.
 
     Raises:
-        ConversionError: as by `hub_names`; or experts cannot be fused.
+        ConversionError: as by `hub_names`; or experts cannot be joined.
     """
     rules, base = _rules(config), frozenset(base_names)
     straight = {name: found for name in tensors if (found := _in_base(name, base, rules))}
@@ -116,14 +117,14 @@ def names_of_base(
     return Noted(_turned(renamed.value, shapes, rules), renamed.notes)
 
 
-def _rules(config: _Config) -> _Rules:
-    """Gather what applies: of configs inside the config all but what is tied to a name's start."""
+def _rules(config: _Config) -> _NamingRules:
+    """Gather the rules of a model; renames at a name's start only from the outermost config."""
     known = config or ModelConfig({})
     model_types = known.types
     families = [_FAMILY_OF[name] for name in model_types if name in _FAMILY_OF]
     unknown = ""
     if config is None:
-        unknown = "without a config.json their family is not known"
+        unknown = "there is no config.json, so the model family is not known"
     elif model_types[0] not in _FAMILY_OF:
         unknown = f"model type {model_types[0] or '(none)'} is not known"
     outer = () if unknown else families[0].renames
@@ -131,38 +132,40 @@ def _rules(config: _Config) -> _Rules:
     nested = (rename for rename in inner if not rename.training.startswith("^"))
     renames = tuple(dict.fromkeys((*nested, *outer)))
     experts = tuple(dict.fromkeys(one for family in families for one in family.experts))
-    return _Rules(model_types, unknown, renames, experts, find_sizes(known.nested))
+    return _NamingRules(
+        model_types, unknown, renames, _back(renames), experts, find_sizes(known.nested)
+    )
 
 
-def _on_hub(name: str, recipe: Recipe, rules: _Rules) -> Iterator[_Piece]:
-    """Yield a tensor under its hub name, or the tensors of the single experts that it holds."""
+def _on_hub(name: str, recipe: Recipe, rules: _NamingRules) -> Iterator[_Piece]:
+    """Yield a tensor under its hub name, or the tensors of the single experts in it."""
     part = _part(name, recipe, rules)
     if part is None or part.index is not None or part.experts.stored is Stored.FUSED:
-        yield _to_hub(name, rules), recipe
+        yield _applied(name, rules.renames), recipe
         return
-    for new, one in one_by_one(name, recipe, part, rules.sizes):
-        yield _to_hub(new, rules), one
+    for new, one in split_experts(name, recipe, part, rules.sizes):
+        yield _applied(new, rules.renames), one
 
 
 def _split_for_base(
-    name: str, recipe: Recipe, base: frozenset[str], rules: _Rules
+    name: str, recipe: Recipe, base: frozenset[str], rules: _NamingRules
 ) -> Iterator[_Piece]:
-    """Yield what a tensor is in the base: single experts if it has them, else as on the hub."""
+    """Yield a tensor as the base has it: as single experts if it does, else as on the hub."""
     part = _part(name, recipe, rules)
     pieces = _on_hub(name, recipe, rules)
     if part is not None and part.index is None and part.experts.stored is Stored.FUSED:
         on_hub = dict(part.experts.parts)["down_proj"]
         if _in_base(f"{part.block}.0.{on_hub}.weight", base, rules):
-            pieces = one_by_one(name, recipe, part, rules.sizes)
+            pieces = split_experts(name, recipe, part, rules.sizes)
     for new, one in pieces:
-        yield _in_base(new, base, rules) or _to_hub(new, rules), one
+        yield _in_base(new, base, rules) or _applied(new, rules.renames), one
 
 
 def _united(
-    tensors: Mapping[str, Recipe], base: frozenset[str], rules: _Rules
+    tensors: Mapping[str, Recipe], base: frozenset[str], rules: _NamingRules
 ) -> dict[str, tuple[Recipe, tuple[str, ...]]]:
-    """Return the base's tensors that several make together, with their names in the checkpoint."""
-    blocks: dict[str, dict[str, tuple[Part, Recipe]]] = {}
+    """Return the base's tensors that join several, with the names of those in the checkpoint."""
+    blocks: dict[str, dict[str, tuple[ExpertPart, Recipe]]] = {}
     for name, recipe in tensors.items():
         part = _part(name, recipe, rules)
         if part is not None:
@@ -170,17 +173,17 @@ def _united(
     return {
         found: made
         for block, members in blocks.items()
-        for tail, made in fused(members).items()
+        for tail, made in join_experts(members).items()
         if (found := _in_base(f"{block}.{tail}", base, rules))
     }
 
 
 def _turned(
-    tensors: dict[str, Recipe], shapes: Mapping[str, _Shape], rules: _Rules
+    tensors: dict[str, Recipe], shapes: Mapping[str, _Shape], rules: _NamingRules
 ) -> dict[str, Recipe]:
-    """Exchange rows and columns of fused experts, if that makes them the base's.
+    """Exchange rows and columns of joined experts, if that gives them the base's shapes.
 
-    The base's square matrices follow the others, which tell how it was saved.
+    Square matrices follow the others, which show how the base was saved.
     """
     experts = {
         name: recipe
@@ -188,47 +191,41 @@ def _turned(
         if name in shapes and len(shapes[name]) == 3 and _part(name, recipe, rules) is not None
     }
     differ = {name for name, recipe in experts.items() if shape_of(recipe) != shapes[name]}
-    turned = {name for name in differ if shape_of(transposed(experts[name])) == shapes[name]}
+    turned = {name for name in differ if shape_of(transpose(experts[name])) == shapes[name]}
     if not turned or turned != differ:
         return tensors  # the same, or another model: the shapes will be compared
     square = {name for name in experts if len(set(shapes[name][1:])) == 1}
     if differ | square != set(experts):
         first, other = min(differ), min(set(experts) - differ - square)
         raise ConversionError(
-            f"tensor {first}: turned in the base, and {other} is not",
+            f"tensor {first} is turned in the base, and {other} is not",
             expected=f"{list(shapes[first])} in the base",
             found=str(list(shape_of(tensors[first]))),
         )
-    return {name: transposed(one) if name in experts else one for name, one in tensors.items()}
+    return {name: transpose(one) if name in experts else one for name, one in tensors.items()}
 
 
-def _part(name: str, recipe: Recipe, rules: _Rules) -> Part | None:
+def _part(name: str, recipe: Recipe, rules: _NamingRules) -> ExpertPart | None:
     return find_part(_to_training(name, rules), shape_of(recipe), rules.experts)
 
 
-def _to_hub(name: str, rules: _Rules) -> str:
-    return _applied(name, [(rename.training, rename.hub) for rename in rules.renames])
+def _to_training(name: str, rules: _NamingRules) -> str:
+    """Return a hub name as it is in training, but for its start."""
+    return _applied(name, [one for one in rules.back if not one.training.startswith("^")])
 
 
-def _to_training(name: str, rules: _Rules) -> str:
-    """Return a hub name as it is in training: of the parts inside a name only."""
-    return _applied(name, [(old, new) for old, new in _back(rules.renames) if old[0] != "^"])
+def _back(renames: Sequence[Rename]) -> tuple[Rename, ...]:
+    """Return the reverse renames in reverse order; the anchor stays on the left."""
+    return tuple(
+        Rename("^" + hub, training[1:]) if training.startswith("^") else Rename(hub, training)
+        for training, hub in reversed(renames)
+    )
 
 
-def _back(renames: Sequence[Rename]) -> list[tuple[str, str]]:
-    """Return renames the other way round, in reverse order; an anchor stays on the left."""
-    return [
-        ("^" + one.hub, one.training[1:])
-        if one.training.startswith("^")
-        else (one.hub, one.training)
-        for one in reversed(renames)
-    ]
-
-
-def _applied(name: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """Replace parts of a name, one after another; it has one start, which is replaced once."""
+def _applied(name: str, renames: Sequence[Rename]) -> str:
+    """Replace parts of a name, one after another; its start is replaced only once."""
     started = False
-    for old, new in pairs:
+    for old, new in renames:
         if not old.startswith("^"):
             name = name.replace(old, new, 1)
         elif not started and name.startswith(old[1:]):
@@ -236,26 +233,26 @@ def _applied(name: str, pairs: Sequence[tuple[str, str]]) -> str:
     return name
 
 
-def _in_base(name: str, base: frozenset[str], rules: _Rules) -> str | None:
+def _in_base(name: str, base: frozenset[str], rules: _NamingRules) -> str | None:
     """Return the base's name of a tensor; None if no rule leads there."""
     return next((form for form in _forms(name, rules) if form in base), None)
 
 
-def _forms(name: str, rules: _Rules) -> Iterator[str]:
-    """Yield the names that a tensor may have: likeliest first."""
-    forms = (name, _to_hub(name, rules), _applied(name, _back(rules.renames)))
+def _forms(name: str, rules: _NamingRules) -> Iterator[str]:
+    """Yield the names that a tensor may have, the likeliest first."""
+    forms = (name, _applied(name, rules.renames), _applied(name, rules.back))
     yield from forms
     for other in VARIANTS:
-        for pair in ((other.training, other.hub), *_back([other])):
-            yield from (_applied(form, [pair]) for form in forms)
+        for rename in (other, *_back([other])):
+            yield from (_applied(form, [rename]) for form in forms)
 
 
 def _renamed(
     named: Iterable[tuple[str, Iterable[_Piece]]],
-    rules: _Rules,
+    rules: _NamingRules,
     base: frozenset[str] | None = None,
 ) -> Renamed:
-    """Gather the tensors; all problems together."""
+    """Gather the tensors; raise all problems together."""
     tensors: dict[str, Recipe] = {}
     sources: dict[str, str] = {}
     problems: list[ConversionError] = []
@@ -266,7 +263,7 @@ def _renamed(
             problems.append(problem)
             continue
         for name in tensors.keys() & made.keys():
-            what = f"tensors {sources[name]} and {source}: both would be {name}"
+            what = f"tensors {sources[name]} and {source} would both be {name}"
             problems.append(ConversionError(what))
         tensors |= made
         sources |= dict.fromkeys(made, source)
@@ -275,12 +272,12 @@ def _renamed(
 
 
 def _notes(
-    tensors: Mapping[str, Recipe], rules: _Rules, base: frozenset[str] | None
+    tensors: Mapping[str, Recipe], rules: _NamingRules, base: frozenset[str] | None
 ) -> Iterator[str]:
     if base is None and rules.unknown:
         yield (
             f"{rules.unknown}: tensor names are kept as trained; "
-            "for those of a model on the hub: --base MODEL"
+            "to get the names of a model on the hub: --base MODEL"
         )
     for advice in ADVICE if base is None else ():
         if not set(rules.model_types).isdisjoint(advice.model_types.split()):

@@ -1,4 +1,4 @@
-"""What the output's tensors are, in the end: names that a file can hold, and a dtype for each."""
+"""The output's tensors: those that the user selects, each with its dtype and a storable name."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ from unshard.convert.recipes import Recipe, stored_dtype
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.tensors.dtypes import DType
 
-__all__ = ["Converted", "finish", "select", "selected"]
+__all__ = ["Converted", "finish", "select_names", "select_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Converted:
     recipe: Recipe
 
 
-def select(
+def select_tensors(
     tensors: Mapping[str, Recipe], include: str | None, exclude: str | None
 ) -> dict[str, Recipe]:
     """Return the tensors whose names `include` matches and `exclude` does not, in order.
@@ -30,7 +30,7 @@ def select(
     Raises:
         UsageError: an expression is not valid, or nothing is left.
     """
-    kept = selected(tensors, include, exclude)
+    kept = select_names(tensors, include, exclude)
     if tensors and not kept:
         given = {"include": include, "exclude": exclude}
         asked = " ".join(f"--{option} {text}" for option, text in given.items() if text is not None)
@@ -38,7 +38,7 @@ def select(
     return {name: tensors[name] for name in kept}
 
 
-def selected(names: Iterable[str], include: str | None, exclude: str | None) -> list[str]:
+def select_names(names: Iterable[str], include: str | None, exclude: str | None) -> list[str]:
     """Return the names that `include` matches and `exclude` does not, in order.
 
     Raises:
@@ -68,13 +68,13 @@ def finish(tensors: Mapping[str, Recipe], precision: Precision) -> list[Converte
     """Return the output's tensors, in order, each with its dtype.
 
     Raises:
-        ConversionError: a tensor cannot stand in a safetensors file.
+        ConversionError: safetensors cannot store a tensor.
     """
     outputs = [
         Converted(name, precision.dtype(name, stored_dtype(recipe)), recipe)
         for name, recipe in tensors.items()
     ]
-    raise_all(ConversionError, "tensors that safetensors cannot hold", _unstorable(outputs))
+    raise_all(ConversionError, "tensors that safetensors cannot store", _unstorable(outputs))
     return outputs
 
 
@@ -82,7 +82,7 @@ def _unstorable(outputs: list[Converted]) -> list[ConversionError]:
     problems = []
     for output in outputs:
         if output.dtype.code is None:
-            what = f"tensor {output.name}: {output.dtype} has no place in safetensors"
+            what = f"tensor {output.name}: safetensors does not have the dtype {output.dtype}"
             problems.append(ConversionError(what))
         if output.name == "__metadata__" or not output.name.isprintable():
             problems.append(ConversionError(f"tensor {output.name!r}: its name is not allowed"))

@@ -1,8 +1,8 @@
 """Which dtype every output tensor gets.
 
-A cast is asked for; integers, booleans and 8-bit floats never change. Some tensors lose too much in
-16 bits (a router's bias is added to scores that differ in the last digits): transformers keeps them
-in float32, and so does a cast here.
+Tensors are cast only on request, and integers, booleans and 8-bit floats never. Some tensors lose
+too much in 16 bits (a router's bias is added to scores that differ in the last digits):
+transformers keeps them in float32, and so does a cast here.
 """
 
 import re
@@ -24,61 +24,44 @@ ALIASES = {
     "fp32": "float32",
     "float": "float32",
 }
-"""Other names for them: torch's, and those of trainers' options."""
+"""Other names of dtypes: torch's, and those of trainers' options."""
 
 _RULES = ("keep", "config", "base")
 
-_BIAS = ("e_score_correction_bias",)
-_INDEXER = ("indexer.weights_proj",)
-_QUERIES = ("query_tokens",)
-_NORMS = ("input_layernorm", "post_attention_layernorm", "norm")
+
+def _by_type(table: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return what is kept by model type, of a table that lists the types by what is kept."""
+    return {one: tuple(kept.split()) for kept, types in table.items() for one in types.split()}
+
 
 # Parts of names that stay float32 under a cast to 16 bits, by model type. Source:
 # `_keep_in_fp32_modules_strict` of transformers 5.23; a test compares.
-KEPT_IN_16_BITS: Mapping[str, tuple[str, ...]] = {
-    "axk1": _BIAS,
-    "axk2": _BIAS,
-    "bailing_hybrid": ("A_log", "conv1d", "dt_bias", "e_score_correction_bias"),
-    "beam": ("e_score_correction_bias", "mlp.gate.weight"),
-    "deepseek_v3": _BIAS,
-    "deepseek_v32": _BIAS,
-    "dots1": _BIAS,
-    "ernie4_5_moe": ("gate.weight", "moe_statics"),
-    "ernie4_5_vl_moe": ("gate.weight", "moe_statics"),
-    "exaone_moe": _BIAS,
-    "flint": ("gate.weight", "sinks"),
-    "glm4_moe": _BIAS,
-    "glm4_moe_lite": _BIAS,
-    "glm4v_moe": _BIAS,
-    "glm_moe_dsa": _BIAS,
-    "granite_speech5": ("conv.norm",),
-    "hy_v3": _BIAS,
-    "kolibri1": _BIAS,
-    "kyutai_speech_to_text": ("codec_model",),
-    "mimo_v2_flash": _BIAS,
-    "mistral_large4": ("rotary_emb", "mlp.gate.weight"),
-    "nemotron_h": _BIAS,
-    "solar_open": _BIAS,
-    "voxtral": ("embed_positions",),
-}
+KEPT_IN_16_BITS = _by_type(
+    {
+        "e_score_correction_bias": "axk1 axk2 deepseek_v3 deepseek_v32 dots1 exaone_moe glm4_moe "
+        "glm4_moe_lite glm4v_moe glm_moe_dsa hy_v3 kolibri1 mimo_v2_flash nemotron_h solar_open",
+        "A_log conv1d dt_bias e_score_correction_bias": "bailing_hybrid",
+        "e_score_correction_bias mlp.gate.weight": "beam",
+        "gate.weight moe_statics": "ernie4_5_moe ernie4_5_vl_moe",
+        "gate.weight sinks": "flint",
+        "conv.norm": "granite_speech5",
+        "codec_model": "kyutai_speech_to_text",
+        "rotary_emb mlp.gate.weight": "mistral_large4",
+        "embed_positions": "voxtral",
+    }
+)
 # The same for casts to float16 only: `_keep_in_fp32_modules`.
-KEPT_IN_FLOAT16: Mapping[str, tuple[str, ...]] = {
-    "axk2": _INDEXER,
-    "blip_2": ("query_tokens", "qformer"),
-    "deepseek_v32": _INDEXER,
-    "glm_moe_dsa": _INDEXER,
-    "gpt_oss": _NORMS,
-    "instructblip": _QUERIES,
-    "instructblipvideo": _QUERIES,
-    "longcat_flash": ("classifier.weight",),
-    "mistral_large4": _INDEXER,
-    "mt5": ("wo",),
-    "pop2piano": ("wo",),
-    "rwkv": ("time_decay", "time_first"),
-    "t5": ("wo",),
-    "udop": ("wo",),
-    "umt5": ("wo",),
-}
+KEPT_IN_FLOAT16 = _by_type(
+    {
+        "indexer.weights_proj": "axk2 deepseek_v32 glm_moe_dsa mistral_large4",
+        "query_tokens qformer": "blip_2",
+        "input_layernorm post_attention_layernorm norm": "gpt_oss",
+        "query_tokens": "instructblip instructblipvideo",
+        "classifier.weight": "longcat_flash",
+        "wo": "mt5 pop2piano t5 udop umt5",
+        "time_decay time_first": "rwkv",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +69,9 @@ class Precision:
     """The rule for output dtypes.
 
     Attributes:
-        target: what floating point tensors of 16 bits and more become; None: they stay.
-        base: dtypes that single tensors become instead, by name (`--dtype base`).
-        kept: names that match stay what they are.
+        target: the dtype of floating point tensors of 16 bits and more; None: their own.
+        base: dtypes of single tensors instead, by name (`--dtype base`).
+        kept: tensors whose names match keep their dtype.
     """
 
     target: DType | None = None
@@ -96,7 +79,7 @@ class Precision:
     kept: re.Pattern[str] | None = None
 
     def dtype(self, name: str, stored: DType) -> DType:
-        """Return the dtype of an output tensor that is stored as `stored`."""
+        """Return the output's dtype for a tensor of the dtype `stored`."""
         target = self.base.get(name, self.target)
         if target is None or not (stored.castable and target.castable):
             return stored
@@ -109,11 +92,11 @@ def dtype_choice(dtype: DtypeLike) -> str:
     """Return the choice that a dtype means: keep, config, base, or one of CASTS.
 
     Args:
-        dtype: one of these, one of ALIASES, each with or without `torch.`; or a dtype of numpy,
-            ml_dtypes (the type or the dtype) or torch. None of the three is imported.
+        dtype: one of these or of ALIASES, with or without `torch.`; or a dtype of numpy, ml_dtypes
+            (the type or the dtype) or torch. None of the three is imported.
 
     Raises:
-        UsageError: it is none of these, or a dtype that nothing is cast to (int8, float64).
+        UsageError: it is something else, or a dtype that nothing is cast to (int8, float64).
     """
     name = _name_of(dtype)
     choice = ALIASES.get(name, name)
@@ -149,11 +132,11 @@ def precision(
         choice: see `dtype_choice`.
         config: config.json.
         base: dtypes of the base model's tensors, if there is one.
-        keep: a regular expression; tensors it matches are not cast.
+        keep: a regular expression; tensors that it matches are not cast.
 
     Raises:
         UsageError: the choice is unknown, or needs a base, or the expression is not valid.
-        ConversionError: `config` was chosen, and there is none or it names no dtype.
+        ConversionError: `config` was chosen, and there is none or it does not name a dtype.
     """
     try:
         patterns = [re.compile(keep).pattern] if keep else []

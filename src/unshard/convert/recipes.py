@@ -3,6 +3,7 @@
 Shapes are in elements. A recipe's dtype is the one its values have before the output's cast.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -23,15 +24,16 @@ __all__ = [
     "shape_of",
     "stored_dtype",
     "take",
-    "transposed",
+    "takes",
+    "transpose",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A box of a tensor, its dimensions then permuted (None: left in order).
+    """A box of a tensor, with its dimensions permuted afterwards (None: left in order).
 
-    Dimensions that the permutation leaves out have size 1 in the box; they are dropped.
+    Dimensions that the permutation leaves out have size 1 in the box, and are dropped.
     """
 
     entry: TensorEntry
@@ -76,7 +78,7 @@ Recipe = Take | Stack | Concat | WeightedSum | LowRank
 
 
 def take(entry: TensorEntry) -> Take:
-    """Return the recipe that is all of a tensor, as it is."""
+    """Return the recipe for all of a tensor, as it is."""
     return Take(entry, Box.whole(entry.shape))
 
 
@@ -103,7 +105,7 @@ def shape_of(recipe: Recipe) -> tuple[int, ...]:
 
 
 def dtype_of(recipe: Recipe) -> DType:
-    """Return the dtype of a recipe's values: of arithmetic float32, else what the tensors have."""
+    """Return the dtype of a recipe's values: float32 for arithmetic, else that of the tensors."""
     match recipe:
         case Take(entry):
             return entry.dtype
@@ -115,19 +117,31 @@ def dtype_of(recipe: Recipe) -> DType:
             assert_never(recipe)
 
 
+def takes(recipe: Recipe) -> Iterator[Take]:
+    """Yield everything that a recipe takes of tensors, in order; of arithmetic its base first."""
+    match recipe:
+        case Take():
+            yield recipe
+        case Stack(_, parts) | Concat(_, parts):
+            for part in parts:
+                yield from takes(part)
+        case WeightedSum(terms):
+            for _, part in terms:
+                yield from takes(part)
+        case LowRank(base, a, b):
+            for part in (base, a, b):
+                yield from takes(part)
+        case _:
+            assert_never(recipe)
+
+
 def stored_dtype(recipe: Recipe) -> DType:
     """Return the dtype that an output keeps without a cast: of arithmetic, that of its base."""
-    match recipe:
-        case WeightedSum(terms):
-            return stored_dtype(terms[0][1])
-        case LowRank(base):
-            return stored_dtype(base)
-        case _:
-            return dtype_of(recipe)
+    return next(takes(recipe)).entry.dtype
 
 
 def cut(recipe: Recipe, box: Box) -> Recipe:
-    """Return the part of a recipe's tensor that lies inside a box of at least one element.
+    """Return the part of a recipe's tensor inside a box of at least one element.
 
     Args:
         recipe: what makes the tensor.
@@ -142,7 +156,8 @@ def cut(recipe: Recipe, box: Box) -> Recipe:
                 sizes[dim] = size
             return Take(entry, Box(tuple(offsets), tuple(sizes)), permutation)
         case Stack(dim, parts):
-            rest = Box(_without(box.offsets, dim), _without(box.sizes, dim))
+            kept = [at for at in range(len(box.sizes)) if at != dim]
+            rest = Box(*(tuple(of[at] for at in kept) for of in (box.offsets, box.sizes)))
             chosen = parts[box.offsets[dim] : box.ends[dim]]
             return Stack(dim, tuple(cut(part, rest) for part in chosen))
         case Concat(dim, parts):
@@ -161,7 +176,7 @@ def cut(recipe: Recipe, box: Box) -> Recipe:
 def pick(recipe: Recipe, index: int) -> Recipe:  # noqa: PLR0911 (a case each)
     """Return the part at one index of the first dimension, without that dimension.
 
-    Of a `LowRank` that dimension must be a batch dimension: its tensor has at least three.
+    The tensor of a `LowRank` must have at least three dimensions: the first is a batch then.
     """
     match recipe:
         case Take(entry, inner, permutation):
@@ -184,7 +199,7 @@ def pick(recipe: Recipe, index: int) -> Recipe:  # noqa: PLR0911 (a case each)
             assert_never(recipe)
 
 
-def transposed(recipe: Recipe) -> Recipe:
+def transpose(recipe: Recipe) -> Recipe:
     """Return a recipe's tensor with its last two dimensions exchanged."""
     last = len(shape_of(recipe)) - 1
     exchanged = {last: last - 1, last - 1: last}
@@ -193,15 +208,15 @@ def transposed(recipe: Recipe) -> Recipe:
             *rest, before, after = range(len(box.sizes)) if permutation is None else permutation
             return Take(entry, box, (*rest, after, before))
         case Stack(dim, parts) if dim < last - 1:
-            return Stack(dim, tuple(transposed(part) for part in parts))
+            return Stack(dim, tuple(transpose(part) for part in parts))
         case Stack(dim, parts):
             return Stack(exchanged[dim], parts)
         case Concat(dim, parts):
-            return Concat(exchanged.get(dim, dim), tuple(transposed(part) for part in parts))
+            return Concat(exchanged.get(dim, dim), tuple(transpose(part) for part in parts))
         case WeightedSum(terms):
-            return WeightedSum(tuple((weight, transposed(part)) for weight, part in terms))
+            return WeightedSum(tuple((weight, transpose(part)) for weight, part in terms))
         case LowRank(base, a, b, scale):
-            return LowRank(transposed(base), transposed(b), transposed(a), scale)
+            return LowRank(transpose(base), transpose(b), transpose(a), scale)
         case _:
             assert_never(recipe)
 
@@ -233,7 +248,3 @@ def _narrowed(box: Box, dim: int, offset: int, size: int) -> Box:
     offsets, sizes = list(box.offsets), list(box.sizes)
     offsets[dim], sizes[dim] = offset, size
     return Box(tuple(offsets), tuple(sizes))
-
-
-def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return (*values[:dim], *values[dim + 1 :])

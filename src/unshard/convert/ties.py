@@ -1,8 +1,8 @@
-"""Tied weights: tensors that a model makes of another one, stored once or twice.
+"""Tied weights: tensors that repeat another one in the model, and are stored once or twice.
 
-If the config says that they are tied and both are there with equal bytes, the second is left out,
-as `save_pretrained` does. Where the bytes of an output head differ, training has untied it: both
-stay. transformers leaves the word out of a config where it is the family's default.
+If the config ties them and both are there with equal bytes, the second is left out, as
+`save_pretrained` does. If the bytes of an output head differ, training has untied it: both stay.
+transformers leaves the key out of a config where it has the family's default.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -21,7 +21,7 @@ _EMBEDDINGS = (
     "tok_embeddings.weight",
     "shared.weight",
 )
-# Endings of names, and of those of the tensors that they may repeat.
+# Ends of names, and the ends of the names of tensors that they may repeat.
 _HEADS: Mapping[str, tuple[str, ...]] = {
     "lm_head.weight": _EMBEDDINGS,
     "embed_out.weight": _EMBEDDINGS,
@@ -40,7 +40,7 @@ _OTHERS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ties:
-    """Names that repeat another tensor, and heads that should and do not; by the other's name."""
+    """Names that repeat another tensor, and heads that should but differ, each with the other."""
 
     equal: Mapping[str, str]
     different: Mapping[str, str]
@@ -52,11 +52,11 @@ def find_ties(
     config: ModelConfig | None,
     are_equal: Callable[[TensorEntry, TensorEntry], bool],
 ) -> Ties:
-    """Compare what may be tied, if the config says that it is.
+    """Compare tensors that may be tied, if the config ties them.
 
     Args:
         tensors: tensors that are written as they are stored, by output name.
-        computed: shapes of the others, which equal nothing that is stored.
+        computed: shapes of the others, which never equal a stored tensor.
         config: config.json.
         are_equal: compares the bytes of two tensors.
     """
@@ -81,12 +81,12 @@ def find_ties(
 
 
 def is_head(name: str) -> bool:
-    """Tell whether a tensor is an output head by its name."""
+    """Return whether a tensor is an output head, by its name."""
     return any(_ends_with(name, ending) for ending in _HEADS)
 
 
 def _likely(name: str, names: Collection[str]) -> list[str]:
-    """Return the names of the tensors that one may repeat."""
+    """Return the names of the tensors that a tensor may repeat."""
     originals = [
         ending
         for repeated, endings in (*_HEADS.items(), *_OTHERS.items())

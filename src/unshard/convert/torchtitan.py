@@ -1,9 +1,9 @@
-"""torchtitan's own names, and Meta's: to those of the hub, as torchtitan's adapters turn them.
+"""torchtitan's own names, and Meta's, renamed to those of the hub as torchtitan's adapters do it.
 
-Source: `state_dict_adapter.py` of torchtitan 0.2 and 0.3, for Llama 3, Qwen3 and DeepSeek-V3. Both
-versions' names are known, also mixed. Llama's rotary embedding turns neighbouring rows of a head
-where the hub's turns its halves, so the rows of queries and keys change places; no value changes.
-Experts are stacked, as in training with transformers, and are split with all others.
+Source: `state_dict_adapter.py` of torchtitan 0.2 and 0.3, for Llama 3, Qwen3 and DeepSeek-V3. The
+names of both versions are known, also mixed. Llama's rotary embedding rotates neighbouring rows of
+a head where the hub's rotates its halves, so the rows of queries and keys change places; no value
+changes. Experts stay stacked here, as transformers has them in training; `names` splits them.
 """
 
 import re
@@ -71,11 +71,11 @@ _BUFFERS = re.compile(r"(^|\.)(freqs_cis|rope_cache|rope\.cache|inv_freq|tokens_
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
+class _NativeNames:
     """How torchtitan names the layers of a model type.
 
     Attributes:
-        weights: modules, whose tensor is `.weight`. tensors: whole ends of names.
+        weights: modules whose tensor is `.weight`. tensors: whole ends of names.
         without: ends of names that its adapter leaves out.
         turned: modules whose rows change places, and the key that counts their heads.
     """
@@ -86,9 +86,9 @@ class _Family:
     turned: tuple[tuple[str, str], ...] = ()
 
 
-_QWEN3 = _Family({**_BLOCK, **_ATTENTION, **_QK_NORM, **_MOE}, _STACKED, tuple(_BIASES))
-_FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(
+_QWEN3 = _NativeNames({**_BLOCK, **_ATTENTION, **_QK_NORM, **_MOE}, _STACKED, tuple(_BIASES))
+_FAMILIES: Mapping[str, _NativeNames] = {
+    "llama": _NativeNames(
         {**_BLOCK, **_ATTENTION},
         {},
         turned=(
@@ -98,25 +98,23 @@ _FAMILIES: Mapping[str, _Family] = {
     ),
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3,
-    "deepseek_v3": _Family({**_BLOCK, **_LATENT, **_MOE}, {**_STACKED, **_BIASES}),
+    "deepseek_v3": _NativeNames({**_BLOCK, **_LATENT, **_MOE}, {**_STACKED, **_BIASES}),
 }
 
 
 def without_native_names(
     tensors: Mapping[str, Recipe], config: ModelConfig | None
 ) -> Mapping[str, Recipe]:
-    """Give tensors that have torchtitan's names those of transformers; all others stay.
-
-    What has another name than its adapters know stays, too.
+    """Rename tensors from torchtitan's names to those of transformers; unknown names stay.
 
     Args:
         tensors: by their names in the checkpoint.
         config: config.json: the model type, and how many heads there are.
 
     Raises:
-        ConversionError: rows do not fit the config's heads, or are not stored as they are.
+        ConversionError: rows do not fit the config's heads, or are computed.
     """
-    family = None if config is None else _FAMILIES.get(str(config.fields.get("model_type")))
+    family = None if config is None else _FAMILIES.get(config.types[0])
     if config is None or family is None or "tok_embeddings.weight" not in tensors:
         return tensors
     found: dict[str, Recipe] = {}
@@ -125,13 +123,18 @@ def without_native_names(
         if new is None:
             continue
         if new in found:
-            raise ConversionError(f"tensor {name}: another one would be {new}, too")
+            raise ConversionError(f"tensor {name} would be {new}, like another tensor")
         key = dict(family.turned).get(".".join(new.split(".")[3:5]))
         found[new] = recipe if key is None else _halved(name, recipe, _heads(config.fields, key))
     return found
 
 
-def _renamed(name: str, family: _Family, config: Fields) -> str | None:
+def _heads(config: Fields, key: str) -> int:
+    usual = config.get("num_attention_heads")
+    return _count(config, key, "turn torchtitan's queries and keys", usual)
+
+
+def _renamed(name: str, family: _NativeNames, config: Fields) -> str | None:
     """Return a tensor's name in transformers; its own if it is not known, None to leave it out."""
     if _BUFFERS.search(name):
         return None
@@ -147,24 +150,15 @@ def _renamed(name: str, family: _Family, config: Fields) -> str | None:
         new = None if module is None else f"{module}.weight"
     if new is None:
         return name
-    return f"model.layers.{int(number) + (_layers(config) if further else 0)}.{new}"
+    # The layers that predict more tokens have numbers after those of all others on the hub.
+    before = _count(config, "num_hidden_layers", "name the MTP layers") if further else 0
+    return f"model.layers.{int(number) + before}.{new}"
 
 
-def _layers(config: Fields) -> int:
-    """Return how many layers come before those that predict further tokens."""
-    found = config.get("num_hidden_layers")
-    if type(found) is not int:
-        raise ConversionError("config.json: num_hidden_layers is needed to name the MTP layers")
-    return found
-
-
-def _heads(config: Fields, key: str) -> int:
-    found = config.get(key, config.get("num_attention_heads"))
+def _count(config: Fields, key: str, why: str, default: object = None) -> int:
+    found = config.get(key, default)
     if type(found) is not int or found < 1:
-        raise ConversionError(
-            f"config.json: {key} is needed to turn torchtitan's queries and keys",
-            found=repr(found),
-        )
+        raise ConversionError(f"config.json: {key} is needed to {why}", found=repr(found))
     return found
 
 
@@ -176,13 +170,13 @@ def _halved(name: str, recipe: Recipe, heads: int) -> Recipe:
     shape = shape_of(recipe)
     if not isinstance(recipe, Take) or recipe != take(recipe.entry):
         raise ConversionError(
-            f"tensor {name}: its rows change places, and it is not stored as it is",
+            f"tensor {name} would change the order of its rows, but it is computed",
             hint="write the adapter by itself: --lora adapter",
         )
     half = shape[0] // heads // 2 if shape else 0
     if len(shape) != 2 or shape[0] != 2 * half * heads:
         raise ConversionError(
-            f"tensor {name}: its rows are not those of {heads} heads, each of two halves",
+            f"tensor {name} does not have the rows of {heads} heads, each of two halves",
             found=str(list(shape)),
             hint="check that this is the config of the model that was trained",
         )

@@ -1,1 +1,1 @@
-"""Who runs a plan: here, threads of one process."""
+"""What runs a plan: threads of one process, or several processes, on files or in memory."""

@@ -1,7 +1,7 @@
 """Make tensors, or parts of them, in the memory of this process: tile by tile into the result.
 
-Beside the result at most `TILE_BYTES` are needed, whatever is read. Arrays hold raw bits; what
-their elements mean is for the caller.
+At most `TILE_BYTES` are needed in addition to the result, whatever is read. Arrays have raw bits;
+the caller knows their dtype.
 """
 
 import os
@@ -23,17 +23,17 @@ from unshard.tensors.steps import sliced, strides_of
 from unshard.tensors.tiles import row_tile, square_tile, tiles
 from unshard.write.execute import make_tile
 
-__all__ = ["TILE_BYTES", "Reader"]
+__all__ = ["TILE_BYTES", "TensorReader"]
 
 TILE_BYTES = 4 * 1024 * 1024
 _OPEN_FILES = 64
 
 
-class Reader:
-    """Reads tensors of a checkpoint. Several threads may: one tile is made at a time.
+class TensorReader:
+    """Reads tensors of a checkpoint; several threads may, and one tile is made at a time.
 
     Args:
-        path: the checkpoint, to be named in errors.
+        path: the checkpoint, for errors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class Reader:
         """Return what a selection takes of the tensor that an operation makes.
 
         Returns:
-            Raw bits in memory of their own, row-major, in the selection's shape.
+            Raw bits, row-major, in the selection's shape; the array shares no memory.
 
         Raises:
             CorruptError: a file is gone or ends early.
@@ -69,7 +69,7 @@ class Reader:
         return out.reshape(selection.shape)
 
     def _gather(self, out: Elements, gather: Gather, selection: Selection) -> None:
-        """Fill `out` with what is stored; of it nothing else is read than what is taken."""
+        """Fill `out` with stored values; only what is taken is read."""
         table = sliced(gather.source.chunks, selection, out.itemsize)
         for box in tiles(out.shape, _gathered_tile(out, table)):
             with self._lock:
@@ -77,7 +77,7 @@ class Reader:
                 fill_box(view(out, box), box, table, out.dtype, self._files)
 
     def _compute(self, out: Elements, operation: Tiled, selection: Selection) -> None:
-        """Fill `out` from the tiles that a merge makes: sums depend on how tiles are cut."""
+        """Fill `out` from the same tiles that a merge makes: sums depend on how tiles are cut."""
         shape = operation.target.shape
         for part in tile_parts(shape, tile_shape(operation, TILE_BYTES), selection):
             with self._lock:
@@ -99,6 +99,6 @@ def _gathered_tile(out: Elements, table: ChunkTable) -> tuple[int, ...]:
 
 
 def _is_turned(table: ChunkTable) -> bool:
-    """Tell whether elements that are neighbours in a row lie further apart than in a column."""
+    """Return whether neighbours in a row are stored further apart than those in a column."""
     strides = np.where(table.sizes > 1, strides_of(table), np.iinfo(np.int64).max)
     return bool((strides[:, :-1] < strides[:, -1:]).any())

@@ -3,15 +3,13 @@
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from math import prod
 
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of
-from unshard.engines.pool import Pool, Settings, shares
+from unshard.engines.pool import Pool, Resources, divide
 from unshard.errors import UsageError
 from unshard.plan.pairs import TILE_BYTES, make_pair, pair_tiles
 from unshard.plan.work import Tile
@@ -23,41 +21,44 @@ from unshard.write.verification.measure import Tally, measure
 
 __all__ = ["compare"]
 
+_TilePair = tuple[str, Tile, Tile]
+"""The name of two tensors, and the same box of both."""
+
 
 def compare(
     ours: Sequence[Converted],
     theirs: Sequence[Converted],
     tolerances: Tolerances,
-    settings: Settings,
+    resources: Resources,
     listener: Listener,
 ) -> Comparison:
-    """Compare every tensor of two models; the result does not depend on the settings.
+    """Compare every tensor of two models; the result does not depend on the resources.
 
     Args:
         ours: the tensors of an output.
-        theirs: what they should be.
+        theirs: the tensors that they should equal.
         tolerances: how far values may be apart.
-        settings: threads, and bytes of buffers for all of them together.
+        resources: threads, and bytes of buffers for all of them together.
         listener: hears a stage "comparing" of our bytes.
 
     Raises:
-        UsageError: the memory does not suffice for one tile.
+        UsageError: one tile needs more memory.
         CorruptError: a file is gone or ends early.
     """
-    if settings.memory_bytes < TILE_BYTES:
-        what = f"--memory {settings.memory_bytes}: too little to compare"
+    if resources.memory_bytes < TILE_BYTES:
+        what = f"--memory {resources.memory_bytes}: too little to compare"
         raise UsageError(what, expected=f"at least {TILE_BYTES} bytes")
     wanted = {tensor.name: tensor for tensor in theirs}
     both = {tensor.name: (tensor, wanted[tensor.name]) for tensor in ours if tensor.name in wanted}
     alike = {name: pair for name, pair in both.items() if _same_shape(*pair)}
     tallies = {name: Tally() for name in alike}
     listener(Stage("comparing", sum(_size(mine) for mine, _ in alike.values())))
-    means = shares(settings)
-    workers = min(means.workers, settings.memory_bytes // TILE_BYTES)
+    share = divide(resources)
+    workers = min(share.workers, resources.memory_bytes // TILE_BYTES)
     lock = threading.Lock()
 
     def comparer() -> _Comparer:
-        return _Comparer(tallies, lock, tolerances, open_files=means.open_files)
+        return _Comparer(tallies, lock, tolerances, open_files=share.open_files)
 
     Pool(_jobs(alike), listener).run(workers, comparer)
     names = {tensor.name for tensor in ours}
@@ -78,29 +79,17 @@ def _size(tensor: Converted) -> int:
     return prod(shape_of(tensor.recipe)) * tensor.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Job:
-    """The same box of two tensors of one name."""
-
-    name: str
-    ours: Tile
-    theirs: Tile
-
-
-def _jobs(pairs: Mapping[str, tuple[Converted, Converted]]) -> Iterator[_Job]:
-    """Yield all tiles; chunks of a tensor are looked up only when it is its turn."""
-    return chain.from_iterable(
-        (_Job(name, *tiles) for tiles in pair_tiles(make_pair(*pair)))
-        for name, pair in pairs.items()
-    )
+def _jobs(pairs: Mapping[str, tuple[Converted, Converted]]) -> Iterator[_TilePair]:
+    """Yield all tiles; the chunks of a tensor are looked up only when it is its turn."""
+    for name, pair in pairs.items():
+        yield from ((name, ours, theirs) for ours, theirs in pair_tiles(make_pair(*pair)))
 
 
 class _Comparer:
     """Compares tiles, one pair at a time; one comparer per thread.
 
     Args:
-        tallies: where what was found goes, by name; `lock` guards them.
-        lock: of all comparers together.
+        tallies: where the findings go, by name. lock: guards them for all comparers.
         tolerances: how far values may be apart.
         open_files: how many descriptors it may hold.
     """
@@ -122,17 +111,18 @@ class _Comparer:
         """Close all files."""
         self._files.close()
 
-    def do(self, job: _Job) -> int:
+    def do(self, job: _TilePair) -> int:
         """Compare two tiles; return the bytes of ours."""
-        ours, theirs = self._elements(job.ours), self._elements(job.theirs)
+        name, *tiles = job
+        ours, theirs = map(self._elements, tiles)
         parts = list(measure(ours, theirs, self._tolerances))
         with self._lock:
             for part in parts:
-                self._tallies[job.name].add(part)
+                self._tallies[name].add(part)
         return ours.nbytes
 
     def _elements(self, tile: Tile) -> Elements:
-        """Return a tile's elements as what they are: unchanged bits come without a type."""
+        """Return a tile's elements in their dtype: a tile that is not cast comes as raw bits."""
         return make_tile(tile, self._files).view(numpy_dtype(tile.operation.to))
 
 

@@ -1,4 +1,4 @@
-"""Who moves the bytes of a plan: the threads of this process, or all processes of a torchrun."""
+"""What moves the bytes of a plan: the threads of this process, or all processes of a torchrun."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ _LEADER: "ContextVar[Leader | None]" = ContextVar("leader", default=None)
 
 
 def crew() -> "RunPlan":
-    """Return what makes the files of a plan: with all processes of a torchrun if this one leads."""
+    """Return what runs a plan: all processes of a torchrun if this one leads, else threads."""
     from unshard.engines.threads import run_plan
 
     leader = _LEADER.get()
@@ -61,9 +61,9 @@ def as_one_of_torchrun(command: Callable[[], int]) -> int:
 
 
 def _follow() -> int:
-    """Work for the leader; return its exit code. It speaks for all: nothing is printed here.
+    """Work for the leader; return its exit code. Only the leader prints.
 
-    Until there is work for this process, it has imported neither numpy nor anything that needs it.
+    Neither numpy nor anything that needs it is imported before there is work for this process.
     """
     signals.raise_them()
     try:

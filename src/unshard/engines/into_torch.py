@@ -1,7 +1,7 @@
 """Into torch: tensors of bits in memory, and the parameters and buffers of a module.
 
-With `write.verification.load` the only modules that import torch (the extra `torch`), in functions,
-when they are used.
+This module and `write.verification.load` are the only ones that import torch (the extra `torch`),
+inside functions, when they are used.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.nn import Module
 
-__all__ = ["Module", "Place", "Tensor", "as_tensor", "need_torch", "on_meta", "places_of"]
+__all__ = ["ModelTensor", "Module", "Tensor", "as_tensor", "model_tensors", "need_torch", "on_meta"]
 
 
 def need_torch() -> None:
-    """Make sure that torch is there.
+    """Check that torch is installed.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: it is not.
     """
     try:
         import torch  # noqa: F401
@@ -39,10 +39,10 @@ def need_torch() -> None:
 
 
 def as_tensor(bits: Elements, dtype: DType) -> "Tensor":
-    """Return a tensor of this dtype that owns the memory of an array of bits, row-major.
+    """Return a tensor of this dtype in the memory of an array of bits, row-major.
 
     Raises:
-        UsageError: this version of torch has no such dtype.
+        UsageError: this version of torch does not have the dtype.
     """
     import torch
 
@@ -54,12 +54,12 @@ def as_tensor(bits: Elements, dtype: DType) -> "Tensor":
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class ModelTensor:
     """A parameter or buffer of a model, and the modules that hold it.
 
     Attributes:
         slot: its names and its (global) shape.
-        tensor: what is there now.
+        tensor: its present value.
         owners: (module, attribute) of every name.
     """
 
@@ -69,17 +69,17 @@ class Place:
 
     @property
     def pieces(self) -> list[ours.Piece]:
-        """What of the whole tensor belongs here: all of it, or of a DTensor this rank's part.
+        """The parts of the whole tensor that belong here: of a DTensor those of this rank.
 
         Raises:
-            ConversionError: which part this rank holds is not known, or it has no memory.
+            ConversionError: it is not known which part this rank has, or it has no memory.
         """
         if not hasattr(self.tensor, "placements"):
             return [ours.Piece(Box.whole(self.slot.shape), (0,) * len(self.slot.shape))]
         return _local_pieces(cast("DTensor", self.tensor), self.slot)
 
     def fill(self, read: Callable[[Box], "Tensor"]) -> None:
-        """Put values there: cast to what is there, or in the place of what is on the meta device.
+        """Copy values into the tensor, cast to its dtype; a meta tensor is replaced by them.
 
         Args:
             read: returns a box of the checkpoint's tensor.
@@ -102,7 +102,7 @@ class Place:
                 tensor[tuple(slice(at, at + size) for at, size in sizes)].copy_(read(piece.box))
 
     def _assign(self, values: "Tensor") -> None:
-        """Put a tensor in the place of another, tied names still tied."""
+        """Replace the tensor under all its names, so that tied names stay tied."""
         from torch.nn import Parameter
 
         if isinstance(self.tensor, Parameter):
@@ -112,11 +112,11 @@ class Place:
             setattr(module, name, values)
 
 
-def places_of(model: "Module") -> list[Place]:
+def model_tensors(model: "Module") -> list[ModelTensor]:
     """Return the parameters of a model and the buffers that it saves, in order.
 
-    Models of transformers whose parameters are on the meta device are tied first: what put them
-    there may have undone it.
+    Models of transformers whose parameters are on the meta device are tied first: moving them
+    there may have untied them.
     """
     if any(one.is_meta for one in model.parameters()):
         for module in list(model.modules()):
@@ -129,19 +129,19 @@ def places_of(model: "Module") -> list[Place]:
         names.append(name)
         owners.append(owner)
     return [
-        Place(Slot(tuple(names), tuple(tensor.shape)), tensor, tuple(owners))
+        ModelTensor(Slot(tuple(names), tuple(tensor.shape)), tensor, tuple(owners))
         for tensor, names, owners in known.values()
     ]
 
 
 def on_meta(model: "Module") -> list[str]:
-    """Return the names of all parameters and buffers that have no values."""
+    """Return the names of all parameters and buffers without values."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [name for name, tensor in tensors if tensor.is_meta]
 
 
 def _saved(model: "Module") -> Iterator[tuple[str, "Tensor", tuple["Module", str]]]:
-    """Yield what a state dict holds: its name, the tensor itself, and where it is."""
+    """Yield what a state dict has: the name, the tensor itself, and its module and attribute."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         unsaved = module._non_persistent_buffers_set  # noqa: SLF001 (torch names it nowhere else)
@@ -153,7 +153,7 @@ def _saved(model: "Module") -> Iterator[tuple[str, "Tensor", tuple["Module", str
 
 
 def _local_pieces(tensor: "DTensor", slot: Slot) -> list[ours.Piece]:
-    """Return which parts of a sharded tensor this rank holds."""
+    """Return the parts of a sharded tensor that this rank has."""
     name, local = slot.names[0], tensor.to_local()
     if local.is_meta:
         raise ConversionError(
@@ -174,7 +174,7 @@ def _local_pieces(tensor: "DTensor", slot: Slot) -> list[ours.Piece]:
 
 
 def _sharding(tensor: "DTensor") -> ours.Sharding:
-    """Return where this rank's part lies, as the readers of checkpoints have it."""
+    """Return the sharding of a tensor in the form that the readers of checkpoints use."""
     mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     ranks = mesh.mesh.flatten().tolist()
     if at is None or ranks != sorted(ranks):

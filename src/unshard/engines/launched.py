@@ -17,8 +17,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_P
 def is_started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether torchrun started this very process.
 
-    What a training process starts inherits the environment of torchrun, too, and must not wait for
-    other processes to join: the parent must be torchrun itself.
+    The parent must be torchrun itself: whatever a training process starts inherits torchrun's
+    environment too, and must not wait for other processes to join.
     """
     if not all(name in environment for name in _VARIABLES):
         return False

@@ -1,6 +1,6 @@
-"""Threads that take jobs from one iterator, and what the settings allow each of them.
+"""Threads that take jobs from one iterator, and the resources that each of them gets.
 
-Moving bytes and casting hold no interpreter lock.
+Threads are enough: moving bytes and casting release the interpreter lock.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from unshard.progress import Advanced, Listener
 from unshard.write.staging.interrupts import uninterrupted
 
-__all__ = ["MIN_BUFFER", "Means", "Pool", "Settings", "default_workers", "shares"]
+__all__ = ["MIN_BUFFER", "Pool", "Resources", "Share", "default_workers", "divide"]
 
 _T = TypeVar("_T")
 _Job_contra = TypeVar("_Job_contra", contravariant=True)
@@ -29,16 +29,16 @@ _MAX_FILES = 65536
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """How to run: number of threads, and bytes of buffers for all of them together."""
+class Resources:
+    """What a run may use: a number of threads, and bytes of buffers for all of them together."""
 
     workers: int
     memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """How many workers there are, and each one's bytes of buffers and number of open files."""
+class Share:
+    """The number of workers, and the bytes of buffers and open files of each."""
 
     workers: int
     buffer_bytes: int
@@ -46,24 +46,21 @@ class Means:
 
 
 def default_workers() -> int:
-    """Return how many threads suit this machine."""
+    """Return the number of threads that suits this machine."""
     return min(_MAX_WORKERS, os.cpu_count() or 1)
 
 
-def shares(settings: Settings) -> Means:
-    """Divide what the settings allow among workers.
-
-    There are fewer workers than asked for where memory or open files would not suffice for all.
-    """
+def divide(resources: Resources) -> Share:
+    """Divide the resources among workers: fewer than given if memory or open files are short."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = _MAX_FILES if soft == resource.RLIM_INFINITY else max(2, soft - _RESERVED_FILES)
-    workers = max(1, min(settings.workers, settings.memory_bytes // MIN_BUFFER, files // 2))
+    workers = max(1, min(resources.workers, resources.memory_bytes // MIN_BUFFER, files // 2))
     open_files = min(_FILES_PER_WORKER, files // workers)
-    return Means(workers, settings.memory_bytes // workers, open_files)
+    return Share(workers, resources.memory_bytes // workers, open_files)
 
 
 class _Worker(Protocol[_Job_contra]):
-    """What a thread works with: given job after job, then closed."""
+    """What a thread does its jobs with, one after another; closed at the end."""
 
     def close(self) -> None: ...
 
@@ -82,7 +79,7 @@ class Pool(Generic[_T]):
         self._stopped = False
 
     def run(self, count: int, make_worker: Callable[[], _Worker[_T]]) -> None:
-        """Work with `count` threads, each with a worker of its own; raise the first error."""
+        """Work with `count` threads, each with its own worker; raise the first error."""
         threads = [
             threading.Thread(target=self._work, args=(make_worker,), daemon=True)
             for _ in range(count)

@@ -1,8 +1,8 @@
 """How the processes of a torchrun on one node find each other and talk, without torch.
 
 The first process listens on a Unix socket in a directory that only this user can enter, named
-after what torchrun tells all of them alike. What travels are pickles, so both sides ask the kernel
-who the other is before they read a byte: another user is turned away.
+after the environment variables that torchrun gives to all of them. Messages are pickles, so both
+sides ask the kernel for the user of the other before they read a byte, and refuse another user.
 """
 
 import os
@@ -20,7 +20,7 @@ from struct import Struct
 from unshard.errors import OutputError
 from unshard.signals import Interrupted
 
-__all__ = ["Connection", "Listener", "connect", "remove_meeting_place"]
+__all__ = ["Connection", "MeetingPlace", "connect", "remove_meeting_place"]
 
 _NAME = "socket"
 _TMP = "/tmp"  # noqa: S108 (what is there is checked)
@@ -30,7 +30,7 @@ _CREDENTIALS = Struct("3i")  # pid, uid, gid
 
 
 class Connection:
-    """A way to send objects to another process of this user, and to receive them."""
+    """A connection to another process of this user, which sends and receives objects."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._peer = _check_peer(connected)
@@ -52,12 +52,12 @@ class Connection:
         Raises:
             EOFError, OSError: the other process is gone.
         """
-        return pickle.load(self._file)  # noqa: S301 (of this user: the kernel said so)
+        return pickle.load(self._file)  # noqa: S301 (from this user, by the kernel's word)
 
     def wait_for_death(self) -> None:
-        """Wait until the other process, whose connection has ended, has closed its files too.
+        """Wait until the other process, whose connection has ended, is gone.
 
-        Only then are its locks free. Where the system cannot tell, this returns at once.
+        Only then are its locks free. On systems without `pidfd_open` this returns at once.
         """
         if self._peer and hasattr(os, "pidfd_open"):
             with suppress(OSError):  # it is gone
@@ -66,8 +66,8 @@ class Connection:
                 os.close(fd)
 
 
-class Listener:
-    """Where the first process awaits the others.
+class MeetingPlace:
+    """The socket on which the first process waits for the others.
 
     Args:
         others: how many there are.
@@ -96,7 +96,7 @@ class Listener:
         self._socket.listen(others)
 
     def accept(self, *, wait: bool) -> Connection | None:
-        """Return a process that has come, or None if all have, or without waiting, none has."""
+        """Return the next process that connects; None if all have, or if none has yet."""
         parent = os.getppid()
         while self._left:
             self._socket.settimeout(_LOOK_S if wait else 0)
@@ -124,7 +124,7 @@ def connect() -> Connection:
     """Return the connection to the first process, as soon as it listens.
 
     Raises:
-        OutputError: what is there belongs to another user.
+        OutputError: the socket or its directory belongs to another user.
         Interrupted: torchrun is gone.
     """
     directory, parent = _meeting_place(), os.getppid()
@@ -143,12 +143,12 @@ def connect() -> Connection:
 
 
 def remove_meeting_place() -> None:
-    """Remove what the first process could not remove because it was killed."""
+    """Remove the socket of a first process that was killed."""
     _remove(_meeting_place())
 
 
 def _meeting_place() -> Path:
-    """Return the directory that all processes of this torchrun, and no others, come to."""
+    """Return the directory in which all processes of this torchrun, and no others, meet."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     told = "\0".join([socket.gethostname(), *(os.environ.get(name, "") for name in names)])
     name = f"unshard-{os.geteuid()}-{os.getppid()}-{crc32(told.encode()):08x}"
@@ -157,7 +157,7 @@ def _meeting_place() -> Path:
 
 
 def _check_private(directory: Path) -> None:
-    """Refuse a directory that others could have put there, or could put something into."""
+    """Refuse a directory that another user could have made or can write to."""
     status = directory.lstat()
     ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
     if not ours or status.st_mode & 0o077:
@@ -168,7 +168,7 @@ def _check_private(directory: Path) -> None:
 
 
 def _check_peer(connected: socket.socket) -> int:
-    """Refuse to talk to another user; return the other process's id, 0 where it is not known."""
+    """Refuse another user; return the id of the other process, 0 if it is not known."""
     if not hasattr(socket, "SO_PEERCRED"):  # not Linux: the directory alone keeps others out
         return 0
     told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

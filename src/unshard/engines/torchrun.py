@@ -2,11 +2,11 @@
 
 Rank 0 leads: it is the command. It reads the checkpoint, plans, makes the staging directory and the
 files, verifies and commits. Each of the others is one more worker of its pool: it is sent a few
-units of work at a time, moves those bytes into the same files and says how it went. It reads no
-checkpoint and no plan, and decides nothing.
+units of work at a time, moves those bytes into the same files and reports the result. It reads
+neither checkpoint nor plan, and decides nothing.
 
-If one process dies, all end: torchrun stops the others, and their connections tell them. The leader
-then leaves as after Ctrl-C; if the leader itself has died, the others remove what it was making.
+If one process dies, all end: torchrun stops the others, and their connections close. The leader
+leaves as after Ctrl-C; if the leader itself has died, the others remove what it was making.
 """
 
 import signal
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unshard import signals
-from unshard.engines.pool import Means, Pool, Settings, shares
-from unshard.engines.sockets import Connection, Listener
+from unshard.engines.pool import Pool, Resources, Share, divide
+from unshard.engines.sockets import Connection, MeetingPlace
 from unshard.engines.threads import Overflows, create_files, named_overflows
 from unshard.errors import UnshardError
 from unshard.plan.operations import Plan
-from unshard.plan.work import Unit, unit_bytes, units
-from unshard.progress import Listener as Shown
+from unshard.plan.work import Unit, split_into_units, unit_bytes
+from unshard.progress import Listener
 from unshard.signals import Interrupted
 from unshard.write.execute import Executor
 from unshard.write.staging.interrupts import uninterrupted
@@ -33,20 +33,20 @@ __all__ = ["Leader", "follow"]
 
 _SIGNALS = 128  # exit codes from here on are those of signals
 _BATCH_BYTES = 4 * 1024 * 1024
-"""Small units are sent together: so much takes longer to move than to ask for."""
+"""Small units are sent together, so that moving them takes longer than asking for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Begin:
-    """There are files to fill. Units of work follow, as lists, and an `_Enough`."""
+    """Open files to fill. Lists of units of work follow, and at the end an `_Enough`."""
 
     outputs: tuple[Path, ...]
-    means: Means
+    share: Share
 
 
 @dataclass(frozen=True, slots=True)
 class _Enough:
-    """No more units for these files: close them, and say what became infinite."""
+    """Close the files, and answer with the counts of what became infinite."""
 
 
 class Leader:
@@ -57,45 +57,45 @@ class Leader:
     """
 
     def __init__(self, size: int) -> None:
-        self._listener = Listener(size - 1)
+        self._meeting_place = MeetingPlace(size - 1)
         self._others: list[Connection] = []
 
     def run_plan(
-        self, plan: Plan, directory: Path, settings: Settings, listener: Shown
+        self, plan: Plan, directory: Path, resources: Resources, listener: Listener
     ) -> dict[str, int]:
-        """Make the output files as `threads.run_plan` does, with all processes that have come.
+        """Make the output files as `threads.run_plan` does, with all processes that have connected.
 
-        The settings are those of all processes together: where there are more processes than
+        The resources are those of all processes together: if there are more processes than
         workers, some have nothing to do.
         """
-        while (come := self._listener.accept(wait=False)) is not None:
+        while (come := self._meeting_place.accept(wait=False)) is not None:
             self._others.append(come)
         outputs = create_files(plan, directory)
-        means = shares(settings)
-        work = _batches(units(plan, buffer_bytes=means.buffer_bytes))
-        others = iter(self._others[: means.workers - 1])
+        share = divide(resources)
+        work = _batches(split_into_units(plan, buffer_bytes=share.buffer_bytes))
+        others = iter(self._others[: share.workers - 1])
         workers: list[_Here | _There] = []
 
         def worker() -> _Here | _There:
             other = next(others, None)
-            new = _Here(outputs, means) if other is None else _There(other, outputs, means)
+            new = _Here(outputs, share) if other is None else _There(other, outputs, share)
             workers.append(new)
             return new
 
-        Pool(work, listener).run(means.workers, worker)
-        return named_overflows(sum((one.overflows for one in workers), Counter()), plan)
+        Pool(work, listener).run(share.workers, worker)
+        return named_overflows((one.overflows for one in workers), plan)
 
     def dismiss(self, exit_code: int) -> None:
-        """Let the others end with the exit code of this process, those too that are still to come.
+        """Let the others end with the exit code of this process, also those that connect late.
 
-        That one of them is gone already changes nothing any more. After a signal it does not wait
-        for any: torchrun ends them all.
+        A process that is gone already is ignored. After a signal this does not wait for any:
+        torchrun ends them all.
         """
         signals.end_at_once()
-        while (come := self._listener.accept(wait=exit_code < _SIGNALS)) is not None:
+        while (come := self._meeting_place.accept(wait=exit_code < _SIGNALS)) is not None:
             self._others.append(come)
         signals.ignore()
-        self._listener.close()
+        self._meeting_place.close()
         for other in self._others:
             with suppress(OSError):
                 other.send(exit_code)
@@ -104,9 +104,9 @@ class Leader:
 class _Here:
     """A worker of the pool that is a thread of this process."""
 
-    def __init__(self, outputs: tuple[Path, ...], means: Means) -> None:
+    def __init__(self, outputs: tuple[Path, ...], share: Share) -> None:
         self._executor = Executor(
-            outputs, open_files=means.open_files, buffer_bytes=means.buffer_bytes
+            outputs, open_files=share.open_files, buffer_bytes=share.buffer_bytes
         )
 
     @property
@@ -126,13 +126,13 @@ class _Here:
 class _There:
     """A worker of the pool that is another process."""
 
-    def __init__(self, other: Connection, outputs: tuple[Path, ...], means: Means) -> None:
+    def __init__(self, other: Connection, outputs: tuple[Path, ...], share: Share) -> None:
         self._other = other
         self.overflows: Overflows = Counter()
-        self._ask(_Begin(outputs, means))
+        self._ask(_Begin(outputs, share))
 
     def do(self, batch: list[Unit]) -> int:
-        """Have units of work done; return the bytes written.
+        """Let the other process do units of work; return the bytes written.
 
         Raises:
             UnshardError: as `Executor.do` raised it there.
@@ -143,7 +143,7 @@ class _There:
         return done if isinstance(done, int) else 0
 
     def close(self) -> None:
-        """Have all files closed."""
+        """Let the other process close its files, and take its counts."""
         overflows = self._ask(_Enough())
         if isinstance(overflows, Counter):
             self.overflows = overflows
@@ -166,7 +166,7 @@ class _There:
 
 
 def _batches(work: Iterator[Unit]) -> Iterator[list[Unit]]:
-    """Yield the units together, each time so many as make the bytes of a batch, or more."""
+    """Yield the units in lists that have the bytes of a batch, or more."""
     batch: list[Unit] = []
     size = 0
     for unit in work:
@@ -180,15 +180,15 @@ def _batches(work: Iterator[Unit]) -> Iterator[list[Unit]]:
 
 
 def follow(leader: Connection, message: object) -> int:
-    """Do what the leader sends until it says that all is over; return its exit code.
+    """Do the work that the leader sends until it sends its exit code; return that.
 
     Args:
         leader: the connection to it.
-        message: what it has sent first.
+        message: the first one that it has sent.
 
     Raises:
         OSError, EOFError: the leader has died; what it was making is removed.
-        Interrupted: this process was told to end.
+        Interrupted: a signal ended this process.
     """
     outputs: tuple[Path, ...] = ()
     worker: _Here | None = None
@@ -196,8 +196,8 @@ def follow(leader: Connection, message: object) -> int:
     try:
         while not isinstance(message, int):
             match message:
-                case _Begin(outputs, means):
-                    worker, answer = _Here(outputs, means), 0
+                case _Begin(outputs, share):
+                    worker, answer = _Here(outputs, share), 0
                 case list() if worker is not None:
                     answer = _done(worker, message)
                 case _Enough() if worker is not None:
@@ -217,7 +217,7 @@ def follow(leader: Connection, message: object) -> int:
 
 
 def _done(worker: _Here, batch: list[Unit]) -> int | UnshardError | OSError | MemoryError:
-    """Return what becomes of a batch; that it fails is for the leader to say."""
+    """Do a batch; return the bytes written, or the error, which the leader raises."""
     try:
         return worker.do(batch)
     except (UnshardError, OSError, MemoryError) as error:
@@ -225,7 +225,7 @@ def _done(worker: _Here, batch: list[Unit]) -> int | UnshardError | OSError | Me
 
 
 def _remove_what_is_left(outputs: tuple[Path, ...]) -> None:
-    """Remove what a dead leader was making; a living one does that itself."""
+    """Remove what a leader that has died was making; a living one does that itself."""
     if outputs:
         staging = outputs[0].parent.parent
         recover(staging.parent)

@@ -65,7 +65,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All output files; `weight_map` names the file of every tensor, `total_size` is data bytes."""
+    """All output files; `weight_map` has the file of every tensor, `total_size` is data bytes."""
 
     files: tuple[OutputFile, ...]
     weight_map: Mapping[str, str]
@@ -107,8 +107,8 @@ def lay_out(
     Args:
         tensors: what to write, in order.
         max_shard_size: bytes.
-        like: the weight map of another model; its files are made instead, and tensors that it does
-            not name go where the one before them goes.
+        like: the weight map of another model, whose files are made instead; a tensor that it does
+            not have goes where the one before it goes.
         pattern: names of the files.
 
     Raises:
@@ -146,7 +146,7 @@ def _followed(names: Iterable[str], like: Mapping[str, str], pattern: str) -> di
 
 
 def index_json(layout: Layout) -> bytes:
-    """Return the index file that says which file holds which tensor, as transformers writes it."""
+    """Return the index file, which maps tensors to files, as transformers writes it."""
     metadata = {"total_parameters": layout.total_parameters, "total_size": layout.total_size}
     index = {"metadata": metadata, "weight_map": dict(layout.weight_map)}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()

@@ -29,9 +29,10 @@ __all__ = [
     "Operation",
     "Plan",
     "Reduce",
-    "Source",
+    "StoredTensor",
     "Target",
     "Tiled",
+    "stored_tensors",
 ]
 
 COPY_ROW = np.dtype(
@@ -51,7 +52,7 @@ COPY_ROW = np.dtype(
 class CopyRange:
     """Copy `count` runs of `length` bytes.
 
-    The runs follow one another in the source, and lie `target_stride` bytes apart in the target.
+    The runs follow one another in the source and are `target_stride` bytes apart in the target.
 
     Attributes:
         file: index of the output file.
@@ -75,7 +76,7 @@ class CopyRange:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class StoredTensor:
     """A tensor to read: distinct chunks that cover it, and the dtype they are stored as."""
 
     dtype: DType
@@ -96,7 +97,7 @@ class Gather:
     """Make a whole tensor of its chunks, tile by tile, bits unchanged."""
 
     target: Target
-    source: Source
+    source: StoredTensor
 
     @property
     def to(self) -> DType:
@@ -109,7 +110,7 @@ class Cast:
     """As `Gather`, then convert from the chunks' dtype to `to`, rounding to nearest even."""
 
     target: Target
-    source: Source
+    source: StoredTensor
     to: DType
 
 
@@ -118,7 +119,7 @@ class Reduce:
     """(sum of weight * term) / (sum of weights), in float32 and in order; then convert to `to`."""
 
     target: Target
-    terms: tuple[tuple[float, Source], ...]
+    terms: tuple[tuple[float, StoredTensor], ...]
     to: DType
 
 
@@ -137,9 +138,9 @@ class Fuse:
     """
 
     target: Target
-    base: Source
-    a: Source
-    b: Source
+    base: StoredTensor
+    a: StoredTensor
+    b: StoredTensor
     rank: int
     scale: float
     to: DType
@@ -147,6 +148,17 @@ class Fuse:
 
 Tiled = Gather | Cast | Reduce | Fuse
 Operation = CopyRange | Tiled
+
+
+def stored_tensors(operation: Tiled) -> tuple[StoredTensor, ...]:
+    """Return everything that an operation reads."""
+    match operation:
+        case Gather(_, source) | Cast(_, source):
+            return (source,)
+        case Reduce(_, terms):
+            return tuple(source for _, source in terms)
+        case Fuse(_, base, a, b):
+            return base, a, b
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,23 +4,23 @@ Where dtypes differ and a merge may cast between them, theirs is cast to ours, o
 of its recipe, as a merge does it: a bfloat16 merge of a float32 checkpoint then equals it exactly.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unshard.containers.strided import SLACK
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of, take
-from unshard.plan.operations import Cast, Fuse, Gather, Reduce, Source, Target, Tiled
-from unshard.plan.planner import tiled
-from unshard.plan.work import Tile, fuse_tile
+from unshard.plan.operations import Target, Tiled, stored_tensors
+from unshard.plan.planner import make_operation
+from unshard.plan.work import Tile, tile_of_elements
 from unshard.tensors.catalog import Catalog
 from unshard.tensors.dtypes import DType
-from unshard.tensors.tiles import row_tile, square_tile, tiles
+from unshard.tensors.tiles import tiles
 
 __all__ = ["TILE_BYTES", "Pair", "as_stored", "make_pair", "pair_tiles"]
 
 TILE_BYTES = 4 * 1024 * 1024
-"""What comparing one tile takes at most. It is fixed, because sums depend on how tiles are cut."""
+"""How much memory one tile takes at most. It is fixed: sums depend on how tiles are cut."""
 
 _FLOAT32 = 4
 _MAKING = 3 * 1024 * 1024  # of it; the rest is for arithmetic
@@ -48,37 +48,19 @@ def make_pair(ours: Converted, theirs: Converted) -> Pair:
 
 
 def pair_tiles(pair: Pair) -> Iterator[tuple[Tile, Tile]]:
-    """Yield tiles of both tensors, of the same boxes; they depend on nothing but the pair."""
-    for box in tiles(pair.ours.target.shape, _tile_shape(pair)):
+    """Yield tiles of the same boxes of both tensors; they depend on nothing but the pair."""
+    operations = (pair.ours, pair.theirs)
+    tile = tile_of_elements(operations, _MAKING // sum(map(_bytes_per_element, operations)))
+    for box in tiles(pair.ours.target.shape, tile):
         yield Tile(pair.ours, box), Tile(pair.theirs, box)
 
 
 def _operation(tensor: Converted, to: DType) -> Tiled:
-    """Return how a tensor is made in memory; its target is a place in no file."""
-    return tiled(Target(0, 0, shape_of(tensor.recipe)), tensor.recipe, to)
-
-
-def _tile_shape(pair: Pair) -> tuple[int, ...]:
-    operations, shape = (pair.ours, pair.theirs), pair.ours.target.shape
-    if any(isinstance(operation, Fuse) for operation in operations):
-        return fuse_tile(shape)
-    sources = [source for operation in operations for source in _sources(operation)]
-    each = sum(_bytes_per_element(operation) for operation in operations)
-    odd = any(source.chunks.strides is not None for source in sources)
-    return (square_tile if odd else row_tile)(shape, _MAKING // each)
+    """Return how a tensor is made in memory; its target is never used as a place in a file."""
+    return make_operation(Target(0, 0, shape_of(tensor.recipe)), tensor.recipe, to)
 
 
 def _bytes_per_element(operation: Tiled) -> int:
-    """Return what making an element takes: reading it, arithmetic in float32, the result."""
-    read = max(source.dtype.itemsize for source in _sources(operation))
+    """Return how many bytes an element takes: reading it, arithmetic in float32, the result."""
+    read = max(source.dtype.itemsize for source in stored_tensors(operation))
     return SLACK * read + 2 * _FLOAT32 + operation.to.itemsize
-
-
-def _sources(operation: Tiled) -> Iterable[Source]:
-    match operation:
-        case Gather(_, source) | Cast(_, source):
-            return (source,)
-        case Reduce(_, terms):
-            return [source for _, source in terms]
-        case Fuse():
-            return operation.base, operation.a, operation.b

@@ -1,8 +1,7 @@
 """Turn recipes and a layout into operations.
 
-A tensor is copied run by run if its dtype stays and its runs are long; else it is made in tiles.
-Every region is taken from the first of its replicas, so that the plan is the same whatever executes
-it.
+A tensor is copied run by run if its dtype stays and its runs are long; otherwise it is made in
+tiles. Every region is taken from the first of its replicas, so a checkpoint has only one plan.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from unshard.convert.recipes import LowRank, Recipe, WeightedSum, dtype_of, shape_of
+from unshard.convert.recipes import LowRank, Recipe, WeightedSum, dtype_of, shape_of, takes
 from unshard.plan.layout import Layout, OutputTensor
 from unshard.plan.operations import (
     COPY_ROW,
@@ -21,7 +20,7 @@ from unshard.plan.operations import (
     Gather,
     Plan,
     Reduce,
-    Source,
+    StoredTensor,
     Target,
     Tiled,
 )
@@ -29,7 +28,7 @@ from unshard.plan.tables import table_of
 from unshard.tensors.boxes import Ints, row_major_strides
 from unshard.tensors.dtypes import DType
 
-__all__ = ["LONG_RUN", "make_plan", "tiled"]
+__all__ = ["LONG_RUN", "make_operation", "make_plan"]
 
 LONG_RUN = 64 * 1024
 """Runs of this many bytes and more are copied one by one; shorter ones are gathered in memory."""
@@ -38,7 +37,9 @@ Copies = NDArray[np.void]
 
 
 @dataclass(slots=True)
-class _Draft:
+class _Operations:
+    """The operations planned so far, and the source files that they refer to by number."""
+
     copies: list[Copies] = field(default_factory=list)
     tiled: list[Tiled] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
@@ -46,7 +47,8 @@ class _Draft:
     bytes_read: int = 0
 
     def base(self, paths: tuple[Path, ...]) -> int:
-        """Return where these files begin among all; tables of one checkpoint share their paths."""
+        """Return the number of the first of these files; one checkpoint's tables share a tuple."""
+        # Compared by identity: hashing thousands of paths for every tensor would be slow.
         if id(paths) not in self.bases:
             self.bases[id(paths)] = len(self.paths), paths
             self.paths += paths
@@ -54,43 +56,45 @@ class _Draft:
 
 
 def make_plan(layout: Layout) -> Plan:
-    """Return the operations that make every output file's tensors; headers are no operations.
+    """Return the operations that make the tensors of every output file, without the headers.
 
     Args:
         layout: the files, with a recipe for every tensor.
     """
-    draft = _Draft()
+    operations = _Operations()
     for index, file in enumerate(layout.files):
         for tensor in file.tensors:
             if 0 not in tensor.shape:
                 start = len(file.header) + tensor.data_offsets[0]
-                _plan_tensor(draft, Target(index, start, tensor.shape), tensor)
-    copies = np.concatenate([np.empty(0, COPY_ROW), *draft.copies])
+                _plan_tensor(operations, Target(index, start, tensor.shape), tensor)
+    copies = np.concatenate([np.empty(0, COPY_ROW), *operations.copies])
     return Plan(
         layout,
-        tuple(draft.paths),
+        tuple(operations.paths),
         _coalesced(copies),
-        tuple(draft.tiled),
-        draft.bytes_read,
+        tuple(operations.tiled),
+        operations.bytes_read,
         sum(file.size for file in layout.files),
     )
 
 
-def _plan_tensor(draft: _Draft, target: Target, tensor: OutputTensor) -> None:
-    draft.bytes_read += _bytes_read(tensor.recipe)
-    made = tiled(target, tensor.recipe, tensor.dtype)
+def _plan_tensor(operations: _Operations, target: Target, tensor: OutputTensor) -> None:
+    operations.bytes_read += sum(
+        one.box.volume * one.entry.dtype.itemsize for one in takes(tensor.recipe)
+    )
+    made = make_operation(target, tensor.recipe, tensor.dtype)
     copies = None
     if isinstance(made, Gather):
         chunks = made.source.chunks
         if chunks.strides is None and not chunks.compressed.any():
-            copies = _long_runs(target, made.source, draft.base(chunks.paths))
+            copies = _long_runs(target, made.source, operations.base(chunks.paths))
     if copies is not None:
-        draft.copies.append(copies)
+        operations.copies.append(copies)
     else:
-        draft.tiled.append(made)
+        operations.tiled.append(made)
 
 
-def tiled(target: Target, recipe: Recipe, to: DType) -> Tiled:
+def make_operation(target: Target, recipe: Recipe, to: DType) -> Tiled:
     """Return the operation that makes a recipe's tensor in memory, tile by tile."""
     match recipe:
         case WeightedSum(terms):
@@ -103,22 +107,11 @@ def tiled(target: Target, recipe: Recipe, to: DType) -> Tiled:
             return Gather(target, source) if source.dtype is to else Cast(target, source, to)
 
 
-def _source(recipe: Recipe) -> Source:
-    return Source(dtype_of(recipe), table_of(recipe))
+def _source(recipe: Recipe) -> StoredTensor:
+    return StoredTensor(dtype_of(recipe), table_of(recipe))
 
 
-def _bytes_read(recipe: Recipe) -> int:
-    """Return how many bytes of tensors a recipe reads, each once."""
-    match recipe:
-        case WeightedSum(terms):
-            return sum(_bytes_read(part) for _, part in terms)
-        case LowRank(base, a, b):
-            return _bytes_read(base) + _bytes_read(a) + _bytes_read(b)
-        case _:
-            return prod(shape_of(recipe)) * dtype_of(recipe).itemsize
-
-
-def _long_runs(target: Target, source: Source, base: int) -> Copies | None:
+def _long_runs(target: Target, source: StoredTensor, base: int) -> Copies | None:
     """Return one row per chunk if its runs are long and evenly spaced in the target, else None.
 
     A chunk whose last cut dimension is `cut` consists of runs of prod(sizes[cut:]) elements; they
@@ -128,7 +121,8 @@ def _long_runs(target: Target, source: Source, base: int) -> Copies | None:
     shape = np.asarray(target.shape, dtype=np.int64)
     cuts = np.flatnonzero((chunks.sizes != shape).any(axis=0))
     cut = int(cuts[-1]) if len(cuts) else 0
-    if set(cuts.tolist()) - {_first_wide(target.shape), cut}:
+    first = next((dim for dim, size in enumerate(target.shape) if size > 1), 0)
+    if set(cuts.tolist()) - {first, cut}:
         return None
     length = chunks.sizes[:, cut:].prod(axis=1) * itemsize
     if float(length.mean()) < LONG_RUN:
@@ -143,11 +137,6 @@ def _long_runs(target: Target, source: Source, base: int) -> Copies | None:
     rows["count"] = chunks.sizes[:, :cut].prod(axis=1)
     rows["target_stride"] = prod(target.shape[cut:]) * itemsize
     return rows[np.argsort(rows["target"], kind="stable")]
-
-
-def _first_wide(shape: tuple[int, ...]) -> int:
-    """Return the first dimension that can be cut at all."""
-    return next((dim for dim, size in enumerate(shape) if size > 1), 0)
 
 
 def _coalesced(copies: Copies) -> Copies:

@@ -1,7 +1,7 @@
-"""Where the values of a recipe lie, if they are only moved: chunk tables cut, turned and joined.
+"""Where the values of a recipe are stored: chunk tables cut, turned and joined.
 
 A recipe of boxes, permutations, stacks and concatenations is again a set of boxes with strides in
-files; no byte needs to be read to know it. Integers only, one row per chunk, all rows at once.
+files, which is known without reading a byte. Integers only, one row per chunk, all rows at once.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def table_of(recipe: Recipe) -> ChunkTable:
     """Return the distinct chunks that make a recipe's tensor; every region from its first replica.
 
     Raises:
-        TypeError: the recipe computes values; they lie nowhere.
+        TypeError: the recipe computes values, which are not stored.
     """
     match recipe:
         case Take(entry, box, permutation):
@@ -75,7 +75,7 @@ def _moved(table: ChunkTable, dim: int, start: int) -> ChunkTable:
 
 
 def _joined(tables: Sequence[ChunkTable]) -> ChunkTable:
-    """Return all chunks as one table; tables of one checkpoint share their paths."""
+    """Return all chunks as one table. Tables of one checkpoint share a tuple of paths."""
     bases: dict[int, int] = {}
     paths = tables[0].paths[:0]
     for table in tables:

@@ -1,14 +1,24 @@
 """Divide a plan into units of work, small enough to spread over workers and to bound memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from unshard.containers.strided import SLACK
-from unshard.plan.operations import Cast, CopyRange, Fuse, Gather, Plan, Reduce, Source, Tiled
+from unshard.plan.operations import (
+    Cast,
+    CopyRange,
+    Fuse,
+    Plan,
+    Reduce,
+    StoredTensor,
+    Tiled,
+    stored_tensors,
+)
 from unshard.tensors.boxes import Box
 from unshard.tensors.tiles import row_tile, square_tile, tiles
 
-__all__ = ["Tile", "Unit", "fuse_tile", "tile_shape", "unit_bytes", "units"]
+__all__ = ["Tile", "Unit", "split_into_units", "tile_of_elements", "tile_shape", "unit_bytes"]
 
 _COPY_UNIT = 64 * 1024 * 1024
 _MAX_TILE = 8 * 1024 * 1024
@@ -27,13 +37,14 @@ class Tile:
 Unit = CopyRange | Tile
 
 
-def units(plan: Plan, *, buffer_bytes: int) -> Iterator[Unit]:
+def split_into_units(plan: Plan, *, buffer_bytes: int) -> Iterator[Unit]:
     """Yield the plan's work, each unit to be done by one worker with buffers of `buffer_bytes`."""
     for operation in plan.operations():
         if isinstance(operation, CopyRange):
             yield from _split(operation)
         else:
-            yield from _tiles(operation, buffer_bytes)
+            tile = tile_shape(operation, min(buffer_bytes, _MAX_TILE))
+            yield from (Tile(operation, box) for box in tiles(operation.target.shape, tile))
 
 
 def _split(copy: CopyRange) -> Iterator[CopyRange]:
@@ -54,38 +65,34 @@ def _split(copy: CopyRange) -> Iterator[CopyRange]:
             )
 
 
-def _tiles(operation: Tiled, buffer_bytes: int) -> Iterator[Tile]:
-    shape = operation.target.shape
-    for box in tiles(shape, tile_shape(operation, min(buffer_bytes, _MAX_TILE))):
-        yield Tile(operation, box)
-
-
 def tile_shape(operation: Tiled, budget: int) -> tuple[int, ...]:
     """Return how large tiles may be, so that one takes at most `budget` bytes while it is made."""
-    shape, written = operation.target.shape, operation.to.itemsize
-    match operation:
-        case Fuse():
-            return fuse_tile(shape)
-        case Reduce(_, terms):
-            read = max(map(_read_bytes, (source for _, source in terms)))
-            per_element = read + 2 * _FLOAT32 + written  # sum and term
-            odd = any(source.chunks.strides is not None for _, source in terms)
-        case Gather(_, source) | Cast(_, source):
-            per_element = _read_bytes(source) + written
-            if isinstance(operation, Cast) and source.dtype.itemsize > _FLOAT32:
-                per_element += _FLOAT32  # float64 becomes 16 bits by way of float32
-            odd = source.chunks.strides is not None
-    elements = max(1, budget // per_element)
-    return square_tile(shape, elements) if odd else row_tile(shape, elements)
+    per_element = max(map(_read_bytes, stored_tensors(operation))) + operation.to.itemsize
+    if isinstance(operation, Reduce):
+        per_element += 2 * _FLOAT32  # the sum and a term
+    elif isinstance(operation, Cast) and operation.source.dtype.itemsize > _FLOAT32:
+        per_element += _FLOAT32  # float64 becomes 16 bits by way of float32
+    return tile_of_elements([operation], max(1, budget // per_element))
 
 
-def _read_bytes(source: Source) -> int:
-    """Return what reading an element takes: more, where its neighbours lie elsewhere."""
+def _read_bytes(source: StoredTensor) -> int:
+    """Return how many bytes reading an element takes: more if its neighbours are elsewhere."""
     return source.dtype.itemsize * (SLACK if source.chunks.strides is not None else 1)
 
 
-def fuse_tile(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a tile that depends on the shape only: sums must not depend on the settings."""
+def tile_of_elements(operations: Sequence[Tiled], elements: int) -> tuple[int, ...]:
+    """Return a tile of about so many elements that suits operations of the same shape."""
+    shape = operations[0].target.shape
+    if any(isinstance(operation, Fuse) for operation in operations):
+        return _fuse_tile(shape)
+    sources = chain.from_iterable(map(stored_tensors, operations))
+    # Turned boxes are read well neither along rows nor along columns, but in squares.
+    odd = any(source.chunks.strides is not None for source in sources)
+    return (square_tile if odd else row_tile)(shape, elements)
+
+
+def _fuse_tile(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a tile that depends on the shape only: sums must not depend on the resources."""
     rows, columns = shape[-2:]
     return (*(1 for _ in shape[:-2]), min(rows, _FUSE_ROWS), min(columns, _FUSE_COLUMNS))
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from unshard.containers.chunks import fill_box
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements, raw_dtype, read_exactly
-from unshard.plan.operations import Cast, Fuse, Gather, Reduce, Source, Target, Tiled
+from unshard.plan.operations import Cast, Fuse, Gather, Reduce, StoredTensor, Target, Tiled
 from unshard.plan.pairs import Pair, pair_tiles
 from unshard.plan.work import Tile, Unit
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
@@ -212,14 +212,16 @@ def _rounded(computed: NDArray[np.float32], to: DType) -> Elements:
     return computed.astype(numpy_dtype(to), copy=False)
 
 
-def _weighted(weight: float, source: Source, box: Box, files: OpenFiles) -> NDArray[np.float32]:
+def _weighted(
+    weight: float, source: StoredTensor, box: Box, files: OpenFiles
+) -> NDArray[np.float32]:
     values = _float32(source, box, files)
     if weight != 1:
         values *= np.float32(weight)
     return values
 
 
-def _float32(source: Source, box: Box, files: OpenFiles) -> NDArray[np.float32]:
+def _float32(source: StoredTensor, box: Box, files: OpenFiles) -> NDArray[np.float32]:
     out = np.empty(box.sizes, np.float32)
     _filled(out, box, source.chunks, numpy_dtype(source.dtype), files)
     return out

@@ -38,8 +38,8 @@ def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping
             base = training_names(base, checkpoint.config)
     config = read_adapter_config(checkpoint.location)
     fused = fuse(split, config, options.lora_alpha, base)
-    note = f"{fused.pairs_used} LoRA pairs were fused into the weights"
-    return Noted(fused.tensors, (note, *fused.notes))
+    note = f"{len(split.pairs)} LoRA pairs were fused into the weights"
+    return Noted(fused.value, (note, *fused.notes))
 
 
 def separate_adapter(

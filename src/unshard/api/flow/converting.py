@@ -12,12 +12,12 @@ from unshard.api.flow.sources import Sources
 from unshard.api.options import MergeOptions
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
-from unshard.convert.averaging import averaged
+from unshard.convert.averaging import average_tensors
 from unshard.convert.critics import critic_config, without_trl_wrapper
 from unshard.convert.expected.config_names import expected_by_config
 from unshard.convert.expected.tensors import Expected, check_expected
 from unshard.convert.names import hub_names, names_of_base
-from unshard.convert.outputs import Converted, finish, select, selected
+from unshard.convert.outputs import Converted, finish, select_names, select_tensors
 from unshard.convert.precision import Precision, precision
 from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype
 from unshard.convert.ties import Ties, find_ties, is_head
@@ -98,7 +98,7 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
         for head, embedding in ties.different.items()
     )
     tensors = {name: one for name, one in tensors.items() if name not in ties.equal}
-    whole, tensors = tensors, select(tensors, options.include, options.exclude)
+    whole, tensors = tensors, select_tensors(tensors, options.include, options.exclude)
     rule = _precision(base, config, options)
     if base is not None:
         left_out = [name for name in whole if name not in tensors]
@@ -157,7 +157,7 @@ def _check_base(
     left_out: Sequence[str],
 ) -> list[str]:
     """Compare names and shapes with the base's; the user's choice and tied heads are excused."""
-    kept = selected(base.files, options.include, options.exclude)
+    kept = select_names(base.files, options.include, options.exclude)
     excused = {*left_out, *(base.files.keys() - kept)}
     if config is not None and config.is_tied:
         excused |= {name for name in (*base.files, *tensors) if is_head(name)}
@@ -208,7 +208,7 @@ def expected_names(
         return None
 
     def kept(known: Iterable[str]) -> list[str]:
-        return selected(known, options.include, options.exclude)
+        return select_names(known, options.include, options.exclude)
 
     return expected_by_config(config.fields, names, kept, tied=config.may_be_tied)
 
@@ -236,7 +236,7 @@ def _mean(sources: Sources, outcomes: Sequence[Outcome]) -> Outcome:
         ConversionError: names, shapes or dtypes differ, or tensors that have no mean.
     """
     names = [str(one.location.weights_dir) for one in sources.checkpoints]
-    mean = averaged([one.tensors for one in outcomes], names, sources.weights)
+    mean = average_tensors([one.tensors for one in outcomes], names, sources.weights)
     notes = dict.fromkeys(note for one in outcomes for note in one.notes)
     if any(_is_wide(one) for one in mean.tensors if one.name not in mean.fixed):
         notes["float64 values are averaged in float32, and lose digits"] = None

@@ -65,6 +65,28 @@ def check_expected(
                     hint=f"{expected.advice}; to write the output all the same: --allow-{kind}",
                 )
             )
+    changed, wrong = _other_shapes(tensors, expected)
+    if wrong:
+        what = f"{len(wrong)} tensors have another shape than in {expected.name}"
+        found = ", ".join(wrong[:_SHOWN]) + (" …" if len(wrong) > _SHOWN else "")
+        problems.append(ConversionError(what, found=found, hint=expected.advice))
+    raise_all(ConversionError, f"the tensors do not fit {expected.name}", problems)
+    notes += expected.remarks
+    if changed:
+        listed = ", ".join(changed[:_SHOWN])
+        what = f"{len(changed)} tensors have another vocabulary than {expected.name}: {listed}"
+        notes.append(what)
+    return notes
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names as torch lists them, and how many there are if more."""
+    shown = ", ".join(f'"{name}"' for name in names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown}, … ({len(names)} in all)"
+
+
+def _other_shapes(tensors: Mapping[str, Recipe], expected: Expected) -> tuple[list[str], list[str]]:
+    """Return all shapes that differ, and those that are not just a resized vocabulary."""
     changed = {
         name: f"{name} {list(expected.shapes[name])} -> {list(shape_of(recipe))}"
         for name, recipe in tensors.items()
@@ -75,23 +97,7 @@ def check_expected(
         for name, text in changed.items()
         if not _is_resized(name, shape_of(tensors[name]), expected.shapes[name])
     ]
-    if wrong:
-        what = f"{len(wrong)} tensors have another shape than in {expected.name}"
-        found = ", ".join(wrong[:_SHOWN]) + (" …" if len(wrong) > _SHOWN else "")
-        problems.append(ConversionError(what, found=found, hint=expected.advice))
-    raise_all(ConversionError, f"the tensors do not fit {expected.name}", problems)
-    notes += expected.remarks
-    if changed:
-        listed = ", ".join(list(changed.values())[:_SHOWN])
-        what = f"{len(changed)} tensors have another vocabulary than {expected.name}: {listed}"
-        notes.append(what)
-    return notes
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the first names as torch lists them, and how many there are if more."""
-    shown = ", ".join(f'"{name}"' for name in names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown}, … ({len(names)} in all)"
+    return list(changed.values()), wrong
 
 
 def _is_resized(name: str, found: tuple[int, ...], stated: tuple[int, ...]) -> bool:

@@ -1,13 +1,13 @@
-"""What PEFT's files say of an adapter: names of its tensors, its ranks, what it is put on. Pure."""
+"""What PEFT's files state of an adapter: its tensors, its ranks, what it adapts. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from unshard.convert.lora.fuse import check_saved_modules
-from unshard.convert.lora.names import FRONT, Pair, Split
+from unshard.convert.lora.names import FRONT, LoraPair, Split
 from unshard.convert.lora.scale import check_rank
-from unshard.convert.lora.weights import fits
+from unshard.convert.lora.weights import find_weights
 from unshard.convert.recipes import Recipe, shape_of
 from unshard.errors import ConversionError, raise_all
 from unshard.read.beside.adapter_config import AdapterConfig
@@ -19,12 +19,12 @@ _ATTENTION = ".in_proj_weight"  # of torch's MultiheadAttention, which PEFT adap
 
 @dataclass(frozen=True, slots=True)
 class AdapterShape:
-    """What an adapter is put on, and how large it is.
+    """What an adapter adapts, and its ranks.
 
     Attributes:
         rank: of most pairs.
-        rank_pattern: ranks of the others, by PEFT's pattern of their names.
-        target_modules: modules that have pairs, by the ends of their names, or one pattern.
+        rank_pattern: ranks of the others, by PEFT's patterns of their names.
+        target_modules: modules that have pairs, by the ends of their names, or by one pattern.
         target_parameters: bare parameters that have pairs, likewise.
         modules_to_save: modules that were trained whole.
         fan_in_fan_out: whether the model stores its matrices as (in, out).
@@ -39,14 +39,14 @@ class AdapterShape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _Adapted:
     name: str
     rank: int
     is_parameter: bool
 
 
 def adapter_tensors(split: Split) -> dict[str, Recipe]:
-    """Return the adapter under the names of PEFT's files: all that `adapter_model` holds."""
+    """Return the adapter under the names of PEFT's files: all that `adapter_model` has."""
     named: dict[str, Recipe] = {}
     for path, pair in split.pairs.items():
         middle, end = ("lora_embedding_", "") if pair.is_embedding else ("lora_", ".weight")
@@ -56,10 +56,10 @@ def adapter_tensors(split: Split) -> dict[str, Recipe]:
 
 
 def adapter_shape(split: Split, config: AdapterConfig | None) -> AdapterShape:
-    """Return what an adapter is put on: as it is written down, else as its tensors' names tell.
+    """Return what an adapter adapts: by its config, else by the names of its tensors.
 
     Raises:
-        ConversionError: neither tells; or the adapter's files would not hold all of it.
+        ConversionError: neither shows it; or the adapter's files would not have all of it.
     """
     check_saved_modules(split, config)
     _refuse_biases(split, config)
@@ -92,7 +92,7 @@ def adapter_shape(split: Split, config: AdapterConfig | None) -> AdapterShape:
 
 
 def _refuse_biases(split: Split, config: AdapterConfig | None) -> None:
-    """Refuse biases that were trained with the adapter and lie among the model's own."""
+    """Refuse biases that were trained with the adapter and are among the model's own tensors."""
     bias = "none" if config is None else config.fields.get("bias") or "none"
     if config is not None and bias != "none" and not split.adapter_only:
         raise ConversionError(
@@ -102,30 +102,30 @@ def _refuse_biases(split: Split, config: AdapterConfig | None) -> None:
         )
 
 
-def _targets(split: Split, config: AdapterConfig | None) -> list[_Target]:
-    """Return what each pair is put on.
+def _targets(split: Split, config: AdapterConfig | None) -> list[_Adapted]:
+    """Return what each pair adapts.
 
     Raises:
-        ConversionError: it is not known, or its rank is not the one that is written down.
+        ConversionError: it is not known, or its rank is not that of the config.
     """
-    targets: list[_Target] = []
-    bare: dict[str, Pair] = {}
+    targets: list[_Adapted] = []
+    bare: dict[str, LoraPair] = {}
     for path, pair in split.pairs.items():
         if split.adapter_only and "base_layer" in path.split("."):
             raise ConversionError(
-                f"the LoRA pairs of {pair.module} belong to bare parameters, and which is not "
-                "written anywhere",
+                f"the LoRA pairs of {pair.module} belong to bare parameters, and nothing states "
+                "which",
                 expected="target_parameters in adapter_config.json",
-                hint="put the adapter_config.json of the training run beside the checkpoint",
+                hint="put the adapter_config.json of the training run next to the checkpoint",
             )
         if split.adapter_only or f"{pair.module}.weight" in split.base:
-            targets.append(_Target(pair.module, shape_of(pair.a)[0], is_parameter=False))
+            targets.append(_Adapted(pair.module, shape_of(pair.a)[0], is_parameter=False))
         else:
             bare[path] = pair
-    for fit in fits(bare, split.base, config):
+    for fit in find_weights(bare, split.base, config):
         is_parameter = not fit.weight.endswith(_ATTENTION)
         name = fit.weight if is_parameter else fit.pair.module
-        targets.append(_Target(name, fit.rank, is_parameter))
+        targets.append(_Adapted(name, fit.rank, is_parameter))
     _check_ranks(((target.name, target.rank) for target in targets), config)
     return targets
 
@@ -141,7 +141,7 @@ def _check_ranks(ranks: Iterable[tuple[str, int]], config: AdapterConfig | None)
 
 
 def _modules_to_save(split: Split) -> tuple[str, ...]:
-    """Return the modules that were trained whole; beside pairs there may be biases alone."""
+    """Return the modules that were trained whole; of an adapted one only biases are saved."""
     if split.saved_modules:
         return split.saved_modules
     adapted = {pair.module for pair in split.pairs.values()}
@@ -150,8 +150,8 @@ def _modules_to_save(split: Split) -> tuple[str, ...]:
     return tuple(owner for owner in plain if owner not in adapted)
 
 
-def _is_turned(pair: Pair, split: Split) -> bool:
-    """Tell whether a matrix is stored as (in, out) and can be nothing else."""
+def _is_turned(pair: LoraPair, split: Split) -> bool:
+    """Return whether a matrix is certainly stored as (in, out)."""
     weight = split.base.get(f"{pair.module}.weight")
     if weight is None or pair.is_embedding:
         return False
@@ -160,7 +160,7 @@ def _is_turned(pair: Pair, split: Split) -> bool:
 
 
 def _ends(names: Iterable[str], among: set[str], *, parts: int) -> tuple[str, ...]:
-    """Return the last `parts` of these names, or whole names if others among all end so too."""
+    """Return the last `parts` of these names; whole names if others end in the same way."""
     wanted = sorted(set(names))
     ends = {".".join(name.split(".")[-parts:]) for name in wanted}
     others = among - set(wanted)

@@ -1,17 +1,17 @@
 """Fuse a LoRA adapter into its model: recipes of W + scale * B A, and nothing left over. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from unshard.convert.lora.names import Split
 from unshard.convert.lora.scale import alpha_note, check_rank, known_alpha, scale_of
-from unshard.convert.lora.weights import Fit, fits
-from unshard.convert.recipes import LowRank, Recipe, Stack, cut, shape_of, transposed
+from unshard.convert.lora.weights import AdaptedWeight, find_weights
+from unshard.convert.recipes import LowRank, Recipe, Stack, cut, shape_of, transpose
 from unshard.errors import ConversionError, raise_all
+from unshard.noted import Noted
 from unshard.read.beside.adapter_config import AdapterConfig
 from unshard.tensors.boxes import Box
 
-__all__ = ["Fused", "check_saved_modules", "fuse"]
+__all__ = ["check_saved_modules", "fuse"]
 
 _VARIANTS = {
     "use_dora": "DoRA",
@@ -26,34 +26,19 @@ _VARIANTS = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """A model with its adapter in its weights.
-
-    Attributes:
-        tensors: by the model's own names, in the order of its weights; arithmetic is in float32.
-        notes: what a user should know.
-        pairs_used: how many pairs of the adapter are in them: all.
-    """
-
-    tensors: Mapping[str, Recipe]
-    notes: tuple[str, ...]
-    pairs_used: int
-
-
 def fuse(
     split: Split,
     config: AdapterConfig | None,
     alpha: float | None,
     base: Mapping[str, Recipe] | None,
-) -> Fused:
-    """Return the model's tensors with the adapter fused into them.
+) -> Noted[dict[str, Recipe]]:
+    """Return the model's tensors with the adapter fused into them, in the order of its weights.
 
     Args:
         split: the checkpoint's tensors.
-        config: what is written about the adapter.
-        alpha: the user's, which counts more than what is written.
-        base: the model's weights from elsewhere, by their own names; used if the checkpoint holds
+        config: the adapter's.
+        alpha: the user's, which overrides that of the config.
+        base: the model's weights from elsewhere, by their own names; used if the checkpoint has
             the adapter only.
 
     Raises:
@@ -62,7 +47,7 @@ def fuse(
     """
     _refuse_variants(config)
     weights, notes = _weights(split, config, base)
-    chosen = fits(split.pairs, weights, config)
+    chosen = find_weights(split.pairs, weights, config)
     known = known_alpha(config, alpha)
     tensors, problems = dict(weights), []
     for fit in chosen:
@@ -83,14 +68,14 @@ def fuse(
             found=f"{used}",
         )
     notes += (*alpha_note(config, alpha), *_tied_notes(chosen))
-    return Fused(tensors, notes, used)
+    return Noted(tensors, notes)
 
 
 def check_saved_modules(split: Split, config: AdapterConfig | None) -> None:
-    """Check that an adapter's modules which were trained whole are there.
+    """Check that a checkpoint has the modules that were trained whole.
 
     Raises:
-        ConversionError: they are not; verl's `save_lora_only` leaves them out.
+        ConversionError: it does not; verl's `save_lora_only` leaves them out.
     """
     if config is not None and config.modules_to_save and not split.saved:
         raise ConversionError(
@@ -117,16 +102,16 @@ def _refuse_variants(config: AdapterConfig | None) -> None:
         )
 
 
-def _refuse_attention(fit: Fit) -> None:
-    """Refuse torch's MultiheadAttention: how often its out_proj's update counts is not known.
+def _refuse_attention(fit: AdaptedWeight) -> None:
+    """Refuse torch's MultiheadAttention, because PEFT may have added its out_proj's update twice.
 
-    PEFT up to 0.21 at least adds it twice, in training too (its pull request 3774 mends that); the
-    checkpoint does not say which version trained it.
+    PEFT does so up to 0.21 at least, in training too (its pull request 3774 fixes that); a
+    checkpoint does not record the version that trained it.
     """
     if fit.weight.endswith(".in_proj_weight"):
         raise ConversionError(
-            f"the LoRA pair {fit.pair.path} belongs to a MultiheadAttention, of which PEFT counts "
-            "one update twice, in some versions",
+            f"the LoRA pair {fit.pair.path} belongs to a MultiheadAttention, one of whose updates "
+            "some versions of PEFT add twice",
             hint="merge the adapter into the model with the peft that trained it",
         )
 
@@ -134,7 +119,7 @@ def _refuse_attention(fit: Fit) -> None:
 def _weights(
     split: Split, config: AdapterConfig | None, base: Mapping[str, Recipe] | None
 ) -> tuple[dict[str, Recipe], tuple[str, ...]]:
-    """Return the weights to fuse into, and what to say about them."""
+    """Return the weights to fuse into, and notes about them."""
     if not split.adapter_only:
         ignored = "the checkpoint has the model's own weights: --base is not used"
         return dict(split.base), (() if base is None else (ignored,))
@@ -152,37 +137,37 @@ def _weights(
             "it does not fit the model given as --base",
             hint="save the whole model, or convert the adapter to plain LoRA with peft",
         )
-    replaced = f"{len(split.base)} tensors of the checkpoint take the place of the base's"
+    replaced = f"{len(split.base)} tensors of the checkpoint replace the base's"
     return {**base, **split.base}, ((replaced,) if split.base else ())
 
 
-def _updated(weight: Recipe, fit: Fit, scale: float) -> LowRank:
-    """Return weight + scale * (b @ a), its matrices cut and turned as the weight is stored."""
+def _updated(weight: Recipe, fit: AdaptedWeight, scale: float) -> LowRank:
+    """Return weight + scale * (b @ a), with a and b cut and turned as the weight is stored."""
     a, b = fit.pair.a, fit.pair.b
     if fit.is_stacked:
         a, b = _of_experts(a, b, fit.experts)
     if fit.is_turned:
-        a, b = transposed(b), transposed(a)
+        a, b = transpose(b), transpose(a)
     return LowRank(weight, a, b, scale)
 
 
 def _of_experts(a: Recipe, b: Recipe, experts: int) -> tuple[Recipe, Recipe]:
     """Return a and b of all experts: (experts, rank, in) and (experts, out, rank).
 
-    In A, the rows of one expert are neighbours; in B, the columns of one rank are, an expert each.
+    In A, the rows of an expert are neighbours; in B, the columns of a rank are, one per expert.
     """
     (rows, inputs), outputs = shape_of(a), shape_of(b)[0]
     rank = rows // experts
     of_a = [cut(a, Box((at * rank, 0), (rank, inputs))) for at in range(experts)]
     of_b = [cut(b, Box((0, at * experts), (outputs, experts))) for at in range(rank)]
-    return Stack(0, tuple(of_a)), Stack(2, tuple(transposed(part) for part in of_b))
+    return Stack(0, tuple(of_a)), Stack(2, tuple(transpose(part) for part in of_b))
 
 
-def _tied_notes(chosen: list[Fit]) -> tuple[str, ...]:
-    """Warn of embeddings: output weights that the model ties to them did not get the update."""
+def _tied_notes(chosen: list[AdaptedWeight]) -> tuple[str, ...]:
+    """Return a note for each embedding: output weights that are tied to it lack the update."""
     return tuple(
-        f"{fit.weight} has its adapter fused; output weights that were tied to it have not: if the "
-        "model ties them (tie_word_embeddings), they must be written beside it"
+        f"{fit.weight} has its adapter fused; output weights that were tied to it do not: if the "
+        "model ties them (tie_word_embeddings), they must be written as a tensor of their own"
         for fit in chosen
         if fit.pair.is_embedding
     )

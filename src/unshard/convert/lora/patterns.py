@@ -1,11 +1,11 @@
 """Patterns of module names from adapter_config.json, matched in bounded time.
 
 PEFT gives them to Python's `re`, which takes hours for `q*q*q*q*x` and a long name. Here the ways
-to match are not tried one by one: a part of a pattern takes the set of all positions where it may
-begin to the set of those where it may end. A set is an integer, bit p for position p, so every part
-is a few operations on integers as long as the name.
+to match are not tried one by one: a part of a pattern maps the set of all positions where it may
+begin to the set of those where it may end. A set is an integer with bit p for position p, so a part
+costs a few operations on integers as long as the name.
 
-Known are characters, classes, groups, alternatives, `^`, `$`, `?`, and `*`, `+`, `{m,n}` behind a
+Characters, classes, groups, alternatives, `^`, `$`, `?` are known, and `*`, `+`, `{m,n}` after a
 single character; other patterns are refused. Source: peft.utils.other.get_pattern_key (0.21).
 """
 
@@ -28,7 +28,7 @@ _OPERATION = re.compile(r"--|&&|~~|\|\|")
 _TIMES = re.compile(r"(?:([*+?])|\{([0-9]{1,3})\}|\{([0-9]{0,3}),([0-9]{0,3})\})\??")
 
 _Part = Callable[["_Name", int], int]
-"""Takes the positions of a name where it may begin, returns those where it may end."""
+"""Maps the positions of a name where it may begin to those where it may end."""
 
 
 def ends_like(pattern: str, name: str) -> bool:
@@ -42,7 +42,7 @@ def ends_like(pattern: str, name: str) -> bool:
 
 
 class _Name:
-    """A module's name: where its characters stand, where a match may begin and end."""
+    """A module's name: where each character is, and where a match may begin and end."""
 
     def __init__(self, name: str) -> None:
         self.places: dict[str, int] = {}
@@ -87,11 +87,11 @@ def _parsed(pattern: str) -> _Part:
 
 
 class _UnknownError(ValueError):
-    """A pattern has something that is not known here, or is malformed."""
+    """A pattern is malformed or has something that is not known here."""
 
 
 class _Parser:
-    """Reads a pattern from its start on."""
+    """Reads a pattern from left to right."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern[: _LONG + 1]
@@ -142,7 +142,7 @@ class _Parser:
         return part if times == (1, 1) else partial(_optional, part)
 
     def _times(self) -> tuple[int, int | None]:
-        """Read how often the item before may stand: at least, and at most."""
+        """Read how often the item before may occur: at least, and at most."""
         match = self._match(_TIMES)
         if match is None:
             return 1, 1
@@ -191,7 +191,7 @@ def _at_end(name: _Name, begin: int) -> int:
 
 
 def _times(one: str, least: int, most: int | None, name: _Name, begin: int) -> int:
-    """Go over a character, again and again. Without a limit, an addition carries through a run."""
+    """Match a character repeatedly. Without a limit, an addition carries through a whole run."""
     where = name.where(one)
     for _ in range(least):
         begin = (begin & where) << 1

@@ -1,7 +1,7 @@
-"""How strongly an adapter counts: its alpha and rank, never guessed.
+"""The scale of an adapter's updates: its alpha and rank, never guessed.
 
-PEFT's rule: a pair's update counts alpha / rank, or alpha / sqrt(rank) with rslora; both numbers
-may differ by module, by patterns that are matched against the end of its name.
+PEFT's rule: a pair's update is scaled by alpha / rank, or by alpha / sqrt(rank) with rslora. Both
+numbers may differ by module: patterns are matched against the end of its name.
 Source: LoraModel._create_and_replace and peft.utils.other.get_pattern_key (0.21).
 """
 
@@ -21,11 +21,11 @@ _MANY = 10_000
 
 
 def known_alpha(config: AdapterConfig | None, alpha: float | None) -> float:
-    """Return the adapter's alpha: the user's, else the one that is written down.
+    """Return the adapter's alpha: the user's, else that of its config.
 
     Raises:
         UsageError: the user's is not a positive number.
-        ConversionError: none is known.
+        ConversionError: neither is known.
     """
     if alpha is not None:
         if not math.isfinite(alpha) or alpha <= 0:
@@ -39,7 +39,7 @@ def known_alpha(config: AdapterConfig | None, alpha: float | None) -> float:
         stated = config.fields.get("lora_alpha")
         found = f"{config.source} says {'nothing' if stated is None else stated}"
     raise ConversionError(
-        "the LoRA adapter's alpha is not known, and its updates count alpha / rank",
+        "the LoRA adapter's alpha is not known, and its updates are scaled by alpha / rank",
         expected="a positive lora_alpha",
         found=found,
         hint="give the one that the adapter was trained with: --lora-alpha N",
@@ -47,10 +47,10 @@ def known_alpha(config: AdapterConfig | None, alpha: float | None) -> float:
 
 
 def alpha_note(config: AdapterConfig | None, alpha: float | None) -> tuple[str, ...]:
-    """Say so where the user's alpha is not the one that is written down."""
+    """Return a note if the user's alpha differs from that of the config."""
     if alpha is None or config is None or config.alpha in {None, alpha}:
         return ()
-    return (f"--lora-alpha {alpha:g} takes the place of {config.alpha:g} in {config.source}",)
+    return (f"--lora-alpha {alpha:g} replaces {config.alpha:g} in {config.source}",)
 
 
 def scale_of(name: str, rank: int, config: AdapterConfig | None, alpha: float) -> float:
@@ -59,11 +59,11 @@ def scale_of(name: str, rank: int, config: AdapterConfig | None, alpha: float) -
     Args:
         name: the adapted module; of a bare parameter, the parameter.
         rank: the pair's.
-        config: what is written about the adapter.
-        alpha: of modules that no pattern names.
+        config: the adapter's.
+        alpha: of modules that no pattern matches.
 
     Raises:
-        ConversionError: a pattern is not one that is safe to match, or an alpha in it is 0.
+        ConversionError: a pattern is not safe to match, or its alpha is 0.
     """
     if config is None:
         return alpha / rank
@@ -75,10 +75,10 @@ def scale_of(name: str, rank: int, config: AdapterConfig | None, alpha: float) -
 
 
 def check_rank(name: str, rank: int, config: AdapterConfig | None) -> None:
-    """Check a pair's rank against what is written.
+    """Check that a pair has the rank that the config states.
 
     Raises:
-        ConversionError: they differ.
+        ConversionError: it does not.
     """
     if config is None:
         return
@@ -86,10 +86,10 @@ def check_rank(name: str, rank: int, config: AdapterConfig | None) -> None:
     stated = config.rank if stated is None else stated
     if stated is not None and stated != rank:
         raise ConversionError(
-            f"the LoRA pair of {name} has another rank than {config.source} says",
+            f"the LoRA pair of {name} does not have the rank that {config.source} states",
             expected=f"rank {stated}",
             found=f"rank {rank}",
-            hint="the file belongs to another run, or the tensors do",
+            hint="the file or the tensors belong to another run",
         )
 
 

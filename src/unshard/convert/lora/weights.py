@@ -1,8 +1,8 @@
 """Find the weight that each pair of a LoRA adapter updates, by module and by shape.
 
-A Linear's weight is (out, in), as the update b @ a is. GPT-2's Conv1D stores (in, out), an
-embedding (count, width): there the update is turned. Of experts held in one parameter the weight is
-(experts, out, in), or (experts, in, out) in models such as gpt-oss; each expert has its own ranks.
+A Linear's weight is (out, in), like the update b @ a. GPT-2's Conv1D stores (in, out), an embedding
+(count, width): their updates are turned. The weight of experts in one parameter is (experts, out,
+in), or (experts, in, out) in models such as gpt-oss; each expert has its own ranks.
 Source: Linear, Embedding and ParamWrapper in peft/tuners/lora/layer.py (0.21).
 """
 
@@ -10,29 +10,29 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from unshard.convert.lora.names import Pair
+from unshard.convert.lora.names import LoraPair
 from unshard.convert.recipes import Recipe, dtype_of, shape_of
 from unshard.errors import ConversionError, raise_all
 from unshard.read.beside.adapter_config import AdapterConfig
 
-__all__ = ["Fit", "fits"]
+__all__ = ["AdaptedWeight", "find_weights"]
 
 _MOST_PAIRS, _MOST_WEIGHTS = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class AdaptedWeight:
     """A pair and its weight.
 
     Attributes:
         pair: the pair.
         weight: name of the weight.
-        experts: how many the weight holds; 1 for a matrix.
+        experts: how many the weight has; 1 for a matrix.
         is_stacked: whether the weight is (experts, …).
         is_turned: whether the weight is stored as (in, out).
     """
 
-    pair: Pair
+    pair: LoraPair
     weight: str
     experts: int
     is_stacked: bool
@@ -44,31 +44,31 @@ class Fit:
         return shape_of(self.pair.a)[0] // self.experts
 
     def target(self, config: AdapterConfig | None) -> str:
-        """Return what PEFT's patterns are matched against: the module, or a bare parameter."""
+        """Return the name that PEFT matches its patterns against: a module or bare parameter."""
         bare = () if config is None else config.target_parameters
         is_bare = any(f".{self.weight}".endswith(f".{name}") for name in bare)
         return self.weight if is_bare else self.pair.module
 
 
-def fits(
-    pairs: Mapping[str, Pair], weights: Mapping[str, Recipe], config: AdapterConfig | None
-) -> list[Fit]:
+def find_weights(
+    pairs: Mapping[str, LoraPair], weights: Mapping[str, Recipe], config: AdapterConfig | None
+) -> list[AdaptedWeight]:
     """Return each pair with its weight, in the order of the pairs.
 
     Raises:
         ConversionError: a pair's weight is missing, has another shape, is quantised, or could be
-            several, or could be turned or not.
+            one of several, or could be turned or not.
     """
     problems: list[ConversionError] = []
-    found: dict[str, list[Fit]] = {}
+    found: dict[str, list[AdaptedWeight]] = {}
     for group, candidates in _groups(pairs, weights):
         try:
             found |= _choices(group, candidates, weights)
         except ConversionError as error:
             problems.append(error)
-    raise_all(ConversionError, f"of {len(pairs)} LoRA pairs not all have a weight", problems)
+    raise_all(ConversionError, f"not all of {len(pairs)} LoRA pairs have a weight", problems)
     usual = _usual_turn(found.values(), config)
-    chosen: list[Fit] = []
+    chosen: list[AdaptedWeight] = []
     for path in pairs:
         try:
             chosen.append(_only(found[path], usually_turned=usual))
@@ -79,10 +79,10 @@ def fits(
 
 
 def _groups(
-    pairs: Mapping[str, Pair], weights: Mapping[str, Recipe]
-) -> Iterator[tuple[list[Pair], list[str]]]:
-    """Yield the pairs of each module, with the names of the weights that they may belong to."""
-    of_module: dict[str, list[Pair]] = {}
+    pairs: Mapping[str, LoraPair], weights: Mapping[str, Recipe]
+) -> Iterator[tuple[list[LoraPair], list[str]]]:
+    """Yield the pairs of each module, with the names of the weights that they may update."""
+    of_module: dict[str, list[LoraPair]] = {}
     for pair in pairs.values():
         of_module.setdefault(pair.module, []).append(pair)
     inside: dict[str, list[str]] = {}
@@ -97,18 +97,18 @@ def _groups(
 
 
 def _choices(
-    group: Sequence[Pair], candidates: Sequence[str], weights: Mapping[str, Recipe]
-) -> dict[str, list[Fit]]:
-    """Return all ways in which the pairs of one module fit its weights; every weight once.
+    group: Sequence[LoraPair], candidates: Sequence[str], weights: Mapping[str, Recipe]
+) -> dict[str, list[AdaptedWeight]]:
+    """Return all ways to assign a module's pairs to its weights, each weight at most once.
 
-    The weights of one module are all stored turned, or none is.
+    Either all weights of a module are stored turned, or none is.
     """
     module = group[0].module
     if not candidates:
         raise ConversionError(
             f"the weight of the LoRA pair {module} is missing",
             expected=f"{module}.weight",
-            found="no weight of this module",
+            found="no weight in this module",
             hint="the names of the adapter and of the model must agree",
         )
     _refuse_odd(group, candidates, weights)
@@ -129,13 +129,13 @@ def _choices(
 
 
 def _fitted(
-    group: Sequence[Pair],
+    group: Sequence[LoraPair],
     names: Sequence[str],
     weights: Mapping[str, Recipe],
     *,
     is_turned: bool,
-) -> list[Fit] | None:
-    """Return these pairs with these weights, or None if their shapes do not fit."""
+) -> list[AdaptedWeight] | None:
+    """Return the pairs with these weights, or None if shapes do not fit."""
     result = []
     for pair, name in zip(group, names, strict=True):
         (ranks, inputs), (outputs, _) = shape_of(pair.a), shape_of(pair.b)
@@ -146,15 +146,17 @@ def _fitted(
             return None
         if pair.is_embedding and (stack or not is_turned):
             return None
-        result.append(Fit(pair, name, experts, bool(stack), is_turned))
+        result.append(AdaptedWeight(pair, name, experts, bool(stack), is_turned))
     return result
 
 
-def _usual_turn(found: Iterable[Sequence[Fit]], config: AdapterConfig | None) -> bool | None:
-    """Tell whether this model stores its matrices turned; None if some of them.
+def _usual_turn(
+    found: Iterable[Sequence[AdaptedWeight]], config: AdapterConfig | None
+) -> bool | None:
+    """Return whether this model stores its matrices turned; None if only some of them.
 
-    A square matrix does not tell; those that are not square do, then fan_in_fan_out. That comes
-    second, because PEFT changes it from layer to layer and saves the last.
+    Matrices that are not square decide it, and only then fan_in_fan_out, because PEFT changes that
+    from layer to layer and saves the last value.
     """
     turns = {
         ways[0].is_turned
@@ -170,8 +172,8 @@ def _usual_turn(found: Iterable[Sequence[Fit]], config: AdapterConfig | None) ->
     return bool(config is not None and config.fan_in_fan_out)
 
 
-def _only(ways: Sequence[Fit], *, usually_turned: bool | None) -> Fit:
-    """Return the one way that is left."""
+def _only(ways: Sequence[AdaptedWeight], *, usually_turned: bool | None) -> AdaptedWeight:
+    """Return the one way in which a pair fits; of a square matrix the usual one."""
     left = {(way.weight, way.is_turned): way for way in ways}
     one = ways[0]
     if not one.is_stacked and len({weight for weight, _ in left}) == 1 and len(left) > 1:
@@ -189,9 +191,9 @@ def _only(ways: Sequence[Fit], *, usually_turned: bool | None) -> Fit:
 
 
 def _refuse_odd(
-    group: Sequence[Pair], candidates: Sequence[str], weights: Mapping[str, Recipe]
+    group: Sequence[LoraPair], candidates: Sequence[str], weights: Mapping[str, Recipe]
 ) -> None:
-    """Refuse what is no LoRA of matrices of floating point numbers."""
+    """Refuse what is not LoRA of matrices of floating point numbers."""
     for pair in group:
         for recipe in (pair.a, pair.b):
             if len(shape_of(recipe)) != 2 or not dtype_of(recipe).castable:
@@ -204,7 +206,7 @@ def _refuse_odd(
         ranks, of_b = shape_of(pair.a)[0], shape_of(pair.b)[1]
         if ranks != of_b or ranks == 0:
             raise ConversionError(
-                f"the matrices of the LoRA pair {pair.path} do not fit one another",
+                f"the matrices of the LoRA pair {pair.path} do not fit each other",
                 expected="A (rank, in) and B (out, rank)",
                 found=f"A {list(shape_of(pair.a))}, B {list(shape_of(pair.b))}",
             )
@@ -214,9 +216,9 @@ def _refuse_odd(
 
 
 def _misfit(
-    group: Sequence[Pair], candidates: Sequence[str], weights: Mapping[str, Recipe]
+    group: Sequence[LoraPair], candidates: Sequence[str], weights: Mapping[str, Recipe]
 ) -> ConversionError:
-    """Return what is wrong with shapes; bitsandbytes packs weights of 4 bits as (n, 1)."""
+    """Return the error for shapes that do not fit; bitsandbytes packs 4-bit weights as (n, 1)."""
     for name in candidates:
         packed = shape_of(weights[name])[-1] == 1
         if packed or any(other.startswith(f"{name}.") for other in weights):
