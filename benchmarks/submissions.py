@@ -21,7 +21,7 @@ from statistics import median
 
 from trainer_step import free_port, server
 
-from unshard.evaluate.client.lmms import EvalClient
+from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Pin, pin_checkpoint
 from unshard.evaluate.server.store.store import Store

@@ -142,7 +142,7 @@ def _wait_for(process: "subprocess.Popen[bytes]", port: int) -> None:
 
 def _cancel_all(url: str) -> None:
     """End the evaluators that sleep."""
-    from unshard.evaluate.client.lmms import EvalClient
+    from unshard.evaluate.client.v1 import EvalClient
 
     with EvalClient(url) as client:
         jobs = [job for job in client.jobs() if job["completed_at"] is None]

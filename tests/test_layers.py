@@ -1,6 +1,7 @@
 """The rules of the house that a parser can check: who imports whom, and how long things may be."""
 
 import ast
+import builtins
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -171,6 +172,62 @@ def test_the_server_and_the_trainers_side_do_not_import_each_other() -> None:
         return set()
 
     assert offences(MODULES, across) == {}
+
+
+def test_no_module_imports_a_private_name_of_another() -> None:
+    def private(path: Path) -> set[str]:
+        froms = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom))
+        names = {alias.name for one in froms if is_ours(one.module or "") for alias in one.names}
+        return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+    assert offences(MODULES, private) == {}
+
+
+def bases(path: Path) -> dict[str, list[str]]:
+    """Return the full names of the bases of each class in a module, by its own full name."""
+    tree, places = tree_of(path), dict[str, str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            places |= {alias.asname or alias.name: node.module or "" for alias in node.names}
+        elif isinstance(node, ast.ClassDef):
+            places[node.name] = f"unshard.{dotted(path)}"
+    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return {
+        f"unshard.{dotted(path)}.{one.name}": [
+            f"{places.get(name, 'builtins')}.{name}"
+            for name in (ast.unparse(base).split("[")[0] for base in one.bases)
+        ]
+        for one in classes
+    }
+
+
+# A class of one of these kinds may have a base of that kind that is ours.
+KINDS = {"typing.Protocol", "typing.TypedDict"}
+# Users of lmms-engine have subclasses of this one.
+PROMISED = {"unshard.merger.fsdp2.CheckpointMerger"}
+# These are about to go.
+LEFT = {
+    "unshard.evaluate.server.http.v1_views.JobPage",
+    "unshard.evaluate.server.http.v1_views.ResultPage",
+}
+
+
+def test_no_class_inherits_from_another_of_ours_but_errors_and_types() -> None:
+    known = {name: of for path in MODULES for name, of in bases(path).items()}
+    assert "unshard.errors.UsageError" in known
+
+    def may_be_base(name: str) -> bool:
+        kind, _, plain = name.rpartition(".")
+        is_error = kind == "builtins" and issubclass(getattr(builtins, plain), BaseException)
+        return is_error or name in KINDS or any(may_be_base(one) for one in known.get(name, ()))
+
+    heirs = {
+        name
+        for name, of in known.items()
+        for base in of
+        if base in known and base not in PROMISED and not may_be_base(base)
+    }
+    assert heirs <= LEFT
 
 
 def test_a_function_has_at_most_40_lines() -> None:

@@ -26,8 +26,8 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 
 from evaluation.running import child_environment
-from unshard.evaluate.client.lmms import EvalClient
-from unshard.evaluate.pins.files import fingerprint, stamps_of
+from unshard.evaluate.client.v1 import EvalClient
+from unshard.evaluate.pins.files import fingerprint, read_stamps
 from unshard.evaluate.server.config.profiles import ServerConfig
 from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.http import app as application
@@ -381,7 +381,7 @@ def _add_v1(app: FastAPI, stub: Stub) -> None:  # noqa: C901  (a list of endpoin
         key = {**body, "checkpoint": None, "pin": None}
         view = {"id": job_id, "status": "queued", "metrics": {}, "error": None, "request": key}
         view |= {"tasks": body.get("tasks"), "profile": body.get("profile")}
-        view["fingerprint"] = fingerprint(stamps_of(Path(body.get("pin") or body["checkpoint"])))
+        view["fingerprint"] = fingerprint(read_stamps(Path(body.get("pin") or body["checkpoint"])))
         stub.jobs[job_id] = {**view, "step": body.get("step"), **(stub.finishes(body) or {})}
         return JSONResponse(stub.jobs[job_id], status_code=201)
 

@@ -15,8 +15,8 @@ import pytest
 import unshard.evaluate
 from evaluation.servers import Stub, free_port, scores, serving
 from unshard.errors import UsageError
-from unshard.evaluate.client.lmms import AsyncEvalClient, EvalClient
-from unshard.evaluate.client.v1 import RefusedError, ServerAwayError
+from unshard.evaluate.client.lmms import AsyncEvalClient, LmmsClient
+from unshard.evaluate.client.v1 import EvalClient, RefusedError, ServerAwayError
 
 
 @pytest.fixture
@@ -25,8 +25,13 @@ def server() -> Iterator[Stub]:
         yield stub
 
 
-def test_it_speaks_lmms_evals_protocol(server: Stub) -> None:
-    with EvalClient(server.url + "/") as client:
+BOTH = pytest.mark.parametrize("kind", [EvalClient, LmmsClient])
+Kind = type[EvalClient | LmmsClient]
+
+
+@BOTH
+def test_it_speaks_lmms_evals_protocol(server: Stub, kind: Kind) -> None:
+    with kind(server.url + "/") as client:
         assert client.health()["status"] == "healthy"
         assert client.is_healthy()
         assert client.list_tasks() == ["mmmu_val"]
@@ -47,8 +52,9 @@ def test_it_speaks_lmms_evals_protocol(server: Stub) -> None:
         assert client.merge_checkpoint("/c", "/o")["merged_path"] == "/o"
 
 
-def test_its_lmms_methods_raise_what_the_original_raises(server: Stub) -> None:
-    client = EvalClient(server.url)
+@BOTH
+def test_its_lmms_methods_raise_what_the_original_raises(server: Stub, kind: Kind) -> None:
+    client = kind(server.url)
     with pytest.raises(httpx.HTTPStatusError):
         client.get_job("unknown")
     server.jobs["bad"] = {"status": "failed", "error": "out of memory"}
@@ -58,7 +64,7 @@ def test_its_lmms_methods_raise_what_the_original_raises(server: Stub) -> None:
     with pytest.raises(TimeoutError, match="slow"):
         client.wait_for_job("slow", poll_interval=0.01, timeout=0.02)
     client.close()
-    away = EvalClient(f"http://127.0.0.1:{free_port()}")
+    away = kind(f"http://127.0.0.1:{free_port()}")
     assert not away.is_healthy()
     with pytest.raises(httpx.ConnectError):
         away.health()
@@ -100,7 +106,7 @@ def test_it_has_what_lmms_evals_client_has() -> None:
     told = subprocess.run([python, "-c", SIGNATURES], capture_output=True, text=True, check=True)
     theirs = json.loads(told.stdout.splitlines()[-1])
     assert len(theirs) > 10
-    kinds = {"EvalClient": EvalClient, "AsyncEvalClient": AsyncEvalClient}
+    kinds = {"EvalClient": LmmsClient, "AsyncEvalClient": AsyncEvalClient}
     for kind, name, parameters in theirs:
         mine = inspect.signature(getattr(kinds[kind], name)).parameters
         defaults = {one.name: repr(one.default) for one in mine.values()}

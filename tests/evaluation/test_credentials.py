@@ -9,7 +9,8 @@ import pytest
 
 from evaluation.servers import Stub, free_port, serving
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.client.lmms import AsyncEvalClient, EvalClient
+from unshard.evaluate.client.lmms import AsyncEvalClient, LmmsClient
+from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.credentials import read_token, split_url, without_password
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.trainer.config import EvalConfig
@@ -58,9 +59,9 @@ def test_a_file_without_a_token_is_refused_and_not_shown(tmp_path: Path, text: s
 
 
 @pytest.mark.parametrize("text", [text for text in BAD if text.strip()])
-@pytest.mark.parametrize("kind", [EvalClient, AsyncEvalClient])
+@pytest.mark.parametrize("kind", [EvalClient, LmmsClient, AsyncEvalClient])
 def test_a_client_refuses_what_cannot_be_a_header_without_showing_it(
-    kind: type[EvalClient | AsyncEvalClient], text: str
+    kind: type[EvalClient | LmmsClient | AsyncEvalClient], text: str
 ) -> None:
     with pytest.raises(UsageError, match="not a token") as caught:
         kind("http://127.0.0.1:9", token=text)

@@ -30,9 +30,9 @@ from evaluation.running import child_environment
 from evaluation.servers import free_port
 from evaluation.wandb_file import definitions, history
 from unshard.errors import UnshardError
-from unshard.evaluate.client.lmms import EvalClient
+from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.jobs import Filters, Job, Phase, Status
-from unshard.evaluate.pins.pin import pins_of
+from unshard.evaluate.pins.pin import list_pins
 from unshard.evaluate.server.processes.supervise import read_exit
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.trainer.spool import Spool
@@ -234,7 +234,7 @@ def kill_and_train_on(place: Place) -> None:
     spool = Spool(place.run)
     wait_until(lambda: any(one.fields["step"] == 12 for one in spool.waiting()), place, "a spool")
     assert [path.name for path in place.run.glob("checkpoint-*")] == ["checkpoint-12"]
-    assert [pin.step for pin in pins_of(place.run)] == [4, 8, 12]
+    assert [pin.step for pin in list_pins(place.run)] == [4, 8, 12]
     directory = Path(second.directory)
     wait_until(lambda: read_exit(directory) is not None, place, "an evaluator without a server")
 
@@ -247,7 +247,7 @@ def check_end(place: Place) -> None:
     )
     assert {step: job.attempts for step, job in jobs.items()} == {4: 2, 8: 1, 12: 1}
     assert [path.name for path in place.run.glob("checkpoint-*")] == ["checkpoint-12"]
-    assert pins_of(place.run) == []
+    assert list_pins(place.run) == []
     spool = Spool(place.run)
     assert [*spool.waiting(), *spool.pending(), *spool.arrived()] == []
     assert list((place.root / "work" / "merged").iterdir()) == []

@@ -164,9 +164,9 @@ def test_waiting_goes_on_while_the_server_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from unshard.cli.evaluate import wait as evaluate_wait
-    from unshard.evaluate.client.v1 import ServerAwayError, V1Client
+    from unshard.evaluate.client.v1 import EvalClient, ServerAwayError
 
-    def job(client: V1Client, job_id: str) -> dict[str, object]:
+    def job(client: EvalClient, job_id: str) -> dict[str, object]:
         del client
         answer = answers.pop(0)
         if answer is None:
@@ -176,8 +176,8 @@ def test_waiting_goes_on_while_the_server_is_away(
     waiting: Fields = {"completed_at": None, "status": "queued"}
     done: Fields = {"completed_at": 1.0, "status": "completed", "step": 1, "error": None}
     answers: list[Fields | None] = [waiting, None, None, done]
-    monkeypatch.setattr(V1Client, "job", job)
-    monkeypatch.setattr(V1Client, "submit", lambda *_, **__: {"id": "x"})
+    monkeypatch.setattr(EvalClient, "job", job)
+    monkeypatch.setattr(EvalClient, "submit", lambda *_, **__: {"id": "x"})
     monkeypatch.setattr(evaluate_wait, "_LOOK_S", 0.0)
     assert ended("submit", str(tmp_path), "--tasks=t", "--wait", "--json") == 0
     said = capsys.readouterr()
@@ -188,16 +188,16 @@ def test_waiting_goes_on_while_the_server_is_away(
 def test_a_superseded_job_is_listed_like_others_and_who_waits_for_it_gets_the_newer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.evaluate.client.v1 import V1Client
+    from unshard.evaluate.client.v1 import EvalClient
 
     job: Fields = {"step": 5, "run": "run", "weights": "model", "profile": "script"}
     job |= {"completed_at": 1.0, "tasks": ["score"], "metrics": {}}
     first = job | {"id": "1", "status": "superseded", "error": "saved again since: see job 2"}
     first |= {"superseded_by": "2"}
     second = job | {"id": "2", "status": "completed", "error": None}
-    monkeypatch.setattr(V1Client, "submit", lambda *_, **__: first)
-    monkeypatch.setattr(V1Client, "job", lambda _, job_id: {"1": first, "2": second}[job_id])
-    monkeypatch.setattr(V1Client, "jobs", lambda *_, **__: [first, second])
+    monkeypatch.setattr(EvalClient, "submit", lambda *_, **__: first)
+    monkeypatch.setattr(EvalClient, "job", lambda _, job_id: {"1": first, "2": second}[job_id])
+    monkeypatch.setattr(EvalClient, "jobs", lambda *_, **__: [first, second])
     assert ended("submit", str(tmp_path), "--tasks=score", "--wait") == 0
     said = capsys.readouterr()
     assert "waiting for job 2" in said.err
@@ -213,7 +213,7 @@ def test_who_waits_is_told_what_a_job_does_and_why_it_is_tried_again(
 ) -> None:
     """Two jobs are followed at once; the first is queued again, the second fails."""
     from unshard.cli.evaluate import wait as evaluate_wait
-    from unshard.evaluate.client.v1 import V1Client
+    from unshard.evaluate.client.v1 import EvalClient
 
     same: Fields = {"run": "r", "step": 1, "weights": "model", "profile": "p", "tasks": ["t"]}
     same |= {"metrics": {}, "completed_at": None, "position": None, "phase": None, "error": None}
@@ -228,8 +228,8 @@ def test_who_waits_is_told_what_a_job_does_and_why_it_is_tried_again(
         "0123456789abcdef": [merging, done | {"status": "failed", "error": "no config.json"}],
     }
     ids = iter(answers)
-    monkeypatch.setattr(V1Client, "submit", lambda *_, **__: {"id": next(ids)})
-    monkeypatch.setattr(V1Client, "job", lambda _, one: {"id": one, **answers[one].pop(0)})
+    monkeypatch.setattr(EvalClient, "submit", lambda *_, **__: {"id": next(ids)})
+    monkeypatch.setattr(EvalClient, "job", lambda _, one: {"id": one, **answers[one].pop(0)})
     monkeypatch.setattr(evaluate_wait, "_LOOK_S", 0.0)
     assert ended("submit", str(tmp_path), "--tasks=t", "--weights=model,ema", "--wait") == 1
     said = capsys.readouterr()
@@ -261,7 +261,7 @@ def test_who_waits_is_told_what_a_job_does_and_why_it_is_tried_again(
 def test_times_are_local_and_columns_are_aligned(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.evaluate.client.v1 import V1Client
+    from unshard.evaluate.client.v1 import EvalClient
 
     monkeypatch.setenv("TZ", "Etc/GMT-3")
     time.tzset()
@@ -270,7 +270,7 @@ def test_times_are_local_and_columns_are_aligned(
          "value": value, "job_id": "0123456789abcdef", "completed_at": 0.0}
         for run, step, value in (("a", 5, 0.25), ("longer", None, 12.5), ("a", 1000, 3.0))
     ]  # fmt: skip
-    monkeypatch.setattr(V1Client, "results", lambda *_, **__: found)
+    monkeypatch.setattr(EvalClient, "results", lambda *_, **__: found)
     assert ended("results") == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[1] for row in rows] == ["5", "-", "1000"]
@@ -286,10 +286,10 @@ def test_times_are_local_and_columns_are_aligned(
 def test_where_there_are_no_jobs_it_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.evaluate.client.v1 import V1Client
+    from unshard.evaluate.client.v1 import EvalClient
 
     for name in ("jobs", "results"):
-        monkeypatch.setattr(V1Client, name, lambda *_, **__: [])
+        monkeypatch.setattr(EvalClient, name, lambda *_, **__: [])
     said = {}
     for command in ("status", "results", "status --run=x", "status --json", "results --csv"):
         assert ended(*command.split()) == 0
@@ -327,15 +327,15 @@ def test_nothing_that_others_wrote_controls_the_terminal() -> None:
 def test_reasons_of_a_server_do_not_control_the_terminal_on_stderr_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.evaluate.client.v1 import V1Client
-    from unshard.evaluate.trainer.watcher import Answer, Watching
+    from unshard.evaluate.client.v1 import EvalClient
+    from unshard.evaluate.trainer.watcher import Decision, Watching
 
-    monkeypatch.setattr(V1Client, "problems", lambda _: [f"a{EVIL}"])
-    monkeypatch.setattr(V1Client, "jobs", lambda *_, **__: [])
+    monkeypatch.setattr(EvalClient, "problems", lambda _: [f"a{EVIL}"])
+    monkeypatch.setattr(EvalClient, "jobs", lambda *_, **__: [])
     assert ended("status") == 0
     assert f"accepts no jobs now: a{SHOWN}\n" in capsys.readouterr().err
-    answers = [Answer(1, ("model",), f"b{EVIL}")]
-    monkeypatch.setattr(Watching, "answers", lambda _: [answers.pop()] if answers else [])
+    answers = [Decision(1, ("model",), f"b{EVIL}")]
+    monkeypatch.setattr(Watching, "decisions", lambda _: [answers.pop()] if answers else [])
     assert ended("watch", str(tmp_path), "--tasks=t", "--once", "--interval=0.05") == 0
     assert f"step 1: refused (model): b{SHOWN}\n" in capsys.readouterr().err
 
@@ -343,15 +343,15 @@ def test_reasons_of_a_server_do_not_control_the_terminal_on_stderr_either(
 def test_a_line_break_in_a_name_makes_no_second_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.evaluate.client.v1 import V1Client
+    from unshard.evaluate.client.v1 import EvalClient
 
     view: Fields = {"id": "1", "run": "r", "step": 5, "weights": "model", "profile": "p"}
     view |= {"status": "completed", "tasks": ["t\nu"], "metrics": {"t/a\nb": 1.0}, "error": None}
     row: Fields = {"run": "r", "step": 5, "weights": "model", "profile": "p", "task": "t"}
     row |= {"metric": "a\nb", "value": 1.0, "job_id": "1"}
-    monkeypatch.setattr(V1Client, "problems", lambda _: [])
-    monkeypatch.setattr(V1Client, "jobs", lambda *_, **__: [view])
-    monkeypatch.setattr(V1Client, "results", lambda *_, **__: [row])
+    monkeypatch.setattr(EvalClient, "problems", lambda _: [])
+    monkeypatch.setattr(EvalClient, "jobs", lambda *_, **__: [view])
+    monkeypatch.setattr(EvalClient, "results", lambda *_, **__: [row])
     assert ended("status") == 0
     _, job, metric = capsys.readouterr().out.splitlines()
     assert (r"t\nu" in job, metric) == (True, r"    t/a\nb = 1")
@@ -363,13 +363,13 @@ def test_a_line_break_in_a_name_makes_no_second_line(
 def test_what_cannot_be_sent_or_written_is_said_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.evaluate.client.v1 import V1Client
+    from unshard.evaluate.client.v1 import EvalClient
 
     file = tmp_path / "token"
     file.write_text("\u00fcber-secret", encoding="utf-8")
     assert ended("status", "--token-file", str(file)) == 2
     assert ended("status", "--server=http://host:80x") == 2
     one = {"job_id": "1", "run": "a", "task": "t", "metric": "m", "weights": "model"}
-    monkeypatch.setattr(V1Client, "results", lambda *_, **__: [{**one, "value": 1.0, "step": 1}])
+    monkeypatch.setattr(EvalClient, "results", lambda *_, **__: [{**one, "value": 1.0, "step": 1}])
     assert ended("export", "--to=jsonl", f"--directory={file}/x") == 2
     assert "cannot be written" in capsys.readouterr().err

@@ -18,8 +18,8 @@ from unshard.evaluate.pins.pin import (
     PinError,
     Quota,
     enforce_quota,
+    list_pins,
     pin_checkpoint,
-    pins_of,
     read_pin,
     unpin,
 )
@@ -219,7 +219,7 @@ def test_a_checkpoint_that_loses_a_file_after_it_was_listed_is_gone(
     monkeypatch.setattr(os, "link", remove_and_link)
     with pytest.raises(ExpiredError, match="removed while"):
         pin_checkpoint(checkpoint, quota=ANY)
-    assert pins_of(tmp_path) == []
+    assert list_pins(tmp_path) == []
 
 
 def test_what_is_written_meanwhile_is_pinned_too(
@@ -289,24 +289,24 @@ def test_clients_and_servers_remove_none_of_the_others_pins(tmp_path: Path) -> N
         pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=ANY)
     for step, quota in ((4, server), (5, another)):  # the first of them may be gone for good
         pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=quota)
-    assert [(pin.step, pin.owner) for pin in pins_of(tmp_path)] == [
+    assert [(pin.step, pin.owner) for pin in list_pins(tmp_path)] == [
         (1, ""),
         (2, ""),
         (3, ""),
         (5, "another"),
     ]
     enforce_quota(tmp_path, few)
-    assert [pin.step for pin in pins_of(tmp_path)] == [3, 5]
+    assert [pin.step for pin in list_pins(tmp_path)] == [3, 5]
 
 
 def test_the_quota_removes_the_oldest(tmp_path: Path) -> None:
     quota = Quota(count=2, bytes=None)
     pins = [pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=quota) for step in (1, 2, 3)]
-    assert [pin.step for pin in pins_of(tmp_path)] == [2, 3]
+    assert [pin.step for pin in list_pins(tmp_path)] == [2, 3]
     size = sum(size for _, size, _ in pins[2].files.values())
     assert [pin.step for pin in enforce_quota(tmp_path, Quota(None, size))] == [2]
     again = pin_checkpoint(tmp_path / "checkpoint-3", quota=Quota(None, size))
-    assert {pin.name for pin in pins_of(tmp_path)} == {pins[2].name, again.name}
+    assert {pin.name for pin in list_pins(tmp_path)} == {pins[2].name, again.name}
 
 
 def test_a_checkpoint_larger_than_the_quota_is_not_kept(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_checkpoint_larger_than_the_quota_is_not_kept(tmp_path: Path) -> None:
     large = lmms_checkpoint(tmp_path, 2, size=10_000)
     with pytest.raises(PinError, match="at most 20000 bytes"):
         pin_checkpoint(large, quota=Quota(None, 20_000))
-    assert [pin.name for pin in pins_of(tmp_path)] == [kept.name]
+    assert [pin.name for pin in list_pins(tmp_path)] == [kept.name]
 
 
 def test_abandoned_beginnings_are_removed_and_fresh_ones_stay(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_abandoned_beginnings_are_removed_and_fresh_ones_stay(tmp_path: Path) ->
     os.utime(old, (0, 0))
     enforce_quota(tmp_path, ANY)
     assert (old.exists(), fresh.exists()) == (False, True)
-    assert [one.name for one in pins_of(tmp_path)] == [pin.name]
+    assert [one.name for one in list_pins(tmp_path)] == [pin.name]
 
 
 def test_unpinning_twice_is_fine_and_frees_the_bytes(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_where_linking_fails_the_error_says_why(
     with pytest.raises(PinError, match=said) as caught:
         pin_checkpoint(lmms_checkpoint(tmp_path, 1), quota=ANY)
     assert "merge it at once" in caught.value.hint
-    assert pins_of(tmp_path) == []
+    assert list_pins(tmp_path) == []
 
 
 def test_another_file_system_is_refused(tmp_path: Path) -> None:

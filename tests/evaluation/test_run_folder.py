@@ -15,8 +15,8 @@ from unshard.evaluate.pins.pin import (
     PinError,
     Quota,
     enforce_quota,
+    list_pins,
     pin_checkpoint,
-    pins_of,
     read_pin,
     unpin,
 )
@@ -91,7 +91,7 @@ def use(run: Path) -> None:
     for entries in (spool.waiting, spool.pending, spool.arrived, spool.refused):
         for entry in entries():
             spool.remove(entry)
-    for pin in pins_of(run):
+    for pin in list_pins(run):
         unpin(pin)
     enforce_quota(run, NONE)
 
@@ -134,7 +134,7 @@ def test_pins_that_are_links_are_named_and_left(
     (pins / "0123456789abcdef").symlink_to(precious)
     (pins / "fedcba9876543210-01234567.partial").symlink_to(precious)
     (pins / "pin.json").write_text(pin_record())  # of the directory of pins itself
-    assert pins_of(run) == []
+    assert list_pins(run) == []
     use(run)
     assert tree(precious) == before
     assert len(list(pins.iterdir())) == 3
@@ -178,10 +178,10 @@ def test_a_copied_or_crafted_pin_is_named_and_left(
     (crafted / "pin.json").write_text(pin_record(**fields))
     before = tree(crafted)
     own = pin_checkpoint(run / "checkpoint-1", quota=ANY)
-    assert [pin.is_ours for pin in pins_of(run)] == (
+    assert [pin.is_ours for pin in list_pins(run)] == (
         [False, True] if fields in READABLE else [True]
     )
-    for pin in pins_of(run):
+    for pin in list_pins(run):
         assert pin.path.parent == pin.directory
         pin.changed()
     use(run)
@@ -223,7 +223,7 @@ def test_pipes_links_and_directories_are_not_read(run: Path, tmp_path: Path) -> 
     (queue / "3.json").mkdir()
     os.mkfifo(pins / "a" / "pin.json")
     (pins / "b" / "pin.json").symlink_to(tmp_path / "secret.json")
-    assert (Spool(run).waiting(), pins_of(run)) == ([], [])
+    assert (Spool(run).waiting(), list_pins(run)) == ([], [])
     use(run)
     assert (tmp_path / "secret.json").exists()
     assert len(list(queue.iterdir())) == 3
@@ -276,7 +276,7 @@ def test_a_pin_of_another_run_is_not_released(run: Path, tmp_path: Path) -> None
     other = pin_checkpoint(lmms_checkpoint(tmp_path / "other", 1), quota=ANY)
     own = pin_checkpoint(run / "checkpoint-1", quota=ANY)
     release([str(other.path), str(other.directory), "/etc", str(own.path)], Spool(run))
-    assert (pins_of(tmp_path / "other"), pins_of(run)) == ([other], [])
+    assert (list_pins(tmp_path / "other"), list_pins(run)) == ([other], [])
 
 
 def test_a_file_that_is_too_large_is_not_read(
@@ -338,7 +338,7 @@ def test_a_file_whose_name_is_not_text_hinders_no_pin(run: Path) -> None:
     stray = run / "checkpoint-1" / os.fsdecode(b"caf\xe9.txt")
     stray.write_text("notes")
     pin = pin_checkpoint(run / "checkpoint-1", quota=ANY)
-    assert pins_of(run) == [pin]
+    assert list_pins(run) == [pin]
     assert stray.name not in pin.files
 
 

@@ -12,7 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from unshard.evaluate.client.lmms import AsyncEvalClient, EvalClient
+    from unshard.evaluate.client.lmms import AsyncEvalClient
+    from unshard.evaluate.client.v1 import EvalClient
     from unshard.evaluate.trainer.config import EvalConfig
     from unshard.evaluate.trainer.submitter import Submitter
 
@@ -20,14 +21,14 @@ __all__ = ["AsyncEvalClient", "EvalClient", "EvalConfig", "Submitter"]
 
 _PLACES = {
     "AsyncEvalClient": "unshard.evaluate.client.lmms",
-    "EvalClient": "unshard.evaluate.client.lmms",
+    "EvalClient": "unshard.evaluate.client.v1",
     "EvalConfig": "unshard.evaluate.trainer.config",
     "Submitter": "unshard.evaluate.trainer.submitter",
 }
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for, and nothing else: the server needs no client."""
+    """Import the module of one name: the server needs no client."""
     if name in _PLACES:
         return getattr(import_module(_PLACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Tokens, and URLs that carry one: read, checked, and never shown.
+"""Tokens, and URLs with one: read, checked, and never shown.
 
-A token with a line break in it would be shown whole by the error of the HTTP library that refuses
-it as a header; so would a password in a URL that cannot be parsed, or that the server refuses.
+The HTTP library refuses a header with a line break, and its error shows the whole token; it shows a
+password in a URL that cannot be parsed, or that the server refuses, too.
 """
 
 from pathlib import Path
@@ -13,10 +13,10 @@ __all__ = ["check_token", "read_token", "split_url", "without_password"]
 
 
 def read_token(file: Path, *, what: str) -> str:
-    """Return the token in a file, without the space and the line break around it.
+    """Return the token in a file, without white space around it.
 
     Args:
-        file: that has it.
+        file: of the token.
         what: how an error names the file.
 
     Raises:
@@ -31,7 +31,7 @@ def read_token(file: Path, *, what: str) -> str:
 
 
 def check_token(text: str, *, what: str) -> None:
-    """Raise UsageError, without the text in it, unless a text can be sent as a token."""
+    """Raise UsageError, which does not show the text, unless a text can be sent as a token."""
     if text and text.isascii() and text.isprintable():
         return
     wrong = "several lines" if "\n" in text else "a character that is not printable ASCII"
@@ -43,7 +43,7 @@ def check_token(text: str, *, what: str) -> None:
 
 
 def split_url(url: str, *, what: str) -> tuple[str, tuple[str, str] | None]:
-    """Return the URL of a server without user and password, and these, if it has them.
+    """Return the URL of a server without user and password, and these, if the URL has them.
 
     Args:
         url: `http://HOST:PORT` or `http://USER:PASSWORD@HOST:PORT`, or https.
@@ -60,7 +60,7 @@ def split_url(url: str, *, what: str) -> tuple[str, tuple[str, str] | None]:
     if not is_one or not url.isprintable():
         shown = repr(without_password(url))[:100]
         raise UsageError(what, expected="http://HOST:PORT or https://HOST:PORT", found=shown)
-    if "@" in f"{parts.path}{parts.query}{parts.fragment}":  # the rest of a password, perhaps
+    if "@" in f"{parts.path}{parts.query}{parts.fragment}":  # perhaps the rest of a password
         raise UsageError(
             f"{what}: an @ after the host and port",
             expected="http://HOST:PORT or http://USER:PASSWORD@HOST:PORT",
@@ -74,7 +74,7 @@ def split_url(url: str, *, what: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def without_password(url: str) -> str:
-    """Return a URL, which may be wrong, with `***` for all that may be user and password."""
+    """Return a URL, which may be malformed, with `***` in place of user and password."""
     before, at, place = url.rpartition("@")
     scheme, slashes, _ = before.partition("//")
     return f"{scheme if slashes else ''}{slashes}***@{place}" if at else url

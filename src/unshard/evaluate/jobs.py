@@ -72,7 +72,7 @@ class Request:
         num_gpus: how many GPUs it needs; None: as the profile says.
         fingerprint: of the checkpoint's files: names of runs are not unique, and a training may
             begin anew in the same place.
-        stamps: what the fingerprint was made of: see `pin_files.stamps_of`.
+        stamps: what the fingerprint was made of: see `pins.files.read_stamps`.
     """
 
     checkpoint: str

@@ -1,19 +1,18 @@
-"""lmms-engine's asynchronous evaluation, made to work: its backend's interface over our client.
+"""A backend for lmms-engine's asynchronous evaluation that works, over our client.
 
 Start training with one word changed; nothing of lmms-engine is edited:
 
     torchrun ... -m unshard.evaluate.lmms_engine config_yaml=train.yaml  # lmms_engine.launch.cli
 
-or say in code, before the trainer is made:
+or call in code, before the trainer is made:
 
     import unshard.evaluate.lmms_engine as evaluation
     evaluation.install()
 
-`install` puts `UnshardEvalBackend` in the place of `EvalServerBackend` (lmms-engine 0.1.4), which
-loses the last result, drops a job after one failed poll, and whose every submission ends in a
-TypeError; and `UnshardEvalConfig` in that of `EvalConfig`. `install_client` leaves lmms-engine's
-backend as it is and gives it only a client that works, under the name it imports:
-`lmms_eval.entrypoints.EvalClient`.
+`install` replaces `EvalServerBackend` (lmms-engine 0.1.4), which loses the last result, drops a job
+after one failed poll, and whose every submission ends in a TypeError, by `UnshardEvalBackend`; and
+`EvalConfig` by `UnshardEvalConfig`. `install_client` keeps lmms-engine's backend and gives it a
+working client, under the name it imports: `lmms_eval.entrypoints.EvalClient`.
 """
 
 import importlib
@@ -25,12 +24,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from unshard.evaluate.client.lmms import AsyncEvalClient, EvalClient
-from unshard.evaluate.sinks.base import PREFIX
+from unshard.evaluate.client.lmms import AsyncEvalClient, LmmsClient
+from unshard.evaluate.sinks.base import PREFIX, PacedSink
 from unshard.evaluate.sinks.trainers import open_wandb
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.courier import ignoring_errors
-from unshard.evaluate.trainer.recorder import PacedSink
 from unshard.evaluate.trainer.submitter import Submitter
 
 __all__ = ["UnshardEvalBackend", "UnshardEvalConfig", "install", "install_client"]
@@ -82,10 +80,10 @@ class UnshardEvalBackend:
         checkpoint_type: str | None = None,
         output_path: str | None = None,
     ) -> str | None:
-        """Have a checkpoint evaluated; return a name for it, or None if it will not be.
+        """Have a checkpoint evaluated; return its name, or None if it will not be evaluated.
 
-        Where results and merged weights go is the server's affair. The trainer's `checkpoint_type`
-        ("regular" or "ema") counts unless the configuration says which weights.
+        The server decides where results and merged weights go. The trainer's `checkpoint_type`
+        ("regular" or "ema") counts unless the configuration has `weights`.
         """
         del eval_output_dir, output_path
         self._waiting_since = None
@@ -95,11 +93,12 @@ class UnshardEvalBackend:
         return f"step-{step}"
 
     def check_and_get_completed(self) -> list[tuple[int, dict[str, float]]]:
-        """Return results that came: step and metrics, named as lmms-engine names them.
+        """Return new results: step and metrics, under lmms-engine's names.
 
-        One at a time while training goes on, all of them when the trainer only waits. None where
-        W&B is in use: lmms-engine would log each as a row of its own, which counts W&B's step up,
-        so that the trainer's own rows are dropped. They are added to the trainer's rows here.
+        While training goes on it is one at a time, and all of them when the trainer only waits.
+        With W&B the list is empty: lmms-engine would log each result as a separate row, which
+        raises W&B's step, so the trainer's own rows would be dropped. Results are added to the
+        trainer's rows instead.
         """
         if self._submitter is not None:
             self._submitter.tick()
@@ -110,9 +109,9 @@ class UnshardEvalBackend:
 
     @property
     def pending_evals(self) -> dict[str, int]:
-        """What is not handed over yet. lmms-engine asks only when training is over, and waits.
+        """The evaluations without a result. lmms-engine asks only when training is over, and waits.
 
-        After `flush_timeout` seconds of waiting nothing is: the trainer must come to its end.
+        After `flush_timeout` seconds of waiting it is empty, so that the trainer ends.
         """
         if self._submitter is None:
             return {}
@@ -125,7 +124,7 @@ class UnshardEvalBackend:
         self._take(self._submitter)
         left = pending | {f"result-{n}": step for n, (step, _) in enumerate(self._undelivered)}
         if not left:
-            self._submitter.close(0.0)  # W&B's run is about to end; and what failed is said
+            self._submitter.close(0.0)  # W&B's run is about to end; logs what failed
         return left
 
     def _take(self, submitter: Submitter) -> None:
@@ -133,7 +132,7 @@ class UnshardEvalBackend:
         self._undelivered += [] if self._wandb is not None else results
 
     def close(self) -> None:
-        """Stop without waiting; what is not final goes on with the next trainer."""
+        """Stop without waiting; the next trainer goes on with what is not final."""
         if self._submitter is not None:
             self._submitter.close(0.0)
 
@@ -157,28 +156,28 @@ def _lmms_names(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 class UnshardEvalConfig:
-    """The `eval_config` of a YAML file as it was written.
+    """The `eval_config` of a YAML file, unchanged.
 
-    lmms-engine's own class drops every key that it does not know, and fills in defaults
-    (`num_fewshot: 0`, `model_args` for vllm) that nobody asked for.
+    lmms-engine's own class drops every key that it does not know, and fills in defaults that the
+    file does not have (`num_fewshot: 0`, `model_args` for vllm).
     """
 
     def __init__(self, **given: object) -> None:
         vars(self).update(given)
 
     def __getattr__(self, name: str) -> object:
-        """Return nothing for what was not written."""
+        """Return None for a key that the file does not have."""
         if name.startswith("_"):
             raise AttributeError(name)
         return None
 
     def to_dict(self) -> dict[str, object]:
-        """Return what was written."""
+        """Return the keys and values of the file."""
         return dict(vars(self))
 
 
 def install() -> None:
-    """Put our backend, and our `EvalConfig`, in the place of lmms-engine's, wherever imported.
+    """Replace lmms-engine's backend and `EvalConfig` by ours in every module that imported them.
 
     Raises:
         ImportError: lmms-engine is not installed.
@@ -193,7 +192,7 @@ def install() -> None:
 def install_client() -> None:
     """Give our client the name `lmms_eval.entrypoints.EvalClient`, with lmms-eval or without.
 
-    An installed lmms-eval keeps everything else; where there is none, two empty modules are made.
+    An installed lmms-eval keeps everything else; without one, two empty modules are made.
     """
     try:
         entrypoints = importlib.import_module("lmms_eval.entrypoints")
@@ -202,7 +201,7 @@ def install_client() -> None:
         entrypoints = ModuleType("lmms_eval.entrypoints")
         sys.modules["lmms_eval.entrypoints"] = entrypoints
         vars(package)["entrypoints"] = entrypoints
-    vars(entrypoints).update(EvalClient=EvalClient, AsyncEvalClient=AsyncEvalClient)
+    vars(entrypoints).update(EvalClient=LmmsClient, AsyncEvalClient=AsyncEvalClient)
 
 
 if __name__ == "__main__":

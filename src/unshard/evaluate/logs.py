@@ -1,4 +1,4 @@
-"""Log lines of commands that run for long, on stderr."""
+"""The log of long-running commands, on stderr."""
 
 import logging
 
@@ -8,7 +8,7 @@ __all__ = ["log_to_stderr"]
 
 
 class _Printable(logging.Formatter):
-    """Escapes what would control a terminal: reasons come from servers, evaluators and trackers."""
+    """Escapes control characters: texts come from servers, evaluators and trackers."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -18,8 +18,8 @@ def log_to_stderr(level: int, form: str) -> None:
     """Let all loggers write to stderr, unless the process has set up its logging already.
 
     Args:
-        level: the lowest that is written.
-        form: of a line, as `logging.Formatter` takes it.
+        level: the lowest level that is written.
+        form: the format of a line for `logging.Formatter`.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_Printable(form))

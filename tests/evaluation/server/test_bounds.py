@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from evaluation.servers import Fields, Live, in_thread, live
-from unshard.evaluate.client.lmms import EvalClient
+from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.server.http import connections
 from unshard.evaluate.server.http.connections import BoundedProtocol

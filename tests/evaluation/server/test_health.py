@@ -13,8 +13,7 @@ import pytest
 
 from evaluation.runs import checkpoint
 from evaluation.servers import Fields, Live, cli, live
-from unshard.evaluate.client.lmms import EvalClient
-from unshard.evaluate.client.v1 import ServerAwayError
+from unshard.evaluate.client.v1 import EvalClient, ServerAwayError
 from unshard.evaluate.server import health
 from unshard.evaluate.server.health import Health, UnhealthyError
 from unshard.evaluate.server.store.store import Store

@@ -13,7 +13,7 @@ from evaluation.running import job_of, script_profile, whole_model
 from evaluation.runs import save_again
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Job, Request
-from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota, pin_checkpoint, pins_of, unpin
+from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota, list_pins, pin_checkpoint, unpin
 from unshard.evaluate.server import service as service_module
 from unshard.evaluate.server.admission.links import check_links
 from unshard.evaluate.server.config.profiles import ServerConfig
@@ -52,7 +52,7 @@ def submit(service: Service, run: Path, step: int, pin: str | None = None) -> Jo
 
 
 def steps(run: Path) -> list[int | None]:
-    return [pin.step for pin in pins_of(run)]
+    return [pin.step for pin in list_pins(run)]
 
 
 def test_pins_that_no_job_needs_are_removed(run: Path, service: Service) -> None:
@@ -121,7 +121,7 @@ def test_what_a_killed_server_left_in_a_run_far_below_the_roots_is_removed_at_th
         service.pins.made(checkpoint, 1, deep)  # and killed before it was submitted
     service.store.close()
     after = service_in(run)
-    assert [pin.checkpoint for pin in pins_of(deep)] == [checkpoint]
+    assert [pin.checkpoint for pin in list_pins(deep)] == [checkpoint]
     after.pins.let_go()
     assert steps(deep) == []
 

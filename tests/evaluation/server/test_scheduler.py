@@ -38,7 +38,7 @@ from ranks import save_ranks, some_tensors
 from unshard.api.options import MergeOptions
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Filters, Job, Phase, Process, Status
-from unshard.evaluate.pins.files import stamps_of
+from unshard.evaluate.pins.files import read_stamps
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA
 from unshard.evaluate.server.attempts import attempt as attempts
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
@@ -754,7 +754,7 @@ def test_a_thread_that_hangs_does_not_hold_up_a_stop(
 
 def test_a_checkpoint_that_was_rewritten_is_a_failure(tmp_path: Path, model: Path) -> None:
     store, server = scheduler(tmp_path / "work", SCORED)
-    stamps = stamps_of(model)
+    stamps = read_stamps(model)
     (model / "model.safetensors").write_bytes(b"another")
     job = submit(store, server, model, stamps=stamps)
     server.start()

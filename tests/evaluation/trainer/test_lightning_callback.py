@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evaluation.servers import Stub, scores, serving
-from unshard.evaluate.pins.pin import pins_of
+from unshard.evaluate.pins.pin import list_pins
 
 pytest.importorskip("lightning", reason="pip install lightning; nothing of it was run")
 
@@ -91,7 +91,7 @@ def test_every_checkpoint_is_evaluated_although_one_is_kept(tmp_path: Path, serv
     assert str(server.submissions[0]["pin"]).endswith("step=2.ckpt")
     assert callback.submitter is not None
     assert [step for step, _ in callback.submitter.completed()] == [2, 4, 6]
-    assert pins_of(tmp_path) == []
+    assert list_pins(tmp_path) == []
     assert trainer.loggers == []
 
 

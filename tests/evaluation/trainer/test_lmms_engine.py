@@ -12,7 +12,7 @@ from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine
 from evaluation.servers import Stub, free_port, scores, serving
 from unshard.errors import UsageError
 from unshard.evaluate import lmms_engine as ours
-from unshard.evaluate.client.lmms import EvalClient
+from unshard.evaluate.client.lmms import LmmsClient
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
@@ -45,7 +45,7 @@ def test_their_own_backend_works_with_our_client(
 ) -> None:
     ours.install_client()
     backend = backends.EvalServerBackend(server.url, poll_interval=0.05, eval_config=EVAL_CONFIG)
-    assert isinstance(backend.client, EvalClient)
+    assert isinstance(backend.client, LmmsClient)
     checkpoint = str(tmp_path / "checkpoint-5")
     job = backend.submit_eval(checkpoint, 5, f"{checkpoint}/eval", checkpoint_type="regular")
     assert job == "lmms1"

@@ -18,13 +18,14 @@ from pathlib import Path
 import mlflow
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trackio import sqlite_storage, utils
 
 from evaluation.lmms_training import Order, begins, truth_of
 from evaluation.running import child_environment
 from evaluation.servers import Live, free_port, started
 from evaluation.wandb_file import history
-from unshard.evaluate.client.lmms import EvalClient
-from unshard.evaluate.pins.pin import pins_of
+from unshard.evaluate.client.v1 import EvalClient
+from unshard.evaluate.pins.pin import list_pins
 from unshard.evaluate.sinks.export import Destination, Target, export_all
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
@@ -125,7 +126,7 @@ def results(trained: Trained, name: str) -> list[tuple[int, float]]:
 
 
 def nothing_is_left(run: Path) -> bool:
-    return not pins_of(run) and not list((run / "_unshard" / "spool").rglob("*.json"))
+    return not list_pins(run) and not list((run / "_unshard" / "spool").rglob("*.json"))
 
 
 def test_a_server_that_comes_at_the_end_makes_one_job_of_each_step(trained: Trained) -> None:
@@ -165,7 +166,8 @@ def test_the_last_result_reaches_every_tracker_that_results_are_exported_to(
 ) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for module in (sqlite_storage, utils):  # another test may have imported trackio before
+        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
     with EvalClient(trained.url, timeout=LIMIT_S) as client:
         rows = client.results(run="there")
     for target in (Target.JSONL, Target.TENSORBOARD, Target.MLFLOW, Target.TRACKIO):

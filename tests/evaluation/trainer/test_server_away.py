@@ -13,9 +13,9 @@ from evaluation.runs import checkpoint
 from evaluation.servers import Live, free_port, live
 from ranks import save_ranks, some_tensors
 from unshard import merge
-from unshard.evaluate.client.lmms import EvalClient
-from unshard.evaluate.client.v1 import Answer, ServerAwayError
-from unshard.evaluate.pins.pin import pins_of
+from unshard.evaluate.client.connecting import Answer
+from unshard.evaluate.client.v1 import EvalClient, ServerAwayError
+from unshard.evaluate.pins.pin import list_pins
 from unshard.evaluate.trainer import courier
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
@@ -38,6 +38,10 @@ with open(os.path.join(output, "results.json"), "w") as file:
 Post = Callable[[EvalClient, Mapping[str, object]], Answer]
 
 
+# Trainings save in several threads, but torch has one process group at a time.
+SAVING = threading.Lock()
+
+
 class Training:
     """A run and what its trainer does."""
 
@@ -50,10 +54,11 @@ class Training:
     def save(self, step: int) -> None:
         """Save a step and submit it; the last step again is written into the same files."""
         place = self.run / f"checkpoint-{step}"
-        if place.exists():
-            save_ranks(place / "pytorch_model_fsdp_0", some_tensors(step + 100), 2)
-        else:
-            checkpoint(self.run, step)
+        with SAVING:
+            if place.exists():
+                save_ranks(place / "pytorch_model_fsdp_0", some_tensors(step + 100), 2)
+            else:
+                checkpoint(self.run, step)
         assert self.submitter.submit(place, step)
 
     def is_sent(self) -> bool:
@@ -76,7 +81,7 @@ class Training:
         found = {one["step"]: one["metrics"] for one in map(json.loads, lines)}
         assert (len(lines), sorted(found)) == (len(steps), list(steps))
         assert found[LAST]["unshard_eval/t/checksum"] == self._checksum()
-        assert pins_of(self.run) == []
+        assert list_pins(self.run) == []
         assert not list((self.run / "_unshard" / "spool").rglob("*.json"))
 
     def _checksum(self) -> int:

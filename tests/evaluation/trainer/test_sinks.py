@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from evaluation.wandb_file import definitions, history, run_record
-from unshard.evaluate.sinks.base import STEP_METRIC, Marks, Sink, metric_names
+from unshard.evaluate.sinks.base import STEP_METRIC, Marks, Sink, name_metrics
 from unshard.evaluate.sinks.jsonl import JsonlSink
 from unshard.evaluate.sinks.mlflow import MlflowSink
 from unshard.evaluate.sinks.tensorboard import TensorBoardSink
@@ -56,8 +56,8 @@ def written(run: wandb.Run, place: Path) -> Path:
 
 
 def test_names_carry_the_weights() -> None:
-    assert metric_names({"mmlu/acc": 1}, weights="model") == {NAME: 1.0}
-    assert metric_names({"t/a,f": 1}, weights="ema") == {"unshard_eval/ema/t/a,f": 1.0}
+    assert name_metrics({"mmlu/acc": 1}, weights="model") == {NAME: 1.0}
+    assert name_metrics({"t/a,f": 1}, weights="ema") == {"unshard_eval/ema/t/a,f": 1.0}
 
 
 def test_marks_of_a_sink_with_a_long_name_are_remembered(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_trackio_has_every_step(
         monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path)
     project = f"project-{int(is_own)}"
     if is_own:
-        sink = TrackioSink.beside(project, "training")
+        sink = TrackioSink.open(project, "training")
         log_all(sink)
         sink.close()
     else:

@@ -32,6 +32,8 @@ def test_an_entry_moves_from_queue_to_job_to_result(tmp_path: Path) -> None:
     job = spool.accept(entry, "abc")
     assert (spool.waiting(), [one.name for one in spool.pending()]) == ([], ["abc"])
     result = spool.arrive(job, {"metrics": {"a": 1.0}})
+    assert spool.pending() == [job]
+    spool.remove(job)
     assert (spool.pending(), spool.is_pin_needed("/p")) == ([], False)
     assert spool.arrived() == [result]
     spool.remove(result)

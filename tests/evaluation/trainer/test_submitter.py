@@ -19,8 +19,8 @@ from damage import in_time
 from evaluation.running import largest_file
 from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine, save_again
 from evaluation.servers import Stub, free_port, scores, serving
-from unshard.evaluate.client.lmms import EvalClient
-from unshard.evaluate.pins.pin import DEFAULT_QUOTA, pin_checkpoint, pins_of
+from unshard.evaluate.client.v1 import EvalClient
+from unshard.evaluate.pins.pin import DEFAULT_QUOTA, list_pins, pin_checkpoint
 from unshard.evaluate.sinks.jsonl import JsonlSink
 from unshard.evaluate.trainer import courier as courier_module
 from unshard.evaluate.trainer import recorder
@@ -63,7 +63,7 @@ def test_a_checkpoint_is_submitted_and_its_result_comes_back(tmp_path: Path, ser
     assert (body["batch_size"], body["model_args"]) == (4, {"a": "b"})
     line = (run / "_unshard" / "results.jsonl").read_text()
     assert '"step": 10' in line
-    assert pins_of(run) == []
+    assert list_pins(run) == []
     assert not list((run / "_unshard" / "spool").rglob("*.json"))
 
 
@@ -75,9 +75,9 @@ def test_the_pinned_bytes_are_there_until_the_job_is_final(tmp_path: Path, serve
     rotate_like_lmms_engine(tmp_path, 1)
     until(lambda: server.jobs)
     assert Path(str(server.submissions[0]["pin"]), "config.json").is_file()
-    assert len(pins_of(tmp_path)) == 1
+    assert len(list_pins(tmp_path)) == 1
     server.finish("job1", **{"t/acc": 0.5})
-    until(lambda: not pins_of(tmp_path))
+    until(lambda: not list_pins(tmp_path))
     submitter.close(LIMIT_S)
     assert submitter.completed() == [(10, {"unshard_eval/t/acc": 0.5})]
 
@@ -156,6 +156,7 @@ def test_a_result_that_came_and_was_not_recorded_is_recorded_by_the_next(
     request = {"weights": "ema"}
     job = spool.accept(spool.add({"step": 3, "request": request}), "old")
     spool.arrive(job, {"metrics": {"t/acc": 0.3}})
+    spool.remove(job)
     submitter = Submitter(config_for(server.url), tmp_path)
     submitter.close(LIMIT_S)
     assert submitter.completed() == [(3, {"unshard_eval/ema/t/acc": 0.3})]
@@ -171,7 +172,7 @@ def test_a_job_that_the_server_forgot_is_submitted_again(tmp_path: Path, server:
     server.jobs.clear()
     submitter.close(LIMIT_S)
     assert submitter.completed() == [(1, {"unshard_eval/t/acc": 0.01})]
-    assert pins_of(tmp_path) == []
+    assert list_pins(tmp_path) == []
 
 
 def test_a_refused_submission_is_set_aside_and_the_others_go_on(
@@ -187,7 +188,7 @@ def test_a_refused_submission_is_set_aside_and_the_others_go_on(
     assert [step for step, _ in submitter.completed()] == [2]
     (refused,) = (tmp_path / "_unshard" / "spool" / "refused").iterdir()
     assert "no such profile" in refused.read_text()
-    assert [pin.step for pin in pins_of(tmp_path)] == [1]
+    assert [pin.step for pin in list_pins(tmp_path)] == [1]
 
 
 def test_what_was_refused_is_sent_again_by_the_next_processes(tmp_path: Path, server: Stub) -> None:
@@ -200,12 +201,12 @@ def test_what_was_refused_is_sent_again_by_the_next_processes(tmp_path: Path, se
         until(lambda: server.paths.count("POST /api/v1/jobs") >= count)  # noqa: B023
         until(lambda: Spool(tmp_path).refused())
         one.close(0.0)
-        assert [pin.step for pin in pins_of(tmp_path)] == [1]
+        assert [pin.step for pin in list_pins(tmp_path)] == [1]
     server.refuses = None
     last = Submitter(config_for(server.url), tmp_path)
     last.close(LIMIT_S)
     assert [step for step, _ in last.completed()] == [1]
-    assert (Spool(tmp_path).refused(), pins_of(tmp_path)) == ([], [])
+    assert (Spool(tmp_path).refused(), list_pins(tmp_path)) == ([], [])
 
 
 def test_the_first_process_on_a_run_sends_for_all_and_the_second_takes_over(
@@ -241,9 +242,9 @@ def test_pins_that_nobody_names_are_removed(tmp_path: Path, server: Stub) -> Non
         record.write_text(json.dumps({**fields, "created": fields["created"] - age}))
     Spool(run).add({"step": 4, "pins": [str(made[4].path)], "request": {"checkpoint": "/c"}})
     submitter = Submitter(config_for(server.url), run)
-    until(lambda: len(pins_of(run)) < 4)
+    until(lambda: len(list_pins(run)) < 4)
     submitter.close(0.0)
-    assert {pin.step for pin in pins_of(run)} == {2, 3, 4}
+    assert {pin.step for pin in list_pins(run)} == {2, 3, 4}
 
 
 def test_a_full_disk_costs_evaluations_and_nothing_else(
@@ -265,7 +266,7 @@ def test_what_cannot_be_spooled_leaves_no_pin(tmp_path: Path, server: Stub) -> N
     (tmp_path / "_unshard" / "spool").write_text("in the way")
     submitter = Submitter(config_for(server.url), tmp_path)
     assert not submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
-    assert pins_of(tmp_path) == []
+    assert list_pins(tmp_path) == []
     submitter.close(0.0)
 
 
@@ -523,7 +524,7 @@ def test_failed_jobs_end_and_are_told(
     submitter = Submitter(config_for(server.url), tmp_path)
     submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
     assert [submitter.close(LIMIT_S), submitter.close(LIMIT_S)] == [False, False]
-    assert (submitter.completed(), submitter.pending(), pins_of(tmp_path)) == ([], [], [])
+    assert (submitter.completed(), submitter.pending(), list_pins(tmp_path)) == ([], [], [])
     assert "no memory" in caplog.text
 
 
@@ -563,7 +564,7 @@ def test_the_end_of_a_training_names_what_was_refused_and_what_is_not_final(
         server.finish(job, **{"t/acc": 0.5})
     server.finishes = scores
     assert Submitter(config_for(server.url), tmp_path).close(LIMIT_S)
-    assert pins_of(tmp_path) == []
+    assert list_pins(tmp_path) == []
 
 
 def test_a_step_that_is_saved_again_while_the_server_is_away_is_submitted_once(
@@ -576,16 +577,16 @@ def test_a_step_that_is_saved_again_while_the_server_is_away_is_submitted_once(
     checkpoint = lmms_checkpoint(tmp_path, 1000, ema=True)
     for _ in range(2):
         assert submitter.submit(checkpoint, 1000)
-        last = pins_of(tmp_path)[-1]
+        last = list_pins(tmp_path)[-1]
         save_again(checkpoint)
     submitter.submit(checkpoint, 1000)
-    assert [pin.changed() for pin in pins_of(tmp_path)] == [[]]
-    assert last.name not in {pin.name for pin in pins_of(tmp_path)}
+    assert [pin.changed() for pin in list_pins(tmp_path)] == [[]]
+    assert last.name not in {pin.name for pin in list_pins(tmp_path)}
     with serving(Stub(finishes=scores), port) as stub:
         submitter.close(LIMIT_S)
     assert sorted(str(body["weights"]) for body in stub.submissions) == ["ema", "model"]
     assert len(submitter.completed()) == 2
-    assert pins_of(tmp_path) == []
+    assert list_pins(tmp_path) == []
 
 
 def test_both_sets_of_weights_share_one_pin(tmp_path: Path, server: Stub) -> None:
@@ -595,7 +596,7 @@ def test_both_sets_of_weights_share_one_pin(tmp_path: Path, server: Stub) -> Non
     assert len({str(body["pin"]) for body in server.submissions}) == 1
     names = sorted(name for _, metrics in submitter.completed() for name in metrics)
     assert names == ["unshard_eval/ema/t/acc", "unshard_eval/t/acc"]
-    assert pins_of(tmp_path) == []
+    assert list_pins(tmp_path) == []
 
 
 def test_the_server_is_told_its_own_paths_through_links_too(tmp_path: Path, server: Stub) -> None:
@@ -620,7 +621,7 @@ def test_the_server_is_told_its_own_paths(tmp_path: Path, server: Stub) -> None:
     (body,) = server.submissions
     assert body["checkpoint"] == "/there/checkpoint-10"
     assert str(body["pin"]).startswith("/there/_unshard/pins/")
-    assert pins_of(tmp_path) == []
+    assert list_pins(tmp_path) == []
 
 
 def test_what_cannot_be_pinned_is_submitted_as_it_lies(tmp_path: Path, server: Stub) -> None:

@@ -15,7 +15,7 @@ from evaluation.servers import Stub, free_port, scores, serving
 from evaluation.wandb_file import definitions, history
 from tiny_models import tiny_model
 from unshard.evaluate.callbacks.transformers import UnshardEvalCallback, _tensorboard_dir
-from unshard.evaluate.pins.pin import pins_of
+from unshard.evaluate.pins.pin import list_pins
 from waiting import LIMIT_S
 
 NAME = "unshard_eval/t/acc"
@@ -77,7 +77,7 @@ def test_every_checkpoint_is_evaluated_although_only_one_is_kept(tmp_path: Path)
     callback = UnshardEvalCallback({**config_for(f"http://127.0.0.1:{port}"), "flush_timeout": 0})
     train(tmp_path / "run", callback)
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-6"]
-    assert [pin.step for pin in pins_of(tmp_path / "run")] == [2, 4, 6]
+    assert [pin.step for pin in list_pins(tmp_path / "run")] == [2, 4, 6]
     with serving(stub, port):
         again = UnshardEvalCallback(config_for(stub.url))
         train(tmp_path / "run", again)
@@ -90,7 +90,7 @@ def test_every_checkpoint_is_evaluated_although_only_one_is_kept(tmp_path: Path)
     ]
     lines = (tmp_path / "run" / "_unshard" / "results.jsonl").read_text().splitlines()
     assert {json.loads(line)["step"] for line in lines} == {2, 4, 6}
-    assert pins_of(tmp_path / "run") == []
+    assert list_pins(tmp_path / "run") == []
 
 
 def test_results_reach_the_trackers_that_the_trainer_reports_to(

@@ -128,7 +128,7 @@ def test_a_step_with_a_critic_only_keeps_back_no_actor(tmp_path: Path) -> None:
 def test_verl_says_itself_what_is_complete(tmp_path: Path) -> None:
     place = save_ranks(tmp_path / "global_step_20" / "actor", some_tensors(), 2).parent
     latest = tmp_path / "latest_checkpointed_iteration.txt"
-    for text, reason in (("10", "says 10"), ("", "says nothing"), ("\u00b2", "says ")):
+    for text, reason in (("10", "has 10"), ("", "has nothing"), ("\u00b2", "has ")):
         latest.write_text(text, encoding="utf-8")
         assert reason in str(why(place))
     for text in ("20", "30\n"):

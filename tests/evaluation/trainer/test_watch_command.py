@@ -16,14 +16,14 @@ from evaluation.running import child_environment, largest_file, whole_model
 from evaluation.servers import FAIL, SCORE, Live, Stub, free_port, live, scores, serving, unshard
 from ranks import save_ranks
 from unshard.errors import UsageError
-from unshard.evaluate.client.lmms import EvalClient
-from unshard.evaluate.pins.pin import pins_of
+from unshard.evaluate.client.v1 import EvalClient
+from unshard.evaluate.pins.pin import list_pins
 from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.trainer import courier
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
 from unshard.evaluate.trainer.submitter import Submitter
-from unshard.evaluate.trainer.watcher import Answer, Watching
+from unshard.evaluate.trainer.watcher import Decision, Watching
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
@@ -107,7 +107,7 @@ def test_checkpoints_of_verl_are_evaluated_as_they_come(run: Path, real: Live) -
         verl_step(run, 20, "actor", "critic")
         assert real.all_ended(2)[1]["status"] == "completed"
         said = [process.stdout.readline() for _ in range(3)]
-        until(lambda: not pins_of(run))
+        until(lambda: not list_pins(run))
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, err
@@ -132,7 +132,7 @@ def test_a_restart_submits_nothing_again(run: Path, tmp_path: Path) -> None:
     absent = f"http://127.0.0.1:{free_port()}"
     arguments = (run, "--tasks=t", "--profile=script", "--once", "--interval=0.1")
     assert unshard("eval", "watch", *arguments, f"--server={failing.url}").stdout == ""
-    assert pins_of(run) == []
+    assert list_pins(run) == []
     assert "submitted" in watch_away(run, absent)  # another server is another matter
 
 
@@ -154,7 +154,7 @@ def test_what_is_submitted_while_the_server_is_away_is_sent_later(
     assert watch_away(run, f"http://127.0.0.1:{port}") == "submitted 10"
     shutil.rmtree(run / "global_step_10")
     assert watch_away(run, f"http://127.0.0.1:{port}") == ""
-    assert len(pins_of(run)) == 1
+    assert len(list_pins(run)) == 1
     with scoring(tmp_path, port=port) as running:
         watch_once(run, running.url)
         assert [job["status"] for job in running.all_ended(1)] == ["completed"]
@@ -199,7 +199,7 @@ def test_once_says_what_was_refused(
         assert said.out == ""
         assert "step 10: refused (model): POST /api/v1/jobs: no such profile" in said.err
         assert said.err.count("no such profile") == 1
-    assert [pin.step for pin in pins_of(run)] == [10]
+    assert [pin.step for pin in list_pins(run)] == [10]
     stub.refuses = None
     assert once(run, stub.url) == 0
     assert capsys.readouterr().out.startswith("step 10: submitted (model)\n")
@@ -272,7 +272,7 @@ def test_more_checkpoints_than_pins_lose_none(run: Path, stub: Stub) -> None:
         assert (one.held_back, one.look()) == (3, [])
         submitted = [1, 2]
         while one.held_back:
-            until(lambda: finished(stub) and not pins_of(run))
+            until(lambda: finished(stub) and not list_pins(run))
             submitted += [step for step, _ in one.look()]
     assert submitted == [1, 2, 3, 4, 5]
     assert all("checkpoint" in body for body in stub.submissions)
@@ -303,24 +303,24 @@ def test_each_answer_is_told_once_and_an_acceptance_after_a_refusal_too(
     verl_step(run, 10)
     with Watching(run, config_for(stub.url)) as one:
         one.look()
-        assert one.answers() == []
+        assert one.decisions() == []
         assert one.look() == [(10, ("model",))]
-        answers: list[Answer] = []
+        answers: list[Decision] = []
 
         def told() -> int:
-            answers.extend(one.answers())
+            answers.extend(one.decisions())
             return len(answers)
 
         until(told)
         until(lambda: stub.paths.count("POST /api/v1/jobs") > 4)
         stub.refuses = None
         until(lambda: told() > 1)
-        assert one.answers() == []
+        assert one.decisions() == []
     refused, accepted = answers
     assert (refused.step, refused.weights, accepted) == (
         10,
         ("model",),
-        Answer(10, ("model",), None),
+        Decision(10, ("model",), None),
     )
     assert "not below a root" in str(refused.refused)
 
@@ -342,7 +342,7 @@ def test_what_a_trainer_could_not_send_is_sent(run: Path, stub: Stub) -> None:
 
         until(lambda: steps() == {10, 20})
     assert sorted(str(body["step"]) for body in stub.submissions) == ["10", "20"]
-    assert pins_of(run) == []
+    assert list_pins(run) == []
 
 
 def test_what_finds_a_full_disk_is_submitted_later(run: Path, stub: Stub) -> None:
@@ -351,7 +351,7 @@ def test_what_finds_a_full_disk_is_submitted_later(run: Path, stub: Stub) -> Non
         one.look()
         with largest_file(0):
             assert one.look() == []
-        assert pins_of(run) == []
+        assert list_pins(run) == []
         assert one.look() == [(10, ("model",))]
         until(lambda: one.completed() == [(10, {"unshard_eval/t/acc": 0.1})])
 

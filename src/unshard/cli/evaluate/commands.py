@@ -1,27 +1,27 @@
-"""`unshard eval`: the server, and what speaks to it."""
+"""`unshard eval`: the server, and the commands about jobs."""
 
 import contextlib
 import json
 import os
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from unshard import signals
+from unshard.cli.evaluate.connecting import FAILED, URL, TokenFile, check_installed, connect
 from unshard.cli.evaluate.show import print_jobs, print_results
 from unshard.cli.evaluate.wait import wait_for
 from unshard.cli.options import Json
 from unshard.cli.running.guard import error_fields, front_of, guarded
 from unshard.cli.running.streams import say
-from unshard.errors import UnshardError, UsageError, how_to_install
+from unshard.errors import UnshardError
 
 if TYPE_CHECKING:
-    from unshard.evaluate.client.lmms import EvalClient
+    from unshard.evaluate.client.v1 import EvalClient
 
-__all__ = ["FAILED", "URL", "TokenFile", "app"]
+__all__ = ["app"]
 
 app = typer.Typer(
     name="eval",
@@ -33,21 +33,13 @@ app = typer.Typer(
 
 @app.callback()
 def _group() -> None:
-    signals.raise_them()  # each of these commands says for itself what goes on without it
+    signals.raise_them()  # each of these commands prints what continues without it
 
 
 Url = Annotated[
     str,
     typer.Option(
         "--server", metavar="URL", envvar="UNSHARD_EVAL_SERVER", help="URL of the server."
-    ),
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        envvar="UNSHARD_EVAL_TOKEN_FILE",
-        help="A file that contains the server's token.",
     ),
 ]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, or its beginning.")]
@@ -59,27 +51,6 @@ Tasks = Annotated[str, typer.Option(metavar="A,B", help="Tasks to evaluate.")]
 WeightSets = Annotated[
     str, typer.Option(metavar="model,ema", help="Which weights; one job for each.")
 ]
-URL = "http://127.0.0.1:8000"
-FAILED = 1
-
-
-def _client(url: str, token_file: Path | None) -> "EvalClient":
-    _check_extra("httpx")
-    from unshard.evaluate.client.lmms import EvalClient
-    from unshard.evaluate.credentials import read_token
-    from unshard.evaluate.trainer.config_values import a_url
-
-    a_url({"--server": url}, "--server")
-    what = f"--token-file {token_file}"
-    token = None if token_file is None else read_token(token_file, what=what)
-    return EvalClient(url, token=token)
-
-
-def _check_extra(*modules: str) -> None:
-    missing = [name for name in modules if find_spec(name) is None]
-    if missing:
-        packages = " ".join("pyyaml" if name == "yaml" else name for name in missing)
-        raise UsageError(f"not installed: {packages}", hint=how_to_install(packages, "eval"))
 
 
 @app.command()
@@ -131,7 +102,7 @@ def serve(
     ] = None,
 ) -> None:
     """Run the evaluation server."""
-    _check_extra("fastapi", "uvicorn", "httpx", "pydantic", "yaml")
+    check_installed("fastapi", "uvicorn", "httpx", "pydantic", "yaml")
     from unshard.evaluate.server.serve import Given, serve
 
     given = Given(
@@ -168,8 +139,8 @@ def submit(
         bool,
         typer.Option(
             "--wait",
-            help="Wait until the jobs have ended, and say what happens to them; exit code 1 unless "
-            "all completed.",
+            help="Wait until the jobs have ended, and print their progress; exit code 1 unless all "
+            "completed.",
         ),
     ] = False,
     server: Url = URL,
@@ -177,8 +148,8 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Queue evaluations of a checkpoint."""
-    with _client(server, token_file) as client:
-        path = os.path.realpath(checkpoint)  # the server's answer says what is wrong with it
+    with connect(server, token_file) as client:
+        path = os.path.realpath(checkpoint)  # the server checks it: it may see other paths
         names = _listed(tasks)
         jobs: list[dict[str, object]] = []
         try:
@@ -213,7 +184,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show the status of jobs."""
-    with _client(server, token_file) as client:
+    with connect(server, token_file) as client:
         _print_problems(client)
         jobs = [client.job(job)] if job else client.jobs(run=run)
     print_jobs(jobs, run=run, as_json=as_json)
@@ -225,7 +196,7 @@ def cancel(
     job: JobId, server: Url = URL, token_file: TokenFile = None, as_json: Json = False
 ) -> None:
     """Cancel a job, queued or running."""
-    with _client(server, token_file) as client:
+    with connect(server, token_file) as client:
         print_jobs([client.cancel(job)], as_json=as_json)
 
 
@@ -240,7 +211,7 @@ def logs(
     token_file: TokenFile = None,
 ) -> None:
     """Print a job's log."""
-    with _client(server, token_file) as client:
+    with connect(server, token_file) as client:
         offset = 0
         while True:
             part = client.log(job, offset)
@@ -265,7 +236,7 @@ def results(
     as_json: Json = False,
 ) -> None:
     """Print all results, each with its training step."""
-    with _client(server, token_file) as client:
+    with connect(server, token_file) as client:
         found = client.results(run=run)
     print_results(found, run=run, as_csv=as_csv, as_json=as_json)
 
@@ -284,16 +255,16 @@ def _fail_after(
 
 
 def _print_problems(client: "EvalClient") -> None:
-    """Say why the server accepts no jobs now, if it answers that."""
+    """Print why the server accepts no jobs now, if it answers that."""
     from unshard.evaluate.client.v1 import ServerAwayError
 
-    with contextlib.suppress(ServerAwayError):  # what is asked next fails with the reason
+    with contextlib.suppress(ServerAwayError):  # the next request fails with the reason
         for problem in client.problems():
             say(f"warning: the server accepts no jobs now: {problem}")
 
 
 def _lines(text: str) -> str:
-    """Return a part of a log with each state of a progress bar on a line of its own."""
+    """Return a part of a log with each state of a progress bar on a separate line."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

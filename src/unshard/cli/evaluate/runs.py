@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unshard.cli.evaluate.commands import FAILED, URL, TokenFile
+from unshard.cli.evaluate.connecting import FAILED, URL, TokenFile, check_installed, connect
 from unshard.cli.evaluate.show import on_one_line
 from unshard.cli.options import Json, one_of
 from unshard.cli.running.streams import say
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["export", "watch"]
 
 _SEND_S = 30.0  # how long --once waits for a server
-_ANSWER_S = 2.0  # how long a look waits for the server's answers; later ones are said by the next
+_ANSWER_S = 2.0  # how long a look waits for the server's answers; the next look prints the rest
 _SETTLE_S = 2.0  # how far apart the two looks of --once are, at most
 
 Server = Annotated[
@@ -86,9 +86,7 @@ def watch(
     A checkpoint is submitted once, when it is complete, and hard links keep it until it has been
     evaluated. Ctrl-C stops watching; the same command resumes.
     """
-    from unshard.cli.evaluate.commands import _check_extra
-
-    _check_extra("httpx", "yaml")
+    check_installed("httpx", "yaml")
     from unshard.evaluate.logs import log_to_stderr
     from unshard.evaluate.trainer.watcher import Watching
 
@@ -138,14 +136,13 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write each result into a tracker once, under its own step."""
-    from unshard.cli.evaluate.commands import _client
     from unshard.evaluate.sinks.export import Destination, Target, export_all
 
     if to not in list(Target):
         raise UsageError(f"--to {to}: unknown", expected=", ".join(Target))
     destination = Destination(Target(to), directory, project, is_for_one=run is not None)
     destination.check()
-    with _client(server or URL, token_file) as client:
+    with connect(server or URL, token_file) as client:
         found = client.results(run=run)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # trackers print
@@ -166,7 +163,7 @@ def export(
 
 
 def _configured(file: Path | None, chosen: dict[str, object], interval: float) -> "EvalConfig":
-    """Return what a file says, if there is one, with what the options say in its place."""
+    """Return the configuration of a file, if there is one, with the given options in its place."""
     from dataclasses import replace
 
     from unshard.evaluate.trainer.config import EvalConfig
@@ -183,12 +180,12 @@ def _configured(file: Path | None, chosen: dict[str, object], interval: float) -
 
 
 def _await(directory: Path, interval: float | None) -> None:
-    """Wait until a directory exists; None: not at all. A trainer may want to make it itself."""
+    """Wait until a trainer has made a directory; fail if it is missing and `interval` is None."""
     if directory.is_dir():
         return
     if interval is None or directory.exists():
         found = "a file" if directory.exists() else "nothing"
-        raise UsageError(f"{directory}: cannot be watched", expected="a directory", found=found)
+        raise UsageError(f"{directory} cannot be watched", expected="a directory", found=found)
     say(f"waiting for {directory}, which does not exist yet")
     while not directory.is_dir():
         time.sleep(interval)
@@ -199,28 +196,28 @@ def _watch_once(watching: "Watching", apart: float) -> None:
     time.sleep(apart)  # a file that still grows is not complete
     _look(watching)
     is_sent = watching.sent(_SEND_S)
-    _say_answers(watching)
+    _say_decisions(watching)
     if not is_sent:
         say("not sent: the server accepts nothing now; the next `watch` resends")
     if not is_sent or watching.has_refusals or watching.held_back:
         raise typer.Exit(FAILED)
 
 
-def _say_answers(watching: "Watching") -> None:
+def _say_decisions(watching: "Watching") -> None:
     """Print what the server accepted and what it refused."""
-    for answer in watching.answers():
-        weights = ", ".join(answer.weights)
-        if answer.refused is None:
-            print(f"step {answer.step}: submitted ({weights})", flush=True)
+    for one in watching.decisions():
+        weights = ", ".join(one.weights)
+        if one.refused is None:
+            print(f"step {one.step}: submitted ({weights})", flush=True)
         else:
-            say(f"step {answer.step}: refused ({weights}): {answer.refused}")
+            say(f"step {one.step}: refused ({weights}): {one.refused}")
 
 
 def _look(watching: "Watching") -> None:
     before = watching.held_back
     if watching.look():
         watching.sent(_ANSWER_S)
-    _say_answers(watching)
+    _say_decisions(watching)
     if watching.held_back not in (0, before):
         say(f"{watching.held_back} more waiting for room among the pins")
     for step, metrics in watching.completed():

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-__all__ = ["on_one_line", "print_jobs", "print_results", "short", "state_of"]
+__all__ = ["describe_state", "on_one_line", "print_jobs", "print_results", "shorten"]
 
 Fields = Mapping[str, object]
 
@@ -14,8 +14,8 @@ _COLUMNS = ("run", "step", "weights", "profile", "task", "metric", "value", "job
 _NUMBERS = frozenset({"step", "value"})  # aligned at their ends
 
 
-def short(job_id: object) -> str:
-    """Return the beginning of a job's id, which stands for it in every command."""
+def shorten(job_id: object) -> str:
+    """Return the beginning of a job's id, which every command takes in its place."""
     return str(job_id)[:_SHORT]
 
 
@@ -24,8 +24,8 @@ def on_one_line(name: str) -> str:
     return name.replace("\n", "\\n")
 
 
-def state_of(job: Fields) -> str:
-    """Return how a job stands, with its place in the queue, or what it is doing."""
+def describe_state(job: Fields) -> str:
+    """Return the status of a job, with its place in the queue, or the phase of a running one."""
     detail = job.get("position") if job["status"] == "queued" else job.get("phase")
     if detail is None:
         return str(job["status"])
@@ -36,9 +36,9 @@ def print_jobs(jobs: Sequence[Fields], *, run: str | None = None, as_json: bool)
     """Print jobs, each with its results and its error below.
 
     Args:
-        jobs: as the server shows them.
-        run: that these are all jobs of.
-        as_json: as JSON, whole.
+        jobs: as the server answers them.
+        run: the run that these are all jobs of, if only one was asked for.
+        as_json: whether to print all fields, as JSON.
     """
     if as_json:
         print(json.dumps({"jobs": list(jobs)}))
@@ -48,8 +48,8 @@ def print_jobs(jobs: Sequence[Fields], *, run: str | None = None, as_json: bool)
         return
     rows = [
         {
-            "job": short(job["id"]),
-            "status": state_of(job),
+            "job": shorten(job["id"]),
+            "status": describe_state(job),
             **{name: job[name] for name in ("run", "step", "weights", "profile")},
             "tasks": _joined(job["tasks"]),
             "submitted (local)": _local(job.get("created_at")),
@@ -70,7 +70,7 @@ def print_jobs(jobs: Sequence[Fields], *, run: str | None = None, as_json: bool)
 
 
 def print_results(found: Sequence[Fields], *, run: str | None, as_csv: bool, as_json: bool) -> None:
-    """Print numbers, one in a row."""
+    """Print results, one on each line."""
     if as_json:
         print(json.dumps({"results": list(found)}))
     elif as_csv:
@@ -86,7 +86,7 @@ def print_results(found: Sequence[Fields], *, run: str | None, as_csv: bool, as_
             {
                 **{name: one[name] for name in _COLUMNS[:-1]},
                 "completed (local)": _local(one.get("completed_at")),
-                "job": short(one["job_id"]),
+                "job": shorten(one["job_id"]),
             }
             for one in found
         ]
@@ -95,7 +95,7 @@ def print_results(found: Sequence[Fields], *, run: str | None, as_csv: bool, as_
 
 
 def _reason(job: Fields) -> str:
-    """Return a job's error; of one that is tried again, of which attempt it is."""
+    """Return a job's error, with the number of the attempt if the job is tried again."""
     if job["status"] == "queued":
         return f"attempt {job.get('attempts')}: {job['error']}"
     return str(job["error"])

@@ -1,1 +1,1 @@
-"""What trainers call: each module imports its trainer, and is imported by those who have it."""
+"""Callbacks of trainers: each module imports its trainer, which must be installed."""

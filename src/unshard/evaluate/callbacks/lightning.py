@@ -5,8 +5,8 @@
     trainer = Trainer(..., callbacks=[checkpoints, UnshardEvalCallback("eval.yaml")])
 
 Lightning has no hook after a checkpoint is written. So every hook that follows looks at what
-`ModelCheckpoint` saved, and pins it before the next save, which may remove it. The run is called
-after its directory, or the one above where that is `checkpoints`.
+`ModelCheckpoint` saved, and pins it before the next save, which may remove it. The run has the name
+of its directory, or of the one above if that is `checkpoints`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 
-from unshard.evaluate.sinks.base import Sink
+from unshard.evaluate.sinks.base import PacedSink, Sink
 from unshard.evaluate.sinks.trainers import open_sinks
 from unshard.evaluate.trainer.completeness import why_unfinished
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.courier import ignoring_errors
-from unshard.evaluate.trainer.recorder import PacedSink
 from unshard.evaluate.trainer.submitter import Submitter
 
 __all__ = ["UnshardEvalCallback"]
@@ -33,7 +32,7 @@ class UnshardEvalCallback(Callback):
 
     Args:
         config: a file of YAML, its text, a mapping, or an `EvalConfig`.
-        run_dir: where pins and results lie; None: the directory that checkpoints are saved to.
+        run_dir: of pins and results; None: the directory that checkpoints are saved to.
         sinks: further places for results.
     """
 
@@ -50,10 +49,10 @@ class UnshardEvalCallback(Callback):
         self._sinks = tuple(sinks)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin; what an earlier process submitted goes on."""
+        """Begin, and go on with what an earlier process submitted."""
         del pl_module
         with ignoring_errors("checkpoints are not evaluated"):
-            if self.submitter is not None:  # of a training that was broken off
+            if self.submitter is not None:  # of a training that was interrupted
                 self.submitter.close(0.0)
             found: list[Sink] = []
             paced: list[PacedSink] = []
@@ -122,7 +121,7 @@ class UnshardEvalCallback(Callback):
 
 
 class _Saves:
-    """Which checkpoints `ModelCheckpoint` callbacks have saved, seen from without."""
+    """The checkpoints that `ModelCheckpoint` callbacks have saved, found from their attributes."""
 
     def __init__(self, savers: Sequence[ModelCheckpoint]) -> None:
         self._seen = [(saver, _last_save(saver), _paths(saver)) for saver in savers]
@@ -130,7 +129,7 @@ class _Saves:
         self._unfinished: list[tuple[Path, int]] = []
 
     def finished(self) -> list[tuple[Path, int]]:
-        """Return path and step of what was saved, and written to its end, since the last call."""
+        """Return path and step of the checkpoints completed since the last call."""
         self._look()
         done = [(path, step) for path, step in self._unfinished if _is_whole(path)]
         self._unfinished = [one for one in self._unfinished if one not in done]
@@ -143,7 +142,7 @@ class _Saves:
             step, path = now
             if now != before and path and step not in self._steps:
                 self._steps.add(step)
-                new = sorted(paths - known)  # `last.ckpt` is written over by the next
+                new = sorted(paths - known)  # the next save overwrites `last.ckpt`
                 self._unfinished.append((Path(new[0] if new else path), step))
 
 
@@ -157,7 +156,7 @@ def _paths(saver: ModelCheckpoint) -> set[str]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Tell whether a checkpoint is written: `AsyncCheckpointIO` does it in another thread."""
+    """Return whether a checkpoint is whole: `AsyncCheckpointIO` writes it in another thread."""
     with suppress(FileNotFoundError):
         return path.is_dir() or why_unfinished([path]) is None
     return False

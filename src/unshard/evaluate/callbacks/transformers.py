@@ -6,9 +6,9 @@
 
 Results go to `<output_dir>/_unshard/results.jsonl` and to the trackers that `report_to` opened.
 transformers calls `on_save` after it removed old checkpoints; the one just saved is still there,
-because rotation spares the newest (transformers 5.23, `rotate_checkpoints`: by mtime, which is why
-nothing here may touch the mtime of an old one). Where neither the checkpoint nor the run has a
-config, it is written into the run's directory, and the tokenizer with it.
+because rotation spares the newest (transformers 5.23, `rotate_checkpoints`: by mtime, so nothing
+here may change the mtime of an old one). If neither the checkpoint nor the run has a config, config
+and tokenizer are written into the run's directory.
 """
 
 import logging
@@ -19,11 +19,10 @@ from pathlib import Path
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from unshard.evaluate.sinks.base import Sink
+from unshard.evaluate.sinks.base import PacedSink, Sink
 from unshard.evaluate.sinks.trainers import open_sinks
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.courier import ignoring_errors
-from unshard.evaluate.trainer.recorder import PacedSink
 from unshard.evaluate.trainer.submitter import Submitter
 from unshard.read.beside.companions import companions_in
 
@@ -55,10 +54,10 @@ class UnshardEvalCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Begin; what an earlier process submitted goes on."""
+        """Begin, and go on with what an earlier process submitted."""
         del control
         with ignoring_errors("checkpoints are not evaluated"):
-            if self.submitter is not None:  # of a training that was broken off
+            if self.submitter is not None:  # of a training that was interrupted
                 self.submitter.close(0.0)
             found: list[Sink] = []
             paced: list[PacedSink] = []
@@ -118,7 +117,7 @@ class UnshardEvalCallback(TrainerCallback):
 
 
 def _complete(checkpoint: Path, run: Path, model: object, processing_class: object) -> None:
-    """Write config and tokenizer into the run's directory, if nothing has a config so far.
+    """Write config and tokenizer into the run's directory, if there is no config yet.
 
     With FSDP's sharded state dicts the Trainer saves neither (transformers 5.23, `save_model`).
     """

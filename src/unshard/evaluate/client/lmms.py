@@ -1,9 +1,9 @@
-"""Talk to an evaluation server: lmms-eval's protocol as its own client speaks it, and ours.
+"""Talk to an evaluation server in lmms-eval's protocol, as lmms-eval's own client does.
 
-`EvalClient` and `AsyncEvalClient` have the constructor, methods and return values of
-`lmms_eval.entrypoints` (0.7.3), and take `lmms_engine_kwargs`, which lmms-engine passes and no
-released client accepts. These methods raise what the originals raise: httpx's errors. Nothing is
-printed; `verbose` logs.
+`LmmsClient` and `AsyncEvalClient` have the constructor, methods and return values of `EvalClient`
+and `AsyncEvalClient` in `lmms_eval.entrypoints` (0.7.3), and take `lmms_engine_kwargs`, which
+lmms-engine passes and no released client accepts. Their methods raise what the originals raise:
+httpx's errors. Nothing is printed; `verbose` logs.
 """
 
 import asyncio
@@ -15,39 +15,35 @@ from typing import Literal, Self
 
 import httpx
 
-from unshard.evaluate.client.v1 import Answer, V1Client
-from unshard.evaluate.credentials import check_token, split_url
+from unshard.evaluate.client.connecting import DEFAULT_URL, Answer, Connected, parse_server
 
-__all__ = ["AsyncEvalClient", "EvalClient"]
-
-_DEFAULT_URL = "http://localhost:8000"
+__all__ = ["AsyncEvalClient", "LmmsClient"]
 
 log = logging.getLogger(__name__)
 
 
-class EvalClient(V1Client):
-    """A client of an evaluation server.
+class LmmsClient:
+    """The client of lmms-eval's protocol.
+
+    Its methods take any client that is connected: `v1.EvalClient` has them, too.
 
     Args:
-        base_url: where it listens; `http://user:password@host:port` works, too.
+        base_url: where the server listens; `http://user:password@host:port` works, too.
         timeout: seconds for a request; None for no limit.
         token: sent with every request, if there is one.
 
     Raises:
         UsageError: the URL or the token cannot be one. No error shows token or password.
-
-    The methods of our own protocol (`submit`, `job`, `jobs`, `results`, `cancel`, `log`, `events`)
-    raise errors of `unshard.errors`.
     """
 
     def __init__(
         self,
-        base_url: str = _DEFAULT_URL,
+        base_url: str = DEFAULT_URL,
         timeout: float | None = None,
         token: str | None = None,
     ) -> None:
-        self.base_url, user = split_url(base_url.rstrip("/"), what="base_url")
-        self.client = httpx.Client(timeout=timeout, headers=_headers(token), auth=user)
+        self.base_url, credentials = parse_server(base_url, token)
+        self.client = httpx.Client(timeout=timeout, **credentials)
 
     def __enter__(self) -> Self:
         return self
@@ -64,27 +60,27 @@ class EvalClient(V1Client):
         """Close the connections."""
         self.client.close()
 
-    def health(self) -> Answer:
-        """Return how the server is."""
-        return self._request("GET", "/health")
+    def health(self: Connected) -> Answer:
+        """Return the state of the server."""
+        return _request(self, "GET", "/health")
 
-    def is_healthy(self) -> bool:
-        """Tell whether the server answers that it is healthy."""
+    def is_healthy(self: Connected) -> bool:
+        """Return whether the server answers that it is healthy."""
         try:
-            return self.health().get("status") == "healthy"
+            return _request(self, "GET", "/health").get("status") == "healthy"
         except (httpx.HTTPError, httpx.InvalidURL, ValueError):
             return False
 
-    def list_tasks(self) -> list[str]:
+    def list_tasks(self: Connected) -> list[str]:
         """Return the tasks that the server knows."""
-        return _names(self._request("GET", "/tasks"), "tasks")
+        return _names(_request(self, "GET", "/tasks"), "tasks")
 
-    def list_models(self) -> list[str]:
+    def list_models(self: Connected) -> list[str]:
         """Return the types of models that the server knows."""
-        return _names(self._request("GET", "/models"), "models")
+        return _names(_request(self, "GET", "/models"), "models")
 
     def evaluate(
-        self,
+        self: Connected,
         model: str,
         tasks: Sequence[str],
         model_args: Mapping[str, object] | None = None,
@@ -119,18 +115,18 @@ class EvalClient(V1Client):
             "output_dir": output_dir,
             "lmms_engine_kwargs": lmms_engine_kwargs,
         }
-        return self._request("POST", "/evaluate", _given(payload))
+        return _request(self, "POST", "/evaluate", _given(payload))
 
-    def get_job(self, job_id: str) -> Answer:
+    def get_job(self: Connected, job_id: str) -> Answer:
         """Return a job: `status`, `result`, `error` and more."""
-        return self._request("GET", f"/jobs/{job_id}")
+        return _request(self, "GET", f"/jobs/{job_id}")
 
-    def cancel_job(self, job_id: str) -> Answer:
+    def cancel_job(self: Connected, job_id: str) -> Answer:
         """Cancel a job."""
-        return self._request("DELETE", f"/jobs/{job_id}")
+        return _request(self, "DELETE", f"/jobs/{job_id}")
 
     def wait_for_job(
-        self,
+        self: Connected,
         job_id: str,
         poll_interval: float = 5.0,
         timeout: float | None = None,
@@ -144,18 +140,18 @@ class EvalClient(V1Client):
         """
         start = time.monotonic()
         while True:
-            job = self.get_job(job_id)
+            job = _request(self, "GET", f"/jobs/{job_id}")
             if _is_over(job, job_id, level=logging.INFO if verbose else logging.DEBUG):
                 return job
             _check_time(job_id, start, timeout)
             time.sleep(poll_interval)
 
-    def get_queue_status(self) -> Answer:
+    def get_queue_status(self: Connected) -> Answer:
         """Return the queue: its size, the job that is running, the ids that wait."""
-        return self._request("GET", "/queue")
+        return _request(self, "GET", "/queue")
 
     def merge_checkpoint(
-        self,
+        self: Connected,
         checkpoint_path: str,
         output_path: str | None = None,
         checkpoint_type: Literal["regular", "ema"] = "regular",
@@ -166,13 +162,7 @@ class EvalClient(V1Client):
             "output_path": output_path,
             "checkpoint_type": checkpoint_type,
         }
-        return self._request("POST", "/merge", payload)
-
-    def _request(
-        self, method: str, endpoint: str, payload: Mapping[str, object] | None = None
-    ) -> Answer:
-        response = self.client.request(method, f"{self.base_url}{endpoint}", json=payload)
-        return _answer(response)
+        return _request(self, "POST", "/merge", payload)
 
 
 class AsyncEvalClient:
@@ -180,12 +170,12 @@ class AsyncEvalClient:
 
     def __init__(
         self,
-        base_url: str = _DEFAULT_URL,
+        base_url: str = DEFAULT_URL,
         timeout: float | None = None,
         token: str | None = None,
     ) -> None:
-        self.base_url, user = split_url(base_url.rstrip("/"), what="base_url")
-        self.client = httpx.AsyncClient(timeout=timeout, headers=_headers(token), auth=user)
+        self.base_url, credentials = parse_server(base_url, token)
+        self.client = httpx.AsyncClient(timeout=timeout, **credentials)
 
     async def __aenter__(self) -> Self:
         return self
@@ -203,7 +193,7 @@ class AsyncEvalClient:
         await self.client.aclose()
 
     async def health(self) -> Answer:
-        """Return how the server is."""
+        """Return the state of the server."""
         return await self._request("GET", "/health")
 
     async def evaluate(self, model: str, tasks: Sequence[str], **arguments: object) -> Answer:
@@ -246,12 +236,10 @@ class AsyncEvalClient:
         return _answer(await self.client.request(method, url, json=payload))
 
 
-def _headers(token: str | None) -> dict[str, str]:
-    if not token:
-        return {}
-    token = token.strip()  # the line break at the end of a file
-    check_token(token, what="token")
-    return {"Authorization": f"Bearer {token}"}
+def _request(
+    client: Connected, method: str, endpoint: str, payload: Mapping[str, object] | None = None
+) -> Answer:
+    return _answer(client.client.request(method, f"{client.base_url}{endpoint}", json=payload))
 
 
 def _given(payload: Mapping[str, object]) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Our own protocol, under `/api/v1`: jobs, their logs, results and events, with errors of our tree.
 
 UnshardError
-├── ServerAwayError     no answer, or none of this server's: try again later
+├── ServerAwayError     no answer, or not one of an evaluation server: try again later
 ├── EvaluationError     the server failed
 └── UsageError
     └── RefusedError    the server refused the request; has the status of the answer
@@ -9,14 +9,18 @@ UnshardError
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
 from urllib.parse import quote
 
 import httpx
 
 from unshard.errors import UnshardError, UsageError
+from unshard.evaluate.client.connecting import DEFAULT_URL, Answer, parse_server
+from unshard.evaluate.client.lmms import LmmsClient
 from unshard.evaluate.jobs import EvaluationError, Scalar
 
-__all__ = ["Answer", "RefusedError", "ServerAwayError", "V1Client"]
+__all__ = ["EvalClient", "RefusedError", "ServerAwayError"]
 
 _PREFIX = "/api/v1"
 _AWAY = frozenset({408, 425, 429, 502, 503, 504})
@@ -25,8 +29,6 @@ _NOT_ALLOWED = frozenset({401, 403})
 _SHOWN = 300
 _MOST_JOBS = 100
 _LARGEST_PAGE = 1000  # jobs
-
-Answer = dict[str, object]
 
 
 class ServerAwayError(UnshardError):
@@ -43,17 +45,58 @@ class RefusedError(UsageError):
     status = 400
 
 
-class V1Client:
-    """The methods of unshard's own protocol.
+class EvalClient:
+    """A client of an evaluation server.
 
-    All of them raise:
-        ServerAwayError: there is no answer, or a gateway answers instead of the server.
-        RefusedError: the server refused the request as wrong or not allowed.
+    Args:
+        base_url: where the server listens; `http://user:password@host:port` works, too.
+        timeout: seconds for a request; None for no limit.
+        token: sent with every request, if there is one.
+
+    Raises:
+        UsageError: the URL or the token cannot be one. No error shows token or password.
+
+    All methods of our protocol raise:
+        ServerAwayError: the server does not answer, or a gateway answers in its place.
+        RefusedError: the request makes no sense to the server, or it is not allowed.
         EvaluationError: the server failed.
+    The methods of lmms-eval's client raise httpx's errors: see `lmms.LmmsClient`.
     """
 
-    base_url: str
-    client: httpx.Client
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        timeout: float | None = None,
+        token: str | None = None,
+    ) -> None:
+        self.base_url, credentials = parse_server(base_url, token)
+        self.client = httpx.Client(timeout=timeout, **credentials)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.client.close()
+
+    health = LmmsClient.health
+    is_healthy = LmmsClient.is_healthy
+    list_tasks = LmmsClient.list_tasks
+    list_models = LmmsClient.list_models
+    evaluate = LmmsClient.evaluate
+    get_job = LmmsClient.get_job
+    cancel_job = LmmsClient.cancel_job
+    wait_for_job = LmmsClient.wait_for_job
+    get_queue_status = LmmsClient.get_queue_status
+    merge_checkpoint = LmmsClient.merge_checkpoint
 
     def submit(
         self,
@@ -132,7 +175,7 @@ class V1Client:
         return [_sentence(one) for one in found] if isinstance(found, list) else []
 
     def cancel(self, job_id: str) -> Answer:
-        """Cancel a job, even if it is running; return its new state."""
+        """Cancel a job, queued or running; return it with its new status."""
         return self._call("DELETE", f"/jobs/{_part(job_id)}")
 
     def log(self, job_id: str, offset: int = 0) -> Answer:

@@ -1,8 +1,8 @@
 """Which files of a checkpoint a pin keeps, and a listing of them that shows whether it changed.
 
-A pin keeps weights of every kind and what makes them a model; not optimizer, not dataloader, not
-random state, nothing whose name is not text. Names are those of the writers that `read.discover`
-names. Opens no file.
+A pin keeps weights of every kind, config and tokenizer. It leaves out the state of optimizer,
+dataloader and random generators, and files whose names are not text. The names are those of the
+writers that `read.discover` lists. No file is opened.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ __all__ = [
     "fingerprint",
     "identity",
     "list_checkpoint",
-    "stamps_of",
+    "read_stamps",
 ]
 
 _GRAINS_NS = (1, 100, 1_000, 1_000_000_000)  # of the times that file systems keep
@@ -48,7 +48,7 @@ Identity = tuple[int, int, int]  # inode, size in bytes, mtime in ns
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What lies in a checkpoint now.
+    """The files and folders of a checkpoint at one moment.
 
     Attributes:
         files: what a pin keeps, by path relative to the checkpoint.
@@ -63,16 +63,16 @@ class Listing:
 
 
 def identity(path: Path) -> Identity:
-    """Return what tells a file from one that replaced it or was written again in place."""
+    """Return what distinguishes a file from one that replaced it or was rewritten in place."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def changed_files(checkpoint: Path, files: Mapping[str, Identity]) -> list[str]:
-    """Return the files that are not what they were: written in place, replaced or gone.
+    """Return the files that were rewritten in place, replaced or removed.
 
-    Some mounts number the files by themselves, or know coarser times. Where no file has the number
-    that it had, sizes and times decide; a time cut to another's grain is the same.
+    Some mounts give files other inode numbers, or coarser times. If no file has its inode number,
+    sizes and times decide; a time that was rounded down to a coarser grain counts as equal.
 
     Args:
         checkpoint: a directory, or a file that is one.
@@ -107,7 +107,7 @@ def list_checkpoint(checkpoint: Path) -> Listing:
     """List a checkpoint: a directory, or a file that is one (then named by its own name).
 
     Raises:
-        FileNotFoundError: it is gone, or some of it went meanwhile.
+        FileNotFoundError: it is gone, or a file went while it was listed.
     """
     if not checkpoint.is_dir():
         return Listing({checkpoint.name: identity(checkpoint)}, {}, [])
@@ -119,10 +119,10 @@ def list_checkpoint(checkpoint: Path) -> Listing:
     return listing
 
 
-def stamps_of(checkpoint: Path) -> dict[str, list[int]]:
+def read_stamps(checkpoint: Path) -> dict[str, list[int]]:
     """Return size, and mtime in ns, of the files of weights, by path relative to the checkpoint.
 
-    A pin shares them with its original. Empty if there is nothing.
+    A pin shares them with its original. Empty if the checkpoint is gone.
     """
     try:
         files = list_checkpoint(checkpoint).files
@@ -133,10 +133,10 @@ def stamps_of(checkpoint: Path) -> dict[str, list[int]]:
 
 
 def fingerprint(stamped: Mapping[str, Sequence[int]]) -> str:
-    """Return what tells a checkpoint from another that lies, or lay, under the same step and name.
+    """Return what distinguishes a checkpoint from another of the same step and name.
 
     Args:
-        stamped: see `stamps_of`; of nothing the fingerprint is empty.
+        stamped: see `read_stamps`; if it is empty, so is the fingerprint.
     """
     stamps = sorted((PurePosixPath(name).name, *of) for name, of in stamped.items())
     return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16] if stamps else ""
@@ -173,7 +173,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, bool | None]]:
 
 
 def _is_folder(entry: "os.DirEntry[str]") -> bool | None:
-    """Tell whether an entry is a folder; None: a link to nothing, or to itself."""
+    """Return whether an entry is a folder; None: a link to nothing, or to itself."""
     if entry.is_symlink() and not Path(entry.path).exists():
         return None
     return entry.is_dir()

@@ -1,4 +1,4 @@
-"""Link the files of a checkpoint while its trainer may be removing it; what can go wrong then."""
+"""Link the files of a checkpoint while its trainer may be removing it."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from unshard.read.beside.companions import companions_in, find_companions
 from unshard.read.discover import discover
 from unshard.read.format import Choice
 
-__all__ = ["ExpiredError", "PinError", "link_all", "link_companions", "refusal"]
+__all__ = ["ExpiredError", "PinError", "explain", "link_all", "link_companions"]
 
 _ATTEMPTS = 5
 _SHOWN = 5
@@ -39,10 +39,10 @@ class ExpiredError(UnshardError):
 
 
 def link_all(checkpoint: Path, target: Path) -> dict[str, Identity]:
-    """Link what a pin keeps, and return it.
+    """Link the files that a pin keeps, and return their identities.
 
-    The checkpoint is listed again afterwards: what came meanwhile is linked too; if something went,
-    it is being removed, and what went before is not known.
+    The checkpoint is listed again afterwards. New files are linked, too. If a file has gone, the
+    checkpoint is being removed, and may have lost others before the first listing.
     """
     linked: dict[str, Identity] = {}
     before = list_checkpoint(checkpoint)
@@ -60,12 +60,12 @@ def link_all(checkpoint: Path, target: Path) -> dict[str, Identity]:
         before = after
     else:
         linked = _link_listed(checkpoint, target, before, linked)
-    _link_beside(checkpoint, target.parent)
+    _link_neighbours(checkpoint, target.parent)
     return linked
 
 
 def _same_files(one: Listing, other: Listing) -> bool:
-    """Tell whether two listings name the same files; they may have grown."""
+    """Return whether two listings name the same files, which may have grown."""
     inodes = ({name: found[0] for name, found in each.files.items()} for each in (one, other))
     return next(inodes) == next(inodes)
 
@@ -86,10 +86,10 @@ def _link_listed(
     return found
 
 
-def _link_beside(checkpoint: Path, partial: Path) -> None:
-    """Link the companions that lie beside a checkpoint and not in it, where readers look for them.
+def _link_neighbours(checkpoint: Path, partial: Path) -> None:
+    """Link the companions next to a checkpoint, where readers look for them.
 
-    verl's are the step's: `global_step_N/huggingface/`, for the weights in `global_step_N/actor`.
+    verl has `global_step_N/huggingface/` next to the weights in `global_step_N/actor`.
     """
     try:
         location = discover(checkpoint, Choice(None, None, None))[0]
@@ -106,10 +106,10 @@ def _link_beside(checkpoint: Path, partial: Path) -> None:
 
 
 def link_companions(run: Path, partial: Path) -> None:
-    """Link config and tokenizer that lie in the run's own directory."""
+    """Link config and tokenizer from the run's own directory."""
     own = companions_in(run)
     files = dict(own.files) if own.config is None else {**own.files, own.config.name: own.config}
-    if not (partial / _CONFIG).exists():  # that of the step, which goes before
+    if not (partial / _CONFIG).exists():  # the step has its own, which wins
         for name, path in files.items():
             _link_small(path, partial / name)
 
@@ -130,8 +130,8 @@ def _being_removed(checkpoint: Path) -> ExpiredError:
     )
 
 
-def refusal(path: Path, error: OSError) -> UnshardError:
-    """Return the error that says why a checkpoint cannot be pinned."""
+def explain(path: Path, error: OSError) -> UnshardError:
+    """Return the error for a checkpoint that cannot be pinned."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return ExpiredError(f"{path}: is gone", hint="submit it before the trainer removes it")
     why = _REFUSED.get(error.errno or 0, "it cannot be linked")

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,9 @@ from unshard.evaluate.pins.files import Identity
 from unshard.evaluate.pins.links import (
     ExpiredError,
     PinError,
+    explain,
     link_all,
     link_companions,
-    refusal,
 )
 from unshard.evaluate.pins.records import Pin, fields_of, parse_pin
 from unshard.evaluate.run_folder import PINS, RunFolder, leave_alone, read_record, write_record
@@ -40,8 +40,8 @@ __all__ = [
     "PinError",
     "Quota",
     "enforce_quota",
+    "list_pins",
     "pin_checkpoint",
-    "pins_of",
     "read_pin",
     "sweep",
     "unpin",
@@ -49,7 +49,7 @@ __all__ = [
 
 _RECORD = "pin.json"
 _PARTIAL = ".partial"
-_ABANDONED = 3600.0  # seconds after which a pin that was not finished is abandoned
+_ABANDONED = 3600.0  # seconds after which a pin that is not finished is abandoned
 _STEP = re.compile(r"(\d+)(?:\.\w+)?$")
 
 log = logging.getLogger(__name__)
@@ -61,13 +61,20 @@ class Quota:
 
     Attributes:
         count: pins.
-        bytes: of all files that these pins hold, each counted once.
+        bytes: of all files of these pins, each counted once.
         owner: the server that makes them; empty: clients.
     """
 
     count: int | None
     bytes: int | None
     owner: str = ""
+
+    def is_exceeded(self, pins: Sequence[Mapping[str, Identity]]) -> bool:
+        """Return whether the files of these pins are more than the quota allows."""
+        if self.count is not None and len(pins) > self.count:
+            return True
+        sizes = {inode: size for files in pins for inode, size, _ in files.values()}
+        return self.bytes is not None and sum(sizes.values()) > self.bytes
 
 
 DEFAULT_QUOTA = Quota(count=8, bytes=500_000_000_000)
@@ -88,7 +95,7 @@ def pin_checkpoint(
         quota: what pins of such an owner may keep of the run; the oldest others make room.
         step: the training step; else the number at the end of the checkpoint's name.
         run: the run's directory; else the one that holds the checkpoint.
-        spare: the names of pins that make no room.
+        spare: the names of pins that are not removed to make room.
 
     Raises:
         ExpiredError: the checkpoint is gone, or was being removed.
@@ -106,7 +113,7 @@ def pin_checkpoint(
             pin = Pin(path, run, checkpoint, step, time.time(), files, quota.owner)
             write_record(folder, _RECORD, fields_of(pin))
         except OSError as error:
-            raise refusal(checkpoint, error) from error
+            raise explain(checkpoint, error) from error
     enforce_quota(run, quota, spare={*spare, pin.name})
     return pin
 
@@ -127,7 +134,7 @@ def _being_made(run: Path, directory: Path, owner: str) -> Iterator[tuple[Path, 
                     _remove_opened(pins, partial.name, folder)
                     raise
     except OSError as error:
-        raise refusal(run, error) from error
+        raise explain(run, error) from error
 
 
 def _step_in(name: str) -> int | None:
@@ -157,7 +164,7 @@ def _read(pins: int, run: Path, directory: Path) -> Pin:
         return parse_pin(read_record(folder, _RECORD), run, directory)
 
 
-def pins_of(run: Path) -> list[Pin]:
+def list_pins(run: Path) -> list[Pin]:
     """Return the whole and readable pins of a run, the oldest first."""
     pins = []
     with _pins_in(run) as (folder, names):
@@ -176,7 +183,7 @@ def pins_of(run: Path) -> list[Pin]:
 
 @contextmanager
 def _pins_in(run: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the descriptor of a run's directory of pins, and what is in it; -1 if it is missing."""
+    """Yield the descriptor of a run's directory of pins, and the names in it; -1 if missing."""
     try:
         with RunFolder(run).opened(PINS) as folder:
             yield folder, names_in(folder)
@@ -189,9 +196,9 @@ def _pins_in(run: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def unpin(pin: Pin) -> bool:
-    """Remove a pin that this user made; return whether it is gone.
+    """Remove a pin if this user made it; return whether it is gone.
 
-    It is renamed first, so that no reader sees a part of it. One that is gone already is fine.
+    It is renamed first, so no reader sees a partial one; a missing pin is ignored.
     """
     with suppress(FileNotFoundError), RunFolder(pin.run).opened(PINS) as pins:
         return _remove(pins, pin.directory)
@@ -213,10 +220,10 @@ def _remove(pins: int, directory: Path) -> bool:
 
 
 def _remove_opened(pins: int, name: str, folder: int) -> None:
-    """Remove a directory and what is in it, its record last: until then it is known as ours."""
+    """Remove an open directory, its record last: until then it is known as ours."""
     for inside in names_in(folder):
         if inside != _RECORD:
-            with suppress(OSError):  # what cannot be removed now is removed by the next sweep
+            with suppress(OSError):  # the next sweep tries again
                 remove(inside, within=folder)
     with suppress(OSError):
         if names_in(folder) == [_RECORD]:
@@ -237,12 +244,12 @@ def _is_half_removed(name: str) -> bool:
 
 
 def sweep(run: Path, owner: str = "") -> None:
-    """Finish what killed processes have begun: pins that were made, or removed.
+    """Remove what killed processes left of pins that they were making, or removing.
 
     Args:
         run: the run's directory.
-        owner: the server that asks, and makes none at this moment: those that it had begun are
-            removed whatever their age.
+        owner: a server that is not making a pin now: those that it had begun are removed whatever
+            their age.
     """
     with _pins_in(run) as (pins, names):
         for directory in (RunFolder(run).pins / name for name in names):
@@ -276,10 +283,10 @@ def enforce_quota(run: Path, quota: Quota, *, spare: Collection[str] = ()) -> li
         spare: the names of pins that stay whatever their age.
     """
     is_servers = bool(quota.owner)
-    ours = [pin for pin in pins_of(run) if pin.is_ours]
+    ours = [pin for pin in list_pins(run) if pin.is_ours]
     kept, removed = [pin for pin in ours if bool(pin.owner) == is_servers], []
     for pin in [pin for pin in kept if pin.name not in spare]:
-        if not _is_exceeded(kept, quota):
+        if not quota.is_exceeded([one.files for one in kept]):
             break
         log.warning("%s: step %s is no longer kept: the quota of pins is used up", run, pin.step)
         unpin(pin)
@@ -289,16 +296,9 @@ def enforce_quota(run: Path, quota: Quota, *, spare: Collection[str] = ()) -> li
     return removed
 
 
-def _is_exceeded(pins: list[Pin], quota: Quota) -> bool:
-    if quota.count is not None and len(pins) > quota.count:
-        return True
-    sizes = {inode: size for pin in pins for inode, size, _ in pin.files.values()}
-    return quota.bytes is not None and sum(sizes.values()) > quota.bytes
-
-
 def _check_size(checkpoint: Path, files: Mapping[str, Identity], quota: Quota) -> None:
-    size = sum(size for _, size, _ in files.values())
-    if quota.count == 0 or (quota.bytes is not None and size > quota.bytes):
+    if quota.is_exceeded([files]):
+        size = sum(size for _, size, _ in files.values())
         raise PinError(
             f"{checkpoint}: not kept, because the quota of pins has no room for it",
             expected=f"at most {quota.bytes} bytes, {quota.count} pins",

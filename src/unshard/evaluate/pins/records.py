@@ -21,12 +21,12 @@ class Pin:
     Attributes:
         path: the linked checkpoint: what is merged and evaluated.
         run: the directory of the run that it belongs to.
-        checkpoint: the original, which may be gone by now.
+        checkpoint: the original, which may have been removed.
         step: the training step, if it is known.
         created: seconds since the epoch.
         files: inode, size and mtime in ns of each file, by path relative to `path`.
         owner: the server that made it; empty: a client.
-        is_ours: whether this user made it there; else it is never removed.
+        is_ours: whether this user made it in that place; else it is never removed.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class Pin:
         return self.directory.name
 
     def changed(self) -> list[str]:
-        """Return the files that are not what was pinned: see `files.changed_files`."""
+        """Return the files that have changed since: see `files.changed_files`."""
         return changed_files(self.path, self.files)
 
 
@@ -66,7 +66,7 @@ def fields_of(pin: Pin) -> dict[str, object]:
 
 
 def parse_pin(record: Record, run: Path, directory: Path) -> Pin:
-    """Return the pin that a record describes, which a stranger may have written.
+    """Return the pin that a record describes; another user may have written it.
 
     Raises:
         CorruptError: it is not the record of a pin.

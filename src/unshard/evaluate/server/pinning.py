@@ -13,14 +13,14 @@ from pathlib import Path
 from unshard.containers.json_file import is_text
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Job
-from unshard.evaluate.pins.files import stamps_of
+from unshard.evaluate.pins.files import read_stamps
 from unshard.evaluate.pins.pin import (
     ExpiredError,
     Pin,
     PinError,
     Quota,
+    list_pins,
     pin_checkpoint,
-    pins_of,
     read_pin,
     sweep,
     unpin,
@@ -107,7 +107,7 @@ class Pins:
             owner = self._own().owner
             for run in self._runs() if pin is None else _runs_of([pin]):
                 needed = {path for _, path in self.store.pins_below(run)}
-                for found in pins_of(run):
+                for found in list_pins(run):
                     is_own = found.is_ours and found.owner == owner
                     if is_own and str(found.path) not in needed:
                         _remove(found)
@@ -127,7 +127,7 @@ class Pins:
         with suppress(ExpiredError):
             if job.pin is not None:
                 return read_pin(Path(job.pin)).changed()
-        was, now = job.request.stamps, stamps_of(Path(job.request.checkpoint))
+        was, now = job.request.stamps, read_stamps(Path(job.request.checkpoint))
         if was and now and was.keys().isdisjoint(now):
             return [job.request.checkpoint]
         return [name for name, stamp in was.items() if now.get(name, stamp) != stamp]

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from unshard.api.options import MergeOptions
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Job, Request, Status
-from unshard.evaluate.pins.files import fingerprint, stamps_of
+from unshard.evaluate.pins.files import fingerprint, read_stamps
 from unshard.evaluate.pins.pin import ExpiredError
 from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.server.admission.links import check_links
@@ -155,7 +155,7 @@ class Service:
     def _stamped(self, request: Request, pin: str | None) -> Request:
         """Add the checkpoint's fingerprint; where it is gone, that of the last job like it."""
         kept = None if pin is None else self.pins.of_client(pin)
-        if stamps := stamps_of(Path(kept or request.checkpoint)):
+        if stamps := read_stamps(Path(kept or request.checkpoint)):
             return replace(request, fingerprint=fingerprint(stamps), stamps=stamps)
         for job in self.store.alike(request):
             known = job.request

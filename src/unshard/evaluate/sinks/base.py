@@ -1,4 +1,4 @@
-"""What a sink of results is, what a result is called there, and what was written to it already."""
+"""Sinks: where results are written, under which names, and which results each has already."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ from typing import Protocol
 from unshard.evaluate.run_folder import opened
 from unshard.write.staging.beneath import open_regular
 
-__all__ = ["PREFIX", "STEP_METRIC", "Marks", "Sink", "metric_names"]
+__all__ = ["PREFIX", "STEP_METRIC", "Marks", "PacedSink", "Sink", "name_metrics"]
 
 PREFIX = "unshard_eval"
 _LONGEST_NAME = 200  # bytes; file systems take 255
@@ -23,7 +23,7 @@ class Sink(Protocol):
     """Writes results to one place.
 
     Attributes:
-        name: what its marks are kept under; the same for the same place.
+        name: of its marks; the same for the same place.
     """
 
     @property
@@ -37,7 +37,18 @@ class Sink(Protocol):
         """Write what is buffered; the sink is not used afterwards."""
 
 
-def metric_names(metrics: Mapping[str, float], *, weights: str) -> dict[str, float]:
+class PacedSink(Sink, Protocol):
+    """A sink that is written to from the trainer's thread only, one result per call of it."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the last result has been committed, so that `log` may be called again."""
+
+    def log_now(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
+        """Write a result when the trainer logs no more."""
+
+
+def name_metrics(metrics: Mapping[str, float], *, weights: str) -> dict[str, float]:
     """Return a job's metrics under the names that trackers know them by.
 
     `unshard_eval/<task>/<metric>`, and `unshard_eval/ema/…` for weights other than the model's.
@@ -47,7 +58,7 @@ def metric_names(metrics: Mapping[str, float], *, weights: str) -> dict[str, flo
 
 
 def _file_name(name: str) -> str:
-    """Return a file's name for a sink's, which may be a long path."""
+    """Return the name of a file for a sink; the sink's own name may be a long path."""
     plain = re.sub(r"[^\w.-]", "_", name)
     if len(plain.encode()) <= _LONGEST_NAME:
         return plain
@@ -55,10 +66,10 @@ def _file_name(name: str) -> str:
 
 
 class Marks:
-    """Which jobs were written to a sink; a file of ids, which survives the process.
+    """The ids of the jobs that were written to a sink, in a file that survives the process.
 
     Args:
-        directory: holds one file for each sink.
+        directory: of the files, one for each sink.
         name: the sink's.
     """
 
@@ -75,12 +86,12 @@ class Marks:
     def __contains__(self, job_id: str) -> bool:
         return job_id in self._known
 
-    def of(self, start: str) -> set[str]:
-        """Return the marks that begin so."""
+    def starting(self, start: str) -> set[str]:
+        """Return the marks that begin with a text."""
         return {one for one in self._known if one.startswith(start)}
 
     def add(self, job_id: str) -> None:
-        """Mark a job; one write, so that a killed process leaves a whole line or none."""
+        """Mark a job with one write, so that a killed process leaves a whole line or none."""
         self._known.add(job_id)
         self._directory.mkdir(parents=True, exist_ok=True)
         with self._opened(os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.sinks.base import Marks, Sink, metric_names
+from unshard.evaluate.sinks.base import Marks, Sink, name_metrics
 
 __all__ = ["Destination", "Exported", "Target", "export", "export_all"]
 
@@ -20,7 +20,7 @@ _MARKS = "unshard_exports"
 
 
 class Target(StrEnum):
-    """Where results can be written."""
+    """A tracker that results can be exported to."""
 
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
@@ -40,7 +40,7 @@ class Destination:
 
     Attributes:
         target: the kind of tracker.
-        directory: of the files, and of what is remembered.
+        directory: of the files, and of the record of what has been exported.
         project: of W&B or trackio; MLflow's experiment.
         is_for_one: whether one run is exported, into `directory` itself, or each into its own.
     """
@@ -51,7 +51,7 @@ class Destination:
     is_for_one: bool = True
 
     def check(self) -> None:
-        """Raise UsageError unless everything is said that the target needs."""
+        """Raise UsageError if the target needs a project and has none."""
         if self.target not in _FILES and not self.project:
             raise UsageError(f"--to {self.target}", expected="--project NAME")
 
@@ -62,13 +62,13 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What became of a run's results, counted in jobs.
+    """How many jobs of a run were exported.
 
     Attributes:
         run: its name.
-        written: now.
-        present: written before.
-        without_step: left out, because a tracker would draw them at a step that is not theirs.
+        written: by this export.
+        present: by an earlier one.
+        without_step: left out, because a tracker would draw them at a wrong step.
     """
 
     run: str
@@ -130,13 +130,13 @@ def _by_job(results: Sequence[Mapping[str, object]]) -> list[_Measured]:
     found = []
     for job, one in about.items():
         step = one["step"]
-        named = metric_names(metrics[job], weights=str(one["weights"]))
+        named = name_metrics(metrics[job], weights=str(one["weights"]))
         found.append(_Measured(job, step if isinstance(step, int) else None, named))
     return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.job_id))
 
 
 def _write(sink: Sink, jobs: Sequence[_Measured], marks: Marks) -> None:
-    """Remember a job only when the sink is closed: some trackers send from a thread of theirs."""
+    """Write jobs; mark them when the sink is closed, because some trackers send from a thread."""
     written = []
     try:
         for job in jobs:
@@ -149,13 +149,13 @@ def _write(sink: Sink, jobs: Sequence[_Measured], marks: Marks) -> None:
 
 
 def _owner(target: Target) -> str:
-    """Return whose project is meant: the same name elsewhere is another place."""
+    """Return a hash of the project's owner or server: the same name there is another project."""
     owner = os.environ.get(_OWNERS.get(target, ""), "")  # may hold a password
     return hashlib.sha256(owner.encode()).hexdigest()[:8] if owner else ""
 
 
 def _sink(run: str, to: Destination) -> Sink:
-    """Open a tracker; none is imported before it is asked for."""
+    """Open a tracker; only this one is imported."""
     try:
         match to.target:
             case Target.TENSORBOARD:
@@ -173,13 +173,13 @@ def _sink(run: str, to: Destination) -> Sink:
             case Target.MLFLOW:
                 from unshard.evaluate.sinks.mlflow import MlflowSink
 
-                return MlflowSink.beside(to.project, run)
+                return MlflowSink.open(to.project, run)
             case Target.TRACKIO:
                 from unshard.evaluate.sinks.trackio import TrackioSink
 
-                return TrackioSink.beside(to.project, run)
+                return TrackioSink.open(to.project, run)
     except ImportError as error:
         needed = _PACKAGES.get(to.target, str(to.target))
         raise UsageError(
-            f"--to {to.target}: {error}", hint=f"install {needed} beside unshard"
+            f"--to {to.target}: {error}", hint=f"install {needed} next to unshard"
         ) from error

@@ -1,8 +1,8 @@
-"""Results as lines of JSON: the one sink that is always there.
+"""Results as lines of JSON: the sink that every run has.
 
     {"job": "…", "step": 500, "metrics": {"unshard_eval/mmlu/acc": 0.5}, "logged_at": 1790000000.0}
 
-A job that is there already is not written again, and a line that a killed process left torn is
+A job that the file has is not written again, and a line that a killed process left incomplete is
 ended first.
 """
 
@@ -67,7 +67,7 @@ def _jobs_in(path: Path) -> set[str]:
 
 
 def _is_torn(stream: BinaryIO) -> bool:
-    """Return whether the last line of a file has no end; the position is then the file's end."""
+    """Return whether the last line is incomplete, and leave the position at the file's end."""
     if stream.seek(0, os.SEEK_END) == 0:
         return False
     stream.seek(-1, os.SEEK_END)

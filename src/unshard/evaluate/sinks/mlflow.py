@@ -1,8 +1,8 @@
 """Results as metrics of an MLflow run. MLflow takes steps in any order.
 
-It refuses some names (mlflow/utils/validation.py): characters, more than 250 of them, and what is
-not a plain relative path. Such a name is changed; if that is not enough to tell it from the others,
-or it was cut, it ends in a hash of the whole name, which `results.jsonl` has.
+It refuses names (mlflow/utils/validation.py) with some characters, with more than 250 characters,
+and those that are not plain relative paths. Such a name is changed. If two names would become
+equal, or one has to be cut, it ends in a hash of the whole name, which `results.jsonl` has.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ _LARGEST_BATCH = 1000
 
 
 class MlflowSink:
-    """Writes to a run that is there: the trainer's, or another.
+    """Writes to a run that exists: the trainer's, or another.
 
     Args:
         run_id: of the run.
-        tracking_uri: where; None: where the process tracks.
+        tracking_uri: of its server; None: that of the process.
     """
 
     def __init__(self, run_id: str, tracking_uri: str | None = None) -> None:
@@ -35,10 +35,10 @@ class MlflowSink:
         self._client = mlflow.MlflowClient(tracking_uri=tracking_uri)
 
     @classmethod
-    def beside(cls, project: str, group: str) -> "MlflowSink":
-        """Write from another process: to a run of its own in the experiment `project`.
+    def open(cls, project: str, group: str) -> "MlflowSink":
+        """Return a sink for another process than the trainer's, with its own run in an experiment.
 
-        The same names again continue that run; the process's own tracking URI says where it is.
+        The same names again continue that run, on the server of the process's tracking URI.
         """
         client, name = mlflow.MlflowClient(), f"{group}-eval"
         experiment = client.get_experiment_by_name(project)
@@ -56,7 +56,7 @@ class MlflowSink:
         return f"mlflow-{self._run_id}"
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
-        """Write the metrics under names that MLflow takes; of up to 1,000 all or none."""
+        """Write the metrics under names that MLflow takes; up to 1,000 are written as a whole."""
         del job_id
         now, names = int(time.time() * 1000), _fitting(metrics)
         batch = [Metric(names[name], value, now, step) for name, value in metrics.items()]
@@ -69,7 +69,7 @@ class MlflowSink:
 
 
 def _fitting(names: Collection[str]) -> dict[str, str]:
-    """Return names that MLflow takes, all different, by the names they stand for."""
+    """Return names that MLflow takes, all different, by the original names."""
     plain = {name: _plain(name) for name in names}
     counts = Counter(plain.values())
     return {

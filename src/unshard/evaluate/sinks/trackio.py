@@ -1,8 +1,8 @@
 """Results as metrics of a trackio run: the trainer's own, or another. Steps come in any order.
 
-trackio counts the steps of a run itself where its owner names none (as transformers' callback
-does), from behind the highest that it has seen. A result has a step of its own, and must not move
-that counter: it is put back, in the thread of the trainer, which alone moves it.
+If a run is logged to without a step (transformers' callback does that), trackio counts the steps
+itself, from the highest that it has seen. A result has its own step and must not move that counter,
+so the counter is restored, in the trainer's thread: no other thread moves it.
 """
 
 from collections.abc import Mapping
@@ -18,23 +18,24 @@ class TrackioSink:
     """Writes to a run, from the process and thread that logs to it.
 
     Args:
-        run: what `trackio.init` returned; whoever made it finishes it, even before the last result.
+        run: what `trackio.init` returned; its owner finishes it, even before the last result.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     @classmethod
-    def beside(cls, project: str, group: str) -> "TrackioSink":
-        """Write from another process: to a run of its own, in the training run's group.
+    def open(cls, project: str, group: str) -> "TrackioSink":
+        """Return a sink for another process than the trainer's, with its own run in the group.
 
         The same names again continue that run. `close` finishes it.
         """
-        name = f"{group}-eval"
+        name, current = f"{group}-eval", context_vars.current_run.get()
         run = trackio.init(
             project, name=name, group=group, resume="allow", auto_log_gpu=False, embed=False
         )
-        return _OwnRun(run)
+        context_vars.current_run.set(current)  # else `close` would leave the new run open
+        return cls(run)
 
     @property
     def name(self) -> str:
@@ -43,11 +44,11 @@ class TrackioSink:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can take a result now: always, a result is a row of its own."""
+        """Whether it can take a result now: always, because a result is a row of its own."""
         return True
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
-        """Write the metrics; trackio sends them from a thread of its own."""
+        """Write the metrics; trackio sends them from its own thread."""
         del job_id
         following = self._run._next_step  # noqa: SLF001  (no public name)
         self._run.log(dict(metrics), step=step)
@@ -58,17 +59,10 @@ class TrackioSink:
         self.log(step, metrics, job_id)
 
     def close(self) -> None:
-        """Leave the run to its owner; if that has finished it, see that the last results are sent.
+        """Finish the run, so that the last results are sent, unless it is the current one.
 
-        transformers' callback finishes it before any callback of a user hears of the end.
+        The current run is its owner's to finish. transformers' callback finishes it before any
+        callback of a user hears of the end.
         """
         if context_vars.current_run.get() is not self._run:
             self._run.finish()  # type: ignore[no-untyped-call]  # trackio's own lacks its types
-
-
-class _OwnRun(TrackioSink):
-    def close(self) -> None:
-        """Finish the run."""
-        if context_vars.current_run.get() is self._run:
-            context_vars.current_run.set(None)
-        self._run.finish()  # type: ignore[no-untyped-call]  # trackio's own lacks its types

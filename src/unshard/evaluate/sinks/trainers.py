@@ -1,7 +1,6 @@
-"""The sinks of the trackers that a training process already has open, found without importing any.
+"""The sinks of the trackers that a training process has open, found without importing a tracker.
 
-A tracker that the process has not imported is not in use; one that is gets its results in the
-trainer's own run.
+A tracker that the process has not imported is not in use. Results go to the trainer's own run.
 """
 
 import logging
@@ -11,8 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from unshard.evaluate.sinks.base import Sink
-from unshard.evaluate.trainer.recorder import PacedSink
+from unshard.evaluate.sinks.base import PacedSink, Sink
 
 __all__ = ["open_sinks", "open_wandb"]
 
@@ -24,13 +22,13 @@ log = logging.getLogger(__name__)
 def open_sinks(
     *, tensorboard_dir: Path | None = None, mlflow_run: tuple[str, str | None] | None = None
 ) -> tuple[list[Sink], list[PacedSink]]:
-    """Return the sinks of what is open in this process: those of any thread, and the paced ones.
+    """Return the sinks of the trackers open in this process: those for any thread, and paced ones.
 
-    A tracker that cannot be written to is left out, and said so.
+    A tracker that cannot be written to is left out with a warning.
 
     Args:
-        tensorboard_dir: where the trainer writes its event files, if it does.
-        mlflow_run: id and tracking URI of a run that is not the active one, if the trainer has it.
+        tensorboard_dir: of the trainer's event files, if it writes any.
+        mlflow_run: id and tracking URI of the trainer's run, if it is not the active one.
     """
     sinks = [_opened(lambda: _tensorboard(tensorboard_dir)), _opened(lambda: _mlflow(mlflow_run))]
     paced = [_opened(_trackio), _opened(open_wandb)]

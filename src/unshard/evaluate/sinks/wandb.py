@@ -1,10 +1,10 @@
-"""Results in Weights & Biases: in the trainer's own run, or in a run of their own beside it.
+"""Results in Weights & Biases: in the trainer's own run, or in a separate run of its group.
 
-W&B's internal step only rises, and what is logged with a lower one is dropped without a word. So
-results never carry `step=`: their step is a metric of its own, and each metric is told by its exact
-name to be drawn over it (a pattern loses against the trainer's own `*`). In the trainer's run a
-result is added to the row that the trainer commits next (`commit=False`), at most one a row,
-because a row holds one value of the step; who calls `log` sees to that.
+W&B's internal step only rises, and rows that are logged with a lower one are dropped silently. So
+results never carry `step=`. Their step is a metric, and each metric is defined by its exact name to
+be drawn over it (a pattern loses against the trainer's own `*`). In the trainer's run a result is
+added to the row that the trainer commits next (`commit=False`). A row holds one value of the step,
+so the caller of `log` adds one result at most to each.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ class TrainerWandbSink:
     def __init__(self, run: wandb.Run) -> None:
         self._run = run
         self._defined: set[str] = set()
-        self._waiting_at: int | None = None  # W&B's step of the row that holds a result
+        self._waiting_at: int | None = None  # W&B's step of the row with a result
 
     @property
     def name(self) -> str:
@@ -42,37 +42,36 @@ class TrainerWandbSink:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the trainer has committed the row that holds the last result."""
+        """Whether the trainer has committed the row with the last result."""
         return self._waiting_at != self._run.step
 
     def log_now(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
-        """Write a result as a row of its own: when the trainer logs no more."""
+        """Write a result as a separate row when the trainer logs no more."""
         del job_id
         self.close()
         self._run.log(_row(self._run, self._defined, step, metrics), commit=True)
 
     def close(self) -> None:
-        """Commit the row that holds the last result, if it waits; the run stays open."""
+        """Commit the row with the last result, if it waits; the run stays open."""
         if not self.is_ready:
             self._run.log({}, commit=True)
             self._waiting_at = None
 
 
 class WandbSink:
-    """Writes from another process than the trainer's: to a run of its own in the trainer's group.
+    """Writes from another process than the trainer's, to its own run in the trainer's group.
 
     Args:
         project: of the training run.
         group: the name of the training run.
-        entity: whose project; None: the default.
 
     The same names again continue the same run.
     """
 
-    def __init__(self, project: str, group: str, entity: str | None = None) -> None:
-        identity = hashlib.sha256(f"{entity}/{project}/{group}".encode()).hexdigest()[:16]
+    def __init__(self, project: str, group: str) -> None:
+        # The id that earlier versions gave the run, so that it is continued.
+        identity = hashlib.sha256(f"None/{project}/{group}".encode()).hexdigest()[:16]
         self._run = wandb.init(
-            entity=entity,
             project=project,
             group=group,
             job_type="eval",
@@ -101,7 +100,7 @@ class WandbSink:
 def _row(
     run: wandb.Run, defined: set[str], step: int, metrics: Mapping[str, float]
 ) -> dict[str, float | int]:
-    """Return a row with its own step; what is not known yet is defined first."""
+    """Return a row with its step; new metrics are defined first."""
     if not defined:
         run.define_metric(STEP_METRIC)
     for name in metrics:

@@ -1,10 +1,10 @@
-"""Watch a run's directory for checkpoints that are complete, for trainers that tell nobody.
+"""Watch a run's directory for checkpoints that are complete, for trainers without hooks.
 
-A checkpoint is complete when its writer's own mark says so, and its files have kept their sizes and
+A checkpoint is complete when its writer has left its mark, and its files have kept their sizes and
 times since the last look: verl's `latest_checkpointed_iteration.txt`, transformers'
 `trainer_state.json`, DCP's `.metadata`. Rank files without a mark (lmms-engine) are complete when
 every rank's are there, in the folder of the dataloader too, every zip has its end, and the config
-is there; safetensors files when all that belong together are, each as long as its header says.
+is there; safetensors files when the set is complete and each file is as long as its header says.
 """
 
 import logging
@@ -42,9 +42,9 @@ class Watcher:
     """Looks at a run again and again; every complete checkpoint is returned once.
 
     Args:
-        run: the directory that holds the steps.
+        run: the directory of the steps.
         weights: "model" or "ema".
-        role: "actor" or "critic", for verl's; None: the actor, where a step holds both.
+        role: "actor" or "critic" for verl; None: the actor of a step that has both.
     """
 
     def __init__(self, run: Path, *, weights: str = "model", role: str | None = None) -> None:
@@ -52,7 +52,7 @@ class Watcher:
         self._choice = Choice(None, role, weights)
         self._stamps: dict[Path, Stamps] = {}
         self._seen: set[Path] = set()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def look(self) -> list[Location]:
         """Return the checkpoints that are complete since the last look, the lowest step first."""
@@ -63,30 +63,30 @@ class Watcher:
                 found.append(location)
         return found
 
-    def _tell(self, why: str) -> None:
-        """Log why something is not found, once."""
-        if why not in self._told:
+    def _warn(self, why: str) -> None:
+        """Log why a checkpoint is not found, once."""
+        if why not in self._warned:
             log.warning("%s", why)
-        self._told.add(why)
+        self._warned.add(why)
 
     def _steps(self) -> list[Location]:
-        """Return what all steps hold; one that holds something else keeps back no other."""
+        """Return the checkpoints of all steps; a broken step does not hold up the others."""
         try:
             return self._found(self._choice)
         except (UnshardError, OSError) as error:
             numbers = step_numbers(self._run)
             if not numbers:
-                self._tell(f"no checkpoint yet: {error}")
+                self._warn(f"no checkpoint yet: {error}")
         found = []
         for number in numbers:
             try:
                 found += self._found(replace(self._choice, step=number))
             except (UnshardError, OSError) as error:
-                self._tell(f"step {number} is not submitted yet: {error}")
+                self._warn(f"step {number} is not submitted yet: {error}")
         return found
 
     def _found(self, choice: Choice) -> list[Location]:
-        """Return what steps hold; of an actor and a critic, the one that generates."""
+        """Return the checkpoints of steps; of an actor and a critic, the actor."""
         if choice.role is not None:
             return all_steps(self._run, choice)
         try:
@@ -101,15 +101,15 @@ class Watcher:
         try:
             now = self._stamps[location.step_dir] = _stamps(location.step_dir)
             why = why_incomplete(location)
-        except OSError:  # rotated away while it was looked at
+        except OSError:  # the trainer has just removed it
             return False
         if before == now and why is not None:
-            self._tell(f"step {location.step} is not complete yet: {why}")
+            self._warn(f"step {location.step} is not complete yet: {why}")
         return before == now and why is None
 
 
 def why_incomplete(location: Location) -> str | None:
-    """Return what a checkpoint lacks; None if its writer has finished it.
+    """Return why a checkpoint is incomplete; None if its writer has finished it.
 
     Raises:
         OSError: it has vanished.
@@ -119,7 +119,7 @@ def why_incomplete(location: Location) -> str | None:
         written = latest.read_text(encoding="ascii", errors="replace").strip()
         if step is None or (written.isdecimal() and int(written) >= step):
             return None
-        return f"{latest.name} says {written or 'nothing'}"
+        return f"{latest.name} has {written or 'nothing'}"
     state = location.step_dir / _TRAINER_STATE
     if state.is_file():
         return None if _step_of(state) == step else f"{state.name} is of another step"
@@ -140,7 +140,7 @@ def _step_of(state: Path) -> int | None:
 
 
 def _why_ranks(location: Location) -> str | None:
-    """Return what is missing of rank files, and of what lmms-engine writes after them."""
+    """Return which rank file is missing, or which file that lmms-engine writes after them."""
     folder, loader = location.weights_dir, location.step_dir / "dataloader_state"
     worlds = _ranks_in(folder)
     why = _why_not_all(folder, worlds)
@@ -153,7 +153,7 @@ def _why_ranks(location: Location) -> str | None:
 
 
 def _ranks_in(folder: Path) -> dict[int, set[int]]:
-    """Return the ranks whose files a folder has, by the size of their world."""
+    """Return the ranks whose files are in a folder, by world size."""
     found: dict[int, set[int]] = {}
     for match in (_RANK_FILE.fullmatch(path.name) for path in folder.iterdir()):
         if match is not None:
@@ -171,7 +171,7 @@ def _why_not_all(folder: Path, worlds: Mapping[int, set[int]]) -> str | None:
 
 
 def _why_shards(folder: Path, names: set[str]) -> str | None:
-    """Return which of several safetensors files a folder lacks."""
+    """Return which file of a set of safetensors files a folder lacks."""
     wanted = {
         f"{match[1]}-{number:0{len(match[2])}}-of-{match[2]}.safetensors"
         for match in map(_SHARD.fullmatch, names)
@@ -188,7 +188,7 @@ def _why_shards(folder: Path, names: set[str]) -> str | None:
 
 
 def why_unfinished(files: Iterable[Path]) -> str | None:
-    """Return which file is empty, or has no end of a zip; legacy files of torch have none."""
+    """Return which file is empty or a zip without its end; torch's legacy files are not zips."""
     for path in files:
         with path.open("rb") as stream:
             head = stream.read(4)
@@ -201,7 +201,7 @@ def why_unfinished(files: Iterable[Path]) -> str | None:
 
 
 def _has_end(tail: bytes) -> bool:
-    """Tell whether a zip ends with the whole record that stands at its end."""
+    """Return whether a zip ends with its end record, and that is whole."""
     at = tail.rfind(_END_OF_ZIP)
     comment = int.from_bytes(tail[at + _END_SIZE - 2 : at + _END_SIZE], "little")
     return at >= 0 and len(tail) >= at + _END_SIZE + comment

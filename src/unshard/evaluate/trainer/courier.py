@@ -1,12 +1,10 @@
 """Carry a spool's submissions to the server and its results back: one round at a time, no thread.
 
 The server may be away, may have forgotten a job (then it is submitted again), or may refuse one
-(then that is set aside with the answer). Pins are removed when no job needs them any more.
+(then it is set aside with the answer). Pins are removed when no job needs them any more.
 """
 
-import json
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -15,12 +13,12 @@ from pathlib import Path
 
 from unshard.errors import UnshardError
 from unshard.evaluate.backoff import backoff
-from unshard.evaluate.client.lmms import EvalClient
-from unshard.evaluate.client.v1 import Answer, RefusedError, ServerAwayError
+from unshard.evaluate.client.connecting import Answer
+from unshard.evaluate.client.v1 import EvalClient, RefusedError, ServerAwayError
 from unshard.evaluate.jobs import EvaluationError, Status
-from unshard.evaluate.pins.pin import ExpiredError, pins_of, read_pin, sweep, unpin
+from unshard.evaluate.pins.pin import ExpiredError, list_pins, read_pin, sweep, unpin
 from unshard.evaluate.run_folder import leave_alone
-from unshard.evaluate.sinks.base import metric_names
+from unshard.evaluate.sinks.base import name_metrics
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.recorder import Recording
 from unshard.evaluate.trainer.spool import Entry, Fields, Spool, pins_in
@@ -30,17 +28,17 @@ __all__ = ["Courier", "ignoring_errors", "release"]
 _TIMEOUT = 10.0  # seconds for a request
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds between attempts while the server is away
 _NOT_ALLOWED = (401, 403)
-_REFUSED_AGAIN = 300.0  # seconds after which what was refused is sent again: a server may be mended
+_REFUSED_AGAIN = 300.0  # seconds until refused submissions are sent again
 _FORGOTTEN = 404
 _RESUBMISSIONS = 3
-_ABANDONED = 3600.0  # seconds after which a pin that no submission names is nobody's
+_ABANDONED = 3600.0  # seconds after which a pin that no submission names is removed
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def ignoring_errors(what: str, then: Callable[[], None] | None = None) -> Iterator[None]:
-    """Log whatever is raised inside and go on: evaluation must never hurt a training."""
+    """Log any exception and go on: evaluation must never hurt a training."""
     try:
         yield
     except Exception as error:  # noqa: BLE001  (the one place where this is the contract)
@@ -53,14 +51,13 @@ class Courier:
     """Carries a spool's submissions and results.
 
     Args:
-        config: says where the server is, and what it calls paths.
+        config: where the server is, and what it calls paths.
         spool: of the run.
-        take: is given every result.
+        take: called with every result.
         logs_refusals: whether a refusal is an error in the log; else the caller reports it.
 
     Attributes:
-        handing_over: held while a result leaves the spool's jobs and until `take` has it.
-        failures: what ended without a result and was not submitted again with success.
+        failures: why a request ended without a result, unless it has got one since.
     """
 
     def __init__(
@@ -79,14 +76,13 @@ class Courier:
         self._failures = 0
         self._failed_on = Counter[str]()
         self._again = time.monotonic() + _REFUSED_AGAIN
-        self.handing_over = threading.Lock()
         self.failures: dict[str, str] = {}
 
     def send(self) -> float:
-        """Send what waits, in order; return the seconds for which to leave the server alone.
+        """Send the waiting submissions in order; return the seconds until it may be tried again.
 
-        A server that fails is not asked for the rest now. What it failed on comes last next time,
-        so that it does not keep the others waiting.
+        If the server fails, the rest is not sent now. The submission that it failed on comes last
+        next time, so that it does not hold up the others.
         """
         failure: Exception | None = None
         if time.monotonic() >= self._again:
@@ -106,9 +102,9 @@ class Courier:
                 is_news = self._logs_refusals and not is_known
                 level = logging.ERROR if is_news else logging.DEBUG
                 log.log(level, "step %s is not evaluated: %s", entry.step, error)
-                if entry.path.exists():  # else the step was saved again meanwhile
+                if entry.path.exists():  # else the step has been saved again
                     self._spool.refuse(entry, str(error))
-            except Exception as error:  # noqa: BLE001  (whatever it is: others may fare better)
+            except Exception as error:  # noqa: BLE001  (the others may be accepted)
                 failure = error
         if failure is not None:
             return self._back_off(failure)
@@ -128,7 +124,7 @@ class Courier:
                     self._submit_again(entry)
                 elif error.status in _NOT_ALLOWED:
                     self.close()
-                    log.debug("the evaluation server tells nothing: %s", error)
+                    log.debug("the evaluation server does not allow polling: %s", error)
                     return
                 else:
                     log.warning("job %s: %s", entry.name, error)
@@ -140,14 +136,14 @@ class Courier:
     def begin(self) -> None:
         """Go on with what an earlier process left.
 
-        Results that it fetched are handed over again; what the server refused is sent again; old
-        pins that nobody names (of a process that was killed) are removed.
+        Results that it fetched are taken again, submissions that the server refused are sent again,
+        and old pins without a submission (of a process that was killed) are removed.
         """
         for entry in self._spool.arrived():
             self._take(_recording(entry))
         for entry in self._spool.refused():
             self._spool.requeue(entry)
-        for pin in pins_of(self._spool.run.resolve()):  # as its submission names it
+        for pin in list_pins(self._spool.run.resolve()):  # as its submission names it
             if pin.is_ours and not pin.owner and time.time() - pin.created > _ABANDONED:
                 release([str(pin.path)], self._spool)
         sweep(self._spool.run)
@@ -159,7 +155,7 @@ class Courier:
             self._client = None
 
     def _send_refused(self) -> None:
-        """Put back into the queue what was refused; not what was taken and forgotten too often."""
+        """Put refused submissions back into the queue, unless they were forgotten too often."""
         for entry in self._spool.refused():
             if _resubmissions(entry) < _RESUBMISSIONS:
                 self._spool.requeue(entry)
@@ -171,7 +167,7 @@ class Courier:
         return self._client
 
     def _send(self, entry: Entry) -> None:
-        client = self._connected()  # takes a while: meanwhile the step may have been saved again
+        client = self._connected()  # slow: the step may have been saved again by then
         if not entry.path.exists():
             return
         job = client.submit_body(self._body(entry.fields))
@@ -179,7 +175,7 @@ class Courier:
         log.info("step %s: job %s", accepted.step, accepted.name)
 
     def _body(self, fields: Fields) -> Fields:
-        """Return a submission as the server reads it: with its own paths."""
+        """Return the body of a submission, with the paths that the server knows."""
         request = fields.get("request")
         body: Fields = dict(request) if isinstance(request, dict) else {}
         body["checkpoint"] = self._config.served(str(body.get("checkpoint")))
@@ -202,30 +198,25 @@ class Courier:
         self._spool.requeue(Entry(entry.path, {**entry.fields, "submitted_again": times}))
 
     def _look_at(self, entry: Entry, job: Answer) -> None:
-        status = job.get("status")
+        status, request = job.get("status"), entry.request
         if status in (Status.QUEUED, Status.RUNNING):
             return
+        self.failures.pop(request, None)
+        why = f"step {entry.step}: job {entry.name} {status}: {job.get('error')}"
         if status == Status.COMPLETED:
-            with self.handing_over:
-                self._take(_recording(self._spool.arrive(entry, {"metrics": _metrics(job)})))
-            self.failures.pop(_what(entry), None)
+            self._take(_recording(self._spool.arrive(entry, {"metrics": _metrics(job)})))
+        elif status == Status.SUPERSEDED:
+            log.info("%s", why)
         else:
-            said = f"step {entry.step}: job {entry.name} {status}: {job.get('error')}"
-            if status == Status.SUPERSEDED:
-                log.info("%s", said)
-                self.failures.pop(_what(entry), None)
-            else:
-                log.warning("%s", said)
-                self.failures[_what(entry)] = said
-            self._spool.remove(entry)
-        self._release(entry)
-
-    def _release(self, entry: Entry) -> None:
+            log.warning("%s", why)
+            self.failures[request] = why
+        # Last, because what is no longer pending has been taken: see `Submitter.pending`.
+        self._spool.remove(entry)
         release(pins_in(entry.fields), self._spool)
 
 
 def release(pins: Iterable[str], spool: Spool) -> None:
-    """Remove the pins of a spool's run that nothing in it needs any more."""
+    """Remove those of the pins that nothing in the spool needs any more."""
     run = spool.run.resolve()
     for pin in pins:
         if not spool.is_pin_needed(pin):
@@ -237,11 +228,6 @@ def release(pins: Iterable[str], spool: Spool) -> None:
                 unpin(found)
             else:
                 leave_alone(f"{pin}: not a pin of {run}")
-
-
-def _what(entry: Entry) -> str:
-    """Name what an entry asks for, as often as it is submitted."""
-    return json.dumps(entry.fields.get("request"), sort_keys=True)
 
 
 def _resubmissions(entry: Entry) -> int:
@@ -265,5 +251,5 @@ def _recording(entry: Entry) -> Recording:
     fields = entry.fields
     request = fields.get("request")
     weights = str(request.get("weights", "model")) if isinstance(request, dict) else "model"
-    metrics = metric_names(_metrics(fields), weights=weights)
+    metrics = name_metrics(_metrics(fields), weights=weights)
     return Recording(entry.name, entry.step, metrics)

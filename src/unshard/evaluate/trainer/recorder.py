@@ -1,9 +1,9 @@
-"""Hand results to sinks, each job once: from a thread of their own, or at a trainer's pace.
+"""Write results to sinks, each job once: from a separate thread, or at a trainer's pace.
 
 The first sink is a file and gets every result at once. Trackers may be slow or away: they are
 written to in one thread, and one that fails is left alone for a while. A result that a tracker
 refuses, although it takes others, is set aside for it. A result counts as recorded when every sink
-has it. What is not recorded when the process ends is kept by the spool.
+has it. The spool keeps results that are not recorded when the process ends.
 """
 
 import logging
@@ -13,31 +13,18 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from unshard.evaluate.backoff import backoff
-from unshard.evaluate.sinks.base import Marks, Sink
+from unshard.evaluate.sinks.base import Marks, PacedSink, Sink
 
-__all__ = ["PacedSink", "Recorder", "Recording"]
+__all__ = ["Recorder", "Recording"]
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0  # seconds for which a sink that failed is left alone
-
-_MOST_REFUSALS = 3  # of a result, by a sink that takes others meanwhile
+_MOST_REFUSALS = 3  # of a result, by a sink that takes others
 
 log = logging.getLogger(__name__)
 
 Write = Callable[[int, Mapping[str, float], str], None]
-
-
-class PacedSink(Sink, Protocol):
-    """A sink that is written to from the trainer's thread only, one result per call of it."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it has what it was given, and takes more: `log` is not called otherwise."""
-
-    def log_now(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
-        """Write a result when the trainer logs no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +38,7 @@ class Recording:
 
 @dataclass(slots=True)
 class _Failure:
-    """Why a sink did not take a result, how often, and how many others it had taken by then."""
+    """Why a sink did not take a result, how often, and how many others it had taken before."""
 
     step: int
     why: str
@@ -60,7 +47,7 @@ class _Failure:
 
 
 class _Outlet:
-    """A sink, what it has, and when it may be tried again."""
+    """A sink, the results that it has, and when it may be tried again."""
 
     def __init__(self, sink: Sink, marks: Marks) -> None:
         self._sink = sink
@@ -83,18 +70,18 @@ class _Outlet:
         return job_id not in self._marks and self.refusals(job_id) < _MOST_REFUSALS
 
     def refusals(self, job_id: str) -> int:
-        """Return how often the sink did not take a result, although it took others meanwhile."""
+        """Return how often the sink refused a result after it had taken others."""
         failure = self._failures.get(job_id)
         return 0 if failure is None else failure.refusals
 
-    def tell_failures(self) -> None:
-        """Log what was not written, and why."""
+    def log_failures(self) -> None:
+        """Log which results were not written, and why."""
         for failure in self._failures.values():
             name, step = self._sink.name, failure.step
             log.warning("%s: step %s was not written: %s", name, step, failure.why)
 
     def write(self, recording: Recording, write: Write) -> bool:
-        """Write a result if that is possible now; tell whether it was written."""
+        """Write a result if that is possible now; return whether it was written."""
         with self._lock:
             if not self.lacks(recording.job_id) or time.monotonic() < self.not_before:
                 return False
@@ -102,7 +89,7 @@ class _Outlet:
                 write(recording.step, recording.metrics, recording.job_id)
                 self._uncommitted.append(recording.job_id)
                 self._mark()
-            except Exception as error:  # noqa: BLE001  (whatever a tracker raises, training goes on)
+            except Exception as error:  # noqa: BLE001  (no tracker may end a training)
                 self._failed(recording, error)
                 return False
             self._in_vain = 0
@@ -123,7 +110,7 @@ class _Outlet:
         )
 
     def commit(self) -> None:
-        """Mark what the sink has by now."""
+        """Mark the results that the sink has committed."""
         with self._lock:
             self._mark()
 
@@ -141,12 +128,12 @@ class _Outlet:
 
 
 class Recorder:
-    """Hands results to sinks.
+    """Writes results to sinks.
 
     Args:
-        sinks: the first is written to by `add`, and never waits; the others by a thread.
-        paced: written to by `tick` and `close`.
-        marks: the directory that remembers which sink has which job.
+        sinks: `add` writes to the first, which never waits; a thread writes to the others.
+        paced: `tick` and `close` write to these.
+        marks: the directory with the `Marks` of each sink.
         on_recorded: called with a job's id when every sink has it.
     """
 
@@ -164,8 +151,8 @@ class Recorder:
             sink.name: _Outlet(sink, Marks(marks, sink.name)) for sink in (*sinks, *paced)
         }
         self._on_recorded = on_recorded
-        self._late: dict[str, Recording] = {}  # by job: what a sink still lacks
-        self._queue: deque[Recording] = deque()  # what a paced sink still lacks
+        self._late: dict[str, Recording] = {}  # by job: results that a sink lacks
+        self._queue: deque[Recording] = deque()  # results that a paced sink lacks
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._work, name="unshard-trackers", daemon=True)
@@ -179,7 +166,7 @@ class Recorder:
         for sink in self._sinks[:1]:
             self._outlets[sink.name].write(recording, sink.log)
         self._queue.append(recording)
-        self._settle()
+        self._report_recorded()
         self._wake.set()
 
     def tick(self) -> None:
@@ -188,12 +175,12 @@ class Recorder:
             self._outlets[sink.name].commit()
         if all(sink.is_ready for sink in self._paced):
             self._write_next(lambda sink: sink.log)
-        self._settle()
+        self._report_recorded()
 
     def close(self, timeout: float) -> None:
-        """Write what is queued and close the sinks: the trainer logs no more.
+        """Write the queued results and close the sinks: the trainer logs no more.
 
-        After `timeout` seconds a tracker is left behind; what it lacks stays in the spool.
+        After `timeout` seconds a tracker is left behind; the spool keeps what it lacks.
         """
         end = time.monotonic() + timeout
         self._stop.set()
@@ -208,11 +195,11 @@ class Recorder:
         if self._thread.is_alive():
             log.warning("a tracker is slow to take results; it gets them when training goes on")
         for outlet in self._outlets.values():
-            outlet.tell_failures()
-        self._settle()
+            outlet.log_failures()
+        self._report_recorded()
 
     def _work(self) -> None:
-        """Do the thread's work: write to the sinks that are not paced."""
+        """Write to the sinks that are not paced, in the thread."""
         while not self._stop.is_set():
             self._wake.wait(self._write_late())
             self._wake.clear()
@@ -223,14 +210,14 @@ class Recorder:
             self._outlets[sink.name].close()
 
     def _write_late(self) -> float | None:
-        """Write what sinks lack; return the seconds after which to try again."""
+        """Write the results that sinks lack; return the seconds after which to try again."""
         late = list(self._late.values())
         for sink in self._sinks:
             outlet = self._outlets[sink.name]
-            # What it refused before comes last: it must not keep the others waiting.
+            # Results that it refused come last, so that they do not hold up the others.
             for recording in sorted(late, key=lambda one: outlet.refusals(one.job_id)):
                 outlet.write(recording, sink.log)
-        self._settle()
+        self._report_recorded()
         lacking = [
             outlet.not_before
             for outlet in (self._outlets[sink.name] for sink in self._sinks)
@@ -239,7 +226,7 @@ class Recorder:
         return max(0.0, min(lacking) - time.monotonic()) if lacking else None
 
     def _write_next(self, how: Callable[[PacedSink], Write]) -> bool:
-        """Write the next result that a paced sink lacks; tell whether there was one."""
+        """Write the next result that a paced sink lacks; return whether there was one."""
         for _ in range(len(self._queue)):
             recording = self._queue.popleft()
             outlets = [(self._outlets[sink.name], how(sink)) for sink in self._paced]
@@ -250,9 +237,10 @@ class Recorder:
                 return True
         return False
 
-    def _settle(self) -> None:
-        """Tell of every result that all sinks have."""
+    def _report_recorded(self) -> None:
+        """Report every result that all sinks have."""
         for job_id in list(self._late):
             is_everywhere = all(outlet.has(job_id) for outlet in self._outlets.values())
-            if is_everywhere and self._late.pop(job_id, None) is not None:  # two threads settle
+            # Two threads come here; one of them reports.
+            if is_everywhere and self._late.pop(job_id, None) is not None:
                 self._on_recorded(job_id)

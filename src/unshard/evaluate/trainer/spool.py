@@ -1,13 +1,15 @@
-"""What a trainer asked for and has not got yet, as files beside its run: survives both sides.
+"""Submissions that have no result yet, as files of the run that survive trainer and server.
 
-`<run>/_unshard/spool/` holds `queue/` (not sent yet, in order), `jobs/` (the server has them),
-`results/` (came, and not handed over everywhere) and `refused/` (with the server's answer; sent
-again now and then: a server's configuration may be mended). Every file is written under another
-name and renamed. Nothing is synced to the disk, because a trainer must not wait for its own
-checkpoint to be flushed: files survive the death of a process, not of a machine. What this user
-did not write there (a run that was copied, unpacked, or is another's) is named and left alone.
+`<run>/_unshard/spool/` has `queue/` (not sent yet, in order), `jobs/` (the server has them),
+`results/` (received, but not in every tracker) and `refused/` (with the server's answer; sent again
+from time to time, because the server's configuration may be corrected). Every file is written under
+another name and renamed. Nothing is synced to the disk, because a trainer must not wait for its own
+checkpoint to be flushed: files survive the death of a process, not of a machine. Files that this
+user did not write in that place (in a copied or unpacked run, or another user's) are logged and
+left alone.
 """
 
+import json
 import os
 import re
 import secrets
@@ -32,24 +34,29 @@ _SUFFIX = ".json"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of the spool and what it says."""
+    """A file of the spool and its fields."""
 
     path: Path
     fields: Fields
 
     @property
     def name(self) -> str:
-        """Return the entry's name: of a job, its id."""
+        """Return the name of the file; a job's is its id."""
         return self.path.stem
 
     @property
     def step(self) -> int:
-        """Return the training step that it belongs to."""
+        """Return the training step of the checkpoint."""
         return int(str(self.fields["step"]))
+
+    @property
+    def request(self) -> str:
+        """Return the request that was submitted, as canonical JSON."""
+        return json.dumps(self.fields.get("request"), sort_keys=True)
 
 
 def pins_in(fields: Fields) -> list[str]:
-    """Return the pins that a submission, or the job it became, needs."""
+    """Return the pins that a submission or a job needs."""
     pins = fields.get("pins")
     return [str(pin) for pin in pins] if isinstance(pins, list) else []
 
@@ -64,50 +71,49 @@ class Spool:
     """The spool of a run.
 
     Args:
-        run: the run's directory; nothing is made there before something is added.
+        run: the run's directory; nothing is made there before the first submission.
     """
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self._folder = RunFolder(run)
-        self._written: set[Path] = set()  # by this process: it need not recognise them
+        self._written: set[Path] = set()  # by this process: these are ours in any case
 
     def add(self, fields: Fields) -> Entry:
-        """Add a submission, which names its step, behind all others."""
+        """Add a submission, with its step, behind all others."""
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
         return self._write("queue", name, fields)
 
     def supersede(self, newer: Entry) -> list[str]:
-        """Remove older submissions of the same that are not sent yet; return their pins."""
+        """Remove older submissions of the same request that are not sent yet; return their pins."""
         pins = []
         for older in (*self.waiting(), *self.refused()):
-            is_same = older.fields.get("request") == newer.fields.get("request")
-            if is_same and older.name < newer.name:
+            if older.request == newer.request and older.name < newer.name:
                 pins += pins_in(older.fields)
                 self.remove(older)
         return pins
 
     def waiting(self) -> list[Entry]:
-        """Return what was not sent yet, in order."""
+        """Return the submissions that were not sent yet, in order."""
         return self._entries("queue")
 
     def pending(self) -> list[Entry]:
-        """Return what the server has and has not finished; an entry's name is the job's id."""
+        """Return the jobs that the server has not finished."""
         return self._entries("jobs")
 
     def arrived(self) -> list[Entry]:
-        """Return the results that were not handed over everywhere yet."""
+        """Return the results that some tracker does not have yet."""
         return self._entries("results")
 
     def refused(self) -> list[Entry]:
-        """Return what the server refused: it is sent again now and then."""
+        """Return the submissions that the server refused."""
         return self._entries("refused")
 
     def follow(self, job_id: str, fields: Fields) -> Entry:
-        """Add a job that the server has, and that somebody else submitted.
+        """Add a job that another client submitted.
 
         Raises:
-            EvaluationError: the server's answer names no job.
+            EvaluationError: `job_id` is not a job's id.
         """
         return self._write("jobs", _job_name(job_id), fields)
 
@@ -115,7 +121,7 @@ class Spool:
         """Record that the server took a submission; it may have had the same job before.
 
         Raises:
-            EvaluationError: the server's answer names no job.
+            EvaluationError: `job_id` is not a job's id.
         """
         job_id = _job_name(job_id)
         known = [one for one in self.pending() if one.name == job_id]
@@ -124,19 +130,19 @@ class Spool:
         return self._move(entry, "jobs", job_id, {**entry.fields, "pins": pins})
 
     def requeue(self, entry: Entry) -> Entry:
-        """Put back into the queue what the server forgot, or refused."""
+        """Put a job that the server forgot, or a refused submission, back into the queue."""
         return self._move(entry, "queue", f"{time.time_ns():020d}-{secrets.token_hex(4)}")
 
     def refuse(self, entry: Entry, why: str) -> Entry:
-        """Record that the server does not take a submission."""
+        """Record that the server refused a submission."""
         return self._move(entry, "refused", entry.name, {**entry.fields, "error": why})
 
     def arrive(self, entry: Entry, fields: Fields) -> Entry:
-        """Record a result."""
-        return self._move(entry, "results", entry.name, {**entry.fields, **fields})
+        """Record the result of a job; the job's own entry stays until it is removed."""
+        return self._write("results", entry.name, {**entry.fields, **fields})
 
     def remove(self, entry: Entry) -> None:
-        """Remove an entry that is of no use any more."""
+        """Remove an entry."""
         try:
             with self._opened(entry.path.parent.name) as folder:
                 os.unlink(entry.path.name, dir_fd=folder)
@@ -144,7 +150,7 @@ class Spool:
             return
 
     def is_pin_needed(self, pin: str) -> bool:
-        """Tell whether a submission or a job still needs a pin."""
+        """Return whether a submission or a job still needs a pin."""
         entries = (*self.waiting(), *self.pending(), *self.refused())
         return any(pin in pins_in(entry.fields) for entry in entries)
 
@@ -152,7 +158,7 @@ class Spool:
         return self._folder.opened(SPOOL, folder, make=make)
 
     def _entries(self, folder: str) -> list[Entry]:
-        """Return a folder's entries by name; what is broken or not ours is left alone."""
+        """Return a folder's entries by name; other files are left alone."""
         entries = []
         try:
             with self._opened(folder) as opened_folder:
@@ -166,7 +172,7 @@ class Spool:
         return entries
 
     def _read(self, folder: int, path: Path) -> list[Entry]:
-        """Return the entry of a file, if it is one and ours."""
+        """Return a list with the entry in a file, or an empty list if it is not one of ours."""
         try:
             record = read_record(folder, path.name)
         except FileNotFoundError:
@@ -185,7 +191,7 @@ class Spool:
         return []
 
     def _move(self, entry: Entry, folder: str, name: str, fields: Fields | None = None) -> Entry:
-        """Write the new entry first: what is there twice after a crash is done twice, not lost."""
+        """Write the new entry first: after a crash an entry may be done twice, but is not lost."""
         moved = self._write(folder, name, entry.fields if fields is None else fields)
         self.remove(entry)
         return moved

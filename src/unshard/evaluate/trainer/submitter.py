@@ -3,34 +3,34 @@
 In the trainer's thread only hard links and small files are made. A background thread talks to the
 server: it sends what is spooled, in order, polls what is pending, and puts results into a queue;
 another writes them to trackers.
-The server may be away for an hour and the trainer may be killed: what was asked for lies in the
-spool, and the next trainer on the same directory goes on with it. Of several processes on a run (a
-trainer and `watch`) the first sends for all, and takes all results. No public method raises.
+The server may be away for an hour and the trainer may be killed: the spool keeps all submissions,
+and the next trainer on the same directory goes on with them. Of several processes on a run (a
+trainer and `watch`) the first sends for all, and takes all results: its background thread holds a
+lock on a file of the run. No public method raises.
 """
 
 import logging
 import os
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from unshard.evaluate.locks import unlock
 from unshard.evaluate.pins.pin import ExpiredError, PinError, pin_checkpoint
 from unshard.evaluate.run_folder import RunFolder
-from unshard.evaluate.sinks.base import Sink
+from unshard.evaluate.sinks.base import PacedSink, Sink
 from unshard.evaluate.sinks.jsonl import JsonlSink
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.courier import Courier, ignoring_errors, release
-from unshard.evaluate.trainer.recorder import PacedSink, Recorder, Recording
+from unshard.evaluate.trainer.recorder import Recorder, Recording
 from unshard.evaluate.trainer.spool import Fields, Spool
 
 __all__ = ["Submitter", "is_first_rank"]
 
 _SHORTEST_WAIT = 0.01  # seconds
 _LOOK = 0.1  # seconds between looks at what is pending, when training has ended
-_BOTH = 2  # the background thread, and `close`
 _GRACE = 2.0  # seconds that a thread has to end, if there is no time left
 
 log = logging.getLogger(__name__)
@@ -49,15 +49,15 @@ class Submitter:
     """Has the checkpoints of a run evaluated.
 
     Args:
-        config: what, when, by whom.
-        run_dir: the run's directory, which holds its checkpoints; the spool lies there.
-        sinks: where results are written as they come, beside `<run>/_unshard/results.jsonl`.
+        config: what is evaluated, when, and by which server.
+        run_dir: the run's directory, which holds its checkpoints and the spool.
+        sinks: where results are written as they come, besides `<run>/_unshard/results.jsonl`.
         paced: where they are written by `tick`, in the trainer's thread.
         acts: whether this process is the one that submits; only global rank 0 is.
         logs_refusals: whether what the server refuses is an error in the log; see `Courier`.
     """
 
-    def __init__(  # noqa: PLR0913 (two kinds of sinks, and who says what)
+    def __init__(  # noqa: PLR0913 (two kinds of sinks, and what is logged)
         self,
         config: EvalConfig,
         run_dir: Path,
@@ -70,7 +70,7 @@ class Submitter:
         self.config = config
         self.run_dir = Path(run_dir).absolute()
         self.acts = is_first_rank() if acts is None else acts
-        self._results: queue.SimpleQueue[Completed] = queue.SimpleQueue()
+        self._results: deque[Completed] = deque()
         self._logs_refusals = logs_refusals
         self._previous: int | None = None
         self._thread: threading.Thread | None = None
@@ -79,12 +79,13 @@ class Submitter:
         self._sinks, self._paced = tuple(sinks), tuple(paced)
         self._folder = RunFolder(self.run_dir)
         self._recorder: Recorder | None = None  # made when this process is the first
-        self._lock: int | None = None
-        self._polled = self._send_at = float("-inf")  # when, in the background thread
         self._is_closing = False
-        self._leaving, self._left = threading.Lock(), 0
         self._is_second = False
         self._is_all_there = not self.acts
+        self._sent, self._recorded = threading.Event(), threading.Event()  # when training has ended
+        # Of the background thread alone: the lock, and when it polls and sends.
+        self._lock: int | None = None
+        self._polled = self._send_at = float("-inf")
         if self.acts:
             self._start()
 
@@ -114,8 +115,8 @@ class Submitter:
     def completed(self) -> list[Completed]:
         """Return the results that came since the last call: step, metrics by their own names."""
         found: list[Completed] = []
-        while not self._results.empty():
-            found.append(self._results.get())
+        while self._results:
+            found.append(self._results.popleft())
         return found
 
     def tick(self) -> None:
@@ -132,8 +133,7 @@ class Submitter:
         """
         if not self.acts:
             return []
-        with self._courier.handing_over:
-            entries = (*self._spool.waiting(), *self._spool.pending())
+        entries = (*self._spool.waiting(), *self._spool.pending())
         return [(entry.name, entry.step) for entry in entries]
 
     def close(self, timeout: float | None = None) -> bool:
@@ -165,7 +165,7 @@ class Submitter:
         return self._is_all_there
 
     def stop(self, end: float = 0.0) -> None:
-        """Send what waits and write what came; say nothing of what has no result.
+        """Send what waits and write what came; do not report what has no result.
 
         Args:
             end: until when, of `time.monotonic`; a short grace is given in any case.
@@ -175,12 +175,13 @@ class Submitter:
         with ignoring_errors("not all results are logged"):
             self._stop.set()
             self._wake.set()
-            self._thread.join(max(_GRACE, end - time.monotonic()))
-            if self._thread.is_alive():
+            if not self._sent.wait(max(_GRACE, end - time.monotonic())):
                 log.warning("the evaluation server is slow to answer; left behind")
             if self._recorder is not None:
                 self._recorder.close(max(_GRACE, end - time.monotonic()))
-        self._leave()
+        self._recorded.set()
+        if self._sent.is_set():
+            self._thread.join()  # the next process can take over when this returns
         self._thread = None
 
     def _missing(self) -> list[str]:
@@ -199,7 +200,8 @@ class Submitter:
         return missing
 
     def _start(self) -> None:
-        with ignoring_errors("checkpoints are not evaluated", then=self._give_up):
+        self.acts = False
+        with ignoring_errors("checkpoints are not evaluated"):
             self._spool = Spool(self.run_dir)
             self._courier = Courier(
                 self.config, self._spool, self._take, logs_refusals=self._logs_refusals
@@ -208,12 +210,10 @@ class Submitter:
                 target=self._work, name="unshard-evaluation", daemon=True
             )
             self._thread.start()
-
-    def _give_up(self) -> None:
-        self.acts = False
+            self.acts = True
 
     def _spooled(self, checkpoint: Path, step: int, sets: Sequence[str]) -> bool:
-        """Pin a checkpoint and put what is asked of it into the spool."""
+        """Pin a checkpoint and add its submissions to the spool."""
         pins: list[str] = []
         try:
             pin = pin_checkpoint(checkpoint, quota=self.config.quota, step=step, run=self.run_dir)
@@ -235,14 +235,14 @@ class Submitter:
         return True
 
     def follow(self, job_id: str, checkpoint: Path, step: int, weights: str) -> None:
-        """Fetch the result of a job that somebody else submitted, too."""
+        """Fetch the result of a job that another client submitted, too."""
         with ignoring_errors(f"job {job_id} is not followed"):
             asked = {**self.request(step), "checkpoint": str(checkpoint), "weights": weights}
             self._spool.follow(job_id, {"step": step, "pins": [], "request": asked})
             self._wake.set()
 
     def request(self, step: int) -> Fields:
-        """Return what is asked of the checkpoint of a step, whatever its weights."""
+        """Return the request for the checkpoint of a step, without the weights."""
         config = self.config
         request: Fields = {
             "step": step,
@@ -261,7 +261,7 @@ class Submitter:
     def _take(self, recording: Recording) -> None:
         if self._recorder is not None:
             self._recorder.add(recording)
-        self._results.put((recording.step, dict(recording.metrics)))
+        self._results.append((recording.step, dict(recording.metrics)))
 
     def _forget(self, job_id: str) -> None:
         for entry in self._spool.arrived():
@@ -272,21 +272,24 @@ class Submitter:
         """Do the background thread's work: send, poll, wait; until the trainer ends."""
         try:
             while not self._stop.is_set():
-                wait = self._round() if self._is_first() else self.config.poll_interval
+                wait = self._round() if self._take_over() else self.config.poll_interval
                 self._wake.wait(max(_SHORTEST_WAIT, wait))
                 self._wake.clear()
-            if self._is_first():
+            if self._take_over():
                 with ignoring_errors("submissions wait"):
-                    self._courier.send()  # the last ones; their results are for who comes next
+                    self._courier.send()  # the last ones; the next process gets their results
             self._courier.close()
         finally:
-            self._leave()
+            self._sent.set()
+            # Before that the next process would write the same results again.
+            self._recorded.wait()
+            self._unlock()
 
     def _round(self) -> float:
         """Send and poll if it is time; return the seconds until the next round.
 
-        A server that takes no submissions is left alone for a while, however often it is polled.
-        When training has ended it is tried at every poll.
+        A server that takes no submissions gets none for a while, however often it is polled. When
+        training has ended it is tried at every poll.
         """
         interval = self.config.poll_interval
         if self._is_closing or time.monotonic() >= self._send_at:
@@ -300,20 +303,13 @@ class Submitter:
         wait = self._polled + interval - now
         return min(wait, self._send_at - now) if self._send_at > now else wait
 
-    def _leave(self) -> None:
-        """Let the next process send for this run: when thread and `close` have both come here."""
-        with self._leaving:
-            self._left += 1
-            if self._left == _BOTH:
-                self._unlock()
-
     def _unlock(self) -> None:
         if self._lock is not None:
             unlock(self._lock)
             self._lock = None
 
-    def _is_first(self) -> bool:
-        """Return whether this process is the one that carries what is in the run's spool."""
+    def _take_over(self) -> bool:
+        """Become the process that sends what is in the run's spool; return whether this one is."""
         if self._lock is None and self._folder.state.is_dir():
             with ignoring_errors("submissions wait", then=self._unlock):
                 self._lock = self._folder.lock("spool.lock")
