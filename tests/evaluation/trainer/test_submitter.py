@@ -377,6 +377,19 @@ def test_a_server_that_fails_is_sent_one_submission_at_a_time(tmp_path: Path, se
     courier.close()
 
 
+def test_a_job_is_pending_until_its_result_has_been_taken(tmp_path: Path, server: Stub) -> None:
+    """So whatever is no longer pending is among the completed, without a lock."""
+    spool, seen = Spool(tmp_path), list[list[str]]()
+    spool.accept(spool.add({"step": 3}), "known")
+    server.jobs["known"] = {"id": "known", "status": "completed", "metrics": {"t/acc": 0.5}}
+    courier = Courier(
+        config_for(server.url), spool, lambda _: seen.append([one.name for one in spool.pending()])
+    )
+    courier.poll()
+    courier.close()
+    assert (seen, spool.pending()) == ([["known"]], [])
+
+
 def test_how_often_is_polled_does_not_matter_to_a_server_that_takes_nothing(
     tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ class EvalClient:
         """Close the connections."""
         self.client.close()
 
+    # The methods of lmms-eval's client, so that this class takes the place of that one, too.
     health = LmmsClient.health
     is_healthy = LmmsClient.is_healthy
     list_tasks = LmmsClient.list_tasks
