@@ -83,7 +83,7 @@ bench: $(TEST_VENV)/.installed
 # only now and then, again and again with busy loops next to them. Half an hour on two idle cores.
 TORTURE ?=
 REPEATED := tests/evaluation/server/test_adoption.py::test_a_server_killed_again_and_again_runs_every_job_once_at_a_time \
-	tests/evaluation/server/test_adoption.py::test_a_supervisor_that_never_got_its_order_is_no_failure \
+	tests/evaluation/server/test_adoption.py::test_a_supervisor_that_never_got_its_order_is_not_a_failure \
 	tests/evaluation/server/test_adoption.py::test_a_stop_of_the_whole_service_while_an_evaluator_starts_fails_nothing \
 	tests/evaluation/server/test_supervise.py::test_a_signal_before_the_order_ends_it_as_stopped_and_nothing_is_run
 torture-eval: export PYTHONPATH := $(CURDIR)/tests

@@ -367,7 +367,7 @@ def test_a_hint_names_a_parameter_to_a_python_caller(tmp_path: Path) -> None:
         assert "--" not in str(caught.value)
 
 
-def test_problems_that_are_raised_together_are_said_once_in_the_words_of_the_front(
+def test_problems_that_are_raised_together_are_reported_once_in_the_words_of_the_front(
     tmp_path: Path,
 ) -> None:
     for step in (1, 2):
@@ -401,7 +401,7 @@ def test_problems_that_are_raised_together_are_said_once_in_the_words_of_the_fro
         ("--token-file X and --jobs", "--token-file X and --jobs", "--token-file X and --jobs"),
     ],
 )  # fmt: skip
-def test_a_text_is_said_as_the_front_writes_options(text: str, python: str, drop_in: str) -> None:
+def test_a_text_has_options_as_the_front_writes_them(text: str, python: str, drop_in: str) -> None:
     assert said(text, PYTHON) == python
     assert said(text, Command({"base": "--model"})) == drop_in
     assert said(text, Command()) == text

@@ -82,7 +82,7 @@ def test_a_log_gets_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str])
     ]
 
 
-def test_a_long_wait_is_told_in_minutes_and_hours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_wait_is_shown_in_minutes_and_hours(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     with listening(quiet=False, clock=clock) as listener:
         play(

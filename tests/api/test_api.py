@@ -29,7 +29,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return step
 
 
-def test_the_output_goes_beside_the_step_by_default(checkpoint: Path) -> None:
+def test_the_output_goes_next_to_the_step_by_default(checkpoint: Path) -> None:
     before = snapshot(checkpoint)
     report = unshard.merge(checkpoint)
     assert report.output == str(checkpoint.parent / "merged" / "global_step_7")

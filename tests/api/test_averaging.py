@@ -194,7 +194,7 @@ def test_incomplete_steps_are_passed_over_and_named(tmp_path: Path) -> None:
         unshard.average(run, tmp_path / "more", last=4)
 
 
-def test_the_average_of_a_run_may_stand_in_the_run_itself(tmp_path: Path) -> None:
+def test_the_average_of_a_run_may_be_in_the_run_itself(tmp_path: Path) -> None:
     several = models(2)
     run = save_run(tmp_path / "run", several)
     shards = snapshot(run)
@@ -246,7 +246,7 @@ def counted(model: Tensors, count: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_integers_are_the_last_ones_and_said_to_be(tmp_path: Path, step: int) -> None:
+def test_integers_are_the_last_ones_and_the_report_says_so(tmp_path: Path, step: int) -> None:
     several = [counted(model, number * step) for number, model in enumerate(models(3))]
     run = save_run(tmp_path / "run", several)
     report = unshard.average(run, tmp_path / "out")
@@ -275,7 +275,7 @@ def test_sums_that_are_too_large_are_counted_and_named(tmp_path: Path) -> None:
     assert said.startswith("1 values of 1 tensors are too large for float32")
 
 
-def test_float64_loses_digits_and_it_is_said(tmp_path: Path) -> None:
+def test_float64_loses_digits_and_the_report_says_so(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", [{"w": torch.rand(5, dtype=torch.float64)}] * 2)
     report = unshard.average(run, tmp_path / "out")
     assert any("float64 values are averaged in float32" in one for one in report.warnings)

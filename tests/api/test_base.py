@@ -118,7 +118,7 @@ def test_tensors_that_were_left_out_on_purpose_are_not_missed(
     assert HEAD not in merged(tmp_path / "out")
 
 
-def test_a_resized_vocabulary_is_said(tmp_path: Path, base: Path) -> None:
+def test_a_resized_vocabulary_is_reported(tmp_path: Path, base: Path) -> None:
     tensors = some_tensors()
     tensors[EMBED] = torch.randn(20, 6)
     save_ranks(tmp_path / "ckpt", tensors, 2)
@@ -154,7 +154,7 @@ def test_a_base_of_names_only_says_what_is_expected(ckpt: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("file", ["../model.safetensors", "/etc/x.safetensors", ""])
-def test_a_base_whose_files_lie_elsewhere_is_refused(ckpt: Path, tmp_path: Path, file: str) -> None:
+def test_a_base_whose_files_are_elsewhere_is_refused(ckpt: Path, tmp_path: Path, file: str) -> None:
     directory = tmp_path / "base"
     directory.mkdir()
     index = {"weight_map": dict.fromkeys(some_tensors(), file)}
@@ -181,7 +181,7 @@ def test_a_base_that_is_not_there_is_refused_and_the_hub_is_not_asked(
         unshard.merge(ckpt, tmp_path / "out", base=spec)
 
 
-def test_a_hub_model_that_cannot_be_had_is_refused(
+def test_a_hub_model_that_is_not_available_is_refused(
     ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -47,7 +47,7 @@ def test_a_caller_is_warned_at_the_line_of_the_call(run: Path, tmp_path: Path) -
     assert MISSING in str(passed.message)
 
 
-def test_a_listener_is_told_and_nobody_is_warned_twice(run: Path, tmp_path: Path) -> None:
+def test_a_listener_gets_warnings_and_none_is_given_twice(run: Path, tmp_path: Path) -> None:
     events: list[Event] = []
     report = unshard.merge(run, tmp_path / "out", listener=events.append)
     told = [event.message for event in events if isinstance(event, Warned)]

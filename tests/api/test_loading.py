@@ -302,7 +302,7 @@ def test_shards_with_names_of_the_hub_make_it_too(
     assert torch.equal(logits(ours), logits(model))
 
 
-def test_experts_that_lie_turned_in_the_checkpoint_are_turned(tiny: Build, tmp_path: Path) -> None:
+def test_experts_that_are_stored_turned_are_turned(tiny: Build, tmp_path: Path) -> None:
     """Version 4 of transformers held the experts of Qwen3-VL as [E, H, 2I]."""
     model = tiny("qwen3_vl_moe")
     old = {

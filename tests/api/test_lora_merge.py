@@ -55,7 +55,7 @@ def test_an_adapter_by_itself_is_a_peft_directory(tmp_path: Path) -> None:
     assert report.tensors == 2
 
 
-def test_both_lie_in_one_directory(tmp_path: Path) -> None:
+def test_both_are_in_one_directory(tmp_path: Path) -> None:
     adapter = adapted(tmp_path / "ckpt")
     unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora="both")
     assert_close(merged(tmp_path / "out"), fused(adapter, 4.0))

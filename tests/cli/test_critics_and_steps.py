@@ -115,12 +115,12 @@ def test_all_complete_steps_are_merged_each_by_itself(run: Path, tmp_path: Path)
     assert any("global_step_20" in str(event) for event in heard)
 
 
-def test_all_steps_go_beside_the_steps_by_default(run: Path) -> None:
+def test_all_steps_go_next_to_the_steps_by_default(run: Path) -> None:
     unshard.merge_all(run)
     assert {path.name for path in (run / "merged").iterdir()} == {"global_step_5", "global_step_10"}
 
 
-def test_one_checkpoint_is_no_run(run: Path) -> None:
+def test_one_checkpoint_is_not_a_run(run: Path) -> None:
     with pytest.raises(UnknownFormatError, match="is one checkpoint"):
         unshard.merge_all(run / "global_step_5")
 

@@ -152,7 +152,7 @@ def inspect(*arguments: str | Path) -> str:
 
 
 @pytest.mark.parametrize("make", SAID)
-def test_people_are_told(tmp_path: Path, make: Make) -> None:
+def test_people_are_told_what_happens(tmp_path: Path, make: Make) -> None:
     run = tmp_path / "run"
     lines = [(line[:13].strip(), line[14:]) for line in inspect(make(run)).splitlines()]
     for expected in SAID[make].items():
@@ -163,7 +163,7 @@ def test_people_are_told(tmp_path: Path, make: Make) -> None:
 
 
 @pytest.mark.parametrize("make", SAID)
-def test_programs_are_told_the_same(tmp_path: Path, make: Make) -> None:
+def test_programs_are_told_what_people_are_told(tmp_path: Path, make: Make) -> None:
     said, run = SAID[make], tmp_path / "run"
     found = json.loads(inspect(make(run), "--json"))
     assert f"{found['format']}, written by {found['writer']}" == said["format"]

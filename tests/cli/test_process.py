@@ -179,7 +179,7 @@ def test_a_script_without_unshard_says_how_to_install_it(script: str) -> None:
 
 
 @pytest.mark.parametrize("command", [("unshard", "env"), CONVERT[1:]])
-def test_a_current_directory_that_was_deleted_is_said(
+def test_a_current_directory_that_was_deleted_is_reported(
     tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     gone = f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone && "

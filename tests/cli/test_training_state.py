@@ -139,7 +139,7 @@ def test_json_holds_as_text_what_it_has_no_form_for(tmp_path: Path) -> None:
     }
 
 
-def test_without_a_scheduler_there_is_no_json(tmp_path: Path) -> None:
+def test_without_a_scheduler_no_json_is_written(tmp_path: Path) -> None:
     step = WRITERS["verl"](tmp_path, [Saved(None)])
     report = unshard.merge(step, tmp_path / "out")
     assert report.companions == (EXTRA_STATE,)
@@ -160,7 +160,7 @@ def test_several_schedulers_of_accelerate_are_all_kept(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / SCHEDULER).read_text()) == found["lr_schedulers"]
 
 
-def test_ranks_that_disagree_on_the_scheduler_are_told(tmp_path: Path) -> None:
+def test_ranks_that_disagree_on_the_scheduler_are_reported(tmp_path: Path) -> None:
     ranks = [Saved({"last_epoch": number}) for number in range(3)]
     report = unshard.merge(WRITERS["verl"](tmp_path, ranks), tmp_path / "out")
     assert any("lr_scheduler differs between ranks" in one for one in told(report))
@@ -332,7 +332,7 @@ def test_a_file_that_holds_something_else_is_named(
     assert f"{rank_file(step, 2)}: holds something else" in told(report)[0]
 
 
-def test_what_is_no_file_is_named(step: Path, tmp_path: Path) -> None:
+def test_what_is_not_a_file_is_named(step: Path, tmp_path: Path) -> None:
     rank_file(step, 2).unlink()
     rank_file(step, 2).mkdir()
     report = unshard.merge(step, tmp_path / "out")

@@ -150,7 +150,9 @@ def test_quiet_says_it_by_the_exit_code_alone(run: Run, checkpoint: Path, output
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
-def test_a_merge_in_place_is_compared_with_the_shards_beside_it(run: Run, checkpoint: Path) -> None:
+def test_a_merge_in_place_is_compared_with_the_shards_next_to_it(
+    run: Run, checkpoint: Path
+) -> None:
     for limit in ("5GB", "500B"):
         unshard.merge(checkpoint, checkpoint, overwrite=True, max_shard_size=limit)
         assert run(checkpoint, "--against", checkpoint).returncode == 0

@@ -126,7 +126,7 @@ def allow_names(step: Path) -> None:
     (step / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
 
 
-def test_an_auto_class_is_no_architecture(step: Path, command: Run) -> None:
+def test_an_auto_class_is_not_an_architecture(step: Path, command: Run) -> None:
     lmms(step)
     allow_names(step)
     out = step.parent.parent / "out"
@@ -168,7 +168,7 @@ def test_the_class_writes_a_generation_config_unless_there_is_one(step: Path) ->
     assert json.loads((out / "generation_config.json").read_text()) == {"temperature": 0.5}
 
 
-def test_merged_is_said_after_it_was_merged(
+def test_merged_is_reported_after_the_merge(
     step: Path, command: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (step / "actor" / "config.json").write_text('{"model_type": "mine"}')

@@ -78,7 +78,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_wrong_is_said(kind: str) -> None:
+def test_what_is_wrong_is_reported(kind: str) -> None:
     text, message = REFUSED[kind]
     with pytest.raises(CorruptError, match="the file") as caught:
         parsed_object(text, "the file")
@@ -168,7 +168,7 @@ CASES = [(name, kind) for name, kinds in READ.items() for kind in kinds] + [
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_a_broken_file_beside_a_checkpoint_is_named(tmp_path: Path, name: str, kind: str) -> None:
+def test_a_broken_file_next_to_a_checkpoint_is_named(tmp_path: Path, name: str, kind: str) -> None:
     tensors = some_tensors()
     lora = {
         "base_model.model.q.base_layer.weight": torch.ones(4, 4),

@@ -132,7 +132,7 @@ def test_neighbours_beyond_the_slack_are_read_together_up_to_the_small_span(
     assert max(reads) <= SMALL
 
 
-def test_elements_that_are_no_neighbours_are_read_one_by_one(source: Source) -> None:
+def test_elements_that_are_not_neighbours_are_read_one_by_one(source: Source) -> None:
     every = View(8, (NEAR + 4,), (250,), np.dtype("u4"))
     assert recorded_reads(source, every) == [4] * 250
 

@@ -184,7 +184,7 @@ def test_a_damaged_legacy_file_never_ends_in_a_traceback(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("size", [1, 9, 15, 512, 5000])
-def test_zeros_are_no_file_of_torch(tmp_path: Path, size: int) -> None:
+def test_zeros_are_not_a_file_of_torch(tmp_path: Path, size: int) -> None:
     path = tmp_path / "zero.pt"
     path.write_bytes(bytes(size))
     with pytest.raises(CorruptError, match=r"zero\.pt"):
@@ -198,7 +198,7 @@ def test_an_empty_file_is_incomplete(tmp_path: Path) -> None:
         read_torch_file(path)
 
 
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_what_is_not_a_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
     for path in (tmp_path / "pipe.pt", tmp_path, tmp_path / "gone.pt"):
         with pytest.raises(CorruptError):

@@ -429,7 +429,7 @@ def test_a_directory_that_is_not_where_the_end_says_is_corrupt(tmp_path: Path, s
     [(20, "<LL", 10**6), (42, "<L", 10**6), (42, "<L", 0xFFFFFFFF), (24, "<L", 0xFFFFFFFF)],
     ids=["sizes", "header", "header in a missing field", "size in a missing field"],
 )
-def test_a_record_that_lies_outside_the_file_is_corrupt(
+def test_a_record_outside_the_file_is_corrupt(
     tmp_path: Path, field: int, layout: str, value: int
 ) -> None:
     path = make_zip(tmp_path / "a.pt")

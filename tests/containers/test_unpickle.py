@@ -257,7 +257,7 @@ def test_cycles_are_kept(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_a_record_may_stand_in_its_own_state_and_be_a_key(protocol: int) -> None:
+def test_a_record_may_be_in_its_own_state_and_be_a_key(protocol: int) -> None:
     value = Plain(None)
     value.field = {value: value}
     made = record(roundtrip(value, protocol))
@@ -463,7 +463,7 @@ MALFORMED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED.keys())
-def test_what_is_no_pickle_or_beyond_the_bounds_is_refused(data: bytes) -> None:
+def test_what_is_not_a_pickle_or_beyond_the_bounds_is_refused(data: bytes) -> None:
     with pytest.raises(MalformedPickleError):
         unpickle(data)
 

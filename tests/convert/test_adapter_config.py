@@ -71,7 +71,7 @@ def test_pefts_file_is_found(tmp_path: Path, place: str) -> None:
     assert config.fields["lora_dropout"] == 0.1
 
 
-def test_a_run_is_not_looked_at_for_a_directory_that_is_no_step(tmp_path: Path) -> None:
+def test_a_run_is_not_looked_at_for_a_directory_that_is_not_a_step(tmp_path: Path) -> None:
     where = replace(location(tmp_path / "some"), step=None)
     put(tmp_path / "adapter_config.json", PEFT)
     assert read_adapter_config(where) is None
@@ -171,7 +171,7 @@ def written(
     return fields
 
 
-def test_what_nobody_wrote_down_follows_from_the_tensors() -> None:
+def test_what_is_not_recorded_follows_from_the_tensors() -> None:
     fields = written(
         linear("m.0.q") | linear("m.1.q") | linear("m.1.up", rank=4),
         model_config={"_name_or_path": "org/model", "architectures": ["LlamaForCausalLM"]},
@@ -189,7 +189,7 @@ def test_what_nobody_wrote_down_follows_from_the_tensors() -> None:
     assert "target_parameters" not in fields
 
 
-def test_whole_names_stand_where_ends_would_target_other_modules() -> None:
+def test_whole_names_are_written_where_ends_would_target_other_modules() -> None:
     fields = written(linear("m.0.q") | {f"{FRONT}m.1.q.weight": (6, 5)})
     assert fields["target_modules"] == ["m.0.q"]
 
@@ -201,7 +201,7 @@ def test_experts_are_parameters() -> None:
     assert (fields["r"], fields["rank_pattern"]) == (2, {})
 
 
-def test_matrices_stored_turned_are_said_to_be() -> None:
+def test_matrices_stored_turned_are_reported() -> None:
     shapes = linear("h.c_attn", 12, 4)
     shapes[f"{FRONT}h.c_attn.base_layer.weight"] = (4, 12)
     assert written(shapes)["fan_in_fan_out"] is True

@@ -89,7 +89,7 @@ def test_a_whole_model_passes_and_the_report_says_what_its_names_were_checked_by
         ([*without(HEAD), STRANGER], [f'"{HEAD}"', f'"{STRANGER}"', "2 problems"]),
     ],
 )
-def test_what_is_missing_and_what_is_a_stranger_is_refused(
+def test_missing_and_unexpected_tensors_are_refused(
     tmp_path: Path, names: list[str], words: list[str]
 ) -> None:
     ckpt = checkpoint(tmp_path / "ckpt", names)
@@ -159,12 +159,12 @@ def test_a_tied_head_may_be_missing_and_may_be_there(tmp_path: Path) -> None:
         "score.weight",
     ],
 )
-def test_old_buffers_and_heads_of_critics_are_no_strangers(tmp_path: Path, name: str) -> None:
+def test_old_buffers_and_heads_of_critics_are_known(tmp_path: Path, name: str) -> None:
     ckpt = checkpoint(tmp_path / "ckpt", [*names_of(LLAMA), name])
     assert unshard.merge(ckpt, tmp_path / "out").names_checked == "config"
 
 
-def test_layers_that_predict_further_tokens_are_no_strangers() -> None:
+def test_layers_that_predict_further_tokens_are_known() -> None:
     config = {
         "model_type": "deepseek_v3",
         "num_hidden_layers": 2,
@@ -234,7 +234,7 @@ def test_a_config_that_leaves_something_open_says_nothing(config: dict[str, obje
     assert unknown(config)
 
 
-def test_names_that_were_not_checked_are_said_to_be(
+def test_names_that_were_not_checked_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ckpt = checkpoint(tmp_path / "ckpt", [STRANGER], llama(model_type="of-our-own"))

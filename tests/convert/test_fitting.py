@@ -30,7 +30,7 @@ def test_equal_names_are_complete() -> None:
     assert found.is_complete
 
 
-def test_what_is_on_one_side_only_is_said() -> None:
+def test_what_is_on_one_side_only_is_reported() -> None:
     found = match_slots(recipes(a=(2, 3), c=(1,), d=(1,)), [A, B])
     assert (found.sources, found.missing, found.unexpected) == ((("a",), ()), ("b",), ("c", "d"))
     assert not found.is_complete

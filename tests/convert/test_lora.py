@@ -205,7 +205,7 @@ def test_an_adapter_injected_into_a_model_has_no_front() -> None:
     assert list(fused(shapes).value) == ["model.q.weight"]
 
 
-def test_what_stands_outside_of_peft_stays() -> None:
+def test_what_is_outside_of_peft_stays() -> None:
     shapes = {f"pretrained_model.{name}": shape for name, shape in linear("model.q").items()}
     result = fused(shapes | {"v_head.summary.weight": (1, 5)})
     assert list(result.value) == ["pretrained_model.model.q.weight", "v_head.summary.weight"]
@@ -308,7 +308,7 @@ def test_patterns_give_modules_ranks_and_alphas_of_their_own() -> None:
         (AdapterConfig(rank=2, source="meta"), "meta says nothing"),
     ],
 )
-def test_an_alpha_that_nobody_wrote_down_is_asked_for(
+def test_an_alpha_that_is_not_recorded_is_asked_for(
     config: AdapterConfig | None, found: str
 ) -> None:
     with pytest.raises(ConversionError, match="alpha is not known") as caught:
@@ -323,7 +323,7 @@ def test_an_alpha_of_the_user_must_be_positive(alpha: float) -> None:
         fused(linear("m.q"), None, alpha)
 
 
-def test_an_alpha_of_the_user_that_differs_is_told() -> None:
+def test_an_alpha_of_the_user_that_differs_is_reported() -> None:
     assert fused(linear("m.q"), PLAIN, 8.0).notes == ()
     (note,) = fused(linear("m.q"), PLAIN, 6.0).notes
     assert note == "--lora-alpha 6 replaces 8 in adapter_config.json"

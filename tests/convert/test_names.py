@@ -192,7 +192,7 @@ def test_experts_that_the_config_does_not_describe_are_refused(shape: Shape, exp
     assert caught.value.found == str(list(shape))
 
 
-def test_all_problems_are_told_together() -> None:
+def test_all_problems_are_reported_together() -> None:
     wrong = {f"model.layers.{n}.mlp.experts.down_proj": (EXPERTS, WIDTH, HIDDEN) for n in range(3)}
     with pytest.raises(ConversionError, match=r"3 problems[\s\S]*layers\.2\."):
         hub_names(tensors(wrong), MOE)
@@ -208,7 +208,7 @@ def test_without_sizes_in_the_config_the_layout_of_transformers_5_is_meant() -> 
     assert shapes_of(hub_names(tensors(FUSED), {"model_type": "qwen3_moe"})) == EACH
 
 
-def test_square_matrices_are_no_question_where_only_one_layout_was_ever_saved() -> None:
+def test_square_matrices_are_not_ambiguous_where_only_one_layout_was_ever_saved() -> None:
     square = {f"{AT}.gate_up_proj": (EXPERTS, 4, 4), f"{AT}.down_proj": (EXPERTS, 4, 2)}
     config = {**MOE, "moe_intermediate_size": 2}
     assert shapes_of(hub_names(tensors(square), config))[f"{AT}.1.gate_proj.weight"] == (2, 4)
@@ -252,7 +252,7 @@ def test_a_known_language_model_inside_an_unknown_model_has_its_experts_split() 
     assert len(renamed.notes) == 1
 
 
-def test_towers_whose_names_changed_are_told() -> None:
+def test_towers_whose_names_changed_are_reported() -> None:
     config = {"model_type": "gemma3", "vision_config": {"model_type": "siglip_vision_model"}}
     new = hub_names(tensors({"model.vision_tower.encoder.layers.0.a.weight": (2,)}), config)
     old = hub_names(tensors({"model.vision_tower.vision_model.a.weight": (2,)}), config)
@@ -372,7 +372,7 @@ def test_a_base_may_name_the_same_tensors_in_other_ways(name: str, base: str) ->
 # the table
 
 
-def test_a_model_type_stands_in_one_row() -> None:
+def test_a_model_type_is_in_one_row() -> None:
     listed = " ".join(family.model_types for family in FAMILIES).split()
     assert len(listed) == len(set(listed))
     advised = " ".join(advice.model_types for advice in ADVICE).split()
@@ -413,7 +413,7 @@ def test_every_layout_of_experts_is_split_and_fused() -> None:
             assert shapes_of(again) == down
 
 
-def test_variants_are_no_renames_of_their_own() -> None:
+def test_variants_are_not_renames_of_their_own() -> None:
     """They would apply without a base otherwise."""
     assert not {rename for family in FAMILIES for rename in family.renames} & set(VARIANTS)
 

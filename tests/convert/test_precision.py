@@ -116,7 +116,7 @@ def test_values_too_large_for_float16_are_counted_and_named(
     assert_same(merged(tmp_path / "out"), {n: t.to(torch.float16) for n, t in tensors.items()})
 
 
-def test_nothing_is_said_where_nothing_overflows(tmp_path: Path) -> None:
+def test_nothing_is_reported_where_nothing_overflows(tmp_path: Path) -> None:
     save_ranks(tmp_path / "ckpt", some_tensors(), 2)
     report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="float16")
     assert not [one for one in report.warnings if "float16" in one]

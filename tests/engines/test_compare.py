@@ -136,7 +136,7 @@ def test_names_that_only_one_side_has_are_named(tmp_path: Path) -> None:
     assert len(found.tensors) == 2
 
 
-def test_other_shapes_are_said_and_not_compared(tmp_path: Path) -> None:
+def test_other_shapes_are_reported_and_not_compared(tmp_path: Path) -> None:
     found = one(tmp_path, torch.ones(2, 3), torch.ones(3, 2))
     assert (found.equal, found.values) == (False, None)
     assert (found.shape_ours, found.shape_theirs) == ((2, 3), (3, 2))
@@ -166,7 +166,7 @@ def test_nan_and_zeros_are_flagged(tmp_path: Path) -> None:
     assert [tensor.name for tensor in found.all_zero] == ["minus", "zero"]
 
 
-def test_exact_means_bits_and_says_so_where_the_values_are_equal(tmp_path: Path) -> None:
+def test_exact_means_bits_and_the_report_says_so_where_values_are_equal(tmp_path: Path) -> None:
     payload = torch.tensor([0x7FC00001, 0x7FC00002], dtype=torch.int32).view(torch.float32)
     ours = torch.cat([payload[:1], torch.tensor([0.0, 1.0])])
     theirs = torch.cat([payload[1:], torch.tensor([-0.0, 1.0])])

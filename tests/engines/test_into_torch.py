@@ -39,7 +39,7 @@ def test_every_dtype_keeps_its_bits(name: str, shape: tuple[int, ...]) -> None:
     assert tensor.is_contiguous()
 
 
-def test_a_dtype_that_this_torch_does_not_have_is_said() -> None:
+def test_a_dtype_that_this_torch_does_not_have_is_reported() -> None:
     unknown = DType("float7", None, 1, DTypeKind.FLOAT)
     with pytest.raises(UsageError, match=r"torch .* has no float7"):
         as_tensor(np.zeros(3, "u1"), unknown)

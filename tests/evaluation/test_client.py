@@ -158,7 +158,7 @@ def test_refusals_are_usage_errors_with_what_the_server_says(server: Stub) -> No
     client.close()
 
 
-def test_who_does_not_answer_or_is_somebody_else_is_away(server: Stub) -> None:
+def test_a_server_that_does_not_answer_or_is_another_program_is_away(server: Stub) -> None:
     away = EvalClient(f"http://user:secret@127.0.0.1:{free_port()}")
     with pytest.raises(ServerAwayError, match="ConnectError") as caught:
         away.jobs()

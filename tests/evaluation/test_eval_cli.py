@@ -83,7 +83,7 @@ def test_waiting_for_a_failed_evaluation_fails(server: Live) -> None:
     assert "nothing was measured" in str(jobs[0]["error"])
 
 
-def test_who_stops_waiting_is_told_that_the_job_goes_on(server: Live) -> None:
+def test_a_user_who_stops_waiting_is_told_that_the_job_goes_on(server: Live) -> None:
     place = str(server.root / "run" / "checkpoint-5")
     options = ["--profile", "script", "--tasks", "waits", "--step", "77", "--wait"]
     command = [sys.executable, "-m", "unshard", "eval", "submit", place, *options]
@@ -119,7 +119,7 @@ def test_a_job_is_cancelled(server: Live) -> None:
 
 
 @pytest.mark.parametrize("job", ["none", "../../health", "..", "a/b?c#d"])
-def test_a_job_that_is_not_there_is_said_so(server: Live, job: str) -> None:
+def test_a_job_that_does_not_exist_is_reported(server: Live, job: str) -> None:
     code, _, error = call(server, "status", job)
     assert (code, error.startswith("error: GET /api/v1/jobs/")) == (2, True)
 
@@ -147,7 +147,7 @@ def test_what_was_accepted_before_a_refusal_is_printed(server: Live) -> None:
     assert row.startswith(said["jobs"][0]["id"][:8])
 
 
-def test_a_server_that_is_away_is_said_so() -> None:
+def test_a_server_that_is_away_is_reported() -> None:
     done = cli(f"http://127.0.0.1:{free_port()}", "status")
     assert done.returncode == 1
     assert "no answer" in done.stderr
@@ -208,7 +208,7 @@ def test_a_superseded_job_is_listed_like_others_and_who_waits_for_it_gets_the_ne
     assert head.index("weights") == listed.index("model") == other.index("model")
 
 
-def test_who_waits_is_told_what_a_job_does_and_why_it_is_tried_again(
+def test_a_user_who_waits_is_told_what_a_job_does_and_why_it_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two jobs are followed at once; the first is queued again, the second fails."""
@@ -283,7 +283,7 @@ def test_times_are_local_and_columns_are_aligned(
     time.tzset()
 
 
-def test_where_there_are_no_jobs_it_is_said(
+def test_a_list_without_jobs_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from unshard.evaluate.client.v1 import EvalClient
@@ -360,7 +360,7 @@ def test_a_line_break_in_a_name_makes_no_second_line(
     assert r"a\nb" in result
 
 
-def test_what_cannot_be_sent_or_written_is_said_so(
+def test_what_cannot_be_sent_or_written_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from unshard.evaluate.client.v1 import EvalClient

@@ -80,7 +80,7 @@ def test_what_writers_write_is_told_apart(tmp_path: Path, kept: list[str], left:
     assert files_in(pin_checkpoint(checkpoint, quota=ANY).path) == set(kept)
 
 
-def test_companions_of_the_run_lie_beside_the_pinned_checkpoint(tmp_path: Path) -> None:
+def test_companions_of_the_run_are_next_to_the_pinned_checkpoint(tmp_path: Path) -> None:
     checkpoint = tmp_path / "global_step_3"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(b"x")

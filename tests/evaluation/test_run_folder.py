@@ -242,7 +242,7 @@ def test_a_copied_entry_is_not_sent_and_our_own_is(
 
 
 @pytest.mark.parametrize("name", ["spool.lock", "watch.lock"])
-def test_a_lock_is_no_link_and_no_pipe(run: Path, precious: Path, name: str) -> None:
+def test_a_lock_is_not_a_link_or_a_pipe(run: Path, precious: Path, name: str) -> None:
     (run / "_unshard").mkdir()
     (run / "_unshard" / name).symlink_to(precious / "new")
     with pytest.raises(OSError, match=name):
@@ -302,7 +302,7 @@ def test_a_checkpoint_of_any_depth_is_listed(tmp_path: Path) -> None:
             folder.rmdir()
 
 
-def test_results_of_a_stranger_are_passed_over(run: Path) -> None:
+def test_results_in_a_foreign_form_are_passed_over(run: Path) -> None:
     file = run / "_unshard" / "results.jsonl"
     file.parent.mkdir()
     file.write_text('{"job": "known"}\n' + "[" * 100_000 + '\n7\n{"job": ')

@@ -274,7 +274,7 @@ LIES = SIZES | PATHS | ITEMS | PLANS
 
 @pytest.mark.parametrize("sample", ["DCP", "DCP, zstd"])
 @pytest.mark.parametrize("name", LIES)
-def test_metadata_that_lies_is_refused(
+def test_false_metadata_is_refused(
     samples: Samples, tmp_path: Path, out: Path, name: str, sample: str
 ) -> None:
     source = rewritten(samples[sample], tmp_path / "copy", LIES[name])

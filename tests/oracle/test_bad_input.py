@@ -142,7 +142,7 @@ REPLACEMENTS = (
 
 @pytest.mark.parametrize("replacement", REPLACEMENTS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_no_such_file_is_noticed_or_does_not_matter(
+def test_what_is_not_such_a_file_is_noticed_or_does_not_matter(
     samples: Samples,
     tmp_path: Path,
     out: Path,

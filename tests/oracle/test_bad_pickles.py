@@ -101,7 +101,7 @@ def test_a_pickle_that_runs_commands_is_refused_and_runs_nothing(
         assert not mark.exists()
 
 
-def test_an_object_that_is_no_weight_is_not_opened(
+def test_an_object_that_is_not_a_weight_is_not_opened(
     samples: Samples, tmp_path: Path, out: Path
 ) -> None:
     sample, mark = samples["DCP, optimizer"], tmp_path / "mark"

@@ -104,7 +104,7 @@ class TestEveryFormat:
         found = unshard.inspect(samples.form(name) / FORMS[name].levels[0])
         assert ([one.name for one in found.tensors] == list(TRUTH)) is FORMS[name].ordered
 
-    def test_tied_weights_are_said_to_be_where_they_are_stored_once(
+    def test_tied_weights_that_are_stored_once_are_reported(
         self, samples: Samples, name: str
     ) -> None:
         found = unshard.inspect(samples.form(name) / FORMS[name].levels[0])
@@ -119,7 +119,7 @@ class TestEveryFormat:
         for one in found[1:]:
             assert replace(one, would_write=found[0].would_write) == found[0]
 
-    def test_the_default_output_lies_beside_the_checkpoint(
+    def test_the_default_output_is_next_to_the_checkpoint(
         self, samples: Samples, name: str
     ) -> None:
         form, run = FORMS[name], samples.form(name)
@@ -157,7 +157,7 @@ class TestEveryFormat:
         assert source["world_size"] == form.world
         assert source["step"] == form.step
 
-    def test_what_is_no_weight_is_skipped_and_said_to_be(
+    def test_what_is_not_a_weight_is_skipped_and_reported(
         self, samples: Samples, tmp_path: Path, name: str
     ) -> None:
         form = FORMS[name]

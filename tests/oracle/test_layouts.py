@@ -113,7 +113,7 @@ def test_a_merge_gives_the_unsharded_tensors_bit_for_bit(
 
 
 @pytest.mark.parametrize("scenario", BESIDE)
-def test_what_is_no_weight_is_skipped_and_said_to_be(
+def test_what_is_not_a_weight_is_skipped_and_reported(
     write_checkpoint: WriteCheckpoint, tmp_path: Path, scenario: str
 ) -> None:
     truth = write_checkpoint(scenario, 2, tmp_path / "ckpt")

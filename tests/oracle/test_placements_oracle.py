@@ -92,7 +92,7 @@ def assert_as_torch(mesh: Shape, cases: list[tuple[Shape, Placements]]) -> None:
 
 
 @pytest.mark.parametrize("mesh", [(1,), (4,), (7,), (2, 3), (3, 2), (2, 2, 2)])
-def test_shards_and_replicas_lie_where_torch_puts_them(mesh: Shape) -> None:
+def test_shards_and_replicas_are_where_torch_puts_them(mesh: Shape) -> None:
     each: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate())
     combinations = product(each, repeat=len(mesh))
     assert_as_torch(mesh, list(product(SHAPES, combinations)))
@@ -100,13 +100,13 @@ def test_shards_and_replicas_lie_where_torch_puts_them(mesh: Shape) -> None:
 
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (3, 2), (3, 3)])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_strided_shards_lie_where_torch_puts_them(mesh: Shape, dim: int) -> None:
+def test_strided_shards_are_where_torch_puts_them(mesh: Shape, dim: int) -> None:
     """Even sizes only: where they are not, `distribute_tensor` cuts otherwise than FSDP does."""
     placements = (StridedShard(dim, mesh[1]), Shard(dim))
     assert_as_torch(mesh, [((36, 72), placements), ((0, 0), placements)])
 
 
-def test_strided_shards_of_three_mesh_dimensions_lie_where_torch_puts_them() -> None:
+def test_strided_shards_of_three_mesh_dimensions_are_where_torch_puts_them() -> None:
     cases: list[Placements] = [
         (StridedShard(0, 6), Shard(0), Shard(0)),
         (StridedShard(0, 6), StridedShard(0, 2), Shard(0)),
@@ -119,6 +119,6 @@ def test_strided_shards_of_three_mesh_dimensions_lie_where_torch_puts_them() -> 
 
 @pytest.mark.parametrize("factor", [2, 3, 5])
 @pytest.mark.parametrize("ranks", [2, 9])
-def test_lone_strided_shards_lie_where_torch_puts_them(factor: int, ranks: int) -> None:
+def test_lone_strided_shards_are_where_torch_puts_them(factor: int, ranks: int) -> None:
     placements = (StridedShard(0, factor),)
     assert_as_torch((ranks,), [((36,), placements), ((36, 2), placements)])

@@ -251,6 +251,6 @@ def test_a_size_may_lack_a_unit_or_count_bytes(text: str, expected: int) -> None
     "text",
     ["", "GB", "0", "0GB", "-5GB", "0.4B", "nan", "inf", "infGB", "1e999", "5GiB", "x", "5PB"],
 )
-def test_what_is_no_positive_size_is_refused(text: str) -> None:
+def test_what_is_not_a_positive_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a size"):
         size_in_bytes(text)

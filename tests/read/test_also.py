@@ -143,7 +143,7 @@ def test_another_format_is_refused(ranks: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["nowhere", "empty"])
-def test_a_directory_that_holds_nothing_is_named(ranks: Path, tmp_path: Path, what: str) -> None:
+def test_an_empty_directory_is_named(ranks: Path, tmp_path: Path, what: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=what):
         unshard.merge(ranks, tmp_path / "out", also=[tmp_path / what])
@@ -154,7 +154,7 @@ def test_the_same_directory_again_changes_nothing(ranks: Path, tmp_path: Path) -
     assert_same(merged(tmp_path / "out"), some_tensors())
 
 
-def test_the_output_may_not_lie_where_another_node_keeps_its_files(
+def test_the_output_may_not_be_where_another_node_keeps_its_files(
     ranks: Path, tmp_path: Path
 ) -> None:
     one, two = split(ranks, tmp_path, [names_of(0, 1), names_of(2, 3)], ACTOR)
@@ -164,7 +164,7 @@ def test_the_output_may_not_lie_where_another_node_keeps_its_files(
     assert snapshot(tmp_path) == before
 
 
-def test_companions_may_lie_on_any_node(ranks: Path, tmp_path: Path) -> None:
+def test_companions_may_be_on_any_node(ranks: Path, tmp_path: Path) -> None:
     one, two = split(ranks, tmp_path, [names_of(0, 1), names_of(2, 3)], ACTOR)
     (two / ACTOR / "huggingface").mkdir()
     (two / ACTOR / "huggingface" / "config.json").write_text('{"model_type": "llama"}')
@@ -250,7 +250,7 @@ class TestFilesIn:
         found = files_in([tmp_path / "a", tmp_path / "b"], lambda name: name.endswith(".x"))
         assert found == [tmp_path / "b/1.x", tmp_path / "a/2.x"]
 
-    def test_what_has_such_a_name_and_is_no_file_is_named(self, tmp_path: Path) -> None:
+    def test_what_has_such_a_name_and_is_not_a_file_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "0.x").mkdir()
         with pytest.raises(IncompleteError, match=r"0\.x: is no file"):
             files_in([tmp_path], bool)

@@ -63,7 +63,7 @@ INDICES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", INDICES)
-def test_an_index_that_lies_is_refused(tmp_path: Path, out: Path, kind: str) -> None:
+def test_a_false_index_is_refused(tmp_path: Path, out: Path, kind: str) -> None:
     source = write_index(tmp_path / "source", INDICES[kind])
     assert_refused(source, out, CheckpointError)
 
@@ -119,7 +119,7 @@ INFOS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", INFOS)
-def test_offsets_that_lie_are_refused(tmp_path: Path, out: Path, kind: str) -> None:
+def test_false_offsets_are_refused(tmp_path: Path, out: Path, kind: str) -> None:
     source = write_shards(tmp_path / "source", INFOS[kind])
     assert_refused(source, out, CheckpointError, "a")
 

@@ -111,7 +111,7 @@ def test_more_items_than_a_batch_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gap", [0, 1, 5000, 40_000])
-def test_items_may_lie_apart(tmp_path: Path, gap: int) -> None:
+def test_items_may_be_apart(tmp_path: Path, gap: int) -> None:
     items = [item(one) for one in some_tensors(12)]
     gaps = [gap * (number % 3) for number in range(12)]
     assert_as_torch_loads(write(tmp_path / "a", items, gaps))
@@ -191,7 +191,7 @@ class Bomb:
         return (exec, ("raise SystemExit",))
 
 
-def test_a_bad_item_stands_in_its_place_and_harms_no_other(tmp_path: Path) -> None:
+def test_a_bad_item_is_reported_in_its_place_and_harms_no_other(tmp_path: Path) -> None:
     good = [item(one) for one in some_tensors(6)]
     items = [good[0], item(Bomb()), good[1], item({"a": 1}), good[2], b"\x00" * 900, good[3]]
     windows = write(tmp_path / "a", items)

@@ -130,7 +130,7 @@ def test_list_indices_in_a_path_are_words(tmp_path: Path) -> None:
     assert found.paths["step"] == ("step",)
 
 
-def test_the_tensors_stand_in_the_order_of_the_saved_dict(tmp_path: Path) -> None:
+def test_the_tensors_are_in_the_order_of_the_saved_dict(tmp_path: Path) -> None:
     names = ["b", "c", "a"]
     chunks: list[Chunk] = [((0,), (3,))]
     value = whole(
@@ -265,7 +265,7 @@ def test_a_pickle_that_runs_commands_is_refused(tmp_path: Path) -> None:
     ("data", "error"),
     [(b"", IncompleteError), (b"no pickle", CorruptError), (b"\x80\x04N", CorruptError)],
 )
-def test_a_file_that_is_no_pickle_is_named(
+def test_a_file_that_is_not_a_pickle_is_named(
     tmp_path: Path, data: bytes, error: type[CheckpointError]
 ) -> None:
     (tmp_path / ".metadata").write_bytes(data)

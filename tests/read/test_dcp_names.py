@@ -102,7 +102,7 @@ def test_objects_are_left_out_and_named() -> None:
     }
 
 
-def test_many_values_of_one_kind_are_told_as_one() -> None:
+def test_many_values_of_one_kind_are_reported_as_one() -> None:
     moments = [("optimizer", "state", f"layers.{i}", "exp_avg") for i in range(9)]
     objects = [("optimizer", "param_groups", f"{i}") for i in range(3)]
     (skipped,) = found(metadata(("model", N), *moments, objects=objects)).skipped
@@ -123,7 +123,7 @@ def test_other_state_within_the_model_is_left_out() -> None:
     assert list(names.names.values()) == [N]
 
 
-def test_scalars_beside_a_state_dict_of_unknown_name_do_not_make_it_ambiguous() -> None:
+def test_scalars_next_to_a_state_dict_of_unknown_name_do_not_make_it_ambiguous() -> None:
     names = found(metadata(("weights", N), ("weights", W), scalars=[("epoch",)]))
     assert names.prefix == ("weights",)
     assert [one.fqn for one in names.skipped] == ["epoch"]
@@ -152,13 +152,13 @@ def test_several_sets_that_may_be_the_model_are_refused(sets: list[Path]) -> Non
     assert caught.value.hint
 
 
-def test_a_directory_of_the_optimizer_holds_no_model() -> None:
+def test_a_directory_of_the_optimizer_has_no_model() -> None:
     names = found(metadata(("optimizer", "state", N, "exp_avg"), objects=[("optimizer", "lr")]))
     assert (names.prefix, names.names) == ((), {})
     assert len(names.skipped) == 2
 
 
-def test_nothing_holds_no_model() -> None:
+def test_an_empty_state_has_no_model() -> None:
     assert found(DcpMetadata()) == ModelNames((), {}, ())
 
 
@@ -204,14 +204,14 @@ def test_an_optimizer_in_a_nested_dict_of_its_own_is_refused_too() -> None:
         found(data)
 
 
-def test_a_flattened_optimizer_beside_the_model_is_left_out() -> None:
+def test_a_flattened_optimizer_next_to_the_model_is_left_out() -> None:
     moments = [(f"state.{N}.exp_avg",), (f"state.{N}.exp_avg_sq",)]
     names = found(metadata((N,), (W,), *moments, scalars=[(f"state.{N}.step",)]))
     assert list(names.names.values()) == [N, W]
     assert len(names.skipped) == 3
 
 
-def test_a_models_own_counter_is_no_optimizers() -> None:
+def test_a_models_own_counter_is_not_an_optimizers() -> None:
     assert list(found(metadata((N,), ("ema.step",), ("encoder.step",))).names.values()) == [
         N,
         "ema.step",

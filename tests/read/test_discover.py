@@ -173,7 +173,7 @@ def test_rank_files_directly_in_the_step_directory_have_no_role(tmp_path: Path) 
     assert found.default_output == tmp_path / "merged" / "global_step_3"
 
 
-def test_the_default_output_lies_beside_the_step_and_names_role_and_weights(
+def test_the_default_output_is_next_to_the_step_and_names_role_and_weights(
     verl: Path, lmms: Path
 ) -> None:
     critic = only(verl / "global_step_10", role="critic")
@@ -253,7 +253,7 @@ def test_a_format_of_another_engine_is_refused_with_the_tool_that_reads_it(
         open_latest(tmp_path, Choice(), ReadOptions())
 
 
-def test_shards_win_over_a_whole_model_beside_them(tmp_path: Path) -> None:
+def test_shards_win_over_a_whole_model_next_to_them(tmp_path: Path) -> None:
     make(tmp_path / "global_step_1")
     (tmp_path / "global_step_1" / "model.safetensors").write_bytes(b"")
     assert only(tmp_path / "global_step_1").step == 1

@@ -152,12 +152,12 @@ def test_training_state_next_to_lmms_engines_weights_does_not(tmp_path: Path, be
         discover(step / beside, Choice())
 
 
-def test_what_lies_beside_a_trainers_weights_means_them(tmp_path: Path) -> None:
+def test_a_path_next_to_a_trainers_weights_means_them(tmp_path: Path) -> None:
     weights, step = plant(tmp_path, "HF Trainer")
     assert only(step / "trainer_state.json").weights_dir == weights
 
 
-def test_the_final_model_of_axolotl_lies_beside_its_checkpoints(tmp_path: Path) -> None:
+def test_the_final_model_of_axolotl_is_next_to_its_checkpoints(tmp_path: Path) -> None:
     plant(tmp_path, "HF Trainer")
     for name in DCP_FILES:
         (tmp_path / "pytorch_model_fsdp_0").mkdir(exist_ok=True)
@@ -167,7 +167,7 @@ def test_the_final_model_of_axolotl_lies_beside_its_checkpoints(tmp_path: Path) 
     assert only(tmp_path / "checkpoint-10" / "pytorch_model_fsdp_0").step == 10
 
 
-def test_checkpoints_win_over_a_whole_model_beside_them(tmp_path: Path) -> None:
+def test_checkpoints_win_over_a_whole_model_next_to_them(tmp_path: Path) -> None:
     """A run's root may hold the base model, or what an earlier merge made."""
     weights, _ = plant(tmp_path, "HF Trainer")
     (tmp_path / "model.safetensors").write_bytes(b"x")

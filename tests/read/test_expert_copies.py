@@ -141,7 +141,7 @@ def test_a_single_element_that_differs_shows_that_they_are_experts(tmp_path: Pat
     assert_same(merged(tmp_path / "out"), {**some_tensors(), EXPERTS[0]: value})
 
 
-def test_equal_experts_beside_different_ones_are_joined_too(tmp_path: Path) -> None:
+def test_equal_experts_among_different_ones_are_joined_too(tmp_path: Path) -> None:
     """Zeros (a bias, a LoRA B) are equal in all groups, and parts all the same."""
     experts = {**truth(), "layers.0.mlp.experts.bias": torch.zeros(4, 6)}
     checkpoint = save_experts(tmp_path / "ckpt", experts, INTERLEAVED)

@@ -276,7 +276,7 @@ def test_an_item_is_bounded_by_its_own_box(checkpoint: Path, tmp_path: Path) -> 
     assert (tmp_path / "scratch").stat().st_size <= inflated_bytes(catalog) < 100_000
 
 
-def test_an_uncompressed_item_beside_compressed_ones_is_read(
+def test_an_uncompressed_item_among_compressed_ones_is_read(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     data = item(some_tensors()[NAME])

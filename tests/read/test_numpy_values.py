@@ -50,7 +50,7 @@ def test_scalars_become_pythons_own(code: str) -> None:
     assert found == scalar
 
 
-def test_an_array_is_no_scalar() -> None:
+def test_an_array_is_not_a_scalar() -> None:
     assert read_scalar(record(np.arange(2))) is None
 
 
@@ -75,7 +75,7 @@ def test_arrays_of_anything_else_are_refused(array: np.ndarray[tuple[int], np.dt
 
 
 @pytest.mark.parametrize("scalar", [np.complex64(1j), np.longdouble(1)])
-def test_scalars_that_python_has_not_are_refused(scalar: object) -> None:
+def test_scalars_that_python_does_not_have_are_refused(scalar: object) -> None:
     with pytest.raises(TensorFormError, match="numpy"):
         read_scalar(record(scalar))
 
@@ -100,5 +100,5 @@ def test_bytes_of_every_protocol(data: bytes, protocol: int) -> None:
 
 
 @pytest.mark.parametrize("value", ["a", 1, None, [b"a"]])
-def test_what_is_no_bytes(value: object) -> None:
+def test_what_is_not_bytes(value: object) -> None:
     assert bytes_of(value) is None

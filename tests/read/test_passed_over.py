@@ -58,7 +58,7 @@ def test_a_higher_step_without_weights_is_named(tmp_path: Path) -> None:
     assert any("checkpoint-30: it has no weights" in warning for warning in report.warnings)
 
 
-def test_the_steps_may_lie_one_level_down(tmp_path: Path) -> None:
+def test_the_steps_may_be_one_level_down(tmp_path: Path) -> None:
     save_ranks(tmp_path / "run" / "checkpoints" / "step-5", some_tensors(), 2)
     assert unshard.inspect(tmp_path / "run").step == 5
 
@@ -72,13 +72,13 @@ def test_a_rank_file_that_is_named_means_its_own_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("beside", [torch.tensor(3), torch.arange(5)])
-def test_a_counter_beside_an_object_is_not_the_model(tmp_path: Path, beside: torch.Tensor) -> None:
+def test_a_counter_next_to_an_object_is_not_the_model(tmp_path: Path, beside: torch.Tensor) -> None:
     saved(tmp_path / "ckpt", {"model": some_tensors(), "step": beside}, flat=False)
     unshard.merge(tmp_path / "ckpt", tmp_path / "out")
     assert_same(merged(tmp_path / "out"), some_tensors())
 
 
-def test_a_counter_alone_is_no_model(tmp_path: Path) -> None:
+def test_a_counter_alone_is_not_a_model(tmp_path: Path) -> None:
     optimizer = {"w": {"exp_avg": torch.zeros(3)}}
     saved(tmp_path / "ckpt", {"step": torch.tensor(3), "optimizer": optimizer})
     with pytest.raises(NotMergeableError, match="holds no model weights"):

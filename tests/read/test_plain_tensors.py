@@ -73,7 +73,7 @@ def ambiguous() -> Parts:
     ]
 
 
-def test_an_equal_tensor_beside_differing_ones_is_ambiguous(tmp_path: Path) -> None:
+def test_an_equal_tensor_among_differing_ones_is_ambiguous(tmp_path: Path) -> None:
     with pytest.raises(NotMergeableError) as error:
         unshard.merge(save(tmp_path / "ckpt", ambiguous()), tmp_path / "out")
     assert "tensor norm: a plain tensor that may be a copy or a shard" in str(error.value)

@@ -63,7 +63,7 @@ def test_an_empty_or_truncated_rank_is_named(checkpoint: Path, size: int) -> Non
     refused(checkpoint, IncompleteError, "rank_1.pt", "empty" if size == 0 else "truncated")
 
 
-def test_a_missing_replica_is_no_error(tmp_path: Path) -> None:
+def test_a_missing_replica_is_not_an_error(tmp_path: Path) -> None:
     directory = save_ranks(
         tmp_path / "ckpt", some_tensors(), 4, mesh_shape=(2, 2), mesh_names=("ddp", "fsdp")
     )
@@ -140,7 +140,7 @@ def test_all_problems_come_in_one_error(tmp_path: Path) -> None:
     refused(directory, NotMergeableError, "(2 problems)", "tensor a", "and 1 more tensor: b")
 
 
-def test_a_fault_of_many_tensors_is_said_once(tmp_path: Path) -> None:
+def test_a_fault_of_many_tensors_is_reported_once(tmp_path: Path) -> None:
     """The sizes differ from tensor to tensor, the fault does not."""
     names = [f"layers.{number}.w" for number in range(27)]
     first = {name: torch.ones(number + 1) for number, name in enumerate(names)}
@@ -210,7 +210,7 @@ class Unknown:
         self.value = value
 
 
-def test_values_that_are_no_tensors_are_skipped_and_reported(tmp_path: Path) -> None:
+def test_values_that_are_not_tensors_are_skipped_and_reported(tmp_path: Path) -> None:
     directory = save_ranks(
         tmp_path / "ckpt", some_tensors(), 2, extra={"extra": Unknown(3), "epoch": 7, "none": None}
     )

@@ -85,7 +85,7 @@ def test_numpys_state_gets_lists_for_its_arrays(form: str) -> None:
     assert found.rng["numpy"] == expected
 
 
-def test_processes_have_the_first_ranks_state_and_all_beside_it() -> None:
+def test_processes_have_the_first_ranks_state_and_all_next_to_it() -> None:
     found, rng, notes = united([rank(0), rank(1), rank(2)])
     assert rng == {"cpu": state(0), "random": 0}
     assert found["rng_by_rank"] == [rank(number).rng for number in range(3)]
@@ -134,7 +134,7 @@ def test_a_missing_rank_leaves_no_rank_order() -> None:
     assert by_rank[1] is None
 
 
-def test_without_rank_0_the_next_one_is_taken_and_told() -> None:
+def test_without_rank_0_the_next_one_is_taken_and_reported() -> None:
     _, rng, notes = united([None, rank(1), rank(2)])
     assert rng == {"cpu": state(1), "random": 1}
     assert notes == "rng is that of rank 1: rank 0's is not there"
@@ -147,7 +147,7 @@ def test_other_values_are_the_first_ranks_and_by_rank_where_they_differ() -> Non
     assert notes == ""
 
 
-def test_schedulers_that_differ_are_told() -> None:
+def test_schedulers_that_differ_are_reported() -> None:
     states = [RankState({}, {"lr_scheduler": {"last_epoch": number}}) for number in range(2)]
     found, _, notes = united(states)
     assert found["lr_scheduler"] == {"last_epoch": 0}

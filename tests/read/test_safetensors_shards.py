@@ -319,7 +319,7 @@ def test_embeddings_of_another_size_than_the_vocabulary_may_be_right(
     assert read(tmp_path).tensors[EMBEDDING].shape == (rows, 3)
 
 
-def test_smaller_embeddings_beside_the_main_ones_may_be_right(tmp_path: Path) -> None:
+def test_smaller_embeddings_next_to_the_main_ones_may_be_right(tmp_path: Path) -> None:
     small = {"talker.embed_tokens.weight": whole(torch.randn(4, 3))}
     write_rows(tmp_path, 16, 4, EMBEDDING, **small)
     (tmp_path / "config.json").write_text('{"vocab_size": 16}')
@@ -349,7 +349,7 @@ def test_the_columns_of_projections_tell_that_the_last_rank_is_missing(
         read(tmp_path)
 
 
-def test_projections_that_disagree_are_no_evidence(tmp_path: Path) -> None:
+def test_projections_that_disagree_are_not_evidence(tmp_path: Path) -> None:
     write_rows(tmp_path, 8, 4, "model.layers.0.mlp.down_proj.weight")
     other = {
         "model.layers.0.self_attn.q_proj.weight": whole(torch.randn(4, 24)),
@@ -360,7 +360,7 @@ def test_projections_that_disagree_are_no_evidence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"vocab_size": "16"}', '{"text_config": 3}'])
-def test_a_config_that_says_nothing_is_no_evidence(tmp_path: Path, text: str) -> None:
+def test_a_config_that_says_nothing_is_not_evidence(tmp_path: Path, text: str) -> None:
     write_rows(tmp_path, 16, 4, EMBEDDING)
     (tmp_path / "config.json").write_text(text)
     read(tmp_path)
@@ -432,14 +432,14 @@ def test_offsets_that_say_no_place_are_refused(tmp_path: Path, info: object) -> 
 
 
 @pytest.mark.parametrize("start", [1, 2**40, 2**62])
-def test_offsets_that_lie_leave_a_hole(tmp_path: Path, start: int) -> None:
+def test_false_offsets_leave_a_hole(tmp_path: Path, start: int) -> None:
     write_shard(shard_path(tmp_path, 0), {"w": ([start, 0], torch.zeros(2, 3))})
     with pytest.raises(UnshardError, match="no rank holds its region"):
         unshard.merge(tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, '"w"', "9" * 5000])
-def test_offsets_that_are_no_object_are_refused(tmp_path: Path, text: str) -> None:
+def test_offsets_that_are_not_an_object_are_refused(tmp_path: Path, text: str) -> None:
     save_file({"w": torch.zeros(2)}, shard_path(tmp_path, 0), {"DCP_SHARDING_INFO": text})
     with pytest.raises(CorruptError, match="DCP_SHARDING_INFO is not"):
         read(tmp_path)

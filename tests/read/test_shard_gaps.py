@@ -111,7 +111,7 @@ def test_the_stages_of_a_pipeline_have_files_of_their_own(tmp_path: Path) -> Non
     assert_same(merged(tmp_path / "out"), truth)
 
 
-def test_experts_lie_on_the_ranks_that_have_them(tmp_path: Path) -> None:
+def test_experts_are_on_the_ranks_that_have_them(tmp_path: Path) -> None:
     ranks = [dict(files) for files in sharded({"embed.weight": (1, torch.randn(8, 3))}, 4)]
     for expert in range(4):
         ranks[expert][2 + expert // 2] = {f"experts.{expert}.up": whole(torch.randn(6, 3))}

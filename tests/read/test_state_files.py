@@ -33,7 +33,7 @@ def test_without_such_files_there_is_nothing(tmp_path: Path) -> None:
     assert found(tmp_path, ".", 1) is None
 
 
-def test_verl_keeps_them_beside_the_weights_of_a_role(tmp_path: Path) -> None:
+def test_verl_keeps_them_next_to_the_weights_of_a_role(tmp_path: Path) -> None:
     make(tmp_path / "actor", *extra(2, 0, 1))
     make(tmp_path / "critic", *extra(2, 0))
     files = found(tmp_path, "actor", 2)
@@ -71,7 +71,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     assert list(files.missing) == extra(4, 1, 3)
 
 
-def test_trainers_files_stand_in_the_step(tmp_path: Path) -> None:
+def test_trainers_files_are_in_the_step(tmp_path: Path) -> None:
     make(tmp_path, "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth")
     files = found(tmp_path, "pytorch_model_fsdp_0", 2)
     assert names_of(files) == ["scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"]

@@ -53,7 +53,7 @@ def test_a_tied_head_that_differs_stays_and_the_config_says_so(
 
 
 @pytest.mark.parametrize("config", [{"tie_word_embeddings": False}, {}])
-def test_equal_heads_that_are_not_said_to_be_tied_both_stay(
+def test_equal_heads_that_no_config_ties_both_stay(
     tmp_path: Path, config: dict[str, object]
 ) -> None:
     tensors = checkpoint(tmp_path / "ckpt", config, equal=True)

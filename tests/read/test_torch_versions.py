@@ -58,6 +58,6 @@ def test_a_merge_gives_the_truth_bit_for_bit(unpacked: Path, tmp_path: Path, cas
 
 
 @pytest.mark.parametrize("case", [case for case in DCP_CASES if "optimizer" in case])
-def test_what_is_no_model_is_listed(unpacked: Path, case: str) -> None:
+def test_what_is_not_a_model_is_listed(unpacked: Path, case: str) -> None:
     skipped = unshard.inspect(unpacked / case).skipped
     assert any(one.fqn.startswith("optimizer") for one in skipped)

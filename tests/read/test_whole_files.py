@@ -229,7 +229,7 @@ def test_a_number_beyond_the_count_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_one_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:
+def test_one_file_next_to_an_index_of_others_is_refused(tmp_path: Path) -> None:
     tensors = write_set(tmp_path)
     write_index(tmp_path / INDEX, listed_in())
     save_file(tensors, tmp_path / "model.safetensors")
@@ -259,7 +259,7 @@ def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
         assert caught.value.found == f"{numbered(1, 3)} and {numbered(3, 3)}"
 
 
-def test_a_name_that_the_index_leaves_out_is_read_and_said(tmp_path: Path) -> None:
+def test_a_name_that_the_index_leaves_out_is_read_and_reported(tmp_path: Path) -> None:
     tensors = write_set(tmp_path)
     listed = listed_in()
     del listed["layers.2.b"]
@@ -298,7 +298,7 @@ def test_an_index_of_endless_length_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_one_shard_of_several_ranks_is_no_model(tmp_path: Path) -> None:
+def test_one_shard_of_several_ranks_is_not_a_model(tmp_path: Path) -> None:
     info = json.dumps({"a": {"saved_offsets": [4, 0]}})
     save_file({"a": torch.zeros(4, 2)}, tmp_path / "x.safetensors", {"DCP_SHARDING_INFO": info})
     with pytest.raises(NotMergeableError, match="one rank's shard"):

@@ -99,7 +99,7 @@ def test_module_in_front_of_every_name_is_ddp(store: Store) -> None:
     assert list(kept) == ["a.weight", "b.weight"]
 
 
-def test_module_may_stand_in_front_several_times_and_behind_a_wrapper(store: Store) -> None:
+def test_module_may_be_in_front_several_times_and_behind_a_wrapper(store: Store) -> None:
     kept, _ = unwrapped(store.entries(["_orig_mod.module.module.a", "module._orig_mod.module.b"]))
     assert list(kept) == ["a", "b"]
 
@@ -167,7 +167,7 @@ def test_negative_zero_is_another_value_and_nan_the_same(store: Store) -> None:
         unwrapped({"a": store.entry("a", zero), "_orig_mod.a": store.entry("b", -zero)})
 
 
-def test_all_collisions_are_told_at_once(store: Store) -> None:
+def test_all_collisions_are_reported_at_once(store: Store) -> None:
     names = ["a", "_orig_mod.a", "b", "b._orig_mod"]
     with pytest.raises(CorruptError, match=r"2 problems[\s\S]*tensor a: [\s\S]*tensor b: "):
         unwrapped(store.entries(names))

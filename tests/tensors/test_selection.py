@@ -53,7 +53,7 @@ def test_every_basic_index_takes_what_numpy_takes(case: tuple[Shape, Any]) -> No
 
 
 @given(indexed())
-def test_ranges_rise_and_lie_inside(case: tuple[Shape, Any]) -> None:
+def test_ranges_rise_and_are_inside(case: tuple[Shape, Any]) -> None:
     shape, index = case
     one = select(index, shape)
     for size, start, step, count in zip(shape, one.starts, one.steps, one.counts, strict=True):
@@ -99,7 +99,7 @@ def test_what_numpy_refuses_is_refused_with_its_error(index: Any) -> None:
 
 
 @pytest.mark.parametrize("index", [True, False, [0, 1], np.array([1]), np.bool_(1), (0, [1])])
-def test_what_is_no_basic_index_is_refused(index: Any) -> None:
+def test_what_is_not_a_basic_index_is_refused(index: Any) -> None:
     with pytest.raises(IndexError, match=r"only integers, slices, \.\.\. and None"):
         select(index, (4, 5))
 

@@ -140,7 +140,7 @@ def test_a_run_without_a_config_gives_nothing(tmp_path: Path) -> None:
     assert find_companions(at, None) == Companions()
 
 
-def test_what_lies_above_a_directory_that_is_no_step_is_left(tmp_path: Path) -> None:
+def test_what_is_above_a_directory_that_is_not_a_step_is_left(tmp_path: Path) -> None:
     write(tmp_path, "tokenizer.json")
     (tmp_path / "config.json").write_text(HF_CONFIG)
     (tmp_path / "weights").mkdir()
@@ -148,7 +148,7 @@ def test_what_lies_above_a_directory_that_is_no_step_is_left(tmp_path: Path) -> 
     assert find_companions(at, None) == Companions()
 
 
-def test_nemos_companions_lie_in_a_hidden_directory(tmp_path: Path) -> None:
+def test_nemos_companions_are_in_a_hidden_directory(tmp_path: Path) -> None:
     at = location(tmp_path / "epoch_0_step_1" / "model", tmp_path / "epoch_0_step_1")
     write(at.weights_dir / ".hf_metadata", "config.json", "tokenizer.json")
     found = find_companions(at, None)
@@ -165,7 +165,7 @@ def test_a_given_config_that_is_none_is_refused(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize(
     "text", ["{", "[1]", "\x00", "[" * 100_000], ids=["cut", "a list", "a zero byte", "deep"]
 )
-def test_a_config_that_is_no_json_object_is_named(tmp_path: Path, text: str) -> None:
+def test_a_config_that_is_not_a_json_object_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(CorruptError, match=r"config\.json is not"):

@@ -423,7 +423,7 @@ def test_casts_of_any_chunks_in_small_tiles_are_torchs(
     assert data == expected.tobytes()
 
 
-def test_integers_beside_cast_floats_keep_their_bits(tmp_path: Path) -> None:
+def test_integers_next_to_cast_floats_keep_their_bits(tmp_path: Path) -> None:
     sources = Sources(tmp_path)
     for dtype in ("int64", "bool", "uint8", "float8_e4m3fn"):
         sources.add(dtype, grid(dtype, (6, 4), (2, 2)))

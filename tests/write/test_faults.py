@@ -88,7 +88,7 @@ def told(world: Path, mode: str, number: int) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("mode", MODES)
 @alone
-def test_a_step_that_fails_leaves_what_is_said(
+def test_a_step_that_fails_leaves_what_the_message_says(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = set()
@@ -166,7 +166,7 @@ def interrupted(world: Path, mode: str, number: int) -> tuple[int, str]:
 
 @pytest.mark.parametrize("mode", ["new", "in place"])
 @alone
-def test_a_signal_at_any_line_leaves_nothing_and_what_is_said_is_true(
+def test_a_signal_at_any_line_leaves_nothing_and_the_message_is_true(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = set()
@@ -189,7 +189,7 @@ def test_a_signal_at_any_line_leaves_nothing_and_what_is_said_is_true(
     assert seen >= {"nothing", "interrupted"}
 
 
-def test_what_cannot_be_flushed_after_the_rename_is_committed_and_said(
+def test_what_cannot_be_flushed_after_the_rename_is_committed_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.fsync

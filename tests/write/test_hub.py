@@ -271,7 +271,7 @@ def test_a_merge_is_pushed(hub: Hub, tmp_path: Path) -> None:
     assert "model.safetensors" in hub.repos["their-org/model"].files
 
 
-def test_a_hub_that_is_out_of_reach_is_said_before_the_merge(
+def test_a_hub_that_is_out_of_reach_is_reported_before_the_merge(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.failing["whoami"] = 503

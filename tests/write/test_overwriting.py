@@ -94,7 +94,7 @@ def test_an_average_leaves_no_state_of_a_merge(tmp_path: Path) -> None:
     assert not names(tmp_path / "out") & STATE
 
 
-def test_a_state_that_somebody_else_put_there_stays(tmp_path: Path) -> None:
+def test_a_state_that_another_program_put_there_stays(tmp_path: Path) -> None:
     step = with_state(tmp_path / "global_step_10", 10, 10)
     unshard.merge(step, tmp_path / "out", extra_state=False)
     (tmp_path / "out" / "extra_state_merged.pt").write_text("mine")

@@ -143,7 +143,7 @@ def test_a_copy_in_the_place_of_the_original_is_left_alone(
         Journal(Mode.REPLACE, "out", 1, carried={"": (1, 2, 3)}),
     ],
 )
-def test_a_journal_that_leads_elsewhere_is_not_believed_whoever_sealed_it(
+def test_a_journal_that_leads_elsewhere_is_not_believed_even_if_sealed(
     tmp_path: Path, journal: Journal
 ) -> None:
     with Staging(tmp_path / "out", 10) as stage:
@@ -301,7 +301,7 @@ def test_a_staging_is_private(tmp_path: Path) -> None:
         assert owner["host"] == socket.gethostname()
 
 
-def test_nothing_is_said_of_what_others_may_be_at(
+def test_nothing_is_reported_of_what_others_may_be_writing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)

@@ -19,7 +19,7 @@ def staged(parent: Path) -> list[Path]:
     return list(parent.glob("_unshard-partial-*"))
 
 
-def test_a_commit_makes_the_target_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_commit_makes_the_target_whole_and_leaves_nothing_next_to_it(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "er" / "out"
     with Staging(target, 10) as stage:
         (stage.directory / "a").write_text("1")

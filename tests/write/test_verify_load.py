@@ -53,7 +53,7 @@ def test_a_tied_head_may_be_there_as_well(tmp_path: Path) -> None:
     assert verify_load(tmp_path, tensors).complete
 
 
-def test_experts_that_transformers_fuses_on_loading_are_no_difference(tmp_path: Path) -> None:
+def test_experts_that_transformers_fuses_on_loading_are_not_a_difference(tmp_path: Path) -> None:
     tensors = saved(tiny_model("mixtral"), tmp_path)
     assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in tensors
     assert verify_load(tmp_path, tensors).complete

@@ -156,7 +156,7 @@ def test_a_job_that_takes_its_server_down_every_time_fails_in_the_end(tmp_path: 
     assert "11 times in a row" in str(failed.error)
 
 
-def test_a_supervisor_that_never_got_its_order_is_no_failure(tmp_path: Path) -> None:
+def test_a_supervisor_that_never_got_its_order_is_not_a_failure(tmp_path: Path) -> None:
     """The server was killed after it had recorded it, and the next one finds it alive."""
     store, server = scheduler(tmp_path / "work", "done(acc=1)", profile=script_profile(retries=0))
     job = submit(store, whole_model(tmp_path / "model"), 1)

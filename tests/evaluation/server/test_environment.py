@@ -18,7 +18,7 @@ def environment(
     return evaluator_environment(own, program=program, gpus=gpus, directory="/attempt")
 
 
-def test_only_the_servers_own_interpreter_is_told_where_its_modules_are(
+def test_only_the_servers_own_interpreter_gets_the_path_of_its_modules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     paths = {"PYTHONPATH": "/ours", "PYTHONHOME": "/home"}

@@ -92,7 +92,7 @@ def test_a_whole_model_is_taken_as_it_is(tmp_path: Path, merger: Merger) -> None
     assert merger.kept() == []
 
 
-def test_whole_weights_beside_shards_or_without_a_config_are_merged(
+def test_whole_weights_next_to_shards_or_without_a_config_are_merged(
     tmp_path: Path, merger: Merger
 ) -> None:
     both = whole_model(tmp_path / "both")

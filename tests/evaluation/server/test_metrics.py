@@ -56,7 +56,9 @@ def test_nothing_else_is(task: str, name: str, value: object) -> None:
 
 
 @given(NAMES, NOT_METRICS, NUMBERS)
-def test_what_stands_beside_the_metrics_is_none(task: str, name: str, value: float) -> None:
+def test_other_values_next_to_the_metrics_are_not_metrics(
+    task: str, name: str, value: float
+) -> None:
     assert metrics_of({task: {name: value}}) == {}
 
 

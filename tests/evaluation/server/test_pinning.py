@@ -69,7 +69,7 @@ def test_pins_that_no_job_needs_are_removed(run: Path, service: Service) -> None
     assert steps(run) == [2, 3]
 
 
-def test_a_pin_that_cannot_be_removed_harms_nobody(
+def test_a_pin_that_cannot_be_removed_harms_no_other(
     run: Path, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_names: str, **_folders: int) -> None:

@@ -39,7 +39,7 @@ def test_a_module_is_looked_for_and_not_imported(tmp_path: Path) -> None:
     assert f'{bare} -m pip install "lmms_eval"' in missing
 
 
-def test_what_cannot_be_run_is_told_with_what_to_do(
+def test_what_cannot_be_run_is_reported_with_what_to_do(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probing, "_TIMEOUT_S", 0.2)

@@ -92,7 +92,7 @@ def test_another_process_with_the_same_number_is_left_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="marks are seen in /proc")
-def test_a_strangers_group_whose_leader_has_ended_is_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_group_whose_leader_has_ended_is_left_alone(tmp_path: Path) -> None:
     command = ["sh", "-c", "sleep 600 >&- 2>&- & echo $!"]
     with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as shell:
         assert shell.stdout is not None

@@ -61,7 +61,7 @@ def read(tmp_path: Path, text: str) -> ServerConfig:
         ("{bytes: null}", (8, None)),
     ],
 )
-def test_a_quota_of_null_is_no_limit(
+def test_a_quota_of_null_is_not_a_limit(
     tmp_path: Path, quota: str, expected: tuple[int | None, int | None]
 ) -> None:
     config = read(tmp_path, f"pin_quota: {quota}")
@@ -71,7 +71,7 @@ def test_a_quota_of_null_is_no_limit(
 @pytest.mark.parametrize(
     ("said", "expected"), [("", 30), ("keep_days: 7", 7), ("keep_days: null", None)]
 )
-def test_what_ended_jobs_leave_is_kept_for_thirty_days_or_as_long_as_is_said(
+def test_what_ended_jobs_leave_is_kept_for_thirty_days_or_as_configured(
     tmp_path: Path, said: str, expected: int | None
 ) -> None:
     assert read(tmp_path, said).keep_days == expected

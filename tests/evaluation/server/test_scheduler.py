@@ -401,7 +401,7 @@ def test_a_checkpoint_that_is_gone_is_expired(tmp_path: Path) -> None:
     assert gone.attempts == 1
 
 
-def test_a_job_whose_error_is_no_text_gives_its_gpu_back(tmp_path: Path, model: Path) -> None:
+def test_a_job_whose_error_is_not_text_gives_its_gpu_back(tmp_path: Path, model: Path) -> None:
     """The name of a file may have bytes that are not UTF-8, which SQLite does not take."""
     odd = tmp_path / "odd"
     odd.mkdir()
@@ -460,7 +460,7 @@ def test_a_database_that_does_not_answer_is_waited_for(
 
 
 @pytest.mark.parametrize("step", ["attempt_started", "phase"])
-def test_a_database_that_does_not_take_an_attempt_is_no_failure_of_the_job(
+def test_a_database_that_does_not_take_an_attempt_is_not_a_failure_of_the_job(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     store, server = scheduler(tmp_path / "work", SCORED, profile=script_profile(retries=0))

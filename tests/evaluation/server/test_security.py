@@ -118,7 +118,7 @@ def test_a_network_that_is_none_is_refused() -> None:
         {"Forwarded": "for=192.0.2.7"},
     ],
 )
-def test_nothing_is_told_without_the_token(
+def test_nothing_is_answered_without_the_token(
     guarded: Live, path: str, headers: dict[str, str]
 ) -> None:
     answer = guarded.call("GET", path, headers=headers)
@@ -217,7 +217,7 @@ def test_a_huge_length_is_refused_before_anything_is_sent(server: Live) -> None:
     assert b" 413 " in answer.partition(b"\r\n")[0]
 
 
-def test_connections_without_a_request_keep_nobody_out(guarded: Live) -> None:
+def test_connections_without_a_request_keep_no_client_out(guarded: Live) -> None:
     """The newest drive out the oldest, and none stays for long, whatever it sends in between."""
     port = int(guarded.url.rpartition(":")[2])
     body = b"POST /evaluate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n1"
@@ -306,7 +306,7 @@ def test_numbers_and_names_have_bounds(server: Live, changed: Fields) -> None:
 @pytest.mark.parametrize(
     "name", ["..%2f..%2fetc%2fpasswd", "%2e%2e", "%00", "a%2fb", "%ff", "x" * 999]
 )
-def test_a_jobs_name_is_no_path(server: Live, path: str, name: str) -> None:
+def test_a_jobs_name_is_not_a_path(server: Live, path: str, name: str) -> None:
     answer = raw(server, f"GET {path.format(name)} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     assert b" 404 " in answer.partition(b"\r\n")[0]
 

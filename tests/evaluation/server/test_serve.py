@@ -68,7 +68,7 @@ def test_a_checkpoint_that_is_rotated_away_while_it_waits_is_evaluated(
     assert server.submit(run / "checkpoint-5", step=5, run="rotated")["id"] == job["id"]
 
 
-def test_what_lies_under_the_same_names_is_told_apart(server: Live) -> None:
+def test_items_under_the_same_names_are_told_apart(server: Live) -> None:
     """Two runs of one name; and a training begun anew in the same place."""
     places = [checkpoint(server.root / name / "output", 5) for name in ("one", "other")]
     jobs = [server.ended(server.submit(place)) for place in places]
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_became_another_is_not_taken_for_the_first(
     assert ("model_world_size_2_rank_1.pt" if world == 2 else str(place)) in error
 
 
-def test_what_comes_beside_a_checkpoint_without_a_pin_is_no_change(
+def test_a_file_next_to_a_checkpoint_without_a_pin_is_not_a_change(
     server: Live, busy: Fields
 ) -> None:
     """The directory of a run that is a checkpoint itself, and a converted file."""
@@ -297,7 +297,7 @@ def test_a_server_ends_though_it_merges_for_a_client(tmp_path: Path) -> None:
     assert not (target / "checkpoint-5").exists()
 
 
-def test_a_server_ends_though_somebody_follows_its_events(server: Live, tmp_path: Path) -> None:
+def test_a_server_ends_though_a_client_follows_its_events(server: Live, tmp_path: Path) -> None:
     other = Live(tmp_path)
     other.configure()
     other.start()

@@ -172,7 +172,7 @@ def test_misplaced_arguments_are_lifted(server: Live, run: Path) -> None:
     assert (again.status_code, "cancelled" in again.json()["detail"]) == (400, True)
 
 
-def test_a_job_is_told_though_its_files_were_tidied_away(server: Live, run: Path) -> None:
+def test_a_job_is_reported_though_its_files_were_removed(server: Live, run: Path) -> None:
     job = evaluate(server, tasks=["tidied"], model_args={"pretrained": str(run / "checkpoint-5")})
     server.ended({"id": job["job_id"]})
     shutil.rmtree(server.work / "jobs" / str(job["job_id"]))
@@ -217,7 +217,7 @@ def test_a_running_job_can_be_cancelled(server: Live, run: Path) -> None:
     ("method", "path", "status"),
     [("GET", "/jobs/none", 404), ("DELETE", "/jobs/none", 404), ("POST", "/evaluate", 422)],
 )
-def test_errors_are_told_as_its_clients_expect(
+def test_errors_have_the_form_that_its_clients_expect(
     server: Live, method: str, path: str, status: int
 ) -> None:
     answer = server.call(method, path, json={"tasks": []})

@@ -276,7 +276,7 @@ def test_what_an_attempt_says_after_its_job_was_cancelled_changes_nothing(store:
     assert job_of(store, job.id).metrics == {}
 
 
-def test_results_stand_with_their_step(store: Store) -> None:
+def test_results_are_written_under_their_step(store: Store) -> None:
     for step in (20, 10):
         submit(store, step)
     for job in (claim(store), claim(store)):
@@ -294,7 +294,7 @@ def test_results_stand_with_their_step(store: Store) -> None:
     assert list(store.results(Filters(run="other"))) == []
 
 
-def test_a_lost_attempt_is_no_failure(store: Store) -> None:
+def test_a_lost_attempt_is_not_a_failure(store: Store) -> None:
     job = submit(store)
     claim(store)
     assert store.requeue(job.id, "the server ended")
@@ -340,7 +340,7 @@ def test_every_change_is_an_event(store: Store) -> None:
     assert store.events(events[1].number) == events[2:]
 
 
-def test_old_events_are_forgotten_and_few_are_told_at_once(
+def test_old_events_are_forgotten_and_few_are_sent_at_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(statements, "_EVENTS", 1200)
@@ -381,7 +381,7 @@ def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
         Store(path)
 
 
-def test_a_value_that_is_no_number_leaves_the_job_running(store: Store) -> None:
+def test_a_value_that_is_not_a_number_leaves_the_job_running(store: Store) -> None:
     job = submit(store)
     claim(store)
     with pytest.raises(sqlite3.IntegrityError):

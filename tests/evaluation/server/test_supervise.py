@@ -53,7 +53,7 @@ def test_both_outputs_go_into_the_log(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").read_text() == "out\nerr\n"
 
 
-def test_who_cannot_be_started_is_told(tmp_path: Path) -> None:
+def test_an_evaluator_that_cannot_be_started_is_reported(tmp_path: Path) -> None:
     child = start_supervisor(gpus=(), directory=tmp_path)
     child.give(Order(["/nowhere"], {}, str(tmp_path), 60, 0.3, 1000))
     child.reap()

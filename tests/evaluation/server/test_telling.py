@@ -34,7 +34,9 @@ def said(caplog: pytest.LogCaptureFixture, job: Job) -> list[str]:
     return [line.removeprefix(start) for line in lines if line.startswith(start)]
 
 
-def test_a_failure_and_the_retry_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_and_the_retry_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, NAME)
     script = "print('a secret of the evaluator'); step == '1' and sys.exit(3)"
     store, server = scheduler(tmp_path, script, profile=script_profile(retries=1))

@@ -121,7 +121,7 @@ def test_names_that_evaluators_know(task: str) -> None:
         None,
     ],
 )
-def test_names_that_are_no_tasks(task: object) -> None:
+def test_names_that_are_not_tasks(task: object) -> None:
     refused("tasks cannot be accepted", tasks=("gsm8k", task))
 
 
@@ -332,7 +332,7 @@ def test_a_checkpoint_elsewhere_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path", ["", "a", "~/a", "./a", "/a\0b", "/a\nb", "/a\u202eb", "/a" * 2049]
 )
-def test_what_is_no_absolute_path(tmp_path: Path, path: str) -> None:
+def test_what_is_not_an_absolute_path(tmp_path: Path, path: str) -> None:
     with pytest.raises(UsageError, match="checkpoint cannot be accepted"):
         resolve_checkpoint(path, [tmp_path, Path("/")])
 

@@ -31,7 +31,7 @@ def test_the_documented_form_is_read_and_misplaced_keys_are_lifted(
     assert "batch_size belongs in eval_config itself, not in model_args" in caplog.text
 
 
-def test_what_stands_in_the_right_place_wins_over_what_is_lifted() -> None:
+def test_a_key_in_the_right_place_wins_over_one_that_is_lifted() -> None:
     given = {**LEAST, "batch_size": "auto", "model_args": {"batch_size": 1}}
     assert EvalConfig.from_dict(given).batch_size == "auto"
 
@@ -154,6 +154,6 @@ def test_a_poll_interval_is_above_0(value: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["a: [", "- list\n- of: things\n", "/nowhere.yaml"])
-def test_what_is_no_configuration_is_a_usage_error(text: str) -> None:
+def test_what_is_not_a_configuration_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError):
         EvalConfig.from_yaml(text)

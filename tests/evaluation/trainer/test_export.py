@@ -57,7 +57,7 @@ def test_jsonl_has_a_file_for_each_run(real: Live, tmp_path: Path) -> None:
     ]
 
 
-def test_tensorboard_shows_a_run_beside_its_training(real: Live, tmp_path: Path) -> None:
+def test_tensorboard_shows_a_run_next_to_its_training(real: Live, tmp_path: Path) -> None:
     for written, present in ((2, 0), (0, 2)):
         found = exported(real, "tensorboard", "--run=a", "--directory", tmp_path / "logs")
         assert found == {"a": (written, present, 1)}
@@ -137,7 +137,7 @@ def test_what_a_tracker_needs_is_asked_for(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tracker_that_is_not_set_up_is_told(
+def test_a_tracker_that_is_not_set_up_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
@@ -149,7 +149,7 @@ def test_a_tracker_that_is_not_set_up_is_told(
 ROW = {"run": "a", "job_id": "1", "step": 3, "weights": "ema", "task": "t", "value": 0.5}
 
 
-def test_weights_and_filters_stand_in_the_names(tmp_path: Path) -> None:
+def test_weights_and_filters_are_in_the_names(tmp_path: Path) -> None:
     rows = [{**ROW, "metric": "acc"}, {**ROW, "metric": "acc,strict"}]
     to = Destination(Target.JSONL, tmp_path)
     assert export("a", rows, to) == Exported("a", 1, 0, 0)

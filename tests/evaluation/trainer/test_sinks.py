@@ -87,7 +87,7 @@ def test_jsonl_has_a_line_for_every_job_once(tmp_path: Path) -> None:
     assert rows[0]["metrics"] == {NAME: 0.3}
 
 
-def test_tensorboard_shows_every_step_beside_what_the_trainer_writes(tmp_path: Path) -> None:
+def test_tensorboard_shows_every_step_next_to_what_the_trainer_writes(tmp_path: Path) -> None:
     trainer = EventFileWriter(str(tmp_path))
     trainer.close()
     for _ in range(2):  # a restarted trainer appends a second file

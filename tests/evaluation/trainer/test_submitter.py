@@ -228,7 +228,7 @@ def test_the_first_process_on_a_run_sends_for_all_and_the_second_takes_over(
     assert len((tmp_path / "_unshard" / "results.jsonl").read_text().splitlines()) == 3
 
 
-def test_pins_that_nobody_names_are_removed(tmp_path: Path, server: Stub) -> None:
+def test_pins_that_no_job_names_are_removed(tmp_path: Path, server: Stub) -> None:
     """Of a process that was killed, long ago; of the server, new, and named ones stay."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")
@@ -293,7 +293,7 @@ def test_a_token_that_is_corrected_is_read_again(tmp_path: Path, server: Stub) -
     assert "mistyped" in server.headers[0]["authorization"]
 
 
-def test_what_was_submitted_last_is_sent_though_nobody_waits_for_results(
+def test_what_was_submitted_last_is_sent_though_results_are_not_waited_for(
     tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(submitter_module, "_GRACE", LIMIT_S)
@@ -530,7 +530,7 @@ def test_results_come_while_nothing_can_be_sent(
     assert submitter.completed() == [(3, {"unshard_eval/t/acc": 0.5})]
 
 
-def test_failed_jobs_end_and_are_told(
+def test_failed_jobs_end_and_are_reported(
     tmp_path: Path, server: Stub, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.finishes = lambda body: {"status": "failed", "error": "no memory"}  # noqa: ARG005
@@ -612,7 +612,7 @@ def test_both_sets_of_weights_share_one_pin(tmp_path: Path, server: Stub) -> Non
     assert list_pins(tmp_path) == []
 
 
-def test_the_server_is_told_its_own_paths_through_links_too(tmp_path: Path, server: Stub) -> None:
+def test_the_server_is_given_its_own_paths_through_links_too(tmp_path: Path, server: Stub) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")
     run = tmp_path / "link" / "lr=0.1,bs=8."
@@ -626,7 +626,7 @@ def test_the_server_is_told_its_own_paths_through_links_too(tmp_path: Path, serv
     assert body["run"] == "lr=0.1_bs=8"
 
 
-def test_the_server_is_told_its_own_paths(tmp_path: Path, server: Stub) -> None:
+def test_the_server_is_given_its_own_paths(tmp_path: Path, server: Stub) -> None:
     mapped = config_for(server.url, path_map={str(tmp_path): "/there"})
     submitter = Submitter(mapped, tmp_path)
     submitter.submit(lmms_checkpoint(tmp_path, 10), 10)

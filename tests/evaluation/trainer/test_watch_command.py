@@ -295,7 +295,7 @@ def test_a_server_that_is_mended_gets_what_it_refused_and_what_waited(
     assert sorted(str(body["step"]) for body in stub.submissions) == ["1", "2", "3", "4"]
 
 
-def test_each_answer_is_told_once_and_an_acceptance_after_a_refusal_too(
+def test_each_answer_is_reported_once_and_an_acceptance_after_a_refusal_too(
     run: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(courier, "_REFUSED_AGAIN", 0.05)
@@ -356,7 +356,7 @@ def test_what_finds_a_full_disk_is_submitted_later(run: Path, stub: Stub) -> Non
         until(lambda: one.completed() == [(10, {"unshard_eval/t/acc": 0.1})])
 
 
-def test_what_somebody_else_submitted_comes_too(run: Path, stub: Stub) -> None:
+def test_what_another_client_submitted_comes_too(run: Path, stub: Stub) -> None:
     place = verl_step(run, 10)
     config = config_for(stub.url)
     body = {"checkpoint": str(place / "actor"), "step": 10, "profile": "script", "tasks": ["t"]}
