@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["TINY_FAMILIES", "Fields", "model_class", "tiny_config", "tiny_model", "tiny_tokenizer"]
+__all__ = [
+    "TINY_FAMILIES",
+    "Fields",
+    "logits",
+    "model_class",
+    "tiny_config",
+    "tiny_model",
+    "tiny_tokenizer",
+]
 
 Fields = Mapping[str, Any]
 
@@ -219,6 +227,14 @@ def tiny_model(family: str = "qwen2", /, **fields: object) -> Any:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Return what a model makes of a few tokens."""
+    ids = torch.arange(3, 19).reshape(2, 8)
+    with torch.no_grad():
+        found: torch.Tensor = model.train(mode=False)(input_ids=ids).logits
+    return found
 
 
 def tiny_tokenizer() -> Any:

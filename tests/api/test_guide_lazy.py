@@ -13,7 +13,7 @@ from transformers import Qwen2ForCausalLM
 
 import unshard
 from ranks import save_ranks
-from tiny_models import tiny_model
+from tiny_models import logits, tiny_model
 
 ROOT = Path(__file__).parent.parent.parent
 GUIDE = ROOT / "docs" / "guides" / "lazy.md"
@@ -31,12 +31,6 @@ def place(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     made.save_pretrained(tmp_path / "saved")
     shutil.copy(tmp_path / "saved" / "config.json", tmp_path / "checkpoint-1000")
     return tmp_path
-
-
-def logits(made: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = made.train(mode=False)(torch.arange(8).reshape(2, 4)).logits
-    return found
 
 
 def executed(code: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

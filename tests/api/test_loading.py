@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import unshard
 from adapters import adapted
 from ranks import as_rank, bits, rank_path, save_ranks, some_tensors
-from tiny_models import tiny_model
+from tiny_models import logits, tiny_model
 from unshard import ConversionError, CorruptError, Loaded, UsageError
 
 pytestmark = [
@@ -256,13 +256,6 @@ def empty(model: Any) -> Any:
     """Return another model of this one's class and config, its parameters on the meta device."""
     with init_empty_weights(include_buffers=False):
         return type(model)(model.config)
-
-
-def logits(model: Any) -> torch.Tensor:
-    ids = torch.arange(3, 19).reshape(2, 8)
-    with torch.no_grad():
-        found: torch.Tensor = model.train(mode=False)(input_ids=ids).logits
-    return found
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -23,7 +23,7 @@ from oracle.writers.saving import truth_file
 from oracle.writers.workers import WorkerPool
 from ranks import assert_same, merged, save_ranks
 from recipe_values import evaluate
-from tiny_models import TINY_FAMILIES, tiny_model
+from tiny_models import TINY_FAMILIES, logits, tiny_model
 from unshard.convert.families import FAMILIES
 from unshard.convert.names import Renamed, hub_names, names_of_base
 from unshard.convert.recipes import Recipe, shape_of, take
@@ -112,13 +112,6 @@ def untied(model: Any) -> Tensors:
     """Return the state dict without the heads that are embeddings."""
     tied = model.all_tied_weights_keys
     return {name: one for name, one in model.state_dict().items() if name not in tied}
-
-
-def logits(model: Any) -> torch.Tensor:
-    ids = torch.arange(3, 19).reshape(2, 8)
-    with torch.no_grad():
-        found: torch.Tensor = model.train(mode=False)(input_ids=ids).logits
-    return found
 
 
 def test_every_family_is_built() -> None:

@@ -1,7 +1,5 @@
 """Placements against torch itself: `distribute_tensor`, as every rank of a fake process group."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from math import prod
 
@@ -12,8 +10,8 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ranks import as_rank
 from unshard.tensors.placements import (
     DeviceMesh,
     Placement,
@@ -28,15 +26,6 @@ Shape = tuple[int, ...]
 Placements = tuple[Placement, ...]
 
 SHAPES: tuple[Shape, ...] = ((12, 6), (11, 7), (5, 4), (1, 3), (0, 5))
-
-
-@contextmanager
-def as_rank(rank: int, world: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def as_torch(placement: Placement) -> TorchPlacement:

@@ -246,7 +246,7 @@ def die_at(number: int, monkeypatch: pytest.MonkeyPatch, die: Callable[[], None]
 
 
 def survives(number: int, action: Callable[[], None]) -> bool:
-    """Run an action in a forked child that dies at its n-th step; tell whether it came through."""
+    """Run an action in a forked child that dies at its n-th step; return whether it ended."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -317,7 +317,7 @@ def terminated(number: int, _frame: FrameType | None) -> None:
 
 
 def interrupted_at(number: int, sent: signal.Signals, action: Callable[[], None]) -> bool:
-    """Run an action in a child that gets a signal at its n-th step; tell whether it came."""
+    """Run an action in a child that gets a signal at its n-th step; return whether it came."""
     pid = os.fork()
     if pid == 0:
         came = False

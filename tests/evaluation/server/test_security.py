@@ -240,7 +240,7 @@ def test_connections_without_a_request_keep_no_client_out(guarded: Live) -> None
 
 
 def _is_open(connection: socket.socket) -> bool:
-    """Send a byte, and tell whether anybody listens."""
+    """Send a byte; return whether the connection is still open."""
     try:
         connection.sendall(b"x")
     except OSError:

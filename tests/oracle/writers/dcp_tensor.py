@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from oracle.writers.dcp_saving import save_dcp
-from oracle.writers.tensor import DTYPES
+from oracle.writers.tensor import DTYPES, random_values
 
 __all__ = ["dcp_nested", "dcp_strides", "dcp_tensors"]
 
@@ -43,9 +43,9 @@ def dcp_tensors(rank: int, world: int, directory: Path) -> None:
         short = str(dtype).removeprefix("torch.")
         for cut, (shape, placement) in _CUTS.items():
             name = f"{short}.{cut}"
-            truth[name] = _values(dtype, shape)
+            truth[name] = random_values(dtype, shape)
             state[name] = distribute_tensor(truth[name], mesh, [placement], src_data_rank=None)
-        truth[f"{short}.plain"] = state[f"{short}.plain"] = _values(dtype, (2, 3))
+        truth[f"{short}.plain"] = state[f"{short}.plain"] = random_values(dtype, (2, 3))
     save_dcp((rank, world, directory), {"model": state}, truth, stored="model.{}".format)
 
 
@@ -82,14 +82,3 @@ def dcp_strides(rank: int, world: int, directory: Path) -> None:
             piece, mesh, [Shard(0)], shape=tensor.shape, stride=tensor.stride()
         )
     save_dcp((rank, world, directory), {"model": state}, truth, stored="model.{}".format)
-
-
-def _values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return random numbers; integers of all sizes, negative ones too."""
-    if dtype.is_complex or dtype.is_floating_point:
-        wide = torch.complex64 if dtype.is_complex else torch.float32
-        return torch.randn(shape, dtype=wide).to(dtype)
-    if dtype == torch.bool:
-        return torch.randint(0, 2, shape).bool()
-    octets = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
-    return octets.view(dtype).reshape(shape)

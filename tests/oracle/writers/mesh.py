@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from oracle.writers.saving import rank_file, save_rank, truth_file
+from oracle.writers.saving import copy_state, rank_file, save_rank, truth_file
 
 __all__ = ["experts", "hsdp_tp", "lone_strided", "out_of_order", "out_of_order_uneven"]
 
@@ -29,11 +29,6 @@ class Experts(nn.Module):
         self.norm = nn.Parameter(torch.randn(hidden))
 
 
-def _copy(model: nn.Module) -> OrderedDict[str, torch.Tensor]:
-    state = model.state_dict()
-    return OrderedDict((name, tensor.detach().clone()) for name, tensor in state.items())
-
-
 def experts(rank: int, world: int, directory: Path) -> None:
     """Shard experts over an EP mesh, then everything over the other mesh dimension; world size 4.
 
@@ -44,7 +39,7 @@ def experts(rank: int, world: int, directory: Path) -> None:
     block = Experts(experts=6, hidden=8, inner=4)
     tail = nn.Linear(8, 5)
     model = nn.ModuleDict({"block": block, "tail": tail})
-    truth = _copy(model)
+    truth = copy_state(model)
     for name in ("up", "down"):
         whole = getattr(block, name)
         part = distribute_tensor(whole.detach(), root["dp_shard_in_ep"], [Shard(0)])
@@ -64,7 +59,7 @@ def hsdp_tp(rank: int, world: int, directory: Path) -> None:
     model = nn.Sequential(
         OrderedDict(up=nn.Linear(7, 11), down=nn.Linear(11, 7), norm=nn.LayerNorm(7))
     )
-    truth = _copy(model)
+    truth = copy_state(model)
     parallelize_module(model, root["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=root["replicate", "shard"])
     save_rank((rank, world, directory), model.state_dict(), truth)

@@ -3,7 +3,6 @@
 The truth is always what the model held before it was sharded.
 """
 
-from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from oracle.writers.saving import save_rank
+from oracle.writers.saving import copy_state, save_rank
 
 __all__ = ["fsdp1_mesh", "fsdp2", "fsdp2_hsdp", "fsdp2_tp", "fsdp2_tp_uneven"]
 
@@ -105,7 +104,7 @@ def fsdp1_mesh(rank: int, world: int, directory: Path) -> None:
     model.embed = nn.Embedding(37, 10)
     model.block = Block()
     _add_buffers(model)
-    truth = _copy(model)
+    truth = copy_state(model)
     model.block = wrap(model.block)
     wrapped = wrap(model)
     FullyShardedDataParallel.set_state_dict_type(
@@ -122,14 +121,9 @@ def _add_buffers(module: nn.Module) -> None:
     module.register_buffer("nothing", torch.empty(0, 3))
 
 
-def _copy(model: nn.Module) -> OrderedDict[str, torch.Tensor]:
-    state = model.state_dict()
-    return OrderedDict((name, tensor.detach().clone()) for name, tensor in state.items())
-
-
 def _save_mixed(place: tuple[int, int, Path], mesh: DeviceMesh) -> None:
     model = Mixed()
-    truth = _copy(model)
+    truth = copy_state(model)
     for unit in (
         model.block,
         model.bfloat16_layer,
@@ -142,7 +136,7 @@ def _save_mixed(place: tuple[int, int, Path], mesh: DeviceMesh) -> None:
 
 def _save_parallel(place: tuple[int, int, Path], model: Parallel) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    truth = _copy(model)
+    truth = copy_state(model)
     styles: dict[str, ParallelStyle] = {
         "gate": ColwiseParallel(),
         "up": ColwiseParallel(),

@@ -24,6 +24,7 @@ __all__ = [
     "partial",
     "plain_differ",
     "plain_equal",
+    "random_values",
 ]
 
 DTYPES = (
@@ -69,7 +70,7 @@ def dtensor_dtypes(rank: int, world: int, directory: Path) -> None:
     for dtype in DTYPES:
         for cut, (shape, placement) in _CUTS.items():
             name = f"{_short(dtype)}.{cut}"
-            truth[name] = _values(dtype, shape)
+            truth[name] = random_values(dtype, shape)
             state[name] = _cut(truth[name], mesh, placement)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         name = f"special.{_short(dtype)}"
@@ -188,7 +189,7 @@ def _from_local(local: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> D
     return DTensor.from_local(local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
 
 
-def _values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def random_values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return finite random numbers; integers of all sizes, negative ones too."""
     if dtype.is_complex or dtype.is_floating_point:
         wide = torch.complex64 if dtype.is_complex else torch.float32
