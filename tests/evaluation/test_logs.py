@@ -1,3 +1,5 @@
+"""Lines of a log never control the terminal that shows them."""
+
 import logging
 import unicodedata
 

@@ -246,7 +246,7 @@ def die_at(number: int, monkeypatch: pytest.MonkeyPatch, die: Callable[[], None]
 
 
 def survives(number: int, action: Callable[[], None]) -> bool:
-    """Run an action in a forked child that dies at its n-th step; return whether it ended."""
+    """Run an action in a forked child that dies at its n-th step; return whether it survived."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -1,4 +1,4 @@
-"""Critics and value heads; selections; every step of a run."""
+"""Every step of a run, each merged by itself."""
 
 import json
 import os
@@ -6,95 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 import unshard
-from ranks import assert_same, bits, merged, rank_path, save_ranks, snapshot, some_tensors
-from tiny_models import tiny_config, tiny_model
+from ranks import assert_same, merged, rank_path, save_ranks, snapshot, some_tensors
 from unshard import CheckpointError, MergeOptions, OutputError, UnknownFormatError, UsageError
 from unshard.cli.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
-
-
-def tiny_tensors() -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = tiny_model().state_dict()
-    return state
-
-
-def save_config(directory: Path) -> None:
-    tiny_config(architectures=["Qwen2ForCausalLM"]).save_pretrained(directory)
-
-
-def test_a_critic_saved_under_its_language_models_config_loads_with_its_head(
-    tmp_path: Path,
-) -> None:
-    from transformers import AutoConfig, AutoModelForTokenClassification
-
-    actor = tmp_path / "global_step_1" / "critic"
-    actor.mkdir(parents=True)
-    save_config(actor)
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(actor, num_labels=1)
-    critic = AutoModelForTokenClassification.from_config(config)  # type: ignore[no-untyped-call]
-    save_ranks(actor, critic.state_dict(), 2)
-    unshard.merge(actor, tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["architectures"] == ["Qwen2ForTokenClassification"]
-    loaded, info = AutoModelForTokenClassification.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert not info["mismatched_keys"]
-    for name, tensor in critic.state_dict().items():
-        assert bits(loaded.state_dict()[name]) == bits(tensor), name
-
-
-def test_trls_wrapper_is_taken_off_and_its_value_head_stays(tmp_path: Path) -> None:
-    tensors = tiny_tensors()
-    wrapped = {f"pretrained_model.{name}": tensor for name, tensor in tensors.items()}
-    head = {"v_head.summary.weight": torch.randn(1, 6), "v_head.summary.bias": torch.randn(1)}
-    save_ranks(tmp_path / "ckpt", wrapped | head, 2)
-    save_config(tmp_path / "ckpt")
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
-    assert_same(merged(tmp_path / "out"), tensors | head)
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["architectures"] == ["Qwen2ForCausalLM"]
-
-
-def test_a_language_model_that_also_has_a_score_is_left_alone(tmp_path: Path) -> None:
-    tensors = tiny_tensors() | {"score.weight": torch.randn(2, 16)}
-    save_ranks(tmp_path / "ckpt", tensors, 2)
-    save_config(tmp_path / "ckpt")
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["architectures"] == ["Qwen2ForCausalLM"]
-
-
-@pytest.mark.parametrize(
-    ("include", "exclude", "expected"),
-    [
-        ("^model", None, ["model.embed_tokens.weight", "model.norm.weight"]),
-        (None, "norm|head", ["model.embed_tokens.weight"]),
-        ("weight", "embed", ["lm_head.weight", "model.norm.weight"]),
-    ],
-)
-def test_tensors_are_selected_by_name(
-    tmp_path: Path, include: str | None, exclude: str | None, expected: list[str]
-) -> None:
-    save_ranks(tmp_path / "ckpt", some_tensors(), 2)
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out", include=include, exclude=exclude)
-    assert sorted(merged(tmp_path / "out")) == expected
-
-
-@pytest.mark.parametrize(
-    ("include", "words"), [("nothing", "leaves no tensor"), ("(", "not a reg")]
-)
-def test_a_selection_of_nothing_is_refused(tmp_path: Path, include: str, words: str) -> None:
-    save_ranks(tmp_path / "ckpt", some_tensors(), 1)
-    with pytest.raises(UsageError, match=words):
-        unshard.merge(tmp_path / "ckpt", tmp_path / "out", include=include)
 
 
 @pytest.fixture
