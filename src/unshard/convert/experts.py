@@ -69,7 +69,7 @@ class Sizes:
     hidden: frozenset[int]
     fields: Mapping[str, object]
 
-    def fit(self, shape: Sequence[int], part: ExpertPart) -> bool:
+    def fits(self, shape: Sequence[int], part: ExpertPart) -> bool:
         """Return whether [E, out, in] can be this part of all experts."""
         stated = zip(shape, self._dimensions(part), strict=True)
         return all(
@@ -180,7 +180,7 @@ def _oriented(name: str, recipe: Recipe, part: ExpertPart, sizes: Sequence[Sizes
     straight = _fits((count, rows, columns), part, sizes)
     turned = _fits((count, columns, rows), part, sizes)
     old = part.experts.stored is Stored.FUSED
-    if straight and not (old and turned):
+    if straight and not (old and turned):  # both are possible in an old family only
         return recipe
     if straight:
         raise ConversionError(
@@ -200,7 +200,7 @@ def _oriented(name: str, recipe: Recipe, part: ExpertPart, sizes: Sequence[Sizes
 
 
 def _fits(shape: Sequence[int], part: ExpertPart, sizes: Sequence[Sizes]) -> bool:
-    return not sizes or any(one.fit(shape, part) for one in sizes)
+    return not sizes or any(one.fits(shape, part) for one in sizes)
 
 
 def _joined(names: Sequence[str], recipes: Sequence[Recipe], dim: int, *, stacked: bool) -> Recipe:

@@ -67,7 +67,7 @@ def find_ties(
     shapes = {name: entry.shape for name, entry in tensors.items()} | dict(computed)
     for name in shapes:
         like = [other for other in _likely(name, shapes) if shapes[other] == shapes[name]]
-        same = (
+        same = (  # a generator: comparing reads the files, and the first that is equal is enough
             other
             for other in like
             if name in tensors and other in tensors and are_equal(tensors[name], tensors[other])

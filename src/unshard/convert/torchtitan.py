@@ -182,7 +182,7 @@ def _halved(name: str, recipe: Recipe, heads: int) -> Recipe:
         )
     entry, width = recipe.entry, shape[1]
     parts = []
-    for part in range(2 * heads):
+    for part in range(2 * heads):  # of each head first the even rows, then the odd ones
         start = part // 2 * 2 * half + part % 2
         rows = Selection((start, 0), (2, 1), (half, width), (), (half, width))
         parts.append((sliced(entry.chunks, rows, entry.dtype.itemsize), (part * half, 0)))

@@ -123,6 +123,7 @@ def model_tensors(model: "Module") -> list[ModelTensor]:
             tie = getattr(module, "tie_weights", None)
             if callable(tie):
                 tie()
+    # Tied names share one tensor, so its identity groups them.
     known: dict[int, tuple[Tensor, list[str], list[tuple[Module, str]]]] = {}
     for name, tensor, owner in _saved(model):
         _, names, owners = known.setdefault(id(tensor), (tensor, [], []))
@@ -178,7 +179,7 @@ def _sharding(tensor: "DTensor") -> ours.Sharding:
     mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     ranks = mesh.mesh.flatten().tolist()
     if at is None or ranks != sorted(ranks):
-        raise ours.PlacementError(f"which part this rank holds on a mesh of {ranks} is not known")
+        raise ours.PlacementError(f"which part this rank has on a mesh of {ranks} is not known")
     stated = getattr(tensor._spec, "shard_order", None) or ()  # noqa: SLF001 (no other way)
     order = tuple((int(one.tensor_dim), tuple(map(int, one.mesh_dims))) for one in stated)
     placed = tuple(map(_placement, tensor.placements))
@@ -196,4 +197,4 @@ def _placement(value: object) -> ours.Placement:
         case "_StridedShard", int(), int():
             return ours.StridedShard(dim, factor)
         case _:
-            raise ours.PlacementError(f"{type(value).__name__}: a rank holds no part of the values")
+            raise ours.PlacementError(f"{type(value).__name__}: a rank has no part of the values")

@@ -150,8 +150,8 @@ def remove_meeting_place() -> None:
 def _meeting_place() -> Path:
     """Return the directory in which all processes of this torchrun, and no others, meet."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-    told = "\0".join([socket.gethostname(), *(os.environ.get(name, "") for name in names)])
-    name = f"unshard-{os.geteuid()}-{os.getppid()}-{crc32(told.encode()):08x}"
+    shared = "\0".join([socket.gethostname(), *(os.environ.get(name, "") for name in names)])
+    name = f"unshard-{os.geteuid()}-{os.getppid()}-{crc32(shared.encode()):08x}"
     place = Path(os.environ.get("TMPDIR") or _TMP, name)
     return place if len(bytes(place / _NAME)) <= _LONGEST else Path(_TMP, name)
 
@@ -171,8 +171,8 @@ def _check_peer(connected: socket.socket) -> int:
     """Refuse another user; return the id of the other process, 0 if it is not known."""
     if not hasattr(socket, "SO_PEERCRED"):  # not Linux: the directory alone keeps others out
         return 0
-    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(told)
+    peer = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(peer)
     if uid != os.geteuid():
         connected.close()
         raise OutputError(f"a process of another user (uid {uid}) answers for torchrun's")

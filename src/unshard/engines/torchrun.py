@@ -68,6 +68,7 @@ class Leader:
         The resources are those of all processes together: if there are more processes than
         workers, some have nothing to do.
         """
+        # A process that is still starting is not waited for: it joins the next plan.
         while (come := self._meeting_place.accept(wait=False)) is not None:
             self._others.append(come)
         outputs = create_files(plan, directory)

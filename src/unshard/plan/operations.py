@@ -186,14 +186,7 @@ class Plan:
 
     def operations(self) -> Iterator[Operation]:
         """Yield all operations: copies first, then tiled ones, each in the order of the files."""
-        for file, target, source, start, length, count, stride in self.copies:
-            yield CopyRange(
-                int(file),
-                int(target),
-                self.paths[source],
-                int(start),
-                int(length),
-                int(count),
-                int(stride),
-            )
+        for row in self.copies:
+            file, target, source, *rest = row.item()
+            yield CopyRange(file, target, self.paths[source], *rest)
         yield from self.tiled

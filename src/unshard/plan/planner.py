@@ -125,7 +125,7 @@ def _long_runs(target: Target, source: StoredTensor, base: int) -> Copies | None
     if set(cuts.tolist()) - {first, cut}:
         return None
     length = chunks.sizes[:, cut:].prod(axis=1) * itemsize
-    if float(length.mean()) < LONG_RUN:
+    if float(length.mean()) < LONG_RUN:  # the mean: the last chunk may be short
         return None
     strides: Ints = np.asarray(row_major_strides(target.shape), dtype=np.int64)
     rows = np.zeros(len(chunks), COPY_ROW)

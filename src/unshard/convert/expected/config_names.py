@@ -116,6 +116,7 @@ def _forms(model: Model, config: Fields, kind: str, *, tied: bool) -> Iterator[_
         if len(model.components) == 1
     ]
     by_kind = {_BARE: [bare], "": [head, *classifiers, bare]}
+    # A class ends in `_SEES` if and only if its model has a tower, and so no bare form.
     by_kind |= {one: [head, bare] for one in _GENERATES if (one == _SEES) == (bare is None)}
     by_kind |= {one: list(classifiers) for one in _CLASSIFIES}
     found = [form for form in by_kind.get(kind, []) if form is not None]

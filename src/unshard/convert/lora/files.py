@@ -122,10 +122,10 @@ def _targets(split: Split, config: AdapterConfig | None) -> list[_Adapted]:
             targets.append(_Adapted(pair.module, shape_of(pair.a)[0], is_parameter=False))
         else:
             bare[path] = pair
-    for fit in find_weights(bare, split.base, config):
-        is_parameter = not fit.weight.endswith(_ATTENTION)
-        name = fit.weight if is_parameter else fit.pair.module
-        targets.append(_Adapted(name, fit.rank, is_parameter))
+    for adapted in find_weights(bare, split.base, config):
+        is_parameter = not adapted.weight.endswith(_ATTENTION)
+        name = adapted.weight if is_parameter else adapted.pair.module
+        targets.append(_Adapted(name, adapted.rank, is_parameter))
     _check_ranks(((target.name, target.rank) for target in targets), config)
     return targets
 

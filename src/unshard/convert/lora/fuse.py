@@ -50,18 +50,18 @@ def fuse(
     chosen = find_weights(split.pairs, weights, config)
     known = known_alpha(config, alpha)
     tensors, problems = dict(weights), []
-    for fit in chosen:
+    for adapted in chosen:
         try:
-            _refuse_attention(fit)
-            target = fit.target(config)
-            check_rank(target, fit.rank, config)
-            scale = scale_of(target, fit.rank, config, known)
-            tensors[fit.weight] = _updated(weights[fit.weight], fit, scale)
+            _refuse_attention(adapted)
+            target = adapted.target(config)
+            check_rank(target, adapted.rank, config)
+            scale = scale_of(target, adapted.rank, config, known)
+            tensors[adapted.weight] = _updated(weights[adapted.weight], adapted, scale)
         except ConversionError as error:
             problems.append(error)
     raise_all(ConversionError, "the LoRA adapter cannot be fused", problems)
     used = sum(isinstance(recipe, LowRank) for recipe in tensors.values())
-    if used != len(split.pairs):
+    if used != len(split.pairs):  # two pairs of one weight: the second has replaced the first
         raise ConversionError(
             "not every LoRA pair has a weight of its own",
             expected=f"{len(split.pairs)} pairs used",
@@ -102,16 +102,16 @@ def _refuse_variants(config: AdapterConfig | None) -> None:
         )
 
 
-def _refuse_attention(fit: AdaptedWeight) -> None:
+def _refuse_attention(adapted: AdaptedWeight) -> None:
     """Refuse torch's MultiheadAttention, because PEFT may have added its out_proj's update twice.
 
     PEFT does so up to 0.21 at least, in training too (its pull request 3774 fixes that); a
     checkpoint does not record the version that trained it.
     """
-    if fit.weight.endswith(".in_proj_weight"):
+    if adapted.weight.endswith(".in_proj_weight"):
         raise ConversionError(
-            f"the LoRA pair {fit.pair.path} belongs to a MultiheadAttention, one of whose updates "
-            "some versions of PEFT add twice",
+            f"the LoRA pair {adapted.pair.path} belongs to a MultiheadAttention, one of whose "
+            "updates some versions of PEFT add twice",
             hint="merge the adapter into the model with the peft that trained it",
         )
 
@@ -141,12 +141,12 @@ def _weights(
     return {**base, **split.base}, ((replaced,) if split.base else ())
 
 
-def _updated(weight: Recipe, fit: AdaptedWeight, scale: float) -> LowRank:
+def _updated(weight: Recipe, adapted: AdaptedWeight, scale: float) -> LowRank:
     """Return weight + scale * (b @ a), with a and b cut and turned as the weight is stored."""
-    a, b = fit.pair.a, fit.pair.b
-    if fit.is_stacked:
-        a, b = _of_experts(a, b, fit.experts)
-    if fit.is_turned:
+    a, b = adapted.pair.a, adapted.pair.b
+    if adapted.is_stacked:
+        a, b = _of_experts(a, b, adapted.experts)
+    if adapted.is_turned:
         a, b = transpose(b), transpose(a)
     return LowRank(weight, a, b, scale)
 
@@ -166,8 +166,8 @@ def _of_experts(a: Recipe, b: Recipe, experts: int) -> tuple[Recipe, Recipe]:
 def _tied_notes(chosen: list[AdaptedWeight]) -> tuple[str, ...]:
     """Return a note for each embedding: output weights that are tied to it lack the update."""
     return tuple(
-        f"{fit.weight} has its adapter fused; output weights that were tied to it do not: if the "
-        "model ties them (tie_word_embeddings), they must be written as a tensor of their own"
-        for fit in chosen
-        if fit.pair.is_embedding
+        f"{adapted.weight} has its adapter fused; output weights that were tied to it do not: if "
+        "the model ties them (tie_word_embeddings), they must be written as a tensor of their own"
+        for adapted in chosen
+        if adapted.pair.is_embedding
     )

@@ -166,7 +166,7 @@ def _parsed(name: str) -> _Named:
     if _ORIGINAL in parts:
         path = ".".join(part for part in parts if part != _ORIGINAL)
         return _Weight(name, path, _own(front + path), is_original=True)
-    if _COPY in parts[:-2]:
+    if _COPY in parts[:-2]:  # the adapter's name and the tensor's follow
         at = parts.index(_COPY)
         path = ".".join(parts[:at] + parts[at + 2 :])
         module = _own(front + ".".join(parts[:at]))

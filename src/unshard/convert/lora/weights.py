@@ -117,6 +117,7 @@ def _choices(
             f"module {module} has {len(group)} LoRA pairs and {len(candidates)} weights",
             expected=f"at most {_MOST_PAIRS} and {_MOST_WEIGHTS}, to tell which belong together",
         )
+    # At most 2 * 8 * 7 * 6 * 5 ways: the limits above keep a hostile checkpoint from more.
     ways = [
         fitted
         for is_turned in (False, True)
