@@ -250,7 +250,7 @@ def watched_once(server: Live, run: Path) -> list[int]:
     with Watching(run, EvalConfig.from_dict(given)) as watching:
         assert watching.look() == []
         steps = [step for step, _ in watching.look()]
-        assert watching.sent(LIMIT_S)
+        assert watching.wait_until_sent(LIMIT_S)
     return steps
 
 

@@ -142,7 +142,7 @@ def watch_away(run: Path, url: str) -> str:
     with Watching(run, given) as one:
         one.look()
         found = one.look()
-        assert not one.sent(0.1)
+        assert not one.wait_until_sent(0.1)
     return " ".join(f"submitted {step}" for step, _ in found)
 
 
@@ -245,7 +245,7 @@ def looked(run: Path, config: EvalConfig) -> list[tuple[int, tuple[str, ...]]]:
     with Watching(run, config) as one:
         assert one.look() == []  # sizes may still change
         found = one.look()
-        assert one.sent(20)
+        assert one.wait_until_sent(20)
         return found
 
 

@@ -195,7 +195,7 @@ def _watch_once(watching: "Watching", apart: float) -> None:
     _look(watching)
     time.sleep(apart)  # a file that still grows is not complete
     _look(watching)
-    is_sent = watching.sent(_SEND_S)
+    is_sent = watching.wait_until_sent(_SEND_S)
     _say_decisions(watching)
     if not is_sent:
         say("not sent: the server accepts nothing now; the next `watch` resends")
@@ -216,7 +216,7 @@ def _say_decisions(watching: "Watching") -> None:
 def _look(watching: "Watching") -> None:
     before = watching.held_back
     if watching.look():
-        watching.sent(_ANSWER_S)
+        watching.wait_until_sent(_ANSWER_S)
     _say_decisions(watching)
     if watching.held_back not in (0, before):
         say(f"{watching.held_back} more waiting for room among the pins")

@@ -54,7 +54,10 @@ def link_all(checkpoint: Path, target: Path) -> dict[str, Identity]:
         linked = _link_listed(checkpoint, target, before, linked)
         after = list_checkpoint(checkpoint)
         if not linked.keys() <= after.files.keys():
-            raise _being_removed(checkpoint)
+            raise ExpiredError(
+                f"{checkpoint}: was removed while it was pinned",
+                hint="keep more checkpoints, or submit before the trainer removes old ones",
+            )
         if _same_files(before, after) and before.folders == after.folders:
             break
         before = after
@@ -121,13 +124,6 @@ def _link_small(path: Path, link: Path) -> None:
         os.link(path.resolve(strict=True), link)
     except OSError:
         shutil.copyfile(path, link)  # small, and often a link to another file system
-
-
-def _being_removed(checkpoint: Path) -> ExpiredError:
-    return ExpiredError(
-        f"{checkpoint}: was removed while it was pinned",
-        hint="keep more checkpoints, or submit before the trainer removes old ones",
-    )
 
 
 def explain(path: Path, error: OSError) -> UnshardError:

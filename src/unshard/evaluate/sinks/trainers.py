@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import TypeVar
 
 from unshard.evaluate.sinks.base import PacedSink, Sink
@@ -52,7 +51,7 @@ def _tensorboard(directory: Path | None) -> Sink | None:
 
 
 def _mlflow(run: tuple[str, str | None] | None) -> Sink | None:
-    mlflow = _imported("mlflow")
+    mlflow = sys.modules.get("mlflow")
     active = None if mlflow is None else mlflow.active_run()
     if run is None:
         run = None if active is None else (active.info.run_id, None)
@@ -64,7 +63,7 @@ def _mlflow(run: tuple[str, str | None] | None) -> Sink | None:
 
 
 def _trackio() -> PacedSink | None:
-    variables = _imported("trackio.context_vars")
+    variables = sys.modules.get("trackio.context_vars")
     run = None if variables is None else variables.current_run.get()
     if run is None:
         return None
@@ -75,14 +74,10 @@ def _trackio() -> PacedSink | None:
 
 def open_wandb() -> PacedSink | None:
     """Return the sink of W&B's run, if this process has one open."""
-    wandb = _imported("wandb")
+    wandb = sys.modules.get("wandb")
     run = None if wandb is None else wandb.run
     if run is None:
         return None
     from unshard.evaluate.sinks.wandb import TrainerWandbSink
 
     return TrainerWandbSink(run)
-
-
-def _imported(name: str) -> ModuleType | None:
-    return sys.modules.get(name)

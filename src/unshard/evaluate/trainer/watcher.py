@@ -137,7 +137,7 @@ class Watching:
         """Return the results that came since the last call: step, metrics by their own names."""
         return self._submitter.completed()
 
-    def sent(self, timeout: float) -> bool:
+    def wait_until_sent(self, timeout: float) -> bool:
         """Wait until the server has everything, or `timeout` seconds; return whether it has."""
         end = time.monotonic() + timeout
         while self._spool.waiting() and time.monotonic() < end:
