@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 import unshard
 import waiting
+from unshard.evaluate.arguments import Arguments
 from unshard.evaluate.jobs import EvaluationError, Filters, Job, Request, Status
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA
 from unshard.evaluate.server.attempts.attempt import Limits
@@ -76,6 +77,8 @@ def whole_model(directory: Path) -> Path:
 
 
 def request(checkpoint: Path, step: int = 1, **more: object) -> Request:
+    chosen = {name: more.pop(name) for name in Arguments.model_fields.keys() & more.keys()}
+    more["arguments"] = Arguments.model_validate(chosen)
     return Request(str(checkpoint), "script", ("task",), step, "run", **more)  # type: ignore[arg-type]
 
 

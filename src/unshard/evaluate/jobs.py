@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from unshard.errors import UnshardError
+from unshard.evaluate.arguments import Arguments
 
 __all__ = [
     "EvaluationError",
@@ -21,11 +22,8 @@ __all__ = [
     "Process",
     "Request",
     "Result",
-    "Scalar",
     "Status",
 ]
-
-Scalar = str | int | float | bool
 
 
 class EvaluationError(UnshardError):
@@ -67,9 +65,7 @@ class Request:
         step: the training step it belongs to; None if it is not known.
         run: the name of the training run.
         weights: "model" or "ema".
-        model_args: arguments of the evaluator's model, beside the checkpoint.
-        num_fewshot, batch_size, limit, gen_kwargs: as the evaluators call them.
-        num_gpus: how many GPUs it needs; None: as the profile says.
+        arguments: what the client chose of the evaluator.
         fingerprint: of the checkpoint's files: names of runs are not unique, and a training may
             begin anew in the same place.
         stamps: what the fingerprint was made of: see `pins.files.read_stamps`.
@@ -81,12 +77,7 @@ class Request:
     step: int | None = None
     run: str = ""
     weights: str = "model"
-    model_args: Mapping[str, Scalar] = field(default_factory=dict)
-    num_fewshot: int | None = None
-    batch_size: int | str | None = None
-    limit: int | float | None = None
-    gen_kwargs: str | None = None
-    num_gpus: int | None = None
+    arguments: Arguments = field(default_factory=Arguments)
     fingerprint: str = ""
     stamps: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
@@ -98,17 +89,9 @@ class Request:
         is not known: a pinned checkpoint has another one.
         """
         place = self.checkpoint if self.step is None else ""
-        parts = [self.run, self.step, self.fingerprint, self.weights, self.profile]
-        arguments = [
-            sorted(self.tasks),
-            place,
-            dict(sorted(self.model_args.items())),
-            self.num_fewshot,
-            self.batch_size,
-            self.limit,
-            self.gen_kwargs,
-        ]
-        return hashlib.sha256(json.dumps([*parts, *arguments]).encode()).hexdigest()[:32]
+        parts: list[object] = [self.run, self.step, self.fingerprint, self.weights, self.profile]
+        parts += [sorted(self.tasks), place, *self.arguments.key_parts()]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     @property
     def alike(self) -> str:

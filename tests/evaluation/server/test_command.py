@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.local_tasks import run_evaluator, work_at
+from unshard.evaluate.arguments import Arguments
 from unshard.evaluate.jobs import EvaluationError, Request
 from unshard.evaluate.server.config.profiles import Kind, Profile
 from unshard.evaluate.server.evaluators import make_evaluator
@@ -60,6 +61,13 @@ def test_braces_that_stay_are_doubled(tmp_path: Path, part: str, expected: str) 
     request = Request("/a", "own", ("t",), run="{run}", weights="ema")
     work = work_at(tmp_path, tmp_path, request, profile)
     assert make_evaluator(profile).command(work) == ["x", expected]
+
+
+def test_options_that_the_client_chose_are_filled_in_and_others_are_empty(tmp_path: Path) -> None:
+    profile = Profile("own", Kind.COMMAND, command=("x", "{limit}", "{num_fewshot}"))
+    request = Request("/a", "own", ("t",), arguments=Arguments(limit=0.5))
+    work = work_at(tmp_path, tmp_path, request, profile)
+    assert make_evaluator(profile).command(work) == ["x", "0.5", ""]
 
 
 def test_what_is_filled_in_is_not_filled_in_again(tmp_path: Path) -> None:

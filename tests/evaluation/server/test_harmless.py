@@ -97,11 +97,11 @@ def test_lmms_engines_documented_yaml_and_a_server_without_a_configuration(tmp_p
     server = replace(server, work_directory=tmp_path / "work", profiles={"lmms-eval": here})
     service = make_service(server)
     place = whole_model(tmp_path / "run" / "checkpoint-500")
-    asked = Request(str(place), config.profile, config.tasks, model_args=config.model_args,
-                    num_gpus=config.num_gpus, batch_size=config.batch_size)  # fmt: skip
+    asked = Request(str(place), config.profile, config.tasks, arguments=config.arguments)
     job, is_new = service.submit(asked, None)
     service.store.close()
-    assert (is_new, job.request.profile, job.request.num_gpus) == (True, "lmms-eval:qwen_vl", 8)
+    assert (is_new, job.request.profile) == (True, "lmms-eval:qwen_vl")
+    assert job.request.arguments.num_gpus == 8
     profile = profile_named(server.profiles, job.request.profile)
     work = work_at(tmp_path / "attempt", place, job.request, profile)
     command = make_evaluator(profile).command(work)

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from evaluation.local_tasks import lm_eval_tasks, run_evaluator, save_tiny_model, work_at
+from unshard.evaluate.arguments import Arguments
 from unshard.evaluate.jobs import EvaluationError, Request
 from unshard.evaluate.server.config.profiles import Kind, Profile
 from unshard.evaluate.server.evaluators import make_evaluator
@@ -18,7 +19,7 @@ LM_EVAL = Profile("lm", Kind.LM_EVAL)
 
 
 def attempt(tmp_path: Path, *tasks: str, profile: Profile = LM_EVAL, **asked: object) -> Work:
-    request = Request("/runs/a", "lm", tasks, **asked)  # type: ignore[arg-type]  # its own fields
+    request = Request("/runs/a", "lm", tasks, arguments=Arguments.model_validate(asked))
     return work_at(tmp_path / "attempt", tmp_path / "model", request, profile)
 
 
@@ -32,7 +33,8 @@ def test_what_lm_eval_measures_is_read(tmp_path: Path) -> None:
     model = save_tiny_model(deep / "model")
     paths = (lm_eval_tasks(tmp_path / "tasks"),)
     profile = Profile("lm", Kind.LM_EVAL, include_paths=paths, model_args={"dtype": "float32"})
-    request = Request("/a", "lm", ("sights", "dim"), limit=2, batch_size=2, num_fewshot=0)
+    chosen = Arguments(limit=2, batch_size=2, num_fewshot=0)
+    request = Request("/a", "lm", ("sights", "dim"), arguments=chosen)
     work = work_at(tmp_path / "attempt", model, request, profile)
     evaluator = make_evaluator(profile)
     done = run_evaluator(evaluator.command(work), work.directory)

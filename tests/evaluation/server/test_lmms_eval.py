@@ -12,6 +12,7 @@ import pytest
 
 from evaluation.local_tasks import lmms_eval_tasks, run_evaluator, work_at
 from unshard.errors import UsageError
+from unshard.evaluate.arguments import Arguments
 from unshard.evaluate.jobs import EvaluationError, Request
 from unshard.evaluate.server.config.profiles import Kind, Profile
 from unshard.evaluate.server.evaluators import make_evaluator
@@ -27,7 +28,7 @@ needs_lmms_eval = pytest.mark.skipif(
 
 
 def attempt(tmp_path: Path, *tasks: str, profile: Profile = LMMS_EVAL, **asked: object) -> Work:
-    request = Request("/a", "lmms", tasks, **asked)  # type: ignore[arg-type]  # its own fields
+    request = Request("/a", "lmms", tasks, arguments=Arguments.model_validate(asked))
     return work_at(tmp_path / "attempt", tmp_path / "model", request, profile)
 
 

@@ -16,8 +16,10 @@ import pytest
 
 from evaluation.running import child_environment, job_of, request
 from unshard.errors import UsageError
+from unshard.evaluate.arguments import Arguments
 from unshard.evaluate.jobs import Filters, Job, Phase, Process, Request, Status
 from unshard.evaluate.server.store import statements
+from unshard.evaluate.server.store.schema import as_request, request_as_json
 from unshard.evaluate.server.store.statements import DIED, KILLED, LONGEST_WAIT_S, POSTPONED
 from unshard.evaluate.server.store.store import Store
 
@@ -38,14 +40,38 @@ def claim(store: Store) -> Job:
 
 
 def test_a_request_comes_back_as_it_was_submitted(store: Store) -> None:
-    asked = Request(
-        "ckpt", "script", ("a", "b"), 3, "run", "ema", {"dtype": "auto", "n": 1}, 5, "auto", 0.5
+    chosen = Arguments(
+        model_args={"n": 1, "dtype": "auto"}, num_fewshot=5, batch_size="auto", limit=0.5
     )
+    asked = Request("ckpt", "script", ("a", "b"), 3, "run", "ema", chosen)
     job, is_new = store.submit(asked, pin="/pin")
     assert is_new
     assert (job.request, job.pin, job.status) == (asked, "/pin", Status.QUEUED)
     assert store.get(job.id) == job
     assert store.get("other") is None
+
+
+def test_requests_in_older_databases_are_read_and_keep_their_keys() -> None:
+    """What an earlier version wrote, and the key that it had for it."""
+    written = (
+        '{"checkpoint": "ckpt", "profile": "script", "tasks": ["a", "b"], "step": 3, "run": "run",'
+        ' "weights": "ema", "model_args": {"n": 1, "dtype": "auto"}, "num_fewshot": 5,'
+        ' "batch_size": "auto", "limit": 0.5, "gen_kwargs": null, "num_gpus": null,'
+        ' "fingerprint": "", "stamps": {}}'
+    )
+    read = as_request(written)
+    assert read.arguments == Arguments(
+        model_args={"n": 1, "dtype": "auto"}, num_fewshot=5, batch_size="auto", limit=0.5
+    )
+    assert (read.tasks, read.step, read.weights) == (("a", "b"), 3, "ema")
+    assert read.key == "7726a90c22b90d7b87b9a4252bf5512e"
+    assert json.loads(request_as_json(read)).items() >= json.loads(written).items()
+    assert Request("c", "p", ("t",)).key == "1c1cde578cc8e5fdf4e0f3dd2355e1c7"
+
+
+def test_a_request_of_a_later_version_is_read_without_what_is_unknown() -> None:
+    later = {**json.loads(request_as_json(Request("c", "p", ("t",)))), "from_the_future": 1}
+    assert as_request(json.dumps(later)) == Request("c", "p", ("t",))
 
 
 def test_names_of_runs_and_jobs_that_wait_are_read_without_the_jobs(store: Store) -> None:
@@ -432,6 +458,7 @@ def test_no_job_is_claimed_twice_by_threads_of_several_processes(tmp_path: Path)
 SUBMITTING = """
 import itertools, pathlib, sys
 from unshard.evaluate.jobs import Request
+from unshard.evaluate.server.store.schema import as_request, request_as_json
 from unshard.evaluate.server.store.store import Store
 store = Store(pathlib.Path(sys.argv[1]))
 for step in itertools.count():

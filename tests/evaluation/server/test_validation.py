@@ -10,8 +10,10 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from unshard.errors import UsageError
+from unshard.evaluate.arguments import Arguments
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.server.admission import requests as validation
 from unshard.evaluate.server.admission.requests import (
@@ -20,6 +22,7 @@ from unshard.evaluate.server.admission.requests import (
     resolve_checkpoint,
 )
 from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.server.http.v1_views import Submission
 from unshard.evaluate.server.service import _placed
 
 CONFIG = ServerConfig(
@@ -43,19 +46,32 @@ GOOD = Request(
     step=0,
     run="qwen 2.5 lr=1e-5 (Größe)".replace("(", "").replace(")", ""),
     weights="ema",
-    model_args={"max_pixels": 12845056, "attn_implementation": "sdpa", "use_cache": True,
-                "system_prompt": "You are a helpful assistant."},
-    num_fewshot=0,
-    batch_size="auto:4",
-    limit=0.1,
-    gen_kwargs="temperature=0.7,do_sample=true,top_p=0.9",
-    num_gpus=2,
-)  # fmt: skip
+    arguments=Arguments(
+        model_args={
+            "max_pixels": 12845056,
+            "attn_implementation": "sdpa",
+            "use_cache": True,
+            "system_prompt": "You are a helpful assistant.",
+        },
+        num_fewshot=0,
+        batch_size="auto:4",
+        limit=0.1,
+        gen_kwargs="temperature=0.7,do_sample=true,top_p=0.9",
+        num_gpus=2,
+    ),
+)
+
+
+def changed(request: Request = GOOD, /, **changes: object) -> Request:
+    """Return a request with other fields or arguments, which are not validated here."""
+    chosen = {name: changes.pop(name) for name in Arguments.model_fields.keys() & changes.keys()}
+    changes["arguments"] = request.arguments.model_copy(update=chosen)
+    return replace(request, **changes)  # type: ignore[arg-type]  # its own fields
 
 
 def refused(field: str, **changes: object) -> None:
     with pytest.raises(UsageError, match=field):
-        check_request(replace(GOOD, **changes), CONFIG)  # type: ignore[arg-type]  # its own fields
+        check_request(changed(**changes), CONFIG)
 
 
 def test_a_good_request_and_a_small_one() -> None:
@@ -131,8 +147,8 @@ def test_how_many_tasks() -> None:
 
 
 def test_only_allowed_tasks() -> None:
-    changes = {"profile": "few", "model_args": {}}
-    check_request(replace(GOOD, tasks=("mme", "mmlu_stem"), **changes), CONFIG)  # type: ignore[arg-type]  # as above
+    changes: dict[str, object] = {"profile": "few", "model_args": {}}
+    check_request(changed(tasks=("mme", "mmlu_stem"), **changes), CONFIG)
     refused("tasks", tasks=("mme", "mme_more"), **changes)
     refused("tasks", tasks=("MMLU_stem",), **changes)
 
@@ -190,13 +206,13 @@ def test_arguments_that_are_the_servers(key: object) -> None:
 
 def test_a_profile_allows_more_arguments() -> None:
     more: dict[str, str | int] = {"codec_patch": 14, "revision": "main"}
-    asked = replace(GOOD, profile="few", tasks=("mme",), model_args=more, gen_kwargs="codec_x=1")
+    asked = changed(profile="few", tasks=("mme",), model_args=more, gen_kwargs="codec_x=1")
     check_request(asked, CONFIG)
     for key in ("weights_only", "subfolder", "Revision", "codec"):
         with pytest.raises(UsageError, match="`allowed_model_args`"):
-            check_request(replace(asked, model_args={key: False}), CONFIG)
+            check_request(changed(asked, model_args={key: False}), CONFIG)
     with pytest.raises(UsageError, match="slashes"):
-        check_request(replace(asked, model_args={"revision": "refs/pr/1"}), CONFIG)
+        check_request(changed(asked, model_args={"revision": "refs/pr/1"}), CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +252,7 @@ def test_values_that_are_more_than_a_value(value: object) -> None:
     refused("model_args: max_pixels cannot be accepted", model_args={"max_pixels": value})
 
 
-@pytest.mark.parametrize("text", ["a", "a=1,a=2", "=1", "until=/a", "a='1", "a" * 4001])
+@pytest.mark.parametrize("text", ["a", "a=1,a=2", "=1", "until=/a", "a='1"])
 def test_generation_arguments_that_cannot_be_read(text: str) -> None:
     refused("gen_kwargs", gen_kwargs=text)
 
@@ -249,12 +265,7 @@ def test_how_many_arguments() -> None:
     ("field", "values"),
     [
         ("profile", ["", "other", "lm-eval"]),
-        ("step", [-1, 1.5, True, "1", 2**53 + 1]),
-        ("num_fewshot", [-1, 0.5, False, "1"]),
-        ("num_gpus", [-1, 3, True, 1.0]),
-        ("batch_size", [0, -1, 1.5, True, "", "8", "auto:", "auto:0", "auto:4\n", "AUTO", 2**60]),
-        ("limit", [0, -1, float("nan"), float("inf"), True, "5", 10**400]),
-        ("weights", ["", "Model", "regular", None]),
+        ("num_gpus", [3]),
         ("run", ["a/b", "..", "a..b", ".a", "-a", "_a", " a", "a ", "a\n", "a\u202eb", "a\ud800",
                  "x" * 201, "ä" * 101, "a\0", "~", "a:b", "<script>"]),
     ],
@@ -264,12 +275,39 @@ def test_fields_with_other_values(field: str, values: list[object]) -> None:
         refused(f"{field} cannot be accepted", **{field: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("step", [-1, 1.5, True, "x", 2**53 + 1]),
+        ("num_fewshot", [-1, 0.5, False, "x", 2**60]),
+        ("num_gpus", [-1, True, 1.5]),
+        ("batch_size", [0, -1, 1.5, True, "", "auto:", "auto:0", "auto:4\n", "AUTO", 2**60]),
+        ("limit", [0, -1, float("nan"), float("inf"), True, "x", 10**400]),
+        ("gen_kwargs", ["a" * 4001, 1]),
+        ("model_args", [{"a": [1]}, {"a": None}, [1]]),
+        ("weights", ["", "Model", "regular", None]),
+    ],
+)
+def test_values_that_no_request_can_have(field: str, values: list[object]) -> None:
+    least = {"checkpoint": "/a", "profile": "lm", "tasks": ["a"]}
+    for value in values:
+        with pytest.raises(ValidationError) as caught:
+            Submission.model_validate({**least, field: value})
+        assert {problem["loc"][0] for problem in caught.value.errors()} == {field}
+
+
+def test_numbers_that_are_written_as_text_are_numbers() -> None:
+    read = Arguments.model_validate({"batch_size": "8", "limit": 8, "num_fewshot": 5.0})
+    assert read == Arguments(batch_size=8, limit=8, num_fewshot=5)
+    assert isinstance(read.limit, int)  # as the evaluator's command line has it
+
+
 def test_more_gpus_than_there_are_are_refused_with_their_number() -> None:
     with pytest.raises(UsageError, match="num_gpus cannot be accepted") as caught:
-        check_request(replace(GOOD, num_gpus=3), CONFIG)
+        check_request(changed(num_gpus=3), CONFIG)
     assert "0 to 2, which is how many GPUs the server has" in str(caught.value)
     with pytest.raises(UsageError, match="num_gpus cannot be accepted") as caught:
-        check_request(replace(GOOD, num_gpus=1), replace(CONFIG, gpus=()))
+        check_request(changed(num_gpus=1), replace(CONFIG, gpus=()))
     assert "0: the server has no GPUs" in str(caught.value)
 
 
@@ -284,7 +322,17 @@ def test_an_evaluator_that_the_servers_python_lacks(monkeypatch: pytest.MonkeyPa
     assert "interpreter" in caught.value.hint
 
 
-def test_a_command_takes_no_arguments() -> None:
+def test_a_command_takes_the_options_that_it_has_placeholders_for() -> None:
+    own = Profile("own", Kind.COMMAND, command=("x", "--limit={limit}", "{batch_size}"))
+    config = replace(CONFIG, profiles={"own": own})
+    asked = Request("/a", "own", ("a",), arguments=Arguments(limit=5, batch_size="auto"))
+    check_request(asked, config)
+    with pytest.raises(UsageError, match="num_fewshot cannot be accepted") as caught:
+        check_request(changed(asked, num_fewshot=1), config)
+    assert caught.value.expected == "nothing: the profile's command has no {num_fewshot}"
+
+
+def test_a_command_without_placeholders_takes_no_arguments() -> None:
     with pytest.raises(UsageError, match=r"5 problems") as caught:
         check_request(replace(GOOD, profile="own"), CONFIG)
     for field in ("model_args", "num_fewshot", "batch_size", "limit", "gen_kwargs"):
@@ -294,8 +342,9 @@ def test_a_command_takes_no_arguments() -> None:
 @given(st.text(), st.text(), st.text())
 def test_any_text_is_accepted_or_refused(task: str, key: str, value: str) -> None:
     """Nothing else comes out, and what is accepted has no separator."""
-    request = Request("/a", "lm", (task,), run=value, model_args={key: value}, gen_kwargs=value)
     try:
+        chosen = Arguments(model_args={key: value}, gen_kwargs=value)
+        request = Request("/a", "lm", (task,), run=value, arguments=chosen)
         check_request(request, CONFIG)
     except UsageError:
         return

@@ -33,7 +33,7 @@ def connect(url: str, token_file: Path | None) -> "EvalClient":
     Raises:
         UsageError: httpx is not installed, or the URL or the token cannot be one.
     """
-    check_installed("httpx")
+    check_installed("httpx", "pydantic")
     from unshard.evaluate.client.v1 import EvalClient
     from unshard.evaluate.credentials import read_token, split_url
 

@@ -86,7 +86,7 @@ def watch(
     A checkpoint is submitted once, when it is complete, and hard links keep it until it has been
     evaluated. Ctrl-C stops watching; the same command resumes.
     """
-    check_installed("httpx", "yaml")
+    check_installed("httpx", "pydantic", "yaml")
     from unshard.evaluate.logs import log_to_stderr
     from unshard.evaluate.trainer.watcher import Watching
 

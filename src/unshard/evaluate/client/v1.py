@@ -10,15 +10,17 @@ UnshardError
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 from urllib.parse import quote
 
 import httpx
 
 from unshard.errors import UnshardError, UsageError
+from unshard.evaluate.arguments import ArgumentFields
 from unshard.evaluate.client.connecting import DEFAULT_URL, Answer, parse_server
 from unshard.evaluate.client.lmms import LmmsClient
-from unshard.evaluate.jobs import EvaluationError, Scalar
+from unshard.evaluate.jobs import EvaluationError
+from unshard.evaluate.values import Scalar
 
 __all__ = ["EvalClient", "RefusedError", "ServerAwayError"]
 
@@ -109,16 +111,12 @@ class EvalClient:
         weights: str = "model",
         run: str | None = None,
         pin: str | None = None,
-        model_args: Mapping[str, Scalar] | None = None,
-        num_fewshot: int | None = None,
-        batch_size: int | str | None = None,
-        limit: float | None = None,
-        gen_kwargs: str | None = None,
-        num_gpus: int | None = None,
+        **arguments: Unpack[ArgumentFields],
     ) -> Answer:
         """Submit a job and return it; the same request again returns the same job.
 
-        Arguments are those of `jobs.Request`; `pin` is the linked checkpoint, if it is pinned.
+        `pin` is the linked checkpoint, if it is pinned; `arguments` are those of the evaluator,
+        as `Arguments` describes them.
         """
         body: dict[str, object] = {
             "checkpoint": checkpoint,
@@ -128,12 +126,7 @@ class EvalClient:
             "weights": weights,
             "run": run,
             "pin": pin,
-            "model_args": model_args,
-            "num_fewshot": num_fewshot,
-            "batch_size": batch_size,
-            "limit": limit,
-            "gen_kwargs": gen_kwargs,
-            "num_gpus": num_gpus,
+            **arguments,
         }
         return self.submit_body({key: value for key, value in body.items() if value is not None})
 

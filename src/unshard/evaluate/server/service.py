@@ -45,7 +45,6 @@ __all__ = ["Service", "by_task"]
 
 _log = logging.getLogger(__name__)
 _MOST_FILES = 1000
-_NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _SHORT_ID = re.compile(r"[0-9a-f]{4,15}", re.ASCII)
 _SHOWN_IDS = 20
 
@@ -104,8 +103,7 @@ class Service:
         self.health.check()
         name = profile_of(request.profile, self.profiles)
         profile = profile_named(self.profiles, name)
-        batch_size = _number(request.batch_size)
-        request = replace(request, profile=name, batch_size=batch_size)
+        request = replace(request, profile=name)
         known = {**self.profiles, request.profile: profile}
         check_request(request, replace(self.config, profiles=known))
         self.unknown.check(profile.name, request.tasks)
@@ -276,13 +274,6 @@ class Service:
         except OSError:
             text, after = "", offset
         return text, after, job.status.is_final and not text
-
-
-def _number(batch_size: int | str | None) -> int | str | None:
-    """Take a number that is written as a text for one; `auto` stays."""
-    if isinstance(batch_size, str) and _NUMBER.fullmatch(batch_size):
-        return int(batch_size)
-    return batch_size
 
 
 def by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:

@@ -23,8 +23,8 @@ from typing import Self
 import yaml
 
 from unshard.errors import UsageError
+from unshard.evaluate.arguments import Arguments
 from unshard.evaluate.credentials import read_token
-from unshard.evaluate.jobs import Scalar
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota
 from unshard.evaluate.trainer.config_values import (
     a_mapping,
@@ -39,6 +39,7 @@ from unshard.evaluate.trainer.config_values import (
     paths,
     scalars,
 )
+from unshard.evaluate.values import Scalar
 
 __all__ = ["EvalConfig"]
 
@@ -73,7 +74,7 @@ class EvalConfig:
         save_steps: steps between checkpoints, if known.
         checkpoint_key: the name of the checkpoint among `model_args`, from which it is removed,
             because the server sets it.
-        model_args, num_fewshot, batch_size, limit, gen_kwargs, num_gpus: see `jobs.Request`.
+        model_args, num_fewshot, batch_size, limit, gen_kwargs, num_gpus: see `Arguments`.
         run: the name of the training run; None: the name of its directory.
         path_map: beginnings of paths on this machine, each with the server's path for it.
         token_file: a file with the server's token, read when it is needed.
@@ -166,6 +167,11 @@ class EvalConfig:
         )
         _warn_of_steps(config)
         return config
+
+    @property
+    def arguments(self) -> Arguments:
+        """What is chosen of the evaluator."""
+        return Arguments(**{name: getattr(self, name) for name in Arguments.model_fields})
 
     def is_due(self, step: int, previous: int | None) -> bool:
         """Return whether a checkpoint is to be evaluated.

@@ -7,8 +7,8 @@ from typing import TypeGuard
 
 from unshard.errors import UsageError
 from unshard.evaluate.credentials import split_url
-from unshard.evaluate.jobs import Scalar
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota
+from unshard.evaluate.values import Scalar
 
 __all__ = [
     "a_mapping",

@@ -244,19 +244,13 @@ class Submitter:
     def request(self, step: int) -> Fields:
         """Return the request for the checkpoint of a step, without the weights."""
         config = self.config
-        request: Fields = {
+        return {
             "step": step,
             "profile": config.profile,
             "tasks": list(config.tasks),
             "run": config.run or self._folder.name,
-            "model_args": dict(config.model_args) or None,
-            "num_fewshot": config.num_fewshot,
-            "batch_size": config.batch_size,
-            "limit": config.limit,
-            "gen_kwargs": config.gen_kwargs,
-            "num_gpus": config.num_gpus,
+            **config.arguments.given(),
         }
-        return {key: value for key, value in request.items() if value is not None}
 
     def _take(self, recording: Recording) -> None:
         if self._recorder is not None:

@@ -18,30 +18,39 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from unshard.errors import UsageError, raise_all
-from unshard.evaluate.jobs import Request, Scalar
+from unshard.evaluate.arguments import OPTIONS, Arguments
+from unshard.evaluate.jobs import Request
 from unshard.evaluate.server.config.arguments import has_separator, parse_arguments
 from unshard.evaluate.server.config.gpus import gpus_expected
 from unshard.evaluate.server.config.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
+from unshard.evaluate.server.config.placeholders import placeholders_in
 from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.server.evaluators.probing import MODULES
+from unshard.evaluate.values import LARGEST, Scalar
 from unshard.read.discover import step_of
 
-__all__ = ["MOST_TASKS", "check_request", "check_there", "not_readable", "resolve_checkpoint"]
+__all__ = [
+    "MOST_TASKS",
+    "REFUSED",
+    "check_request",
+    "check_there",
+    "not_readable",
+    "resolve_checkpoint",
+]
 
 MOST_TASKS = 1000
+REFUSED = "The request cannot be accepted"
 _MOST_ARGUMENTS = 64
 _LONGEST_NAME = 200
 _LONGEST_VALUE = 4000
 _LONGEST_PATH = 4096
 _LONGEST_RUN = 200
 _INNER = 2  # how deep in its step a checkpoint may be: global_step_10/actor
-_LARGEST = 2**53
 
 # Every name that lm-eval 0.4.13 and lmms-eval 0.7.3 know has this form. A dot stands before a digit
 # only, so that no file of the directory that the evaluator runs in can be meant.
 _TASK = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_()+-]|\.(?=[0-9]))*", re.ASCII)
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
-_BATCH = re.compile(r"auto(?::[1-9][0-9]{0,3})?", re.ASCII)
 _RUN = re.compile(r"[^\W_](?:[\w .+=@-]*[\w+=@-])?")
 
 
@@ -57,11 +66,11 @@ def check_request(request: Request, config: ServerConfig) -> None:
     problems = [
         *_installed(profile),
         *_tasks(request, profile),
-        *_arguments(request, profile),
-        *_numbers(request, config),
+        *_arguments(request.arguments, profile),
+        *_gpus(request.arguments.num_gpus, len(config.gpus)),
+        *_run(request.run),
     ]
-    problems += _labels(request)
-    raise_all(UsageError, "The request cannot be accepted", problems)
+    raise_all(UsageError, REFUSED, problems)
 
 
 def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
@@ -165,33 +174,32 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _arguments(request: Request, profile: Profile) -> Iterator[UsageError]:
+def _arguments(chosen: Arguments, profile: Profile) -> Iterator[UsageError]:
     if profile.kind is Kind.COMMAND:
-        yield from _no_arguments(request)
+        yield from _not_taken(chosen, profile)
         return
     more = profile.allowed_model_args
-    yield from _pairs("model_args", request.model_args, MODEL_ARGUMENTS, more)
+    yield from _pairs("model_args", chosen.model_args, MODEL_ARGUMENTS, more)
     fixed = {profile.checkpoint_key, *profile.model_args}
-    for key in sorted(fixed.intersection(request.model_args)):
+    for key in sorted(fixed.intersection(chosen.model_args)):
         yield _wrong("model_args", key, expected="no argument that the server sets itself")
-    if request.gen_kwargs is None:
-        return
-    if len(request.gen_kwargs) > _LONGEST_VALUE:
-        yield _wrong("gen_kwargs", request.gen_kwargs, expected="key=value, separated by commas")
+    if chosen.gen_kwargs is None:
         return
     try:
-        pairs = parse_arguments(request.gen_kwargs, what="gen_kwargs")
+        pairs = parse_arguments(chosen.gen_kwargs, what="gen_kwargs")
     except UsageError as error:
         yield error
     else:
         yield from _pairs("gen_kwargs", pairs, GENERATION_ARGUMENTS, more)
 
 
-def _no_arguments(request: Request) -> Iterator[UsageError]:
-    """A command takes what its template says: silence about anything else would mislead."""
-    for name in ("model_args", "num_fewshot", "batch_size", "limit", "gen_kwargs"):
-        if getattr(request, name) not in ({}, None):
-            yield _wrong(name, getattr(request, name), expected="nothing: a command takes none")
+def _not_taken(chosen: Arguments, profile: Profile) -> Iterator[UsageError]:
+    """Refuse what a command has no placeholder for: silence about it would mislead."""
+    taken = {"num_gpus", *placeholders_in(profile.command)}
+    for name, value in chosen.given().items():
+        if name not in taken:
+            why = f"has no {{{name}}}" if name in OPTIONS else f"takes no {name}"
+            yield _wrong(name, value, expected=f"nothing: the profile's command {why}")
 
 
 def _pairs(
@@ -224,11 +232,11 @@ def _is_name(value: object, form: re.Pattern[str]) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Tell whether a value is only a value: a slash makes a path, or a repository of code."""
+    """Return whether a value is only a value: a slash makes a path, or a repository of code."""
     if isinstance(value, bool):
         return True
     if isinstance(value, int | float):
-        return abs(value) <= _LARGEST  # which "not a number" is not
+        return abs(value) <= LARGEST  # which "not a number" is not
     return (
         isinstance(value, str)
         and 0 < len(value) <= _LONGEST_VALUE
@@ -239,42 +247,13 @@ def _is_plain(value: object) -> bool:
     )
 
 
-def _numbers(request: Request, config: ServerConfig) -> Iterator[UsageError]:
-    if not _is_count(request.step, least=0):
-        yield _wrong("step", request.step, expected="a whole number, at least 0")
-    if not _is_count(request.num_fewshot, least=0):
-        yield _wrong("num_fewshot", request.num_fewshot, expected="a whole number, at least 0")
-    count = len(config.gpus)
-    if not _is_count(request.num_gpus, least=0, most=count):
-        yield _wrong("num_gpus", request.num_gpus, expected=gpus_expected(count))
-    batch = request.batch_size
-    named = isinstance(batch, str) and _BATCH.fullmatch(batch)
-    if not named and not _is_count(batch, least=1):
-        yield _wrong("batch_size", batch, expected="a whole number above 0, auto, or auto:N")
-    limit = request.limit
-    if limit is not None and not _is_limit(limit):
-        yield _wrong("limit", limit, expected="a number above 0; below 1 it is a share")
+def _gpus(wanted: int | None, there: int) -> Iterator[UsageError]:
+    if wanted is not None and wanted > there:
+        yield _wrong("num_gpus", wanted, expected=gpus_expected(there))
 
 
-def _is_count(value: object, *, least: int, most: int = _LARGEST) -> bool:
-    """Tell whether a value is None or a whole number between the two."""
-    if value is None:
-        return True
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _is_limit(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value <= _LARGEST  # type: ignore[operator]  # a number, by the first part
-
-
-def _labels(request: Request) -> Iterator[UsageError]:
-    if request.weights not in {"model", "ema"}:
-        yield _wrong("weights", request.weights, expected="model, ema")
-    run = request.run
-    if run == "":
-        return
-    if not _is_run(run):
+def _run(run: str) -> Iterator[UsageError]:
+    if run and not _is_run(run):
         yield _wrong(
             "run",
             run,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import Scalar
+from unshard.evaluate.values import Scalar
 
 __all__ = ["has_separator", "join_arguments", "parse_arguments"]
 

@@ -3,19 +3,17 @@
 Knows what programs, directories and arguments must be like, not what a profile is.
 """
 
-import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 from unshard.errors import CorruptError
-from unshard.evaluate.jobs import Scalar
 from unshard.evaluate.server.config.arguments import join_arguments
+from unshard.evaluate.server.config.placeholders import PLACEHOLDERS, placeholders_in
 from unshard.evaluate.server.config.settings import Settings
+from unshard.evaluate.values import Scalar
 from unshard.read.beside.model_config import read_config
 
 __all__ = [
-    "filled",
     "read_command",
     "read_environment",
     "read_include_paths",
@@ -24,9 +22,6 @@ __all__ = [
     "read_model_config",
     "read_results",
 ]
-
-_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([a-z_]+)\}")
-_PLACEHOLDERS = frozenset({"checkpoint", "output", "tasks", "step", "weights", "run"})
 
 
 def read_interpreter(settings: Settings, default: str) -> str:
@@ -91,22 +86,13 @@ def read_command(settings: Settings, *, needed: bool) -> tuple[str, ...]:
     A program that is a path starts at the file's directory, and is there.
     """
     command = settings.texts("command")
-    names = {name for part in command for name in _PLACEHOLDER.findall(part) if name}
-    if names - _PLACEHOLDERS or (needed and not command):
-        known = ", ".join(f"{{{name}}}" for name in sorted(_PLACEHOLDERS))
+    if placeholders_in(command) - PLACEHOLDERS or (needed and not command):
+        known = ", ".join(f"{{{name}}}" for name in sorted(PLACEHOLDERS))
         expected = f"a list of arguments, which may have {known}; {{{{ and }}}} are braces"
         raise settings.wrong("command", expected=expected)
     if command and "/" in command[0]:
         return (_program(settings, "command", command[0]), *command[1:])
     return command
-
-
-def filled(argument: str, values: Mapping[str, str]) -> str:
-    """Return an argument of a command with values in the places of its placeholders."""
-    return _PLACEHOLDER.sub(
-        lambda found: values[found[1]] if found[1] else found[0][0],
-        argument,
-    )
 
 
 def read_results(settings: Settings, default: str) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 import yaml
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import Scalar
 from unshard.evaluate.server.config.gpus import as_gpus, first_gpus, gpus_expected, gpus_here
 from unshard.evaluate.server.config.harmless import MODEL_TYPES
 from unshard.evaluate.server.config.profile_settings import (
@@ -27,6 +26,7 @@ from unshard.evaluate.server.config.profile_settings import (
     read_results,
 )
 from unshard.evaluate.server.config.settings import Settings
+from unshard.evaluate.values import Scalar
 
 __all__ = [
     "Keep",

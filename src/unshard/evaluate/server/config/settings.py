@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import Scalar
+from unshard.evaluate.values import Scalar
 
 __all__ = ["Settings"]
 

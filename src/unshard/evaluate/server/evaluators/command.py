@@ -7,7 +7,8 @@ The file holds `{task: {metric: number}}`, or flat: `{"task/metric": number}`, `
 from collections.abc import Mapping
 from pathlib import Path
 
-from unshard.evaluate.server.config.profile_settings import filled
+from unshard.evaluate.arguments import OPTIONS
+from unshard.evaluate.server.config.placeholders import fill
 from unshard.evaluate.server.evaluators.documents import (
     check_exit,
     check_tasks,
@@ -33,8 +34,10 @@ class CommandEvaluator:
             "step": "" if request.step is None else str(request.step),
             "weights": request.weights,
             "run": request.run,
+            **dict.fromkeys(OPTIONS, ""),
+            **{name: str(value) for name, value in request.arguments.options().items()},
         }
-        return [filled(part, values) for part in work.profile.command]
+        return [fill(part, values) for part in work.profile.command]
 
     def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
         """Return the numbers of all tasks."""

@@ -63,18 +63,17 @@ def _configuration(work: Work) -> dict[str, object]:
     of the model in its name, fail when that is longer than a file name can be, and say nothing.
     """
     request, profile = work.request, work.profile
+    chosen = request.arguments
     given: dict[str, object] = {
-        "num_fewshot": request.num_fewshot,
-        "batch_size": request.batch_size,
-        "limit": request.limit,
-        "gen_kwargs": parse_arguments(request.gen_kwargs or "", what="gen_kwargs") or None,
+        **chosen.options(),
+        "gen_kwargs": parse_arguments(chosen.gen_kwargs or "", what="gen_kwargs") or None,
         "include_path": [str(path) for path in profile.include_paths] or None,
         "device": None if work.gpus else "cpu",
     }
     return {
         "model": profile.model,
         "model_args": {
-            **request.model_args,
+            **chosen.model_args,
             **profile.model_args,
             profile.checkpoint_key: str(work.model),
         },

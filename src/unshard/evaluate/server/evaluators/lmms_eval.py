@@ -56,22 +56,20 @@ def _arguments(work: Work) -> list[str]:
 
     lmms-eval appends the output to comma-separated arguments of its own, so it is checked, too.
     """
-    request, profile = work.request, work.profile
+    chosen, profile = work.request.arguments, work.profile
     model_args = {
-        **request.model_args,
+        **chosen.model_args,
         **profile.model_args,
         profile.checkpoint_key: str(_named(work)),
     }
     join_arguments({"output_path": str(work.output)}, what=_PROGRAM)
-    generation = parse_arguments(request.gen_kwargs or "", what="gen_kwargs")
+    generation = parse_arguments(chosen.gen_kwargs or "", what="gen_kwargs")
     options: dict[str, object] = {
         "model": profile.model,
         "model_args": join_arguments(model_args, what=f"{_PROGRAM}: model_args"),
-        "tasks": ",".join(request.tasks),
+        "tasks": ",".join(work.request.tasks),
         "output_path": work.output,
-        "num_fewshot": request.num_fewshot,
-        "batch_size": request.batch_size,
-        "limit": request.limit,
+        **chosen.options(),
         "gen_kwargs": join_arguments(generation, what=f"{_PROGRAM}: gen_kwargs") or None,
         "include_path": next(iter(profile.include_paths), None),
         "device": None if work.gpus else "cpu",

@@ -33,7 +33,7 @@ class Work:
     @property
     def gpus(self) -> int:
         """How many GPUs the attempt has."""
-        asked = self.request.num_gpus
+        asked = self.request.arguments.num_gpus
         return self.profile.gpus if asked is None else asked
 
 

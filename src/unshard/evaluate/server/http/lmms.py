@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from fastapi import APIRouter, HTTPException, Request, Response
+from pydantic import ValidationError
 
-from unshard.errors import UnshardError, UsageError
+from unshard.errors import UnshardError, UsageError, raise_all
+from unshard.evaluate.arguments import Arguments
 from unshard.evaluate.jobs import Request as Wanted
-from unshard.evaluate.jobs import Scalar, Status
+from unshard.evaluate.jobs import Status
+from unshard.evaluate.server.admission.requests import REFUSED
 from unshard.evaluate.server.attempts.merging import GivenUpError, GoneError
 from unshard.evaluate.server.health import UnhealthyError
 from unshard.evaluate.server.http.answers import answer
@@ -33,6 +36,7 @@ from unshard.evaluate.server.http.lmms_views import (
 from unshard.evaluate.server.http.v1_views import error_body
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.telling import tell_refusal
+from unshard.evaluate.values import Scalar, problems_of
 
 __all__ = ["router", "service_of", "wanted_of"]
 
@@ -183,27 +187,22 @@ def wanted_of(asked: EvaluateRequest) -> Wanted:
     kind = str((asked.lmms_engine_kwargs or {}).get("checkpoint_type") or "regular")
     if kind not in _WEIGHTS:
         raise UsageError(f"checkpoint_type {kind}: unknown", expected="regular or ema")
-    # Their client always sends num_gpus, 1 unless told: that is no wish.
-    num_gpus = lifted.get("num_gpus", None if asked.num_gpus == 1 else asked.num_gpus)
-    batch_size = lifted.get("batch_size", asked.batch_size)
+    given = asked.model_dump(include=set(Arguments.model_fields))
+    if asked.num_gpus == 1:  # their client always sends num_gpus: 1 does not express a preference
+        del given["num_gpus"]
+    try:
+        chosen = Arguments(**{**given, **lifted, "model_args": arguments})
+    except ValidationError as error:
+        problems = problems_of(error, lambda field: f"{field} cannot be accepted")
+        raise_all(UsageError, REFUSED, problems)
+        raise
     return Wanted(
         checkpoint=checkpoint,
         profile=asked.model,
         tasks=tuple(asked.tasks),
         weights=_WEIGHTS[kind],
-        model_args=arguments,
-        num_fewshot=asked.num_fewshot,
-        batch_size=batch_size if isinstance(batch_size, str) else _whole(batch_size, "batch_size"),
-        limit=asked.limit,
-        gen_kwargs=asked.gen_kwargs,
-        num_gpus=_whole(num_gpus, "num_gpus"),
+        arguments=chosen,
     )
-
-
-def _whole(value: Scalar | None, name: str) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    raise UsageError(f"{name} {value!r:.200}: unknown", expected="a whole number")
 
 
 def _checkpoint_of(arguments: dict[str, Scalar], engine: Mapping[str, Scalar | None]) -> str:

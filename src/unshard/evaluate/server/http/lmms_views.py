@@ -7,8 +7,9 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from unshard.evaluate.jobs import Job, Scalar, Status
+from unshard.evaluate.jobs import Job, Status
 from unshard.evaluate.server.http.v1_views import ErrorFields, Tasks, Text
+from unshard.evaluate.values import Scalar
 
 __all__ = [
     "EvaluateRequest",
@@ -24,6 +25,8 @@ __all__ = [
     "TaskNames",
     "job_info",
 ]
+
+_THEIRS = {"num_fewshot", "batch_size", "limit", "gen_kwargs"}
 
 
 class Problem(BaseModel):
@@ -154,12 +157,9 @@ def job_info(
         request=EvaluateRequest(
             model=request.profile,
             tasks=list(request.tasks),
-            model_args={"pretrained": request.checkpoint, **request.model_args},
-            num_fewshot=request.num_fewshot,
-            batch_size=request.batch_size,
-            limit=request.limit,
-            gen_kwargs=request.gen_kwargs,
-            num_gpus=request.num_gpus or 1,
+            model_args={"pretrained": request.checkpoint, **request.arguments.model_args},
+            num_gpus=request.arguments.num_gpus or 1,
+            **request.arguments.model_dump(include=_THEIRS),
         ),
         result=result,
         error=job.error,

@@ -5,8 +5,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from unshard.errors import UnshardError
-from unshard.evaluate.jobs import Job, Request, Result, Scalar, Status
+from unshard.evaluate.arguments import Arguments
+from unshard.evaluate.jobs import Job, Request, Result, Status
 from unshard.evaluate.server.admission.requests import MOST_TASKS
+from unshard.evaluate.values import LARGEST, Whole
 
 __all__ = [
     "ErrorBody",
@@ -33,7 +35,7 @@ __all__ = [
 Weights = Literal["model", "ema"]
 Text = Annotated[str, Field(max_length=4096)]
 Tasks = Annotated[list[Text], Field(min_length=1, max_length=MOST_TASKS)]
-Number = Annotated[int, Field(ge=0, le=2**53)]
+Number = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 class ErrorFields(BaseModel):
@@ -53,29 +55,32 @@ class ErrorBody(BaseModel):
     error: ErrorFields
 
 
-class Submission(BaseModel):
-    """A job to queue."""
+class Submission(Arguments):
+    """A job to queue; the arguments of its evaluator are keys like any others."""
 
     model_config = ConfigDict(extra="forbid")
 
     checkpoint: Text
     profile: Text
     tasks: Tasks
-    step: int | None = None
+    step: Whole | None = None
     run: Text = ""
     weights: Weights = "model"
     pin: Text | None = None
-    model_args: dict[str, Scalar] = {}
-    num_fewshot: int | None = None
-    batch_size: int | str | None = None
-    limit: int | float | None = None
-    gen_kwargs: str | None = None
-    num_gpus: int | None = None
 
     def request(self) -> Request:
         """Return it as a plain value."""
-        fields = self.model_dump(exclude={"pin", "tasks"})
-        return Request(tasks=tuple(self.tasks), **fields)
+        values = self.model_dump()
+        arguments = Arguments(**{name: values[name] for name in Arguments.model_fields})
+        return Request(
+            checkpoint=self.checkpoint,
+            profile=self.profile,
+            tasks=tuple(self.tasks),
+            step=self.step,
+            run=self.run,
+            weights=self.weights,
+            arguments=arguments,
+        )
 
 
 class JobView(BaseModel):

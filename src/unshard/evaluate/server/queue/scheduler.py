@@ -221,7 +221,7 @@ class Scheduler:
             return False
         try:
             profile, evaluator = self._profiles.find(job.request.profile)
-            asked = job.request.num_gpus
+            asked = job.request.arguments.num_gpus
             count = profile.gpus if asked is None else asked
             self._slots.check(count)
         except UnshardError as error:

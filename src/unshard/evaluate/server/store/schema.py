@@ -8,10 +8,11 @@ import json
 import secrets
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
 from unshard.errors import UsageError
+from unshard.evaluate.arguments import Arguments
 from unshard.evaluate.jobs import Event, Filters, Job, Phase, Process, Request, Result, Status
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "RESULT_COLUMNS",
     "as_event",
     "as_job",
+    "as_request",
     "as_result",
     "chosen",
     "connect",
@@ -118,6 +120,7 @@ RESULT_COLUMNS = """
 """
 """What `as_result` reads, after SELECT; SQLite reads the left table of a CROSS JOIN in order."""
 
+_OWN_FIELDS = frozenset(field.name for field in fields(Request)) - {"arguments"}
 _BUSY_S = 30.0
 _FILTERED = ("status", "run", "step", "weights", "profile")
 
@@ -185,7 +188,7 @@ def _bring_up_to_date(connection: sqlite3.Connection) -> None:
     if connection.execute(f"{lacking} LIMIT 1").fetchall():
         with connection:
             connection.execute("BEGIN IMMEDIATE")
-            found = [(_as_request(row[1]).alike, row[0]) for row in connection.execute(lacking)]
+            found = [(as_request(row[1]).alike, row[0]) for row in connection.execute(lacking)]
             connection.executemany("UPDATE jobs SET alike = ? WHERE id = ?", found)
 
 
@@ -195,23 +198,26 @@ def _missing(connection: sqlite3.Connection) -> set[str]:
 
 
 def request_as_json(request: Request) -> str:
-    """Return a request as text."""
-    return json.dumps(asdict(request))
+    """Return a request as text: one flat object, to which an argument can be added."""
+    values = {name: getattr(request, name) for name in _OWN_FIELDS}
+    return json.dumps({**values, **request.arguments.model_dump()})
 
 
-def _as_request(text: str) -> Request:
+def as_request(text: str) -> Request:
+    """Return a request from its text, which another version may have written."""
     found = json.loads(text)
-    known = {field.name for field in fields(Request)}
-    values = {name: value for name, value in found.items() if name in known}
+    values = {name: value for name, value in found.items() if name in _OWN_FIELDS}
     values["tasks"] = tuple(values["tasks"])
-    return Request(**values)
+    chosen_then = {name: found[name] for name in Arguments.model_fields.keys() & found.keys()}
+    # Not validated: an older server accepted them.
+    return Request(**values, arguments=Arguments.model_construct(**chosen_then))
 
 
 def as_job(row: sqlite3.Row, metrics: Mapping[str, float]) -> Job:
     """Return a job from a row of `JOB_COLUMNS`, and its results."""
     return Job(
         id=row["id"],
-        request=_as_request(row["request"]),
+        request=as_request(row["request"]),
         status=Status(row["status"]),
         created_at=row["created_at"],
         phase=_as_phase(row["phase"]),
