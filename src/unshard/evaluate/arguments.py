@@ -20,6 +20,9 @@ Limit = Annotated[
     Annotated[int, Field(gt=0, le=LARGEST)] | Annotated[float, Field(gt=0, le=LARGEST)],
     expects("a number above 0; below 1 it is a share"),
 ]
+Seed = Annotated[  # of numpy, which takes the smallest
+    int, Field(ge=0, lt=2**32), expects("a whole number, 0 to 4294967295")
+]
 Pairs = Annotated[str, Field(max_length=_LONGEST), expects("key=value, separated by commas")]
 
 
@@ -33,6 +36,7 @@ class Arguments(BaseModel):
         model_args: arguments of the evaluator's model, without the checkpoint.
         num_fewshot, batch_size, limit, gen_kwargs: as the evaluators call them.
         num_gpus: how many GPUs the job gets.
+        seed: of every random generator: Python's, numpy's, torch's, that of few-shot examples.
     """
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
@@ -43,6 +47,7 @@ class Arguments(BaseModel):
     limit: Limit | None = None
     gen_kwargs: Pairs | None = None
     num_gpus: Whole | None = None
+    seed: Seed | None = None
 
     def given(self) -> dict[str, object]:
         """Return what the client chose, by name."""
@@ -77,3 +82,4 @@ class ArgumentFields(TypedDict, total=False):
     limit: float | None
     gen_kwargs: str | None
     num_gpus: int | None
+    seed: int | None

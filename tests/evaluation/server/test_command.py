@@ -64,10 +64,10 @@ def test_braces_that_stay_are_doubled(tmp_path: Path, part: str, expected: str) 
 
 
 def test_options_that_the_client_chose_are_filled_in_and_others_are_empty(tmp_path: Path) -> None:
-    profile = Profile("own", Kind.COMMAND, command=("x", "{limit}", "{num_fewshot}"))
-    request = Request("/a", "own", ("t",), arguments=Arguments(limit=0.5))
+    profile = Profile("own", Kind.COMMAND, command=("x", "{limit}", "{num_fewshot}", "{seed}"))
+    request = Request("/a", "own", ("t",), arguments=Arguments(limit=0.5, seed=0))
     work = work_at(tmp_path, tmp_path, request, profile)
-    assert make_evaluator(profile).command(work) == ["x", "0.5", ""]
+    assert make_evaluator(profile).command(work) == ["x", "0.5", "", "0"]
 
 
 def test_what_is_filled_in_is_not_filled_in_again(tmp_path: Path) -> None:

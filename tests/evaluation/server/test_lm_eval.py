@@ -33,7 +33,7 @@ def test_what_lm_eval_measures_is_read(tmp_path: Path) -> None:
     model = save_tiny_model(deep / "model")
     paths = (lm_eval_tasks(tmp_path / "tasks"),)
     profile = Profile("lm", Kind.LM_EVAL, include_paths=paths, model_args={"dtype": "float32"})
-    chosen = Arguments(limit=2, batch_size=2, num_fewshot=0)
+    chosen = Arguments(limit=2, batch_size=2, num_fewshot=0, seed=7)
     request = Request("/a", "lm", ("sights", "dim"), arguments=chosen)
     work = work_at(tmp_path / "attempt", model, request, profile)
     evaluator = make_evaluator(profile)
@@ -48,7 +48,10 @@ def test_what_lm_eval_measures_is_read(tmp_path: Path) -> None:
     assert metrics["colours_of_day/acc"] == metrics["colours_of_night/acc"] == metrics["sights/acc"]
     results = evaluator.results_file(work)
     assert results is not None
-    assert json.loads(results.read_bytes())["n-samples"]["colours_of_day"]["effective"] == 2
+    document = json.loads(results.read_bytes())
+    assert document["n-samples"]["colours_of_day"]["effective"] == 2
+    seeds = ("random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
+    assert [document["config"][name] for name in seeds] == [7] * 4
 
 
 def test_an_unknown_task_is_an_error(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_what_lmms_eval_measures_is_read(tmp_path: Path) -> None:
     """The dummy model says the same to every question; one of three answers is right."""
     tasks = lmms_eval_tasks(tmp_path / "tasks")
     profile = replace(LMMS_EVAL, include_paths=(tasks,), model_args={"response": "blue"})
-    work = attempt(tmp_path, "sights", profile=profile, batch_size=1, gen_kwargs="temperature=0")
+    work = attempt(tmp_path, "sights", profile=profile, seed=0, gen_kwargs="temperature=0")
     evaluator = make_evaluator(profile)
     done = run_evaluator(evaluator.command(work), work.directory)
     assert done.returncode == 0, done.stdout
@@ -52,6 +52,9 @@ def test_what_lmms_eval_measures_is_read(tmp_path: Path) -> None:
     results = evaluator.results_file(work)
     assert results is not None
     assert results.parent.name == f"{tmp_path.name}__model"
+    config = json.loads(results.read_bytes())["config"]
+    seeds = ("random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
+    assert [config[name] for name in seeds] == [0] * 4
 
 
 @needs_lmms_eval

@@ -67,6 +67,8 @@ def test_requests_in_older_databases_are_read_and_keep_their_keys() -> None:
     assert read.key == "7726a90c22b90d7b87b9a4252bf5512e"
     assert json.loads(request_as_json(read)).items() >= json.loads(written).items()
     assert Request("c", "p", ("t",)).key == "1c1cde578cc8e5fdf4e0f3dd2355e1c7"
+    keys = {replace(read, arguments=Arguments(seed=seed)).key for seed in (None, 0, 1)}
+    assert len(keys) == 3
 
 
 def test_a_request_of_a_later_version_is_read_without_what_is_unknown() -> None:

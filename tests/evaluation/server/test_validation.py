@@ -284,6 +284,7 @@ def test_fields_with_other_values(field: str, values: list[object]) -> None:
         ("batch_size", [0, -1, 1.5, True, "", "auto:", "auto:0", "auto:4\n", "AUTO", 2**60]),
         ("limit", [0, -1, float("nan"), float("inf"), True, "x", 10**400]),
         ("gen_kwargs", ["a" * 4001, 1]),
+        ("seed", [-1, 2**32, 0.5, True, "1,2,3,4"]),
         ("model_args", [{"a": [1]}, {"a": None}, [1]]),
         ("weights", ["", "Model", "regular", None]),
     ],

@@ -51,7 +51,7 @@ def server() -> Iterator[Stub]:
 
 def test_a_checkpoint_is_submitted_and_its_result_comes_back(tmp_path: Path, server: Stub) -> None:
     run = tmp_path / "myrun"
-    submitter = Submitter(config_for(server.url, batch_size=4, model_args={"a": "b"}), run)
+    submitter = Submitter(config_for(server.url, batch_size=4, seed=0, model_args={"a": "b"}), run)
     checkpoint = lmms_checkpoint(run, 10)
     assert submitter.submit(checkpoint, 10)
     assert submitter.close(LIMIT_S)
@@ -60,7 +60,7 @@ def test_a_checkpoint_is_submitted_and_its_result_comes_back(tmp_path: Path, ser
     assert body["checkpoint"] == str(checkpoint)
     assert Path(str(body["pin"])).parts[-4:-2] == ("_unshard", "pins")
     assert (body["step"], body["run"], body["weights"]) == (10, "myrun", "model")
-    assert (body["batch_size"], body["model_args"]) == (4, {"a": "b"})
+    assert (body["batch_size"], body["seed"], body["model_args"]) == (4, 0, {"a": "b"})
     line = (run / "_unshard" / "results.jsonl").read_text()
     assert '"step": 10' in line
     assert list_pins(run) == []

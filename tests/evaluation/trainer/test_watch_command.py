@@ -408,6 +408,16 @@ def test_other_arguments_are_another_evaluation(run: Path, stub: Stub) -> None:
     assert [body.get("limit") for body in stub.submissions] == [8, None]
 
 
+def test_a_seed_is_submitted_with_the_checkpoint(run: Path, stub: Stub) -> None:
+    """By both commands; another seed is another evaluation."""
+    place = verl_step(run, 10)
+    watch_once(run, stub.url, "--seed=7")
+    submit = (place, "--tasks=t", "--profile=score", f"--server={stub.url}")
+    unshard("eval", "submit", *submit, "--seed=0")
+    unshard("eval", "submit", *submit)
+    assert [body.get("seed") for body in stub.submissions] == [7, 0, None]
+
+
 def test_a_type_of_lmms_evals_model_is_known_by_its_name(run: Path, stub: Stub) -> None:
     stub.finishes = lambda body: {**(scores(body) or {}), "profile": f"lmms:{body['profile']}"}
     verl_step(run, 10)

@@ -21,7 +21,7 @@ from unshard.errors import UnshardError
 if TYPE_CHECKING:
     from unshard.evaluate.client.v1 import EvalClient
 
-__all__ = ["app"]
+__all__ = ["Seed", "app"]
 
 app = typer.Typer(
     name="eval",
@@ -50,6 +50,15 @@ Profile = Annotated[
 Tasks = Annotated[str, typer.Option(metavar="A,B", help="Tasks to evaluate.")]
 WeightSets = Annotated[
     str, typer.Option(metavar="model,ema", help="Which weights; one job for each.")
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=2**32 - 1,
+        metavar="N",
+        help="Seed of the evaluator's random generators.  [default: the evaluator's own]",
+    ),
 ]
 
 
@@ -135,6 +144,7 @@ def submit(
         str, typer.Option(help="The training run.  [default: the run directory's name]")
     ] = "",
     weights: WeightSets = "model",
+    seed: Seed = None,
     wait: Annotated[
         bool,
         typer.Option(
@@ -154,9 +164,7 @@ def submit(
         jobs: list[dict[str, object]] = []
         try:
             for one in _listed(weights):
-                job = client.submit(
-                    path, step=step, profile=profile, tasks=names, weights=one, run=run
-                )
+                job = client.submit(path, step, profile, names, weights=one, run=run, seed=seed)
                 jobs.append(job)
         except UnshardError as error:
             if not jobs:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from unshard.cli.evaluate.commands import Seed
 from unshard.cli.evaluate.connecting import FAILED, URL, TokenFile, check_installed, connect
 from unshard.cli.evaluate.show import on_one_line
 from unshard.cli.options import Json, one_of
@@ -61,6 +62,7 @@ def watch(
     run: Annotated[
         str | None, typer.Option(help="The training run.  [default: the directory's name]")
     ] = None,
+    seed: Seed = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -98,6 +100,7 @@ def watch(
         "weights": weights,
         "eval_steps": every,
         "run": run,
+        "seed": seed,
         "token_file": None if token_file is None else str(token_file),
     }
     chosen = {key: value for key, value in given.items() if value is not None}

@@ -74,7 +74,7 @@ class EvalConfig:
         save_steps: steps between checkpoints, if known.
         checkpoint_key: the name of the checkpoint among `model_args`, from which it is removed,
             because the server sets it.
-        model_args, num_fewshot, batch_size, limit, gen_kwargs, num_gpus: see `Arguments`.
+        model_args, num_fewshot, batch_size, limit, gen_kwargs, num_gpus, seed: see `Arguments`.
         run: the name of the training run; None: the name of its directory.
         path_map: beginnings of paths on this machine, each with the server's path for it.
         token_file: a file with the server's token, read when it is needed.
@@ -100,6 +100,7 @@ class EvalConfig:
     limit: float | None = None
     gen_kwargs: str | None = None
     num_gpus: int | None = None
+    seed: int | None = None
     run: str | None = None
     path_map: Mapping[str, str] = field(default_factory=dict)
     token_file: Path | None = None
@@ -236,6 +237,7 @@ _READ = {
     "limit": a_number,
     "gen_kwargs": a_text,
     "num_gpus": a_whole,
+    "seed": a_whole,
     "run": a_text,
     "path_map": paths,
     "weights": names,
