@@ -15,8 +15,12 @@ import yaml
 
 from evaluation.running import child_environment
 from evaluation.servers import Live, started
-from unshard.evaluate.server.config import profiles
-from unshard.evaluate.server.config.profiles import Kind, ServerConfig
+from unshard.evaluate.server.config.profiles import Kind
+from unshard.evaluate.server.config.server_yaml import (
+    PROFILE_KEYS,
+    SERVER_KEYS,
+    read_server_yaml,
+)
 from unshard.evaluate.trainer import config
 from unshard.evaluate.trainer.config import EvalConfig
 from waiting import LIMIT_S
@@ -41,7 +45,7 @@ def keys(heading: str) -> set[str]:
 
 
 def test_the_tables_name_every_key_and_no_other() -> None:
-    server_keys = set(profiles._SERVER_KEYS).union(*profiles._PROFILE_KEYS.values())
+    server_keys = SERVER_KEYS.union(*PROFILE_KEYS.values())
     assert keys("The server's YAML") == server_keys
     fields = {field.name for field in dataclasses.fields(EvalConfig)}
     assert keys("The client's YAML") == fields | {"model", *config._UNUSED}
@@ -52,7 +56,7 @@ def test_the_table_says_which_kinds_have_a_key() -> None:
         r"^\| `(\w+)` \| (all|[a-z-]+(?:, [a-z-]+)*) \|", PAGE.read_text(), re.MULTILINE
     ):
         named = set(Kind) if kinds == "all" else {Kind(one) for one in kinds.split(", ")}
-        assert {kind for kind, known in profiles._PROFILE_KEYS.items() if key in known} == named
+        assert {kind for kind, known in PROFILE_KEYS.items() if key in known} == named
 
 
 @pytest.fixture
@@ -76,7 +80,7 @@ def test_every_yaml_is_one_that_is_read(
     for text in blocks(page, "yaml"):
         if "profiles:" in text:
             (place / "here.yaml").write_text(text)
-            assert ServerConfig.from_yaml(place / "here.yaml").profiles
+            assert read_server_yaml(place / "here.yaml").profiles
         elif "server_url:" in text:
             assert EvalConfig.from_yaml(text).tasks
             assert "are ignored" not in caplog.text
@@ -85,7 +89,7 @@ def test_every_yaml_is_one_that_is_read(
 
 
 def test_the_server_yaml_of_the_examples_is_read() -> None:
-    assert list(ServerConfig.from_yaml(ROOT / "examples" / "server.yaml").profiles) == ["size"]
+    assert list(read_server_yaml(ROOT / "examples" / "server.yaml").profiles) == ["size"]
 
 
 @pytest.fixture

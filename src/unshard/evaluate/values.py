@@ -1,35 +1,39 @@
 """Types of the values that people and clients write, for pydantic, with errors in our words."""
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
-from unshard.errors import UsageError
+from unshard.errors import UsageError, raise_all
 
-__all__ = ["LARGEST", "Scalar", "Whole", "expects", "problems_of"]
+__all__ = ["LARGEST", "Scalar", "Whole", "expects", "problem_of", "shown", "validated"]
 
 LARGEST = 2**53
 """The largest whole number that JSON has everywhere."""
 
-_SHOWN = 100
-
 Scalar = str | int | float | bool
+_Found = TypeVar("_Found")
 
 
-def expects(text: str) -> WrapValidator:
+def expects(text: str, *, or_boolean: bool = False) -> WrapValidator:
     """Make a validator that reports whatever is wrong with a value as one problem.
-
-    A boolean is refused: pydantic would read it as a number.
 
     Args:
         text: what is expected.
+        or_boolean: accept a boolean too, which pydantic would else read as a number.
     """
 
     def check(value: object, validate: ValidatorFunctionWrapHandler) -> object:
         try:
-            if not isinstance(value, bool):
+            if or_boolean or not isinstance(value, bool):
                 return validate(value)
         except ValidationError:
             pass
@@ -41,18 +45,34 @@ def expects(text: str) -> WrapValidator:
 Whole = Annotated[int, Field(ge=0, le=LARGEST), expects("a whole number, at least 0")]
 
 
-def problems_of(error: ValidationError, subject: Callable[[str], str]) -> list[UsageError]:
-    """Return an error of ours for every problem that pydantic found.
+def validated(
+    adapter: TypeAdapter[_Found], value: object, *, subject: Callable[[str], str]
+) -> _Found:
+    """Return a value as its type has it.
 
     Args:
-        error: what pydantic raised.
-        subject: makes the first line of an error from the dotted name of the key.
+        adapter: the type.
+        value: what somebody wrote.
+        subject: makes the first line of an error from the dotted name of a key.
+
+    Raises:
+        UsageError: names every key whose value does not fit.
     """
-    return [
-        UsageError(
-            subject(".".join(map(str, one["loc"]))),
-            expected=one.get("ctx", {}).get("expected") or one["msg"],
-            found=repr(one["input"])[:_SHOWN],
-        )
-        for one in error.errors(include_url=False)
-    ]
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        problems = [problem_of(one, subject(".".join(map(str, one["loc"])))) for one in found]
+        raise_all(UsageError, f"{len(found)} values cannot be accepted", problems)
+        raise
+
+
+def problem_of(problem: ErrorDetails, subject: str) -> UsageError:
+    """Return one of pydantic's problems as an error of ours."""
+    expected = problem.get("ctx", {}).get("expected") or problem["msg"]
+    return UsageError(subject, expected=str(expected), found=shown(problem["input"]))
+
+
+def shown(value: object) -> str:
+    """Return a value, and its type, for an error."""
+    return f"{value!r:.100} ({type(value).__name__})"

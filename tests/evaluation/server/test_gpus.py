@@ -6,7 +6,7 @@ import pytest
 
 from unshard.errors import UsageError
 from unshard.evaluate.server.config.gpus import gpus_here, gpus_in
-from unshard.evaluate.server.config.profiles import ServerConfig
+from unshard.evaluate.server.config.server_yaml import read_server_yaml
 
 MIG = "MIG-3f1bd0c0-7a4b-5d1e-9c2f-0a1b2c3d4e5f"
 
@@ -67,9 +67,9 @@ def test_a_number_of_gpus_means_those_that_this_process_may_use(
     assert gpus_in("0") == ()
     assert gpus_in("0,1") == ("0", "1")
     (tmp_path / "server.yaml").write_text("gpus: 2")
-    assert ServerConfig.from_yaml(tmp_path / "server.yaml").gpus == ("6", "GPU-8f3a")
+    assert read_server_yaml(tmp_path / "server.yaml").gpus == ("6", "GPU-8f3a")
     (tmp_path / "server.yaml").write_text(f"gpus: [1, {MIG}]")
-    assert ServerConfig.from_yaml(tmp_path / "server.yaml").gpus == ("1", MIG)
+    assert read_server_yaml(tmp_path / "server.yaml").gpus == ("1", MIG)
     with pytest.raises(UsageError, match="--gpus 4: more than this process may use"):
         gpus_in("4")
 

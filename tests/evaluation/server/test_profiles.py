@@ -8,6 +8,7 @@ import yaml
 
 from unshard.errors import UsageError
 from unshard.evaluate.server.config.profiles import Keep, Kind, Launcher, Profile, ServerConfig
+from unshard.evaluate.server.config.server_yaml import read_server_yaml
 from unshard.evaluate.server.serve import Given, configured
 
 WHOLE = """
@@ -48,7 +49,7 @@ profiles:
 def read(tmp_path: Path, text: str) -> ServerConfig:
     path = tmp_path / "server.yaml"
     path.write_text(text, encoding="utf-8")
-    return ServerConfig.from_yaml(path)
+    return read_server_yaml(path)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         ("gpus: [[0]]", "gpus cannot be read"),
         ("gpus: GPU-8f3a", "gpus cannot be read"),
         ("gpus: -1", "gpus cannot be read"),
-        (PROFILE % "keep: best", "best_metric cannot be read\n  expected: TASK/METRIC"),
+        (PROFILE % "keep: best", "best_metric is missing\n  expected: TASK/METRIC"),
         (PROFILE % "keep: some", "keep cannot be read\n  expected: none, best, all"),
         ("keep_days: 0", "keep_days cannot be read\n  expected: a whole number, at least 1"),
         ("keep_days: soon", "keep_days cannot be read"),
@@ -168,7 +169,10 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         ("profiles: {a: {}}", "profiles.a: kind cannot be read"),
         ("profiles: {a: {kind: other}}", "expected: lm-eval, lmms-eval, command"),
         ("profiles: {a: lm-eval}", "profiles.a cannot be read"),
-        (PROFILE % "modle: x", "profiles.a has the unknown key 'modle'"),
+        (
+            PROFILE % "modle: x",
+            r"\(kind lm-eval\) has the unknown key 'modle'[^$]*mean 'model'",
+        ),
         (PROFILE % "command: [x]", r"profiles.a \(kind lm-eval\) has the unknown key 'command'"),
         (PROFILE % "timeout: 0", "timeout cannot be read\n  expected: seconds"),
         (PROFILE % "timeout: .inf", "timeout cannot be read"),
@@ -195,9 +199,9 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         (PROFILE % "model_args: {a: [1]}", "model_args cannot be read"),
         (LMMS % "model_args: {a: 'b,c'}", "model_args: 'a' cannot be handed over"),
         (LMMS % "include_paths: [a, b]", "expected: at most 1"),
-        (COMMAND % "timeout: 1", "command cannot be read"),
+        (COMMAND % "timeout: 1", r"command is missing\n  expected: a list of arguments"),
         (COMMAND % "command: ['{chekpoint}']", "command cannot be read"),
-        (COMMAND % "command: [./nothing]", r"command cannot be read\n.*a program"),
+        (COMMAND % "command: [./nothing]", r"command cannot be read\n  expected: a program"),
         (
             COMMAND % "command: [./server.yaml]",
             r"command cannot be read\n.*a program",
@@ -215,7 +219,7 @@ def test_what_cannot_be(tmp_path: Path, text: str, message: str) -> None:
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nothing\.yaml cannot be read"):
-        ServerConfig.from_yaml(tmp_path / "nothing.yaml")
+        read_server_yaml(tmp_path / "nothing.yaml")
 
 
 def test_a_program_that_is_a_path_starts_at_the_files_directory(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from unshard.evaluate.logs import log_to_stderr
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.config.gpus import gpus_in
 from unshard.evaluate.server.config.profiles import ServerConfig
+from unshard.evaluate.server.config.server_yaml import read_server_yaml
 from unshard.evaluate.server.evaluators.probing import start_probing
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
 from unshard.evaluate.server.health import Health
@@ -62,7 +63,7 @@ def configured(given: Given) -> ServerConfig:
     if given.config is None:
         config = ServerConfig.default(gpus)
     else:
-        config = ServerConfig.from_yaml(given.config, gpus)
+        config = read_server_yaml(given.config, gpus)
     return replace(
         config,
         roots=tuple(root.absolute() for root in given.roots or config.roots or (Path.cwd(),)),

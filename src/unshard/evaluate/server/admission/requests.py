@@ -31,7 +31,6 @@ from unshard.read.discover import step_of
 
 __all__ = [
     "MOST_TASKS",
-    "REFUSED",
     "check_request",
     "check_there",
     "not_readable",
@@ -39,7 +38,6 @@ __all__ = [
 ]
 
 MOST_TASKS = 1000
-REFUSED = "The request cannot be accepted"
 _MOST_ARGUMENTS = 64
 _LONGEST_NAME = 200
 _LONGEST_VALUE = 4000
@@ -70,7 +68,7 @@ def check_request(request: Request, config: ServerConfig) -> None:
         *_gpus(request.arguments.num_gpus, len(config.gpus)),
         *_run(request.run),
     ]
-    raise_all(UsageError, REFUSED, problems)
+    raise_all(UsageError, "The request cannot be accepted", problems)
 
 
 def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from fastapi import APIRouter, HTTPException, Request, Response
-from pydantic import ValidationError
+from pydantic import TypeAdapter
 
-from unshard.errors import UnshardError, UsageError, raise_all
+from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.arguments import Arguments
 from unshard.evaluate.jobs import Request as Wanted
 from unshard.evaluate.jobs import Status
-from unshard.evaluate.server.admission.requests import REFUSED
 from unshard.evaluate.server.attempts.merging import GivenUpError, GoneError
 from unshard.evaluate.server.health import UnhealthyError
 from unshard.evaluate.server.http.answers import answer
@@ -36,13 +35,14 @@ from unshard.evaluate.server.http.lmms_views import (
 from unshard.evaluate.server.http.v1_views import error_body
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.telling import tell_refusal
-from unshard.evaluate.values import Scalar, problems_of
+from unshard.evaluate.values import Scalar, validated
 
 __all__ = ["router", "service_of", "wanted_of"]
 
 router = APIRouter(tags=["lmms-eval"], responses={"4XX": {"model": Problem}})
 _CHECKPOINT_KEYS = ("pretrained", "model", "model_path", "checkpoint", "ckpt_path")
 _LIFTED = ("num_gpus", "batch_size")
+_ARGUMENTS = TypeAdapter(Arguments)
 _WEIGHTS = {"regular": "model", "ema": "ema"}
 
 
@@ -190,12 +190,8 @@ def wanted_of(asked: EvaluateRequest) -> Wanted:
     given = asked.model_dump(include=set(Arguments.model_fields))
     if asked.num_gpus == 1:  # their client always sends num_gpus: 1 does not express a preference
         del given["num_gpus"]
-    try:
-        chosen = Arguments(**{**given, **lifted, "model_args": arguments})
-    except ValidationError as error:
-        problems = problems_of(error, lambda field: f"{field} cannot be accepted")
-        raise_all(UsageError, REFUSED, problems)
-        raise
+    given |= {**lifted, "model_args": arguments}
+    chosen = validated(_ARGUMENTS, given, subject=lambda name: f"{name} cannot be accepted")
     return Wanted(
         checkpoint=checkpoint,
         profile=asked.model,
