@@ -204,7 +204,11 @@ def bases(path: Path) -> dict[str, list[str]]:
 # A class of one of these kinds may have a base of that kind that is ours.
 KINDS = {"typing.Protocol", "typing.TypedDict"}
 # Users of lmms-engine have subclasses of this one.
-PROMISED = {"unshard.merger.fsdp2.CheckpointMerger"}
+PROMISED = {
+    "unshard.merger.fsdp2.CheckpointMerger",
+    # Its fields are keys of the same JSON object as those of a submission: pydantic's way to say so.
+    "unshard.evaluate.arguments.Arguments",
+}
 # These are about to go.
 LEFT = {
     "unshard.evaluate.server.http.v1_views.JobPage",

@@ -118,10 +118,10 @@ def test_unknown_keys_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"server_url": None}, "too little"),
+        ({"server_url": None}, "incomplete"),
         ({"server_url": "http://host:80x"}, "server_url"),
         ({"server_url": "host:80"}, "server_url"),
-        ({"tasks": []}, "too little"),
+        ({"tasks": []}, "incomplete"),
         ({"tasks": [1]}, "tasks"),
         ({"eval_steps": -1}, "eval_steps"),
         ({"eval_steps": True}, "eval_steps"),

@@ -198,8 +198,8 @@ def test_the_trainer_comes_to_its_end_without_a_server(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"model": None}, "says too little: profile"),
-        ({"tasks": []}, "says too little: tasks"),
+        ({"model": None}, "is incomplete: profile"),
+        ({"tasks": []}, "is incomplete: tasks"),
         ({"poll_interval": 0}, "poll_interval"),
         ({"server_url": "evaluator"}, "server_url"),
         ({"quota": {"size": 1}}, "quota"),

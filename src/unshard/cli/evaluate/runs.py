@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 import time
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -170,9 +171,9 @@ def _configured(file: Path | None, chosen: dict[str, object], interval: float) -
     from dataclasses import replace
 
     from unshard.evaluate.trainer.config import EvalConfig
-    from unshard.evaluate.trainer.config_values import an_interval
 
-    an_interval({"--interval": interval}, "--interval")
+    if not isfinite(interval):
+        raise UsageError("--interval", expected="seconds, above 0", found=str(interval))
     if file is None:
         default = {"server_url": URL, "profile": "lm-eval", "poll_interval": interval}
         return EvalConfig.from_dict({**default, **chosen})

@@ -10,41 +10,39 @@
         profile: qwen            # ours; else `model` names the profile
         weights: [model, ema]    # ours, as are run, path_map, token_file, quota, flush_timeout
 
-`eval_config` alone, or its keys at the top, are taken as well. What lies where it does not belong
-is lifted with a warning: `num_gpus` and `batch_size` inside `model_args` crash models of lmms-eval.
+`eval_config` alone, or its keys at the top, are accepted as well. A misplaced key is lifted with a
+warning: `num_gpus` and `batch_size` inside `model_args` crash models of lmms-eval.
 """
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import Annotated
 
 import yaml
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationInfo,
+    with_config,
+)
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from unshard.errors import UsageError
-from unshard.evaluate.arguments import Arguments
-from unshard.evaluate.credentials import read_token
+from unshard.evaluate.arguments import Arguments, BatchSize, Limit, Pairs, Seed
+from unshard.evaluate.credentials import read_token, split_url
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota
-from unshard.evaluate.trainer.config_values import (
-    a_mapping,
-    a_number,
-    a_quota,
-    a_text,
-    a_text_or_whole,
-    a_url,
-    a_whole,
-    an_interval,
-    names,
-    paths,
-    scalars,
-)
-from unshard.evaluate.values import Scalar
+from unshard.evaluate.values import Whole, expects, validated
 
 __all__ = ["EvalConfig"]
 
 _TRAINER = ("eval_strategy", "eval_steps", "save_steps")
-_LIFTED = (
+_UNUSED = ("device", "log_samples", "predict_only", "output_dir")
+_LIFTED = (  # not `seed`: models have an argument of that name
     "num_gpus",
     "batch_size",
     "num_fewshot",
@@ -54,9 +52,96 @@ _LIFTED = (
     "log_samples",
     "predict_only",
 )
-_UNUSED = ("device", "log_samples", "predict_only", "output_dir")
+_NEEDED = {"server_url": "server_url", "profile": "profile (or model)", "tasks": "tasks"}
+_MEANT = {
+    *_TRAINER,
+    "server_url",
+    "tasks",
+    "checkpoint_key",
+    "poll_interval",
+    "profile",
+    "path_map",
+}
 
 log = logging.getLogger(__name__)
+
+
+def _subject(key: str) -> str:
+    return f"{key} of the evaluation"
+
+
+def _url(text: str) -> str:
+    split_url(text, what=_subject("server_url"))
+    return text
+
+
+def _no(value: object) -> object:
+    """Return `no` for what YAML 1.1 makes of a bare `no`."""
+    return "no" if value is False else value
+
+
+def _names(value: object) -> object:
+    """Return a list of names; a text is a list of one, or of several with commas."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+def _steps(value: object, info: ValidationInfo) -> object:
+    """Leave out a ratio of all steps (transformers), with a warning."""
+    if isinstance(value, float) and 0 < value < 1:
+        log.warning("%s %s: a ratio of all steps means nothing here", info.field_name, value)
+        return None
+    return value
+
+
+def _absolute(text: str) -> str:
+    if not PurePosixPath(text).is_absolute():
+        raise ValueError
+    return text
+
+
+@with_config(ConfigDict(extra="forbid"))
+class _QuotaKeys(TypedDict, total=False):
+    count: Whole | None
+    bytes: Whole | None
+
+
+def _quota(value: object) -> Quota:
+    """Return a quota of pins: a key that is not given has its default, null is no limit."""
+    if isinstance(value, Quota):
+        return value
+    return replace(DEFAULT_QUOTA, **TypeAdapter(_QuotaKeys).validate_python(value))
+
+
+Text = Annotated[str, expects("text")]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names), expects("a list of names")]
+WeightSets = Annotated[
+    tuple[Annotated[str, Field(pattern="^(model|ema)$")], ...],
+    Field(min_length=1),
+    BeforeValidator(_names),
+    expects("model, ema"),
+]
+Interval = Annotated[
+    float, Field(strict=True, gt=0, allow_inf_nan=False), expects("seconds, above 0")
+]
+Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), expects("a number")]
+Steps = Annotated[Whole | None, BeforeValidator(_steps)]
+Strategy = Annotated[Text, BeforeValidator(_no)]
+Url = Annotated[Text, AfterValidator(_url)]
+Argument = Annotated[
+    str | int | Annotated[float, Field(allow_inf_nan=False)] | bool,
+    expects("a text, a number or a boolean", or_boolean=True),
+]
+PathMap = Annotated[
+    dict[Annotated[str, AfterValidator(_absolute)], Annotated[str, AfterValidator(_absolute)]],
+    expects("absolute paths here: what the server calls them"),
+]
+PinQuota = Annotated[
+    Quota,
+    BeforeValidator(_quota),
+    expects("count and bytes, each a whole number or null for no limit"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,30 +170,30 @@ class EvalConfig:
         UsageError: `poll_interval` is not a number above 0.
     """
 
-    server_url: str = field(repr=False)
-    profile: str
-    tasks: tuple[str, ...]
-    weights: tuple[str, ...] = ("model",)
-    poll_interval: float = 20.0
-    eval_strategy: str = "steps"
-    eval_steps: int | None = None
-    save_steps: int | None = None
-    checkpoint_key: str = "model"
-    model_args: Mapping[str, Scalar] = field(default_factory=dict)
-    num_fewshot: int | None = None
-    batch_size: int | str | None = None
-    limit: float | None = None
-    gen_kwargs: str | None = None
-    num_gpus: int | None = None
-    seed: int | None = None
-    run: str | None = None
-    path_map: Mapping[str, str] = field(default_factory=dict)
+    server_url: Url = field(repr=False)
+    profile: Text
+    tasks: Names
+    weights: WeightSets = ("model",)
+    poll_interval: Interval = 20.0
+    eval_strategy: Strategy = "steps"
+    eval_steps: Steps = None
+    save_steps: Steps = None
+    checkpoint_key: Text = "model"
+    model_args: Mapping[str, Argument] = field(default_factory=dict)
+    num_fewshot: Whole | None = None
+    batch_size: BatchSize | None = None
+    limit: Limit | None = None
+    gen_kwargs: Pairs | None = None
+    num_gpus: Whole | None = None
+    seed: Seed | None = None
+    run: Text | None = None
+    path_map: PathMap = field(default_factory=dict)
     token_file: Path | None = None
-    quota: Quota = DEFAULT_QUOTA
-    flush_timeout: float = 600.0
+    quota: PinQuota = DEFAULT_QUOTA
+    flush_timeout: Seconds = 600.0
 
     def __post_init__(self) -> None:
-        an_interval({"poll_interval": self.poll_interval}, "poll_interval")
+        validated(_INTERVAL, {"poll_interval": self.poll_interval}, subject=_subject)
 
     @classmethod
     def of(cls, source: "EvalConfig | Mapping[str, object] | str | Path") -> "EvalConfig":
@@ -118,11 +203,11 @@ class EvalConfig:
         return cls.from_dict(source) if isinstance(source, Mapping) else cls.from_yaml(source)
 
     @classmethod
-    def from_yaml(cls, source: str | Path) -> Self:
+    def from_yaml(cls, source: str | Path) -> "EvalConfig":
         """Read a file, or the text of one.
 
         Raises:
-            UsageError: it is not there, no YAML, or says too little.
+            UsageError: it cannot be read, or is not a configuration.
         """
         try:
             is_text = isinstance(source, str) and _is_text(source)
@@ -135,37 +220,27 @@ class EvalConfig:
         return cls.from_dict(found)
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, object]) -> Self:
-        """Read what YAML says; see the module.
+    def from_dict(cls, given: Mapping[str, object]) -> "EvalConfig":
+        """Read the keys of a YAML file; see the module.
 
         Raises:
-            UsageError: something is missing, or is not what it should be.
+            UsageError: a key is missing, or a value is not what it should be.
         """
         flat = _flat(given)
-        model_args = a_mapping(flat, "model_args")
+        model_args = _mapping(flat, "model_args")
         _lift(model_args, _LIFTED, flat, "model_args")
-        key = a_text(flat, "checkpoint_key") or "model"
-        model_args.pop(key, None)
-        profile = a_text(flat, "profile") or a_text(flat, "model")
-        url = a_url(flat, "server_url")
-        tasks = names(flat, "tasks")
-        if not profile or not url or not tasks:
-            needed = {"server_url": url, "profile (or model)": profile, "tasks": tasks}
-            missing = [name for name, value in needed.items() if not value]
+        model_args.pop(str(flat.get("checkpoint_key") or "model"), None)
+        flat |= {"model_args": model_args, "profile": flat.get("profile") or flat.get("model")}
+        if missing := [name for name in _NEEDED if not flat.get(name)]:
             raise UsageError(
-                f"the evaluation's configuration says too little: {', '.join(missing)} missing",
-                expected=", ".join(needed),
-                found=", ".join(sorted(flat)) or "nothing",
+                f"the evaluation's configuration is incomplete: {', '.join(missing)} missing",
+                expected=", ".join(_NEEDED.values()),
+                found=", ".join(sorted(key for key in flat if flat[key])) or "nothing",
             )
         _warn_of_unknown(flat)
-        config = cls(
-            server_url=url,
-            profile=profile,
-            tasks=tasks,
-            checkpoint_key=key,
-            model_args=scalars(model_args, "model_args"),
-            **_optional(flat),  # type: ignore[arg-type]  # each is checked where it is read
-        )
+        names = {one.name for one in fields(cls)}
+        known = {key: flat[key] for key in names & flat.keys() if flat[key] is not None}
+        config = validated(_CONFIG, known, subject=_subject)
         _warn_of_steps(config)
         return config
 
@@ -213,60 +288,34 @@ class EvalConfig:
         return read_token(self.token_file, what=f"token_file {self.token_file}")
 
 
+_INTERVAL = TypeAdapter(dict[str, Interval])
+_CONFIG = TypeAdapter(EvalConfig)
+
+
+def _mapping(given: Mapping[str, object], key: str) -> dict[str, object]:
+    """Return a copy of the mapping under a key; an empty one if there is none."""
+    found = given.get(key)
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise UsageError(_subject(key), expected="a mapping", found=repr(found)[:100])
+    return {str(name): value for name, value in found.items()}
+
+
 def _is_text(source: str) -> bool:
     """Return whether a text is YAML itself, not the name of a file: that may hold a colon, too."""
     return "\n" in source or (":" in source and not Path(source).is_file())
 
 
-def _steps(given: Mapping[str, object], key: str) -> int | None:
-    """Return a number of steps; a ratio of all steps (transformers) is left out with a warning."""
-    found = given.get(key)
-    if isinstance(found, float) and 0 < found < 1:
-        log.warning("%s %s: a ratio of all steps means nothing here, left out", key, found)
-        return None
-    return a_whole(given, key)
-
-
-_READ = {
-    "poll_interval": an_interval,
-    "eval_strategy": a_text,
-    "eval_steps": _steps,
-    "save_steps": _steps,
-    "num_fewshot": a_whole,
-    "batch_size": a_text_or_whole,
-    "limit": a_number,
-    "gen_kwargs": a_text,
-    "num_gpus": a_whole,
-    "seed": a_whole,
-    "run": a_text,
-    "path_map": paths,
-    "weights": names,
-    "quota": a_quota,
-    "flush_timeout": a_number,
-}
-
-
-def _optional(flat: Mapping[str, object]) -> dict[str, object]:
-    found: dict[str, object] = {
-        key: read(flat, key) for key, read in _READ.items() if flat.get(key) is not None
-    }
-    if file := a_text(flat, "token_file"):
-        found["token_file"] = Path(file)
-    sets = names(flat, "weights")
-    if "weights" in found and not (sets and {*sets} <= {"model", "ema"}):
-        raise UsageError("weights", expected="model, ema", found=str(flat["weights"]))
-    return found
-
-
 def _flat(given: Mapping[str, object]) -> dict[str, object]:
     """Return all keys of `eval_config`, with those of the trainer that matter, in one mapping."""
-    trainer = a_mapping(given, "trainer_args") if "trainer_args" in given else dict(given)
+    trainer = _mapping(given, "trainer_args") if "trainer_args" in given else dict(given)
     if "eval_config" not in trainer and "eval_config" in given:
         log.warning("eval_config belongs in trainer_args; using the one at the top level")
         trainer["eval_config"] = given["eval_config"]
     if "eval_config" not in trainer:
         return trainer if trainer == dict(given) else _ours(trainer)
-    flat = a_mapping(trainer, "eval_config")
+    flat = _mapping(trainer, "eval_config")
     ours = {key: value for key, value in _ours(trainer).items() if key != "eval_config"}
     _lift(ours, tuple(key for key in ours if key not in _TRAINER), flat, "trainer_args")
     return {**flat, **{key: trainer[key] for key in _TRAINER if key in trainer}}
@@ -274,8 +323,7 @@ def _flat(given: Mapping[str, object]) -> dict[str, object]:
 
 def _ours(trainer: Mapping[str, object]) -> dict[str, object]:
     """Return those of a trainer's many arguments that can only mean an evaluation."""
-    meant = {"server_url", "tasks", "checkpoint_key", "poll_interval", "profile", "path_map"}
-    return {key: value for key, value in trainer.items() if key in meant | set(_TRAINER)}
+    return {key: value for key, value in trainer.items() if key in _MEANT}
 
 
 def _lift(source: dict[str, object], keys: tuple[str, ...], to: dict[str, object], of: str) -> None:
