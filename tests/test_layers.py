@@ -202,11 +202,11 @@ def bases(path: Path) -> dict[str, list[str]]:
 
 
 # A class of one of these kinds may have a base of that kind that is ours.
-KINDS = {"typing.Protocol", "typing.TypedDict"}
+KINDS = {"typing.Protocol", "typing.TypedDict", "typing_extensions.TypedDict"}
 # Users of lmms-engine have subclasses of this one.
 PROMISED = {
     "unshard.merger.fsdp2.CheckpointMerger",
-    # Its fields are keys of the same JSON object as those of a submission: pydantic's way to say so.
+    # In pydantic's way, its fields are keys of the same JSON object as those of a submission.
     "unshard.evaluate.arguments.Arguments",
 }
 # These are about to go.
