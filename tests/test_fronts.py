@@ -24,7 +24,16 @@ from unshard.cli.main import main as command_line
 from unshard.cli.running.guard import front_of
 from unshard.compat import convert_checkpoint_simple, convert_fsdp_to_hf, merge_fsdp, verl
 from unshard.errors import speaking
-from unshard.fronts import OPTIONS, PYTHON, Command, Front, Mention, mentions, said, warned
+from unshard.fronts import (
+    OPTIONS,
+    PYTHON,
+    Command,
+    Front,
+    Mention,
+    mentions,
+    reword,
+    reword_warning,
+)
 from unshard.merger import FSDP2Merger
 from unshard.merger import __main__ as merger
 from unshard.progress import Event, Warned
@@ -198,17 +207,17 @@ def check(front: Front, text: str, options: set[str], place: str) -> None:
         written = front.name(mention)
         if written is None:
             assert parses(front.instead(mention)), place
-            assert front.instead(mention) in warned(text, front), place
+            assert front.instead(mention) in reword_warning(text, front), place
         else:
             assert re.split("[ =]", written)[0] in options, place
-            assert written in said(text, front), place
+            assert written in reword(text, front), place
 
 
 def test_python_names_parameters_that_its_functions_have() -> None:
     functions = (unshard.merge, unshard.average, unshard.verify, unshard.merge_all)
     known = {name for one in functions for name in inspect.signature(one).parameters}
     for place, text in texts().items():
-        rendered = said(text, PYTHON)
+        rendered = reword(text, PYTHON)
         for mention in mentions(text):
             written = PYTHON.name(mention)
             if written is not None and not written.startswith("unshard."):
@@ -402,6 +411,6 @@ def test_problems_that_are_raised_together_are_reported_once_in_the_words_of_the
     ],
 )  # fmt: skip
 def test_a_text_has_options_as_the_front_writes_them(text: str, python: str, drop_in: str) -> None:
-    assert said(text, PYTHON) == python
-    assert said(text, Command({"base": "--model"})) == drop_in
-    assert said(text, Command()) == text
+    assert reword(text, PYTHON) == python
+    assert reword(text, Command({"base": "--model"})) == drop_in
+    assert reword(text, Command()) == text

@@ -8,7 +8,7 @@ import pytest
 
 from unshard import showing
 from unshard.progress import Advanced, Chosen, Event, Listener, Stage, Warned
-from unshard.showing import listening, size
+from unshard.showing import human_size, listening
 
 GB = 10**9
 
@@ -53,7 +53,7 @@ class Terminal(io.StringIO):
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e15, "2500.0 TB")]
 )
 def test_sizes_are_decimal(count: float, text: str) -> None:
-    assert size(count) == text
+    assert human_size(count) == text
 
 
 def test_a_log_gets_a_line_when_a_stage_begins(capsys: pytest.CaptureFixture[str]) -> None:

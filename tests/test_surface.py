@@ -125,6 +125,7 @@ def test_files_in_a_runs_directory(tmp_path: Path, server: Still) -> None:
     config = EvalConfig.from_dict({**fields, "poll_interval": 0.02})
 
     def look() -> None:
+        until(lambda: not list(run.glob("_unshard/pins/*.partial")))  # a pin that is being made
         lines.update(surface.of_files(run / "_unshard", documents(run)))
 
     def wait_for(folder: str) -> None:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import ClassVar
 
-from unshard.fronts import PYTHON, Front, advice, said
+from unshard.fronts import PYTHON, Front, advice, reword
 
 __all__ = [
     "CheckpointError",
@@ -74,7 +74,7 @@ class UnshardError(Exception):
         found: what is there.
         hint: what to do next.
 
-    All four name options as `unshard merge` has them (`--lora-alpha N`). `str` says them in the
+    All four name options as `unshard merge` has them (`--lora-alpha N`). `str` writes them in the
     words of `front`; see `unshard.fronts`.
     """
 
@@ -105,7 +105,7 @@ class UnshardError(Exception):
     def __str__(self) -> str:
         """Return the whole message in the words of its front: of Python, if no other took it."""
         use = [f"  use:      {line}" for line in advice(self.text, self.front)]
-        return "\n".join([said(self.text, self.front), *use])
+        return "\n".join([reword(self.text, self.front), *use])
 
     def __reduce__(self) -> tuple[object, ...]:
         """Travel between processes whole: `Exception` alone would lose the named parts."""
@@ -120,7 +120,7 @@ class UsageError(UnshardError):
 
 
 class NoSuchTensorError(UsageError, KeyError):
-    """There is no tensor of that name."""
+    """No tensor has that name."""
 
 
 class CheckpointError(UnshardError):
@@ -138,7 +138,7 @@ class IncompleteError(CheckpointError):
 
 
 class CorruptError(CheckpointError):
-    """A file contradicts its own format, or what other ranks say."""
+    """A file contradicts its own format, or other ranks."""
 
 
 class UnsafeError(CheckpointError):
@@ -164,20 +164,20 @@ class OutputError(UnshardError):
 def how_to_install(packages: str, extra: str) -> str:
     """Return the hint for packages that are missing, which an extra of unshard's would bring.
 
-    What `uv tool` and pipx install has no pip of its own, and no index has unshard itself.
+    Environments of `uv tool` and pipx have no pip, and unshard is not on a package index.
     """
     return f"pip install {packages}, or install unshard again with its extra: .[{extra}]"
 
 
 class UnshardWarning(UserWarning):
-    """Something that the user should know of a merge that was made, or of a checkpoint."""
+    """A warning about a merge that was made, or about a checkpoint."""
 
 
 def raise_all(kind: type[UnshardError], summary: str, problems: Sequence[UnshardError]) -> None:
     """Raise one error that lists all `problems`; return if there are none.
 
-    A single problem is raised as it is. A fault of many tensors is said once, with their names. Of
-    very many faults, the first are shown and the rest counted.
+    A single problem is raised as it is. A fault of many tensors is listed once, with their names.
+    Of very many faults, the first are shown and the rest counted.
     """
     if not problems:
         return
@@ -195,7 +195,7 @@ def raise_all(kind: type[UnshardError], summary: str, problems: Sequence[Unshard
 
 
 def _fault(problem: UnshardError) -> tuple[str, ...]:
-    """Return what a problem says, but for the name of its tensor, and its sizes in the subject."""
+    """Return a problem's texts without the name of its tensor and the sizes in the subject."""
     subject = problem.subject
     if (of_tensor := _OF_TENSOR.match(subject)) is not None:
         subject = _SIZES.sub("[]", subject[of_tensor.end() :])

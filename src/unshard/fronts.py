@@ -1,11 +1,9 @@
 """How each front names the options that messages mention.
 
-A message of the core names options as `unshard merge` has them: `--overwrite`, `--lora-alpha N`. A
-front is whatever shows the message: a command of ours, a command that stands for another tool's,
-or Python. It writes the options that it has in its own way, and for others it gives the line of
-`unshard merge` to use instead. Text in backticks is a line of another program and is kept as it is.
-
-This module knows the options, not who has them.
+A message names options as `unshard merge` has them: `--overwrite`, `--lora-alpha N`. A front is
+what shows the message: a command of ours, a command that replaces another tool's, or Python. It
+writes the options that it has in its own way, and for others it gives the line of `unshard merge`
+to use instead. Text in backticks is a line of another program and is kept as it is.
 """
 
 import re
@@ -13,6 +11,8 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from unshard.keywords import CHOICES, MergeKeywords
 
 __all__ = [
     "COMMAND_LINE",
@@ -26,50 +26,32 @@ __all__ = [
     "call_of",
     "line_of",
     "mentions",
-    "said",
-    "warned",
+    "reword",
+    "reword_warning",
 ]
 
-OPTIONS = {
-    "dtype": "DTYPE",
-    "keep-fp32": "REGEX",
-    "names": "NAMES",
+_VALUES = {
+    **dict.fromkeys(("keep_fp32", "include", "exclude"), "REGEX"),
+    **dict.fromkeys(("step", "lora_alpha", "ep_size", "workers"), "N"),
+    **dict.fromkeys(("max_shard_size", "memory"), "SIZE"),
     "base": "MODEL",
-    "allow-missing": "",
-    "allow-unexpected": "",
-    "include": "REGEX",
-    "exclude": "REGEX",
-    "lora": "LORA",
-    "lora-alpha": "N",
-    "weights": "WEIGHTS",
-    "role": "ROLE",
-    "step": "N",
-    "all-steps": "",
     "also": "DIR",
     "config": "FILE",
-    "max-shard-size": "SIZE",
-    "workers": "N",
-    "memory": "SIZE",
-    "assume-dim0": "",
-    "ep-size": "N",
-    "allow-global": "NAME",
-    "verify": "VERIFY",
-    "no-extra-state": "",
-    "overwrite": "",
-    "dry-run": "",
-    "push-to-hub": "REPO",
-    "private": "",
+    "allow_globals": "NAME",
+    "push_to_hub": "REPO",
 }
-"""The options of `unshard merge` that messages may name, each with what stands for its value."""
+_SPELLED = {"allow_globals": "allow-global", "extra_state": "no-extra-state"}
 
-_CHOICES: Mapping[str, frozenset[str]] = {
-    "dtype": frozenset({"keep", "config", "base", "bfloat16", "float16", "float32"}),
-    "names": frozenset({"hub", "training"}),
-    "lora": frozenset({"fuse", "adapter", "both"}),
-    "weights": frozenset({"model", "ema"}),
-    "role": frozenset({"actor", "policy", "critic", "actor|critic"}),
-    "verify": frozenset({"light", "full", "off"}),
-}
+
+def _option(keyword: str) -> str:
+    return _SPELLED.get(keyword, keyword.replace("_", "-"))
+
+
+OPTIONS = {
+    _option(name): "" if kind in (bool, bool | str) else _VALUES.get(name, name.upper())
+    for name, kind in MergeKeywords.__annotations__.items()
+} | {"all-steps": ""}
+"""The options of `unshard merge` that messages may name, each with a placeholder for its value."""
 _OTHERS = {  # of `verify` and `average`, which have functions in Python too
     "load": "",
     "atol": "X",
@@ -81,7 +63,7 @@ _OTHERS = {  # of `verify` and `average`, which have functions in Python too
     "every": "N",
 }
 _SEQUENCES = {"allow-global", "also"}
-_IN_PYTHON = {"allow-global": "allow_globals", "no-extra-state": "extra_state"}
+_IN_PYTHON = {option: keyword for keyword, option in _SPELLED.items()}
 
 _MENTION = re.compile(
     r"(?<![\w/.-])--(?P<option>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?![\w-])"
@@ -149,8 +131,8 @@ def line_of(command: str, arguments: Sequence[str], options: Mapping[str, object
     """
     parts = [command, *map(shlex.quote, arguments)]
     for name, value in options.items():
-        option = "no-extra-state" if name == "extra_state" else name.replace("_", "-")
-        parts.append(str(Mention(option, None if isinstance(value, bool) else str(value))))
+        mention = Mention(_option(name), None if isinstance(value, bool) else str(value))
+        parts.append(str(mention))
     return " ".join(parts)
 
 
@@ -160,8 +142,8 @@ def call_of(function: str, arguments: Sequence[str], options: Mapping[str, objec
     return f"{function}({', '.join([*map(repr, arguments), *named])}"
 
 
-def said(text: str, front: Front) -> str:
-    """Return a text with every option as a front writes it."""
+def reword(text: str, front: Front) -> str:
+    """Return a text in which every option is written as a front writes it."""
     return _replaced(text, front.name)
 
 
@@ -171,10 +153,10 @@ def advice(text: str, front: Front) -> list[str]:
     return list(dict.fromkeys(front.instead(mention) for mention in missing))
 
 
-def warned(text: str, front: Front) -> str:
+def reword_warning(text: str, front: Front) -> str:
     """Return a warning as a front shows it: one text, with the lines to use at its end."""
     lines = advice(text, front)
-    return said(text, front) + (f" (use: {'; or: '.join(lines)})" if lines else "")
+    return reword(text, front) + (f" (use: {'; or: '.join(lines)})" if lines else "")
 
 
 def _replaced(text: str, write: Callable[[Mention], str | None]) -> str:
@@ -212,7 +194,7 @@ def _is_value(option: str, word: str, rest: str, after: str) -> bool:
     is_subject = rest.startswith(":") and (not after or after.startswith((" ", "\n")))
     return (
         is_subject
-        or word in _CHOICES.get(option, ())
+        or set(word.split("|")) <= set(CHOICES.get(option, ()))
         or _PLACEHOLDER.fullmatch(word) is not None
         or _NO_PROSE.search(word) is not None
     )
@@ -283,7 +265,7 @@ def _as_keyword(mention: Mention, unknown: str) -> str:
 
 
 def _as_value(mention: Mention, unknown: str) -> str:
-    """Write an option's value as Python does; `unknown` stands for one that is not given."""
+    """Write an option's value as Python does; `unknown` if no value is given."""
     value = mention.value
     if value is None and mention.is_flag:
         return str(mention.option != "no-extra-state")

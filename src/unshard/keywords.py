@@ -3,17 +3,29 @@
 `merge` explains each; the defaults are those of `MergeOptions`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypedDict
 
 __all__ = [
+    "CHOICES",
     "DtypeLike",
     "MergeKeywords",
     "OpenKeywords",
     "ReadKeywords",
     "VerifyKeywords",
 ]
+
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "dtype": ("keep", "config", "base", "bfloat16", "float16", "float32"),
+    "names": ("hub", "training"),
+    "lora": ("fuse", "adapter", "both"),
+    "weights": ("model", "ema"),
+    "role": ("actor", "policy", "critic"),
+    "verify": ("light", "full", "off"),
+}
+"""The values of each option that takes a name; `dtype` has more spellings (see `merge`)."""
 
 
 class ElementType(Protocol):

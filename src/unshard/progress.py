@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from unshard.errors import printable
-from unshard.fronts import PYTHON, warned
+from unshard.fronts import PYTHON, reword_warning
 
 __all__ = ["Advanced", "Chosen", "Event", "Listener", "Stage", "Warned", "ignore"]
 
@@ -55,7 +55,7 @@ class Warned:
     @property
     def message(self) -> str:
         """The same in the words of Python."""
-        return warned(self.text, PYTHON)
+        return reword_warning(self.text, PYTHON)
 
 
 Event = Stage | Chosen | Advanced | Warned

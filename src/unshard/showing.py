@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from unshard import signals
 from unshard.errors import UnshardWarning
-from unshard.fronts import PYTHON, Front, warned
+from unshard.fronts import PYTHON, Front, reword_warning
 from unshard.progress import Advanced, Chosen, Event, Listener, Stage, Warned, ignore
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["Clock", "counted", "hearing", "is_notebook", "is_terminal", "listening", "size"]
+__all__ = ["Clock", "counted", "hearing", "human_size", "is_notebook", "is_terminal", "listening"]
 
 Clock = Callable[[], float]
 
@@ -33,7 +33,7 @@ _BAR_WIDTH = 30
 _PACKAGE = str(Path(__file__).parent)
 
 
-def size(count: float) -> str:
+def human_size(count: float) -> str:
     """Return a number of bytes for people: 1.5 GB."""
     unit = 0
     while count >= 1000 and unit < len(_UNITS) - 1:
@@ -98,7 +98,7 @@ def listening(
 
 
 def _in_words_of(front: Front, event: Event) -> Event:
-    return Warned(warned(event.text, front)) if isinstance(event, Warned) else event
+    return Warned(reword_warning(event.text, front)) if isinstance(event, Warned) else event
 
 
 @contextmanager
@@ -157,7 +157,8 @@ class _Pace:
         if not self.stage.total_bytes:
             return ""
         rate = self._written / max(self._clock() - self._started, 1e-3)
-        text = f"{size(self._written)} of {size(self.stage.total_bytes)}, {size(rate)}/s"
+        done, total = human_size(self._written), human_size(self.stage.total_bytes)
+        text = f"{done} of {total}, {human_size(rate)}/s"
         if not rate:
             return text
         return f"{text}, {_duration((1 - self.share) * self.stage.total_bytes / rate)} left"
@@ -179,7 +180,7 @@ def _say(text: str, end: str = "\n") -> None:
 def _as_lines(clock: Clock) -> Listener:
     """Return what prints a line when a stage begins, and one more every ten seconds.
 
-    The first stage, reading, has no line: the first line says what was found.
+    The first stage, reading, has no line: the first line reports what was found.
     """
     pace = _Pace(Stage(""), clock)
     printed = clock()
@@ -189,7 +190,7 @@ def _as_lines(clock: Clock) -> Listener:
         match event:
             case Stage(name, total):
                 if total or pace.stage.name:
-                    _say(f"{name} {size(total)}" if total else name)
+                    _say(f"{name} {human_size(total)}" if total else name)
                 pace, printed = _Pace(event, clock), clock()
             case Advanced(count):
                 pace.advance(count)

@@ -26,7 +26,7 @@ _STDERR = 2
 
 
 class Interrupted(KeyboardInterrupt):
-    """The process was told to end; what cleans up after Ctrl-C cleans up after this.
+    """A signal asked the process to end; it is cleaned up as after Ctrl-C.
 
     Args:
         number: the signal.
@@ -83,7 +83,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def message(error: KeyboardInterrupt) -> str:
-    """Return what to tell the user: what the error says, or that nothing was left half done."""
+    """Return the error's own message, or that nothing was left half done."""
     return str(error) or _message(exit_code(error) - 128)
 
 

@@ -307,7 +307,7 @@ def test_quantised_values_have_no_mean(tmp_path: Path) -> None:
         for number, model in enumerate(models(2))
     ]
     run = save_run(tmp_path / "run", several)
-    with pytest.raises(ConversionError, match="tensor w: differs, and there is no mean of float8"):
+    with pytest.raises(ConversionError, match="tensor w: differs, and float8"):
         unshard.average(run, tmp_path / "out")
     same = [{**model, "w": several[0]["w"]} for model in several]
     unshard.average(save_run(tmp_path / "same", same), tmp_path / "out")

@@ -116,7 +116,7 @@ def test_the_mode_follows_from_where_the_checkpoint_lies(tmp_path: Path) -> None
     assert choose_mode(tmp_path / "out", [source], overwrite=True) is Mode.REPLACE
     for inside in (source, source.parent, tmp_path):
         assert choose_mode(inside, [source], overwrite=True) is Mode.IN_PLACE
-    with pytest.raises(OutputError, match="no directory"):
+    with pytest.raises(OutputError, match="not a directory"):
         choose_mode(tmp_path / "file", [source], overwrite=True)
 
 

@@ -114,7 +114,7 @@ def test_private_makes_a_private_repository(hub: Hub, output: Path) -> None:
 def test_private_weights_never_go_to_a_public_repository(hub: Hub, output: Path) -> None:
     hub.repos["someone/model"] = Repo(private=False)
     error = refused(output, private=True)
-    assert "there already, and public" in error.subject
+    assert "exists already and is public" in error.subject
     assert hub.repos["someone/model"].files == {}
 
 

@@ -45,7 +45,7 @@ def whole(tmp_path: Path) -> Path:
 
 def test_a_model_is_never_merged_into_itself(whole: Path) -> None:
     before = snapshot(whole)
-    with pytest.raises(OutputError, match="holds the weights that are merged"):
+    with pytest.raises(OutputError, match="contains the weights that are merged"):
         unshard.merge(whole, whole, overwrite=True, dtype="bfloat16")
     with pytest.raises(OutputError, match=r"model\.safetensors"):
         unshard.merge(whole, whole, overwrite=True, dry_run=True)

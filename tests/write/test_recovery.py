@@ -26,7 +26,7 @@ from test_commit import (
 import unshard
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard.write.staging.journal import Journal, Mode, read_journal, write_journal
-from unshard.write.staging.owners import Place, claim, staging_name
+from unshard.write.staging.owners import StagingDirectory, claim, staging_name
 from unshard.write.staging.stage import Staging, recover
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -64,7 +64,7 @@ def strangers_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
                 (path / "output" / Path(name).name).write_text("theirs")
             goes = {"config": (1, 2, 3), "known_hosts": (1, 2, 3)}
             journal = Journal(Mode.IN_PLACE, target, old, 0, goes, {}, place, 0)
-            write_journal(Place(path, fd, inside), journal)
+            write_journal(StagingDirectory(path, fd, inside), journal)
             os.close(inside)
             os.close(fd)
 

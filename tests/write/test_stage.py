@@ -69,7 +69,7 @@ def test_an_empty_directory_may_become_the_output(tmp_path: Path) -> None:
 
 def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     target = tmp_path / "out"
-    with pytest.raises(OutputError, match="appeared while"), Staging(target, 10) as stage:
+    with pytest.raises(OutputError, match="another process made it"), Staging(target, 10) as stage:
         (stage.directory / "a").write_text("ours")
         target.mkdir()
         (target / "b").write_text("theirs")

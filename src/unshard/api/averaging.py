@@ -9,7 +9,7 @@ from typing import Unpack
 from unshard.api.flow.preparing import Prepared
 from unshard.api.flow.sources import Sources, read_checkpoint
 from unshard.api.merging import merge_with
-from unshard.api.options import MergeOptions, given_output, given_path, showing
+from unshard.api.options import MergeOptions, given_output, given_path, taking
 from unshard.convert.averaging import ema_weights
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UsageError, raise_all
@@ -27,7 +27,7 @@ _CANCELS = 1e-6  # of the sum of sizes: what is left is the error of rounding
 _FAR = 1e12
 
 
-@showing(MergeKeywords)
+@taking(MergeKeywords)
 def average(
     checkpoints: Sequence[str | Path] | str | Path,
     output: str | Path,
@@ -107,7 +107,7 @@ def _check(
 ) -> None:
     if options.lora != "fuse" or options.step is not None:
         raise UsageError(
-            "an average is one whole model of several steps: --lora and --step do not apply"
+            "an average of several steps is one whole model: --lora and --step do not apply"
         )
     if coefficients is not None and ema_decay is not None:
         raise UsageError(
@@ -123,7 +123,7 @@ def _steps_of(
 ) -> list[Checkpoint]:
     """Open the last N, every Nth, complete steps of a run, from the highest back; lowest first."""
     last, every = counts
-    steps = all_steps(run, options.choice)
+    steps = all_steps(run, options.request)
     if not steps:
         raise UsageError(
             f"{run} is one checkpoint: there is nothing to average",
@@ -136,7 +136,8 @@ def _steps_of(
         if last is not None and len(sources) == last:
             break
         try:
-            source = read_checkpoint(location.step_dir, _of_role(options, location.role))
+            chosen = replace(options, role=location.role or options.role)
+            source = read_checkpoint(location.step_dir, chosen)
         except IncompleteError as error:
             if not pass_over:
                 raise IncompleteError(
@@ -157,14 +158,10 @@ def _steps_of(
     return [*sources[:0:-1], newest]
 
 
-def _of_role(options: MergeOptions, role: str | None) -> MergeOptions:
-    return options if role is None else replace(options, role=role)
-
-
 def _weights(
     coefficients: Sequence[float] | None, ema_decay: float | None, count: int
 ) -> tuple[float, ...]:
-    """Return what each of `count` sources counts."""
+    """Return the weights of `count` sources."""
     if ema_decay is not None:
         return ema_weights(ema_decay, count)
     if coefficients is None:

@@ -1,4 +1,4 @@
-"""`inspect`: what a checkpoint holds, and what `merge` would make of it."""
+"""`inspect`: what a checkpoint contains, and what `merge` would write."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,12 +12,13 @@ import numpy as np
 from unshard.api.flow.converting import convert
 from unshard.api.flow.preparing import plan_output
 from unshard.api.flow.sources import Sources, read_checkpoint
-from unshard.api.options import MergeOptions, given_path, showing
+from unshard.api.options import MergeOptions, given_path, taking
 from unshard.errors import ConversionError
-from unshard.fronts import PYTHON, warned
+from unshard.fronts import PYTHON, reword_warning
 from unshard.keywords import ReadKeywords
 from unshard.read.discover import is_ema_there
 from unshard.read.open import Checkpoint
+from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, Skipped, TensorEntry
 from unshard.tensors.placements import Sharding
 
@@ -40,7 +41,7 @@ class ShardCounts:
     """How the tensors of a checkpoint are spread.
 
     Attributes:
-        keys: by file of weights, in the order of ranks, how many tensors it holds parts of.
+        keys: for each file of weights, in the order of ranks, how many tensors have parts in it.
         sharded: how many tensors are cut; replicated: how many are whole wherever they are.
     """
 
@@ -119,20 +120,20 @@ class Inspection:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What `merge` would warn of, with options as Python has them."""
-        return tuple(warned(note, PYTHON) for note in self.notes)
+        """The warnings of `merge`, with options as Python has them."""
+        return tuple(reword_warning(note, PYTHON) for note in self.notes)
 
     def __repr__(self) -> str:
         """Return one line: what it is, where, and how much."""
         step = "" if self.step is None else f", step {self.step}"
         return (
-            f"<Inspection of {self.path!r}: {self.format}{step}, {self.world_size} "
-            f"rank{'' if self.world_size == 1 else 's'}, {len(self.tensors)} tensors, "
+            f"<Inspection of {self.path!r}: {self.format}{step}, "
+            f"{counted(self.world_size, 'rank')}, {len(self.tensors)} tensors, "
             f"{self.parameters:,} parameters, {self.size_bytes:,} bytes>"
         )
 
 
-@showing(ReadKeywords)
+@taking(ReadKeywords)
 def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspection:
     """Describe a checkpoint, and what `merge` would write; nothing is written.
 
@@ -151,13 +152,12 @@ def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspecti
     except ConversionError as error:
         return _describe(found, f"nothing: {error.subject}", ())
     layout = prepared.plan.layout
-    files = f"{len(layout.files)} file{'s' if len(layout.files) > 1 else ''}"
+    files = counted(len(layout.files), "file")
     would_write = f"{found.location.default_output}: {files}, {layout.total_size:,} bytes"
     return _describe(found, would_write, prepared.warnings)
 
 
 def _describe(checkpoint: Checkpoint, would_write: str, notes: tuple[str, ...]) -> Inspection:
-    """Return what there is to say of a checkpoint."""
     catalog, location = checkpoint.catalog, checkpoint.location
     entries = catalog.tensors.values()
     config = ("config.json",) if checkpoint.companions.config else ()

@@ -15,6 +15,7 @@ from unshard.convert.recipes import shape_of
 from unshard.errors import NoSuchTensorError
 from unshard.plan.operations import Target, Tiled
 from unshard.plan.planner import make_operation
+from unshard.showing import counted
 from unshard.tensors.dtypes import DType
 from unshard.tensors.selection import Index, Selection, select
 
@@ -31,9 +32,8 @@ _NEAREST = 3
 class LazyTensor(Generic[_Array_co]):
     """A tensor of an open checkpoint, of which nothing is read before it is indexed.
 
-    What indexing returns has memory of its own, which a slice is all of: dtype as stored, values
-    and shape as numpy's basic indexing of the whole tensor gives them; of no dimensions, an array
-    of shape ().
+    Indexing returns a new array: dtype as stored, values and shape as numpy's basic indexing of the
+    whole tensor gives them; without dimensions, an array of shape ().
     """
 
     _tensor: Converted
@@ -99,7 +99,7 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
     must open its own.
 
     Args:
-        opened: what it holds.
+        opened: what it consists of.
         make: makes an array of the framework's from bits.
         stack: what to close.
     """
@@ -145,7 +145,7 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
         known = self.metadata()
         step = f", step {known['step']}" if "step" in known else ""
         state = "" if self._close.alive else ", closed"
-        count = f"{len(self)} tensor{'' if len(self) == 1 else 's'}"
+        count = counted(len(self), "tensor")
         return f"<OpenCheckpoint {known['path']!r}: {count}, {known['format']}{step}{state}>"
 
     def __iter__(self) -> Iterator[str]:

@@ -95,8 +95,8 @@ def fill(model: "Module", opened: Opened, *, strict: bool) -> Loaded:
 def _fitting(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Recipes, Matches]:
     """Return the tensors under the names that fit the model best, and how they do.
 
-    First as the checkpoint was opened; then, an adapter fused, as the table of names leads to
-    those of the model, whichever side has them as in training and whichever as on the hub.
+    First as the checkpoint was opened; then with its adapter fused, renamed to the model's names,
+    whichever side has those of training and whichever those of the hub.
     """
     config = opened.checkpoint.config
     if config is None or not config.fields:
@@ -125,7 +125,7 @@ def _problems(tensors: Recipes, slots: Sequence[Slot], found: Matches) -> int:
 
 
 def _without_ties(tensors: Recipes, found: Matches, config: ModelConfig | None) -> Matches:
-    """Excuse what the model does not have because it repeats, tied, something that it has."""
+    """Excuse unexpected tensors that are tied to tensors that the model has."""
     if not found.unexpected:
         return found
     stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
@@ -136,23 +136,23 @@ def _without_ties(tensors: Recipes, found: Matches, config: ModelConfig | None) 
 
 
 def _untied(tensors: Recipes, found: Matches) -> list[ConversionError]:
-    """Return an error for tensors that the model holds as one, and that are not equal."""
+    """Return an error for each tensor that the model ties to another one of other values."""
     problems = []
     with OpenFiles(os.O_RDONLY, limit=16) as files:
         for first, *others in (names for names in found.sources if names):
             problems += [
                 ConversionError(
-                    f"tensors {first} and {name}: one and the same in the model, and of different "
-                    "values in the checkpoint",
+                    f"tensors {first} and {name}: one parameter in the model, but different values "
+                    "in the checkpoint",
                     hint="build the model with tie_word_embeddings=False",
                 )
                 for name in others
-                if not _are_equal(tensors[first], tensors[name], files)
+                if not _have_same_bits(tensors[first], tensors[name], files)
             ]
     return problems
 
 
-def _are_equal(one: Recipe, other: Recipe, files: OpenFiles) -> bool:
+def _have_same_bits(one: Recipe, other: Recipe, files: OpenFiles) -> bool:
     """Return whether two tensors have the same bits; computed ones are never equal."""
     if not (is_stored(one) and is_stored(other)):
         return False
@@ -171,7 +171,7 @@ def _unplaceable(places: Sequence["ModelTensor"]) -> list[ConversionError]:
 
 
 def _names_differ(model: "Module", opened: Opened, found: Matches) -> ConversionError:
-    said = [
+    differing = [
         f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
         for what, names in (("missing", found.missing), ("unexpected", found.unexpected))
         if names
@@ -179,15 +179,15 @@ def _names_differ(model: "Module", opened: Opened, found: Matches) -> Conversion
     return ConversionError(
         f"{opened.path}: its names are not those of the model",
         expected=f"the parameters and buffers of {type(model).__name__}",
-        found="; ".join(said),
-        hint="is it the model's config? With strict=False what fits is loaded, and the rest said",
+        found="; ".join(differing),
+        hint="is it the model's config? strict=False loads what fits and reports the rest",
     )
 
 
 def _reader(
     recipe: Recipe, place: "ModelTensor", reader: TensorReader
 ) -> Callable[[Box], "Tensor"]:
-    """Return what reads boxes of a tensor."""
+    """Return a function that reads boxes of a tensor."""
     from unshard.engines.into_torch import as_tensor
 
     dtype = stored_dtype(recipe)

@@ -19,7 +19,7 @@ from unshard.api.flow.making import (
 )
 from unshard.api.flow.preparing import Prepared, plan_output
 from unshard.api.flow.sources import Opening, decompressed, one_checkpoint
-from unshard.api.options import MergeOptions, given_output, showing
+from unshard.api.options import MergeOptions, given_output, taking
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.keywords import MergeKeywords
 from unshard.progress import Listener, Stage, Warned
@@ -30,7 +30,7 @@ from unshard.write.report import Report
 __all__ = ["merge", "merge_with"]
 
 
-@showing(MergeKeywords)
+@taking(MergeKeywords)
 def merge(
     checkpoint: str | Path,
     output: str | Path | None = None,

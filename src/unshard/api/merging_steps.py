@@ -105,8 +105,8 @@ def merge_steps(
     if chosen.push_to_hub is not None:
         raise UsageError("--all-steps with --push-to-hub: one repository cannot hold all of them")
     if chosen.step is not None:
-        raise UsageError(f"--all-steps with --step {chosen.step}: one of them excludes the other")
-    steps = all_steps(given_path(run, "the run"), chosen.choice)
+        raise UsageError(f"--all-steps and --step {chosen.step} exclude each other")
+    steps = all_steps(given_path(run, "the run"), chosen.request)
     if not steps:
         raise UnknownFormatError(
             f"{run} is one checkpoint, not a directory of several",

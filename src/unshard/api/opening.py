@@ -9,7 +9,7 @@ from unshard.api.flow.converting import convert_one
 from unshard.api.flow.sources import inflated, read_checkpoint
 from unshard.api.lazy import OpenCheckpoint
 from unshard.api.loading import Loaded, Opened
-from unshard.api.options import MergeOptions, given_path, showing
+from unshard.api.options import MergeOptions, given_path, taking
 from unshard.containers.strided import Elements
 from unshard.engines.arrays import TensorReader
 from unshard.errors import UsageError
@@ -37,7 +37,7 @@ def open_checkpoint(
 ) -> "OpenCheckpoint[Tensor]": ...
 
 
-@showing(OpenKeywords, names="training")
+@taking(OpenKeywords, names="training")
 def open_checkpoint(
     path: str | Path, *, framework: str = "np", **options: Unpack[OpenKeywords]
 ) -> "OpenCheckpoint[Elements | Tensor]":
@@ -81,7 +81,7 @@ def open_checkpoint(
         return OpenCheckpoint(opened, make, stack.pop_all())
 
 
-@showing(OpenKeywords, names="training")
+@taking(OpenKeywords, names="training")
 def load_state_dict(path: str | Path, **options: Unpack[OpenKeywords]) -> "dict[str, Tensor]":
     """Read a whole checkpoint into tensors of torch (extra `torch`), by name.
 
@@ -96,7 +96,7 @@ def load_state_dict(path: str | Path, **options: Unpack[OpenKeywords]) -> "dict[
         return {name: checkpoint.get_tensor(name) for name in checkpoint}
 
 
-@showing(OpenKeywords, names="training")
+@taking(OpenKeywords, names="training")
 def load_into(
     model: "Module", path: str | Path, *, strict: bool = True, **options: Unpack[OpenKeywords]
 ) -> Loaded:
@@ -117,7 +117,7 @@ def load_into(
 
 
 def _maker(framework: str) -> "Callable[[Elements, DType], Elements | Tensor]":
-    """Return what makes an array of this framework from bits."""
+    """Return a function that makes an array of this framework from bits."""
     if framework == "np":
         return lambda bits, dtype: bits.view(numpy_dtype(dtype))
     if framework == "pt":

@@ -10,30 +10,22 @@ from typing import ParamSpec, TypeVar
 from unshard.convert.precision import dtype_choice
 from unshard.engines.pool import MIN_BUFFER, Resources, default_workers
 from unshard.errors import UsageError
-from unshard.keywords import DtypeLike
+from unshard.keywords import CHOICES, DtypeLike
 from unshard.plan.layout import size_in_bytes
 from unshard.read.format import ROLES, Choice, ReadOptions
 
-__all__ = ["MergeOptions", "given_output", "given_path", "showing"]
+__all__ = ["MergeOptions", "given_output", "given_path", "taking"]
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
-_KNOWN: dict[str, tuple[str, ...]] = {
-    "names": ("hub", "training"),
-    "lora": ("fuse", "adapter", "both"),
-    "verify": ("light", "full", "off"),
-}
+_SHAPING = {"keep_fp32", "base", "include", "exclude", "lora", "lora_alpha", "ep_size"}
 _FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 _DEFAULT_SHARD = "5GB"
 
 
 def given_path(path: str | Path, what: str) -> Path:
-    """Return a path that a caller gave.
-
-    Args:
-        path: what was given.
-        what: what it is, for the error: "the checkpoint".
+    """Return a path that a caller gave; `what` names it in the error: "the checkpoint".
 
     Raises:
         UsageError: it is empty, which `Path` would take for the current directory.
@@ -65,7 +57,7 @@ class MergeOptions:
     `dtype` becomes the name of what was given: "bfloat16" for "bf16" or `torch.bfloat16`.
 
     Raises:
-        UsageError: a value is not one of those that are known.
+        UsageError: a value is not known, or options exclude each other.
     """
 
     dtype: DtypeLike = "keep"
@@ -101,17 +93,14 @@ class MergeOptions:
         if "" in (self.base, self.config, *self.also):
             what = "a value of --base, --config or --also is an empty path"
             raise UsageError(what, hint="give a path, or leave the option out")
-        for option, known in _KNOWN.items():
+        for option in ("names", "lora", "verify", "role", "weights"):
             value = getattr(self, option)
-            if value not in known:
-                raise UsageError(f"--{option} {value}: unknown", expected=", ".join(known))
+            is_default = value is None and option in ("role", "weights")
+            if not is_default and value not in CHOICES[option]:
+                expected = ", ".join(CHOICES[option])
+                raise UsageError(f"--{option} {value}: unknown", expected=expected)
         if self.ep_size is not None and self.ep_size < 2:
             raise UsageError(f"--ep-size {self.ep_size}: at least 2 is needed")
-        if self.role is not None and self.role not in ROLES:
-            expected = "actor (or policy) or critic"
-            raise UsageError(f"--role {self.role}: unknown", expected=expected)
-        if self.weights not in (None, "model", "ema"):
-            raise UsageError(f"--weights {self.weights}: unknown", expected="model or ema")
         if self.names == "training" and self.base is not None:
             raise UsageError("--names training excludes --base, whose names are those of the hub")
         if self.overwrite not in (False, True, "all"):
@@ -120,18 +109,18 @@ class MergeOptions:
             raise UsageError("--private applies to --push-to-hub, which was not given")
 
     def __repr__(self) -> str:
-        """Return what was chosen; the rest is as by default."""
+        """Return the options that differ from their defaults."""
         chosen = ", ".join(f"{name}={value!r}" for name, value in self.chosen.items())
         return f"MergeOptions({chosen})"
 
     @property
     def chosen(self) -> dict[str, object]:
-        """The options that are not as by default, by name."""
+        """The options that differ from their defaults, by name."""
         values = {one.name: (getattr(self, one.name), one.default) for one in fields(self)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
     @property
-    def choice(self) -> Choice:
+    def request(self) -> Choice:
         """Which checkpoint of several is meant."""
         role = None if self.role is None else ROLES[self.role]
         return Choice(self.step, role, self.weights)
@@ -163,18 +152,10 @@ class MergeOptions:
     def recorded(self) -> dict[str, object]:
         """What shapes the output, for its record: without paths."""
         base = None if self.base is None else str(self.base)
-        chosen = {
-            "dtype": self.dtype,
-            "names": self.names,
-            "keep_fp32": self.keep_fp32,
-            "base": Path(base).name if base is not None and Path(base).is_dir() else base,
-            "include": self.include,
-            "exclude": self.exclude,
-            "lora": None if self.lora == "fuse" else self.lora,
-            "lora_alpha": self.lora_alpha,
-            "ep_size": self.ep_size,
-        }
-        return {name: value for name, value in chosen.items() if value is not None}
+        chosen = {name: value for name, value in self.chosen.items() if name in _SHAPING}
+        if base is not None:
+            chosen["base"] = Path(base).name if Path(base).is_dir() else base
+        return {"dtype": self.dtype, "names": self.names, **chosen}
 
     @property
     def shard_bytes(self) -> int:
@@ -183,14 +164,14 @@ class MergeOptions:
         return size_in_bytes(str(size))
 
 
-def showing(
+def taking(
     keywords: type, **defaults: object
 ) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """Return what lists the options of a function in its signature, and refuses others.
+    """Return a decorator that lists a function's options in its signature, and refuses others.
 
     Args:
         keywords: the options, a TypedDict.
-        defaults: where they are other than those of `MergeOptions`.
+        defaults: those that differ from the defaults of `MergeOptions`.
     """
     known = {one.name: one.default for one in fields(MergeOptions)} | defaults
     listed = [

@@ -9,7 +9,7 @@ from typing import Unpack
 
 from unshard.api.flow.converting import convert, expected_names, find_stored_ties
 from unshard.api.flow.sources import Sources, inflated, read_checkpoint
-from unshard.api.options import MergeOptions, given_path, showing
+from unshard.api.options import MergeOptions, given_path, taking
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.convert.outputs import Converted
 from unshard.convert.precision import precision
@@ -28,7 +28,7 @@ from unshard.write.verification.comparison import ByConfig, Comparison, Loading,
 __all__ = ["verify"]
 
 
-@showing(VerifyKeywords)
+@taking(VerifyKeywords)
 def verify(
     output: str | Path,
     against: str | Path,
@@ -96,23 +96,23 @@ def _loading(ours: Checkpoint, mine: Sequence[Converted], listener: Listener) ->
 
 
 def _as_merged(output: Path, names: str | None, options: VerifyKeywords) -> MergeOptions:
-    """Return the options to convert the other side by: as told, or as the output's record says."""
-    record, told, own = _recorded(output), MergeOptions(**options), output / "config.json"
-    by_default = "hub" if told.base is not None else record.text("names") or "hub"
+    """Return the options to convert the other side by: as given, or as recorded in the output."""
+    record, given, own = _recorded(output), MergeOptions(**options), output / "config.json"
+    by_default = "hub" if given.base is not None else record.text("names") or "hub"
     return replace(
-        told,
+        given,
         names=names or by_default,
-        include=told.include or record.text("include"),
-        exclude=told.exclude or record.text("exclude"),
-        lora_alpha=told.lora_alpha or record.number("lora_alpha"),
-        config=own if told.config is None and own.is_file() else told.config,
+        include=given.include or record.text("include"),
+        exclude=given.exclude or record.text("exclude"),
+        lora_alpha=given.lora_alpha or record.number("lora_alpha"),
+        config=own if given.config is None and own.is_file() else given.config,
         allow_missing=True,
         allow_unexpected=True,
     )
 
 
 def _by_config(ours: Checkpoint, options: MergeOptions) -> ByConfig | None:
-    """Compare the output's names with those that its config says there are."""
+    """Compare the output's names with those that its config implies."""
     names = ours.catalog.tensors
     expected = expected_names(names, ours.config, options)
     if expected is None:
@@ -151,7 +151,7 @@ def _cast(tensors: Sequence[Converted], dtype: DtypeLike | None) -> Sequence[Con
 
 
 def _recorded(output: Path) -> JsonFields:
-    """Return what the output's record says of the options that shaped it; nothing without one."""
+    """Return the options in the output's record; none without a record."""
     path = (output if output.is_dir() else output.parent) / RECORD_NAME
     fields = json_object(path) if path.is_file() else {}
     return JsonFields(path, fields).inside("options")

@@ -12,7 +12,7 @@ import typer
 
 from unshard import __version__
 from unshard.cli.options import Json
-from unshard.showing import size
+from unshard.showing import human_size
 
 __all__ = ["env"]
 
@@ -35,7 +35,7 @@ def env(
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
         "cores": str(_cores()),
-        "memory": size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        "memory": human_size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         **{name: _version(name) for name in _PACKAGES},
         **_file_system(directory),
     }

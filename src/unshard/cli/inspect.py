@@ -10,9 +10,9 @@ from unshard import signals
 from unshard.cli.options import Checkpoint, Json, keywords_of, taking
 from unshard.cli.reports import fields_of
 from unshard.cli.running.guard import front_of
-from unshard.fronts import Front, warned
+from unshard.fronts import Front, reword_warning
 from unshard.keywords import ReadKeywords
-from unshard.showing import counted, size
+from unshard.showing import counted, human_size
 
 if TYPE_CHECKING:
     from unshard.api import Inspection
@@ -46,7 +46,7 @@ def _print(found: "Inspection", front: Front) -> None:
         "placements": _counts(found.placements),
         "dtypes": _counts(found.dtypes),
         "parameters": f"{found.parameters:,} in {counted(len(found.tensors), 'tensor')}, "
-        f"{size(found.size_bytes)}",
+        f"{human_size(found.size_bytes)}",
         "config": f"names {found.config_dtype}" if found.config_dtype else "",
         "EMA": "present (--weights ema)" if found.has_ema and found.weights != "ema" else "",
         "LoRA": counted(found.lora_tensors, "tensor") if found.lora_tensors else "",
@@ -63,7 +63,7 @@ def _print(found: "Inspection", front: Front) -> None:
     for skipped in found.skipped:
         _print_row("left out", f"{skipped.fqn}: {skipped.reason}")
     for note in found.notes:
-        _print_row("warning", warned(note, front))
+        _print_row("warning", reword_warning(note, front))
 
 
 def _print_row(title: str, text: str) -> None:

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from unshard.showing import counted, size
+from unshard.showing import counted, human_size
 
 if TYPE_CHECKING:
     from unshard.api import Comparison, Inspection, Report, StepResult
@@ -65,8 +65,9 @@ def _print_merge(report: "Report") -> None:
     tensors, ranks = counted(report.tensors, "tensor"), counted(report.world_size, "rank")
     print(f"merged {tensors} of {ranks}: {_dtypes(report)}")
     print(
-        f"wrote {size(report.bytes_written)} in {counted(len(report.files), 'file')}, "
-        f"{report.seconds:.2f} s ({size(rate)}/s), peak memory {size(report.peak_memory_bytes)}"
+        f"wrote {human_size(report.bytes_written)} in {counted(len(report.files), 'file')}, "
+        f"{report.seconds:.2f} s ({human_size(rate)}/s), "
+        f"peak memory {human_size(report.peak_memory_bytes)}"
     )
     if report.changed_from_base is not None:
         changed, compared = report.changed_from_base
@@ -93,7 +94,7 @@ def _print_plan(report: "Report") -> None:
     print(f"operations: {operations or 'none'}")
     print(f"reads:      {counted(report.bytes_read, 'byte')}")
     print(f"writes:     {counted(report.bytes_written, 'byte')}")
-    print(f"buffers:    {size(report.memory_bytes)}; the process stays below 128 MB")
+    print(f"buffers:    {human_size(report.memory_bytes)}; the process stays below 128 MB")
     _print_limits(report)
 
 

@@ -12,7 +12,7 @@ from unshard.plan.work import split_into_units
 from unshard.progress import Listener
 from unshard.tensors.catalog import Catalog
 from unshard.write.execute import Executor
-from unshard.write.verification.full import Checker, Job, source_jobs
+from unshard.write.verification.full import Check, Checker, source_jobs
 
 __all__ = [
     "Overflows",
@@ -92,7 +92,7 @@ def verify_full(
     share = divide(resources)
     block = share.buffer_bytes // 2
     problems: list[UnshardError] = []
-    jobs: Iterator[Job] = chain(source_jobs(catalogs), split_into_units(plan, buffer_bytes=block))
+    jobs: Iterator[Check] = chain(source_jobs(catalogs), split_into_units(plan, buffer_bytes=block))
 
     def checker() -> Checker:
         return Checker(

@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from pathlib import Path
 
 from unshard.containers.json_file import is_text, parsed_object
 from unshard.evaluate.locks import lock_file
-from unshard.write.staging.beneath import open_inside, open_regular, read_with_status
+from unshard.write.staging.beneath import open_inside, read_with_status, whole_file
 
 __all__ = [
     "PINS",
@@ -188,16 +187,9 @@ def write_record(folder: int, name: str, fields: Mapping[str, object]) -> None:
     """
     if not is_text(json.dumps(fields, ensure_ascii=False)):
         raise OSError(errno.EILSEQ, "it would name a path that is not UTF-8", name)
-    draft = f".{name}-{secrets.token_hex(4)}.partial"
-    file = open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, within=folder)
-    try:
-        with os.fdopen(file, "w", encoding="utf-8") as stream:
-            stream.write(json.dumps({**fields, _INODE: os.fstat(file).st_ino}))
-        os.replace(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(draft, dir_fd=folder)
-        raise
+    with whole_file(name, within=folder, durable=False) as stream:
+        inode = os.fstat(stream.fileno()).st_ino
+        stream.write(json.dumps({**fields, _INODE: inode}).encode())
 
 
 @lru_cache(maxsize=1000)

@@ -1,4 +1,4 @@
-"""Say in adapter_config.json what an adapter's tensors do not: for PEFT, and all who read it."""
+"""Write adapter_config.json, which PEFT needs to load an adapter."""
 
 import json
 from collections.abc import Mapping
@@ -32,17 +32,17 @@ def adapter_config_json(
 ) -> bytes:
     """Return a complete adapter_config.json.
 
-    What the training run wrote into its own stays; what nobody wrote down follows from the tensors.
+    Fields of the training run's own file stay; fields that it lacks follow from the tensors.
 
     Args:
         split: the checkpoint's tensors.
-        config: what is written about the adapter.
-        alpha: the user's, which counts more than what is written.
+        config: what the training run wrote about the adapter.
+        alpha: the user's, which overrides the config.
         model_config: the model's config.json; it may name the model's origin and its task.
 
     Raises:
         UsageError: the user's alpha is not a positive number.
-        ConversionError: alpha is not known, or what the adapter is put on.
+        ConversionError: alpha or the adapter's target modules are not known.
     """
     known, shape = known_alpha(config, alpha), adapter_shape(split, config)
     written = {} if config is None or "peft_type" not in config.fields else config.fields
@@ -67,7 +67,7 @@ def adapter_config_json(
 
 
 def _origin(config: AdapterConfig | None, model_config: Mapping[str, object] | None) -> str | None:
-    """Return the name or path of the model that was trained, as far as it is written down."""
+    """Return the name or path of the model that was trained, if it is recorded."""
     if config is not None and config.base_model_name_or_path:
         return config.base_model_name_or_path
     name = (model_config or {}).get("_name_or_path")

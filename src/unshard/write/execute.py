@@ -29,7 +29,7 @@ __all__ = ["Executor", "are_equal", "make_tile", "tile_runs"]
 
 _BLOCK = 1024 * 1024
 _NO_KERNEL_COPY = frozenset(
-    # EIO: of the source or of the target; reading and writing one after the other tells
+    # EIO: of source or target; reading and writing separately shows of which
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EIO}
 )
 
@@ -39,7 +39,7 @@ class Executor:
 
     Args:
         outputs: the output files, by their index in the layout; they exist, at full size.
-        open_files: how many descriptors it may hold, at least 2.
+        open_files: how many descriptors it may keep open, at least 2.
         buffer_bytes: how much memory it may use to copy where the kernel cannot.
 
     Attributes:
@@ -85,9 +85,8 @@ class Executor:
                     raise
                 self._kernel_copies = False
                 break
-            if (
-                count == 0
-            ):  # the end of the file, or a file system that copies nothing: read_exactly tells
+            # End of file, or a file system that copies nothing: `read_exactly` finds out which.
+            if count == 0:
                 break
             start, at, length = start + count, at + count, length - count
         buffer = memoryview(bytearray(min(length, self._block)))
@@ -175,7 +174,10 @@ def make_tile(tile: Tile, files: OpenFiles) -> Elements:
             total = np.zeros(tile.box.sizes, np.float32)  # as numpy's mean: -0.0 + -0.0 is 0.0
             with np.errstate(all="ignore"):
                 for weight, source in terms:
-                    total += _weighted(weight, source, tile.box, files)
+                    values = _float32(source, tile.box, files)
+                    if weight != 1:
+                        values *= np.float32(weight)
+                    total += values
                 total /= np.float32(sum(weight for weight, _ in terms))
                 return _rounded(total, to)
         case Fuse() as fuse:
@@ -210,15 +212,6 @@ def _rounded(computed: NDArray[np.float32], to: DType) -> Elements:
     """
     np.copyto(computed, np.nan, where=np.isnan(computed))
     return computed.astype(numpy_dtype(to), copy=False)
-
-
-def _weighted(
-    weight: float, source: StoredTensor, box: Box, files: OpenFiles
-) -> NDArray[np.float32]:
-    values = _float32(source, box, files)
-    if weight != 1:
-        values *= np.float32(weight)
-    return values
 
 
 def _float32(source: StoredTensor, box: Box, files: OpenFiles) -> NDArray[np.float32]:

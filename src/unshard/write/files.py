@@ -5,8 +5,9 @@ import errno
 import os
 import re
 import sys
-from contextlib import suppress
 from pathlib import Path
+
+from unshard.write.staging.beneath import whole_file
 
 __all__ = ["exchange", "is_weight_file", "sync", "sync_tree", "write_whole"]
 
@@ -30,17 +31,12 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    draft = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with draft.open("xb") as file:
+        with whole_file(path.name, within=folder, durable=True) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            draft.unlink()
-        raise
+    finally:
+        os.close(folder)
 
 
 def sync(path: Path) -> None:

@@ -1,7 +1,7 @@
 """Push a finished output to the Hugging Face Hub. The output itself is only read.
 
 Knows repositories and their files. Everything that can fail here fails after the output is safe on
-disk, and the error says so.
+disk, and the error reports that.
 """
 
 import glob
@@ -75,7 +75,7 @@ def _check_access(repo: str) -> None:
 
 
 def _refusal(owner: Mapping[str, object], repo: str) -> str | None:
-    """Return why the owner of a token may not write to a repository, as far as the hub says it."""
+    """Return why the owner of a token may not write to a repository, if the hub reports it."""
     role = _fields(_fields(owner, "auth"), "accessToken").get("role")
     if role == "read":
         return "the token may only read"
@@ -91,15 +91,15 @@ def _refusal(owner: Mapping[str, object], repo: str) -> str | None:
 def push(directory: Path, repo: str, names: Collection[str], *, private: bool, bars: bool) -> str:
     """Upload files of a finished output to a repository, which is made if need be.
 
-    Weight and index files that lie there and are not among these are removed, as `--overwrite` does
-    on disk: else transformers might load the old ones. A model card in the directory goes along;
+    Other weight and index files in the repository are removed, as `--overwrite` does on disk:
+    otherwise transformers might load the old ones. A model card in the directory goes along;
     where neither it nor the repository has one, one is made.
 
     Args:
         directory: the output.
         repo: "NAME" or "OWNER/NAME".
         names: the files to upload, relative to the directory.
-        private: make the repository private; one that is there and public is refused.
+        private: make the repository private; an existing public one is refused.
         bars: let huggingface_hub show its progress bars.
 
     Returns:
@@ -143,7 +143,7 @@ def _upload(
     made = api.create_repo(repo, private=private or None, exist_ok=True)
     place = made.repo_id
     if private and not api.repo_info(place).private:
-        raise _NotPushed("the repository is there already, and public", "make it private, then: ")
+        raise _NotPushed("the repository exists already and is public", "make it private, then: ")
     there = api.list_repo_files(place)
     own_card = (directory / CARD_NAME).is_file()
     names = {*names, CARD_NAME} if own_card else names
@@ -188,19 +188,19 @@ def _progress_bars(*, shown: bool) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Say in one line why the hub refused, or was not reached; a cause may know the status."""
-    told = " ".join(str(error).split()) or type(error).__name__
+    """Return in one line why the hub refused or was not reached; a cause may have the status."""
+    text = " ".join(str(error).split()) or type(error).__name__
     at: BaseException | None = error
     while at is not None:
         status = getattr(getattr(at, "response", None), "status_code", None)
         if status is not None:
-            return f"{_REASONS.get(status, 'the hub failed')} (HTTP {status}): {told}"
+            return f"{_REASONS.get(status, 'the hub failed')} (HTTP {status}): {text}"
         at = at.__cause__
-    return told
+    return text
 
 
 def model_card(record: Mapping[str, object], *, title: str, base_model: str | None = None) -> str:
-    """Return a model card that says what the weights were made from.
+    """Return a model card that lists what the weights were made from.
 
     Args:
         record: the fields of `unshard.json`.

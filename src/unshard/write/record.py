@@ -20,19 +20,19 @@ from unshard.write.staging.beneath import read_file
 
 __all__ = [
     "RECORD_NAME",
-    "Record",
+    "OutputRecord",
+    "add_companions",
     "is_made_from",
     "read_record",
     "record_json",
-    "with_companions",
 ]
 
 RECORD_NAME = "unshard.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """What the record in a directory says of the files that were written there.
+class OutputRecord:
+    """The files that were written to a directory, by its record.
 
     Attributes:
         sizes: bytes of every file, by its path; of an older record, of the weight files only.
@@ -53,8 +53,8 @@ class Record:
         return self.sizes.get(path) == size
 
 
-def read_record(directory: int) -> Record | None:
-    """Return the record in a directory; None if there is none that unshard wrote.
+def read_record(directory: int) -> OutputRecord | None:
+    """Return the record in a directory; None without one that unshard wrote.
 
     Args:
         directory: its descriptor.
@@ -69,10 +69,11 @@ def read_record(directory: int) -> Record | None:
     if not isinstance(version, str) or not isinstance(state, list):
         return None
     known = {path: size for path, size in sizes.items() if isinstance(size, int)}
-    return Record(known, tuple(name for name in state if isinstance(name, str)), companions is None)
+    names = tuple(name for name in state if isinstance(name, str))
+    return OutputRecord(known, names, companions is None)
 
 
-def with_companions(record: bytes, sizes: Mapping[str, int]) -> bytes:
+def add_companions(record: bytes, sizes: Mapping[str, int]) -> bytes:
     """Return a record that also lists the files that are not weights, with their sizes in bytes."""
     fields = json.loads(record)
     fields["output"]["companions"] = dict(sizes)
@@ -122,7 +123,7 @@ def _bytes(record: Mapping[str, object]) -> bytes:
 def is_made_from(output: Path, location: Location, options: Mapping[str, object]) -> bool:
     """Return whether an output is whole and was made from a checkpoint with the same options.
 
-    Told by its record: the step, role and weights, the options that shape an output, and the sizes
+    The record is compared: step, role and weights, the options that shape an output, and the sizes
     of its files. A checkpoint that was saved again under the same name is not noticed.
     """
     try:
@@ -130,10 +131,10 @@ def is_made_from(output: Path, location: Location, options: Mapping[str, object]
     except CheckpointError:
         return False
     match record:
-        case {"source": dict(source), "options": told, "output": {"files": dict(files)}}:
+        case {"source": dict(source), "options": recorded, "output": {"files": dict(files)}}:
             wanted = _names_of(location)
             return (
-                told == json.loads(json.dumps(dict(options)))
+                recorded == json.loads(json.dumps(dict(options)))
                 and all(source.get(key) == value for key, value in wanted.items())
                 and all(_size(output / name) == size for name, size in files.items())
             )
@@ -154,7 +155,7 @@ def _names_of(location: Location) -> dict[str, object]:
 
 
 def _source(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return what the record says of a checkpoint."""
+    """Return the record's fields about a checkpoint."""
     catalog, location = checkpoint.catalog, checkpoint.location
     passed = checkpoint.passed_over
     return {
@@ -174,6 +175,6 @@ def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
     sizes = {}
     for path in sorted({path for entry in entries for path in entry.chunks.paths}):
         places = [p for p in (*location.roots, location.step_dir) if path.is_relative_to(p)]
-        if places:  # else it is a file made meanwhile, of decompressed items
+        if places:  # otherwise it is a file of decompressed items
             sizes[str(path.relative_to(places[0]))] = path.stat().st_size
     return sizes

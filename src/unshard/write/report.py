@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.fronts import PYTHON, warned
+from unshard.fronts import PYTHON, reword_warning
 from unshard.plan.layout import Layout
 from unshard.plan.operations import Plan
 from unshard.read.format import PassedOver
@@ -74,7 +74,7 @@ class Report:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a user should know, with options as Python has them."""
-        return tuple(warned(note, PYTHON) for note in self.notes)
+        return tuple(reword_warning(note, PYTHON) for note in self.notes)
 
     def __repr__(self) -> str:
         """Return one line: what was made, where, from how many ranks and checkpoints."""

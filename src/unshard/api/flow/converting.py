@@ -94,7 +94,7 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
     ties = _ties(tensors, config)
     notes += tuple(
         f"{head} differs from {embedding}, though the model's config says that they are tied: both "
-        "are written, and config.json says so"
+        "are written, and config.json records that"
         for head, embedding in ties.different.items()
     )
     tensors = {name: one for name, one in tensors.items() if name not in ties.equal}
@@ -238,15 +238,12 @@ def _mean(sources: Sources, outcomes: Sequence[Outcome]) -> Outcome:
     names = [str(one.location.weights_dir) for one in sources.checkpoints]
     mean = average_tensors([one.tensors for one in outcomes], names, sources.weights)
     notes = dict.fromkeys(note for one in outcomes for note in one.notes)
-    if any(_is_wide(one) for one in mean.tensors if one.name not in mean.fixed):
+    added = (one for one in mean.tensors if one.name not in mean.fixed)
+    if any(stored_dtype(one.recipe).itemsize > BY_NAME["float32"].itemsize for one in added):
         notes["float64 values are averaged in float32, and lose digits"] = None
     if not sources.compressed_bytes:  # otherwise they are compared once decompressed
         notes |= dict.fromkeys(_differing(list(mean.fixed.values()), names))
     return Outcome(mean.tensors, outcomes[-1].config, tuple(notes))
-
-
-def _is_wide(tensor: Converted) -> bool:
-    return stored_dtype(tensor.recipe).itemsize > BY_NAME["float32"].itemsize
 
 
 def _differing(fixed: Sequence[tuple[Converted, ...]], names: Sequence[str]) -> list[str]:
@@ -262,7 +259,7 @@ def _differing(fixed: Sequence[tuple[Converted, ...]], names: Sequence[str]) -> 
             else:
                 problems.append(
                     ConversionError(
-                        f"tensor {first.name}: differs, and there is no mean of {dtype}",
+                        f"tensor {first.name}: differs, and {dtype} values cannot be averaged",
                         hint="average the model before it is quantised",
                     )
                 )
@@ -270,4 +267,4 @@ def _differing(fixed: Sequence[tuple[Converted, ...]], names: Sequence[str]) -> 
     if not taken:
         return []
     listed = ", ".join(taken[:5]) + (f" and {len(taken) - 5} more" if len(taken) > 5 else "")
-    return [f"integers are not averaged: {listed} differ, and are those of {names[-1]}"]
+    return [f"integers are not averaged: {listed} differ; {names[-1]} provides them"]

@@ -145,9 +145,8 @@ def named_companions(prepared: Prepared, options: MergeOptions) -> tuple[str, ..
     """Return the companions that the user named, by --config: a file, or a directory of them."""
     if options.config is None:
         return ()
-    if Path(options.config).is_dir():
-        return ("config.json", *prepared.checkpoint.companions.files)
-    return ("config.json",)
+    files = prepared.checkpoint.companions.files if Path(options.config).is_dir() else ()
+    return ("config.json", *files)
 
 
 def late_notes(
@@ -173,7 +172,7 @@ def _overflow_notes(overflows: dict[str, int], plan: Plan) -> list[str]:
     tensors = (tensor for file in plan.layout.files for tensor in file.tensors)
     dtypes = sorted({one.dtype.name for one in tensors if one.name in overflows})
     what = f"{sum(overflows.values())} values of {len(overflows)} tensors are too large for "
-    hint = "; bfloat16 holds them" if dtypes == ["float16"] else ""
+    hint = "; bfloat16 can represent them" if dtypes == ["float16"] else ""
     return [f"{what}{', '.join(dtypes)} and became infinite: {listed}{hint}"]
 
 
@@ -199,14 +198,7 @@ def make_report(
     changed: tuple[int, int] | None = None,
     url: str | None = None,
 ) -> Report:
-    """Return the report of a merge, or of an average of several checkpoints.
-
-    Args:
-        prepared, target, options: what was made, where, and how.
-        started: `time.monotonic()` when the whole began.
-        notes: what a user should know beyond the warnings of the plan.
-        changed, url: as in `Report`.
-    """
+    """Return the report of a merge that began at `started`, by `time.monotonic()`."""
     checkpoints, plan = prepared.sources.checkpoints, prepared.plan
     training = prepared.sources.training
     return Report(

@@ -62,13 +62,7 @@ class Prepared:
 
 
 def plan_output(sources: Sources, outcome: Outcome, options: MergeOptions) -> Prepared:
-    """Lay out the output's files, and plan how they are made.
-
-    Args:
-        sources: what is merged.
-        outcome: the output's tensors and config.
-        options: as for `merge`.
-    """
+    """Lay out the output's files, and plan how they are made."""
     read = tuple(note for one in sources.checkpoints for note in one.catalog.notes)
     if options.lora == "adapter":
         return _plan_adapter(sources, outcome, read)

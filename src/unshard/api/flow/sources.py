@@ -83,7 +83,7 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
     also = [Path(one) for one in options.also]
     base = None if options.base is None else read_base(str(options.base))
     reading = replace(options.reading, shapes={} if base is None else base.shapes)
-    choice = replace(options.choice, pass_over=pass_over)
+    choice = replace(options.request, pass_over=pass_over)
     checkpoint = open_latest(path, choice, reading, also)
     _log_choice(path, checkpoint)
     return checkpoint if base is None else _with_base(checkpoint, base, options)
@@ -119,12 +119,7 @@ def _log_choice(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def decompressed(sources: Sources, scratch: Path, listener: Listener) -> Sources:
-    """Return the sources with nothing compressed.
-
-    Args:
-        sources: what may be compressed.
-        scratch: a path; one file for each checkpoint is written there, with a number in its name.
-        listener: called with progress events.
+    """Return the sources decompressed, each into a file named `scratch` with a number.
 
     Raises:
         CorruptError: see `inflate`.

@@ -1,16 +1,18 @@
 """Files beneath a directory that is held open: by names without a slash, and no link is followed.
 
-Whatever the paths of a directory are made to mean meanwhile, these steps stay inside it. Staging
-and recovery work this way, and so does everything in a run's `_unshard`.
+Even if another process renames or replaces directories in the meantime, these steps stay inside it.
+Staging and recovery work this way, and so does everything in a run's `_unshard`.
 """
 
 import errno
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 __all__ = [
     "check_path",
@@ -25,6 +27,7 @@ __all__ = [
     "remove",
     "status_of",
     "walk",
+    "whole_file",
 ]
 
 _LONGEST = 64 << 20
@@ -149,6 +152,33 @@ def open_regular(path: Path | str, flags: int, *, within: int | None = None) -> 
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return fd
+
+
+@contextmanager
+def whole_file(name: str, *, within: int, durable: bool) -> Iterator[BinaryIO]:
+    """Yield a new file that takes its name in one step, when it is complete.
+
+    Args:
+        name: of the file; an earlier one is replaced.
+        within: the directory.
+        durable: flush the file to disk before it takes its name.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
+    draft = f".{name}-{secrets.token_hex(4)}.partial"
+    fd = open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, within=within)
+    try:
+        with os.fdopen(fd, "wb") as stream:
+            yield stream
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
+        os.rename(draft, name, src_dir_fd=within, dst_dir_fd=within)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft, dir_fd=within)
+        raise
 
 
 def read_file(name: str, *, within: int) -> bytes:

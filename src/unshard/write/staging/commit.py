@@ -3,7 +3,7 @@
 * *new*: the target does not exist: one rename.
 * *replace*: the target is an earlier output: it is exchanged with the new one in one atomic step,
   or, where the system cannot, moved aside first.
-* *in place*: the target holds the checkpoint itself: files are moved into it one by one.
+* *in place*: the target contains the checkpoint itself: files are moved into it one by one.
 
 The last two follow a journal, which is written first, when everything is durable, so that the next
 run finishes what was begun. Every step of it may be done twice. It names directories by their
@@ -15,7 +15,6 @@ import errno
 import os
 import stat
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.errors import OutputError
@@ -23,7 +22,7 @@ from unshard.plan.layout import INDEX_NAME
 from unshard.write.adapter import ADAPTER_CONFIG_NAME
 from unshard.write.companions import EXTRA_STATE_NAME, SCHEDULER_NAME
 from unshard.write.files import exchange, is_weight_file, sync_tree
-from unshard.write.record import RECORD_NAME, read_record, with_companions
+from unshard.write.record import RECORD_NAME, add_companions, read_record
 from unshard.write.staging.beneath import folder_of, opened, read_file, status_of, walk
 from unshard.write.staging.journal import (
     ASIDE,
@@ -33,24 +32,24 @@ from unshard.write.staging.journal import (
     Mode,
     identity,
 )
-from unshard.write.staging.owners import Place
+from unshard.write.staging.owners import StagingDirectory
 from unshard.write.staging.replacing import Sides, carry_over, set_aside, settle
 from unshard.write.staging.taking import (
-    in_the_way,
+    find_in_the_way,
+    find_strangers,
+    have_same_tensors,
     may_be_same,
     refuse_strangers,
-    same_tensors,
-    strangers,
 )
 
-__all__ = ["Permission", "begin", "finish", "is_begun", "take_new"]
+__all__ = ["begin", "finish", "is_begun", "take_new"]
 
 
-def take_new(place: Place, target: Path) -> None:
+def take_new(place: StagingDirectory, target: Path) -> None:
     """Make the output durable and rename it to a target that does not exist.
 
     Raises:
-        OutputError: the target has come to exist meanwhile.
+        OutputError: the target was made by another process in the meantime.
     """
     with opened(OUTPUT, within=place.fd) as output:
         _list_companions(output, output, _paths(output))
@@ -59,55 +58,53 @@ def take_new(place: Place, target: Path) -> None:
         os.rename(OUTPUT, target.name, src_dir_fd=place.fd, dst_dir_fd=place.parent)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise OutputError(f"{target}: appeared while it was being made") from error
+            raise OutputError(f"{target}: another process made it in the meantime") from error
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class Permission:
-    """What may be lost.
-
-    Attributes:
-        asked_for: names of companions that go over those in a checkpoint's own directory.
-        strangers: whether files may go that unshard did not write.
-    """
-
-    asked_for: Collection[str] = ()
-    strangers: bool = False
-
-
-def begin(place: Place, target: Path, mode: Mode, permission: Permission) -> Journal:
+def begin(
+    place: StagingDirectory,
+    target: Path,
+    mode: Mode,
+    *,
+    replaced: Collection[str],
+    lose_strangers: bool,
+) -> Journal:
     """Make the output durable; return what has to be done with it. The target is as it was.
 
     Args:
         place: the staging directory.
         target: what to replace, or to put files into.
         mode: REPLACE or IN_PLACE.
-        permission: what may be lost.
+        replaced: names of companions that may replace those in a checkpoint's own directory.
+        lose_strangers: whether files may be lost that unshard did not write.
 
     Raises:
         OutputError: the target has something in the way.
     """
-    output = place.path / OUTPUT
     with opened(target.name, within=place.parent) as old, opened(OUTPUT, within=place.fd) as new:
         if mode is Mode.IN_PLACE:
-            journal = _in_place(target, old, new, permission.asked_for)
-            _check(target, old, output, journal.goes, permission)
+            journal = _in_place(target, old, new, replaced)
+            lost = journal.goes.keys() - set(replaced)
+            if not lose_strangers:
+                _check_strangers(target, old, place.path / OUTPUT, lost)
             _list_companions(old, new, journal.place)
         else:
             goes = _found(old, {*_paths(new), *_stale(old, new)})
-            _check(target, old, output, goes, permission)
+            lost = goes.keys() - set(replaced)
+            if not lose_strangers:
+                _check_strangers(target, old, place.path / OUTPUT, lost)
             _list_companions(old, new, _paths(new))
             carried = carry_over(Sides(old, new, place.fd), leave=goes)
             os.fchmod(new, stat.S_IMODE(os.fstat(old).st_mode))
             inodes = os.fstat(old).st_ino, os.fstat(new).st_ino
             journal = Journal(mode, target.name, *inodes, goes, carried)
-    sync_tree(output)
+    sync_tree(place.path / OUTPUT)
     return journal
 
 
-def finish(place: Place, journal: Journal) -> list[str]:
-    """Do what a journal says; return sentences about files that others changed meanwhile.
+def finish(place: StagingDirectory, journal: Journal) -> list[str]:
+    """Follow a journal; return notes about files that others changed in the meantime.
 
     Raises:
         OSError: a step failed, or the target is not what it was; it can be tried again.
@@ -124,8 +121,8 @@ def finish(place: Place, journal: Journal) -> list[str]:
     return notes
 
 
-def is_begun(place: Place, journal: Journal) -> bool:
-    """Return whether the target has changed by anything that a journal says."""
+def is_begun(place: StagingDirectory, journal: Journal) -> bool:
+    """Return whether a step of the journal has already changed the target."""
     if journal.mode is Mode.REPLACE:
         there = status_of(journal.target, within=place.parent)
         return there is None or there.st_ino != journal.old
@@ -133,7 +130,7 @@ def is_begun(place: Place, journal: Journal) -> bool:
         return any(status_of(path, within=output) is None for path in journal.place)
 
 
-def _replace(place: Place, journal: Journal) -> list[str]:
+def _replace(place: StagingDirectory, journal: Journal) -> list[str]:
     there = status_of(journal.target, within=place.parent)
     inode = None if there is None else there.st_ino
     if inode not in (None, journal.old, journal.new):
@@ -154,7 +151,7 @@ def _replace(place: Place, journal: Journal) -> list[str]:
     return notes
 
 
-def _not_what_it_was(place: Place, journal: Journal) -> OSError:
+def _not_what_it_was(place: StagingDirectory, journal: Journal) -> OSError:
     target = place.path.parent / journal.target
     return FileExistsError(f"{target} is not the directory that was to be written to")
 
@@ -173,18 +170,15 @@ def _found(directory: int, paths: Iterable[str]) -> dict[str, Identity]:
 def _stale(target: int, output: int) -> list[str]:
     """Return weights, and training state of an earlier merge, that the output does not have."""
     record = read_record(target)
-    known = [*in_the_way(target), *(record.state if record is not None else ())]
+    known = [*find_in_the_way(target), *(record.state if record is not None else ())]
     return [name for name in known if status_of(name, within=output) is None]
 
 
-def _check(
-    target: Path, old: int, output: Path, goes: Collection[str], permission: Permission
-) -> None:
+def _check_strangers(target: Path, old: int, output: Path, goes: Collection[str]) -> None:
     """Refuse to lose what unshard did not write, unless it is what the output has."""
-    if not permission.strangers:
-        found = strangers(old, set(goes) - set(permission.asked_for))
-        if found and not (may_be_same(old, found) and same_tensors(target, output, found)):
-            refuse_strangers(target, found)
+    found = find_strangers(old, goes)
+    if found and not (may_be_same(old, found) and have_same_tensors(target, output, found)):
+        refuse_strangers(target, found)
 
 
 def _list_companions(old: int, new: int, placed: Collection[str]) -> None:
@@ -199,19 +193,19 @@ def _list_companions(old: int, new: int, placed: Collection[str]) -> None:
             continue
         if path in placed or (before is not None and before.sizes.get(path) == status.st_size):
             sizes[path] = status.st_size
-    text = with_companions(read_file(RECORD_NAME, within=new), sizes)
+    text = add_companions(read_file(RECORD_NAME, within=new), sizes)
     flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(RECORD_NAME, flags, dir_fd=new), "wb") as stream:
         stream.write(text)
 
 
 def _in_place(target: Path, old: int, new: int, replaced: Collection[str]) -> Journal:
-    """Weights first, then what belongs to them or is lacking, then what says that all is there."""
+    """Weights first, then what belongs to them or is missing, then index and record."""
     paths = _paths(new)
     weights = [path for path in paths if is_weight_file(path) and path != INDEX_NAME]
     last = [path for path in (INDEX_NAME, RECORD_NAME) if path in paths]
     over = {EXTRA_STATE_NAME, SCHEDULER_NAME, *replaced}
-    if not strangers(old, [ADAPTER_CONFIG_NAME]):
+    if not find_strangers(old, [ADAPTER_CONFIG_NAME]):
         over.add(ADAPTER_CONFIG_NAME)
     state = [path for path in paths if path in over and path not in weights]
     known = {*weights, *state, *last}
@@ -264,7 +258,7 @@ def _move_in(output: int, target: int, journal: Journal) -> list[str]:
 
 
 def _save_others(target: int, path: str, journal: Journal) -> list[str]:
-    """Set a file aside that is not the one that may go; return what there is to say."""
+    """Set a file aside that is not the one that may go; return a note about it."""
     status = status_of(path, within=target)
     if status is None or identity(status) == journal.goes.get(path):
         return []

@@ -14,7 +14,7 @@ __all__ = ["uninterrupted"]
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold back Ctrl-C, SIGTERM and SIGHUP; what came meanwhile takes effect at the end."""
+    """Hold back Ctrl-C, SIGTERM and SIGHUP; a signal takes effect at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

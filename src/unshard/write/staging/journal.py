@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
-from unshard.write.staging.beneath import check_path, read_file
-from unshard.write.staging.owners import Place
+from unshard.write.staging.beneath import check_path, read_file, whole_file
+from unshard.write.staging.owners import StagingDirectory
 from unshard.write.staging.seals import is_sealed, seal
 
 __all__ = [
@@ -72,21 +72,16 @@ def identity(status: os.stat_result) -> Identity:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def write_journal(place: Place, journal: Journal) -> None:
+def write_journal(place: StagingDirectory, journal: Journal) -> None:
     """Write a journal, durably."""
     fields = asdict(journal) | {"mode": journal.mode.value}
-    text = json.dumps({"journal": fields, "seal": _seal(place, fields)})
-    draft = f"{JOURNAL_NAME}.new"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(draft, flags, 0o600, dir_fd=place.fd), "w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.rename(draft, JOURNAL_NAME, src_dir_fd=place.fd, dst_dir_fd=place.fd)
+    code = seal("journal", fields, os.fstat(place.fd).st_ino)
+    with whole_file(JOURNAL_NAME, within=place.fd, durable=True) as stream:
+        stream.write(json.dumps({"journal": fields, "seal": code}).encode())
     os.fsync(place.fd)
 
 
-def read_journal(place: Place) -> Journal | None:
+def read_journal(place: StagingDirectory) -> Journal | None:
     """Return the journal of an interrupted commit; None if it had not begun.
 
     Raises:
@@ -105,10 +100,6 @@ def read_journal(place: Place) -> Journal | None:
         return _parsed(fields)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PermissionError(f"its {JOURNAL_NAME} is not one that unshard writes") from error
-
-
-def _seal(place: Place, fields: Mapping[str, object]) -> str:
-    return seal("journal", fields, os.fstat(place.fd).st_ino)
 
 
 def _parsed(fields: dict[str, object]) -> Journal:

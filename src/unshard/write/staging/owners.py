@@ -1,4 +1,4 @@
-"""Who a staging directory belongs to, and whether that process is provably dead.
+"""The owner of a staging directory, and whether that process is provably dead.
 
 What a tree that was copied or downloaded contains proves nothing, so two codes that only this user
 can compute must be right before anything of a staging directory is believed (see `seals`): one in
@@ -25,7 +25,15 @@ from pathlib import Path
 
 from unshard.write.staging.seals import is_sealed, seal
 
-__all__ = ["OWNER_NAME", "PREFIX", "Place", "claim", "dead_owner", "mtime_in", "staging_name"]
+__all__ = [
+    "OWNER_NAME",
+    "PREFIX",
+    "StagingDirectory",
+    "claim",
+    "dead_owner",
+    "mtime_in",
+    "staging_name",
+]
 
 OWNER_NAME = "owner.json"
 PREFIX = "_unshard-partial-"
@@ -36,7 +44,7 @@ _LONGEST = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StagingDirectory:
     """A staging directory, held open.
 
     Attributes:
@@ -102,10 +110,10 @@ def claim(staging: int, made: Sequence[Path]) -> int:
 
 
 @contextmanager
-def dead_owner(place: Place) -> Iterator[list[Path] | None]:
+def dead_owner(place: StagingDirectory) -> Iterator[list[Path] | None]:
     """Yield the directories that a dead process made for a staging directory; None if it may live.
 
-    Meanwhile its lock is held, so that only one process cleans up.
+    Its lock is held for as long, so that only one process cleans up.
 
     Raises:
         PermissionError: nothing proves that this user made the staging directory, here.
@@ -124,7 +132,7 @@ def dead_owner(place: Place) -> Iterator[list[Path] | None]:
         os.close(fd)
 
 
-def _check_made_here(place: Place) -> None:
+def _check_made_here(place: StagingDirectory) -> None:
     status = os.fstat(place.fd)
     if status.st_uid != os.geteuid() or status.st_mode & _OTHERS:
         raise PermissionError("it is not a private directory of this user")
@@ -133,7 +141,7 @@ def _check_made_here(place: Place) -> None:
         raise PermissionError("its name does not prove that this user made it in this directory")
 
 
-def _owner(place: Place, fd: int) -> dict[str, object]:
+def _owner(place: StagingDirectory, fd: int) -> dict[str, object]:
     """Return the fields of an owner file.
 
     Raises:
@@ -150,7 +158,7 @@ def _owner(place: Place, fd: int) -> dict[str, object]:
     return fields
 
 
-def _made(place: Place, fields: dict[str, object]) -> list[Path]:
+def _made(place: StagingDirectory, fields: dict[str, object]) -> list[Path]:
     made = fields["made"]
     known = {str(path) for path in made} if isinstance(made, list) else set()
     return [path for path in place.path.resolve().parents if str(path) in known]

@@ -1,4 +1,4 @@
-"""Give a new output what others keep in the old one, also what they change meanwhile.
+"""Keep in a new output what others have in the old one, also what they change in the meantime.
 
 The new directory first gets all files that do not go. When it has taken the place of the old one,
 the two are compared again: what was saved, made or removed in the old one in between is saved, made
@@ -31,14 +31,8 @@ class Sides:
 def carry_over(sides: Sides, *, leave: Collection[str]) -> dict[str, Identity]:
     """Give a new directory everything of an old one, but for the paths in `leave`.
 
-    Files are hard-linked, or copied where that is impossible; `old` stays as it is.
-
-    Args:
-        sides: the directories.
-        leave: paths of files in `old`.
-
-    Returns:
-        What was carried over, as it was.
+    Files are hard-linked, or copied where that is impossible; `old` stays as it is. Return what was
+    carried over, as it was.
     """
     carried = {}
     for path, status in _files(sides):
@@ -50,14 +44,9 @@ def carry_over(sides: Sides, *, leave: Collection[str]) -> dict[str, Identity]:
 
 
 def settle(sides: Sides, journal: Journal) -> list[str]:
-    """Do once more, after the exchange, what others have done in the old directory since.
+    """Repeat, after the exchange, what others have done in the old directory since.
 
-    Args:
-        sides: the directory that was the target, and the one that is it now.
-        journal: what was carried over, and what may go.
-
-    Returns:
-        Sentences about files that were changed on both sides.
+    Return notes about files that were changed on both sides.
     """
     notes = []
     there = {}
@@ -100,7 +89,7 @@ def _files(sides: Sides) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _carry_again(sides: Sides, path: str, carried: Identity | None) -> list[str]:
-    """Give the new directory a file that is not what it was; return what there is to say."""
+    """Give the new directory a file that is not what it was; return a note about it."""
     now = status_of(path, within=sides.old)
     for free in _spare(path):
         there = status_of(path, within=sides.new)

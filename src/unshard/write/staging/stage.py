@@ -20,13 +20,13 @@ from typing import Self
 
 from unshard.errors import OutputError
 from unshard.write.staging.beneath import open_directory, remove, status_of
-from unshard.write.staging.commit import Permission, begin, finish, is_begun, take_new
+from unshard.write.staging.commit import begin, finish, is_begun, take_new
 from unshard.write.staging.interrupts import uninterrupted
 from unshard.write.staging.journal import JOURNAL_NAME, OUTPUT, Mode, read_journal, write_journal
 from unshard.write.staging.owners import (
     OWNER_NAME,
     PREFIX,
-    Place,
+    StagingDirectory,
     claim,
     dead_owner,
     mtime_in,
@@ -45,8 +45,8 @@ def recover(directory: Path) -> None:
     """Finish or remove what killed processes of this user left in a directory.
 
     What may be alive is left alone. So is what cannot be shown to be this user's own, made in this
-    very directory (a log message names it): a journal is an instruction to move files, and whoever
-    packed a checkpoint may have put one there.
+    very directory (a log message names it): a journal is an instruction to move files, and a
+    downloaded checkpoint may contain one.
     """
     try:
         names = sorted(path.name for path in directory.glob(PREFIX + "*"))
@@ -70,7 +70,7 @@ def _recover(path: Path, parent: int) -> None:
     if stat.S_ISDIR(status.st_mode) and status.st_uid != os.geteuid():
         _log.info("left alone: %s, which belongs to another user", path)
         return
-    place = Place(path, parent, open_directory(path.name, within=parent))
+    place = StagingDirectory(path, parent, open_directory(path.name, within=parent))
     try:
         with dead_owner(place) as made:
             if made is None:
@@ -92,13 +92,13 @@ class Staging:
     Args:
         target: where the output goes; parents are made (and removed again on failure).
         needed_bytes: what the output will take.
-        sources: the directories that hold the checkpoint; if the output goes into one of them, it
+        sources: the directories of the checkpoint; if the output goes into one of them, it
             keeps its modification time (trainers rotate checkpoints by it).
         overwrite: whether what unshard wrote there may be replaced; "all": other files too.
         names: the paths that the output will have, to refuse at once what would be refused later.
 
     Raises:
-        OutputError: on entering: the target exists, or is not writable, or lacks space.
+        OutputError: on entering: the target exists, is not writable, or there is no space.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Staging:
         self._names = names
         self._mode = Mode.NEW
         self._made_parents: list[Path] = []
-        self._place: Place | None = None
+        self._place: StagingDirectory | None = None
         self._held = ExitStack()
         self._quiet = ExitStack()  # holds signals back from a commit to the end of the stage
         self._is_complete = False
@@ -133,7 +133,7 @@ class Staging:
         return self._staging.path / "scratch"
 
     @property
-    def _staging(self) -> Place:
+    def _staging(self) -> StagingDirectory:
         if self._place is None:
             raise RuntimeError("the stage has not been entered")
         return self._place
@@ -183,11 +183,11 @@ class Staging:
                 directory, because they were asked for.
 
         Returns:
-            Sentences that a user should read: what others changed in the target meanwhile, and
-            whether the file system would not promise that the output survives a power failure.
+            Notes for the user: what others changed in the target in the meantime, and whether the
+            output might not survive a power failure.
 
         Raises:
-            OutputError: a new target has come to exist meanwhile, or not all files could be moved.
+            OutputError: another process made the target, or not all files could be moved.
         """
         with ExitStack() as quiet:
             quiet.enter_context(uninterrupted())
@@ -199,7 +199,7 @@ class Staging:
         return notes
 
     def _say(self, error: KeyboardInterrupt) -> None:
-        """Let an interruption say that it came too late."""
+        """Make an interruption report that it came too late."""
         if self._is_complete:
             error.args = (f"interrupted, but only after {self._target} was complete",)
 
@@ -208,8 +208,13 @@ class Staging:
         if self._mode is Mode.NEW:
             take_new(place, self._target)
             return _durable(place.parent, self._target)
-        permission = Permission(replaced, strangers=self._overwrite == "all")
-        journal = begin(place, self._target, self._mode, permission)
+        journal = begin(
+            place,
+            self._target,
+            self._mode,
+            replaced=replaced,
+            lose_strangers=self._overwrite == "all",
+        )
         write_journal(place, journal)
         for tries_left in (1, 0):
             try:
@@ -255,7 +260,7 @@ class Staging:
             os.rmdir(name, dir_fd=parent)
             raise
         self._held.callback(os.close, fd)
-        self._place = Place(holder / name, parent, fd)
+        self._place = StagingDirectory(holder / name, parent, fd)
         self._held.callback(os.close, claim(fd, self._made_parents))
 
     def _make_parents(self) -> None:
@@ -282,7 +287,7 @@ class Staging:
 
 
 def unwritable(target: Path, error: OSError) -> OutputError:
-    """Return the error that says why an output could not be written."""
+    """Return the error for an output that could not be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return OutputError(
         f"{target}: cannot be written: {error.strerror or error}",
@@ -291,7 +296,7 @@ def unwritable(target: Path, error: OSError) -> OutputError:
 
 
 def _is_inside(directory: Path, sources: Sequence[Path]) -> bool:
-    """Tell whether a directory is part of the checkpoint."""
+    """Return whether a directory is part of the checkpoint."""
     return any(directory.is_relative_to(source.resolve()) for source in sources)
 
 
@@ -317,7 +322,7 @@ def _check_same_disk(target: Path) -> None:
 
 
 def _durable(directory: int, target: Path) -> list[str]:
-    """Flush a rename; return what there is to say if that fails: the rename itself is done."""
+    """Flush a rename; return a note if that fails: the rename itself is done."""
     try:
         os.fsync(directory)
     except OSError as error:
@@ -334,7 +339,7 @@ def _remove_empty(made: Sequence[Path]) -> None:
             break
 
 
-def _remove(place: Place) -> None:
+def _remove(place: StagingDirectory) -> None:
     """Remove a staging directory: its journal first, because half an output must not be moved.
 
     Its owner file goes last: until then the next run can tell that its owner is dead.

@@ -18,33 +18,31 @@ from unshard.write.files import is_weight_file
 from unshard.write.record import read_record
 from unshard.write.staging.beneath import status_of
 
-__all__ = ["in_the_way", "may_be_same", "refuse_strangers", "same_tensors", "strangers"]
+__all__ = [
+    "find_in_the_way",
+    "find_strangers",
+    "have_same_tensors",
+    "may_be_same",
+    "refuse_strangers",
+]
 
 _SHOWN = 10
 _BLOCK = 1 << 20
 
 
-def in_the_way(target: int) -> list[str]:
+def find_in_the_way(target: int) -> list[str]:
     """Return the files that transformers would load instead of an output, or together with it.
 
     transformers takes `model.safetensors` before an index and before `pytorch_model.bin`; with an
     `adapter_config.json` it loads the adapter, on the base model named there. Source:
     `_get_resolved_checkpoint_files` and `AutoModel.from_pretrained` of transformers 5.23.
-
-    Args:
-        target: descriptor of the directory.
     """
     names = os.listdir(target)
     return sorted(name for name in names if is_weight_file(name) or name == ADAPTER_CONFIG_NAME)
 
 
-def strangers(target: int, paths: Iterable[str]) -> list[str]:
-    """Return those of some paths at which there is something that unshard did not write.
-
-    Args:
-        target: descriptor of the directory.
-        paths: relative to it.
-    """
+def find_strangers(target: int, paths: Iterable[str]) -> list[str]:
+    """Return those paths in a directory at which there is something that unshard did not write."""
     record = read_record(target)
     found = []
     for path in sorted(set(paths)):
@@ -84,7 +82,7 @@ def may_be_same(target: int, paths: Collection[str]) -> bool:
     )
 
 
-def same_tensors(target: Path, output: Path, paths: Sequence[str]) -> bool:
+def have_same_tensors(target: Path, output: Path, paths: Sequence[str]) -> bool:
     """Return whether files have exactly the tensors of an output, byte for byte.
 
     Args:

@@ -10,7 +10,12 @@ from unshard.write.companions import EXTRA_STATE_NAME, SCHEDULER_NAME
 from unshard.write.files import is_weight_file
 from unshard.write.record import RECORD_NAME
 from unshard.write.staging.journal import Mode
-from unshard.write.staging.taking import in_the_way, may_be_same, refuse_strangers, strangers
+from unshard.write.staging.taking import (
+    find_in_the_way,
+    find_strangers,
+    may_be_same,
+    refuse_strangers,
+)
 
 __all__ = ["check_space", "choose_mode", "refuse_sources"]
 
@@ -24,11 +29,11 @@ def choose_mode(
     overwrite: bool | str,
     names: Collection[str] = (),
 ) -> Mode:
-    """Say how an output would take its place.
+    """Return how an output would take its place.
 
     Args:
         target: where the output goes.
-        sources: the directories that hold the checkpoint.
+        sources: the directories of the checkpoint.
         overwrite: whether what unshard wrote there may be replaced; "all": other files too.
         names: the paths that the output will have.
 
@@ -38,7 +43,7 @@ def choose_mode(
     if not (target.exists() or target.is_symlink()):
         return Mode.NEW
     if not target.is_dir():
-        raise OutputError(f"{target}: exists already, and is no directory")
+        raise OutputError(f"{target}: exists already and is not a directory")
     if not target.is_symlink() and not any(target.iterdir()):
         return Mode.NEW
     if not overwrite:
@@ -60,13 +65,13 @@ def _check_strangers(target: Path, mode: Mode, names: Collection[str]) -> None:
     """
     fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        paths = {*in_the_way(fd), RECORD_NAME}
+        paths = {*find_in_the_way(fd), RECORD_NAME}
         if mode is Mode.IN_PLACE:
             paths -= {ADAPTER_CONFIG_NAME} & set(names)
             paths |= {EXTRA_STATE_NAME, SCHEDULER_NAME} & set(names)
         else:
             paths |= set(names)
-        found = strangers(fd, paths)
+        found = find_strangers(fd, paths)
         if mode is not Mode.IN_PLACE or not may_be_same(fd, found):
             refuse_strangers(target, found)
     finally:
@@ -74,27 +79,23 @@ def _check_strangers(target: Path, mode: Mode, names: Collection[str]) -> None:
 
 
 def refuse_sources(target: Path, files: Iterable[Path]) -> None:
-    """Refuse to replace the very files that are merged.
-
-    Args:
-        target: where the output goes.
-        files: what it is made of.
+    """Refuse to replace the files that are merged.
 
     Raises:
-        OutputError: one of them lies where a weight file of the output would go.
+        OutputError: a weight file of the output would replace one of them.
     """
     place = target.resolve()
     own = sorted(file.name for file in files if file.resolve().parent == place)
     lost = [name for name in own if is_weight_file(name)]
     if lost:
         raise OutputError(
-            f"{target}: holds the weights that are merged ({lost[0]}): they would be lost",
+            f"{target}: contains the weights that are merged ({lost[0]}); they would be lost",
             hint="give another output",
         )
 
 
 def check_space(directory: Path, needed_bytes: int) -> None:
-    """Refuse to begin what the file system cannot hold.
+    """Refuse to begin what does not fit on the file system.
 
     Raises:
         OutputError: there is not enough free space.

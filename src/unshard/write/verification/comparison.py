@@ -93,12 +93,12 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What transformers says when it loads the names and shapes of an output.
+    """What transformers reports when it loads the names and shapes of an output.
 
     Attributes:
         model_class: the class that the config names.
-        missing: parameters that the files do not hold.
-        unexpected: tensors of the files that the class has no place for.
+        missing: parameters that are not in the files.
+        unexpected: tensors of the files that the class does not have.
         mismatched: tensors of another shape.
     """
 
@@ -115,7 +115,7 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class ByConfig:
-    """Our names and those that config.json says there are.
+    """Our names and those that config.json implies.
 
     Attributes:
         missing: names that we do not have.
@@ -169,7 +169,7 @@ class Comparison:
     def equal(self) -> bool:
         """Whether both have the same names, and every tensor and the loading are as they should.
 
-        Names that our own config contradicts are not as they should.
+        Names that contradict our own config are not.
         """
         whole = all(one is None or one.complete for one in (self.by_config, self.loading))
         return whole and not (self.missing or self.unexpected or self.different)
@@ -181,12 +181,12 @@ class Comparison:
 
     @property
     def with_nan(self) -> tuple[TensorComparison, ...]:
-        """Our tensors that hold NaN."""
+        """Our tensors that contain NaN."""
         return self._where(lambda values: values.nans_ours > 0)
 
     @property
     def all_zero(self) -> tuple[TensorComparison, ...]:
-        """Our tensors that are nothing but zeros."""
+        """Our tensors that contain only zeros."""
         return self._where(lambda values: values.all_zero_ours)
 
     def _where(self, holds: Callable[[Values], bool]) -> tuple[TensorComparison, ...]:

@@ -31,11 +31,11 @@ from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 from unshard.tensors.tiles import row_tile, tiles
 from unshard.write.execute import make_tile, tile_runs
 
-__all__ = ["Checker", "Job", "Replicas", "Source", "source_jobs"]
+__all__ = ["Archive", "Check", "Checker", "Replicas", "source_jobs"]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Archive:
     """Check the checksums of one torch.save zip among the sources."""
 
     archive: ByteRange
@@ -48,13 +48,13 @@ class Replicas:
     entry: TensorEntry
 
 
-Job = Source | Replicas | Unit
+Check = Archive | Replicas | Unit
 
 
-def source_jobs(catalogs: Sequence[Catalog]) -> Iterator[Source | Replicas]:
+def source_jobs(catalogs: Sequence[Catalog]) -> Iterator[Archive | Replicas]:
     """Yield what there is to check about the sources."""
     for catalog in catalogs:
-        yield from map(Source, catalog.archives)
+        yield from map(Archive, catalog.archives)
         yield from (Replicas(e) for e in catalog.tensors.values() if len(e.chunks) > 1)
 
 
@@ -66,7 +66,7 @@ class Checker:
         layout: what was made of it.
         directory: where the output files are.
         problems: where findings go.
-        open_files: how many descriptors it may hold, at least 2.
+        open_files: how many descriptors it may keep open, at least 2.
         block_bytes: how much to read at a time.
     """
 
@@ -91,10 +91,10 @@ class Checker:
         """Close all files."""
         self._files.close()
 
-    def do(self, job: Job) -> int:
+    def do(self, job: Check) -> int:
         """Do a job; return the bytes of output that it compared."""
         match job:
-            case Source(archive):
+            case Archive(archive):
                 self._check_source(archive)
             case Replicas(entry):
                 self._check_replicas(entry)
@@ -112,7 +112,7 @@ class Checker:
                 names = ", ".join(_tensors_in(self._catalogs, path, record)) or "no tensor"
                 self._problems.append(
                     CorruptError(
-                        f"{path}: storage {key} ({names}) does not fit its checksum (CRC-32)",
+                        f"{path}: storage {key} ({names}) does not match its checksum (CRC-32)",
                         hint="the file was damaged after it was saved; take another checkpoint",
                     )
                 )
@@ -170,13 +170,13 @@ def _differing(entry: TensorEntry, first: int, other: int, box: Box) -> CorruptE
     ours, theirs = entry.chunks[first], entry.chunks[other]
     return CorruptError(
         f"tensor {entry.fqn}: the replicas of {ours.box} differ, from their elements {box} on",
-        expected=f"what rank {ours.rank} holds, in {ours.source.path.name}",
+        expected=f"the value of rank {ours.rank}, in {ours.source.path.name}",
         found=f"another value on rank {theirs.rank}, in {theirs.source.path.name}",
     )
 
 
 def _tensors_in(catalogs: Sequence[Catalog], path: Path, record: StorageRecord) -> list[str]:
-    """Return "tensor name of rank R" for every tensor that lies in a storage."""
+    """Return "tensor name of rank R" for every tensor in a storage."""
     found: list[str] = []
     for entry in chain.from_iterable(catalog.tensors.values() for catalog in catalogs):
         chunks = entry.chunks

@@ -1,4 +1,4 @@
-"""Verify an output by reopening it: what its headers say, by the rules of the format.
+"""Verify an output by reopening it: its headers, by the rules of the format.
 
 Files are not mapped, so a limit on address space (`ulimit -v`) may be lower than their size.
 """

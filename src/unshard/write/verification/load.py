@@ -64,18 +64,17 @@ def verify_load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> 
         )
     try:
         with _silence():
-            return _load(directory, tensors)
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+            model_class = _model_class(directory, config.architectures or [])
+            return _placed(model_class, config, tensors)
     except OutputError:
         raise
     except Exception as error:
         raise OutputError(f"{directory}: transformers does not load it: {error}") from error
-
-
-def _load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> Loading:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    return _placed(_model_class(directory, config.architectures or []), config, tensors)
 
 
 def check_class(
@@ -108,7 +107,7 @@ def check_class(
         found = _load_as(model_class, Path(scratch), forms_of(tensors))
     problems = [
         *(f"{name}: is missing" for name in found.missing),
-        *(f"{name}: has no place" for name in found.unexpected),
+        *(f"{name}: is not in the model" for name in found.unexpected),
         *(
             f"{one.name}: shape {list(one.found)}, not {list(one.expected)}"
             for one in found.mismatched

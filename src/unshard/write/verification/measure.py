@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from unshard.containers.strided import Elements
 from unshard.write.verification.comparison import Tolerances, Values
 
-__all__ = ["Part", "Tally", "measure"]
+__all__ = ["Measures", "Tally", "measure"]
 
 _PART = 8192
 
@@ -33,7 +33,7 @@ class _Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Measures:
     """What as many elements of either tensor are; the attributes are as in `Values`."""
 
     elements: int
@@ -45,7 +45,7 @@ class Part:
     max_rel_diff: float = 0.0
 
 
-def measure(ours: Elements, theirs: Elements, tolerances: Tolerances) -> Iterator[Part]:
+def measure(ours: Elements, theirs: Elements, tolerances: Tolerances) -> Iterator[Measures]:
     """Compare two tiles of equal shape, whose dtypes are what their elements are, in small parts.
 
     Parts stay in the processor's cache, and are cut by number of elements only.
@@ -57,12 +57,12 @@ def measure(ours: Elements, theirs: Elements, tolerances: Tolerances) -> Iterato
             yield _measure_part(one[part], other[part], tolerances)
 
 
-def _measure_part(ours: Elements, theirs: Elements, tolerances: Tolerances) -> Part:
+def _measure_part(ours: Elements, theirs: Elements, tolerances: Tolerances) -> Measures:
     bits = _different_bits(ours, theirs)
     one = _numbers(ours)
     if bits is not None and not bits.any():
         side = _side(one)
-        return Part(one.size, side, side)
+        return Measures(one.size, side, side)
     other = _numbers(theirs)
     diff = _distance(ours, theirs, one, other)
     same = diff == 0
@@ -73,7 +73,7 @@ def _measure_part(ours: Elements, theirs: Elements, tolerances: Tolerances) -> P
         apart = ~(same | ((diff <= limit) & (diff < inf)))
     else:
         apart = ~same if bits is None else bits
-    return Part(
+    return Measures(
         one.size,
         _side(one),
         _side(other),
@@ -93,7 +93,7 @@ def _largest_relative(diff: NDArray[np.float64], size: NDArray[np.float64]) -> f
 
 
 def _different_bits(ours: Elements, theirs: Elements) -> _Flags | None:
-    """Tell, element by element, whether the bits differ; None where the dtypes do."""
+    """Return, for each element, whether the bits differ; None if the dtypes do."""
     if ours.dtype != theirs.dtype:
         return None
     word = f"u{min(ours.itemsize, 8)}"
@@ -163,7 +163,7 @@ class Tally:
         self._nans = [0, 0]
         self._nonzero = [False, False]
 
-    def add(self, part: Part) -> None:
+    def add(self, part: Measures) -> None:
         """Take a part's measures in."""
         self._elements += part.elements
         self._different += part.different
