@@ -386,8 +386,9 @@ def test_several_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_dead_owner_made_above_is_removed_if_it_is_empty(tmp_path: Path) -> None:
     target = tmp_path / "a" / "b" / "out"
     code = (
-        "import os, sys; from pathlib import Path; from unshard.write.staging.stage import Stage\n"
-        "with Stage(Path(sys.argv[1]), 0): os._exit(9)"
+        "import os, sys; from pathlib import Path\n"
+        "from unshard.write.staging.stage import Staging\n"
+        "with Staging(Path(sys.argv[1]), 0): os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code, str(target)], check=False)
     assert [path.name[:17] for path in target.parent.iterdir()] == ["_unshard-partial-"]
