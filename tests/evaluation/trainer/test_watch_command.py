@@ -412,7 +412,7 @@ def test_a_seed_is_submitted_with_the_checkpoint(run: Path, stub: Stub) -> None:
     """By both commands; another seed is another evaluation."""
     place = verl_step(run, 10)
     watch_once(run, stub.url, "--seed=7")
-    submit = (place, "--tasks=t", "--profile=score", "--step=10", f"--server={stub.url}")
+    submit = (place, "--tasks=t", "--profile=score", "--step=10", "--json", f"--server={stub.url}")
     unshard("eval", "submit", *submit, "--seed=0")
     unshard("eval", "submit", *submit)
     assert [body.get("seed") for body in stub.submissions] == [7, 0, None]
