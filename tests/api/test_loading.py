@@ -184,7 +184,7 @@ def test_nothing_is_copied_if_a_sharded_parameter_has_no_memory(checkpoint: Path
 def test_a_file_that_is_gone_is_named(checkpoint: Path) -> None:
     with unshard.open_checkpoint(checkpoint) as opened:
         rank_path(checkpoint, 2, 1).unlink()
-        with pytest.raises(CorruptError, match=r"rank_1\.pt: is gone"):
+        with pytest.raises(CorruptError, match=r"rank_1\.pt: no longer exists"):
             opened.load_into(Plain())
 
 

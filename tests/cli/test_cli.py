@@ -108,10 +108,10 @@ def test_inspect_prints_for_people_and_for_programs(checkpoint: Path) -> None:
         (["merge", "{ckpt}", "{out}", "--frobnicate"], 2, "No such option"),
         (["merge", "{ckpt}", "{out}", "--dtype", "int4"], 2, "--dtype int4: unknown"),
         (["merge", "{ckpt}", "{out}", "--role", "ref"], 2, "--role ref: unknown"),
-        (["merge", "{out}"], 3, "there is no such file"),
+        (["merge", "{out}"], 3, "no such file"),
         (["merge", "{ckpt}", "{out}", "--dtype", "config"], 4, "there is no config.json"),
         (["merge", "{ckpt}", "{ckpt}"], 5, "exists already"),
-        (["inspect", "{tmp}/nowhere"], 3, "there is no such file"),
+        (["inspect", "{tmp}/nowhere"], 3, "no such file"),
     ],
 )
 def test_errors_have_their_exit_code_and_no_traceback(

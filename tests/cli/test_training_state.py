@@ -329,7 +329,7 @@ def test_a_file_that_holds_something_else_is_named(
 ) -> None:
     torch.save(content, rank_file(step, 2))
     report = unshard.merge(step, tmp_path / "out")
-    assert f"{rank_file(step, 2)}: holds something else" in told(report)[0]
+    assert f"{rank_file(step, 2)}: has unexpected contents" in told(report)[0]
 
 
 def test_what_is_not_a_file_is_named(step: Path, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_file_too_long_is_refused_without_reading_it(tmp_path: Path) -> None:
         ("count", 1.0, "a whole number, not below 0"),
         ("count", True, "a whole number, not below 0"),
         ("flag", 1, "true or false"),
-        ("text", ["a"], "a text"),
+        ("text", ["a"], "a string"),
         ("names", "a", "a list of names"),
         ("names", ["a", 1], "a list of names"),
         ("inside", [], "an object"),
@@ -146,7 +146,7 @@ BROKEN: dict[str, object] = {
     "model_type an object": {"model_type": {"a": 1}},
     "peft_type a list": {"peft_type": []},
     "peft_type an object": {"peft_type": {}},
-    "world_size a text": {"world_size": "2"},
+    "world_size a string": {"world_size": "2"},
     "a map of lists": {"weight_map": {"w": []}},
     "a file of 300 characters": {"weight_map": {"w": "x" * 300}},
     "options a list": {"options": []},
@@ -154,7 +154,7 @@ BROKEN: dict[str, object] = {
 }
 READ = {
     "config.json": ["a list", "900 deep", "half a pair", "model_type a list"],
-    "fsdp_config.json": ["a list", "900 deep", "half a pair", "world_size a text"],
+    "fsdp_config.json": ["a list", "900 deep", "half a pair", "world_size a string"],
     "lora_train_meta.json": ["a list", "900 deep", "half a pair", "peft_type a list"],
     "adapter_config.json": ["a list", "900 deep", "half a pair", "peft_type an object"],
     "model.safetensors.index.json": ["a list", "900 deep", "half a pair", "a map of lists"],

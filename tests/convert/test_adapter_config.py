@@ -145,9 +145,9 @@ def test_files_that_contradict_one_another_are_both_named(
         ({"alpha_pattern": {"q": []}}, "a number"),
         ({"target_modules": [1]}, "a list of names"),
         ({"modules_to_save": "score"}, "a list of names"),
-        ({"task_type": 1}, "a text"),
-        ({"peft_type": ["LORA"]}, "peft_type is not a text"),
-        ({"bias": {}}, "bias is not a text"),
+        ({"task_type": 1}, "a string"),
+        ({"peft_type": ["LORA"]}, "peft_type is not a string"),
+        ({"bias": {}}, "bias is not a string"),
     ],
 )
 def test_what_is_malformed_is_named(tmp_path: Path, fields: object, message: str) -> None:

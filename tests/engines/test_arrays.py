@@ -229,7 +229,7 @@ def test_files_that_are_not_met_are_not_opened(large: Sources) -> None:
     large.paths[0].unlink()
     found = reader.read(w, select(slice(750, 3000), (3000, 1000)))
     assert found.tobytes() == large.values["w"][750:].tobytes()
-    with pytest.raises(CorruptError, match=r"rank0\.bin: is gone"):
+    with pytest.raises(CorruptError, match=r"rank0\.bin: no longer exists"):
         reader.read(w, select(slice(749, 751), (3000, 1000)))
     reader.close()
 

@@ -209,7 +209,7 @@ def test_missing_ema_weights_are_refused(verl: Path) -> None:
 
 
 def test_a_path_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnknownFormatError, match="nowhere: there is no such file"):
+    with pytest.raises(UnknownFormatError, match="nowhere: no such file"):
         discover(tmp_path / "nowhere", Choice())
 
 

@@ -117,7 +117,7 @@ def test_an_ep_size_that_is_none_is_refused(tmp_path: Path, ep_size: int) -> Non
 
 def test_ep_size_where_no_experts_differ_is_refused(tmp_path: Path) -> None:
     checkpoint = save_experts(tmp_path / "ckpt", {}, BLOCKS)
-    with pytest.raises(UsageError, match=r"ep_size=2: .*holds no experts"):
+    with pytest.raises(UsageError, match=r"ep_size=2: .*has no experts"):
         unshard.merge(checkpoint, tmp_path / "out", ep_size=2)
 
 

@@ -81,7 +81,7 @@ def test_a_counter_next_to_an_object_is_not_the_model(tmp_path: Path, beside: to
 def test_a_counter_alone_is_not_a_model(tmp_path: Path) -> None:
     optimizer = {"w": {"exp_avg": torch.zeros(3)}}
     saved(tmp_path / "ckpt", {"step": torch.tensor(3), "optimizer": optimizer})
-    with pytest.raises(NotMergeableError, match="holds no model weights"):
+    with pytest.raises(NotMergeableError, match="has no model weights"):
         unshard.merge(tmp_path / "ckpt", tmp_path / "out")
 
 

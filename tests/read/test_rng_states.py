@@ -128,7 +128,7 @@ def test_a_missing_rank_leaves_no_rank_order() -> None:
     states = [rank(0, cuda=state(10)), None, rank(2, cuda=state(12))]
     found, rng, notes = united(states)
     assert rng == {"cpu": state(0), "random": 0}
-    assert "rng.cuda was left out: there is none of rank 1;" in notes
+    assert "rng.cuda was left out: none was saved by rank 1;" in notes
     by_rank = found["rng_by_rank"]
     assert isinstance(by_rank, list)
     assert by_rank[1] is None
@@ -137,7 +137,7 @@ def test_a_missing_rank_leaves_no_rank_order() -> None:
 def test_without_rank_0_the_next_one_is_taken_and_reported() -> None:
     _, rng, notes = united([None, rank(1), rank(2)])
     assert rng == {"cpu": state(1), "random": 1}
-    assert notes == "rng is that of rank 1: rank 0's is not there"
+    assert notes == "rng is that of rank 1: rank 0 saved none"
 
 
 def test_other_values_are_the_first_ranks_and_by_rank_where_they_differ() -> None:

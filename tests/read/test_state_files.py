@@ -61,7 +61,7 @@ def test_stale_files_of_another_world_size_are_not_taken(tmp_path: Path) -> None
     stale = found(tmp_path, "actor", 3)
     assert stale is not None
     assert stale.paths == ()
-    assert stale.notes == ("left out the extra_state files of world size 2, 4: it is 3",)
+    assert stale.notes == ("left out the extra_state files of world size 2, 4: expected 3",)
 
 
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_of_two_layouts_one_is_taken_and_the_other_named(tmp_path: Path) -> None
     files = found(tmp_path, ".", 1)
     assert names_of(files) == extra(1, 0)
     assert files is not None
-    assert files.notes == ("scheduler.pt: left out, extra_state files count",)
+    assert files.notes == ("scheduler.pt: left out, extra_state files are used",)
 
 
 def test_a_number_that_no_rank_has_is_not_believed(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_an_ema_set_under_other_names_is_refused(tmp_path: Path) -> None:
     save_ranks(step / "pytorch_model_fsdp_0", some_tensors(0), 2)
     other = {f"shadow.{name}": tensor for name, tensor in some_tensors(1).items()}
     save_ranks(step / "pytorch_ema_model_fsdp_0", other, 2)
-    with pytest.raises(NotMergeableError, match="3 tensors that the regular weights lack"):
+    with pytest.raises(NotMergeableError, match="3 tensors of the EMA set are not in"):
         unshard.merge(step, tmp_path / "out", weights="ema")
 
 

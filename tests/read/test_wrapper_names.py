@@ -77,7 +77,7 @@ def test_a_wrapper_is_taken_out_wherever_it_stands(store: Store, wrapper: str, f
     kept, notes = unwrapped(store.entries([form.format(wrapper), "norm.bias"]))
     assert list(kept) == ["layers.0.weight", "norm.bias"]
     assert [entry.fqn for entry in kept.values()] == list(kept)
-    assert notes == ["names of wrappers were taken out of 1 tensor names"]
+    assert notes == ["names of wrappers were removed from 1 tensor names"]
 
 
 def test_several_wrappers_and_doubled_ones_are_taken_out(store: Store) -> None:

@@ -181,7 +181,7 @@ def test_a_model_type_that_is_not_text_is_named(
     fields = {"model_type": kind}
     path.write_text(json.dumps({"text_config": fields} if nested else fields))
     key = r"text_config\.model_type" if nested else "model_type"
-    with pytest.raises(CorruptError, match=rf"config\.json: {key} is not a text"):
+    with pytest.raises(CorruptError, match=rf"config\.json: {key} is not a string"):
         read_config(path)
 
 

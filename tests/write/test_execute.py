@@ -285,7 +285,7 @@ def test_a_source_that_is_gone_is_named(tmp_path: Path, knobs: Knobs) -> None:
     with knobs.turned():
         plan = sources.plan()
         sources.paths[2].unlink()
-        with pytest.raises(CorruptError, match=r"rank2\.bin: is gone"):
+        with pytest.raises(CorruptError, match=r"rank2\.bin: no longer exists"):
             merged(plan)
 
 

@@ -12,7 +12,6 @@ from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.tiles import row_tile, tiles
 
 __all__ = [
-    "chunk_bytes",
     "chunk_part",
     "equal_chunks",
     "equal_tensors",
@@ -60,13 +59,6 @@ def _place(
     return int(table.start[row]) + skip, strides
 
 
-def chunk_bytes(
-    table: ChunkTable, row: int, box: Box, dtype: np.dtype[np.generic], files: OpenFiles
-) -> bytes:
-    """Read a box of a chunk as row-major bytes; arguments as for `chunk_part`."""
-    return chunk_part(table, row, box, dtype, files).tobytes()
-
-
 def first_difference(
     table: ChunkTable,
     rows: tuple[int, int],
@@ -76,8 +68,8 @@ def first_difference(
 ) -> Box | None:
     """Return the first of these boxes in which two chunks of equal size differ, or None."""
     for box in boxes:
-        ours, theirs = (chunk_bytes(table, row, box, dtype, files) for row in rows)
-        if ours != theirs:
+        ours, theirs = (chunk_part(table, row, box, dtype, files) for row in rows)
+        if ours.tobytes() != theirs.tobytes():
             return box
     return None
 
@@ -135,7 +127,7 @@ def _meeting(table: ChunkTable, box: Box) -> np.ndarray[tuple[int], np.dtype[np.
 
 
 def equal_tensors(first: TensorEntry, second: TensorEntry, files: OpenFiles) -> bool:
-    """Tell whether two tensors have the same dtype, shape and bytes, however they are stored."""
+    """Return whether two tensors have the same dtype, shape and bytes, however they are stored."""
     if first.dtype is not second.dtype or first.shape != second.shape:
         return False
     if _are_same_bytes(first.chunks, second.chunks):
@@ -151,7 +143,7 @@ def equal_tensors(first: TensorEntry, second: TensorEntry, files: OpenFiles) -> 
 
 
 def _are_same_bytes(first: ChunkTable, second: ChunkTable) -> bool:
-    """Tell whether two tables refer to the same places in the same files: FSDP2 saves ties so."""
+    """Return whether two tables refer to the same places in the same files: FSDP2 saves ties so."""
     if first.paths is not second.paths or len(first) != len(second):
         return False
     columns = ("offsets", "sizes", "file", "start", "length")
@@ -169,7 +161,7 @@ def replicas(table: ChunkTable) -> Iterator[tuple[int, int]]:
 
 
 def equal_chunks(entry: TensorEntry, first: int, other: int, files: OpenFiles) -> bool:
-    """Tell whether two chunks of equal size hold the same bytes."""
+    """Return whether two chunks of equal size hold the same bytes."""
     raw, sizes = raw_dtype(entry.dtype), entry.chunks.sizes[first].tolist()
     boxes = tiles(sizes, row_tile(sizes, _COMPARED // raw.itemsize))
     return first_difference(entry.chunks, (first, other), boxes, raw, files) is None

@@ -1,4 +1,4 @@
-"""JSON files that others wrote: bounded, and read once for all who need them.
+"""JSON files that others wrote: bounded, and read once for all uses.
 
 Python's own reader takes any length and any depth that its stack holds, keeps the last of two equal
 keys, and returns half surrogate pairs, which no file can hold. What passes here can be copied,
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
+from typing import TypeVar
 
 from unshard.errors import CorruptError
 
@@ -26,12 +27,14 @@ __all__ = [
     "shown",
 ]
 
+_T = TypeVar("_T")
+
 MAX_JSON = 100_000_000
 """The most bytes of a JSON file: what safetensors allows its headers. The longest index known has
 a fifth of it."""
 
 MAX_DEPTH = 64
-"""So many objects and lists may stand inside one another. Real configs have up to 6."""
+"""The most objects and lists inside one another. Real configs have up to 6."""
 
 
 def json_object(path: Path) -> dict[str, object]:
@@ -51,7 +54,7 @@ def json_object(path: Path) -> dict[str, object]:
     if not is_regular:
         raise CorruptError(f"{path}: cannot be read: not a regular file")
     if too_long or len(text) > MAX_JSON:
-        raise CorruptError(f"{path}: longer than {MAX_JSON} bytes, which no such file is")
+        raise CorruptError(f"{path}: longer than {MAX_JSON} bytes")
     return parsed_object(text, str(path))
 
 
@@ -80,7 +83,7 @@ def parsed_object(text: bytes, what: str) -> dict[str, object]:
     except _DuplicateKeyError as error:
         raise CorruptError(
             f"{what}: the key {shown(error.args[0])} occurs twice",
-            hint="keep the one that counts",
+            hint="keep one of them",
         ) from error
     except json.JSONDecodeError as error:
         raise CorruptError(f"{what} is not valid JSON: {error}") from error
@@ -182,20 +185,14 @@ class JsonFields:
 
     def flag(self, key: str) -> bool | None:
         """Return true or false."""
-        value = self.fields.get(key)
-        if value is None or isinstance(value, bool):
-            return value
-        raise self._malformed(key, "true or false")
+        return self._typed(key, bool, "true or false")
 
     def text(self, key: str) -> str | None:
-        """Return a text."""
-        value = self.fields.get(key)
-        if value is None or isinstance(value, str):
-            return value
-        raise self._malformed(key, "a text")
+        """Return a string."""
+        return self._typed(key, str, "a string")
 
     def names(self, key: str) -> tuple[str, ...]:
-        """Return a list of texts; an empty one where there is none."""
+        """Return a list of strings; an empty one where there is none."""
         value = self.fields.get(key)
         if value is None:
             return ()
@@ -205,10 +202,14 @@ class JsonFields:
 
     def inside(self, key: str) -> "JsonFields":
         """Return the fields of an object inside this one; none where there is none."""
+        fields = self._typed(key, dict, "an object")
+        return JsonFields(self.path, fields or {}, f"{self.prefix}{key}.")
+
+    def _typed(self, key: str, kind: type[_T], expected: str) -> _T | None:
         value = self.fields.get(key)
-        if value is None or isinstance(value, dict):
-            return JsonFields(self.path, value or {}, f"{self.prefix}{key}.")
-        raise self._malformed(key, "an object")
+        if value is None or isinstance(value, kind):
+            return value
+        raise self._malformed(key, expected)
 
     def _malformed(self, key: str, expected: str) -> CorruptError:
         subject = f"{self.path}: {self.prefix}{key} is not {expected}"

@@ -3,7 +3,6 @@
 import os
 from collections import OrderedDict
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from unshard.errors import CorruptError
@@ -27,12 +26,7 @@ class OpenFiles:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def fd(self, path: Path) -> int:
@@ -50,8 +44,8 @@ class OpenFiles:
         try:
             fd = self._open[path] = os.open(path, self._flags)
         except FileNotFoundError as error:
-            hint = "the checkpoint was removed meanwhile"
-            raise CorruptError(f"{path}: is gone", hint=hint) from error
+            hint = "the checkpoint was removed while it was being read"
+            raise CorruptError(f"{path}: no longer exists", hint=hint) from error
         except OSError as error:
             if self._flags != os.O_RDONLY:
                 raise

@@ -40,7 +40,7 @@ class HeaderEntry:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """What a safetensors file says of itself; `data_start` is the byte where tensors begin."""
+    """What a safetensors file's header states; `data_start` is the byte where tensors begin."""
 
     path: Path
     data_start: int
@@ -110,12 +110,12 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(fields) != len(pairs):
         raise ValueError("a name occurs twice")
     for text in (*fields, *(value for value in fields.values() if isinstance(value, str))):
-        text.encode("utf-8")  # half a surrogate pair is no text: a ValueError
+        text.encode("utf-8")  # half a surrogate pair is not text: a ValueError
     return fields
 
 
 def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _entry(path: Path, name: str, value: object) -> HeaderEntry:
@@ -141,7 +141,7 @@ def _entry(path: Path, name: str, value: object) -> HeaderEntry:
 
 
 def _are_sizes(values: list[object]) -> bool:
-    """Tell whether these are sizes as the format has them: not negative, below 2^64 in all."""
+    """Return whether these are sizes as the format has them: not negative, below 2^64 in all."""
     product = 1
     for value in values:
         if type(value) is not int or not 0 <= value < _MAX_SIZE:

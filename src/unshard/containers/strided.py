@@ -1,4 +1,4 @@
-"""Reading elements that lie at strides in a file, with as few reads as they allow.
+"""Reading elements with strides from a file, with as few reads as they allow.
 
 Strides here are bytes. Memory: at most `SLACK` times the elements asked for, or `SMALL` bytes.
 """
@@ -20,7 +20,7 @@ SLACK = 2
 SMALL = 16384
 """... or at most this many bytes."""
 NEAR = 1024
-"""Elements further apart than this many bytes are read one by one: what lies between is left."""
+"""Elements further apart than this many bytes are read one by one, without what is between."""
 
 Elements = NDArray[np.generic]
 
@@ -34,7 +34,7 @@ def read_exactly(fd: int, start: int, out: memoryview) -> None:
     """Fill `out` with the file's bytes from `start` on.
 
     Raises:
-        CorruptError: the file cannot be read, or ends before: it has changed meanwhile.
+        CorruptError: the file cannot be read, or ends before: it changed while it was being read.
     """
     done = 0
     while done < len(out):
@@ -45,7 +45,7 @@ def read_exactly(fd: int, start: int, out: memoryview) -> None:
         if count == 0:
             raise CorruptError(
                 f"{_name(fd)}: ends at byte {start + done}, {len(out) - done} bytes too early",
-                hint="was the checkpoint removed or rewritten meanwhile?",
+                hint="was the checkpoint removed or rewritten while it was being read?",
             )
         done += count
 
@@ -76,7 +76,7 @@ def _read_slices(
     sizes: tuple[int, ...],
     dtype: np.dtype[np.generic],
 ) -> Elements:
-    """Read along the dimension whose elements lie furthest apart: one by one, or some at a time."""
+    """Read along the dimension whose elements are furthest apart: one by one, or some at a time."""
     dim = max(range(len(sizes)), key=lambda d: strides[d] if sizes[d] > 1 else -1)
     at_once = 1
     if strides[dim] <= NEAR:

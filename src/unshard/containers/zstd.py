@@ -55,7 +55,7 @@ def decompress(source: str, fd: int, window: tuple[int, int], out: IO[bytes], li
                 done += len(data)
                 if done > limit:
                     raise CorruptError(
-                        f"{source}: the item at byte {offset} holds more than its tensor",
+                        f"{source}: the item at byte {offset} is larger than its tensor",
                         expected=f"at most {limit} bytes",
                     )
                 out.write(data)
@@ -73,7 +73,7 @@ def decompress(source: str, fd: int, window: tuple[int, int], out: IO[bytes], li
 def _followed(source: str, offset: int) -> CorruptError:
     """Return the error for bytes that torch, which reads one frame, would pass over."""
     return CorruptError(
-        f"{source}: the item at byte {offset} goes on behind its end",
+        f"{source}: the item at byte {offset} has bytes after its end",
         expected="one zstd frame",
         found="one, and more bytes",
     )

@@ -16,7 +16,7 @@ from unshard.read.beside.model_config import Fields, ModelConfig
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.selection import Selection
-from unshard.tensors.steps import sliced, together
+from unshard.tensors.steps import joined_parts, sliced
 
 __all__ = ["without_native_names"]
 
@@ -186,5 +186,5 @@ def _halved(name: str, recipe: Recipe, heads: int) -> Recipe:
         start = part // 2 * 2 * half + part % 2
         rows = Selection((start, 0), (2, 1), (half, width), (), (half, width))
         parts.append((sliced(entry.chunks, rows, entry.dtype.itemsize), (part * half, 0)))
-    turned = TensorEntry(entry.fqn, entry.dtype, entry.shape, together(parts))
+    turned = TensorEntry(entry.fqn, entry.dtype, entry.shape, joined_parts(parts))
     return Take(turned, Box.whole(entry.shape))

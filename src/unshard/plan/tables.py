@@ -13,7 +13,7 @@ from unshard.convert.recipes import Concat, Recipe, Stack, Take, shape_of
 from unshard.tensors.boxes import Box, distinct
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.selection import of_box
-from unshard.tensors.steps import sliced, strides_of, unless_row_major
+from unshard.tensors.steps import joined, sliced, strides_of, unless_row_major
 
 __all__ = ["table_of"]
 
@@ -33,14 +33,12 @@ def table_of(recipe: Recipe) -> ChunkTable:
             chunks = chunks if len(rows) == len(chunks) else chunks.take(rows)
             return chunks if permutation is None else _permuted(chunks, permutation)
         case Stack(dim, parts):
-            return _joined(
-                [_with_dimension(table_of(part), dim, n) for n, part in enumerate(parts)]
-            )
+            return joined([_with_dimension(table_of(part), dim, n) for n, part in enumerate(parts)])
         case Concat(dim, parts):
             sizes = [shape_of(part)[dim] for part in parts]
             starts = np.cumsum([0, *sizes[:-1]]).tolist()
             moved = zip(parts, starts, strict=True)
-            return _joined([_moved(table_of(part), dim, start) for part, start in moved])
+            return joined([_moved(table_of(part), dim, start) for part, start in moved])
         case _:
             raise TypeError(f"the values of a {type(recipe).__name__} are computed")
 
@@ -72,28 +70,3 @@ def _moved(table: ChunkTable, dim: int, start: int) -> ChunkTable:
     offsets = table.offsets.copy()
     offsets[:, dim] += start
     return replace(table, offsets=offsets)
-
-
-def _joined(tables: Sequence[ChunkTable]) -> ChunkTable:
-    """Return all chunks as one table. Tables of one checkpoint share a tuple of paths."""
-    bases: dict[int, int] = {}
-    paths = tables[0].paths[:0]
-    for table in tables:
-        if id(table.paths) not in bases:
-            bases[id(table.paths)] = len(paths)
-            paths += table.paths
-    if len(bases) == 1:
-        paths = tables[0].paths
-    sizes = np.concatenate([table.sizes for table in tables])
-    strides = np.concatenate([strides_of(table) for table in tables])
-    return ChunkTable(
-        paths,
-        np.concatenate([table.offsets for table in tables]),
-        sizes,
-        unless_row_major(sizes, strides),
-        np.concatenate([table.file + bases[id(table.paths)] for table in tables]).astype(np.int32),
-        np.concatenate([table.start for table in tables]),
-        np.concatenate([table.length for table in tables]),
-        np.concatenate([table.rank for table in tables]),
-        np.concatenate([table.compressed for table in tables]),
-    )

@@ -66,7 +66,7 @@ def discover(path: Path, choice: Choice) -> list[Location]:
             are an actor's and a critic's, or a critic's alone, and no role was chosen.
     """
     if not path.exists():
-        raise UnknownFormatError(f"{path}: there is no such file or directory")
+        raise UnknownFormatError(f"{path}: no such file or directory")
     start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
     if _is_checkpoint_file(start):
         folder = start.parent
@@ -112,7 +112,7 @@ def _is_checkpoint_file(path: Path) -> bool:
 
 
 def _about(start: Path, found: list[Location]) -> list[Location]:
-    """Tell the readers which file the path names, if it names one."""
+    """Return the locations with the file that the path names, if it names one."""
     if not start.is_file():
         return found
     return [replace(at, file=start) if at.weights_dir == start.parent else at for at in found]
@@ -155,7 +155,7 @@ def _format_of(folder: Path, *, sharded: bool) -> Format | None:
 
 
 def format_in(directory: Path, *, sharded: bool) -> Format | None:
-    """Return the format of the files that lie in a directory itself, or None."""
+    """Return the format of the files that are directly in a directory, or None."""
     if not directory.is_dir():
         return None
     return next((one for one in FORMATS if one.sharded is sharded and one.holds(directory)), None)
@@ -219,7 +219,7 @@ def _choose_role(place: Path, found: list[Location], role: Role | None, start: P
     if kept[0].role == "critic" and role is None and not start.is_relative_to(kept[0].weights_dir):
         raise UsageError(
             f"{place} has only a critic, which is not the model that was trained",
-            hint="if you want the critic, say so: --role critic",
+            hint="if you want the critic: --role critic",
         )
     return kept[0]
 
@@ -243,7 +243,7 @@ def _in_run(run: Path, choice: Choice, *, depth: int) -> list[Location]:
         there = ", ".join(str(step) for step, _ in reversed(steps))
         steps = [(step, place) for step, place in steps if step == choice.step]
         if not steps:
-            raise UnknownFormatError(f"{run}: holds no step {choice.step}", found=f"steps {there}")
+            raise UnknownFormatError(f"{run} has no step {choice.step}", found=f"steps {there}")
     locations: list[Location] = []
     empty: list[Path] = []
     for _, place in steps:
@@ -260,7 +260,7 @@ def _in_run(run: Path, choice: Choice, *, depth: int) -> list[Location]:
 def all_steps(run: Path, choice: Choice) -> list[Location]:
     """Return the checkpoints of all steps of a run, the lowest step first.
 
-    Of a path that is one checkpoint, or lies inside one, there are none. A final model in the run's
+    Of a path that is one checkpoint, or is inside one, there are none. A final model in the run's
     own directory is not a step.
 
     Raises:
@@ -287,7 +287,7 @@ def _nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
     there = sorted(child.name + ("/" if child.is_dir() else "") for child in folder.iterdir())
     shown = ", ".join(there[:12]) + (f" and {len(there) - 12} more" if len(there) > 12 else "")
     return UnknownFormatError(
-        f"{folder if steps else path}: no checkpoint that this version reads",
+        f"{folder if steps else path}: no checkpoint found",
         expected="model_world_size_W_rank_R.pt (verl, lmms-engine), .metadata and *.distcp (torch "
         "DCP), pytorch_model_fsdp_0/ (accelerate, HF Trainer), shard-*-model-*.safetensors or "
         "model.safetensors, here, in actor/, critic/, model/ or in step directories "

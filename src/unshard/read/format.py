@@ -1,8 +1,8 @@
 """What every reader takes and gives: a place, the user's options, and what was found there.
 
-A reader is a module with one `Format`. It reads names, pickles and headers, never weights, and says
-where every chunk of every tensor lies. What all formats share (names of wrappers, the check for
-holes, companions) is done by `open` afterwards.
+A reader is a module with one `Format`. It reads names, pickles and headers, never weights, and
+returns where every chunk of every tensor is. What all formats share (names of wrappers, the check
+for holes, companions) is done by `open` afterwards.
 """
 
 import filecmp
@@ -28,6 +28,7 @@ __all__ = [
     "files_in",
     "find_file",
     "has_file",
+    "shortened",
 ]
 
 _NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)")
@@ -92,7 +93,7 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where one set of weights lies.
+    """Where one set of weights is.
 
     Attributes:
         weights_dir: the directory that holds the weight files.
@@ -103,7 +104,7 @@ class Location:
         format: how the weights are stored there.
         file: the one file that is meant, where the path names a file and the directory may hold
             other weights.
-        empty: higher steps of the run, which hold no weights and were passed over.
+        empty: higher steps of the run, which have no weights and were passed over.
         also: directories that hold more files of the same checkpoint (of other nodes).
     """
 
@@ -137,9 +138,9 @@ class Location:
 
     @property
     def default_output(self) -> Path:
-        """`merged/<step directory>[-critic][-ema]` beside the step directory.
+        """`merged/<step directory>[-critic][-ema]` next to the step directory.
 
-        A file that is a checkpoint of its own has its output beside it; a second model of one step
+        A file that is a checkpoint of its own has its output next to it; a second model of one step
         has its number in the name.
         """
         suffix = "-critic" if self.role == "critic" else ""
@@ -157,12 +158,11 @@ class Format:
 
     Attributes:
         name: for people: "FSDP rank files".
-        holds: tells, by the names in a directory, whether files of this format lie in it.
+        holds: returns whether a directory has files of this format, by their names.
         read: reads them. Of the catalog, `read.open` sets what the location says: `roots`, `format`
             and `step`.
-        sharded: whether ranks hold parts; sharded weights win over whole ones beside them.
-        claims: tells, by its name, whether a file is a part of such a set rather than a checkpoint
-            of its own.
+        sharded: whether ranks have parts; they are preferred to whole weights next to them.
+        claims: returns whether a file of this name is a part of such a set, not a checkpoint.
 
     `read` raises a `CheckpointError` for everything that is wrong with the files.
     """
@@ -190,8 +190,13 @@ def blaming(path: Path) -> Iterator[None]:
     except OSError as error:
         raise CorruptError(
             f"{error.filename or path}: cannot be read: {error.strerror or error}",
-            hint="are its permissions right, and is its disk mounted?",
+            hint="check its permissions, and that its disk is mounted",
         ) from error
+
+
+def shortened(names: Sequence[str], most: int = 5) -> str:
+    """Return the first of some names, and "…" if there are more."""
+    return ", ".join(names[:most]) + (" …" if len(names) > most else "")
 
 
 def files_in(roots: Sequence[Path], is_meant: Callable[[str], bool]) -> list[Path]:
@@ -210,7 +215,7 @@ def files_in(roots: Sequence[Path], is_meant: Callable[[str], bool]) -> list[Pat
                 continue
             if not path.is_file():
                 raise IncompleteError(
-                    f"{path}: is no file", hint="is it a link to one that is gone?"
+                    f"{path}: is not a file", hint="is it a link to a file that no longer exists?"
                 )
             names.add(path.name)
     found = (find_file(roots, name) for name in sorted(names))

@@ -1,6 +1,6 @@
-"""What whole and sharded Hugging Face files share: JSON beside weights, tensors in safetensors.
+"""What whole and sharded Hugging Face files share: JSON next to weights, tensors in safetensors.
 
-Everything here is checked before it is used, whoever wrote it: sizes fit 64-bit integers, an index
+Everything here is checked before it is used, whatever wrote it: sizes fit 64-bit integers, an index
 names files of its own directory.
 """
 
@@ -39,12 +39,12 @@ def weight_map(path: Path) -> dict[str, str]:
     """
     fields = JsonFields(path, json_object(path)).inside("weight_map").fields
     if not fields:
-        raise CorruptError(f"{path}: no weight_map that says which file holds which tensor")
+        raise CorruptError(f"{path}: has no weight_map, which maps tensors to files")
     found: dict[str, str] = {}
     for name, file in fields.items():
         if not isinstance(file, str) or not _is_file_name(file):
             raise CorruptError(
-                f"{path}: tensor {name!r}: its file is not the name of one in the same directory",
+                f"{path}: tensor {name!r}: its file is not a name in the same directory",
                 found=shown(file),
             )
         found[name] = file
@@ -52,7 +52,7 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> SafetensorsFile:
-    """Return what a safetensors file says of itself.
+    """Return what a safetensors file's header states.
 
     Raises:
         IncompleteError: the file is empty or truncated.
@@ -87,7 +87,7 @@ def size_problem(path: Path, entry: HeaderEntry) -> CorruptError | None:
     if len(entry.shape) <= _MAX_DIMENSIONS and max(entry.shape, default=0) <= MAX_INTEGER:
         return None
     return CorruptError(
-        f"{path}: tensor {entry.name}: sizes that no tensor has",
+        f"{path}: tensor {entry.name}: has sizes that no tensor can have",
         expected=f"at most {_MAX_DIMENSIONS} dimensions of less than 2^63 elements",
         found=f"{len(entry.shape)} dimensions, the largest of {max(entry.shape)}",
     )

@@ -18,15 +18,13 @@ from unshard.read.beside.base import Base
 from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.discover import discover, regular_of, step_of
-from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming
+from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming, shortened
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.wrapper_names import refuse_flat_parameters, unwrapped
 from unshard.tensors.boxes import distinct, find_gap
 from unshard.tensors.catalog import Catalog, TensorEntry
 
 __all__ = ["Checkpoint", "open_latest", "open_whole", "passing_over"]
-
-_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +112,7 @@ def passing_over(
     empty: Sequence[Path],
     incomplete: Sequence[tuple[Location, IncompleteError]],
 ) -> Checkpoint:
-    """Return a checkpoint that says which others were passed over.
+    """Return a checkpoint with the others that were passed over.
 
     Args:
         checkpoint: the one that was taken.
@@ -135,7 +133,7 @@ def _reason(location: Location, error: IncompleteError) -> str:
 
 
 def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
-    """Read whole weights, whatever else lies beside them: the shards, after a merge in place.
+    """Read whole weights, whatever else is next to them, such as the shards after a merge in place.
 
     Args:
         path: a directory that holds whole weights, or one file of them.
@@ -148,7 +146,7 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
         start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
         place = start.parent if start.is_file() else start
         if not start.exists() or not (start.is_file() or WHOLE_FILES.holds(start)):
-            what = f"{path}: holds no whole weights"
+            what = f"{path}: has no whole weights"
             raise UnknownFormatError(what, expected="model.safetensors")
         file = start if start.is_file() else None
         location = Location(place, place, None, None, "model", WHOLE_FILES, file)
@@ -163,7 +161,7 @@ def _beside(location: Location, other: Path) -> Path:
     ]
     if not same:
         raise IncompleteError(
-            f"{other}: holds no step {location.step}, which was found in {location.weights_dir}",
+            f"{other} has no step {location.step}, which was found in {location.weights_dir}",
             found=f"steps {', '.join(str(at.step) for at in found)}",
         )
     if same[0].format is not location.format or same[0].step != location.step:
@@ -190,8 +188,8 @@ def _weights(location: Location, options: ReadOptions) -> Catalog:
     found = location.format.read(location, options)
     if not found.tensors:
         raise NotMergeableError(
-            f"{location.file or location.weights_dir}: holds no model weights",
-            found=", ".join(one.fqn for one in found.skipped[:8]) or "nothing at all",
+            f"{location.file or location.weights_dir}: has no model weights",
+            found=", ".join(one.fqn for one in found.skipped[:8]) or "nothing",
             hint="if this is a part of a checkpoint (its optimizer), give the directory above it",
         )
     refuse_flat_parameters(location.weights_dir, found.tensors)
@@ -218,15 +216,14 @@ def _completed(ema: Catalog, regular: Catalog) -> Catalog:
     alone = [name for name in ema.tensors if name not in regular.tensors]
     if alone:
         raise NotMergeableError(
-            f"the EMA set holds {len(alone)} tensors that the regular weights lack: {alone[0]} …",
+            f"{len(alone)} tensors of the EMA set are not in the regular weights: {alone[0]} …",
             expected=f"names such as {next(iter(regular.tensors), 'none')}",
-            hint="merge the EMA directory where no regular weights lie beside it",
+            hint="to merge the EMA set alone, copy its directory to another place",
         )
     tensors = {name: ema.tensors.get(name, one) for name, one in regular.tensors.items()}
     absent = [name for name in tensors if name not in ema.tensors]
     if not absent:
         return replace(ema, tensors=tensors)
-    listed = ", ".join(absent[:_SHOWN]) + (" …" if len(absent) > _SHOWN else "")
     note = f"{len(absent)} tensors are not in the EMA set, and were taken from the regular weights"
     return replace(
         ema,
@@ -234,7 +231,7 @@ def _completed(ema: Catalog, regular: Catalog) -> Catalog:
         archives=ema.archives + regular.archives,
         missing=ema.missing + regular.missing,
         missing_ranks=ema.missing_ranks + regular.missing_ranks,
-        notes=(*ema.notes, f"{note}: {listed}"),
+        notes=(*ema.notes, f"{note}: {shortened(absent, 8)}"),
     )
 
 
@@ -276,6 +273,6 @@ def _problem(entry: TensorEntry, *, incomplete: bool) -> UnshardError | None:
     if gap is None:
         return None
     kind, box = gap
-    what = "no rank holds" if kind == "hole" else "more than one rank holds, as different chunks,"
+    what = "no rank has" if kind == "hole" else "more than one rank has, as different chunks,"
     error = IncompleteError if incomplete and kind == "hole" else CorruptError
     return error(f"tensor {entry.fqn} {list(entry.shape)}: {what} its region {box}")

@@ -18,7 +18,7 @@ _MEGATRON_LEGACY = re.compile(r"model_optim_rng\.pt|distrib_optim\.pt")
 
 
 def _holds_megatron(directory: Path) -> bool:
-    """Megatron-core's `torch_dist` is a DCP checkpoint with a file of its own beside it."""
+    """Megatron-core's `torch_dist` is a DCP checkpoint with another file next to it."""
     if not any((directory / name).is_file() for name in ("metadata.json", "common.pt")):
         return next(directory.glob("mp_rank_*/model_optim_rng.pt"), None) is not None
     return next(directory.glob("*.distcp"), None) is not None or (directory / "common.pt").is_file()
@@ -43,8 +43,8 @@ def _refuse_deepspeed(location: Location, options: ReadOptions) -> Catalog:
     raise NotMergeableError(
         f"{location.weights_dir}: a DeepSpeed ZeRO checkpoint",
         expected="a checkpoint of the FSDP family",
-        found="flat partitions, whose cuts DeepSpeed's own files describe",
-        hint="convert it with the zero_to_fp32.py that DeepSpeed put beside it: "
+        found="flat partitions, which only DeepSpeed's own files describe",
+        hint="convert it with the zero_to_fp32.py that DeepSpeed put next to it: "
         "python zero_to_fp32.py . OUTPUT",
     )
 
@@ -55,7 +55,7 @@ MEGATRON = Format(
     _refuse_megatron,
     lambda name: bool(_MEGATRON_LEGACY.fullmatch(name)),
 )
-# A whole model beside DeepSpeed's partitions (ZeRO 1 and 2) is as good as any: it is asked first.
+# Whole models are tried first: one next to DeepSpeed's partitions (ZeRO 1 and 2) can be read.
 DEEPSPEED = Format(
     "DeepSpeed ZeRO checkpoint",
     has_file(_is_deepspeed),

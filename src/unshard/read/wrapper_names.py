@@ -1,6 +1,6 @@
 """Take the names of wrappers out of tensor names: FSDP, torch.compile, activation checkpoints, DDP.
 
-A wrapper's attribute may stand anywhere in a name (`layers.0._orig_mod.weight`) and never means
+A wrapper's attribute may be anywhere in a name (`layers.0._orig_mod.weight`) and never means
 anything. `module` (DDP, DeepSpeed, torch's AveragedModel) may also be a model's own word; it is
 taken out behind another wrapper, and in front where every name starts with it.
 
@@ -24,13 +24,7 @@ from unshard.tensors.catalog import TensorEntry
 __all__ = ["refuse_flat_parameters", "unwrapped", "without_wrapper_module"]
 
 _WRAPPERS = frozenset(
-    {
-        "_fsdp_wrapped_module",
-        "_fpw_module",
-        "_orig_mod",
-        "_checkpoint_wrapped_module",
-        "_forward_module",
-    }
+    "_fsdp_wrapped_module _fpw_module _orig_mod _checkpoint_wrapped_module _forward_module".split()
 )
 _LEADING = "module."
 _FLAT = ("_flat_param", "flat_param")
@@ -68,7 +62,7 @@ def unwrapped(tensors: Mapping[str, TensorEntry]) -> Noted[dict[str, TensorEntry
     raise_all(CorruptError, "tensors whose names differ by a wrapper only", problems)
     changed = sum(short != name for name, short in names.items())
     if changed:
-        notes.insert(0, f"names of wrappers were taken out of {changed} tensor names")
+        notes.insert(0, f"names of wrappers were removed from {changed} tensor names")
     return Noted(kept, tuple(notes))
 
 
@@ -85,7 +79,7 @@ def without_wrapper_module(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _without_wrappers(name: str, inner: str = "") -> str:
-    """Take wrappers out of a name, and what stands directly behind one if it is called `inner`."""
+    """Take wrappers out of a name, and the part directly after one if it is `inner`."""
     if not any(wrapper in name for wrapper in _WRAPPERS):
         return name
     kept: list[str] = []
@@ -114,7 +108,7 @@ def _collision(
     name: str, short: str, first: TensorEntry, second: TensorEntry, how: str
 ) -> CorruptError:
     return CorruptError(
-        f"tensor {short}: {name} has the same name but for a wrapper, {how}",
+        f"tensor {short}: {name} has the same name except for a wrapper, {how}",
         expected="one of them, or equal ones",
         found=f"{first.dtype} {list(first.shape)} and {second.dtype} {list(second.shape)}",
         hint="the state dict was put together from two models; save one of them",

@@ -53,7 +53,7 @@ def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tell whether elements with these strides lie contiguously, in row-major order.
+    """Return whether elements with these strides are contiguous, in row-major order.
 
     Strides of dimensions of size 1 do not matter, and a tensor without elements has no order.
     """

@@ -40,7 +40,7 @@ class Chunk:
     """One stored box of a tensor.
 
     Attributes:
-        box: where it lies in the global tensor.
+        box: where it is in the global tensor.
         source: its bytes, from the first of its first element on; see `ChunkTable.compressed`.
         strides: elements to step per dimension, or None where it is stored contiguously, row-major.
         rank: the rank whose file holds it.

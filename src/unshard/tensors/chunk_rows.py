@@ -66,7 +66,7 @@ class ChunkRows:
         sizes: Sequence[int],
         strides: Sequence[int],
     ) -> None:
-        """Add a chunk whose first element lies at byte `start`; strides in elements."""
+        """Add a chunk whose first element is at byte `start`; strides in elements."""
         odd = {} if is_row_major(sizes, strides) else {0: tuple(strides)}
         self.extend(chunk_row(rank, file, start, itemsize, offsets, sizes, strides), odd)
 

@@ -37,7 +37,7 @@ class DType:
         itemsize: bytes per element.
         kind: what the elements are.
         castable: whether `--dtype` may change it. 8-bit floats are quantised values that belong to
-            scale tensors beside them, and stay as they are.
+            scale tensors next to them, and stay as they are.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Where a rank's local tensor lies in the global one: device meshes and DTensor placements.
+"""Where a rank's local tensor is in the global one: device meshes and DTensor placements.
 
 The rules were measured against torch, not read from its documentation alone:
 
@@ -78,7 +78,7 @@ Placement = Shard | StridedShard | Replicate | Partial
 
 @dataclass(frozen=True, slots=True)
 class DeviceMesh:
-    """The mesh a tensor lies on, as one rank sees it.
+    """The mesh that a tensor is on, as one rank sees it.
 
     Attributes:
         shape: ranks per mesh dimension.
@@ -150,7 +150,7 @@ def _check_fits(shape: tuple[int, ...], sharding: Sharding) -> None:
             f"do not fit a mesh of shape {mesh.shape}"
         )
     if any(not 0 <= at < size for at, size in zip(mesh.coordinates, mesh.shape, strict=True)):
-        raise PlacementError(f"coordinates {mesh.coordinates} lie outside mesh {mesh.shape}")
+        raise PlacementError(f"coordinates {mesh.coordinates} are outside mesh {mesh.shape}")
     for placement in sharding.placements:
         match placement:
             case Partial():
@@ -204,7 +204,7 @@ def _stated_order(dim: int, sharding: Sharding) -> tuple[int, ...] | None:
 def _decode_order(dim: int, sharding: Sharding) -> tuple[int, ...] | None:
     """Derive the order of cuts from split factors, right to left; None where they cannot be met.
 
-    A mesh dimension with split factor f stands behind later ones whose sizes multiply to f
+    A mesh dimension with split factor f comes after later ones whose sizes multiply to f
     (torch: `DTensorSpec._maybe_convert_StridedShard_to_shard_order`).
     """
     order: list[int] = []

@@ -1,7 +1,7 @@
 """What basic indexing takes of a tensor: numpy's rules, as integers.
 
 Every dimension gives a rising range of its indices, whatever the sign of the step; which of them
-are then turned round, and which dimensions the result has, is said beside. Elements; no bytes.
+are then reversed, and which dimensions the result has, is stated separately. Elements; no bytes.
 """
 
 import operator
@@ -92,11 +92,11 @@ def _filled_up(items: tuple[_Item, ...], dimensions: int) -> list[SupportsIndex 
 def _position(item: SupportsIndex, dim: int, size: int) -> int:
     """Return the index that an integer means; negative ones count from the end."""
     if isinstance(item, bool):
-        raise IndexError(f"{item} is no index: only {_KINDS} are")
+        raise IndexError(f"{item} is not an index: only {_KINDS} are")
     try:
         at = operator.index(item)
     except TypeError as error:
-        raise IndexError(f"a {type(item).__name__} is no index: only {_KINDS} are") from error
+        raise IndexError(f"a {type(item).__name__} is not an index: only {_KINDS} are") from error
     if not -size <= at < size:
         raise IndexError(f"index {at} is out of range for dimension {dim} of size {size}")
     return at % size

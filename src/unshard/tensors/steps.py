@@ -13,7 +13,7 @@ from unshard.tensors.boxes import Ints
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.selection import Selection
 
-__all__ = ["sliced", "strides_of", "together", "unless_row_major"]
+__all__ = ["joined", "joined_parts", "sliced", "strides_of", "unless_row_major"]
 
 
 def sliced(table: ChunkTable, selection: Selection, itemsize: int) -> ChunkTable:
@@ -47,24 +47,39 @@ def sliced(table: ChunkTable, selection: Selection, itemsize: int) -> ChunkTable
     )
 
 
-def together(tables: Sequence[tuple[ChunkTable, Sequence[int]]]) -> ChunkTable:
+def joined(tables: Sequence[ChunkTable]) -> ChunkTable:
+    """Return all chunks as one table; tables of one checkpoint share their paths."""
+    bases: dict[int, int] = {}
+    paths = tables[0].paths[:0]
+    for table in tables:
+        if id(table.paths) not in bases:
+            bases[id(table.paths)] = len(paths)
+            paths += table.paths
+    if len(bases) == 1:
+        paths = tables[0].paths
+    sizes = np.concatenate([table.sizes for table in tables])
+    strides = np.concatenate([strides_of(table) for table in tables])
+    return ChunkTable(
+        paths,
+        np.concatenate([table.offsets for table in tables]),
+        sizes,
+        unless_row_major(sizes, strides),
+        np.concatenate([table.file + bases[id(table.paths)] for table in tables]).astype(np.int32),
+        np.concatenate([table.start for table in tables]),
+        np.concatenate([table.length for table in tables]),
+        np.concatenate([table.rank for table in tables]),
+        np.concatenate([table.compressed for table in tables]),
+    )
+
+
+def joined_parts(parts: Sequence[tuple[ChunkTable, Sequence[int]]]) -> ChunkTable:
     """Return the chunks of several parts of one tensor as one table, in rank order.
 
     Args:
-        tables: the chunks of each part, and where it starts in the whole, elements.
+        parts: the chunks of each part, and where it starts in the whole, elements.
     """
-    strides = np.concatenate([strides_of(table) for table, _ in tables])
-    sizes = np.concatenate([table.sizes for table, _ in tables])
-    whole = ChunkTable(
-        tables[0][0].paths,
-        np.concatenate([table.offsets + np.asarray(start) for table, start in tables]),
-        sizes,
-        unless_row_major(sizes, strides),
-        np.concatenate([table.file for table, _ in tables]),
-        np.concatenate([table.start for table, _ in tables]),
-        np.concatenate([table.length for table, _ in tables]),
-        np.concatenate([table.rank for table, _ in tables]),
-        np.concatenate([table.compressed for table, _ in tables]),
+    whole = joined(
+        [replace(table, offsets=table.offsets + np.asarray(start)) for table, start in parts]
     )
     return whole.take(np.argsort(whole.rank, kind="stable"))
 

@@ -91,7 +91,7 @@ def _nothing(place: Path) -> None:
         (_malicious, "its pickle refers to posix.system"),
         (_of_another_model, "model.strange.weight"),
         (_incomplete, "rank 1"),
-        (_nothing, "no checkpoint that this version reads"),
+        (_nothing, "no checkpoint found"),
     ],
 )
 def test_what_merge_refuses_is_not_tried_again(

@@ -48,7 +48,7 @@ _ATTRIBUTES = frozenset(
 
 @lru_cache(maxsize=4096)
 def is_dangerous(name: Global) -> bool:
-    """Tell whether a name runs commands, evaluates code or opens files, or reaches for that."""
+    """Return whether a name runs commands, evaluates code or opens files, or reaches for that."""
     dotted = name.dotted
     parts = dotted.split(".")
     if parts[0] in _BUILTINS:

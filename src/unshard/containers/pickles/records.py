@@ -38,7 +38,7 @@ class Record:
     them without a bound.
 
     Attributes:
-        callee: the class or function, by name (or whatever stands in its place).
+        callee: the class or function, by name (or whatever is in its place).
         args: positional arguments.
         state: what BUILD sets; the last, if there are several.
     """
@@ -64,7 +64,7 @@ class Record:
         return self._elements
 
     def is_call_of(self, *names: str) -> bool:
-        """Tell whether this is a call of one of these dotted names."""
+        """Return whether this is a call of one of these dotted names."""
         return isinstance(self.callee, Global) and self.callee.dotted in names
 
 

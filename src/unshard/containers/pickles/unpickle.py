@@ -9,7 +9,7 @@ Bounds, whatever the bytes: time is linear in the pickle; memory stays below max
 pickle) (allocations are charged to a budget); only strings, integers, records and short flat tuples
 of them are ever hashed; no recursion.
 
-Several pickles may stand one after another (torch's legacy format): `unpickle_first` says where one
+Several pickles may follow one another (torch's legacy format): `unpickle_first` says where one
 ends.
 
 Source of the opcodes: `pickletools` of the standard library.
@@ -84,7 +84,7 @@ def unpickle_first(data: bytes) -> tuple[Value, frozenset[Global], int]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Let no garbage be collected meanwhile: nothing becomes any, and looking takes a third."""
+    """Disable garbage collection: there is no garbage, and it takes a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

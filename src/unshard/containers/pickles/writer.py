@@ -52,7 +52,7 @@ class SavedTensor:
     Attributes:
         dtype: of its elements.
         shape: its sizes.
-        source: its elements, row-major: the bytes, or where they lie in a file.
+        source: its elements, row-major: the bytes, or where they are in a file.
     """
 
     dtype: DType

@@ -1,9 +1,9 @@
 """The legacy format of `torch.save` (torch before 1.6, or `_use_new_zipfile_serialization=False`).
 
-Five pickles stand one after another: a magic number, the protocol, facts about the machine, the
+Five pickles follow one another: a magic number, the protocol, facts about the machine, the
 object, and the keys of its storages. Then, per key, a little-endian 64-bit number of elements and
-the bytes themselves, unaligned and without a directory: where a storage lies follows only from the
-sizes of all before it. Only the pickles and those numbers are read here, never the weights.
+the bytes themselves, unaligned and without a directory: the place of a storage follows only from
+the sizes of all before it. Only the pickles and those numbers are read here, never the weights.
 
 Source: `torch.serialization._legacy_save` and `_legacy_load`.
 """
@@ -21,8 +21,10 @@ from unshard.containers.pickles.unpickle import (
     TruncatedPickleError,
     unpickle_first,
 )
+from unshard.containers.pickles.writer import STORAGES
 from unshard.containers.torch_files.zip import StorageRecord
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+from unshard.tensors.dtypes import BY_NAME
 
 __all__ = ["is_start_of_legacy", "is_torch_legacy", "read_torch_legacy"]
 
@@ -32,19 +34,7 @@ _PROTOCOL = 1001
 _FIRST_READ = 1 << 20
 _MAX_PICKLE = 256 * 1024 * 1024
 _MAX_CONTAINERS = 2_000_000  # of the object; 100,000 tensors make some 800,000
-_ELEMENT_SIZES = {
-    "DoubleStorage": 8,
-    "FloatStorage": 4,
-    "HalfStorage": 2,
-    "BFloat16Storage": 2,
-    "LongStorage": 8,
-    "IntStorage": 4,
-    "ShortStorage": 2,
-    "CharStorage": 1,
-    "ByteStorage": 1,
-    "BoolStorage": 1,
-    "ComplexFloatStorage": 8,
-    "ComplexDoubleStorage": 16,
+_ELEMENT_SIZES = {storage: BY_NAME[dtype].itemsize for dtype, storage in STORAGES.items()} | {
     "UntypedStorage": 1,
     "QInt32Storage": 4,
     "QInt8Storage": 1,
@@ -68,19 +58,19 @@ class _Stated:
 
 
 def is_torch_legacy(head: bytes) -> bool:
-    """Tell by a file's first bytes whether it is of this format, whatever its pickle protocol."""
+    """Return whether a file is of this format, by its first bytes, whatever its pickle protocol."""
     return head[:1] == b"\x80" and _MAGIC in head[:32]
 
 
 def is_start_of_legacy(head: bytes) -> bool:
-    """Tell whether these bytes, all that a file has, are a part of how this format starts."""
+    """Return whether these bytes, all that a file has, are a part of how this format starts."""
     return _MAGIC_PICKLE.startswith(head)
 
 
 def read_torch_legacy(
     path: Path, *, offset: int = 0, length: int | None = None
 ) -> tuple[Value, Mapping[str, StorageRecord]]:
-    """Return the object that a legacy file holds, and where its storages lie, by key.
+    """Return the object that a legacy file holds, and where its storages are, by key.
 
     Args:
         path: the file.
@@ -153,7 +143,7 @@ class _Stream:
         return IncompleteError(
             f"{self.path}: truncated (legacy format of torch.save)",
             expected=expected,
-            found=found or f"{self.end} bytes, in the midst of the file's own description",
+            found=found or f"{self.end} bytes, in the middle of the file's own description",
             hint="the save or the copy was interrupted; take another checkpoint or copy it again",
         )
 
@@ -172,10 +162,10 @@ def _check_header(stream: _Stream) -> None:
         )
     machine = stream.next_pickle()
     if not isinstance(machine, dict) or not isinstance(machine.get("little_endian"), bool):
-        raise CorruptError(f"{path}: it does not say its byte order (legacy format of torch.save)")
+        raise CorruptError(f"{path}: its byte order is not stated (legacy format of torch.save)")
     if not machine["little_endian"]:
         raise NotMergeableError(
-            f"{path}: written on a machine of other byte order",
+            f"{path}: written on a machine with another byte order",
             expected="little endian",
             found="big endian",
             hint="load and save it again on such a machine",
@@ -184,17 +174,19 @@ def _check_header(stream: _Stream) -> None:
 
 def _keys(path: Path, value: Value) -> list[str]:
     if not isinstance(value, list):
-        raise CorruptError(f"{path}: corrupt: its list of storages is no list")
+        raise CorruptError(f"{path}: corrupt: its list of storages is not a list")
     keys = [key for key in value if isinstance(key, str)]
     if len(keys) != len(value) or len(set(keys)) != len(keys):
-        raise CorruptError(f"{path}: corrupt: its list of storages is not one of distinct keys")
+        raise CorruptError(
+            f"{path}: corrupt: its list of storages has keys that are not distinct strings"
+        )
     return keys
 
 
 def _storages(
     stream: _Stream, keys: list[str], stated: dict[str, _Stated]
 ) -> Iterator[tuple[str, StorageRecord]]:
-    """Yield where each storage lies; compare with what the object says of it."""
+    """Yield where each storage is; compare with what the object says of it."""
     path = stream.path
     if set(keys) != set(stated):
         odd = sorted(set(keys) ^ set(stated))
@@ -252,7 +244,7 @@ def _references(path: Path, value: Value) -> Iterator[Persistent]:
             seen.add(id(value))
             left.extend(part for part in _parts(value) if isinstance(part, _NESTED))
         if len(seen) > _MAX_CONTAINERS:
-            raise NotMergeableError(f"{path}: its pickle holds more than {len(seen)} objects")
+            raise NotMergeableError(f"{path}: its pickle has more than {len(seen)} objects")
 
 
 _NESTED = (Persistent, Record, tuple, list, dict, set, frozenset)

@@ -1,6 +1,6 @@
 """Whatever `torch.save` ever wrote, opened: the zip, or the legacy format before it.
 
-What it holds and where its storages lie, both inert; no weights are read. Older and other files of
+What it holds and where its storages are, both inert; no weights are read. Older and other files of
 torch (tar archives, TorchScript) are recognised and refused.
 """
 
@@ -74,7 +74,7 @@ def unpickled(path: Path, data: bytes) -> Value:
 
 @contextmanager
 def _blaming(path: Path) -> Iterator[None]:
-    """Say of a bad pickle in which file it stands."""
+    """Name the file of a bad pickle."""
     try:
         yield
     except MalformedPickleError as error:

@@ -3,7 +3,7 @@
 Only the directory and the pickle are read here; of every storage the byte range is worked out.
 Facts this module relies on (torch's `PyTorchStreamWriter`):
 
-* all records stand under one root folder whose name need not match the file's;
+* all records are under one root folder whose name need not match the file's;
 * sizes are right only in the central directory, data offsets follow only from the local header
   (its padding field is missing in the central directory), CRCs may be zero;
 * the zip may be a window inside a larger file (one item of a `.distcp` file).
@@ -40,7 +40,7 @@ Pread = Callable[[int, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class StorageRecord:
-    """Where a storage lies: `offset` in the file and `size` in bytes; its CRC-32, 0 if unknown."""
+    """The place of a storage: `offset` in the file, `size` in bytes; its CRC-32, 0 if unknown."""
 
     offset: int
     size: int
@@ -127,14 +127,14 @@ class _Reader:
                 start = self.offset + self.data_start(record)
                 key = name.removeprefix("data/")
                 if key in storages:
-                    raise self.corrupt(f"it holds two records named {name}")
+                    raise self.corrupt(f"it has two records named {name}")
                 storages[key] = StorageRecord(start, record.size, record.crc)
                 spans.append((record.header + self.offset, start + record.size))
         self.check_disjoint(spans)
         return TorchZip(self.path, pickle, storages)
 
     def check_disjoint(self, spans: list[tuple[int, int]]) -> None:
-        """Check that no storage lies in another: each (first byte of its header, end)."""
+        """Check that no storage is inside another: each (first byte of its header, end)."""
         spans.sort()
         for (_, end), (start, _) in pairwise(spans):
             if start < end:
@@ -143,7 +143,7 @@ class _Reader:
     def bytes_at(self, start: int, count: int) -> bytes:
         if start < 0 or count < 0 or start + count > self.size:
             raise self.corrupt(
-                f"bytes {start} to {start + count} lie outside its {self.size} bytes"
+                f"bytes {start} to {start + count} are outside its {self.size} bytes"
             )
         data = self.pread(count, self.offset + start)
         if len(data) != count:
@@ -189,7 +189,7 @@ class _Reader:
                     values[i] = unpack_from("<Q", extra, at + 4 + 8 * n)[0]
                 return values[0], values[1], values[2]
             at += 4 + size
-        raise self.corrupt("its directory lacks the zip64 sizes it refers to")
+        raise self.corrupt("its directory does not have the zip64 sizes that it refers to")
 
     def find_directory(self) -> tuple[int, int, int]:
         """Return (start, size, number of entries) of the central directory."""
@@ -247,21 +247,21 @@ class _Reader:
             raise self.corrupt(f"record {record.name} has a local header of contradictory sizes")
 
     def root(self, records: list[_Record]) -> str:
-        """Return the folder that all records stand in, with its slash."""
+        """Return the folder that all records are in, with its slash."""
         if any(record.name.endswith("/constants.pkl") for record in records):
             raise NotMergeableError(
                 f"{self.path}: a TorchScript archive, not a state dict",
-                hint="save what it holds: torch.save(torch.jit.load(FILE).state_dict(), OUTPUT)",
+                hint="save its state dict: torch.save(torch.jit.load(FILE).state_dict(), OUTPUT)",
             )
         roots = [r.name.removesuffix("data.pkl") for r in records if r.name.endswith("/data.pkl")]
         if len(roots) == 1:
             return roots[0]
-        raise self.corrupt(f"it holds {len(roots)} records named data.pkl; torch.save writes one")
+        raise self.corrupt(f"it has {len(roots)} records named data.pkl; torch.save writes one")
 
     def check_byteorder(self, order: bytes) -> None:
         if order.strip() != b"little":
             raise NotMergeableError(
-                f"{self.path}: written on a machine of other byte order",
+                f"{self.path}: written on a machine with another byte order",
                 expected="little",
                 found=order.decode("ascii", "replace"),
                 hint="load and save it again on such a machine",

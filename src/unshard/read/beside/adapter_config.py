@@ -1,6 +1,6 @@
-"""Read what a LoRA adapter's tensors do not tell: alpha, rank, how they are scaled.
+"""Read what a LoRA adapter's tensors do not show: alpha, rank, how they are scaled.
 
-verl writes `lora_train_meta.json` (rank, alpha, task type) beside its shards; PEFT writes
+verl writes `lora_train_meta.json` (rank, alpha, task type) next to its shards; PEFT writes
 `adapter_config.json`, with everything. Some versions of verl wrote an alpha of 0 and a task type of
 "TaskType.CAUSAL_LM"; a 0 is taken as unknown.
 """
@@ -38,7 +38,7 @@ class AdapterConfig:
         base_model_name_or_path: the model it was trained on.
         fan_in_fan_out: whether weights are stored as (in, out); None where nothing is written.
         fields: all fields of adapter_config.json as they are, or those of verl's file.
-        source: the file that says so.
+        source: the file that states it.
     """
 
     alpha: float | None = None
@@ -60,7 +60,7 @@ class AdapterConfig:
 def read_adapter_config(location: Location) -> AdapterConfig | None:
     """Return what is written about the adapter of a checkpoint; None if nothing is.
 
-    adapter_config.json says more and counts; verl's file fills what it leaves open.
+    adapter_config.json states more and decides; verl's file fills in what it leaves open.
 
     Raises:
         CorruptError: a file is malformed, or the two contradict one another.

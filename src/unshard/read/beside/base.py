@@ -2,7 +2,7 @@
 
 A directory, or the id of a model on the Hugging Face hub. Of a hub model the cache is asked first;
 what it lacks is downloaded: JSON, tokenizer and code always, weights only if they are needed. The
-dtypes and shapes of weights that are not at hand are read from the headers of their files.
+dtypes and shapes of weights that are not local are read from the headers of their files.
 """
 
 import shlex
@@ -35,7 +35,7 @@ class Base:
         dtypes: dtypes by name, as far as known.
         shapes: shapes by name, elements, as far as known.
         companions: config, tokenizer and the like.
-        tensors: where the weights lie, if they are at hand.
+        tensors: where the weights are, if they are available locally.
     """
 
     name: str
@@ -51,7 +51,7 @@ def read_base(spec: str, *, needs_weights: bool = False) -> Base:
 
     Args:
         spec: a directory, or an id such as "Qwen/Qwen3-8B".
-        needs_weights: whether its weights must be at hand.
+        needs_weights: whether its weights must be available.
 
     Raises:
         ConversionError: there is no such model, or the hub cannot be reached.
@@ -65,7 +65,7 @@ def read_base(spec: str, *, needs_weights: bool = False) -> Base:
         raise ConversionError(
             f"--base {shlex.quote(spec)}: no such directory",
             expected="a directory with a Hugging Face model, or a hub id (Qwen/Qwen3-8B)",
-            hint="check the path; nothing was asked of the hub",
+            hint="check the path; the hub was not asked",
         )
     else:
         directory = _from_hub(spec, needs_weights=needs_weights)
@@ -94,7 +94,7 @@ def _is_path(spec: str) -> bool:
 
 
 def _holds_weights(directory: Path) -> bool:
-    """Tell whether weights are there, not an index alone."""
+    """Return whether weights are there, not an index alone."""
     suffixes = (".safetensors", ".bin")
     named = any(path.name.endswith(suffixes) for path in directory.iterdir())
     return named and WHOLE_FILES.holds(directory)
@@ -117,7 +117,9 @@ def _checked(index: str, files: Mapping[str, str]) -> dict[str, str]:
     """Return a weight map whose files are names inside the directory: ours are named after them."""
     for name, file in files.items():
         if not file or file != PurePosixPath(file).name:
-            raise CorruptError(f"{index}: tensor {name}: is said to lie in {file!r}")
+            raise CorruptError(
+                f"{index}: tensor {name}: its file is not a name in the same directory: {file!r}"
+            )
     return dict(files)
 
 
@@ -165,7 +167,7 @@ def _from_hub(spec: str, *, needs_weights: bool) -> Path:
 
 
 def _is_partial(snapshot: Path) -> bool:
-    """Tell whether what is in the cache came with a config alone, say, and lacks the tokenizer."""
+    """Return whether the cache has only a part of the model: a config without a tokenizer."""
     return not any(path.name.startswith(("tokenizer", "vocab")) for path in snapshot.iterdir())
 
 

@@ -1,7 +1,7 @@
 """Find the files that make weights a model: config, tokenizer, processor, chat template, code.
 
 Never weights, optimizer or random state. Sources: transformers' file name constants; for the
-places, verl's history (beside the shards in 0.4.0, in `huggingface/` before and after, not at all
+places, verl's history (next to the shards in 0.4.0, in `huggingface/` before and after, not at all
 in 0.3.0), lmms-engine (in the checkpoint's own directory), NeMo AutoModel (`.hf_metadata/`), and
 axolotl and others, which write them once, at the start, into the run's directory.
 """
@@ -58,7 +58,7 @@ def find_companions(location: Location, config: Path | None) -> Companions:
     """Return the companions of a checkpoint.
 
     Args:
-        location: where the weights lie.
+        location: where the weights are.
         config: what the user gave instead: a directory for all of them, a file for config.json
             only.
 
@@ -83,7 +83,7 @@ def find_companions(location: Location, config: Path | None) -> Companions:
 
 
 def _places(location: Location) -> Iterator[tuple[Path, bool]]:
-    """Yield where companions may lie, and whether that place belongs to this checkpoint alone."""
+    """Yield where companions may be, and whether that place belongs to this checkpoint alone."""
     for root in location.roots:
         yield root / "huggingface", True
         yield root / ".hf_metadata", True
@@ -106,7 +106,7 @@ def _in_run(folder: Path) -> Companions:
     try:
         config = here.model
     except CorruptError:
-        return here  # that it is broken is said where it is used
+        return here  # the error is raised where it is used
     if config is None or not {"model_type", "architectures"} & config.fields.keys():
         return Companions()
     if "auto_map" in config.fields:
@@ -116,7 +116,7 @@ def _in_run(folder: Path) -> Companions:
 
 
 def companions_in(folder: Path) -> Companions:
-    """Return the companions that lie in a directory of a model."""
+    """Return the companions in a directory of a model."""
     if not folder.is_dir():
         return Companions()
     files = {
@@ -136,14 +136,7 @@ def companions_in(folder: Path) -> Companions:
 
 
 _TOKENIZER = (
-    "tokenizer",
-    "special_tokens",
-    "added_tokens",
-    "vocab",
-    "merges",
-    "spiece",
-    "sentencepiece",
-    "tekken",
+    *"tokenizer special_tokens added_tokens vocab merges spiece sentencepiece tekken".split(),
     "chat_template",
     _TEMPLATES,
 )

@@ -26,7 +26,7 @@ TIED_BY_DEFAULT = frozenset(
     vaultgemma whisper xglm xlm-roberta zamba zamba2
     """.split()
 )
-"""Model types whose config means tied weights without saying so; a test asks transformers."""
+"""Model types whose config means tied weights without stating it; a test asks transformers."""
 
 _NOTHING: Fields = MappingProxyType({})
 _TIE = "tie_word_embeddings"
@@ -103,7 +103,7 @@ class ModelConfig:
         return replace(self, fields={**self.fields, **inner, **fields})
 
     def as_written(self, dtype: str | None) -> "ModelConfig":
-        """Return a config that tells the truth about the output.
+        """Return a config that is true of the output.
 
         The dtype keys, also of nested configs that have one, name what was written; `architectures`
         loses the `FSDP` that FSDP2 puts before class names.

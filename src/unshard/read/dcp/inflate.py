@@ -21,7 +21,7 @@ from unshard.tensors.catalog import ByteRange, Catalog, Chunk, TensorEntry
 
 __all__ = ["inflate", "inflated_bytes"]
 
-_SLACK = 1 << 16  # of an item, what torch.save writes beside the tensor, and aligns it by
+_SLACK = 1 << 16  # of an item, what torch.save writes next to the tensor, and aligns it by
 
 
 def inflated_bytes(catalog: Catalog) -> int:
@@ -109,7 +109,9 @@ def _misfit(entry: TensorEntry, chunk: Chunk, item: StoredItem | UnshardError) -
     where = f"tensor {entry.fqn}: {chunk.source.path.name}: its chunk {at}"
     if isinstance(item, UnshardError):
         what = item.subject.rpartition(": ")[2]
-        return CorruptError(f"{where} is compressed, and holds no tensor of torch: {what}")
+        return CorruptError(
+            f"{where} is compressed, and does not contain a tensor of torch: {what}"
+        )
     return CorruptError(
         f"{where} is not what is stored for it",
         expected=f"{entry.dtype} {list(chunk.box.sizes)}, as the metadata declares",

@@ -1,7 +1,7 @@
 """The items of `.distcp` files: each a torch.save zip of one tensor, one after another in a file.
 
-A checkpoint may have 10^5 of them. The two ends of an item say all there is to know of it, and the
-end of one lies beside the start of the next; so neighbours are read together, by several threads.
+A checkpoint may have 10^5 of them. The two ends of an item have all that is needed, and the end of
+one is next to the start of the next, so neighbours are read together, by several threads.
 Items of one shape have the same pickle, byte for byte; each is decoded once.
 """
 
@@ -22,7 +22,11 @@ from unshard.read.torch_save.views import StorageView, read_view
 __all__ = ["StoredItem", "Window", "read_items"]
 
 Window = tuple[Path, int, int]
-"""Where an item lies: file, offset and length in bytes."""
+"""The place of an item: file, offset and length in bytes."""
+_Numbered = tuple[int, int, int]
+"""Offset and length of an item, and its number among those asked for."""
+_Known = dict[bytes, StorageView]
+"""Decoded tensors by their pickle."""
 
 _HEAD, _TAIL = 2048, 2048
 _GAP = 16 * 1024
@@ -34,7 +38,7 @@ _KNOWN_PICKLES = 8192
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
-    """A stored tensor: how it lies in its storage, and the byte of the file where it starts."""
+    """A stored tensor: its view of its storage, and the byte of the file where it starts."""
 
     view: StorageView
     start: int
@@ -46,20 +50,16 @@ def read_items(items: Sequence[Window]) -> list[StoredItem | UnshardError]:
     for number, (path, offset, length) in enumerate(items):
         by_file[path].append((offset, length, number))
     jobs = [(path, batch) for path, inside in by_file.items() for batch in _batches(sorted(inside))]
-    decoder = _Decoder()
+    known: _Known = {}
     found: dict[int, StoredItem | UnshardError] = {}
     with ThreadPoolExecutor(_THREADS) as pool:
-        for part in pool.map(lambda job: _read_batch(job[0], job[1], decoder), jobs):
+        for part in pool.map(lambda job: _read_batch(job[0], job[1], known), jobs):
             found |= part
     return [found[number] for number in range(len(items))]
 
 
-_Numbered = tuple[int, int, int]
-"""Offset and length of an item, and its number among those asked for."""
-
-
 def _batches(items: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
-    """Yield neighbours: so many that their ends take a few megabytes."""
+    """Yield neighbours: as many as have ends of a few megabytes."""
     batch: list[_Numbered] = []
     size = 0
     for item in items:
@@ -74,7 +74,7 @@ def _batches(items: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
 
 
 def _read_batch(
-    path: Path, batch: Sequence[_Numbered], decoder: "_Decoder"
+    path: Path, batch: Sequence[_Numbered], known: _Known
 ) -> dict[int, StoredItem | UnshardError]:
     found: dict[int, StoredItem | UnshardError] = {}
     fd = os.open(path, os.O_RDONLY)
@@ -83,7 +83,7 @@ def _read_batch(
         for offset, length, number in batch:
             try:
                 archive = read_torch_zip(path, offset=offset, length=length, pread=blocks.pread)
-                found[number] = _stored(archive, decoder)
+                found[number] = _stored(archive, known)
             except UnshardError as error:
                 found[number] = error
     finally:
@@ -117,27 +117,21 @@ class _Blocks:
         return os.pread(self._fd, count, position)
 
 
-class _Decoder:
-    """Decodes pickles of tensors, equal ones once."""
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, StorageView] = {}
-
-    def view(self, archive: TorchZip) -> StorageView:
-        known = self._known.get(archive.pickle)
-        if known is not None:
-            return known
+def _decoded(archive: TorchZip, known: _Known) -> StorageView:
+    """Return the tensor that an item's pickle describes; equal pickles are decoded once."""
+    view = known.get(archive.pickle)
+    if view is None:
         try:
             view = read_view(unpickled(archive.path, archive.pickle))
         except TensorFormError as error:
-            raise CorruptError(f"{archive.path}: an item is {error}") from error
-        if len(self._known) < _KNOWN_PICKLES:
-            self._known[archive.pickle] = view
-        return view
+            raise CorruptError(f"{archive.path}: an item cannot be read: {error}") from error
+        if len(known) < _KNOWN_PICKLES:
+            known[archive.pickle] = view
+    return view
 
 
-def _stored(archive: TorchZip, decoder: _Decoder) -> StoredItem:
-    view = decoder.view(archive)
+def _stored(archive: TorchZip, known: _Known) -> StoredItem:
+    view = _decoded(archive, known)
     storage = archive.storages.get(view.key)
     size = 0 if storage is None else storage.size
     needed = view.storage_elements * view.dtype.itemsize

@@ -42,7 +42,7 @@ MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Where an item lies: a torch.save zip inside a file, perhaps compressed as a whole."""
+    """The place of an item: a torch.save zip inside a file, perhaps compressed as a whole."""
 
     path: str
     offset: int
@@ -81,7 +81,7 @@ def read_metadata(files: Iterable[Path]) -> DcpMetadata:
 
     Raises:
         IncompleteError: a file is empty.
-        CorruptError: it is no valid metadata, or contradicts another one.
+        CorruptError: it is not valid metadata, or contradicts another one.
         UnsafeError: its pickle names something that runs commands.
         NotMergeableError: it was written by an engine of another family, or in an unknown way.
     """
@@ -90,7 +90,7 @@ def read_metadata(files: Iterable[Path]) -> DcpMetadata:
         try:
             _add(whole, path, _unpickled(path))
         except TensorFormError as error:
-            raise CorruptError(f"{path}: not a valid DCP metadata file: it is {error}") from error
+            raise CorruptError(f"{path}: not a valid DCP metadata file: {error}") from error
     named = [name for name in whole.paths if name in whole.tensors]
     if len(named) == len(whole.tensors):
         whole.tensors = {name: whole.tensors[name] for name in named}
@@ -102,7 +102,9 @@ def _unpickled(path: Path) -> Value:
     if size == 0:
         raise IncompleteError(f"{path}: the file is empty", hint="the save was interrupted")
     if size > _MAX_BYTES:
-        raise CorruptError(f"{path}: {size} bytes are no metadata", expected=f"up to {_MAX_BYTES}")
+        raise CorruptError(
+            f"{path}: {size} bytes are too many for metadata", expected=f"up to {_MAX_BYTES}"
+        )
     return unpickled(path, path.read_bytes())
 
 
@@ -141,12 +143,12 @@ def _paths(planned: Value, described: dict[str, Value]) -> dict[str, tuple[str, 
             raise TensorFormError(f"a plan that gives {name!r} another path")
     lost = [name for name in described if name not in paths]
     if lost:
-        raise TensorFormError(f"a plan that lacks {len(lost)} names: {lost[0]!r}")
+        raise TensorFormError(f"a plan in which {len(lost)} names are missing: {lost[0]!r}")
     return paths
 
 
 def _is_part(part: Value) -> bool:
-    """Tell whether a value is a step of a path: a key of a dict, or an index of a list."""
+    """Return whether a value is a step of a path: a key of a dict, or an index of a list."""
     return isinstance(part, str) or (type(part) is int and 0 <= part < _MAX_OFFSET)
 
 
@@ -196,7 +198,7 @@ def _stored_tensor(name: str, described: Value) -> StoredTensor:
         )
         if not inside or min(shape, default=0) < 0:
             raise TensorFormError(
-                f"tensor {name}, whose chunk of {list(sizes)} at {list(offsets)} lies outside its "
+                f"tensor {name}, whose chunk of {list(sizes)} at {list(offsets)} is outside its "
                 f"shape {list(shape)}"
             )
         boxes.append((offsets, sizes))
@@ -233,7 +235,7 @@ def _item(source: Path, info: Value) -> Item:
             raise TensorFormError("storage data of unknown form")
     if _leaves(path):
         raise CorruptError(
-            f"{source}: refers to {path[:200]!r}, which is no file of this directory",
+            f"{source}: refers to {path[:200]!r}, which is not a file in this directory",
             hint="the metadata was damaged, or made to point elsewhere",
         )
     if not 0 <= offset < _MAX_OFFSET or not 0 <= length < _MAX_OFFSET:
@@ -242,7 +244,7 @@ def _item(source: Path, info: Value) -> Item:
 
 
 def _leaves(path: str) -> bool:
-    """Tell whether a relative path is anything but that of a file inside the directory."""
+    """Return whether a relative path is anything but that of a file inside the directory."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or not path.isprintable():
         return True
@@ -257,7 +259,7 @@ def _is_compressed(source: Path, transforms: Value) -> bool:
             return True
     shown = ", ".join(map(named, transforms[:4])) if isinstance(transforms, list) else "something"
     raise NotMergeableError(
-        f"{source}: its items were transformed by {shown}, which is not known here",
+        f"{source}: its items were transformed by {shown}, which unshard does not know",
         expected="plain items, or stream.zstd/1",
         hint="load it with torch and the extension that wrote it, and save it again",
     )

@@ -1,12 +1,12 @@
 """Which of a DCP checkpoint's values are the model, and what its tensors are called.
 
 `dcp.save` takes a nested dict and stores it flat; the metadata keeps every value's path. The model
-is what lies below a `model` (or another of a few words); so `("model", "model.norm.weight")` is the
+is what is below a `model` (or another of a few words); so `("model", "model.norm.weight")` is the
 tensor `model.norm.weight` of accelerate, while `("model.norm.weight",)` is that of a flat dict, as
 torchtitan saves it. No prefix is ever guessed from the names themselves.
 
 An optimizer's state that was flattened (`torch.distributed.checkpoint.state_dict` does it:
-`state.<name>.exp_avg`, `….step`, `param_groups.<name>.lr`) is told by what ends its names.
+`state.<name>.exp_avg`, `….step`, `param_groups.<name>.lr`) is recognised by the ends of its names.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ class ModelNames:
     """The model among the values of a checkpoint.
 
     Attributes:
-        prefix: the path under which it lies: ("model",), or () for a flat dict.
+        prefix: the path under which it is: ("model",), or () for a flat dict.
         names: flat name -> the tensor's name in the model's own state dict, in order.
         skipped: everything else, many values of one kind as one.
     """
@@ -71,7 +71,7 @@ def model_names(metadata: DcpMetadata, where: str) -> ModelNames:
             f"{where}: an optimizer's state, not a model",
             expected="the weights of a model",
             found=f"{len(flattened)} values, such as {flattened[-1]}",
-            hint="the model was saved in a directory of its own: give that, or the step above both",
+            hint="the model is in another directory: give that one, or the step above both",
         )
     if prefix is None:
         return ModelNames((), {}, tuple(_skipped(metadata, {})))
@@ -81,7 +81,7 @@ def model_names(metadata: DcpMetadata, where: str) -> ModelNames:
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:
         raise NotMergeableError(
-            f"{where}: {len(twice)} names stand for several tensors each: {twice[0]}",
+            f"{where}: {len(twice)} names each belong to several tensors: {twice[0]}",
             found=", ".join(flat for flat, name in names.items() if name == twice[0]),
             hint="the saved dict has keys with dots that equal nested keys; rename one of them",
         )
@@ -124,7 +124,7 @@ def _choose(
     named = [at for at in found if at and at[-1] in MODEL_KEYS]
     top = [metadata.tensors[name] for name, at in prefixes.items() if at == ()]
     if not any(tensor.shape for tensor in top):
-        del found[()]  # counters beside the state dict
+        del found[()]  # counters next to the state dict
     candidates = named or list(found)
     if len(candidates) > 1:
         sets = [(".".join(at) or "the top level", found[at]) for at in candidates]

@@ -20,7 +20,7 @@ __all__ = ["holds_model", "read_object"]
 
 
 def holds_model(metadata: DcpMetadata) -> bool:
-    """Tell whether a save that was not flattened keeps the model as one object."""
+    """Return whether a save that was not flattened keeps the model as one object."""
     return not metadata.paths and any(name in metadata.objects for name in MODEL_KEYS)
 
 
@@ -35,7 +35,7 @@ def read_object(metadata: DcpMetadata, location: Location, options: ReadOptions)
     names = [name for name in MODEL_KEYS if name in metadata.objects]
     if not names:
         raise NotMergeableError(
-            f"{where}: holds no tensors, only {len(metadata.objects)} pickled objects",
+            f"{where}: has no tensors, only {len(metadata.objects)} pickled objects",
             found=", ".join(list(metadata.objects)[:8]),
             hint="if this is the optimizer's directory, give the one above it",
         )
@@ -73,9 +73,11 @@ def _window(metadata: DcpMetadata, location: Location, name: str) -> ByteRange:
     paths = [] if item is None else [root / item.path for root in location.roots]
     found: Path | None = next((path for path in paths if path.is_file()), None)
     if item is None or found is None:
-        raise IncompleteError(f"{location.weights_dir}: the file that holds {name} is missing")
+        raise IncompleteError(f"{location.weights_dir}: the file that contains {name} is missing")
     if item.compressed:
-        raise NotMergeableError(f"{found}: {name} is a compressed object, which is not read")
+        raise NotMergeableError(
+            f"{found}: {name} is a compressed object, which unshard does not read"
+        )
     if item.offset + item.length > found.stat().st_size:
-        raise IncompleteError(f"{found}: truncated: {name} lies outside the file")
+        raise IncompleteError(f"{found}: truncated: {name} is outside the file")
     return ByteRange(found, item.offset, item.length)

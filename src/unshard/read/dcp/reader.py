@@ -4,22 +4,35 @@ Written by `torch.distributed.checkpoint.save`: accelerate and the HF Trainer, t
 torchtune, Lightning, Composer, OLMo-core. The metadata declares every chunk; each is compared with
 the tensor that is stored for it, because torch itself writes wrong ones: with FSDP2 and tensor
 parallelism of uneven sizes the declared boxes are not those that are stored.
+
+Lightning saves the LightningModule and Composer the ComposerModel, whose attribute is the model:
+every name starts with it (`model.model.norm.weight`). Nothing else is taken off a name.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CorruptError, IncompleteError, UnshardError, raise_all
 from unshard.read.dcp.items import StoredItem, read_items
 from unshard.read.dcp.metadata import DcpMetadata, Item, read_metadata
 from unshard.read.dcp.names import model_names
 from unshard.read.dcp.objects import holds_model, read_object
-from unshard.read.dcp.writers import WRAPPING, training_state, writer_of
 from unshard.read.drafts import TensorDraft
-from unshard.read.format import Format, Location, ReadOptions, files_in, find_file, has_file
+from unshard.read.format import (
+    Format,
+    Location,
+    ReadOptions,
+    files_in,
+    find_file,
+    has_file,
+    shortened,
+)
+from unshard.read.torch_save.values import is_lightning
 from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 
@@ -28,6 +41,11 @@ __all__ = ["DCP"]
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 _UNFINISHED = re.compile(r"(?:__\d+)?\.metadata\.tmp")
 _ITEMS = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
+_LIGHTNING, _COMPOSER = "Lightning", "Composer"
+_TRAINING_STATE = """
+    optimizer_* optim scheduler.bin scheduler.pt random_states_*.pkl rng_state*.pth sampler*.bin
+    trainer_state.json meta.pt train
+""".split()
 
 
 def _claims(name: str) -> bool:
@@ -40,9 +58,9 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     if not metadata.tensors or holds_model(metadata):
         return read_object(metadata, location, options)
     chosen = model_names(metadata, str(location.weights_dir))
-    writer = writer_of(location, metadata, chosen.prefix)
+    writer = _writer(location, metadata, chosen.prefix)
     names = dict(chosen.names)
-    if writer in WRAPPING:
+    if writer in {_LIGHTNING, _COMPOSER}:  # which save a module around the model
         names = without_wrapper_module(names)
     _check_disjoint(metadata, location)
     pieces = _Pieces(metadata, _Files(location.roots))
@@ -56,11 +74,33 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
         tensors=entries,
         skipped=chosen.skipped,
         archives=tuple(pieces.archives),
-        training_state=training_state(location),
+        training_state=_training_state(location),
     )
 
 
 DCP = Format("torch DCP", has_file(_claims), _read, _claims)
+
+
+def _writer(location: Location, metadata: DcpMetadata, prefix: tuple[str, ...]) -> str:
+    """Return the tool that wrote a checkpoint, as far as its files and paths show."""
+    folder, step = location.weights_dir, location.step_dir
+    if folder.name.startswith("pytorch_model_fsdp_"):
+        trainer = (step / "trainer_state.json").is_file()
+        return "HF Trainer (accelerate)" if trainer else "accelerate"
+    if os.path.lexists(folder / "meta.pt"):
+        is_trainer = is_lightning(read_torch_file(folder / "meta.pt").value)
+        return _LIGHTNING if is_trainer else "Lightning Fabric"
+    if prefix == ("state", "model"):
+        return _COMPOSER
+    if folder.name == "model_and_optim":
+        return "OLMo-core"
+    roots = {path[0] for path in metadata.paths.values() if path}
+    return "torchtitan" if not prefix and "train_state" in roots else "torch"
+
+
+def _training_state(location: Location) -> tuple[Path, ...]:
+    found = {path for pattern in _TRAINING_STATE for path in location.step_dir.glob(pattern)}
+    return tuple(sorted(found))
 
 
 def _metadata_files(location: Location) -> list[Path]:
@@ -78,7 +118,7 @@ def _metadata_files(location: Location) -> list[Path]:
         f"{location.weights_dir}: its .metadata is missing",
         expected=".metadata, which torch writes last",
         found=", ".join(path.name for path in unfinished) or "*.distcp files only",
-        hint="the save was interrupted; or the file lies on another node: name that node's "
+        hint="the save was interrupted, or the file is on another node: name that node's "
         "directory: --also DIR",
     )
 
@@ -104,7 +144,7 @@ def _rank(path: str) -> int | None:
 
 
 class _Files:
-    """The files that items lie in, wherever they are among the roots."""
+    """The files that contain items, in any of the roots."""
 
     def __init__(self, roots: tuple[Path, ...]) -> None:
         self.roots = roots
@@ -162,7 +202,7 @@ class _Pieces:
         for offsets, sizes in dict.fromkeys(self.metadata.tensors[flat].chunks):
             item = self.metadata.items.get((flat, offsets))
             if item is None:
-                what = f"tensor {flat}: the metadata names no item for its chunk {list(offsets)}"
+                what = f"tensor {flat}: the metadata has no item for its chunk {list(offsets)}"
                 self.problems.append(CorruptError(what))
                 continue
             found = self.files.find(item.path)
@@ -207,7 +247,7 @@ class _Pieces:
             raise IncompleteError(
                 f"{self.files.roots[0]}: "
                 f"{len(missing)} files that the metadata names are missing: "
-                f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}",
+                f"{shortened(missing, 8)}",
                 hint="copy them here from the nodes that wrote them, or name those nodes' "
                 "directories: --also DIR",
             )
@@ -242,7 +282,7 @@ class _Pieces:
 
 def _truncated(flat: str, item: Item, path: Path, size: int) -> IncompleteError:
     return IncompleteError(
-        f"{path}: truncated: tensor {flat} lies outside its {size} bytes",
+        f"{path}: truncated: tensor {flat} is outside its {size} bytes",
         expected=f"at least {item.offset + item.length} bytes",
         hint="the save was interrupted, or the file was copied in part",
     )

@@ -1,8 +1,8 @@
-"""Experts whose rank in expert parallelism nobody recorded (verl's VeOmni engine).
+"""Experts whose rank in expert parallelism is not recorded (verl's VeOmni engine).
 
 There every expert group saves its own experts as a DTensor of the *local* experts' shape, on a mesh
-of its own ranks. The files then hold several different tensors under one name, each whole by its
-own word. Copies that no `Replicate` explains also arise honestly (parameters outside the plan of
+of its own ranks. The files then hold several different tensors under one name, each whole according
+to itself. Copies that no `Replicate` explains also arise honestly (parameters outside the plan of
 tensor parallelism), so their bytes decide: where samples of them differ, they are experts.
 
 With `--ep-size` they are joined along dimension 0, the groups in the order of their lowest ranks,
@@ -48,9 +48,9 @@ def resolve_experts(
     if not differing:
         if options.ep_size is not None:
             raise UsageError(
-                f"--ep-size {options.ep_size}: {location.weights_dir} holds no experts that differ "
+                f"--ep-size {options.ep_size}: {location.weights_dir} has no experts that differ "
                 "between ranks under one name",
-                hint="leave it out: the files say how their tensors are cut",
+                hint="leave it out: the files state how their tensors are cut",
             )
         return Noted(tensors)
     if options.ep_size is None:
@@ -90,7 +90,7 @@ def _regions(table: ChunkTable) -> list[list[int]]:
 
 
 def _differ(entry: TensorEntry, files: OpenFiles) -> bool:
-    """Tell whether samples of the copies of any region differ."""
+    """Return whether samples of the copies of any region differ."""
     table, raw = entry.chunks, raw_dtype(entry.dtype)
     for first, *others in _regions(table):
         sizes = tuple(table.sizes[first].tolist())

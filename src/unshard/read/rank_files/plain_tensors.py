@@ -1,6 +1,6 @@
-"""Plain tensors in rank files: copies of one tensor, or shards whose cut nobody recorded?
+"""Plain tensors in rank files: copies of one tensor, or shards whose cut is not recorded?
 
-A DTensor says how it is cut; a plain tensor says nothing. The rules, the only heuristic of unshard:
+A DTensor states how it is cut; a plain tensor does not. The rules, the only heuristic of unshard:
 
 * one rank only: it is the tensor;
 * its shape is known (`--base`): what fits it, a copy or shards along dimension 0;
@@ -22,6 +22,7 @@ from unshard.containers.chunks import first_difference
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import raw_dtype
 from unshard.errors import NotMergeableError, UnshardError
+from unshard.read.format import shortened
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.tiles import row_tile, tiles
 
@@ -59,9 +60,13 @@ def resolve_plain(
     problems: list[UnshardError] = []
     assumed: dict[str, list[str]] = {}
     for name, entry in copies.items():
-        several = bool(differing) and len(entry.chunks) > 1 and bool(entry.shape)
-        case = _Case(name in differing, several)
-        verdict, why = _judge(entry, case, shapes.get(name), assume_dim0=assume_dim0)
+        verdict, why = _judge(
+            entry,
+            shapes.get(name),
+            differs=name in differing,
+            others_differ=bool(differing) and len(entry.chunks) > 1 and bool(entry.shape),
+            assume_dim0=assume_dim0,
+        )
         if verdict is _Verdict.REFUSED:
             problems.append(_refusal(entry, sorted(differing)))
             continue
@@ -81,24 +86,24 @@ class _Verdict(Enum):
     REFUSED = "undecided"
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """Whether a tensor differs between ranks; and others do, which it may be cut like."""
-
-    differs: bool
-    others_differ: bool
-
-
 def _judge(
-    entry: TensorEntry, case: _Case, known: tuple[int, ...] | None, *, assume_dim0: bool
+    entry: TensorEntry,
+    known: tuple[int, ...] | None,
+    *,
+    differs: bool,
+    others_differ: bool,
+    assume_dim0: bool,
 ) -> tuple[_Verdict, str]:
-    """Return what a tensor is, and how that is known if it was not plain."""
+    """Return what a tensor is, and how that is known if it was not plain.
+
+    It has the shape `known` in the base model. Where others differ, it may be cut like them.
+    """
     table = entry.chunks
     if len(table) > 1 and known is not None and _joined_shape(entry) == known:
         return _Verdict.SHARDS, "as shards along dimension 0, whose joined shape the base has"
-    if not case.differs and (known == entry.shape or not case.others_differ):
+    if not differs and (known == entry.shape or not others_differ):
         return _Verdict.COPY, ""
-    if assume_dim0 and not case.differs:
+    if assume_dim0 and not differs:
         return _Verdict.COPY, "as copies (--assume-dim0)"
     if assume_dim0 and _is_joinable(table):
         return _Verdict.SHARDS, "as shards along dimension 0 (--assume-dim0)"
@@ -141,7 +146,7 @@ def _joined(entry: TensorEntry) -> TensorEntry:
 
 def _refusal(entry: TensorEntry, differing: list[str]) -> NotMergeableError:
     table = entry.chunks
-    ranks = f"ranks {', '.join(map(str, table.rank[:8].tolist()))}{' …' if len(table) > 8 else ''}"
+    ranks = f"ranks {shortened([str(rank) for rank in table.rank.tolist()], 8)}"
     shapes = " and ".join(
         str(list(s)) for s in sorted({tuple(s) for s in table.sizes.tolist()})[:4]
     )
@@ -155,7 +160,7 @@ def _refusal(entry: TensorEntry, differing: list[str]) -> NotMergeableError:
         )
     joinable = _is_joinable(table)
     return NotMergeableError(
-        f"tensor {entry.fqn}: a plain tensor that differs between ranks, cut nobody knows how",
+        f"tensor {entry.fqn}: a plain tensor that differs between ranks, cut in an unknown way",
         expected=f"equal bytes on {ranks}",
         found=f"different values of shape {shapes}",
         hint=_HINT

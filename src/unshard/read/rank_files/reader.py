@@ -20,7 +20,7 @@ from unshard.errors import (
     raise_all,
 )
 from unshard.noted import Noted
-from unshard.read.format import Format, Location, ReadOptions, files_in, has_file
+from unshard.read.format import Format, Location, ReadOptions, files_in, has_file, shortened
 from unshard.read.rank_files.expert_copies import resolve_experts
 from unshard.read.rank_files.plain_tensors import resolve_plain
 from unshard.read.rank_files.workers import read_rank_files
@@ -99,7 +99,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     missing = tuple(rank for rank in range(world) if rank not in chosen.files)
     if missing:
         ranks = ", ".join(map(str, missing))
-        notes.append(f"there is no file of rank {ranks}; replicas have what it held")
+        notes.append(f"the file of rank {ranks} is missing; replicas have what it contained")
     experts = resolve_experts({**tensors, **resolved.entries}, location, options)
     return Catalog(
         writer=_writer(location),
@@ -174,9 +174,9 @@ def _sets(paths: Iterable[Path]) -> Iterable[_Set]:
 def _ambiguous(directory: Path, sets: list[_Set]) -> Exception:
     if any(one.world_size is None for one in sets):
         return UsageError(
-            f"{directory}: holds the files of several models",
+            f"{directory}: has the files of several models",
             found=", ".join(one.label for one in sets),
-            hint="say which one, by giving one of its files instead of the directory",
+            hint="give one file of the model that you want, instead of the directory",
         )
     found = "; ".join(f"{len(one.files)} of {one.world_size} ranks" for one in sets)
     return NotMergeableError(
@@ -209,8 +209,8 @@ def _name_problems(gathered: Gathering, files: dict[int, Path]) -> list[CorruptE
                 lacking.setdefault(rank, []).append(name)
     return [
         CorruptError(
-            f"{files[rank].name}: lacks {len(names)} tensors that other ranks have",
-            found=f"no {', '.join(names[:5])}{' …' if len(names) > 5 else ''}",
+            f"{files[rank].name}: {len(names)} tensors that other ranks have are missing",
+            found=f"no {shortened(names)}",
         )
         for rank, names in lacking.items()
     ]

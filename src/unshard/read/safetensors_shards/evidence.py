@@ -1,9 +1,9 @@
-"""What lies beside sharded safetensors and knows more of them: are the last ranks' files missing?
+"""Evidence next to sharded safetensors that files of the last ranks are missing.
 
-Three things may tell: an index that torch, transformers or torchtitan wrote when they made whole
+Three things can show it: an index that torch, transformers or torchtitan wrote when they made whole
 files of the same shards; NeMo AutoModel's list of names; the vocabulary and hidden size in the
-model's config. Without a config, the columns of a layer's projections tell the hidden size.
-An index that lacks names which the shards hold speaks of other weights, and is not asked.
+model's config. Without a config, the columns of a layer's projections give the hidden size.
+An index without names that the shards have is about other weights, and is not used.
 
 Sources: torchtitan's `last_save_in_hf`, NeMo AutoModel's `ConsolidatedHFAddon`, torch's
 `_write_overall_metadata_file`.
@@ -20,7 +20,7 @@ from unshard.containers.json_file import json_object
 from unshard.errors import CorruptError, IncompleteError, UnshardError
 from unshard.noted import Noted
 from unshard.read.beside.model_config import ModelConfig, read_config
-from unshard.read.format import Location
+from unshard.read.format import Location, shortened
 from unshard.read.hub_files import weight_map
 from unshard.tensors.catalog import TensorEntry
 
@@ -54,7 +54,7 @@ def loss_problems(
     for path in _indices(location):
         listed = set(weight_map(path))
         if not tensors.keys() <= listed:
-            notes.append(f"{path} is about other weights, and says nothing of these shards")
+            notes.append(f"{path} is about other weights, and was not used")
             continue
         problems += _absent_names(path, listed, tensors, config)
         if tensors.keys() == listed:
@@ -69,7 +69,7 @@ def loss_problems(
 
 
 def writer_of(location: Location) -> str:
-    """Return the tool that wrote the shards, as far as what lies beside them tells."""
+    """Return the tool that wrote the shards, as far as the files next to them show."""
     if any((root / _NEMO).is_dir() for root in location.roots):
         return "NeMo AutoModel"
     config = _config(location)
@@ -113,8 +113,8 @@ def _absent_names(
         absent = [name for name in absent if not name.endswith(_OUTPUT)]
     if absent:
         yield IncompleteError(
-            f"{path}: lists {len(absent)} tensors that no shard holds",
-            expected=", ".join(absent[:5]) + (" …" if len(absent) > 5 else ""),
+            f"{path}: lists {len(absent)} tensors that no shard has",
+            expected=shortened(absent),
             found=f"shards of {len(tensors)} other tensors",
             hint=_HINT.format(path.name),
         )
@@ -127,7 +127,7 @@ def _absent_bytes(path: Path, tensors: Mapping[str, TensorEntry]) -> Iterator[In
     size = sum(entry.size_bytes for entry in tensors.values())
     if isinstance(total, int) and size < total:
         yield IncompleteError(
-            f"{path}: states more bytes than the shards hold",
+            f"{path}: states more bytes than the shards have",
             expected=f"{total} bytes in all",
             found=f"{size}",
             hint=_HINT.format(path.name),
@@ -139,7 +139,7 @@ def _short_embeddings(
 ) -> Iterator[IncompleteError]:
     """Compare the embeddings with the vocabulary, only downwards: padding makes them larger.
 
-    Of several (a speech model's own beside the language model's), the largest is meant.
+    Of several (a speech model's own next to the language model's), the largest is meant.
     """
     found = [one for name, one in tensors.items() if f".{name}".endswith(_EMBEDDING) and one.shape]
     vocabulary = None if config is None else _stated(config, "vocab_size")
@@ -157,7 +157,7 @@ def _short_embeddings(
 
 
 def _is_cut_evenly(entry: TensorEntry) -> bool:
-    """Tell whether all pieces are equal ranges of rows: FSDP's last piece is often smaller."""
+    """Return whether all pieces are equal ranges of rows: FSDP's last piece is often smaller."""
     sizes = entry.chunks.sizes
     return bool((sizes == sizes[0]).all() and np.array_equal(sizes[0, 1:], entry.shape[1:]))
 
@@ -184,10 +184,10 @@ def _short_rows(
 def _hidden_size(
     config: ModelConfig | None, tensors: Mapping[str, TensorEntry]
 ) -> tuple[int, str, str] | None:
-    """Return the hidden size, what says so, and what to do if the tensors are smaller.
+    """Return the hidden size, where it is from, and what to do if the tensors are smaller.
 
-    Without a config, the projections of the layers tell: they have a column per hidden unit, and a
-    rank has all columns of its rows.
+    Without a config, it follows from the projections of the layers: they have a column per hidden
+    unit, and a rank has all columns of its rows.
     """
     stated = None if config is None else _stated(config, "hidden_size")
     if config is not None and isinstance(stated, int):
@@ -201,7 +201,7 @@ def _hidden_size(
         return None
     ((size, name),) = found.items()
     hint = "copy the missing files here from the node that wrote them"
-    return size, f"as many as {name} has columns", hint
+    return size, f"the number of columns of {name}", hint
 
 
 def _has_whole_columns(entry: TensorEntry) -> bool:

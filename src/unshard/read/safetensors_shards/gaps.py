@@ -6,8 +6,9 @@ tensors: FSDP cuts all of them into as many pieces, and gives the same place in 
 ranks (of each replica). torch saves empty pieces too, so a tensor with fewer pieces ends with an
 empty one, or with one that is smaller than the first.
 
-What lacks a piece is told from what never had one (a tensor that was replicated, of which torch
-saves one copy) by the tensors of other layers: they have the same shape, unless pieces are missing.
+A tensor that lacks a piece is distinguished from one that never had it (a replicated tensor, of
+which torch saves one copy) by the tensors of other layers: they have the same shape, unless pieces
+are missing.
 """
 
 import re
@@ -118,13 +119,9 @@ def _cuts(rows: Sequence[_Row]) -> list[_Cut]:
 def _missing_pieces(
     row: _Row, lacking: set[int], cuts: Sequence[_Cut], others: Sequence[_Row]
 ) -> Iterator[tuple[int, str]]:
-    """Yield the ranks that lack the file with the tensor's next pieces, and what tells so.
+    """Yield the ranks that lack the file with the tensor's next pieces, and the evidence.
 
-    Args:
-        row: the tensor.
-        lacking: the ranks that lack its file.
-        cuts: how tensors are cut.
-        others: tensors whose names differ in numbers only, in files of another index.
+    `others` are tensors whose names differ in numbers only, in files of another index.
     """
     larger = next((one.entry for one in others if _is_larger(one.entry, row.entry)), None)
     alike = any(one.entry.shape == row.entry.shape for one in others)

@@ -69,7 +69,7 @@ class ShardSet:
 
 
 def is_shard_name(name: str) -> bool:
-    """Tell whether a file's name is that of a shard."""
+    """Return whether a file's name is that of a shard."""
     return bool(_NAME.fullmatch(name))
 
 
@@ -83,7 +83,7 @@ def choose_shards(location: Location) -> Noted[ShardSet]:
     Raises:
         IncompleteError: of some index, no rank has a file.
         NotMergeableError: several sets, and nothing says which is meant.
-        CorruptError: a name that no writer gives.
+        CorruptError: not a name that any writer gives.
     """
     sets = list(_sets(location))
     named = [one for one in sets if location.file in one.files.values()]
@@ -115,12 +115,12 @@ def _sets(location: Location) -> Iterator[ShardSet]:
         shard, index, count = map(int, match.groups())
         if shard < 1 or not 1 <= index <= count:
             raise CorruptError(
-                f"{path}: a name that no writer gives",
+                f"{path}: not a name that any writer gives",
                 expected="shards that count from 1, and an index from 1 to the number of files",
             )
         found.setdefault(count, {})[index, shard - 1] = path
     if not found:
-        raise IncompleteError(f"{location.weights_dir}: holds no shards")
+        raise IncompleteError(f"{location.weights_dir}: has no shards")
     for count, files in sorted(found.items()):
         yield ShardSet(count, dict(sorted(files.items())))
 

@@ -1,12 +1,12 @@
 """Reader for sharded safetensors: every rank's pieces, as torch's HuggingFaceStorageWriter saves.
 
 transformers (`save_pretrained(…, distributed_checkpoint=True)`), torchtitan and NeMo AutoModel use
-it. The metadata of each file says where its pieces start. Nothing says how large a tensor is, or
+it. The metadata of each file says where its pieces start. Nothing states how large a tensor is, or
 how many ranks there were: a tensor ends where its last piece ends.
 
-A lost file of last pieces therefore leaves no hole. The rank's other files may tell
-(`shard_gaps`), or what lies beside the shards (`shard_evidence`). What nothing tells goes
-unnoticed: all files of the last ranks, and a tensor that lay, whole, in a lost file only.
+A lost file of last pieces therefore leaves no hole. The rank's other files may show it (`gaps`), or
+the files next to the shards (`evidence`). Some losses cannot be noticed: all files of the last
+ranks, and a tensor that was, whole, in a lost file only.
 
 Source: `torch.distributed.checkpoint.hf_storage`, `filesystem` and `_consolidate_hf_safetensors`.
 """
@@ -70,7 +70,7 @@ SAFETENSORS_SHARDS = Format("sharded safetensors", has_file(is_shard_name), _rea
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a file stands among all: index in the names, rank, number among the files read."""
+    """The place of a file among all: index in the names, rank, number among the files read."""
 
     index: int
     rank: int
@@ -155,7 +155,7 @@ def _disagreements(tensors: Mapping[str, TensorEntry]) -> list[CorruptError]:
 def _disagreement(entry: TensorEntry, first: int, other: int) -> CorruptError:
     ours, theirs = entry.chunks[first], entry.chunks[other]
     return CorruptError(
-        f"tensor {entry.fqn}: two files hold its region {ours.box}, with different values",
+        f"tensor {entry.fqn}: two files have its region {ours.box}, with different values",
         found=f"{ours.source.path.name} and {theirs.source.path.name}",
         hint="do the files belong to one save?",
     )
@@ -174,15 +174,15 @@ def _offsets(entry: HeaderEntry, known: Mapping[str, object]) -> tuple[int, ...]
 
 def _bad_offsets(path: Path, entry: HeaderEntry, known: Mapping[str, object]) -> CorruptError:
     return CorruptError(
-        f"{path}: tensor {entry.name}: it is not said where this piece starts",
+        f"{path}: tensor {entry.name}: the file does not state where this piece starts",
         expected=f"{len(entry.shape)} offsets in saved_offsets of DCP_SHARDING_INFO",
-        found=shown(known[entry.name]) if entry.name in known else "nothing of this tensor",
+        found=shown(known[entry.name]) if entry.name in known else "nothing about this tensor",
     )
 
 
 def _without_offsets(path: Path) -> CorruptError:
     return CorruptError(
-        f"{path}: it does not say where its pieces start",
+        f"{path}: it does not state where its pieces start",
         expected="DCP_SHARDING_INFO in the metadata of its header",
         hint="was it written again by a tool that drops metadata?",
     )

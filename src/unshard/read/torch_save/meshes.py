@@ -1,6 +1,6 @@
 """Pickled device meshes of every torch version: sizes, names, and which piece a rank holds.
 
-Sizes stand, in order of age, in a `mesh` tensor, in `_layout.shape` or in `_layout.axes`; the
+Sizes are, in order of age, in a `mesh` tensor, in `_layout.shape` or in `_layout.axes`; the
 coordinates in `_coordinate_on_dim` in all of them. torch cuts along a mesh dimension in the order
 of the *sorted* ranks of its group, so a coordinate is the number of a piece only where ranks
 ascend; where they do not, the place in the sorted group is taken (measured with torch 2.13).
@@ -75,7 +75,9 @@ class MeshReader:
         shape, steps = _layout(state_of(layout), len(ranks))
         inside = len(at) == len(shape) and all(0 <= c < n for c, n in zip(at, shape, strict=True))
         if not inside or self._rank not in ranks:
-            raise TensorFormError(f"a mesh of shape {shape} that does not hold rank {self._rank}")
+            raise TensorFormError(
+                f"a mesh of shape {shape} that does not contain rank {self._rank}"
+            )
         own = sum(offsets[c] for offsets, c in zip(steps, at, strict=True))
         base = ranks.index(self._rank) - own
         places = [base + sum(offsets) for offsets in product(*steps)]
@@ -125,7 +127,7 @@ class MeshReader:
 
 
 def _layout(fields: dict[str, Value], ranks: int) -> tuple[tuple[int, ...], list[list[int]]]:
-    """Return the size of every mesh dimension, and the offsets that its coordinates stand for."""
+    """Return the size of every mesh dimension, and the offsets of its coordinates."""
     if "axes" in fields:
         axes = fields["axes"]
         if not isinstance(axes, tuple | list):

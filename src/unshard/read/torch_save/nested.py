@@ -1,4 +1,4 @@
-"""Find a model's state dict in what a torch.save file holds: often it lies under a name.
+"""Find a model's state dict in what a torch.save file holds: often it is under a key.
 
 Known names are those of training frameworks; an unknown one is taken if it is the only one that
 holds tensors. Nothing is guessed between several.
@@ -24,7 +24,7 @@ class StateDict:
 
     Attributes:
         items: tensors (and other values) by name.
-        under: the names it lies under, joined by dots; empty where it is all of the file.
+        under: the keys it is under, joined by dots; empty where it is all of the file.
         skipped: why each other value of the file was left out, by name.
     """
 
@@ -60,13 +60,13 @@ def find_state_dict(path: Path, value: Value) -> StateDict:
         return _nested(top, (name,), items)
     if found:
         raise NotMergeableError(
-            f"{path}: several of its values hold tensors, and none has a name that is known",
+            f"{path}: several of its values have tensors, and none has a known name",
             expected=", ".join(".".join(names) for names in _PATHS),
             found=", ".join(sorted(found)[:12]),
-            hint="save the state dict that is meant in a file of its own",
+            hint="save the state dict that you want in a separate file",
         )
     raise NotMergeableError(
-        f"{path}: holds no tensors by name",
+        f"{path}: has no tensors by name",
         expected="a state dict, or one under " + ", ".join(".".join(names) for names in _PATHS),
         found=", ".join(list(top)[:12]) or "an empty dict",
     )
@@ -86,7 +86,7 @@ def _holds_tensors(items: Mapping[str, Value]) -> bool:
 def _nested(
     top: Mapping[str, Value], names: tuple[str, ...], items: Mapping[str, Value]
 ) -> StateDict:
-    """Return a state dict that lies deeper, and say of all that lies beside it why it was left."""
+    """Return a state dict that is deeper, and why each value next to it was left out."""
     under = ".".join(names)
     skipped: dict[str, str] = {}
     beside, prefix = top, ""
@@ -103,7 +103,7 @@ def _nested(
 def _why_left(value: Value, under: str) -> str:
     inner = items_of(value)
     if is_tensor(value) or (inner is not None and _holds_tensors(inner)):
-        return f"tensors beside the model's, which were taken from {under}"
+        return f"tensors next to the model's, which were taken from {under}"
     return f"not the model's weights, which were taken from {under}"
 
 
@@ -114,5 +114,5 @@ def _no_state_dict(path: Path, value: Value) -> NotMergeableError:
         f"{path}: not a state dict",
         expected="a dict of tensors by name",
         found=kind[:200],
-        hint="of a pickled model, load it where its code is and save its state_dict()",
+        hint="if it is a pickled model: load it in its own code, and save its state_dict()",
     )

@@ -1,4 +1,4 @@
-"""Read one torch.save file: where every tensor of its state dict lies. No weights are read."""
+"""Read one torch.save file: where every tensor of its state dict is. No weights are read."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ def tensors_of(
     file_number: int,
     allowed: frozenset[str],
 ) -> RankTable:
-    """Return where the tensors among some pickled values lie; the others are listed as skipped.
+    """Return where the tensors among some pickled values are; the others are listed as skipped.
 
     Args:
         archive: the file that holds the storages.
@@ -183,7 +183,7 @@ def _integers(archive: TorchFile, view: StorageView) -> tuple[int, ...]:
 
 
 def describe(value: Value) -> str:
-    """Say in a few words what a value is that is not a tensor."""
+    """Return a few words for a value that is not a tensor."""
     if isinstance(value, Record):
         return f"not a tensor: {named(value.callee)}"
     return f"not a tensor: {type(value).__name__}"

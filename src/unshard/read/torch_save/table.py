@@ -64,7 +64,7 @@ class RankTable:
         counts: how many chunks each tensor has here.
         rows: the chunks: rank, file, start and length (bytes), offsets, sizes (elements).
         odd_strides: strides, in elements, of chunks that are not row-major, by number of the chunk.
-        skipped: values that are no tensors, with the reason.
+        skipped: values that are not tensors, with the reason.
         problems: tensors that cannot be merged.
         world_size: of the ranks that wrote it, as far as the file says: at least this many.
     """
@@ -90,7 +90,7 @@ class RankTable:
         sizes: Sequence[int],
         strides: Sequence[int],
     ) -> None:
-        """Add a chunk, the `number`th of this file, whose first element lies at byte `start`."""
+        """Add a chunk, the `number`th of this file, whose first element is at byte `start`."""
         if not is_row_major(sizes, strides):
             self.odd_strides[number] = tuple(strides)
         row = chunk_row(self.rank, self.file, start, itemsize, offsets, sizes, strides)

@@ -41,7 +41,7 @@ class LocalTensor:
         dtype: of the elements.
         shape: the global shape; of a plain tensor the stored one.
         parts: what is stored of it here; of a ShardedTensor any number, else one.
-        offsets: where each part lies in the global tensor, if the pickle says so (ShardedTensor).
+        offsets: where each part is in the global tensor, if the pickle says so (ShardedTensor).
         sharding: mesh and placements that say it instead; None for plain tensors.
     """
 
@@ -179,7 +179,7 @@ class TensorDecoder:
 def _local_shard(
     shard: Value, shape: tuple[int, ...], allowed: frozenset[str]
 ) -> tuple[StorageView, tuple[int, ...]]:
-    """Return what is stored of a local shard, and where it lies in the global tensor."""
+    """Return what is stored of a local shard, and where it is in the global tensor."""
     fields = state_of(shard)
     view = read_view(member(fields, "tensor"), allowed)
     box = state_of(member(fields, "metadata"))
@@ -190,12 +190,12 @@ def _local_shard(
         at >= 0 and at + n <= size for at, n, size in zip(offsets, sizes, shape, strict=True)
     )
     if not inside:
-        raise TensorFormError(f"a shard of {sizes} at {offsets} lies outside its shape {shape}")
+        raise TensorFormError(f"a shard of {sizes} at {offsets} is outside its shape {shape}")
     return view, offsets
 
 
 def _check_meta(spec: Value, shape: tuple[int, ...]) -> None:
-    """Compare the shape with what the spec's tensor_meta repeats; in all forms it stands first."""
+    """Compare the shape with what the spec's tensor_meta repeats; in all forms it is first."""
     match state_of(spec).get("tensor_meta"):
         case Record(args=(stated, *_)) if ints(stated) != shape:
             raise TensorFormError(f"the DTensor says shape {shape}, its spec {ints(stated)}")

@@ -2,7 +2,16 @@
 
 from unshard.containers.pickles.records import Global, Record, Value
 
-__all__ = ["TensorFormError", "ints", "items_of", "member", "named", "shape", "state_of"]
+__all__ = [
+    "TensorFormError",
+    "ints",
+    "is_lightning",
+    "items_of",
+    "member",
+    "named",
+    "shape",
+    "state_of",
+]
 
 _MAX_DIMENSIONS = 32
 _MAX_NUMBER = 1 << 58  # elements of 16 bytes each, what 64-bit offsets can address
@@ -32,7 +41,9 @@ def shape(value: Value) -> tuple[int, ...]:
     for size in sizes[:_MAX_DIMENSIONS]:
         elements *= max(size, 1)
     if len(sizes) > _MAX_DIMENSIONS or min(sizes, default=0) < 0 or elements >= _MAX_NUMBER:
-        raise TensorFormError(f"a tensor of {len(sizes)} sizes {list(sizes[:8])}, larger than any")
+        raise TensorFormError(
+            f"a tensor of {len(sizes)} sizes {list(sizes[:8])}, which no tensor can have"
+        )
     return sizes
 
 
@@ -85,3 +96,8 @@ def items_of(value: Value) -> dict[str, Value] | None:
         return None
     named = {name: item for name, item in items.items() if isinstance(name, str)}
     return named if len(named) == len(items) else None
+
+
+def is_lightning(value: Value) -> bool:
+    """Return whether Lightning's Trainer saved a value, with its module around the model."""
+    return "pytorch-lightning_version" in (items_of(value) or {})

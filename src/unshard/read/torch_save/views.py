@@ -48,7 +48,7 @@ _PLAIN_TYPES = frozenset(
     }
 )
 _UNREADABLE = {
-    "torch._utils._rebuild_meta_tensor_no_storage": "it lies on the meta device: it has no values",
+    "torch._utils._rebuild_meta_tensor_no_storage": "it is on the meta device: it has no values",
     "torch._utils._rebuild_qtensor": "a quantized torch tensor: its values need their scales",
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor: safetensors stores dense ones only",
     "torch._utils._rebuild_sparse_csr_tensor": "a sparse tensor: safetensors stores dense ones",
@@ -66,7 +66,7 @@ _TENSORS = _PARAMETERS | _VIEWS | frozenset(_UNREADABLE) | {TYPED}
 
 
 def is_tensor(value: Value) -> bool:
-    """Tell whether a pickled value is a tensor of any kind, readable or not."""
+    """Return whether a pickled value is a tensor of any kind, readable or not."""
     if not isinstance(value, Record) or not isinstance(value.callee, Global):
         return False
     return value.callee.dotted in _TENSORS
@@ -134,7 +134,7 @@ def view_of(name: str, args: tuple[Value, ...]) -> StorageView:
 
 
 def _stated_dtype(name: str, rest: list[Value]) -> DType | None:
-    """Return the dtype that `_rebuild_tensor_v3` states beside an untyped storage."""
+    """Return the dtype that `_rebuild_tensor_v3` states next to an untyped storage."""
     if name != _VIEW_V3:
         return None
     if len(rest) < 3:
@@ -177,6 +177,6 @@ def _check_inside(view: StorageView) -> None:
     last = sum((n - 1) * step for n, step in zip(view.sizes, view.strides, strict=True))
     if view.offset + last >= view.storage_elements:
         raise TensorFormError(
-            f"its elements {view.offset} to {view.offset + last} lie outside its storage of "
+            f"its elements {view.offset} to {view.offset + last} are outside its storage of "
             f"{view.storage_elements}"
         )

@@ -1,8 +1,8 @@
-"""Which files beside a checkpoint hold scheduler and random state, by the names of their writers.
+"""Which files next to a checkpoint hold scheduler and random state, by the names of their writers.
 
 | writer | of a rank | of all |
 |---|---|---|
-| verl | `extra_state_world_size_W_rank_R.pt` beside the weights | |
+| verl | `extra_state_world_size_W_rank_R.pt` next to the weights | |
 | lmms-engine | the same in `extra_state/` of the step | |
 | accelerate | `random_states_R.pkl` | `scheduler.bin`, `scheduler_1.bin`, … |
 | HF Trainer | `rng_state_R.pth`; of a single process `rng_state.pth` | `scheduler.pt` |
@@ -69,7 +69,7 @@ def find_state_files(location: Location, world_size: int) -> StateFiles | None:
     """Return the files of scheduler and random state of a checkpoint; None if there are none.
 
     Args:
-        location: where the weights lie.
+        location: where the weights are.
         world_size: how many ranks wrote them, as far as they say.
     """
     steps = _step_dirs(location)
@@ -85,7 +85,7 @@ def find_state_files(location: Location, world_size: int) -> StateFiles | None:
         return None
     first, *others = found
     notes = [
-        f"{listed([path.name for path in other.paths])}: left out, {first.writer.value} count"
+        f"{listed([path.name for path in other.paths])}: left out, {first.writer.value} are used"
         for other in others
     ]
     return replace(first, notes=(*first.notes, *notes))
@@ -106,7 +106,7 @@ def _extra_state(files: Mapping[str, Path], world_size: int) -> StateFiles:
     notes = []
     if stale and not own:
         sizes = ", ".join(map(str, stale))
-        notes.append(f"left out the extra_state files of world size {sizes}: it is {world_size}")
+        notes.append(f"left out the extra_state files of world size {sizes}: expected {world_size}")
     name = f"extra_state_world_size_{world_size}_rank_{{}}.pt"
     ranks = _of_ranks(StateWriter.EXTRA_STATE, own, world_size, name)
     return replace(ranks, notes=tuple(notes))
@@ -132,14 +132,7 @@ def _trainer(files: Mapping[str, Path], world_size: int) -> StateFiles:
 
 
 def _of_ranks(writer: StateWriter, own: dict[int, Path], world_size: int, name: str) -> StateFiles:
-    """Return the files of ranks. Where replicas saved nothing, there are more than the weights say.
-
-    Args:
-        writer: who wrote them.
-        own: the files by rank.
-        world_size: how many there should be at least, if any.
-        name: what a missing one would be called.
-    """
+    """Return the files of ranks; there are more than the weights say if replicas saved nothing."""
     if not own:
         return StateFiles(writer)
     world = max(world_size, *(rank + 1 for rank in own))
@@ -165,7 +158,7 @@ def _step_dirs(location: Location) -> tuple[Path, ...]:
 
 
 def _files_in(folders: Sequence[Path]) -> dict[str, Path]:
-    """Return what lies in some directories by name; the first that has a name counts."""
+    """Return the files of some directories by name; the first that has a name counts."""
     found: dict[str, Path] = {}
     for folder in dict.fromkeys(folders):
         if folder.is_dir():

@@ -24,7 +24,7 @@ _CODE = re.compile(r"b1|[iu][1248]|f[248]|c(8|16)")  # longer floats differ betw
 
 
 def is_numpy(value: Record) -> bool:
-    """Tell whether a record is an array or a scalar of numpy."""
+    """Return whether a record is an array or a scalar of numpy."""
     return value.is_call_of(*_ARRAYS, *_SCALARS)
 
 
@@ -44,7 +44,7 @@ def bytes_of(value: Value) -> bytes | None:
 
 
 def read_scalar(value: Record) -> bool | int | float | None:
-    """Return the number that a pickled numpy scalar is; None if the record is no scalar.
+    """Return the number that a pickled numpy scalar is; None if the record is not a scalar.
 
     Raises:
         TensorFormError: it is none of Python's numbers, or contradicts itself.
@@ -77,7 +77,7 @@ def read_array(value: Record) -> Array:
 
 
 def _elements(kind: Value, data: Value, count: int) -> Array:
-    """Return so many elements, little-endian."""
+    """Return `count` elements, little-endian."""
     match kind:
         case Record(args=(str(code), *_), state=(int(), "<" | ">" | "|" | "=" as order, *_)) if (
             kind.is_call_of("numpy.dtype") and _CODE.fullmatch(code)

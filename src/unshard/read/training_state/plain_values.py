@@ -56,7 +56,7 @@ def plain_values(file: TorchFile) -> PlainValues:
         try:
             value = decoder.plain(file.value, "", 0)
         except TensorFormError as error:
-            raise CorruptError(f"{file.path}: holds no plain values: {error}") from error
+            raise CorruptError(f"{file.path}: has no plain values: {error}") from error
         return PlainValues(value, tuple(decoder.left_out))
     finally:
         os.close(fd)
@@ -71,7 +71,7 @@ class _Decoder:
         self._bytes = 4 * os.fstat(fd).st_size  # views may share a storage, within reason
 
     def plain(self, value: Value, at: str, depth: int) -> Plain:
-        """Return one value; `at` is where it stands, for messages.
+        """Return one value; `at` is its place, for messages.
 
         Raises:
             TensorFormError: it has no plain form.
@@ -79,7 +79,7 @@ class _Decoder:
         """
         self._values += 1
         if self._values > _MAX_VALUES:
-            raise CorruptError(f"{self._file.path}: holds more than {_MAX_VALUES} values")
+            raise CorruptError(f"{self._file.path}: has more than {_MAX_VALUES} values")
         if depth > _MAX_DEPTH:
             raise TensorFormError(f"nested deeper than {_MAX_DEPTH}")
         if isinstance(value, Record):
@@ -179,7 +179,7 @@ class _Decoder:
             return SavedTensor(view.dtype, view.sizes, b"")
         stored = self._file.storages.get(view.key)
         if stored is None or stored.size < view.storage_elements * view.dtype.itemsize:
-            raise TensorFormError("a tensor whose storage is not there, or too short")
+            raise TensorFormError("a tensor whose storage is missing or too short")
         self._charge(size)
         start = stored.offset + view.offset * view.dtype.itemsize
         if not is_row_major(view.sizes, view.strides):
@@ -193,7 +193,7 @@ class _Decoder:
         return SavedTensor(view.dtype, view.sizes, bytes(data))
 
     def _gathered(self, view: StorageView, start: int, size: int) -> SavedTensor:
-        """Read elements that lie at strides."""
+        """Read elements that are not contiguous."""
         if size > _MAX_STRIDED:
             raise TensorFormError(f"a tensor of {size} bytes that is not stored row by row")
         raw = raw_dtype(view.dtype)

@@ -23,7 +23,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingState:
-    """What a checkpoint holds beside the model, but for the optimizer.
+    """What a checkpoint has besides the model, except the optimizer.
 
     Attributes:
         values: by the names that `rng_states` lists; empty where there is nothing. Of several
@@ -38,10 +38,10 @@ class TrainingState:
 
 
 def read_training_state(location: Location, world_size: int) -> TrainingState:
-    """Read what lies beside a checkpoint's weights.
+    """Read scheduler and random state of a checkpoint.
 
     Args:
-        location: where the weights lie.
+        location: where the weights are.
         world_size: how many ranks wrote them, as far as they say.
 
     Raises:
@@ -60,7 +60,7 @@ def read_training_state(location: Location, world_size: int) -> TrainingState:
     for rank, path in files.ranks.items():
         states[rank] = reader.rank(files.writer, path)
     values, notes = unite(states)
-    missing = [f"{listed(files.missing)}: not there"] if files.missing else []
+    missing = [f"{listed(files.missing)}: missing"] if files.missing else []
     told = (*files.notes, *missing, *reader.warnings(), *notes)
     warnings = tuple(f"training state: {one}" for one in told)
     return TrainingState({**_of_schedulers(schedulers), **values}, warnings, reader.size)
@@ -87,7 +87,7 @@ class _Reader:
         value = self.fields(path)
         state = None if value is None else rank_state(writer, value)
         if value is not None and state is None:
-            self._damaged.append(f"{path}: holds something else")
+            self._damaged.append(f"{path}: has unexpected contents")
         return state
 
     def fields(self, path: Path) -> Plain | None:
@@ -109,7 +109,7 @@ class _Reader:
             self._left_out.setdefault(found.left_out, []).append(path.name)
         if isinstance(found.value, dict):
             return found.value
-        self._damaged.append(f"{path}: holds something else")
+        self._damaged.append(f"{path}: has unexpected contents")
         return None
 
     def warnings(self) -> list[str]:

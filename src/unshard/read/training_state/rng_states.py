@@ -1,4 +1,4 @@
-"""Scheduler and random state of all ranks, united under one set of names whoever wrote them.
+"""Scheduler and random state of all ranks, united under one set of names for all writers.
 
     lr_scheduler   what `load_state_dict` takes
     rng.cpu        of the first rank, as rng.numpy and rng.random are: for `torch.set_rng_state`,
@@ -116,7 +116,7 @@ def _rng(present: Mapping[int, RankState], world_size: int) -> tuple[_Fields, li
         return {}, []
     first, own = next(iter(with_rng.items()))
     rng: _Fields = {}
-    notes = [f"rng is that of rank {first}: rank 0's is not there"] if first else []
+    notes = [f"rng is that of rank {first}: rank 0 saved none"] if first else []
     for name in dict.fromkeys(name for one in with_rng.values() for name in one):
         if name in _OF_PROCESS:
             rng |= {name: own[name]} if name in own else {}
@@ -127,7 +127,7 @@ def _rng(present: Mapping[int, RankState], world_size: int) -> tuple[_Fields, li
             continue
         why = _why_no_order(per_rank, world_size)
         if why:
-            notes.append(f"rng.{name} was left out: {why}; what there is stands in rng_by_rank")
+            notes.append(f"rng.{name} was left out: {why}; what was saved is in rng_by_rank")
         else:
             rng[name] = [_own(per_rank[rank], rank, world_size) for rank in range(world_size)]
     return rng, notes
@@ -142,7 +142,7 @@ def _why_no_order(per_rank: Mapping[int, Plain], world_size: int) -> str:
     lacking = [rank for rank in range(world_size) if rank not in per_rank]
     if lacking:
         more = " …" if len(lacking) > _SHOWN else ""
-        return f"there is none of rank {', '.join(map(str, lacking[:_SHOWN]))}{more}"
+        return f"none was saved by rank {', '.join(map(str, lacking[:_SHOWN]))}{more}"
     for rank, value in per_rank.items():
         count = len(_as_list(value))
         if count == 0 or (1 < count < world_size and world_size % count):

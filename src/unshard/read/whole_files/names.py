@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
-from unshard.read.format import Location
+from unshard.read.format import Location, shortened
 from unshard.read.hub_files import natural_order, weight_map
 from unshard.read.safetensors_shards.names import is_shard_name
 
@@ -47,7 +47,7 @@ def is_whole_file(name: str) -> bool:
 
 
 def is_part_of_set(name: str) -> bool:
-    """Tell whether a file's name is that of one of several, or of their index."""
+    """Return whether a file's name is that of one of several, or of their index."""
     return bool(_numbered_name(name) or _INDEX.fullmatch(name))
 
 
@@ -69,9 +69,9 @@ def choose_files(location: Location) -> WholeSet:
     models = [one for one in sorted(directory.iterdir()) if _ACCELERATE_MODEL.fullmatch(one.name)]
     if len(models) > 1:
         raise NotMergeableError(
-            f"{directory}: holds the weights of {len(models)} models",
+            f"{directory}: has the weights of {len(models)} models",
             found=", ".join(one.name for one in models),
-            hint="say which one, by giving its file",
+            hint="give the file of the one that you want",
         )
     if models:
         return WholeSet((models[0],))
@@ -82,14 +82,14 @@ def _of_kind(directory: Path, stem: str, suffix: str) -> WholeSet | None:
     """Return the weights that go by the usual names: by their index, in one file, or numbered."""
     index, single = directory / f"{stem}.{suffix}.index.json", directory / f"{stem}.{suffix}"
     if index.is_file():
-        listed = _by_index(index)
-        if single.is_file() and single not in listed.files:
+        whole = _by_index(index)
+        if single.is_file() and single not in whole.files:
             raise NotMergeableError(
-                f"{directory}: holds two sets of weights, and nothing says which are meant",
-                found=f"{single.name}, and {len(listed.files)} other files in {index.name}",
+                f"{directory}: has two sets of weights, and nothing says which are meant",
+                found=f"{single.name}, and {len(whole.files)} other files in {index.name}",
                 hint=f"move one of them elsewhere, or give {single.name} itself",
             )
-        return listed
+        return whole
     if single.is_file():
         return WholeSet((single,))
     return _by_number(directory, stem, suffix)
@@ -102,22 +102,22 @@ def _set_of(file: Path) -> WholeSet:
     match = _numbered_name(file.name)
     stem, suffix = (match[1], match[4]) if match else (file.stem, file.suffix)
     index = file.with_name(f"{stem.removesuffix('.' + suffix)}.{suffix}.index.json")
-    if index.is_file() and file in (listed := _by_index(index)).files:
-        return listed
+    if index.is_file() and file in (whole := _by_index(index)).files:
+        return whole
     return _by_number(file.parent, stem, suffix) or WholeSet((file,))
 
 
 def _by_index(index: Path) -> WholeSet:
-    listed = weight_map(index)
-    names = sorted(set(listed.values()), key=natural_order)
+    files = weight_map(index)
+    names = sorted(set(files.values()), key=natural_order)
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
         raise IncompleteError(
-            f"{index}: {len(absent)} of its {len(names)} files are not there",
-            expected=", ".join(absent[:16]) + (" …" if len(absent) > 16 else ""),
+            f"{index}: {len(absent)} of its {len(names)} files are missing",
+            expected=shortened(absent, 16),
             hint="the download or the copy was interrupted; fetch the missing files",
         )
-    return WholeSet(tuple(index.parent / name for name in names), (index, listed))
+    return WholeSet(tuple(index.parent / name for name in names), (index, files))
 
 
 def _by_number(directory: Path, stem: str, suffix: str) -> WholeSet | None:
@@ -137,7 +137,9 @@ def _by_number(directory: Path, stem: str, suffix: str) -> WholeSet | None:
     if not whole:
         absent = [number for number in _upto(count) if number not in files]
         if not absent:
-            raise CorruptError(f"{directory}: files with numbers beyond {count}, of which they are")
+            raise CorruptError(
+                f"{directory}: files with numbers above {count}, the count in their names"
+            )
         raise IncompleteError(
             f"{directory}: {len(absent)} of {count} numbered files are missing",
             expected=", ".join(f"{stem}-{n:05d}-of-{count:05d}.{suffix}" for n in absent[:16]),
@@ -163,7 +165,7 @@ def _only_numbered(directory: Path) -> WholeSet:
         if found is not None:
             return found
     raise NotMergeableError(
-        f"{directory}: no weights with a usual name, and several with others",
+        f"{directory}: no weights have a usual name, and several have another",
         expected=", ".join(sorted(_SINGLE)),
         found=", ".join([f"{stem}-….{suffix}" for stem, suffix in kinds]) or "none",
         hint="give one of the files that are meant",

@@ -1,7 +1,7 @@
 """Reader for weights that are whole already: a Hugging Face directory, or one file of weights.
 
 Safetensors and files of torch.save, one or several. What an index says is compared with what the
-files hold: every name where it is said to be, none twice.
+files hold: every name in the file that it states, none twice.
 """
 
 from collections.abc import Mapping
@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from unshard.containers.json_file import json_object, shown
-from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CheckpointError, CorruptError, NotMergeableError, UnshardError, raise_all
 from unshard.read.drafts import TensorDraft
-from unshard.read.format import Format, Location, ReadOptions, has_file
+from unshard.read.format import Format, Location, ReadOptions, has_file, shortened
 from unshard.read.hub_files import (
     natural_order,
     read_header,
@@ -23,14 +22,14 @@ from unshard.read.hub_files import (
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.nested import find_state_dict
 from unshard.read.torch_save.state_dict import tensors_of
-from unshard.read.torch_save.values import items_of
+from unshard.read.torch_save.values import is_lightning
 from unshard.read.whole_files.names import WholeSet, choose_files, is_part_of_set, is_whole_file
 from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 
 __all__ = ["WHOLE_FILES"]
 
-_RECORD = "unshard.json"  # written by write.record, beside what a merge made
+_RECORD = "unshard.json"  # written by write.record, next to what a merge made
 
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
@@ -100,7 +99,7 @@ class _Union:
         )
         self.problems += gathered.problems
         names = {name: name for name in gathered.drafts}
-        if state.under == "state.model" or _is_lightning(file.value):
+        if state.under == "state.model" or is_lightning(file.value):
             names = without_wrapper_module(names)
         for name, draft in gathered.drafts.items():
             entry = draft.entry(self._paths)
@@ -117,7 +116,7 @@ class _Union:
         if entry.fqn in self.tensors:
             self.problems.append(
                 CorruptError(
-                    f"tensor {entry.fqn}: two files hold it",
+                    f"tensor {entry.fqn}: two files have it",
                     found=f"{first.name} and {path.name}",
                     hint="are these files of one model?",
                 )
@@ -125,29 +124,24 @@ class _Union:
         self.tensors.setdefault(entry.fqn, entry)
 
 
-def _is_lightning(value: Value) -> bool:
-    """Tell a checkpoint of Lightning's Trainer, whose module wraps the model."""
-    return "pytorch-lightning_version" in (items_of(value) or {})
-
-
 def _lists(pieces: Mapping[str, object]) -> list[list[object]]:
     return [offsets for offsets in pieces.values() if isinstance(offsets, list)]
 
 
 def _index_problems(chosen: WholeSet, holders: Mapping[str, Path]) -> list[CorruptError]:
-    """Compare where the index says each tensor lies with where it does."""
+    """Compare the file that the index states for each tensor with the one that has it."""
     if chosen.index is None:
         return []
-    index, listed = chosen.index
+    index, files = chosen.index
     wrong: dict[str, list[str]] = {}
-    for name, file in listed.items():
+    for name, file in files.items():
         if name not in holders or holders[name].name != file:
             wrong.setdefault(file, []).append(name)
     return [
         CorruptError(
             f"{index}: {len(names)} tensors are not in {file}, where it says they are",
-            found=f"no {', '.join(names[:5])}{' …' if len(names) > 5 else ''}",
-            hint="is the index that of another save?",
+            found=f"no {shortened(names)}",
+            hint="does the index belong to another save?",
         )
         for file, names in wrong.items()
     ]
@@ -157,11 +151,12 @@ def _index_notes(chosen: WholeSet, holders: Mapping[str, Path]) -> list[str]:
     """Say which tensors the index leaves out: transformers loads them all the same."""
     if chosen.index is None:
         return []
-    index, listed = chosen.index
-    names = [name for name in holders if name not in listed]
-    more = " …" if len(names) > 5 else ""
-    what = f"{index.name} does not list {len(names)} tensors that its files hold: "
-    return [what + ", ".join(names[:5]) + more] if names else []
+    index, files = chosen.index
+    names = [name for name in holders if name not in files]
+    what = (
+        f"{index.name} does not list {len(names)} tensors that its files have: {shortened(names)}"
+    )
+    return [what] if names else []
 
 
 def _origin(files: tuple[Path, ...]) -> tuple[str, list[str]]:
