@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import os
 import re
 import sqlite3
 import typing
@@ -210,9 +211,11 @@ def typed(schema: Schema) -> str:
 def of_files(directory: Path, documents: Mapping[str, Iterable[str]]) -> set[str]:
     """Return the paths below a directory, `*` for what is random, and the keys of documents."""
     lines = set()
-    for path in directory.rglob("[!.]*"):
-        name = RANDOM.sub("*", path.relative_to(directory.parent).as_posix())
-        lines.add(f"{name}/" if path.is_dir() else name)
+    for place, folders, files in os.walk(directory):  # which passes over what vanishes meanwhile
+        folders[:] = [name for name in folders if not name.endswith(".partial")]
+        names = [*(f"{name}/" for name in folders), *files]
+        within = Path(place).relative_to(directory.parent).as_posix()
+        lines |= {RANDOM.sub("*", f"{within}/{name}") for name in names if name[0] != "."}
     for name, keys in documents.items():
         lines |= {f"{RANDOM.sub('*', name)}: {key}" for key in keys}
     return lines
