@@ -197,3 +197,11 @@ def test_the_same_names_elsewhere_are_another_place(
     for entity, written in (("one", 1), ("other", 1), ("one", 0)):
         monkeypatch.setenv("WANDB_ENTITY", entity)
         assert export("a", found, to).written == written
+
+
+def test_the_later_of_two_results_of_a_step_is_written_last(tmp_path: Path) -> None:
+    """A step may be saved again when its first save has been evaluated already."""
+    rows = [{**ROW, "job_id": job, "metric": "acc", "value": 0.5} for job in ("b", "a")]
+    assert export("a", rows, Destination(Target.JSONL, tmp_path)).written == 2
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+    assert [json.loads(line)["job"] for line in lines] == ["b", "a"]

@@ -149,13 +149,14 @@ def test_with_a_server_that_is_there_no_job_fails_and_the_last_result_is_in_wand
 ) -> None:
     jobs = trained.jobs("there")
     assert {job["status"] for job in jobs} <= {"completed", "superseded"}
-    done = [job["step"] for job in jobs if job["status"] == "completed"]
-    assert sorted(done) == list(STEPS)  # type: ignore[type-var]  # numbers
+    done = {int(str(job["step"])) for job in jobs if job["status"] == "completed"}
+    # Of the two saves of the last step the older may have been evaluated before the newer came.
+    assert sorted(done) == list(STEPS)
     found = dict(results(trained, "there"))
     assert trained.is_last("there", found[LAST])
     (file,) = trained.root.glob("wandb/offline-run-*/run-*.wandb")
     rows = [row for row in history(file) if NAME in row]
-    assert [int(row["unshard_eval/step"]) for row in rows] == list(STEPS)
+    assert sorted({int(row["unshard_eval/step"]) for row in rows}) == list(STEPS)
     assert trained.is_last("there", float(rows[-1][NAME]))
     assert nothing_is_left(trained.run("there"))
     assert "no result" not in trained.log("there")
@@ -189,7 +190,7 @@ def test_the_last_result_reaches_every_tracker_that_results_are_exported_to(
         written = connection.execute("SELECT step, metrics FROM metrics").fetchall()
     found["trackio"] = [(step, json.loads(text)[NAME]) for step, text in written]
     for tracker, points in found.items():
-        assert sorted(step for step, _ in points) == list(STEPS), tracker
+        assert sorted(dict(points)) == list(STEPS), tracker
         assert trained.is_last("there", dict(points)[LAST]), tracker
 
 

@@ -121,6 +121,7 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
 
 
 def _by_job(results: Sequence[Mapping[str, object]]) -> list[_Measured]:
+    """Return the results of each job, by step; for one step in the order of completion."""
     metrics: dict[str, dict[str, float]] = {}
     about: dict[str, Mapping[str, object]] = {}
     for one in results:
@@ -132,7 +133,7 @@ def _by_job(results: Sequence[Mapping[str, object]]) -> list[_Measured]:
         step = one["step"]
         named = name_metrics(metrics[job], weights=str(one["weights"]))
         found.append(_Measured(job, step if isinstance(step, int) else None, named))
-    return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.job_id))
+    return sorted(found, key=lambda one: (one.step is None, one.step or 0))
 
 
 def _write(sink: Sink, jobs: Sequence[_Measured], marks: Marks) -> None:
