@@ -273,6 +273,19 @@ def test_no_module_imports_torch_or_transformers() -> None:
     assert offences(MODULES, heavy).keys() <= ON_DEMAND
 
 
+def test_a_test_imports_no_other_test() -> None:
+    """Code that several tests need is a module next to the folders."""
+
+    def tests_imported(path: Path) -> set[str]:
+        names = (name.rpartition(".")[2] for name in imported(tree_of(path)))
+        return {name for name in names if name.startswith("test_")}
+
+    tests = sorted(Path(__file__).parent.rglob("*.py"))
+    assert len(tests) > 200
+    found = {path.name: tests_imported(path) for path in tests}
+    assert {name: others for name, others in found.items() if others} == {}
+
+
 def test_the_rules_see_what_they_look_for() -> None:
     """The parsers above find imports in functions, long functions and their docstrings."""
     source = (

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from command import unshard
 from ranks import assert_same, merged, rank_path, save_ranks, some_tensors
 from unshard import __version__, api
 from unshard.cli.main import app, main
@@ -20,11 +21,6 @@ from unshard.write.files import exchange
 from waiting import LIMIT_S
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "checkpoint"
-
-
-def unshard(*arguments: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "unshard", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload, no-any-return]
 
 
 @pytest.fixture

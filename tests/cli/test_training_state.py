@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_cli import unshard as run_command
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedulers
 from transformers import get_scheduler
 
 import unshard
 from adapters import adapted
+from command import unshard as run_command
 from ranks import merged, save_ranks, snapshot, some_tensors
 from training_states import WRITERS, Saved, draw, seeded
 from unshard import UnsafeError

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_lora import EXPERTS, entry, linear, lora_only, recipes
 
+from lora_recipes import EXPERTS, entry, linear, lora_only, recipes
 from unshard.convert.lora.files import adapter_shape
 from unshard.convert.lora.names import FRONT, split_adapter
 from unshard.convert.recipes import take

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lora_recipes import EXPERTS, Shapes, entry, linear, lora_only, recipes
 from sources import Chunk, Sources, Tensor, merged, row_major, tensors_in
 from unshard.convert.lora.files import adapter_shape, adapter_tensors
 from unshard.convert.lora.fuse import fuse
@@ -24,32 +25,10 @@ from unshard.plan.layout import lay_out
 from unshard.plan.planner import make_plan
 from unshard.read.beside.adapter_config import AdapterConfig
 from unshard.tensors.boxes import Box
-from unshard.tensors.catalog import TensorEntry
-from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
 
 Array = NDArray[np.float32]
-Shapes = Mapping[str, tuple[int, ...]]
 PLAIN = AdapterConfig(alpha=8.0, rank=2, source="adapter_config.json")
-
-
-def entry(name: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorEntry:
-    return TensorEntry(name, BY_NAME[dtype], shape, ChunkRows(len(shape)).table(()))
-
-
-def recipes(shapes: Shapes, dtype: str = "float32") -> dict[str, Recipe]:
-    """Recipes of tensors of which nothing but names, shapes and dtypes is looked at."""
-    return {name: take(entry(name, shape, dtype)) for name, shape in shapes.items()}
-
-
-def linear(
-    module: str, out: int = 6, inside: int = 5, rank: int = 2, adapter: str = ".default"
-) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{FRONT}{module}.base_layer.weight": (out, inside),
-        f"{FRONT}{module}.lora_A{adapter}.weight": (rank, inside),
-        f"{FRONT}{module}.lora_B{adapter}.weight": (out, rank),
-    }
 
 
 def fused(
@@ -133,16 +112,6 @@ def test_a_conv1d_of_gpt2_gets_the_transposed_update(tmp_path: Path) -> None:
     values = list(model.values.values())
     assert_close(found["h.c_attn.weight"], values[0] + 4 * (values[2] @ values[1]).T)
     assert_close(found["h.c_proj.weight"], values[3] + 4 * (values[5] @ values[4]).T)
-
-
-EXPERTS = {
-    f"{FRONT}m.experts.base_layer.base_layer.gate_up_proj": (3, 10, 7),
-    f"{FRONT}m.experts.base_layer.base_layer.down_proj": (3, 7, 5),
-    f"{FRONT}m.experts.base_layer.lora_A.default.weight": (3 * 2, 7),
-    f"{FRONT}m.experts.base_layer.lora_B.default.weight": (10, 3 * 2),
-    f"{FRONT}m.experts.lora_A.default.weight": (3 * 2, 5),
-    f"{FRONT}m.experts.lora_B.default.weight": (7, 3 * 2),
-}
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
@@ -361,14 +330,6 @@ def test_an_alpha_of_0_in_a_pattern_is_refused() -> None:
 
 
 # a base from elsewhere
-
-
-def lora_only(*modules: str) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for module in modules:
-        shapes |= linear(module)
-        del shapes[f"{FRONT}{module}.base_layer.weight"]
-    return shapes
 
 
 BASE = {"model.embed.weight": (9, 5), "model.q.weight": (6, 5), "model.k.weight": (6, 5)}

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from damage import Findings, Spare, assert_same_bits, change_byte, judge, places_to_flip
-from oracle.test_hub_writers import looks_whole
+from oracle.offsets import looks_whole
 from oracle.writers.samples import FORMATS, Samples, weight_ranges
 from ranks import assert_same, merged
 from unshard import CheckpointError, UnshardError

@@ -3,9 +3,7 @@
 Every scenario is written once, by the real tool, and merged from every level of its tree.
 """
 
-import json
 import shutil
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import unshard
+from oracle.offsets import looks_whole
 from oracle.writers.hub import HUB_SCENARIOS, MERGE_WITH_ACCELERATE
 from oracle.writers.samples import Samples
 from oracle.writers.workers import WorkerPool
@@ -206,30 +205,6 @@ def nothing_tells(directory: Path, lost: Path) -> bool:
 def names_in(path: Path) -> set[str]:
     with safe_open(path, "pt") as file:
         return set(file.keys())
-
-
-def looks_whole(directory: Path) -> bool:
-    """Return whether the pieces that are left fill their tensors, as far as any file tells.
-
-    No file names the size of a tensor, or all names: a last piece, or a tensor that lay in one
-    piece, may be missing.
-    """
-    ends: dict[str, list[int]] = {}
-    volumes: dict[str, int] = {}
-    for path in directory.glob("shard-*"):
-        with safe_open(path, "pt") as file:
-            offsets = saved_offsets(file.metadata())
-            for name in file.keys():  # noqa: SIM118 (a file, no mapping)
-                shape = file.get_slice(name).get_shape()
-                own = [start + size for start, size in zip(offsets[name], shape, strict=True)]
-                ends[name] = [max(pair) for pair in zip(ends.get(name, own), own, strict=True)]
-                volumes[name] = volumes.get(name, 0) + prod(shape)
-    return all(volumes[name] == prod(end) for name, end in ends.items())
-
-
-def saved_offsets(metadata: dict[str, str]) -> dict[str, list[int]]:
-    info = json.loads(metadata["DCP_SHARDING_INFO"])
-    return {name: piece["saved_offsets"] for name, piece in info.items()}
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ import json
 import random
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,52 +19,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import unshard
 from ranks import Tensors, assert_same, merged
+from safetensors_shards import Piece, cut, read, shard_path, whole, write_shard
 from unshard import CorruptError, IncompleteError, NotMergeableError, UnshardError
 from unshard.read.discover import discover
-from unshard.read.format import Choice, Location, ReadOptions
+from unshard.read.format import Choice
 from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
-from unshard.tensors.catalog import Catalog
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
-
-Piece = tuple[Sequence[int], torch.Tensor]
-
-
-def shard_path(directory: Path, rank: int, index: int = 1, count: int = 1) -> Path:
-    return directory / f"shard-{rank + 1:05d}-model-{index:05d}-of-{count:05d}.safetensors"
-
-
-def write_shard(path: Path, pieces: Mapping[str, Piece], info: object = None) -> None:
-    """Write a file as the real writer does; `info` replaces what it says of its pieces."""
-    offsets = {name: {"saved_offsets": list(start)} for name, (start, _) in pieces.items()}
-    metadata = {
-        "DCP_SHARDING_INFO": json.dumps(offsets if info is None else info),
-        "DCP_VERSION": "1.0",
-        "format": "pt",
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: piece.clone(memory_format=torch.contiguous_format)
-        for name, (_, piece) in pieces.items()
-    }
-    save_file(tensors, path, metadata)
-
-
-def cut(tensor: torch.Tensor, world: int, dim: int = 0) -> list[Piece]:
-    """Cut a tensor as FSDP does; ranks may get nothing."""
-    step = -(-tensor.shape[dim] // world)
-    ends = [min(rank * step, tensor.shape[dim]) for rank in range(world + 1)]
-    return [
-        (
-            [start if d == dim else 0 for d in range(tensor.ndim)],
-            tensor.narrow(dim, start, end - start),
-        )
-        for start, end in pairwise(ends)
-    ]
-
-
-def whole(tensor: torch.Tensor) -> Piece:
-    return [0] * tensor.ndim, tensor
 
 
 def odd_tensors() -> dict[str, torch.Tensor]:
@@ -100,13 +59,6 @@ def write_odd(directory: Path, world: int = 4) -> dict[str, torch.Tensor]:
             pieces |= {name: whole(tensors[name]) for name in ("counter", "lone")}
         write_shard(shard_path(directory, rank), pieces)
     return tensors
-
-
-def read(directory: Path, also: Sequence[Path] = ()) -> Catalog:
-    place = Location(
-        directory, directory, None, None, "model", SAFETENSORS_SHARDS, also=tuple(also)
-    )
-    return SAFETENSORS_SHARDS.read(place, ReadOptions())
 
 
 def write_rows(

@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_safetensors_shards import Piece, cut, read, shard_path, whole, write_shard
 
 import unshard
 from ranks import assert_same, merged
+from safetensors_shards import Piece, cut, read, shard_path, whole, write_shard
 from unshard import IncompleteError
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")

@@ -9,7 +9,10 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from test_commit import (
+
+import unshard.write.staging.commit
+import unshard.write.staging.stage
+from commits import (
     FRESH,
     IN_PLACE,
     OLD,
@@ -25,9 +28,6 @@ from test_commit import (
     worlds,
     write,
 )
-
-import unshard.write.staging.commit
-import unshard.write.staging.stage
 from unshard.errors import OutputError
 from unshard.signals import Interrupted
 from unshard.write.staging.stage import Staging, recover

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from test_commit import age, survives
 
 import unshard
+from commits import age, survives
 from ranks import bits, merged, save_ranks, some_tensors
 from unshard.write.staging.stage import recover
 

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_commit import (
+
+import unshard
+from commits import (
     IN_PLACE,
     OLD,
     age,
@@ -22,8 +24,6 @@ from test_commit import (
     staged,
     write,
 )
-
-import unshard
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard.write.staging.journal import Journal, Mode, read_journal, write_journal
 from unshard.write.staging.owners import StagingDirectory, claim, staging_name

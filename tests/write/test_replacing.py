@@ -10,7 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_commit import (
+
+import unshard.write.staging.commit
+import unshard.write.staging.journal
+import unshard.write.staging.replacing
+import unshard.write.staging.stage
+from commits import (
     FRESH,
     IN_PLACE,
     OLD,
@@ -25,11 +30,6 @@ from test_commit import (
     worlds,
     write,
 )
-
-import unshard.write.staging.commit
-import unshard.write.staging.journal
-import unshard.write.staging.replacing
-import unshard.write.staging.stage
 from unshard.write.staging.stage import Staging, recover
 
 Edit = Callable[[Path], None]
