@@ -182,7 +182,7 @@ def of_http(served: FastAPI) -> list[str]:
     for name, schema in sorted(description["components"]["schemas"].items()):
         required = schema.get("required", ())
         lines.append(f"{name} {typed(schema)}" if "enum" in schema else name)
-        for field, kind in schema.get("properties", {}).items():
+        for field, kind in sorted(schema.get("properties", {}).items()):
             lines.append(f"{name}.{field}{'' if field in required else '='} {typed(kind)}")
     return lines
 
