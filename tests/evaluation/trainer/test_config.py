@@ -153,6 +153,17 @@ def test_a_poll_interval_is_above_0(value: float) -> None:
         replace(EvalConfig.from_dict(LEAST), poll_interval=value)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"batch_size": 0}, {"limit": -1}, {"seed": 2**32}, {"model_args": {"a": None}}]
+)
+def test_wrong_arguments_in_python_are_refused_when_they_are_given(
+    wrong: dict[str, object],
+) -> None:
+    config = EvalConfig("http://127.0.0.1:9", "p", ("t",))
+    with pytest.raises(UsageError, match=f"{next(iter(wrong))}.* of the evaluation"):
+        replace(config, **wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("text", ["a: [", "- list\n- of: things\n", "/nowhere.yaml"])
 def test_what_is_not_a_configuration_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError):

@@ -167,7 +167,7 @@ class EvalConfig:
         flush_timeout: seconds to wait for results when training ends.
 
     Raises:
-        UsageError: `poll_interval` is not a number above 0.
+        UsageError: `poll_interval` is not above 0, or an argument is not what it should be.
     """
 
     server_url: Url = field(repr=False)
@@ -194,6 +194,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         validated(_INTERVAL, {"poll_interval": self.poll_interval}, subject=_subject)
+        _ = self.arguments  # now, not when the first checkpoint is submitted
 
     @classmethod
     def of(cls, source: "EvalConfig | Mapping[str, object] | str | Path") -> "EvalConfig":
@@ -247,7 +248,8 @@ class EvalConfig:
     @property
     def arguments(self) -> Arguments:
         """What is chosen of the evaluator."""
-        return Arguments(**{name: getattr(self, name) for name in Arguments.model_fields})
+        chosen = {name: getattr(self, name) for name in Arguments.model_fields}
+        return validated(_ARGUMENTS, chosen, subject=_subject)
 
     def is_due(self, step: int, previous: int | None) -> bool:
         """Return whether a checkpoint is to be evaluated.
@@ -288,6 +290,7 @@ class EvalConfig:
         return read_token(self.token_file, what=f"token_file {self.token_file}")
 
 
+_ARGUMENTS = TypeAdapter(Arguments)
 _INTERVAL = TypeAdapter(dict[str, Interval])
 _CONFIG = TypeAdapter(EvalConfig)
 
