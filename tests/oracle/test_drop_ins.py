@@ -416,7 +416,7 @@ def test_the_simple_script_joins_plain_tensors_as_its_guide_says(tmp_path: Path)
 
 def test_no_output_is_put_among_checkpoints_under_their_name(lmms: Path) -> None:
     command = (SIMPLE, str(lmms / "checkpoint-10"), "--actor-dir", "pytorch_model_fsdp_0")
-    assert "say where to write" in python(*command, expected=1).stderr
+    assert "give another output" in python(*command, expected=1).stderr
 
 
 # scripts/convert_fsdp_to_hf.py

@@ -131,9 +131,10 @@ class _Saves:
     def finished(self) -> list[tuple[Path, int]]:
         """Return path and step of the checkpoints completed since the last call."""
         self._look()
-        done = [(path, step) for path, step in self._unfinished if _is_whole(path)]
+        # The newest is looked at first: what was saved before it can only have become whole since.
+        done = [one for one in reversed(self._unfinished) if _is_whole(one[0])]
         self._unfinished = [one for one in self._unfinished if one not in done]
-        return done
+        return done[::-1]
 
     def _look(self) -> None:
         for number, (saver, before, known) in enumerate(self._seen):
