@@ -71,14 +71,14 @@ def raw(server: Live, request: bytes) -> bytes:
 
 @pytest.mark.parametrize("host", [ANY, "::", "192.0.2.1", "example.org"])
 def test_an_address_that_others_reach_needs_a_token(host: str) -> None:
-    with pytest.raises(UsageError, match="others can reach it"):
+    with pytest.raises(UsageError, match="other machines can reach it"):
         rules_for(host, None)
 
 
 def test_the_server_does_not_start_for_others_without_a_token(tmp_path: Path) -> None:
     done = cli("", "serve", "--host", ANY, "--port", "0", "--work-dir", str(tmp_path / "work"))
     assert done.returncode == 2
-    assert "others can reach it" in done.stderr
+    assert "other machines can reach it" in done.stderr
     assert not (tmp_path / "work").exists()
 
 

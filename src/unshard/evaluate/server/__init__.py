@@ -1,1 +1,1 @@
-"""The server: who may ask, what for, and over which protocol. HTTP stands in this folder only."""
+"""The server: it accepts jobs, runs evaluators, and keeps the results. Only `http/` knows HTTP."""

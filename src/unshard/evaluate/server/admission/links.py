@@ -1,4 +1,4 @@
-"""Links inside a checkpoint that lead out of the directories that the server may read."""
+"""Refuse links inside a checkpoint that point outside the directories the server may read."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,18 +11,18 @@ __all__ = ["check_links"]
 
 
 def check_links(checkpoint: Path, run: Path, roots: Sequence[Path]) -> None:
-    """Raise unless every file that is pinned or merged lies, links followed, below a root.
+    """Raise unless every file that would be pinned or merged is below a root, links followed.
 
-    What is gone is not looked for. Whoever may write there can put a link in its place afterwards:
-    see `validation.resolve_checkpoint`.
+    Files that no longer exist are ignored. A link that is made after this check is not found: see
+    `requests.resolve_checkpoint`.
 
     Args:
         checkpoint: a directory, or a file that is one.
-        run: the directory above it that may hold its config and tokenizer.
+        run: the directory above it that may contain its config and tokenizer.
         roots: the directories that may be read.
 
     Raises:
-        UsageError: names the file that does not.
+        UsageError: names the first file that is not.
     """
     places = [root.resolve() for root in roots]
     try:

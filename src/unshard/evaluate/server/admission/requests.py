@@ -1,11 +1,9 @@
 """What a client may ask the server for.
 
-Pure, but for a look at which evaluators are installed, and for `resolve_checkpoint` and
-`check_there`, which look at the checkpoint's path.
-
-A client chooses what is measured. Which code runs, with which rights, is the server's: so no task
-that is a path (a task's YAML file runs any Python), no argument but those known to load nothing and
-those that the profile allows, no character that an evaluator's parser would take for a separator.
+A client chooses what is measured; the server alone decides which code runs, and with which rights.
+A task may therefore not be a path (the YAML file of a task can run any Python); an argument must be
+known to load nothing, or be allowed by the profile; and no value may contain a character that an
+evaluator's parser takes for a separator.
 """
 
 import os
@@ -43,20 +41,20 @@ _LONGEST_NAME = 200
 _LONGEST_VALUE = 4000
 _LONGEST_PATH = 4096
 _LONGEST_RUN = 200
-_INNER = 2  # how deep in its step a checkpoint may be: global_step_10/actor
+_INNER = 2  # how deep a checkpoint may be below its step: global_step_10/actor
 
-# Every name that lm-eval 0.4.13 and lmms-eval 0.7.3 know has this form. A dot stands before a digit
-# only, so that no file of the directory that the evaluator runs in can be meant.
+# Every name that lm-eval 0.4.13 and lmms-eval 0.7.3 know has this form. A dot must be followed by a
+# digit, so that a name cannot mean a file in the evaluator's working directory.
 _TASK = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_()+-]|\.(?=[0-9]))*", re.ASCII)
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 _RUN = re.compile(r"[^\W_](?:[\w .+=@-]*[\w+=@-])?")
 
 
 def check_request(request: Request, config: ServerConfig) -> None:
-    """Raise unless everything a request holds, but for its checkpoint, is allowed.
+    """Raise unless everything in a request is allowed; the checkpoint is not checked here.
 
     Raises:
-        UsageError: names every field that is not, and says what would be.
+        UsageError: names every field that is not allowed, and what would be.
     """
     profile = config.profiles.get(request.profile)
     if profile is None:
@@ -72,14 +70,14 @@ def check_request(request: Request, config: ServerConfig) -> None:
 
 
 def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
-    """Return a checkpoint's path without symbolic links, if it lies under one of the roots.
+    """Return a checkpoint's path without symbolic links, if it is below one of the roots.
 
-    It need not be there any more: what is gone is for others to tell. Whoever may write under a
-    root can put a link in its place afterwards, which no check beforehand prevents: roots are for
-    directories whose writers are trusted with what the server can read.
+    The checkpoint need not exist: see `check_there`. A user who may write below a root can replace
+    the checkpoint by a link after this check, and no check can prevent that: roots are for
+    directories whose writers may read everything that the server can read.
 
     Raises:
-        UsageError: it is not absolute, or lies elsewhere.
+        UsageError: the path is not absolute, or is not below a root.
     """
     if not path.startswith("/") or len(path) > _LONGEST_PATH or not path.isprintable():
         raise _wrong("checkpoint", path, expected="an absolute path")
@@ -103,14 +101,14 @@ def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
 
 
 def check_there(checkpoint: Path, *, is_step: bool) -> None:
-    """Raise where there is no checkpoint, and none that a trainer may have removed meanwhile.
+    """Raise if the checkpoint does not exist, unless a trainer may have removed it meanwhile.
 
     Args:
         checkpoint: its path.
-        is_step: whether the client calls it a step of a run; else its name may say so.
+        is_step: whether the client gave a step; otherwise the name of the directory may have one.
 
     Raises:
-        UsageError: it does not exist, and no run that it could be a step of; or it may not be read.
+        UsageError: neither it nor its run exists, or the server may not read it.
     """
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -143,7 +141,7 @@ def not_readable(error: PermissionError) -> UsageError:
 
 
 def _installed(profile: Profile) -> Iterator[UsageError]:
-    """Another interpreter than the server's own is asked when the server starts."""
+    """Check the server's own interpreter only: the others are probed when the server starts."""
     module = MODULES.get(profile.kind)
     if module is not None and profile.interpreter == sys.executable and find_spec(module) is None:
         yield UsageError(
@@ -180,7 +178,7 @@ def _arguments(chosen: Arguments, profile: Profile) -> Iterator[UsageError]:
     yield from _pairs("model_args", chosen.model_args, MODEL_ARGUMENTS, more)
     fixed = {profile.checkpoint_key, *profile.model_args}
     for key in sorted(fixed.intersection(chosen.model_args)):
-        yield _wrong("model_args", key, expected="no argument that the server sets itself")
+        yield _wrong("model_args", key, expected="an argument that the server does not set itself")
     if chosen.gen_kwargs is None:
         return
     try:
@@ -192,7 +190,7 @@ def _arguments(chosen: Arguments, profile: Profile) -> Iterator[UsageError]:
 
 
 def _not_taken(chosen: Arguments, profile: Profile) -> Iterator[UsageError]:
-    """Refuse what a command has no placeholder for: silence about it would mislead."""
+    """Refuse what the command has no placeholder for, instead of ignoring it silently."""
     taken = {"num_gpus", *placeholders_in(profile.command)}
     for name, value in chosen.given().items():
         if name not in taken:
@@ -230,11 +228,11 @@ def _is_name(value: object, form: re.Pattern[str]) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value is only a value: a slash makes a path, or a repository of code."""
+    """Return whether a value is plain: one with a slash may be a path, or a repository of code."""
     if isinstance(value, bool):
         return True
     if isinstance(value, int | float):
-        return abs(value) <= LARGEST  # which "not a number" is not
+        return abs(value) <= LARGEST  # false for NaN, too
     return (
         isinstance(value, str)
         and 0 < len(value) <= _LONGEST_VALUE

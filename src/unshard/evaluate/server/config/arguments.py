@@ -1,7 +1,7 @@
-"""`key=value` arguments as lmms-eval and lm-eval read them, and what cannot be written so. Pure.
+"""`key=value` arguments as lmms-eval and lm-eval read them. Pure.
 
 Both split at commas, but not inside quotes, braces or brackets (lmms_eval/utils.py,
-`_smart_comma_split`). So one unclosed quote swallows every argument after it, and a comma adds one.
+`_smart_comma_split`): an unclosed quote swallows every argument after it, and a comma adds one.
 """
 
 import math
@@ -16,7 +16,7 @@ _SEPARATORS = frozenset(",='\"`\\[]{}\n\r")
 
 
 def has_separator(text: str) -> bool:
-    """Tell whether a value would not come back as the one value that it is."""
+    """Return whether the evaluators would not read a value back as it is."""
     return not _SEPARATORS.isdisjoint(text) or text != text.strip()
 
 
@@ -25,10 +25,11 @@ def join_arguments(arguments: Mapping[str, Scalar], *, what: str) -> str:
 
     Args:
         arguments: the values by key.
-        what: names them in an error.
+        what: how an error names them.
 
     Raises:
-        UsageError: a key or value holds a comma, an equals sign, a quote, a bracket or a new line.
+        UsageError: a key or value contains a comma, an equals sign, a quote, a bracket or a new
+            line.
     """
     for key, value in arguments.items():
         for part in (key, str(value)):
@@ -43,10 +44,10 @@ def join_arguments(arguments: Mapping[str, Scalar], *, what: str) -> str:
 
 
 def parse_arguments(text: str, *, what: str) -> dict[str, Scalar]:
-    """Read `key=value,key=value`; numbers, true and false become what they say.
+    """Read `key=value,key=value`; numbers and booleans are converted.
 
     Raises:
-        UsageError: a part is no `key=value`, or a key comes twice.
+        UsageError: a part is not `key=value`, or a key occurs twice.
     """
     pairs: dict[str, Scalar] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):

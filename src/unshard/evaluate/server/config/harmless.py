@@ -1,7 +1,7 @@
-"""What a client may choose that loads nothing, and runs no code of a checkpoint. Pure.
+"""Arguments and types of model that load nothing else and run no code of a checkpoint. Pure.
 
-Read in lm_eval 0.4.13 and lmms_eval 0.7.3. All other arguments and types of model are the server's
-to allow: `allowed_model_args` and `allowed_models` of a profile.
+Source: lm_eval 0.4.13 and lmms_eval 0.7.3. A server allows others by `allowed_model_args` and
+`allowed_models` of a profile.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ MODEL_ARGUMENTS = frozenset(
     "num_frames max_num_frames max_frame_num max_frames max_frames_num video_max_frames "
     "use_custom_video_loader language task".split()
 )
-"""Arguments of models that are plain values in every class of both evaluators."""
+"""Model arguments that are plain values in every model class of both evaluators."""
 
 GENERATION_ARGUMENTS = frozenset(
     "temperature top_p top_k min_p typical_p do_sample num_beams early_stopping length_penalty "
@@ -42,17 +42,17 @@ MODEL_TYPES = tuple(
     "llama4_scout llama_vision llava_hf nanovlm qwen2_5_vl qwen2_audio qwen2_vl qwen3_omni "
     "video_llava whisper".split()
 )
-"""lmms-eval's that only have transformers load the checkpoint, without trust_remote_code.
+"""Types of lmms-eval that load the checkpoint through transformers, without trust_remote_code.
 
-Not `qwen3_vl` and `qwen3_5`, which read its config with trust_remote_code=True, nor `vllm` and
-`sglang`, whose default that is.
+`qwen3_vl` and `qwen3_5` are missing because they read its config with trust_remote_code=True;
+`vllm` and `sglang`, because that is their default.
 """
 
 GUARDED_TYPES = ("qwen_vl", "vllm")
-"""lmms-eval's that load a checkpoint as their argument `trust_remote_code` says, and only so.
+"""Types of lmms-eval in which the argument `trust_remote_code` alone decides.
 
-It is True by default; the server sets it to False. lmms-engine documents the first, and has the
-second as its own default.
+Its default is True; the server sets it to False. lmms-engine documents the first type, and has the
+second as its default.
 """
 
 CHECKPOINT_KEYS: Mapping[str, str] = {
@@ -63,4 +63,4 @@ CHECKPOINT_KEYS: Mapping[str, str] = {
     "vllm": "model",
     "vllm_generate": "model",
 }
-"""What takes the checkpoint, for lmms-eval's types of model that do not call it `pretrained`."""
+"""The argument for the checkpoint, for types of lmms-eval that do not call it `pretrained`."""

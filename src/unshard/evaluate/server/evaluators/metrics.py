@@ -24,7 +24,7 @@ def finite(value: object) -> float | None:
 
 
 def metric_key(task: str, name: str) -> str | None:
-    """Return the key of a result named "metric" or "metric,filter"; None if it is no metric.
+    """Return the key of a result named "metric" or "metric,filter"; None if it is not a metric.
 
     The filter "none" is left out.
     """

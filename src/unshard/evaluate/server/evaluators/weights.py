@@ -1,8 +1,8 @@
-"""What can be measured of a model without running it.
+"""Measure the weights of a model without running it.
 
-The program of the profile `command` where the server has no configuration, run as
-`python -m unshard.evaluate.server.evaluators.weights`: it needs no evaluator, no GPU and no data,
-and finds the checkpoint of a training that has diverged. Its tasks:
+A server without a configuration runs it as its profile `command`, with
+`python -m unshard.evaluate.server.evaluators.weights`. It needs neither an evaluator nor a GPU nor
+data, and shows when training has diverged. Its tasks:
 
     size    parameters, bytes: of all tensors
     values  of the floating-point tensors: nonfinite, how many elements are not finite; rms, the
@@ -26,7 +26,7 @@ from unshard.tensors.dtypes import BY_CODE, DTypeKind
 
 __all__ = ["TASKS", "main"]
 
-_PIECE = 4_000_000  # elements that are looked at together
+_PIECE = 4_000_000  # elements that are in memory at a time
 
 
 def main() -> None:

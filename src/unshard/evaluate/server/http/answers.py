@@ -1,7 +1,7 @@
-"""Answers that can be large: written as JSON where they are made, so that few exist at a time.
+"""Answers that can be large are serialised where they are made, so that few exist at a time.
 
-FastAPI writes what an endpoint returns later, in another thread: as many answers as there are
-requests would wait for that, as objects, which take several times their JSON.
+FastAPI would serialise them later, in another thread. One answer per request would wait for that,
+as objects, which take several times the memory of their JSON.
 """
 
 import json
@@ -25,9 +25,9 @@ def page(name: str, entries: Iterator[tuple[str | int, BaseModel]], limit: int) 
     """Return the first page of a list: `{name: [...], "next": PLACE or null}`.
 
     Args:
-        name: of the list.
-        entries: the place of each entry, from which a client can ask for what follows, and a view.
-        limit: of entries. A page also ends after 1 MiB.
+        name: the name of the list.
+        entries: the place of each entry, from which a client can continue, and its view.
+        limit: the most entries. A page also ends after 1 MiB.
     """
     written, size, last, after = list[str](), 0, None, None
     for place, view in entries:

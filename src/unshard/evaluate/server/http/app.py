@@ -1,7 +1,7 @@
-"""The application: both protocols, errors as JSON, the guard around it all.
+"""The application: both protocols, errors as JSON, and the guard around them.
 
-/openapi.json describes it. The pages that FastAPI makes of that, /docs and /redoc, are not served:
-they load their scripts from another site, which a cluster without internet does not reach.
+/openapi.json describes it. FastAPI's pages /docs and /redoc are not served: they load scripts from
+another site, which a cluster without internet access cannot reach.
 """
 
 import logging
@@ -32,8 +32,8 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
     """Return the application of a server.
 
     Args:
-        service: what it does.
-        rules: who may ask for it.
+        service: what the server does.
+        rules: which requests are served.
     """
     app = FastAPI(
         title="unshard eval",
@@ -58,7 +58,7 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
 
 
 def _declare_token(app: FastAPI) -> None:
-    """Let /openapi.json say how the token is shown; `Guard` looks at it."""
+    """Describe in /openapi.json how a token is given; `Guard` checks it."""
     spec = app.openapi()
     schemes = {kind: {"type": "http", "scheme": kind} for kind in ("bearer", "basic")}
     spec.setdefault("components", {})["securitySchemes"] = schemes
@@ -66,17 +66,17 @@ def _declare_token(app: FastAPI) -> None:
 
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
-    """Answer with one of our errors: the request's fault unless it says otherwise."""
+    """Answer with one of our errors, as a bad request."""
     return _answer_error(request, error, 400)
 
 
 async def _on_unhealthy(request: Request, error: Exception) -> JSONResponse:
-    """Answer that the same request may be sent again later."""
+    """Answer that the request may be repeated later."""
     return _answer_error(request, error, 503, {"Retry-After": str(RETRY_AFTER_S)})
 
 
 async def _on_database(request: Request, error: Exception) -> JSONResponse:
-    """Answer when the database is locked, or its disk full; the log has it."""
+    """Answer when the database is locked, or its disk is full; the log has the error."""
     _log.warning("the database of jobs does not answer: %s", error)
     why = UnhealthyError("the server's database does not answer", found=str(error))
     return await _on_unhealthy(request, why)
@@ -90,7 +90,7 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_mistake(request: Request, _error: Exception) -> JSONResponse:
-    """Answer for a mistake of ours; the log has it."""
+    """Answer after a mistake of ours; the log has the traceback."""
     message = "the server made a mistake: its log says which"
     return _answer(request, ErrorFields(type="HTTPError", code=500, message=message), 500)
 
@@ -113,7 +113,7 @@ def _is_ours(request: Request) -> bool:
 def _answer_error(
     request: Request, error: Exception, status: int, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """Return one of our errors as the protocol of the request has it."""
+    """Return one of our errors in the form of the request's protocol."""
     if not isinstance(error, UnshardError):
         raise error
     body: dict[str, object] = {"detail": str(error)}
@@ -125,7 +125,7 @@ def _answer_error(
 def _answer(
     request: Request, fields: ErrorFields, status: int, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """Return an error in the words of the protocol that was spoken."""
+    """Return an error in the form of the request's protocol."""
     body: dict[str, object] = {"detail": fields.message}
     if _is_ours(request):
         body = ErrorBody(error=fields).model_dump()

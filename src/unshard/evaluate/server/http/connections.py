@@ -1,8 +1,8 @@
-"""How many connections there are, how long one may be silent, and how much waits to be read.
+"""Bounds on the number of connections, on silent ones, and on answers that clients do not read.
 
-All of it holds for every client, with a token or without. A connection without a request costs a
-file descriptor, and a server without descriptors can start no evaluator and open no database. An
-answer that its client does not read costs memory.
+They apply to every client, with a token or without. A connection without a request costs a file
+descriptor, and a server without descriptors can neither start an evaluator nor open its database.
+An answer that its client does not read costs memory.
 """
 
 import asyncio
@@ -32,11 +32,12 @@ _UNREAD = 64 << 20  # bytes of all answers that wait for their clients
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's, but a whole request must come within 10 s, bytes in between or not.
+    """uvicorn's protocol, with bounds.
 
-    So must each 64 KiB of an answer be read. Above 512 connections the one that has waited longest
-    for its client is dropped, or the new one if all are being answered; so are those that have
-    waited longest while more than 64 MiB of answers wait to be read.
+    A request must be complete within 10 s, and a client must read each 64 KiB of an answer within
+    10 s. Above 512 connections, the connection that has waited longest for its client is dropped;
+    if all are being answered, it is the new one. While unread answers exceed 64 MiB, the connection
+    that has waited longest for its client to read is dropped.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class BoundedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._whole_app = self.app
         self.app = self._answer
-        self.unread = 0  # bytes of the answer that were not handed to the kernel yet
+        self.unread = 0  # bytes of the answer that the kernel has not taken yet
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Make room for a connection, and wait for its request."""
@@ -65,7 +66,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Begin to answer, if the whole request is there."""
+        """Stop the clock once the whole request has arrived."""
         super().handle_events()
         if self._is_the_servers_turn():
             self._stop_waiting()
@@ -81,7 +82,7 @@ class BoundedProtocol(H11Protocol):
         self._wait()
 
     def resume_writing(self) -> None:
-        """Go on with the answer, or wait for the next request."""
+        """Continue the answer, or wait for the next request."""
         super().resume_writing()
         if self._is_the_servers_turn():
             self._stop_waiting()
@@ -130,14 +131,14 @@ class BoundedProtocol(H11Protocol):
         return [one for one in self.connections if isinstance(one, BoundedProtocol)]
 
     def _drop_slowest(self, among: "list[BoundedProtocol]") -> int:
-        """Drop what has waited longest for its client; return the bytes that it had not read."""
+        """Drop the connection that has waited longest; return how many bytes were unread."""
         slowest = min(among, key=BoundedProtocol.patience)
         among.remove(slowest)
         slowest.drop()
         return slowest.unread
 
     def patience(self) -> float:
-        """Return when it is dropped if nothing comes; never, while it is answered."""
+        """Return the time at which it is dropped; infinity while the server is answering."""
         return self._deadline.when() if self._deadline else float("inf")
 
     def _wait(self) -> None:
@@ -150,13 +151,13 @@ class BoundedProtocol(H11Protocol):
             self._deadline = None
 
     def drop(self) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
         self.connections.discard(self)
         self.transport.abort()
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as it may."""
+    """Raise the soft limit of open files to the hard limit, at most 65,536."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,7 +1,7 @@
 """lmms-eval's HTTP protocol, so that its clients and lmms-engine's trainer work unchanged.
 
-Source: lmms-eval 0.7.3, `entrypoints/protocol.py` and `http_server.py`; what it drops in silence
-(`lmms_engine_kwargs`) is honoured here, and so are keys that its documentation misplaces.
+Source: lmms-eval 0.7.3, `entrypoints/protocol.py` and `http_server.py`. `lmms_engine_kwargs`, which
+it ignores silently, is honoured here, and so are keys that its documentation misplaces.
 """
 
 import asyncio
@@ -47,14 +47,14 @@ _WEIGHTS = {"regular": "model", "ema": "ema"}
 
 
 def service_of(request: Request) -> Service:
-    """Return what a request is made to."""
+    """Return the service of the application that got a request."""
     service: Service = request.app.state.service
     return service
 
 
 @router.get("/health", responses={503: {"model": Health}})
 def health(request: Request, response: Response) -> Health:
-    """Say whether jobs are accepted now, and if not, why."""
+    """Report whether jobs are accepted now, and if not, why."""
     service = service_of(request)
     problems = [error_body(problem).error for problem in service.health.problems()]
     if problems:
@@ -106,7 +106,7 @@ def job(request: Request, job_id: str) -> Response:
 
 @router.delete("/jobs/{job_id}")
 def cancel(request: Request, job_id: str) -> Message:
-    """Cancel a job, a running one too."""
+    """Cancel a job, whether it is queued or running."""
     service = service_of(request)
     before = service.job(job_id)
     if before is None:
@@ -119,7 +119,7 @@ def cancel(request: Request, job_id: str) -> Message:
 
 @router.get("/queue")
 def queue(request: Request) -> Queue:
-    """Say how full the server is."""
+    """Report how full the server is."""
     service = service_of(request)
     counts = service.store.counts()
     running = service.store.running()
@@ -141,15 +141,15 @@ def tasks(request: Request) -> TaskNames:
 
 @router.get("/models")
 def models(request: Request) -> Models:
-    """List the profiles: what may stand in `model`."""
+    """List the profiles: the values that `model` may have."""
     return Models(models=sorted(service_of(request).profiles))
 
 
 @router.post("/merge", responses={"5XX": {"model": Problem}})
 async def merge(request: Request, asked: MergeRequest) -> MergeResponse:
-    """Merge a checkpoint into `_unshard/merged` beside it, and say where that is.
+    """Merge a checkpoint into `_unshard/merged` of its run, and return where that is.
 
-    Which directory that is is not for clients to choose: `output_path` is left out.
+    Clients cannot choose the directory: `output_path` is ignored.
     """
     service = service_of(request)
     try:
@@ -171,13 +171,13 @@ async def merge(request: Request, asked: MergeRequest) -> MergeResponse:
 
 
 def wanted_of(asked: EvaluateRequest) -> Wanted:
-    """Return what a request of this protocol means.
+    """Return a request of this protocol as one of ours.
 
-    `model` names a profile, or a type of model of the profile for lmms-eval. The checkpoint stands
-    in `lmms_engine_kwargs`, or in `model_args` under whichever key the type of model has for it.
+    `model` names a profile, or a type of model for the profile `lmms-eval`. The checkpoint is in
+    `lmms_engine_kwargs`, or in `model_args` under the key that the type of model has for it.
 
     Raises:
-        UsageError: no checkpoint is named, or nothing is measured.
+        UsageError: no checkpoint is named, or nothing would be measured.
     """
     if asked.predict_only:
         raise UsageError("predict_only: nothing would be measured", expected="false")
@@ -202,7 +202,7 @@ def wanted_of(asked: EvaluateRequest) -> Wanted:
 
 
 def _checkpoint_of(arguments: dict[str, Scalar], engine: Mapping[str, Scalar | None]) -> str:
-    """Take the checkpoint out of the model's arguments."""
+    """Remove the checkpoint from the model's arguments and return it."""
     named = [key for key in _CHECKPOINT_KEYS if str(arguments.get(key, "")).startswith("/")]
     found = [str(arguments.pop(key)) for key in named]
     path = engine.get("model_path")

@@ -1,4 +1,4 @@
-"""What lmms-eval's protocol takes and gives, as pydantic models."""
+"""Requests and answers of lmms-eval's protocol, as pydantic models."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -36,7 +36,7 @@ class Problem(BaseModel):
 
 
 class Health(BaseModel):
-    """How the server is (lmms-eval's protocol); `problems` (ours): why it accepts no jobs now."""
+    """The state of the server (lmms-eval's protocol); `problems` (ours): why it accepts no jobs."""
 
     status: str
     timestamp: str
@@ -45,7 +45,7 @@ class Health(BaseModel):
 
 
 class EvaluateRequest(BaseModel):
-    """A job to queue (lmms-eval's protocol); keys that it does not know are left out."""
+    """A job to queue (lmms-eval's protocol); unknown keys are ignored."""
 
     model: Text
     tasks: Tasks
@@ -63,7 +63,7 @@ class EvaluateRequest(BaseModel):
 
 
 class Submitted(BaseModel):
-    """That a job was queued (lmms-eval's protocol)."""
+    """A job that was queued (lmms-eval's protocol)."""
 
     job_id: str
     status: str
@@ -72,7 +72,7 @@ class Submitted(BaseModel):
 
 
 class JobInfo(BaseModel):
-    """A job and how it stands (lmms-eval's protocol)."""
+    """A job and its state (lmms-eval's protocol)."""
 
     job_id: str
     status: str
@@ -96,13 +96,13 @@ class Queue(BaseModel):
 
 
 class TaskNames(BaseModel):
-    """Tasks that may be asked for."""
+    """Tasks that clients may choose."""
 
     tasks: list[str]
 
 
 class Models(BaseModel):
-    """What may stand in `model`."""
+    """The values that `model` may have."""
 
     models: list[str]
 
@@ -122,7 +122,7 @@ class MergeRequest(BaseModel):
 
 
 class MergeResponse(BaseModel):
-    """Where the merged checkpoint lies (lmms-eval's protocol)."""
+    """Where the merged checkpoint is (lmms-eval's protocol)."""
 
     success: bool
     message: str
@@ -135,10 +135,10 @@ def job_info(
     """Return what clients of lmms-eval's protocol see of a job.
 
     Args:
-        job: whose.
-        position: in the queue.
-        results: a file of results as lmms-eval writes them.
-        samples: the files of samples beside it.
+        job: the job.
+        position: its place in the queue.
+        results: the path of a file of results as lmms-eval writes them.
+        samples: the paths of its files of samples.
     """
     request = job.request
     result: dict[str, dict[str, object]] | None = None

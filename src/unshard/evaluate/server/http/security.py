@@ -1,10 +1,10 @@
-"""Who may speak to the server: address, token, host, origin, size. An ASGI layer around everything.
+"""Access control: address, token, Host, Origin and size of a request. An ASGI layer.
 
-A server on loopback needs no token. Any other needs one, or networks that are free of it; if there
-is no token, clients on loopback are free, too. Who shows no token must name this server in the Host
-header, and a browser's Origin must always be it: a page of another site can reach the server
-through a name of its own (DNS rebinding), but it cannot forge those. An address as Host is no such
-name. What proxies say about clients is not believed.
+A server on loopback needs no token. Any other server needs a token, or networks whose clients need
+none; without a token, clients on loopback need none either. A request without a token must name
+this server, or an address, in its Host header, and a browser's Origin must always be this server: a
+page of another site can reach the server under a host name that the site controls (DNS rebinding),
+but it cannot forge these headers. Headers in which proxies describe their clients are ignored.
 """
 
 import hmac
@@ -42,20 +42,20 @@ Network = IPv4Network | IPv6Network
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LOOPBACK_NETWORKS = ("127.0.0.0/8", "::1/128")
 _MAX_BODY = 1 << 20
-_DRAINED = 16  # so many times as much is read and thrown away, that the client reads the refusal
+_DRAINED = 16  # times as much is read and dropped: a client that is still sending reads no refusal
 _MIN_TOKEN = 16
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Who may speak to the server.
+    """Which requests are served.
 
     Attributes:
-        token: what everybody must show; None: nobody needs one.
-        free: networks whose addresses need none all the same.
-        hosts: names under which those without a token may address the server; addresses always.
-        max_body: bytes of a request.
+        token: the token that every request must have; None: no request needs one.
+        free: networks whose clients need no token.
+        hosts: the Host names that a request without a token may have; an address is always allowed.
+        max_body: the largest body of a request, in bytes.
     """
 
     token: str | None
@@ -70,8 +70,8 @@ def rules_for(
     """Return the rules for an address to listen on.
 
     Raises:
-        UsageError: it is not loopback, and there is neither a token nor a network named; or the
-            token is too short, or its file readable by others.
+        UsageError: the address is not loopback, and neither a token nor a network is given; or the
+            token is too short, or other users may read its file.
     """
     token = None if token_file is None else _token(token_file)
     try:
@@ -82,7 +82,7 @@ def rules_for(
         return Rules(token, free if token else (), frozenset(_LOOPBACK))
     if token is None and not free:
         raise UsageError(
-            f"--host {host}: others can reach it",
+            f"--host {host}: other machines can reach it, so requests must be authenticated",
             expected="--token-file, or --allow-unauthenticated CIDR",
             hint="write a long random text into a file that only you can read",
         )
@@ -94,7 +94,7 @@ def rules_for(
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -111,11 +111,11 @@ def _token(file: Path) -> str:
 
 
 class Guard:
-    """Lets through what the rules allow; answers everything else itself.
+    """An ASGI application that passes on what the rules allow, and refuses everything else.
 
     Args:
-        app: what is guarded.
-        rules: who may speak to it.
+        app: the guarded application.
+        rules: which requests it gets.
     """
 
     def __init__(self, app: App, rules: Rules) -> None:
@@ -123,7 +123,7 @@ class Guard:
         self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection; the application gets a body only when all of it is there."""
+        """Serve one request; the application gets its body only once the body is complete."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -191,7 +191,7 @@ class Guard:
 
 
 def _address(text: str) -> IPv4Address | IPv6Address | None:
-    """Return an address, of IPv4 where IPv6 only wraps it; None for a name."""
+    """Return an address, as IPv4 where IPv6 maps it; None for a name."""
     try:
         address = ip_address(text)
     except ValueError:
@@ -214,7 +214,7 @@ def _netloc_in(url: str) -> str:
 
 
 def _shown_token(authorization: str) -> str:
-    """Return the token that a header shows: Bearer, or as the password of Basic."""
+    """Return the token in an Authorization header: a Bearer token, or the password of Basic."""
     kind, _, value = authorization.partition(" ")
     if kind.lower() == "bearer":
         return value.strip()
@@ -227,7 +227,7 @@ def _shown_token(authorization: str) -> str:
 
 
 def _not_json(body: bytes, headers: Mapping[str, str]) -> JSONResponse | None:
-    """Refuse a body that is not JSON: other kinds a browser sends to other sites without asking."""
+    """Refuse a body that is not JSON: browsers send other types to other sites without asking."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if not body or kind == "application/json":
         return None
@@ -241,7 +241,7 @@ def _refused(status: int, message: str) -> JSONResponse:
 
 
 async def _read(receive: Receive, limit: int) -> bytes | None:
-    """Return a body; None if it is too large, or its sender went away."""
+    """Return a body; None if it is too large, or if the client has disconnected."""
     kept, seen, is_more = bytearray(), 0, True
     while is_more:
         message = await receive()
@@ -257,7 +257,7 @@ async def _read(receive: Receive, limit: int) -> bytes | None:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives a body that was read already, and then what follows."""
+    """Return a `receive` that first gives a body that was already read."""
     is_given = False
 
     async def take() -> Message:

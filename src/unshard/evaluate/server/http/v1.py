@@ -50,7 +50,7 @@ def _found(service: Service, job_id: str) -> Job:
 
 @router.post("/jobs", status_code=201, responses={200: {"model": JobView}})
 def submit(request: Request, response: Response, submission: Submission) -> JobView:
-    """Queue a job; the same one again (run, step, weights, profile, tasks) is not queued twice."""
+    """Queue a job; the same job (run, step, weights, profile, tasks) is not queued twice."""
     service = service_of(request)
     job, is_new = service.submit(submission.request(), submission.pin)
     if not is_new:
@@ -84,7 +84,7 @@ def job(request: Request, job_id: str) -> Response:
 
 @router.delete("/jobs/{job_id}")
 def cancel(request: Request, job_id: str) -> JobView:
-    """Cancel a job that waits or runs; one that has ended stays as it is."""
+    """Cancel a job that is queued or running; a job that has ended stays as it is."""
     service = service_of(request)
     found = service.cancel(_found(service, job_id).id)
     if found is None:
@@ -94,7 +94,7 @@ def cancel(request: Request, job_id: str) -> JobView:
 
 @router.get("/jobs/{job_id}/log", response_model=LogPart)
 def log(request: Request, job_id: str, offset: Number = 0) -> Response:
-    """Read the log of a job's last attempt from a byte on."""
+    """Read the log of a job's last attempt, from a byte offset."""
     service = service_of(request)
     found, days = _found(service, job_id), service.config.keep_days
     has_begun = found.status.is_final and found.attempts > 0
@@ -107,7 +107,7 @@ def log(request: Request, job_id: str, offset: Number = 0) -> Response:
 
 @router.get("/results", response_model=ResultList)
 def results(request: Request, wanted: Annotated[ResultPage, Query()]) -> Response:
-    """List numbers in the order in which they came, page by page."""
+    """List results in the order in which they arrived, page by page."""
     filters = Filters(**wanted.model_dump(exclude={"after", "limit"}))
     found = service_of(request).store.results(filters, wanted.after)
     return page("results", ((one.number, result_view(one)) for one in found), wanted.limit)
@@ -121,7 +121,7 @@ def runs(request: Request) -> RunList:
 
 @router.get("/profiles")
 def profiles(request: Request) -> ProfileList:
-    """List what may be run."""
+    """List the profiles."""
     known = service_of(request).profiles.values()
     return ProfileList(
         profiles=[ProfileView(name=one.name, kind=one.kind, gpus=one.gpus) for one in known]
@@ -135,7 +135,7 @@ _STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 def events(
     request: Request, since: Number = 0, last_event_id: Annotated[str | None, Header()] = None
 ) -> StreamingResponse:
-    """Follow the changes of all jobs (server-sent events); each names the job as it stands."""
+    """Follow the changes of all jobs (server-sent events); each event has the job's new state."""
     start = since if last_event_id is None else _number_of(last_event_id, since)
     return StreamingResponse(
         _events(request, start),

@@ -1,4 +1,4 @@
-"""What the server takes and gives, as pydantic models: they make its OpenAPI description."""
+"""Requests and answers of our protocol, as pydantic models; its OpenAPI comes from them."""
 
 from typing import Annotated, Literal
 
@@ -39,7 +39,7 @@ Number = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 class ErrorFields(BaseModel):
-    """What is wrong; `code` is the exit code of our errors, or else the HTTP status."""
+    """An error's fields; `code` is the exit code of our errors, otherwise the HTTP status."""
 
     type: str
     code: int
@@ -69,7 +69,7 @@ class Submission(Arguments):
     pin: Text | None = None
 
     def request(self) -> Request:
-        """Return it as a plain value."""
+        """Return it as the value that the server works with."""
         values = self.model_dump()
         arguments = Arguments(**{name: values[name] for name in Arguments.model_fields})
         return Request(
@@ -84,7 +84,7 @@ class Submission(Arguments):
 
 
 class JobView(BaseModel):
-    """A job and how it stands; times are seconds since the epoch.
+    """A job and its state; times are seconds since the epoch.
 
     `superseded_by` is the job for the files that its trainer has saved in the same place since.
     """
@@ -110,7 +110,7 @@ class JobView(BaseModel):
 
 
 class ResultFilter(BaseModel):
-    """Which results are meant."""
+    """Which results to list."""
 
     run: Text | None = None
     step: Number | None = None
@@ -119,14 +119,14 @@ class ResultFilter(BaseModel):
 
 
 class ResultPage(ResultFilter):
-    """Which results are meant, and where their list goes on."""
+    """Which results to list, and where to continue."""
 
     after: Number = 0
     limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
 
 
 class JobPage(ResultFilter):
-    """Which jobs are meant, and where their list goes on."""
+    """Which jobs to list, and where to continue."""
 
     status: Status | None = None
     before: Text | None = None
@@ -141,7 +141,7 @@ class JobList(BaseModel):
 
 
 class ResultView(BaseModel):
-    """One number, and where it belongs; what is completed later has a higher `number`."""
+    """One number of a job; results that arrive later have a higher `number`."""
 
     number: int
     job_id: str
@@ -185,7 +185,7 @@ class ProfileView(BaseModel):
 
 
 class ProfileList(BaseModel):
-    """What may be run."""
+    """The profiles."""
 
     profiles: list[ProfileView]
 
