@@ -98,14 +98,18 @@ def test_a_problem_of_a_tensor_survives_the_way(tmp_path: Path) -> None:
         unshard.merge(directory, tmp_path / "out", workers=2)
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["at any time", "before it has its files"])
 def test_a_worker_that_dies_is_a_file_that_is_not_valid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, early: bool
 ) -> None:
     directory = save_ranks(tmp_path / "ckpt", some_tensors(), 3)
     real = subprocess.Popen
 
     def dying(command: list[str], **options: object) -> object:
-        return real([command[0], "-c", "import os; os.abort()"], **options)  # type: ignore[call-overload]
+        child = real([command[0], "-c", "import os; os.abort()"], **options)  # type: ignore[call-overload]
+        if early:
+            child.wait()
+        return child
 
     monkeypatch.setattr(subprocess, "Popen", dying)
     with pytest.raises(CorruptError, match=r"rank_1\.pt: the process that read it died"):

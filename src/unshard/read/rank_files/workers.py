@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from struct import pack, unpack
 from typing import IO
@@ -71,8 +71,9 @@ def _read_in_processes(
             mine = [(number, rank, str(path)) for number, rank, path in jobs[worker::processes]]
             if child.stdin is None or child.stdout is None:
                 raise RuntimeError("a worker without pipes")
-            child.stdin.write(json.dumps([sorted(allowed), mine]).encode())
-            child.stdin.close()
+            # A worker that is dead already is reported as any other: by the table that is missing.
+            with suppress(BrokenPipeError), child.stdin as pipe:
+                pipe.write(json.dumps([sorted(allowed), mine]).encode())
             pipes.append(child.stdout)
         for turn, (_, _, path) in enumerate(jobs):
             yield _receive(pipes[turn % processes], path)
