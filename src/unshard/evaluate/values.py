@@ -52,7 +52,7 @@ def validated(
 
     Args:
         adapter: the type.
-        value: what somebody wrote.
+        value: the value, as a user or a client gave it.
         subject: makes the first line of an error from the dotted name of a key.
 
     Raises:

@@ -141,7 +141,7 @@ class ServerConfig:
         """Return the configuration without a file: this machine's GPUs, a profile of every kind.
 
         lm-eval and lmms-eval are those of this Python, if it has them; the command measures the
-        weights themselves. There are no roots: the caller must name some.
+        weights themselves. It has no roots: the caller must add some.
 
         Args:
             gpus: others than this machine's.
