@@ -207,7 +207,7 @@ KINDS = {"typing.Protocol", "typing.TypedDict", "typing_extensions.TypedDict"}
 PROMISED = {
     "unshard.merger.fsdp2.CheckpointMerger",
     # In pydantic's way, its fields are keys of the same JSON object as those of a submission.
-    "unshard.evaluate.arguments.Arguments",
+    "unshard.evaluate.jobs.Arguments",
 }
 # These are about to go.
 LEFT = {

@@ -16,8 +16,7 @@ from safetensors.numpy import save_file
 
 import unshard
 import waiting
-from unshard.evaluate.arguments import Arguments
-from unshard.evaluate.jobs import EvaluationError, Filters, Job, Request, Status
+from unshard.evaluate.jobs import Arguments, EvaluationError, Filters, Job, Request, Status
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA
 from unshard.evaluate.server.attempts.attempt import Limits
 from unshard.evaluate.server.config.profiles import Kind

@@ -4,8 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from unshard.evaluate.locks import unlock
-from unshard.evaluate.run_folder import RunFolder
+from unshard.evaluate.run_folder import RunFolder, unlock
 
 
 def test_a_lock_is_given_up_although_a_forked_process_still_has_it_open(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is evaluated, and its state: jobs, requests, results, as plain values. Pure.
+"""What is evaluated, with which arguments, and its state, as plain values. Pure.
 
 A job is one checkpoint, one set of its weights, one profile and its tasks. It belongs to a step of
 a training run, under which its results are logged, whenever they come.
@@ -9,11 +9,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Annotated, TypedDict
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from unshard.errors import UnshardError
-from unshard.evaluate.arguments import Arguments
+from unshard.evaluate.values import LARGEST, Scalar, Whole, expects
 
 __all__ = [
+    "OPTIONS",
+    "ArgumentFields",
+    "Arguments",
     "EvaluationError",
     "Event",
     "Filters",
@@ -23,7 +29,25 @@ __all__ = [
     "Request",
     "Result",
     "Status",
+    "backoff",
 ]
+
+_LONGEST = 4000
+_AUTO = r"^auto(:[1-9][0-9]{0,3})?$"
+_IN_EVERY_KEY = ("num_fewshot", "batch_size", "limit", "gen_kwargs")
+
+BatchSize = Annotated[
+    Annotated[int, Field(ge=1, le=LARGEST)] | Annotated[str, Field(pattern=_AUTO)],
+    expects("a whole number above 0, auto, or auto:N"),
+]
+Limit = Annotated[
+    Annotated[int, Field(gt=0, le=LARGEST)] | Annotated[float, Field(gt=0, le=LARGEST)],
+    expects("a number above 0; below 1 it is a share"),
+]
+Seed = Annotated[  # of numpy, which takes the smallest
+    int, Field(ge=0, lt=2**32), expects("a whole number, 0 to 4294967295")
+]
+Pairs = Annotated[str, Field(max_length=_LONGEST), expects("key=value, separated by commas")]
 
 
 class EvaluationError(UnshardError):
@@ -52,6 +76,54 @@ class Phase(StrEnum):
 
     MERGING = "merging"
     EVALUATING = "evaluating"
+
+
+class Arguments(BaseModel):
+    """What a client chooses of an evaluator; None: as the profile or the evaluator says.
+
+    A new argument is a field here and in `ArgumentFields`: the database, both evaluators, commands
+    and the protocol take what is here.
+
+    Attributes:
+        model_args: arguments of the evaluator's model, without the checkpoint.
+        num_fewshot, batch_size, limit, gen_kwargs: as the evaluators call them.
+        num_gpus: how many GPUs the job gets.
+        seed: of every random generator: Python's, numpy's, torch's, that of few-shot examples.
+    """
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    model_args: dict[str, Scalar] = {}
+    num_fewshot: Whole | None = None
+    batch_size: BatchSize | None = None
+    limit: Limit | None = None
+    gen_kwargs: Pairs | None = None
+    num_gpus: Whole | None = None
+    seed: Seed | None = None
+
+    def given(self) -> dict[str, object]:
+        """Return what the client chose, by name."""
+        return self.model_dump(exclude_defaults=True)
+
+    def options(self) -> dict[str, object]:
+        """Return the chosen options that are one plain value for both evaluators, by name."""
+        return {name: value for name, value in self.given().items() if name in OPTIONS}
+
+
+OPTIONS = frozenset(Arguments.model_fields) - {"model_args", "gen_kwargs", "num_gpus"}
+"""The arguments that are one plain value, which evaluators and commands take as it is."""
+
+
+class ArgumentFields(TypedDict, total=False):
+    """The fields of `Arguments`, as keywords of a function."""
+
+    model_args: dict[str, Scalar] | None
+    num_fewshot: int | None
+    batch_size: int | str | None
+    limit: float | None
+    gen_kwargs: str | None
+    num_gpus: int | None
+    seed: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +158,15 @@ class Request:
         """What makes two requests the same: checkpoint, weights, profile, tasks, arguments.
 
         The checkpoint is known by run, step and fingerprint. Its path counts only where the step
-        is not known: a pinned checkpoint has another one.
+        is not known: a pinned checkpoint has another one. How many GPUs are used does not count.
         """
-        place = self.checkpoint if self.step is None else ""
+        place, chosen = self.checkpoint if self.step is None else "", self.arguments
         parts: list[object] = [self.run, self.step, self.fingerprint, self.weights, self.profile]
-        parts += [sorted(self.tasks), place, *self.arguments.key_parts()]
+        parts += [sorted(self.tasks), place, dict(sorted(chosen.model_args.items()))]
+        parts += [getattr(chosen, name) for name in _IN_EVERY_KEY]
+        # Arguments that were added later count only if given: older databases keep their keys.
+        later = chosen.options().keys() - set(_IN_EVERY_KEY)
+        parts += [[name, getattr(chosen, name)] for name in sorted(later)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     @property
@@ -188,3 +264,8 @@ class Event:
     status: Status
     phase: Phase | None
     at: float
+
+
+def backoff(failures: int, *, first_s: float, most_s: float) -> float:
+    """Return how long to wait after a failure: doubled with each of the failures before it."""
+    return min(first_s * 2.0 ** min(failures, 32), most_s)

@@ -14,6 +14,7 @@ removed, or a submission in it is sent, which the server checks like any other.
 """
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -25,18 +26,19 @@ from functools import lru_cache
 from pathlib import Path
 
 from unshard.containers.json_file import is_text, parsed_object
-from unshard.evaluate.locks import lock_file
-from unshard.write.staging.beneath import open_inside, read_with_status, whole_file
+from unshard.write.staging.beneath import open_inside, open_regular, read_with_status, whole_file
 
 __all__ = [
     "PINS",
     "SPOOL",
     "STATE",
-    "Record",
     "RunFolder",
+    "RunRecord",
     "leave_alone",
+    "lock_file",
     "opened",
     "read_record",
+    "unlock",
     "write_record",
 ]
 
@@ -123,7 +125,11 @@ class RunFolder:
             OSError: it is missing, or one of the names is a link or a file.
         """
         if make:
-            self._make_state()
+            before = self.path.stat()
+            with suppress(FileExistsError):
+                self.state.mkdir()
+                # Trainers remove the run or checkpoint that is "oldest" by its mtime.
+                os.utime(self.path, ns=(before.st_atime_ns, before.st_mtime_ns))
         with opened(self.path, STATE, *names, make=make) as folder:
             yield folder
 
@@ -132,13 +138,6 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         with self.opened(make=True) as state:
             return lock_file(name, within=state)
-
-    def _make_state(self) -> None:
-        before = self.path.stat()
-        with suppress(FileExistsError):
-            self.state.mkdir()
-            # Trainers remove the run or checkpoint that is "oldest" by its mtime.
-            os.utime(self.path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 @contextmanager
@@ -159,14 +158,14 @@ def opened(top: Path, *names: str, make: bool = False) -> Iterator[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RunRecord:
     """The fields of a JSON file, and whether this user wrote it in that place."""
 
     fields: dict[str, object]
     is_ours: bool
 
 
-def read_record(folder: int, name: str) -> Record:
+def read_record(folder: int, name: str) -> RunRecord:
     """Read a JSON file in an open directory.
 
     Raises:
@@ -176,7 +175,7 @@ def read_record(folder: int, name: str) -> Record:
     data, status = read_with_status(name, within=folder)
     fields = parsed_object(data, name)
     is_written_here = fields.pop(_INODE, None) == status.st_ino
-    return Record(fields, is_written_here and status.st_uid == os.geteuid())
+    return RunRecord(fields, is_written_here and status.st_uid == os.geteuid())
 
 
 def write_record(folder: int, name: str, fields: Mapping[str, object]) -> None:
@@ -190,6 +189,36 @@ def write_record(folder: int, name: str, fields: Mapping[str, object]) -> None:
     with whole_file(name, within=folder, durable=False) as stream:
         inode = os.fstat(stream.fileno()).st_ino
         stream.write(json.dumps({**fields, _INODE: inode}).encode())
+
+
+def lock_file(path: Path | str, *, within: int | None = None) -> int | None:
+    """Lock a file, made if need be; return the descriptor that holds it, None if another does.
+
+    Without locks on the file system every process gets one.
+
+    Args:
+        path: of the file, or its name in `within`.
+        within: the directory that holds it.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
+    """
+    fd = open_regular(path, os.O_RDWR | os.O_CREAT, within=within)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        pass  # there are no locks here
+    return fd
+
+
+def unlock(fd: int) -> None:
+    """Release a lock, also for processes that were forked since (data loaders)."""
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 @lru_cache(maxsize=1000)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.local_tasks import run_evaluator, work_at
-from unshard.evaluate.arguments import Arguments
-from unshard.evaluate.jobs import EvaluationError, Request
+from unshard.evaluate.jobs import Arguments, EvaluationError, Request
 from unshard.evaluate.server.config.profiles import Kind, Profile
 from unshard.evaluate.server.evaluators import make_evaluator
 from unshard.evaluate.server.evaluators.work import Work

@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from evaluation.local_tasks import lm_eval_tasks, run_evaluator, save_tiny_model, work_at
-from unshard.evaluate.arguments import Arguments
-from unshard.evaluate.jobs import EvaluationError, Request
+from unshard.evaluate.jobs import Arguments, EvaluationError, Request
 from unshard.evaluate.server.config.profiles import Kind, Profile
 from unshard.evaluate.server.evaluators import make_evaluator
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError

@@ -12,8 +12,7 @@ import pytest
 
 from evaluation.local_tasks import lmms_eval_tasks, run_evaluator, work_at
 from unshard.errors import UsageError
-from unshard.evaluate.arguments import Arguments
-from unshard.evaluate.jobs import EvaluationError, Request
+from unshard.evaluate.jobs import Arguments, EvaluationError, Request
 from unshard.evaluate.server.config.profiles import Kind, Profile
 from unshard.evaluate.server.evaluators import make_evaluator
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError

@@ -16,8 +16,7 @@ import pytest
 
 from evaluation.running import child_environment, job_of, request
 from unshard.errors import UsageError
-from unshard.evaluate.arguments import Arguments
-from unshard.evaluate.jobs import Filters, Job, Phase, Process, Request, Status
+from unshard.evaluate.jobs import Arguments, Filters, Job, Phase, Process, Request, Status
 from unshard.evaluate.server.store import statements
 from unshard.evaluate.server.store.schema import as_request, request_as_json
 from unshard.evaluate.server.store.statements import DIED, KILLED, LONGEST_WAIT_S, POSTPONED

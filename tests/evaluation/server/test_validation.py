@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from unshard.errors import UsageError
-from unshard.evaluate.arguments import Arguments
-from unshard.evaluate.jobs import Request
+from unshard.evaluate.jobs import Arguments, Request
 from unshard.evaluate.server.admission import requests as validation
 from unshard.evaluate.server.admission.requests import (
     check_request,

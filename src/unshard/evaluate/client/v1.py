@@ -16,10 +16,9 @@ from urllib.parse import quote
 import httpx
 
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.arguments import ArgumentFields
 from unshard.evaluate.client.connecting import DEFAULT_URL, Answer, parse_server
 from unshard.evaluate.client.lmms import LmmsClient
-from unshard.evaluate.jobs import EvaluationError
+from unshard.evaluate.jobs import ArgumentFields, EvaluationError
 from unshard.evaluate.values import Scalar
 
 __all__ = ["EvalClient", "RefusedError", "ServerAwayError"]

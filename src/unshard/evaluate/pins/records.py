@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unshard.errors import CorruptError
 from unshard.evaluate.pins.files import Identity, changed_files
-from unshard.evaluate.run_folder import Record
+from unshard.evaluate.run_folder import RunRecord
 from unshard.write.staging.beneath import check_path
 
 __all__ = ["Pin", "fields_of", "parse_pin"]
@@ -65,7 +65,7 @@ def fields_of(pin: Pin) -> dict[str, object]:
     }
 
 
-def parse_pin(record: Record, run: Path, directory: Path) -> Pin:
+def parse_pin(record: RunRecord, run: Path, directory: Path) -> Pin:
     """Return the pin that a record describes; another user may have written it.
 
     Raises:

@@ -33,8 +33,8 @@ from pydantic import (
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from unshard.errors import UsageError
-from unshard.evaluate.arguments import Arguments, BatchSize, Limit, Pairs, Seed
 from unshard.evaluate.credentials import read_token, split_url
+from unshard.evaluate.jobs import Arguments, BatchSize, Limit, Pairs, Seed
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota
 from unshard.evaluate.values import Whole, expects, validated
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.evaluate.backoff import backoff
+from unshard.evaluate.jobs import backoff
 from unshard.evaluate.sinks.base import Marks, PacedSink, Sink
 
 __all__ = ["Recorder", "Recording"]

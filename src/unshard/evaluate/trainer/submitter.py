@@ -17,9 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from unshard.evaluate.locks import unlock
 from unshard.evaluate.pins.pin import ExpiredError, PinError, pin_checkpoint
-from unshard.evaluate.run_folder import RunFolder
+from unshard.evaluate.run_folder import RunFolder, unlock
 from unshard.evaluate.sinks.base import PacedSink, Sink
 from unshard.evaluate.sinks.jsonl import JsonlSink
 from unshard.evaluate.trainer.config import EvalConfig

@@ -19,10 +19,9 @@ from typing import Self
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.client.v1 import EvalClient, ServerAwayError
 from unshard.evaluate.jobs import EvaluationError
-from unshard.evaluate.locks import unlock
 from unshard.evaluate.pins.files import fingerprint, list_checkpoint, read_stamps
 from unshard.evaluate.pins.pin import list_pins
-from unshard.evaluate.run_folder import RunFolder
+from unshard.evaluate.run_folder import RunFolder, unlock
 from unshard.evaluate.sinks.base import Marks
 from unshard.evaluate.trainer.completeness import Watcher
 from unshard.evaluate.trainer.config import EvalConfig

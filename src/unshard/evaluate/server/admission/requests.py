@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from unshard.errors import UsageError, raise_all
-from unshard.evaluate.arguments import OPTIONS, Arguments
-from unshard.evaluate.jobs import Request
+from unshard.evaluate.jobs import OPTIONS, Arguments, Request
 from unshard.evaluate.server.config.arguments import has_separator, parse_arguments
 from unshard.evaluate.server.config.gpus import gpus_expected
 from unshard.evaluate.server.config.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS

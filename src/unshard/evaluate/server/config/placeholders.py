@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from unshard.evaluate.arguments import OPTIONS
+from unshard.evaluate.jobs import OPTIONS
 
 __all__ = ["PLACEHOLDERS", "fill", "placeholders_in"]
 

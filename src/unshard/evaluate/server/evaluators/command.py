@@ -7,7 +7,7 @@ The file holds `{task: {metric: number}}`, or flat: `{"task/metric": number}`, `
 from collections.abc import Mapping
 from pathlib import Path
 
-from unshard.evaluate.arguments import OPTIONS
+from unshard.evaluate.jobs import OPTIONS
 from unshard.evaluate.server.config.placeholders import fill
 from unshard.evaluate.server.evaluators.documents import (
     check_exit,

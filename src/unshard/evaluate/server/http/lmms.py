@@ -12,9 +12,8 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from pydantic import TypeAdapter
 
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.arguments import Arguments
+from unshard.evaluate.jobs import Arguments, Status
 from unshard.evaluate.jobs import Request as Wanted
-from unshard.evaluate.jobs import Status
 from unshard.evaluate.server.attempts.merging import GivenUpError, GoneError
 from unshard.evaluate.server.health import UnhealthyError
 from unshard.evaluate.server.http.answers import answer

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from unshard.errors import UnshardError
-from unshard.evaluate.arguments import Arguments
-from unshard.evaluate.jobs import Job, Request, Result, Status
+from unshard.evaluate.jobs import Arguments, Job, Request, Result, Status
 from unshard.evaluate.server.admission.requests import MOST_TASKS
 from unshard.evaluate.values import LARGEST, Whole
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import assert_never
 
 from unshard.errors import UnshardError
-from unshard.evaluate.backoff import backoff
-from unshard.evaluate.jobs import Filters, Job, Status
+from unshard.evaluate.jobs import Filters, Job, Status, backoff
 from unshard.evaluate.server.attempts.attempt import Attempt
 from unshard.evaluate.server.attempts.endings import (
     Cancelled,

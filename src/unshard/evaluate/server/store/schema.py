@@ -12,8 +12,17 @@ from dataclasses import fields
 from pathlib import Path
 
 from unshard.errors import UsageError
-from unshard.evaluate.arguments import Arguments
-from unshard.evaluate.jobs import Event, Filters, Job, Phase, Process, Request, Result, Status
+from unshard.evaluate.jobs import (
+    Arguments,
+    Event,
+    Filters,
+    Job,
+    Phase,
+    Process,
+    Request,
+    Result,
+    Status,
+)
 
 __all__ = [
     "JOB_COLUMNS",
