@@ -16,7 +16,7 @@ from unshard.api.options import MergeOptions, given_path, taking
 from unshard.errors import ConversionError
 from unshard.fronts import PYTHON, reword_warning
 from unshard.keywords import ReadKeywords
-from unshard.read.discover import is_ema_there
+from unshard.read.discover import at_same_step
 from unshard.read.open import Checkpoint
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, Skipped, TensorEntry
@@ -174,7 +174,7 @@ def _describe(checkpoint: Checkpoint, would_write: str, notes: tuple[str, ...]) 
         dtypes=_counted(entry.dtype.name for entry in entries),
         parameters=sum(prod(entry.shape) for entry in entries),
         size_bytes=sum(entry.size_bytes for entry in entries),
-        has_ema=is_ema_there(location),
+        has_ema=at_same_step(location, "ema") is not None,
         lora_tensors=sum(".lora_" in name for name in catalog.tensors),
         shared=_shared(catalog),
         compressed=any(entry.chunks.compressed.any() for entry in entries),

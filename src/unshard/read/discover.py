@@ -3,7 +3,7 @@
 A *step directory* (`global_step_10`, `checkpoint-10`) has one checkpoint; its weights are in it, or
 in a folder named after a role (verl, SkyRL), a weight set (lmms-engine) or its content (`model`). A
 *run directory* has several step directories. Sharded weights win over whole ones, and what is
-closer to the path over what is deeper. Knows names and places; opens no file.
+closer to the path over what is deeper. Only names and places count; no file is opened.
 
 Sources: verl's FSDPCheckpointManager, SkyRL's fsdp_strategy, lmms-engine's fsdp2_trainer,
 accelerate's fsdp_utils, and the checkpointers of torchtitan, torchtune, Composer, Lightning,
@@ -16,16 +16,24 @@ from pathlib import Path
 
 from unshard.errors import IncompleteError, UnknownFormatError, UsageError
 from unshard.read.dcp.reader import DCP
-from unshard.read.format import ROLES, Choice, Format, Location, Role
+from unshard.read.format import (
+    DEEPSPEED,
+    MEGATRON,
+    ROLES,
+    Choice,
+    Format,
+    Location,
+    Role,
+    Weights,
+)
 from unshard.read.rank_files.reader import RANK_FILES
-from unshard.read.refused import DEEPSPEED, MEGATRON
 from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
 from unshard.read.whole_files.reader import WHOLE_FILES
 
-__all__ = ["all_steps", "discover", "is_ema_there", "regular_of", "step_numbers", "step_of"]
+__all__ = ["all_steps", "at_same_step", "discover", "step_numbers", "step_of"]
 
 FORMATS = (RANK_FILES, SAFETENSORS_SHARDS, MEGATRON, DCP, WHOLE_FILES, DEEPSPEED)
-"""All formats, in the order in which a directory is asked for them."""
+"""All formats, in the order in which a directory is searched for them."""
 
 _STEPS = tuple(
     re.compile(pattern)
@@ -72,13 +80,16 @@ def discover(path: Path, choice: Choice) -> list[Location]:
         folder = start.parent
         alone = _location(folder, _step_above(folder), WHOLE_FILES)
         return [_choose(start, [replace(alone, weights="model", file=start)], choice, start=start)]
-    place = start.parent if start.is_file() else start
+    named = start if start.is_file() else None
+    place = start.parent if named else start
     found = _instep_of(place, sharded=True)
     steps = [] if found else _in_run(place, choice, depth=_NESTED_RUNS)
     if not found and not any(at.format.sharded for at in steps):
         found = _instep_of(place, sharded=False)
     if found:
-        return [_choose(place, _about(start, found), choice, start=start)]
+        # The reader takes the set of files that the named one belongs to.
+        found = [replace(at, file=named) if at.weights_dir == place else at for at in found]
+        return [_choose(place, found, choice, start=start)]
     if steps:
         return steps
     for above in list(place.parents)[:_UPWARD]:
@@ -111,30 +122,23 @@ def _is_checkpoint_file(path: Path) -> bool:
     return is_weights and not any(one.claims(path.name) for one in FORMATS)
 
 
-def _about(start: Path, found: list[Location]) -> list[Location]:
-    """Return the locations with the file that the path names, if it names one."""
-    if not start.is_file():
-        return found
-    return [replace(at, file=start) if at.weights_dir == start.parent else at for at in found]
-
-
 def _instep_of(place: Path, *, sharded: bool) -> list[Location]:
     """Return every set of weights that `place` has, if it is a step or weights directory."""
     here = format_in(place, sharded=sharded)
     if here is not None:
         return [_location(place, _step_above(place), here)]
-    return [
-        _location(folder, place, form)
-        for folder in _folders(place)
-        if (form := _format_of(folder, sharded=sharded)) is not None
-    ]
-
-
-def _folders(place: Path) -> list[Path]:
     if not place.is_dir():
         return []
-    names = sorted(child.name for child in place.iterdir() if _FSDP_FOLDER.fullmatch(child.name))
-    return [place / name for name in (*ROLES, *sorted(names, reverse=True), *_FOLDERS)]
+    names = (child.name for child in place.iterdir() if _FSDP_FOLDER.fullmatch(child.name))
+    found: list[Location] = []
+    for folder in (place / name for name in (*ROLES, *sorted(names, reverse=True), *_FOLDERS)):
+        form = format_in(folder, sharded=sharded)
+        if form is None and sharded and folder.name == _EMA_DIR and folder.is_dir():
+            # lmms-engine leaves the folder empty if nothing was averaged: `_choose` says so.
+            form = RANK_FILES if _instep_of(place / _MODEL_DIR, sharded=True) else None
+        if form is not None:
+            found.append(_location(folder, place, form))
+    return found
 
 
 def _step_above(place: Path) -> Path:
@@ -144,14 +148,6 @@ def _step_above(place: Path) -> Path:
             return above
     is_inner = place.name in ROLES or _FSDP_FOLDER.fullmatch(place.name)
     return place.parent if is_inner else place
-
-
-def _format_of(folder: Path, *, sharded: bool) -> Format | None:
-    """Return a folder's format; lmms-engine may leave its EMA folder empty."""
-    found = format_in(folder, sharded=sharded)
-    if found is None and sharded and folder.name == _EMA_DIR and folder.is_dir():
-        return RANK_FILES if _instep_of(folder.with_name(_MODEL_DIR), sharded=True) else None
-    return found
 
 
 def format_in(directory: Path, *, sharded: bool) -> Format | None:
@@ -237,7 +233,7 @@ def _steps(run: Path) -> list[tuple[int, Path]]:
 
 
 def _in_run(run: Path, choice: Choice, *, depth: int) -> list[Location]:
-    """Return what the steps of a run hold; verl's torchtitan engine has steps within steps."""
+    """Return the weights of a run's steps; verl's torchtitan engine has steps within steps."""
     steps = _steps(run)
     if steps and choice.step is not None:
         there = ", ".join(str(step) for step, _ in reversed(steps))
@@ -272,7 +268,7 @@ def all_steps(run: Path, choice: Choice) -> list[Location]:
 
 
 def step_numbers(run: Path) -> list[int]:
-    """Return the steps of which a run has directories, whatever they hold, the lowest first."""
+    """Return the steps of which a run has directories, even empty ones, the lowest first."""
     for folder in (run, *(run / name for name in _RUN_FOLDERS)):
         if steps := _steps(folder):
             return sorted({step for step, _ in steps})
@@ -311,17 +307,10 @@ def _what_to_give(folder: Path) -> str:
     return ""
 
 
-def is_ema_there(location: Location) -> bool:
-    """Return whether there are EMA weights in the same step directory."""
-    return format_in(location.step_dir / _EMA_DIR, sharded=True) is not None
-
-
-def regular_of(location: Location) -> Location | None:
-    """Return where the regular weights next to EMA weights are, if there are any."""
-    folder = location.step_dir / _MODEL_DIR
+def at_same_step(location: Location, weights: Weights) -> Location | None:
+    """Return where the step directory has its EMA or its regular weights, if it has them."""
+    folder = location.step_dir / (_EMA_DIR if weights == "ema" else _MODEL_DIR)
     form = format_in(folder, sharded=True)
-    return (
-        None
-        if form is None
-        else replace(location, weights_dir=folder, weights="model", format=form)
-    )
+    if form is None:
+        return None
+    return replace(location, weights_dir=folder, weights=weights, format=form)

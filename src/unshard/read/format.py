@@ -2,7 +2,8 @@
 
 A reader is a module with one `Format`. It reads names, pickles and headers, never weights, and
 returns where every chunk of every tensor is. What all formats share (names of wrappers, the check
-for holes, companions) is done by `open` afterwards.
+for holes, companions) is done by `open` afterwards. Two formats are here that are recognised and
+refused: only their own tools can read them.
 """
 
 import filecmp
@@ -12,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unshard.errors import CorruptError, IncompleteError
+from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.tensors.catalog import Catalog
 
 __all__ = [
+    "DEEPSPEED",
+    "MEGATRON",
     "ROLES",
     "Choice",
     "Format",
@@ -32,6 +35,11 @@ __all__ = [
 ]
 
 _NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)")
+_DEEPSPEED = re.compile(
+    r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"
+    r"|mp_rank_\d+_model_states\.pt|zero_to_fp32\.py"
+)
+_MEGATRON_LEGACY = ("model_optim_rng.pt", "distrib_optim.pt")
 
 # Folders of a step, and whose weights they have: `policy` is what SkyRL and NeMo-RL call the actor.
 ROLES = {"actor": "actor", "policy": "actor", "critic": "critic"}
@@ -184,7 +192,7 @@ def has_file(is_meant: Callable[[str], bool]) -> Callable[[Path], bool]:
 
 @contextmanager
 def blaming(path: Path) -> Iterator[None]:
-    """Say of a file that cannot be read that it is the checkpoint's."""
+    """Report a file that cannot be read as an error of the checkpoint."""
     try:
         yield
     except OSError as error:
@@ -230,7 +238,7 @@ def find_file(roots: Sequence[Path], name: str) -> Path | None:
     """
     there = [root / name for root in roots if (root / name).is_file()]
     for other in there[1:]:
-        if not _same(there[0], other):
+        if not (there[0].samefile(other) or filecmp.cmp(there[0], other, shallow=False)):
             raise CorruptError(
                 f"{other}: differs from {there[0]}, which has the same name",
                 expected="directories that each hold other ranks' files of one checkpoint",
@@ -239,5 +247,48 @@ def find_file(roots: Sequence[Path], name: str) -> Path | None:
     return there[0] if there else None
 
 
-def _same(first: Path, second: Path) -> bool:
-    return first.samefile(second) or filecmp.cmp(first, second, shallow=False)
+def _refusal(what: str, found: str, hint: str) -> Callable[[Location, ReadOptions], Catalog]:
+    """Return the `read` of a format that is recognised by its names and not read."""
+
+    def refuse(location: Location, _: ReadOptions) -> Catalog:
+        expected = "a checkpoint of the FSDP family"
+        raise NotMergeableError(
+            f"{location.weights_dir}: a {what}", expected=expected, found=found, hint=hint
+        )
+
+    return refuse
+
+
+def _holds_megatron(directory: Path) -> bool:
+    """Megatron-core's `torch_dist` is a DCP checkpoint with another file next to it."""
+    if not any((directory / name).is_file() for name in ("metadata.json", "common.pt")):
+        return next(directory.glob("mp_rank_*/model_optim_rng.pt"), None) is not None
+    return next(directory.glob("*.distcp"), None) is not None or (directory / "common.pt").is_file()
+
+
+def _is_deepspeed(name: str) -> bool:
+    return _DEEPSPEED.fullmatch(name) is not None
+
+
+MEGATRON = Format(
+    "Megatron-core distributed checkpoint",
+    _holds_megatron,
+    _refusal(
+        "Megatron-core distributed checkpoint (torch_dist)",
+        "tensors cut and stacked by Megatron's own model parallelism",
+        "convert it with Megatron-Bridge (or NeMo's export to Hugging Face)",
+    ),
+    lambda name: name in _MEGATRON_LEGACY,
+)
+DEEPSPEED = Format(
+    "DeepSpeed ZeRO checkpoint",
+    has_file(_is_deepspeed),
+    _refusal(
+        "DeepSpeed ZeRO checkpoint",
+        "flat partitions, which only DeepSpeed's own files describe",
+        "convert it with the zero_to_fp32.py that DeepSpeed put next to it: "
+        "python zero_to_fp32.py . OUTPUT",
+    ),
+    _is_deepspeed,
+    sharded=False,  # after whole files: a whole model next to the partitions can be read
+)

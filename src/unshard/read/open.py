@@ -17,7 +17,7 @@ from unshard.errors import (
 from unshard.read.beside.base import Base
 from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.beside.model_config import ModelConfig
-from unshard.read.discover import discover, regular_of, step_of
+from unshard.read.discover import at_same_step, discover, step_of
 from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming, shortened
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.wrapper_names import refuse_flat_parameters, unwrapped
@@ -74,36 +74,30 @@ def open_latest(
     Raises:
         CheckpointError: see `discover`, and the reader of the format.
     """
-    with blaming(path):
-        return _open_latest(path, choice, options, also)
-
-
-def _open_latest(
-    path: Path, choice: Choice, options: ReadOptions, also: Sequence[Path]
-) -> Checkpoint:
-    locations = discover(path, choice)
-    if locations[0].empty and not choice.pass_over:
-        raise _not_the_newest(locations[0].empty[0], locations, "it has no weights")
     passed: list[tuple[Location, IncompleteError]] = []
-    for location in locations:
-        try:
-            whole = replace(location, also=tuple(_beside(location, other) for other in also))
-            checkpoint = _read(whole, options)
-        except IncompleteError as error:
-            if not choice.pass_over and location is not locations[-1]:
-                older = locations[locations.index(location) + 1 :]
-                raise _not_the_newest(location.step_dir, older, error.subject) from error
-            passed.append((location, error))
-        else:
-            return passing_over(checkpoint, location.empty, passed)
+    with blaming(path):
+        locations = discover(path, choice)
+        if locations[0].empty and not choice.pass_over:
+            raise _not_the_newest(locations[0].empty[0], locations[0], "it has no weights")
+        for number, location in enumerate(locations, start=1):
+            try:
+                parts = tuple(_part_in(other, location) for other in also)
+                checkpoint = _read(replace(location, also=parts), options)
+            except IncompleteError as error:
+                if not choice.pass_over and number < len(locations):
+                    older = locations[number]
+                    raise _not_the_newest(location.step_dir, older, error.subject) from error
+                passed.append((location, error))
+            else:
+                return passing_over(checkpoint, location.empty, passed)
     raise_all(IncompleteError, f"{path}: no step is complete", [error for _, error in passed])
     raise UnknownFormatError(f"{path}: no checkpoint")
 
 
-def _not_the_newest(newest: Path, older: Sequence[Location], why: str) -> IncompleteError:
+def _not_the_newest(newest: Path, older: Location, why: str) -> IncompleteError:
     return IncompleteError(
         f"the newest checkpoint, {newest}, is not complete: {why}",
-        hint=f"to merge an older one, give its directory: {older[0].step_dir}",
+        hint=f"to merge an older one, give its directory: {older.step_dir}",
     )
 
 
@@ -120,16 +114,13 @@ def passing_over(
         incomplete: the other steps, each with what it lacks.
     """
     passed = [PassedOver(step_of(path.name), "it has no weights") for path in empty]
-    passed += [PassedOver(at.step, _reason(at, error)) for at, error in incomplete]
+    for at, error in incomplete:
+        what = error.subject.splitlines()[0].replace(f"{at.step_dir}/", "")  # the step is named
+        passed.append(PassedOver(at.step, what))
     notes = [f"passed over {path}: it has no weights" for path in empty]
     notes += [f"passed over an incomplete step: {error.text}" for _, error in incomplete]
     catalog = replace(checkpoint.catalog, notes=(*notes, *checkpoint.catalog.notes))
     return replace(checkpoint, catalog=catalog, passed_over=(*checkpoint.passed_over, *passed))
-
-
-def _reason(location: Location, error: IncompleteError) -> str:
-    """Return what a step lacks, in one line, without the path of the step."""
-    return error.subject.splitlines()[0].replace(f"{location.step_dir}/", "")
 
 
 def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
@@ -153,8 +144,8 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
         return _read(location, options)
 
 
-def _beside(location: Location, other: Path) -> Path:
-    """Return where another node keeps its files of the same checkpoint."""
+def _part_in(other: Path, location: Location) -> Path:
+    """Return where another node's directory has files of the same checkpoint."""
     found = discover(other, Choice(None, location.role, location.weights))
     same = [at for at in found if at.step == location.step] or [
         at for at in found if len(found) == 1
@@ -175,8 +166,7 @@ def _beside(location: Location, other: Path) -> Path:
 
 def _read(location: Location, options: ReadOptions) -> Checkpoint:
     catalog = _weights(location, options)
-    regular = regular_of(location) if location.weights == "ema" else None
-    if regular is not None:
+    if location.weights == "ema" and (regular := at_same_step(location, "model")) is not None:
         catalog = _completed(catalog, _weights(regular, options))
     companions = find_companions(location, options.config)
     _check(catalog)
@@ -251,20 +241,16 @@ def _check(catalog: Catalog) -> None:
         return
     if not catalog.missing:
         raise_all(CorruptError, "the chunks do not make whole tensors", problems)
+    ranks = ", ".join(map(str, catalog.missing_ranks[:16]))
     names = "\n".join(f"  missing: {path}" for path in catalog.missing[:16])
-    more = len(catalog.missing) - 16
+    more = f" and {len(catalog.missing) - 16} more" if len(catalog.missing) > 16 else ""
     raise IncompleteError(
-        f"{catalog.roots[0]}: {_ranks_missing(catalog)}\n{names}"
-        + (f" and {more} more" if more > 0 else ""),
+        f"{catalog.roots[0]}: Missing checkpoint for rank {ranks} of world size "
+        f"{catalog.world_size}\n{names}{more}",
         expected=f"the files of all {catalog.world_size} ranks (replicas of others may be missing)",
         found=f"{len(problems)} tensors with holes, the first: {problems[0].subject}",
         hint="copy the files here from the nodes that wrote them, or take another checkpoint",
     )
-
-
-def _ranks_missing(catalog: Catalog) -> str:
-    ranks = ", ".join(str(rank) for rank in catalog.missing_ranks[:16])
-    return f"Missing checkpoint for rank {ranks} of world size {catalog.world_size}"
 
 
 def _problem(entry: TensorEntry, *, incomplete: bool) -> UnshardError | None:
