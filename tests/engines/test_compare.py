@@ -23,10 +23,10 @@ from unshard.engines.compare import compare
 from unshard.engines.pool import Resources
 from unshard.engines.threads import run_plan
 from unshard.errors import CorruptError, UsageError
-from unshard.plan import pairs
+from unshard.plan import work
 from unshard.plan.layout import lay_out
-from unshard.plan.pairs import TILE_BYTES, as_stored
 from unshard.plan.planner import make_plan
+from unshard.plan.work import PAIR_BYTES, as_stored
 from unshard.progress import Advanced, Event, Stage, ignore
 from unshard.read.format import Choice, ReadOptions
 from unshard.read.open import open_latest
@@ -332,7 +332,7 @@ def test_the_result_does_not_depend_on_the_settings(tmp_path: Path) -> None:
     second = saved(tmp_path / "theirs.safetensors", theirs)
     found = [
         compare(first, second, EXACT, Resources(workers, memory), ignore)
-        for workers, memory in ((1, TILE_BYTES), (5, 64_000_000), (3, 13_000_000))
+        for workers, memory in ((1, PAIR_BYTES), (5, 64_000_000), (3, 13_000_000))
     ]
     assert found[0] == found[1] == found[2]
 
@@ -350,7 +350,7 @@ def test_progress_adds_up_to_our_bytes(tmp_path: Path) -> None:
 def test_too_little_memory_is_refused(tmp_path: Path) -> None:
     model = saved(tmp_path / "w.safetensors", some_tensors())
     with pytest.raises(UsageError, match="too little to compare"):
-        compare(model, model, EXACT, Resources(1, TILE_BYTES - 1), ignore)
+        compare(model, model, EXACT, Resources(1, PAIR_BYTES - 1), ignore)
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ import sys
 from pathlib import Path
 from unshard.engines.compare import compare
 from unshard.engines.threads import Resources
-from unshard.plan.pairs import as_stored
+from unshard.plan.work import as_stored
 from unshard.progress import ignore
 from unshard.read.format import ReadOptions, Choice
 from unshard.read.open import open_latest
@@ -410,7 +410,7 @@ def test_numpy_says_the_same(
     theirs = torch.tensor([mine if other is None else other for mine, other in numbers])
     theirs = theirs.to(ours.dtype)
     with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pairs, "_MAKING", tile * 40)
+        patch.setattr(work, "_MAKING", tile * 40)
         found = one(Path(place), ours, theirs, tolerances)
     a, b = ours.double().numpy(), theirs.double().numpy()
     with np.errstate(all="ignore"):

@@ -11,8 +11,8 @@ from hypothesis.extra.numpy import basic_indices
 
 from sources import Sources, Tensor, grid, tensors
 from unshard.convert.recipes import take
-from unshard.plan.slices import tile_parts
-from unshard.plan.tables import table_of
+from unshard.plan.planner import table_of
+from unshard.plan.work import tile_parts
 from unshard.tensors.boxes import find_gap
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import BY_NAME

@@ -14,7 +14,7 @@ from unshard.containers.strided import Elements
 from unshard.engines.arrays import TensorReader
 from unshard.errors import UsageError
 from unshard.keywords import OpenKeywords
-from unshard.plan.pairs import as_stored
+from unshard.plan.work import as_stored
 from unshard.progress import Warned
 from unshard.tensors.dtypes import DType, numpy_dtype
 

@@ -16,7 +16,7 @@ from unshard.convert.precision import precision
 from unshard.engines.compare import compare
 from unshard.errors import UsageError
 from unshard.keywords import DtypeLike, VerifyKeywords
-from unshard.plan.pairs import as_stored
+from unshard.plan.work import as_stored
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.dcp.inflate import inflated_bytes
 from unshard.read.format import blaming

@@ -15,8 +15,7 @@ from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import SLACK, Elements, raw_dtype
 from unshard.errors import UsageError
 from unshard.plan.operations import Gather, Tiled
-from unshard.plan.slices import tile_parts
-from unshard.plan.work import Tile, tile_shape
+from unshard.plan.work import Tile, tile_parts, tile_shape
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.selection import Selection
 from unshard.tensors.steps import sliced, strides_of

@@ -11,8 +11,7 @@ from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of
 from unshard.engines.pool import Pool, Resources, divide
 from unshard.errors import UsageError
-from unshard.plan.pairs import TILE_BYTES, make_pair, pair_tiles
-from unshard.plan.work import Tile
+from unshard.plan.work import PAIR_BYTES, Tile, make_pair, pair_tiles
 from unshard.progress import Listener, Stage
 from unshard.tensors.dtypes import numpy_dtype
 from unshard.write.execute import make_tile
@@ -45,16 +44,16 @@ def compare(
         UsageError: one tile needs more memory.
         CorruptError: a file is gone or ends early.
     """
-    if resources.memory_bytes < TILE_BYTES:
+    if resources.memory_bytes < PAIR_BYTES:
         what = f"--memory {resources.memory_bytes}: too little to compare"
-        raise UsageError(what, expected=f"at least {TILE_BYTES} bytes")
+        raise UsageError(what, expected=f"at least {PAIR_BYTES} bytes")
     wanted = {tensor.name: tensor for tensor in theirs}
     both = {tensor.name: (tensor, wanted[tensor.name]) for tensor in ours if tensor.name in wanted}
     alike = {name: pair for name, pair in both.items() if _same_shape(*pair)}
     tallies = {name: Tally() for name in alike}
     listener(Stage("comparing", sum(_size(mine) for mine, _ in alike.values())))
     share = divide(resources)
-    workers = min(share.workers, resources.memory_bytes // TILE_BYTES)
+    workers = min(share.workers, resources.memory_bytes // PAIR_BYTES)
     lock = threading.Lock()
 
     def comparer() -> _Comparer:

@@ -156,14 +156,11 @@ def _size(tensor: Converted) -> int:
     return prod(shape_of(tensor.recipe)) * tensor.dtype.itemsize
 
 
-def _place_in_file(tensor: Converted) -> tuple[int, bytes]:
-    return _FILE_ORDER.index(tensor.dtype.code or ""), tensor.name.encode()
-
-
 def _output_file(filename: str, tensors: list[Converted]) -> OutputFile:
     placed = []
     at = 0
-    for tensor in sorted(tensors, key=_place_in_file):
+    order = {code: place for place, code in enumerate(_FILE_ORDER)}
+    for tensor in sorted(tensors, key=lambda t: (order[t.dtype.code or ""], t.name.encode())):
         end = at + _size(tensor)
         shape = shape_of(tensor.recipe)
         placed.append(OutputTensor(tensor.name, tensor.dtype, shape, tensor.recipe, (at, end)))

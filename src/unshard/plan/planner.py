@@ -2,16 +2,28 @@
 
 A tensor is copied run by run if its dtype stays and its runs are long; otherwise it is made in
 tiles. Every region is taken from the first of its replicas, so a checkpoint has only one plan.
+A recipe of boxes, permutations, stacks and concatenations is again a set of boxes with strides in
+files, which `table_of` finds without reading a byte: one row per chunk, all rows at once.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unshard.convert.recipes import LowRank, Recipe, WeightedSum, dtype_of, shape_of, takes
+from unshard.convert.recipes import (
+    Concat,
+    LowRank,
+    Recipe,
+    Stack,
+    Take,
+    WeightedSum,
+    dtype_of,
+    shape_of,
+    takes,
+)
 from unshard.plan.layout import Layout, OutputTensor
 from unshard.plan.operations import (
     COPY_ROW,
@@ -24,11 +36,13 @@ from unshard.plan.operations import (
     Target,
     Tiled,
 )
-from unshard.plan.tables import table_of
-from unshard.tensors.boxes import Ints, row_major_strides
+from unshard.tensors.boxes import Box, Ints, distinct, row_major_strides
+from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import DType
+from unshard.tensors.selection import of_box
+from unshard.tensors.steps import joined, sliced, strides_of, unless_row_major
 
-__all__ = ["LONG_RUN", "make_operation", "make_plan"]
+__all__ = ["LONG_RUN", "make_operation", "make_plan", "table_of"]
 
 LONG_RUN = 64 * 1024
 """Runs of this many bytes and more are copied one by one; shorter ones are gathered in memory."""
@@ -109,6 +123,51 @@ def make_operation(target: Target, recipe: Recipe, to: DType) -> Tiled:
 
 def _source(recipe: Recipe) -> StoredTensor:
     return StoredTensor(dtype_of(recipe), table_of(recipe))
+
+
+def table_of(recipe: Recipe) -> ChunkTable:
+    """Return the distinct chunks that make a recipe's tensor; every region from its first replica.
+
+    Raises:
+        TypeError: the recipe computes values, which are not stored.
+    """
+    match recipe:
+        case Take(entry, box, permutation):
+            chunks = entry.chunks
+            if box != Box.whole(entry.shape):  # first: an expert meets few of a layer's chunks
+                chunks = sliced(chunks, of_box(box), entry.dtype.itemsize)
+            rows = distinct(chunks.offsets, chunks.sizes)
+            chunks = chunks if len(rows) == len(chunks) else chunks.take(rows)
+            if permutation is None:
+                return chunks
+            order = list(permutation)
+            strides = strides_of(chunks)[:, order]
+            return _moved(chunks, chunks.offsets[:, order], chunks.sizes[:, order], strides)
+        case Stack(dim, parts):
+            tables = []
+            for index, part in enumerate(parts):
+                table = table_of(part)
+                offsets = np.insert(table.offsets, dim, index, axis=1)
+                sizes = np.insert(table.sizes, dim, 1, axis=1)
+                strides = np.insert(strides_of(table), dim, 0, axis=1)
+                tables.append(_moved(table, offsets, sizes, strides))
+            return joined(tables)
+        case Concat(dim, parts):
+            tables, start = [], 0
+            for part in parts:
+                table = table_of(part)
+                offsets = table.offsets.copy()
+                offsets[:, dim] += start
+                tables.append(replace(table, offsets=offsets))
+                start += shape_of(part)[dim]
+            return joined(tables)
+        case _:
+            raise TypeError(f"the values of a {type(recipe).__name__} are computed")
+
+
+def _moved(table: ChunkTable, offsets: Ints, sizes: Ints, strides: Ints) -> ChunkTable:
+    """Return the same stored bytes as other boxes."""
+    return replace(table, offsets=offsets, sizes=sizes, strides=unless_row_major(sizes, strides))
 
 
 def _long_runs(target: Target, source: StoredTensor, base: int) -> Copies | None:

@@ -1,25 +1,52 @@
-"""Divide a plan into units of work, small enough to spread over workers and to bound memory."""
+"""Divide work into tiles that bound memory: of a plan, of two models to compare, of a selection.
+
+Of two models, the tensors are paired by name. Where dtypes differ and a merge may cast between
+them, theirs is cast to ours, once, from the values of its recipe, as a merge does it: a bfloat16
+merge of a float32 checkpoint then equals it exactly.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 
 from unshard.containers.strided import SLACK
+from unshard.convert.outputs import Converted
+from unshard.convert.recipes import shape_of, take
 from unshard.plan.operations import (
     Cast,
     CopyRange,
     Fuse,
     Plan,
     Reduce,
-    StoredTensor,
+    Target,
     Tiled,
     stored_tensors,
 )
+from unshard.plan.planner import make_operation
 from unshard.tensors.boxes import Box
+from unshard.tensors.catalog import Catalog
+from unshard.tensors.selection import Selection
 from unshard.tensors.tiles import row_tile, square_tile, tiles
 
-__all__ = ["Tile", "Unit", "split_into_units", "tile_of_elements", "tile_shape", "unit_bytes"]
+__all__ = [
+    "PAIR_BYTES",
+    "Pair",
+    "Tile",
+    "TilePart",
+    "Unit",
+    "as_stored",
+    "make_pair",
+    "pair_tiles",
+    "split_into_units",
+    "tile_parts",
+    "tile_shape",
+    "unit_bytes",
+]
 
+PAIR_BYTES = 4 * 1024 * 1024
+"""How much memory a pair of tiles takes at most. It is fixed: sums depend on how tiles are cut."""
+
+_MAKING = 3 * 1024 * 1024  # of it; the rest is for arithmetic
 _COPY_UNIT = 64 * 1024 * 1024
 _MAX_TILE = 8 * 1024 * 1024
 _FLOAT32 = 4
@@ -67,34 +94,28 @@ def _split(copy: CopyRange) -> Iterator[CopyRange]:
 
 def tile_shape(operation: Tiled, budget: int) -> tuple[int, ...]:
     """Return how large tiles may be, so that one takes at most `budget` bytes while it is made."""
-    per_element = max(map(_read_bytes, stored_tensors(operation))) + operation.to.itemsize
+    per_element = operation.to.itemsize + max(
+        source.dtype.itemsize * (SLACK if source.chunks.strides is not None else 1)
+        for source in stored_tensors(operation)  # more is read if neighbours are stored apart
+    )
     if isinstance(operation, Reduce):
         per_element += 2 * _FLOAT32  # the sum and a term
     elif isinstance(operation, Cast) and operation.source.dtype.itemsize > _FLOAT32:
         per_element += _FLOAT32  # float64 becomes 16 bits by way of float32
-    return tile_of_elements([operation], max(1, budget // per_element))
+    return _tile_of_elements([operation], max(1, budget // per_element))
 
 
-def _read_bytes(source: StoredTensor) -> int:
-    """Return how many bytes reading an element takes: more if its neighbours are elsewhere."""
-    return source.dtype.itemsize * (SLACK if source.chunks.strides is not None else 1)
-
-
-def tile_of_elements(operations: Sequence[Tiled], elements: int) -> tuple[int, ...]:
+def _tile_of_elements(operations: Sequence[Tiled], elements: int) -> tuple[int, ...]:
     """Return a tile of about so many elements that suits operations of the same shape."""
     shape = operations[0].target.shape
     if any(isinstance(operation, Fuse) for operation in operations):
-        return _fuse_tile(shape)
+        # It depends on the shape only: sums must not depend on the resources.
+        rows, columns = shape[-2:]
+        return (*(1 for _ in shape[:-2]), min(rows, _FUSE_ROWS), min(columns, _FUSE_COLUMNS))
     sources = chain.from_iterable(map(stored_tensors, operations))
     # Turned boxes are read well neither along rows nor along columns, but in squares.
     odd = any(source.chunks.strides is not None for source in sources)
     return (square_tile if odd else row_tile)(shape, elements)
-
-
-def _fuse_tile(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a tile that depends on the shape only: sums must not depend on the resources."""
-    rows, columns = shape[-2:]
-    return (*(1 for _ in shape[:-2]), min(rows, _FUSE_ROWS), min(columns, _FUSE_COLUMNS))
 
 
 def unit_bytes(unit: Unit) -> int:
@@ -102,3 +123,87 @@ def unit_bytes(unit: Unit) -> int:
     if isinstance(unit, Tile):
         return unit.box.volume * unit.operation.to.itemsize
     return unit.size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """Two tensors of equal shape, and how each is made; the dtypes are those of `Tiled.to`."""
+
+    ours: Tiled
+    theirs: Tiled
+
+
+def as_stored(catalog: Catalog) -> list[Converted]:
+    """Return a model's tensors as they are, each under its own name and dtype."""
+    tensors = catalog.tensors.items()
+    return [Converted(name, entry.dtype, take(entry)) for name, entry in tensors]
+
+
+def make_pair(ours: Converted, theirs: Converted) -> Pair:
+    """Return how two tensors of equal shape are made so that they can be compared."""
+    cast = ours.dtype.castable and theirs.dtype.castable
+    nowhere = Target(0, 0, shape_of(ours.recipe))  # they are made in memory
+    return Pair(
+        make_operation(nowhere, ours.recipe, ours.dtype),
+        make_operation(nowhere, theirs.recipe, ours.dtype if cast else theirs.dtype),
+    )
+
+
+def pair_tiles(pair: Pair) -> Iterator[tuple[Tile, Tile]]:
+    """Yield tiles of the same boxes of both tensors; they depend on nothing but the pair."""
+    per_element = 0
+    for one in (pair.ours, pair.theirs):  # reading it, arithmetic in float32, the result
+        read = max(source.dtype.itemsize for source in stored_tensors(one))
+        per_element += SLACK * read + 2 * _FLOAT32 + one.to.itemsize
+    tile = _tile_of_elements([pair.ours, pair.theirs], _MAKING // per_element)
+    for box in tiles(pair.ours.target.shape, tile):
+        yield Tile(pair.ours, box), Tile(pair.theirs, box)
+
+
+@dataclass(frozen=True, slots=True)
+class TilePart:
+    """What a selection takes of one tile.
+
+    Attributes:
+        tile: the whole tile, in the tensor.
+        taken: which of the tile's elements, per dimension.
+        place: where they go among the selected ones.
+    """
+
+    tile: Box
+    taken: tuple[slice, ...]
+    place: tuple[slice, ...]
+
+
+def tile_parts(
+    shape: Sequence[int], tile: Sequence[int], selection: Selection
+) -> Iterator[TilePart]:
+    """Yield what a selection takes of every tile that it meets, in row-major order.
+
+    Args:
+        shape: of the tensor, elements.
+        tile: how large its tiles are; the last ones are smaller.
+        selection: what is taken.
+    """
+    ranges = zip(shape, tile, selection.starts, selection.steps, selection.counts, strict=True)
+    for parts in product(*(_line_parts(*one) for one in ranges)):
+        offsets, sizes, taken, place = zip(*parts, strict=True) if parts else ((), (), (), ())
+        yield TilePart(Box(offsets, sizes), taken, place)
+
+
+_LinePart = tuple[int, int, slice, slice]
+
+
+def _line_parts(size: int, tile: int, start: int, step: int, count: int) -> list[_LinePart]:
+    """Return, along one dimension, offset and size of the tiles that are met, and what is taken."""
+    parts: list[_LinePart] = []
+    done = 0
+    while done < count:
+        at = start + done * step
+        offset = at - at % tile
+        end = min(offset + tile, size)
+        more = min(count - done, -(-(end - at) // step))
+        taken = slice(at - offset, at - offset + (more - 1) * step + 1, step)
+        parts.append((offset, end - offset, taken, slice(done, done + more)))
+        done += more
+    return parts

@@ -19,8 +19,7 @@ from unshard.containers.chunks import fill_box
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements, raw_dtype, read_exactly
 from unshard.plan.operations import Cast, Fuse, Gather, Reduce, StoredTensor, Target, Tiled
-from unshard.plan.pairs import Pair, pair_tiles
-from unshard.plan.work import Tile, Unit
+from unshard.plan.work import Pair, Tile, Unit, pair_tiles
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype

@@ -24,7 +24,7 @@ from unshard.convert.ties import Ties, find_ties, is_head
 from unshard.convert.torchtitan import without_native_names
 from unshard.errors import ConversionError, raise_all
 from unshard.noted import Noted
-from unshard.plan.pairs import make_pair
+from unshard.plan.work import make_pair
 from unshard.read.beside.base import Base
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.open import Checkpoint

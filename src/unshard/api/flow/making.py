@@ -13,7 +13,7 @@ from unshard.convert.recipes import shape_of, take
 from unshard.engines.threads import run_plan, verify_full
 from unshard.plan.layout import INDEX_NAME, index_json
 from unshard.plan.operations import Plan
-from unshard.plan.pairs import make_pair
+from unshard.plan.work import make_pair
 from unshard.progress import Listener, Stage, ignore
 from unshard.showing import is_notebook, is_terminal
 from unshard.tensors.catalog import TensorEntry
