@@ -247,18 +247,6 @@ def find_file(roots: Sequence[Path], name: str) -> Path | None:
     return there[0] if there else None
 
 
-def _refusal(what: str, found: str, hint: str) -> Callable[[Location, ReadOptions], Catalog]:
-    """Return the `read` of a format that is recognised by its names and not read."""
-
-    def refuse(location: Location, _: ReadOptions) -> Catalog:
-        expected = "a checkpoint of the FSDP family"
-        raise NotMergeableError(
-            f"{location.weights_dir}: a {what}", expected=expected, found=found, hint=hint
-        )
-
-    return refuse
-
-
 def _holds_megatron(directory: Path) -> bool:
     """Megatron-core's `torch_dist` is a DCP checkpoint with another file next to it."""
     if not any((directory / name).is_file() for name in ("metadata.json", "common.pt")):
@@ -266,29 +254,41 @@ def _holds_megatron(directory: Path) -> bool:
     return next(directory.glob("*.distcp"), None) is not None or (directory / "common.pt").is_file()
 
 
-def _is_deepspeed(name: str) -> bool:
-    return _DEEPSPEED.fullmatch(name) is not None
+def _refuse_megatron(location: Location, _: ReadOptions) -> Catalog:
+    raise NotMergeableError(
+        f"{location.weights_dir}: a Megatron-core distributed checkpoint (torch_dist)",
+        expected="a checkpoint of the FSDP family",
+        found="tensors cut and stacked by Megatron's own model parallelism",
+        hint="convert it with Megatron-Bridge (or NeMo's export to Hugging Face)",
+    )
 
 
 MEGATRON = Format(
     "Megatron-core distributed checkpoint",
     _holds_megatron,
-    _refusal(
-        "Megatron-core distributed checkpoint (torch_dist)",
-        "tensors cut and stacked by Megatron's own model parallelism",
-        "convert it with Megatron-Bridge (or NeMo's export to Hugging Face)",
-    ),
+    _refuse_megatron,
     lambda name: name in _MEGATRON_LEGACY,
 )
+
+
+def _is_deepspeed(name: str) -> bool:
+    return _DEEPSPEED.fullmatch(name) is not None
+
+
+def _refuse_deepspeed(location: Location, _: ReadOptions) -> Catalog:
+    raise NotMergeableError(
+        f"{location.weights_dir}: a DeepSpeed ZeRO checkpoint",
+        expected="a checkpoint of the FSDP family",
+        found="flat partitions, which only DeepSpeed's own files describe",
+        hint="convert it with the zero_to_fp32.py that DeepSpeed put next to it: "
+        "python zero_to_fp32.py . OUTPUT",
+    )
+
+
 DEEPSPEED = Format(
     "DeepSpeed ZeRO checkpoint",
     has_file(_is_deepspeed),
-    _refusal(
-        "DeepSpeed ZeRO checkpoint",
-        "flat partitions, which only DeepSpeed's own files describe",
-        "convert it with the zero_to_fp32.py that DeepSpeed put next to it: "
-        "python zero_to_fp32.py . OUTPUT",
-    ),
+    _refuse_deepspeed,
     _is_deepspeed,
     sharded=False,  # after whole files: a whole model next to the partitions can be read
 )
