@@ -173,7 +173,7 @@ def test_what_is_decompressed_is_there_until_it_is_closed(compressed: Path) -> N
 def test_what_is_decompressed_is_removed_if_opening_fails(
     compressed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unshard.api.flow import sources
+    from unshard.api import sources
 
     def failing(*_: object) -> None:
         raise CorruptError("broken")

@@ -22,7 +22,7 @@ from command import unshard as run_command
 from ranks import merged, save_ranks, snapshot, some_tensors
 from training_states import WRITERS, Saved, draw, seeded
 from unshard import UnsafeError
-from unshard.api.flow.sources import read_checkpoint
+from unshard.api.sources import read_checkpoint
 from unshard.containers.pickles.writer import SavedTensor
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.tensors.dtypes import BY_NAME
@@ -468,7 +468,7 @@ def test_it_is_not_pushed_to_the_hub(
         pushed.extend(names)
         return repo
 
-    monkeypatch.setattr("unshard.api.flow.making.push", push)
+    monkeypatch.setattr("unshard.api.making.push", push)
     monkeypatch.setattr("unshard.api.merging.check_repo", lambda _repo, **_how: None)
     report = unshard.merge(step, tmp_path / "out", push_to_hub="someone/model")
     assert pushed == ["model.safetensors", "config.json", "unshard.json"]

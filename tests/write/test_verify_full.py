@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import unshard
-import unshard.api.flow.making
+import unshard.api.making
 import unshard.write.verification.light
 from ranks import merged, rank_path, save_ranks, some_tensors
 from unshard import CorruptError, MergeOptions, OutputError, UsageError
@@ -112,7 +112,7 @@ def damaging(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
         real(directory, layout)  # type: ignore[arg-type]
         hook(directory)
 
-    monkeypatch.setattr(unshard.api.flow.making, "verify_light", verify)
+    monkeypatch.setattr(unshard.api.making, "verify_light", verify)
 
 
 @pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
@@ -156,7 +156,7 @@ def test_verification_can_be_turned_off_and_is_one_of_three(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_ranks(tmp_path / "ckpt", large(), 2)
-    monkeypatch.setattr(unshard.api.flow.making, "verify_light", lambda *_: pytest.fail("verified"))
+    monkeypatch.setattr(unshard.api.making, "verify_light", lambda *_: pytest.fail("verified"))
     unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="off")
     with pytest.raises(UsageError, match="verify='some'"):
         unshard.merge(tmp_path / "ckpt", tmp_path / "out2", verify="some")

@@ -1,13 +1,17 @@
 """What unshard does, as functions; the command line and every other caller use these."""
 
 from unshard.api.averaging import average
-from unshard.api.flow.preparing import Prepared
 from unshard.api.inspecting import Inspection, inspect
-from unshard.api.lazy import LazyTensor, OpenCheckpoint
 from unshard.api.loading import Loaded
-from unshard.api.merging import merge, merge_with
-from unshard.api.merging_steps import StepResult, merge_all, merge_steps
-from unshard.api.opening import load_into, load_state_dict, open_checkpoint
+from unshard.api.making import Prepared
+from unshard.api.merging import StepResult, merge, merge_all, merge_steps, merge_with
+from unshard.api.opening import (
+    LazyTensor,
+    OpenCheckpoint,
+    load_into,
+    load_state_dict,
+    open_checkpoint,
+)
 from unshard.api.options import MergeOptions
 from unshard.api.verifying import verify
 from unshard.engines.crew import crew

@@ -6,10 +6,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Unpack
 
-from unshard.api.flow.preparing import Prepared
-from unshard.api.flow.sources import Sources, read_checkpoint
+from unshard.api.making import Prepared
 from unshard.api.merging import merge_with
 from unshard.api.options import MergeOptions, given_output, given_path, taking
+from unshard.api.sources import Sources, read_checkpoint
 from unshard.convert.averaging import ema_weights
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UsageError, raise_all

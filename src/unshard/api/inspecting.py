@@ -9,10 +9,10 @@ from typing import Unpack
 
 import numpy as np
 
-from unshard.api.flow.converting import convert
-from unshard.api.flow.preparing import plan_output
-from unshard.api.flow.sources import Sources, read_checkpoint
+from unshard.api.converting import convert
+from unshard.api.making import plan_output
 from unshard.api.options import MergeOptions, given_path, taking
+from unshard.api.sources import Sources, read_checkpoint
 from unshard.errors import ConversionError
 from unshard.fronts import PYTHON, reword_warning
 from unshard.keywords import ReadKeywords
@@ -188,13 +188,10 @@ def _describe(checkpoint: Checkpoint, would_write: str, notes: tuple[str, ...]) 
         output=str(location.default_output),
         would_write=would_write,
         notes=notes,
-        tensors=tuple(_info(entry) for entry in entries),
-    )
-
-
-def _info(entry: TensorEntry) -> TensorInfo:
-    return TensorInfo(
-        entry.fqn, entry.dtype.name, entry.shape, _placements(entry), len(entry.chunks)
+        tensors=tuple(
+            TensorInfo(one.fqn, one.dtype.name, one.shape, _placements(one), len(one.chunks))
+            for one in entries
+        ),
     )
 
 

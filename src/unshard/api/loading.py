@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unshard.api.flow.adapters import fuse_adapter
-from unshard.api.flow.converting import find_stored_ties, is_stored
+from unshard.api.converting import find_stored_ties, fuse_adapter, is_stored
 from unshard.api.options import MergeOptions
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
@@ -78,21 +77,26 @@ def fill(model: "Module", opened: Opened, *, strict: bool) -> Loaded:
     from unshard.engines.into_torch import model_tensors, need_torch, on_meta
 
     need_torch()
-    places = model_tensors(model)
-    slots = [place.slot for place in places]
-    tensors, found = _fitting(model, opened, slots)
+    targets = model_tensors(model)
+    slots = [target.slot for target in targets]
+    tensors, found = _fit_names(model, opened, slots)
     problems = wrong_shapes(tensors, slots, found)
     if strict and not found.is_complete:
-        problems.insert(0, _names_differ(model, opened, found))
-    problems += [*_untied(tensors, found), *_unplaceable(places)]
+        problems.insert(0, _describe_difference(model, opened, found))
+    problems += _compare_tied(tensors, found)
+    for target in targets:
+        try:
+            _ = target.pieces
+        except ConversionError as problem:
+            problems.append(problem)
     raise_all(ConversionError, f"{opened.path}: does not fit the model", problems)
-    for place, names in zip(places, found.sources, strict=True):
+    for target, names in zip(targets, found.sources, strict=True):
         if names:
-            place.fill(_reader(tensors[names[0]], place, opened.reader))
+            target.fill(_make_reader(tensors[names[0]], target, opened.reader))
     return Loaded(found.missing, found.unexpected, tuple(on_meta(model)))
 
 
-def _fitting(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Recipes, Matches]:
+def _fit_names(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Recipes, Matches]:
     """Return the tensors under the names that fit the model best, and how they do.
 
     First as the checkpoint was opened; then with its adapter fused, renamed to the model's names,
@@ -135,42 +139,27 @@ def _without_ties(tensors: Recipes, found: Matches, config: ModelConfig | None) 
     return Matches(found.sources, found.missing, left)
 
 
-def _untied(tensors: Recipes, found: Matches) -> list[ConversionError]:
+def _compare_tied(tensors: Recipes, found: Matches) -> list[ConversionError]:
     """Return an error for each tensor that the model ties to another one of other values."""
     problems = []
+    tied = [(names[0], name) for names in found.sources for name in names[1:]]
     with OpenFiles(os.O_RDONLY, limit=16) as files:
-        for first, *others in (names for names in found.sources if names):
-            problems += [
+        for first, name in tied:
+            one, other = tensors[first], tensors[name]
+            # Computed tensors are never equal.
+            if is_stored(one) and is_stored(other) and equal_tensors(one.entry, other.entry, files):
+                continue
+            problems.append(
                 ConversionError(
                     f"tensors {first} and {name}: one parameter in the model, but different values "
                     "in the checkpoint",
                     hint="build the model with tie_word_embeddings=False",
                 )
-                for name in others
-                if not _have_same_bits(tensors[first], tensors[name], files)
-            ]
+            )
     return problems
 
 
-def _have_same_bits(one: Recipe, other: Recipe, files: OpenFiles) -> bool:
-    """Return whether two tensors have the same bits; computed ones are never equal."""
-    if not (is_stored(one) and is_stored(other)):
-        return False
-    return equal_tensors(one.entry, other.entry, files)
-
-
-def _unplaceable(places: Sequence["ModelTensor"]) -> list[ConversionError]:
-    """Return why parameters cannot be filled."""
-    problems = []
-    for place in places:
-        try:
-            _ = place.pieces
-        except ConversionError as problem:
-            problems.append(problem)
-    return problems
-
-
-def _names_differ(model: "Module", opened: Opened, found: Matches) -> ConversionError:
+def _describe_difference(model: "Module", opened: Opened, found: Matches) -> ConversionError:
     differing = [
         f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
         for what, names in (("missing", found.missing), ("unexpected", found.unexpected))
@@ -184,14 +173,14 @@ def _names_differ(model: "Module", opened: Opened, found: Matches) -> Conversion
     )
 
 
-def _reader(
-    recipe: Recipe, place: "ModelTensor", reader: TensorReader
+def _make_reader(
+    recipe: Recipe, target: "ModelTensor", reader: TensorReader
 ) -> Callable[[Box], "Tensor"]:
     """Return a function that reads boxes of a tensor."""
     from unshard.engines.into_torch import as_tensor
 
     dtype = stored_dtype(recipe)
-    operation = make_operation(Target(0, 0, place.slot.shape), recipe, dtype)
+    operation = make_operation(Target(0, 0, target.slot.shape), recipe, dtype)
     return lambda box: as_tensor(reader.read(operation, of_box(box)), dtype)
 
 

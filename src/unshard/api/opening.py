@@ -1,28 +1,246 @@
-"""`open_checkpoint`: a checkpoint as one state dict, without a merge; and loading it into torch."""
+"""Checkpoints as one state dict, without a merge: opened, read on demand, loaded into torch."""
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, KeysView, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, Literal, Self, TypeVar, Unpack, overload
 
-from unshard.api.flow.converting import convert_one
-from unshard.api.flow.sources import inflated, read_checkpoint
-from unshard.api.lazy import OpenCheckpoint
-from unshard.api.loading import Loaded, Opened
+from unshard.api.converting import convert_one
+from unshard.api.loading import Loaded, Opened, fill
 from unshard.api.options import MergeOptions, given_path, taking
+from unshard.api.sources import inflated, read_checkpoint
 from unshard.containers.strided import Elements
+from unshard.convert.outputs import Converted
+from unshard.convert.recipes import shape_of
 from unshard.engines.arrays import TensorReader
-from unshard.errors import UsageError
+from unshard.errors import NoSuchTensorError, UsageError
 from unshard.keywords import OpenKeywords
+from unshard.plan.operations import Target, Tiled
+from unshard.plan.planner import make_operation
 from unshard.plan.work import as_stored
 from unshard.progress import Warned
+from unshard.showing import counted, hearing
 from unshard.tensors.dtypes import DType, numpy_dtype
+from unshard.tensors.selection import Index, Selection, select
 
 if TYPE_CHECKING:
     from unshard.engines.into_torch import Module, Tensor
-from unshard.showing import hearing
 
-__all__ = ["load_into", "load_state_dict", "open_checkpoint"]
+__all__ = [
+    "LazyTensor",
+    "Names",
+    "OpenCheckpoint",
+    "load_into",
+    "load_state_dict",
+    "open_checkpoint",
+]
+
+_Array_co = TypeVar("_Array_co", covariant=True)
+_NEAREST = 3
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LazyTensor(Generic[_Array_co]):
+    """A tensor of an open checkpoint, of which nothing is read before it is indexed.
+
+    Indexing returns a new array: dtype as stored, values and shape as numpy's basic indexing of the
+    whole tensor gives them; without dimensions, an array of shape ().
+    """
+
+    _tensor: Converted
+    _read: Callable[[Tiled, Selection], _Array_co]
+
+    def __repr__(self) -> str:
+        """Return name, dtype and shape; nothing is read."""
+        return f"<LazyTensor {self._tensor.name!r}: {self.get_dtype()} {self.get_shape()}>"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor, elements."""
+        return shape_of(self._tensor.recipe)
+
+    def get_shape(self) -> list[int]:
+        """Return the shape, as safetensors' slices do."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Return the dtype as safetensors spells it: "BF16"; where it has none, as torch does."""
+        return self._tensor.dtype.code or self._tensor.dtype.name
+
+    def __getitem__(self, index: Index) -> _Array_co:
+        """Read a part: integers, slices with any step, `...`, `None`, and tuples of these.
+
+        Raises:
+            IndexError: as numpy raises it; or for any other kind of index.
+            CorruptError: a file is gone or ends early.
+            UsageError: the checkpoint was closed.
+        """
+        return self._read(self._operation, select(index, self.shape))
+
+    @cached_property
+    def _operation(self) -> Tiled:
+        target = Target(0, 0, self.shape)  # a place in no file
+        return make_operation(target, self._tensor.recipe, self._tensor.dtype)
+
+
+class Names(KeysView[str]):
+    """The names of a checkpoint's tensors: a set, as of a dict, that can be indexed like a list."""
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        """Return names by their place in the state dict."""
+        return list(self)[index]
+
+    def __repr__(self) -> str:
+        """Return the names as a list."""
+        return repr(list(self))
+
+
+class OpenCheckpoint(Mapping[str, _Array_co]):
+    """A checkpoint as one state dict, of which tensors or parts are read when they are asked for.
+
+    `unshard.open_checkpoint` returns it. It is a context manager, and a mapping of names to whole
+    tensors, each read again whenever it is looked up: `values()` and `items()` have one tensor in
+    memory at a time. It is equal only to itself. Several threads may read from it; another process
+    must open its own.
+
+    Args:
+        opened: what it consists of.
+        make: makes an array of the framework's from bits.
+        stack: what to close.
+    """
+
+    def __init__(
+        self, opened: Opened, make: Callable[[Elements, DType], _Array_co], stack: ExitStack
+    ) -> None:
+        self._opened = opened
+        self._tensors = opened.tensors
+        self._make = make
+        self._close = weakref.finalize(self, stack.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files, and remove what was decompressed; nothing can be read afterwards."""
+        self._close()
+
+    def keys(self) -> Names:
+        """Return the names of all tensors, in the order of the state dict."""
+        return Names(self)
+
+    def __getitem__(self, name: str) -> _Array_co:
+        """Read a whole tensor, as `get_tensor` does."""
+        return self.get_tensor(name)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by identity: comparing contents would read all of them."""
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        """Return one line: where, what format, how many tensors."""
+        known = self.metadata()
+        step = f", step {known['step']}" if "step" in known else ""
+        state = "" if self._close.alive else ", closed"
+        count = counted(len(self), "tensor")
+        return f"<OpenCheckpoint {known['path']!r}: {count}, {known['format']}{step}{state}>"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def get_tensor(self, name: str) -> _Array_co:
+        """Read a whole tensor. Errors are those of `get_slice`, and of indexing what it returns."""
+        return self.get_slice(name)[...]
+
+    def get_slice(self, name: str) -> LazyTensor[_Array_co]:
+        """Return a tensor of which nothing is read before it is indexed.
+
+        Raises:
+            NoSuchTensorError: there is no tensor of this name; it is a `KeyError`, too.
+        """
+        if name not in self._tensors:
+
+            def shared(other: str) -> int:
+                """Count the characters with which both begin, and those with which both end."""
+                begins: int = sum(takewhile(bool, map(eq, name, other)))
+                ends: int = sum(takewhile(bool, map(eq, name[::-1], other[::-1])))
+                return begins + ends
+
+            nearest = sorted(self._tensors, key=shared, reverse=True)[:_NEAREST]
+            raise NoSuchTensorError(
+                f"{self._opened.path}: has no tensor {name}",
+                hint=f"the nearest names are {', '.join(nearest)}",
+            )
+        return LazyTensor(self._tensors[name], self._read)  # which keeps this open
+
+    def metadata(self) -> dict[str, str]:
+        """Return what is known about the checkpoint, as strings; unknown values are left out.
+
+        The keys are path, format, writer, step, world_size, role ("actor" or "critic"), weights
+        ("model" or "ema"), and config, the path of the config.json that belongs to it.
+        """
+        checkpoint = self._opened.checkpoint
+        catalog, location = checkpoint.catalog, checkpoint.location
+        known = {
+            "path": self._opened.path,
+            "format": catalog.format,
+            "writer": catalog.writer,
+            "step": catalog.step,
+            "world_size": catalog.world_size,
+            "role": location.role,
+            "weights": location.weights,
+            "config": checkpoint.companions.config,
+        }
+        return {key: str(value) for key, value in known.items() if value is not None}
+
+    def load_into(self, model: "Module", *, strict: bool = True) -> Loaded:
+        """Copy the tensors into a model's parameters and buffers, one at a time.
+
+        Values are cast to the model's dtypes, as by torch; parameters on the meta device are
+        replaced by those of the checkpoint. Names may be those of training or of the hub, experts
+        in one tensor or one by one: the model determines this. Tied weights stay tied, and one of
+        their names is enough. Of a sharded model (DTensors) every rank reads its own part.
+
+        Args:
+            model: any module of torch.
+            strict: raise if names are missing or unexpected; otherwise return them.
+
+        Raises:
+            ConversionError: the checkpoint does not fit the model; nothing was copied.
+            CorruptError: a file is gone or ends early.
+            UsageError: torch is not installed, or the checkpoint was closed.
+        """
+        return fill(model, self._opened, strict=strict)
+
+    def _read(self, operation: Tiled, selection: Selection) -> _Array_co:
+        return self._make(self._opened.reader.read(operation, selection), operation.to)
 
 
 @overload
@@ -61,7 +279,7 @@ def open_checkpoint(
         ConversionError: with names "hub": the names cannot be resolved.
         UsageError: an option is not valid, or torch is not installed.
     """
-    make = _maker(framework)
+    make = _choose_maker(framework)
     names = options.setdefault("names", "training")
     chosen = MergeOptions(**options)
     with ExitStack() as stack:
@@ -116,7 +334,7 @@ def load_into(
         return checkpoint.load_into(model, strict=strict)
 
 
-def _maker(framework: str) -> "Callable[[Elements, DType], Elements | Tensor]":
+def _choose_maker(framework: str) -> "Callable[[Elements, DType], Elements | Tensor]":
     """Return a function that makes an array of this framework from bits."""
     if framework == "np":
         return lambda bits, dtype: bits.view(numpy_dtype(dtype))

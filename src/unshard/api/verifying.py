@@ -7,9 +7,9 @@ from math import inf
 from pathlib import Path
 from typing import Unpack
 
-from unshard.api.flow.converting import convert, expected_names, find_stored_ties
-from unshard.api.flow.sources import Sources, inflated, read_checkpoint
+from unshard.api.converting import convert, expected_names, find_stored_ties
 from unshard.api.options import MergeOptions, given_path, taking
+from unshard.api.sources import Sources, inflated, read_checkpoint
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.convert.outputs import Converted
 from unshard.convert.precision import precision
@@ -23,7 +23,7 @@ from unshard.read.format import blaming
 from unshard.read.open import Checkpoint, open_whole
 from unshard.showing import hearing
 from unshard.write.record import RECORD_NAME
-from unshard.write.verification.comparison import ByConfig, Comparison, Loading, Tolerances
+from unshard.write.verification.comparison import ByConfig, Comparison, Tolerances
 
 __all__ = ["verify"]
 
@@ -81,23 +81,23 @@ def verify(
         if inflated_bytes(theirs.catalog):
             heard(Stage("decompressing"))
             theirs = inflated(theirs, stack)
-        other_side = _cast(_theirs(theirs, chosen, {one.name for one in mine}), dtype)
+        other_side = _cast(_choose_form(theirs, chosen, {one.name for one in mine}), dtype)
         found = compare(mine, other_side, Tolerances(atol, rtol), resources, heard)
-        found = replace(found, by_config=_by_config(ours, chosen))
-        return replace(found, loading=_loading(ours, mine, heard)) if load else found
+        found = replace(found, by_config=_compare_by_config(ours, chosen))
+        if load:
+            from unshard.write.verification.load import forms_of, verify_load
 
-
-def _loading(ours: Checkpoint, mine: Sequence[Converted], listener: Listener) -> Loading:
-    """Load the names and shapes of a merged model with transformers."""
-    from unshard.write.verification.load import forms_of, verify_load
-
-    listener(Stage("loading"))
-    return verify_load(ours.location.weights_dir, forms_of(mine))
+            heard(Stage("loading"))
+            loading = verify_load(ours.location.weights_dir, forms_of(mine))
+            found = replace(found, loading=loading)
+        return found
 
 
 def _as_merged(output: Path, names: str | None, options: VerifyKeywords) -> MergeOptions:
     """Return the options to convert the other side by: as given, or as recorded in the output."""
-    record, given, own = _recorded(output), MergeOptions(**options), output / "config.json"
+    path = (output if output.is_dir() else output.parent) / RECORD_NAME
+    record = JsonFields(path, json_object(path) if path.is_file() else {}).inside("options")
+    given, own = MergeOptions(**options), output / "config.json"
     by_default = "hub" if given.base is not None else record.text("names") or "hub"
     return replace(
         given,
@@ -111,7 +111,7 @@ def _as_merged(output: Path, names: str | None, options: VerifyKeywords) -> Merg
     )
 
 
-def _by_config(ours: Checkpoint, options: MergeOptions) -> ByConfig | None:
+def _compare_by_config(ours: Checkpoint, options: MergeOptions) -> ByConfig | None:
     """Compare the output's names with those that its config implies."""
     names = ours.catalog.tensors
     expected = expected_names(names, ours.config, options)
@@ -125,7 +125,9 @@ def _by_config(ours: Checkpoint, options: MergeOptions) -> ByConfig | None:
     )
 
 
-def _theirs(checkpoint: Checkpoint, options: MergeOptions, ours: set[str]) -> Sequence[Converted]:
+def _choose_form(
+    checkpoint: Checkpoint, options: MergeOptions, ours: set[str]
+) -> Sequence[Converted]:
     """Return what the output is compared with: a model as it is, or a checkpoint as merged.
 
     A whole model is taken as it is if that fits the output's names better; a head that it stores
@@ -148,10 +150,3 @@ def _cast(tensors: Sequence[Converted], dtype: DtypeLike | None) -> Sequence[Con
         return tensors
     rule = precision(dtype, None, None, None)
     return [replace(one, dtype=rule.dtype(one.name, one.dtype)) for one in tensors]
-
-
-def _recorded(output: Path) -> JsonFields:
-    """Return the options in the output's record; none without a record."""
-    path = (output if output.is_dir() else output.parent) / RECORD_NAME
-    fields = json_object(path) if path.is_file() else {}
-    return JsonFields(path, fields).inside("options")

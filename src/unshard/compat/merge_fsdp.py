@@ -165,7 +165,7 @@ def _not_needed(model: str) -> Iterator[None]:
 
 
 def _config_of(checkpoint: Path, model: str, options: "MergeOptions") -> "Fields":
-    from unshard.api.flow.sources import read_checkpoint
+    from unshard.api.sources import read_checkpoint
 
     config = read_checkpoint(checkpoint, options).config
     if config is None:

@@ -23,7 +23,7 @@ from unshard.fronts import Command
 from unshard.write.files import write_whole
 
 if TYPE_CHECKING:
-    from unshard.api.flow.preparing import Prepared
+    from unshard.api.making import Prepared
 
 __all__ = ["ANSWER_NAME", "MergeOrder", "main"]
 
@@ -129,7 +129,7 @@ def _accept(prepared: "Prepared") -> "Prepared":
 
 def _demand_config(prepared: "Prepared") -> "Prepared":
     """Raise, before anything is written, if the output will have no config."""
-    from unshard.api.flow.preparing import without_config
+    from unshard.api.making import without_config
 
     if prepared.config is None:
         raise ConversionError(

@@ -1,43 +1,55 @@
 """From checkpoints to the output's tensors: adapters, names, ties, selection, dtypes, mean."""
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TypeGuard
 
-from unshard.api.flow.adapters import fuse_adapter, separate_adapter
-from unshard.api.flow.sources import Sources
 from unshard.api.options import MergeOptions
+from unshard.api.sources import Sources
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.averaging import average_tensors
 from unshard.convert.critics import critic_config, without_trl_wrapper
 from unshard.convert.expected.config_names import expected_by_config
 from unshard.convert.expected.tensors import Expected, check_expected
-from unshard.convert.names import hub_names, names_of_base
+from unshard.convert.lora.files import adapter_tensors
+from unshard.convert.lora.fuse import fuse
+from unshard.convert.lora.names import split_adapter
+from unshard.convert.names import hub_names, names_of_base, training_names
 from unshard.convert.outputs import Converted, finish, select_names, select_tensors
 from unshard.convert.precision import Precision, precision
-from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype
+from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype, take
 from unshard.convert.ties import Ties, find_ties, is_head
 from unshard.convert.torchtitan import without_native_names
-from unshard.errors import ConversionError, raise_all
+from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.noted import Noted
 from unshard.plan.work import make_pair
+from unshard.read.beside.adapter_config import read_adapter_config
 from unshard.read.beside.base import Base
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.tensors.boxes import Box
-from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DTypeKind
+from unshard.write.adapter import ADAPTER_CONFIG_NAME, adapter_config_json
 from unshard.write.execute import are_equal
 
-__all__ = ["Outcome", "convert", "convert_one", "expected_names", "find_stored_ties", "is_stored"]
+__all__ = [
+    "Conversion",
+    "convert",
+    "convert_one",
+    "expected_names",
+    "find_stored_ties",
+    "fuse_adapter",
+    "is_stored",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class Conversion:
     """What becomes of the checkpoints, before it has places in files.
 
     Attributes:
@@ -54,31 +66,89 @@ class Outcome:
     notes: tuple[str, ...]
     names_checked: str = "none"
     files: Mapping[str, bytes] = field(default_factory=dict)
-    adapter: "Outcome | None" = None
+    adapter: "Conversion | None" = None
 
 
-def convert(sources: Sources, options: MergeOptions) -> Outcome:
+def convert(sources: Sources, options: MergeOptions) -> Conversion:
     """Decide what the output's tensors are, and how each is made; several sources are averaged.
 
     Raises:
         ConversionError: names or dtypes of the output cannot be resolved, or tensors are missing.
     """
+    last = sources.last
     if options.lora == "adapter":
-        return _adapter_alone(sources.last, options)
+        return _separate_adapter(last, options)
     each = [convert_one(one, options) for one in sources.checkpoints]
-    made = each[0] if len(each) == 1 else _mean(sources, each)
-    checked = _check_names(made, sources.last, options)
-    adapter = _adapter_alone(sources.last, options) if options.lora == "both" else None
-    notes = (*made.notes, *checked.notes)
-    return replace(made, notes=notes, names_checked=checked.value, adapter=adapter)
+    made = each[0] if len(each) == 1 else _average(sources, each)
+    recipes = {one.name: one.recipe for one in made.tensors}
+    expected, notes, by = None, made.notes, "none"
+    if last.base is not None:  # each was compared with its names already
+        by = "base"
+    elif (expected := expected_names(recipes, made.config, options)) is not None:
+        expected, by = replace(expected, name=str(last.companions.config)), "config"
+        notes += tuple(_check(recipes, expected, options))
+    adapter = _separate_adapter(last, options) if options.lora == "both" else None
+    return replace(made, notes=notes, names_checked=by, adapter=adapter)
 
 
-def _adapter_alone(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
-    tensors, files = separate_adapter(checkpoint, options)
-    return Outcome(tensors, None, (), files=files)
+def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
+    """Return an adapter as PEFT loads it: its tensors, whose dtypes stay, and its small files.
+
+    Raises:
+        UsageError: there is no adapter.
+        ConversionError: PEFT needs something that neither the files nor the options say.
+    """
+    split = split_adapter(_as_stored(checkpoint.catalog))
+    if not split.pairs:
+        raise _no_adapter(checkpoint, options)
+    # Options that do not apply to an adapter by itself are refused, not ignored.
+    never = ("dtype", "keep_fp32", "include", "exclude", "max_shard_size")
+    unused = [name.replace("_", "-") for name in never if name in options.chosen]
+    if options.lora == "adapter" and unused:
+        raise UsageError(
+            f"--lora adapter writes the adapter as it is: --{unused[0]} does not apply",
+            hint="leave it out, or write the fused model",
+        )
+    tensors = finish(adapter_tensors(split), Precision())
+    config = read_adapter_config(checkpoint.location)
+    fields = None if checkpoint.config is None else checkpoint.config.fields
+    text = adapter_config_json(split, config, options.lora_alpha, fields)
+    return Conversion(tensors, None, (), files={ADAPTER_CONFIG_NAME: text})
 
 
-def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
+def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping[str, Recipe]]:
+    """Return a checkpoint's tensors, its adapter fused into them.
+
+    Raises:
+        ConversionError: it cannot be fused, or not all of it.
+        UsageError: `--lora both` was given, and there is no adapter.
+    """
+    split = split_adapter(_as_stored(checkpoint.catalog))
+    if not split.pairs:
+        if options.lora == "both":
+            raise _no_adapter(checkpoint, options)
+        return Noted({**split.base, **split.saved})
+    base: dict[str, Recipe] | None = None
+    if split.adapter_only and checkpoint.base is not None:
+        base = _as_stored(checkpoint.base)
+        if not all(path in base or f"{path}.weight" in base for path in split.pairs):
+            base = training_names(base, checkpoint.config)
+    config = read_adapter_config(checkpoint.location)
+    fused = fuse(split, config, options.lora_alpha, base)
+    note = f"{len(split.pairs)} LoRA pairs were fused into the weights"
+    return Noted(fused.value, (note, *fused.notes))
+
+
+def _as_stored(found: Catalog | Base) -> dict[str, Recipe]:
+    return {name: take(entry) for name, entry in found.tensors.items()}
+
+
+def _no_adapter(checkpoint: Checkpoint, options: MergeOptions) -> UsageError:
+    where = checkpoint.location.weights_dir
+    return UsageError(f"--lora {options.lora}: {where} has no LoRA adapter")
+
+
+def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     """Decide names, ties, selection and dtypes of what one checkpoint becomes."""
     config, base = checkpoint.config, checkpoint.base
     adapted = fuse_adapter(checkpoint, options)
@@ -91,34 +161,29 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Outcome:
             else names_of_base(trained, base.files, config, base.shapes)
         )
         tensors, notes = renamed.value, (*notes, *renamed.notes)
-    ties = _ties(tensors, config)
+    # A computed tensor is not equal to any other. Compressed ones cannot be compared: they are
+    # looked at again when they are decompressed.
+    stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
+    computed = {name: shape_of(one) for name, one in tensors.items() if name not in stored}
+    there = {name: one for name, one in stored.items() if not one.chunks.compressed.any()}
+    ties = find_stored_ties(there, config, computed)
     notes += tuple(
         f"{head} differs from {embedding}, though the model's config says that they are tied: both "
         "are written, and config.json records that"
         for head, embedding in ties.different.items()
     )
     tensors = {name: one for name, one in tensors.items() if name not in ties.equal}
-    whole, tensors = tensors, select_tensors(tensors, options.include, options.exclude)
-    rule = _precision(base, config, options)
+    tensors = select_tensors(tensors, options.include, options.exclude)
+    dtypes = None if base is None else base.dtypes
+    if base is not None and not dtypes and options.dtype == "base":
+        raise ConversionError(f"--dtype base: the dtypes of {base.name} are not known")
+    rule = precision(options.dtype, config, dtypes, options.keep_fp32)
     if base is not None:
-        left_out = [name for name in whole if name not in tensors]
-        notes += tuple(_check_base(tensors, base, options, config, left_out))
+        notes += tuple(_check_base(tensors, base, options, config))
     if config is not None:
-        config = _resized(config, checkpoint, tensors)
-        config = critic_config(config, tensors)
+        config = critic_config(_resize(config, checkpoint, tensors), tensors)
         config = config.untied() if ties.different else config
-    return Outcome(finish(tensors, rule), config, notes)
-
-
-def _ties(tensors: Mapping[str, Recipe], config: ModelConfig | None) -> Ties:
-    """Find tied weights among the output's tensors; a fused one is not equal to any other.
-
-    Compressed tensors cannot be compared: they are looked at again when they are decompressed.
-    """
-    stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
-    computed = {name: shape_of(one) for name, one in tensors.items() if name not in stored}
-    there = {name: one for name, one in stored.items() if not one.chunks.compressed.any()}
-    return find_stored_ties(there, config, computed)
+    return Conversion(finish(tensors, rule), config, notes)
 
 
 def find_stored_ties(
@@ -142,31 +207,15 @@ def is_stored(recipe: Recipe) -> TypeGuard[Take]:
     return recipe.box == Box.whole(recipe.entry.shape)
 
 
-def _precision(base: Base | None, config: ModelConfig | None, options: MergeOptions) -> Precision:
-    dtypes = None if base is None else base.dtypes
-    if base is not None and not base.dtypes and options.dtype == "base":
-        raise ConversionError(f"--dtype base: the dtypes of {base.name} are not known")
-    return precision(options.dtype, config, dtypes, options.keep_fp32)
-
-
 def _check_base(
-    tensors: Mapping[str, Recipe],
-    base: Base,
-    options: MergeOptions,
-    config: ModelConfig | None,
-    left_out: Sequence[str],
+    tensors: Mapping[str, Recipe], base: Base, options: MergeOptions, config: ModelConfig | None
 ) -> list[str]:
     """Compare names and shapes with the base's; the user's choice and tied heads are excused."""
-    kept = select_names(base.files, options.include, options.exclude)
-    excused = {*left_out, *(base.files.keys() - kept)}
+    excused = base.files.keys() - select_names(base.files, options.include, options.exclude)
     if config is not None and config.is_tied:
         excused |= {name for name in (*base.files, *tensors) if is_head(name)}
-    notes = check_expected(
-        tensors,
-        Expected(base.name, base.files, base.shapes, excused),
-        allow_missing=options.allow_missing,
-        allow_unexpected=options.allow_unexpected,
-    )
+    expected = Expected(base.name, base.files, base.shapes, excused)
+    notes = _check(tensors, expected, options)
     if options.dtype == "base":
         unknown = [name for name in tensors if name not in base.dtypes]
         if unknown:
@@ -174,30 +223,9 @@ def _check_base(
     return notes
 
 
-def _check_names(made: Outcome, checkpoint: Checkpoint, options: MergeOptions) -> Noted[str]:
-    """Compare the names of an output with those that its config says there are.
-
-    Where there is a base model, they were compared with its names already.
-
-    Returns:
-        By what the names were checked.
-
-    Raises:
-        ConversionError: tensors are missing, or do not belong to the model.
-    """
-    if checkpoint.base is not None:
-        return Noted("base")
-    recipes = {one.name: one.recipe for one in made.tensors}
-    expected = expected_names(recipes, made.config, options)
-    if expected is None:
-        return Noted("none")
-    notes = check_expected(
-        recipes,
-        replace(expected, name=str(checkpoint.companions.config)),
-        allow_missing=options.allow_missing,
-        allow_unexpected=options.allow_unexpected,
-    )
-    return Noted("config", tuple(notes))
+def _check(tensors: Mapping[str, Recipe], expected: Expected, options: MergeOptions) -> list[str]:
+    missing, unexpected = options.allow_missing, options.allow_unexpected
+    return check_expected(tensors, expected, allow_missing=missing, allow_unexpected=unexpected)
 
 
 def expected_names(
@@ -206,14 +234,11 @@ def expected_names(
     """Return what an output of these names has by its config; None if that is not known."""
     if config is None or options.names != "hub" or options.base is not None:
         return None
-
-    def kept(known: Iterable[str]) -> list[str]:
-        return select_names(known, options.include, options.exclude)
-
+    kept = partial(select_names, include=options.include, exclude=options.exclude)
     return expected_by_config(config.fields, names, kept, tied=config.may_be_tied)
 
 
-def _resized(
+def _resize(
     config: ModelConfig, checkpoint: Checkpoint, tensors: Mapping[str, Recipe]
 ) -> ModelConfig:
     """Return the config with the output's vocabulary, if it is the base model's config."""
@@ -227,8 +252,8 @@ def _resized(
     return config
 
 
-def _mean(sources: Sources, outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the mean of several outcomes, with config and companions of the last.
+def _average(sources: Sources, conversions: Sequence[Conversion]) -> Conversion:
+    """Return the mean of several conversions, with config and companions of the last.
 
     Integers and booleans that differ, counters for example, are the last source's, and named.
 
@@ -236,17 +261,17 @@ def _mean(sources: Sources, outcomes: Sequence[Outcome]) -> Outcome:
         ConversionError: names, shapes or dtypes differ, or tensors that have no mean.
     """
     names = [str(one.location.weights_dir) for one in sources.checkpoints]
-    mean = average_tensors([one.tensors for one in outcomes], names, sources.weights)
-    notes = dict.fromkeys(note for one in outcomes for note in one.notes)
+    mean = average_tensors([one.tensors for one in conversions], names, sources.weights)
+    notes = dict.fromkeys(note for one in conversions for note in one.notes)
     added = (one for one in mean.tensors if one.name not in mean.fixed)
     if any(stored_dtype(one.recipe).itemsize > BY_NAME["float32"].itemsize for one in added):
         notes["float64 values are averaged in float32, and lose digits"] = None
     if not sources.compressed_bytes:  # otherwise they are compared once decompressed
-        notes |= dict.fromkeys(_differing(list(mean.fixed.values()), names))
-    return Outcome(mean.tensors, outcomes[-1].config, tuple(notes))
+        notes |= dict.fromkeys(_compare_fixed(list(mean.fixed.values()), names))
+    return Conversion(mean.tensors, conversions[-1].config, tuple(notes))
 
 
-def _differing(fixed: Sequence[tuple[Converted, ...]], names: Sequence[str]) -> list[str]:
+def _compare_fixed(fixed: Sequence[tuple[Converted, ...]], names: Sequence[str]) -> list[str]:
     """Compare tensors that have no mean; return a note about those that differ."""
     problems, taken = [], []
     with OpenFiles(os.O_RDONLY, limit=32) as files:

@@ -9,18 +9,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from unshard.api.options import MergeOptions, given_path
+from unshard.api.options import MergeOptions
 from unshard.convert.lora.names import split_adapter
 from unshard.convert.recipes import take
 from unshard.progress import Chosen, Listener, Stage
-from unshard.read.beside.base import Base, read_base
+from unshard.read.beside.base import read_base
 from unshard.read.beside.companions import completed
 from unshard.read.dcp.inflate import inflate, inflated_bytes
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.write.staging.targets import check_space
 
-__all__ = ["Opening", "Sources", "decompressed", "inflated", "one_checkpoint", "read_checkpoint"]
+__all__ = ["Opening", "Sources", "decompressed", "inflated", "open_source", "read_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,27 +51,20 @@ class Sources:
 
 
 Opening = Callable[[Listener], Sources]
-"""Opens the checkpoints of a merge, and tells the listener which were chosen."""
+"""Opens the checkpoints of a merge, and reports to the listener which were chosen."""
 
 
-def one_checkpoint(path: str | Path, options: MergeOptions, *, pass_over: bool) -> Opening:
-    """Return a function that opens the checkpoint that a path means, with its training state.
-
-    Raises:
-        UsageError: the path is empty.
-    """
-    place = given_path(path, "the checkpoint")
-
-    def opened(listener: Listener) -> Sources:
-        listener(Stage("reading"))
-        checkpoint = read_checkpoint(place, options, pass_over=pass_over)
-        listener(Chosen(f"merging {checkpoint.title}"))
-        if not options.extra_state or options.lora == "adapter":
-            return Sources((checkpoint,))
-        state = read_training_state(checkpoint.location, checkpoint.catalog.world_size)
-        return Sources((checkpoint,), training=state)
-
-    return opened
+def open_source(
+    path: Path, options: MergeOptions, listener: Listener, *, pass_over: bool
+) -> Sources:
+    """Open the checkpoint that a path means, with its training state."""
+    listener(Stage("reading"))
+    checkpoint = read_checkpoint(path, options, pass_over=pass_over)
+    listener(Chosen(f"merging {checkpoint.title}"))
+    if not options.extra_state or options.lora == "adapter":
+        return Sources((checkpoint,))
+    state = read_training_state(checkpoint.location, checkpoint.catalog.world_size)
+    return Sources((checkpoint,), training=state)
 
 
 def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True) -> Checkpoint:
@@ -80,21 +73,17 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
     Raises:
         UnshardError: either cannot be read.
     """
-    also = [Path(one) for one in options.also]
     base = None if options.base is None else read_base(str(options.base))
     reading = replace(options.reading, shapes={} if base is None else base.shapes)
     choice = replace(options.request, pass_over=pass_over)
-    checkpoint = open_latest(path, choice, reading, also)
+    checkpoint = open_latest(path, choice, reading, [Path(one) for one in options.also])
     _log_choice(path, checkpoint)
-    return checkpoint if base is None else _with_base(checkpoint, base, options)
-
-
-def _with_base(checkpoint: Checkpoint, base: Base, options: MergeOptions) -> Checkpoint:
-    """Return a checkpoint with its base model, whose weights are there if they are needed."""
-    recipes = {name: take(entry) for name, entry in checkpoint.catalog.tensors.items()}
-    needs_weights = options.lora != "adapter" and split_adapter(recipes).adapter_only
-    if needs_weights and not base.tensors:
-        base = read_base(base.name, needs_weights=True)
+    if base is None:
+        return checkpoint
+    if options.lora != "adapter" and not base.tensors:
+        recipes = {name: take(entry) for name, entry in checkpoint.catalog.tensors.items()}
+        if split_adapter(recipes).adapter_only:  # it is fused into the weights of the base
+            base = read_base(base.name, needs_weights=True)
     companions = completed(checkpoint.companions, base.companions)
     return replace(checkpoint, companions=companions, base=base)
 
@@ -124,6 +113,7 @@ def decompressed(sources: Sources, scratch: Path, listener: Listener) -> Sources
     Raises:
         CorruptError: see `inflate`.
     """
+    # A compressed item can be read only from its start to its end, tiles in any order.
     listener(Stage("decompressing"))
     checkpoints = tuple(
         replace(one, catalog=inflate(one.catalog, scratch.with_suffix(f".{number}")))
@@ -142,13 +132,12 @@ def inflated(checkpoint: Checkpoint, stack: ExitStack) -> Checkpoint:
     needed = inflated_bytes(checkpoint.catalog)
     if not needed:
         return checkpoint
-    scratch = Path(tempfile.mkdtemp(prefix="_unshard-"))
-    stack.callback(_remove, scratch, os.getpid())
+    scratch, owner = Path(tempfile.mkdtemp(prefix="_unshard-")), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a fork of this process must not remove what this one reads
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    stack.callback(remove)
     check_space(scratch, needed)
     return replace(checkpoint, catalog=inflate(checkpoint.catalog, scratch / "items"))
-
-
-def _remove(scratch: Path, owner: int) -> None:
-    """Remove a directory, unless this is a fork of the process that made it."""
-    if os.getpid() == owner:
-        shutil.rmtree(scratch, ignore_errors=True)

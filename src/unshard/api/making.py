@@ -1,22 +1,31 @@
-"""The steps from a plan to a finished directory, one function each; `merging` has their order."""
+"""From the output's tensors to a finished directory: one function for each step of `merging`."""
 
+import logging
 import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unshard.api.flow.preparing import Prepared
+from unshard.api.converting import Conversion
 from unshard.api.options import MergeOptions
+from unshard.api.sources import Sources
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of, take
 from unshard.engines.threads import run_plan, verify_full
-from unshard.plan.layout import INDEX_NAME, index_json
+from unshard.plan.layout import INDEX_NAME, index_json, lay_out
 from unshard.plan.operations import Plan
+from unshard.plan.planner import make_plan
 from unshard.plan.work import make_pair
 from unshard.progress import Listener, Stage, ignore
-from unshard.showing import is_notebook, is_terminal
+from unshard.read.beside.companions import Companions
+from unshard.read.beside.model_config import ModelConfig
+from unshard.read.open import Checkpoint
+from unshard.showing import counted, is_notebook, is_terminal
 from unshard.tensors.catalog import TensorEntry
+from unshard.write.adapter import ADAPTER_NAME
 from unshard.write.companions import (
     state_file_names,
     write_companions,
@@ -31,18 +40,127 @@ from unshard.write.staging.targets import refuse_sources
 from unshard.write.verification.light import verify_light
 
 __all__ = [
+    "Prepared",
     "add_files",
     "compare_with_base",
     "late_notes",
     "make_report",
     "named_companions",
+    "plan_output",
     "push_output",
     "stage_output",
     "verify_output",
+    "without_config",
 ]
 
+_log = logging.getLogger(__name__)
+
+_ONE_FILE = 1 << 62
 _COMPANION_ALLOWANCE = 64 * 1024
 _ADAPTER_FOLDER = "lora_adapter"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """Everything that is known before the first byte is written.
+
+    Attributes:
+        sources: what is merged.
+        tensors: the output's.
+        plan: how their files are made.
+        config: config.json of the output, if it gets one.
+        warnings: what a user should know.
+        files: small files to write next to the weights, by name.
+        names_checked: by what the names were checked: "config", "base" or "none".
+        adapter: the adapter by itself, to be written into a folder of its own.
+    """
+
+    sources: Sources
+    tensors: Sequence[Converted]
+    plan: Plan
+    config: ModelConfig | None
+    warnings: tuple[str, ...]
+    files: Mapping[str, bytes]
+    names_checked: str = "none"
+    adapter: "Prepared | None" = None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is merged; of several, the last."""
+        return self.sources.last
+
+    @property
+    def loadable(self) -> bool:
+        """Whether the output has the config that transformers or PEFT needs to load it."""
+        return self.config is not None or bool(self.files)
+
+
+def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Prepared:
+    """Lay out the output's files, and plan how they are made."""
+    read = tuple(note for one in sources.checkpoints for note in one.catalog.notes)
+    if options.lora == "adapter":
+        return _plan_adapter(sources, made, read)
+    base, like = sources.last.base, None
+    # The files are those of the base model, unless a size was asked for.
+    if base is not None and options.max_shard_size is None:
+        is_safetensors = all(one.endswith(".safetensors") for one in base.files.values())
+        like = base.files if is_safetensors else None
+    plan = make_plan(lay_out(made.tensors, options.shard_bytes, like=like))
+    _log_plan(made.tensors, plan)
+    config, written, notes = made.config, _find_dtype(plan), list(made.notes)
+    if config is None:
+        notes.append(without_config(sources.last))
+    elif options.dtype == "keep" and config.dtype and written and config.dtype != written:
+        what = f"the weights are {written} and are kept so, but config.json names {config.dtype}"
+        notes.append(f"{what}; to cast them: --dtype config")
+    return Prepared(
+        sources,
+        made.tensors,
+        plan,
+        config=None if config is None else config.as_written(written),
+        warnings=(*read, *notes, *sources.training.warnings),
+        files=made.files,
+        names_checked=made.names_checked,
+        adapter=None if made.adapter is None else _plan_adapter(sources, made.adapter, ()),
+    )
+
+
+def _plan_adapter(sources: Sources, made: Conversion, notes: tuple[str, ...]) -> Prepared:
+    """Plan an adapter as a directory of its own, which PEFT loads, without companions."""
+    alone = replace(sources, checkpoints=(replace(sources.last, companions=Companions()),))
+    plan = make_plan(lay_out(made.tensors, _ONE_FILE, pattern=ADAPTER_NAME))
+    return Prepared(alone, made.tensors, plan, None, notes, made.files)
+
+
+def without_config(checkpoint: Checkpoint) -> str:
+    """Return the warning for a checkpoint that has no config."""
+    return (
+        f"no config.json was found in or next to {checkpoint.location.weights_dir}: the "
+        "weights are complete, but transformers needs one to load them; give it with "
+        "--config FILE|DIR or --base MODEL"
+    )
+
+
+def _log_plan(tensors: Sequence[Converted], plan: Plan) -> None:
+    _log.info(
+        "plan: %s in %s, %s; copies: %d, tensors made in tiles: %d",
+        counted(len(tensors), "tensor"),
+        counted(len(plan.layout.files), "file"),
+        counted(plan.layout.total_size, "byte"),
+        *(len(plan.copies), len(plan.tiled)),
+    )
+    for one in tensors:
+        _log.debug("plan %s: %s, %s", one.name, one.dtype.name, type(one.recipe).__name__)
+
+
+def _find_dtype(plan: Plan) -> str | None:
+    """Return the dtype of most of the floating point bytes; None if there are none."""
+    sizes: Counter[str] = Counter()
+    for file in plan.layout.files:
+        for tensor in file.tensors:
+            if tensor.dtype.castable:
+                sizes[tensor.dtype.name] += tensor.data_offsets[1] - tensor.data_offsets[0]
+    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def stage_output(prepared: Prepared, target: Path, options: MergeOptions) -> Staging:
@@ -51,17 +169,22 @@ def stage_output(prepared: Prepared, target: Path, options: MergeOptions) -> Sta
     Raises:
         OutputError: the target contains the weights that are merged; on entering: see `Staging`.
     """
-    catalogs = [one.catalog for one in prepared.sources.checkpoints]
-    locations = [one.location for one in prepared.sources.checkpoints]
-    entries = (entry for catalog in catalogs for entry in catalog.tensors.values())
+    sources, adapter = prepared.sources, prepared.adapter
+    entries = (entry for one in sources.checkpoints for entry in one.catalog.tensors.values())
     files = {id(entry.chunks.paths): entry.chunks.paths for entry in entries}  # shared by tensors
     refuse_sources(target, {path for paths in files.values() for path in paths})
+    needed = prepared.plan.bytes_written + sources.compressed_bytes + _COMPANION_ALLOWANCE
+    needed += 0 if adapter is None else adapter.plan.bytes_written
+    needed += 2 * sources.training.size  # of the first rank it is written twice
+    needed += sum(one.stat().st_size for one in prepared.checkpoint.companions.files.values())
+    names = (*_weight_files(prepared), *_companion_files(prepared))
+    locations = [one.location for one in sources.checkpoints]
     return Staging(
         target,
-        _needed_bytes(prepared),
+        needed,
         sources=[place for one in locations for place in (one.step_dir, *one.roots)],
         overwrite=options.overwrite,
-        names=_output_names(prepared),
+        names=(*names, *state_file_names(sources.training)),
     )
 
 
@@ -69,30 +192,27 @@ def add_files(
     prepared: Prepared, directory: Path, options: MergeOptions, listener: Listener
 ) -> None:
     """Write all files but the weights: companions, index, training state, record, adapter."""
+    sources, layout = prepared.sources, prepared.plan.layout
     write_companions(prepared.checkpoint.companions, prepared.config, directory)
-    if len(prepared.plan.layout.files) > 1:
-        (directory / INDEX_NAME).write_bytes(index_json(prepared.plan.layout))
+    if len(layout.files) > 1:
+        (directory / INDEX_NAME).write_bytes(index_json(layout))
     for name, text in prepared.files.items():
         (directory / name).write_bytes(text)
-    write_training_state(prepared.sources.training, directory)
-    (directory / RECORD_NAME).write_bytes(_record(prepared, options))
+    write_training_state(sources.training, directory)
+    state = state_file_names(sources.training)
+    output: dict[str, object] = {
+        "loadable": prepared.loadable,
+        "names_checked": prepared.names_checked,
+    }
+    output |= {"training_state": list(state)} if state else {}
+    record = record_json(sources.checkpoints, sources.weights, layout, options.recorded, output)
+    (directory / RECORD_NAME).write_bytes(record)
     if prepared.adapter is not None:
         folder = directory / _ADAPTER_FOLDER
         folder.mkdir()
         run_plan(prepared.adapter.plan, folder, options.settings, listener)
         for name, text in prepared.adapter.files.items():
             (folder / name).write_bytes(text)
-
-
-def _record(prepared: Prepared, options: MergeOptions) -> bytes:
-    sources, state = prepared.sources, state_file_names(prepared.sources.training)
-    output = {
-        "loadable": prepared.loadable,
-        "names_checked": prepared.names_checked,
-        **({"training_state": list(state)} if state else {}),
-    }
-    layout = prepared.plan.layout
-    return record_json(sources.checkpoints, sources.weights, layout, options.recorded, output)
 
 
 def verify_output(
@@ -153,33 +273,29 @@ def late_notes(
     prepared: Prepared, changed: tuple[int, int] | None, overflows: dict[str, int]
 ) -> list[str]:
     """Return the warnings that are known only once the output is made."""
-    base, notes = prepared.checkpoint.base, _overflow_notes(overflows, prepared.plan)
-    if base is None or changed is None or changed[0]:
-        return notes
+    base = prepared.checkpoint.base
+    notes: list[str] = []
     # A merge of the wrong weights often gives the base model itself.
-    same = (
-        f"ALL {changed[1]} TENSORS EQUAL THOSE OF {base.name}: this output is the base "
-        "model. Was the right checkpoint merged, and was anything trained?"
-    )
-    return [same, *notes]
-
-
-def _overflow_notes(overflows: dict[str, int], plan: Plan) -> list[str]:
-    if not overflows:
-        return []
-    worst = sorted(overflows.items(), key=lambda item: -item[1])[:5]
-    listed = ", ".join(f"{name} ({count})" for name, count in worst)
-    tensors = (tensor for file in plan.layout.files for tensor in file.tensors)
-    dtypes = sorted({one.dtype.name for one in tensors if one.name in overflows})
-    what = f"{sum(overflows.values())} values of {len(overflows)} tensors are too large for "
-    hint = "; bfloat16 can represent them" if dtypes == ["float16"] else ""
-    return [f"{what}{', '.join(dtypes)} and became infinite: {listed}{hint}"]
+    if base is not None and changed is not None and not changed[0]:
+        notes.append(
+            f"ALL {changed[1]} TENSORS EQUAL THOSE OF {base.name}: this output is the base "
+            "model. Was the right checkpoint merged, and was anything trained?"
+        )
+    if overflows:
+        worst = sorted(overflows.items(), key=lambda item: -item[1])[:5]
+        listed = ", ".join(f"{name} ({count})" for name, count in worst)
+        tensors = (tensor for file in prepared.plan.layout.files for tensor in file.tensors)
+        dtypes = sorted({one.dtype.name for one in tensors if one.name in overflows})
+        what = f"{sum(overflows.values())} values of {len(overflows)} tensors are too large for "
+        hint = "; bfloat16 can represent them" if dtypes == ["float16"] else ""
+        notes.append(f"{what}{', '.join(dtypes)} and became infinite: {listed}{hint}")
+    return notes
 
 
 def push_output(
     prepared: Prepared, target: Path, options: MergeOptions, listener: Listener
 ) -> str | None:
-    """Upload the output if that was asked for; return the repository's URL."""
+    """Upload the output if `--push-to-hub` was given; return the repository's URL."""
     if options.push_to_hub is None:
         return None
     listener(Stage("pushing"))
@@ -229,26 +345,10 @@ def make_report(
     )
 
 
-def _needed_bytes(prepared: Prepared) -> int:
-    """Return about what the output will take on disk."""
-    companions = prepared.checkpoint.companions.files.values()
-    extra = sum(path.stat().st_size for path in companions)
-    extra += prepared.adapter.plan.bytes_written if prepared.adapter is not None else 0
-    extra += 2 * prepared.sources.training.size  # of the first rank it is written twice
-    extra += prepared.sources.compressed_bytes
-    return prepared.plan.bytes_written + extra + _COMPANION_ALLOWANCE
-
-
 def _companion_files(prepared: Prepared) -> tuple[str, ...]:
     """Return the names of the other files that belong to the model."""
     config = ("config.json",) if prepared.config is not None else ()
     return (*config, *prepared.checkpoint.companions.files, *prepared.files)
-
-
-def _output_names(prepared: Prepared) -> tuple[str, ...]:
-    """Return the paths, inside the output, of all its files but the record."""
-    state = state_file_names(prepared.sources.training)
-    return (*_weight_files(prepared), *_companion_files(prepared), *state)
 
 
 def _weight_files(prepared: Prepared) -> list[str]:

@@ -1,1 +1,0 @@
-"""The steps of `api.merging`, in their order."""
