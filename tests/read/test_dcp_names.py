@@ -6,7 +6,7 @@ import pytest
 
 from unshard.errors import NotMergeableError
 from unshard.read.dcp.metadata import DcpMetadata, StoredTensor
-from unshard.read.dcp.names import ModelNames, model_names
+from unshard.read.dcp.model import ModelNames, model_names
 from unshard.tensors.dtypes import BY_NAME
 
 Path = tuple[str, ...]

@@ -27,7 +27,7 @@ from unshard import CheckpointError, CorruptError, UsageError
 from unshard.api import MergeOptions, Prepared, merge_with
 from unshard.containers.zstd import decompress
 from unshard.progress import ignore
-from unshard.read.dcp.inflate import inflate, inflated_bytes
+from unshard.read.dcp.items import inflate, inflated_bytes
 from unshard.read.format import Choice, ReadOptions
 from unshard.read.open import open_latest
 
@@ -188,7 +188,7 @@ def test_the_disk_must_have_room_for_what_is_decompressed(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for the output alone is not enough."""
-    monkeypatch.setattr("unshard.read.dcp.inflate._SLACK", 1 << 50)
+    monkeypatch.setattr("unshard.read.dcp.items._SLACK", 1 << 50)
     with pytest.raises(unshard.OutputError, match="space"):
         unshard.merge(checkpoint, tmp_path / "out")
 
@@ -196,7 +196,7 @@ def test_the_disk_must_have_room_for_what_is_decompressed(
 def test_the_place_of_temporary_files_must_have_room_too(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unshard.read.dcp.inflate._SLACK", 1 << 50)
+    monkeypatch.setattr("unshard.read.dcp.items._SLACK", 1 << 50)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(unshard.OutputError, match=r"space[\s\S]*TMPDIR"):
         unshard.load_state_dict(checkpoint)

@@ -15,7 +15,7 @@ from unshard.convert.recipes import take
 from unshard.progress import Chosen, Listener, Stage
 from unshard.read.beside.base import read_base
 from unshard.read.beside.companions import completed
-from unshard.read.dcp.inflate import inflate, inflated_bytes
+from unshard.read.dcp.items import inflate, inflated_bytes
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.write.staging.targets import check_space

@@ -18,7 +18,7 @@ from unshard.errors import UsageError
 from unshard.keywords import DtypeLike, VerifyKeywords
 from unshard.plan.work import as_stored
 from unshard.progress import Chosen, Listener, Stage, Warned
-from unshard.read.dcp.inflate import inflated_bytes
+from unshard.read.dcp.items import inflated_bytes
 from unshard.read.format import blaming
 from unshard.read.open import Checkpoint, open_whole
 from unshard.showing import hearing

@@ -14,6 +14,7 @@ from unshard.errors import CorruptError
 
 __all__ = [
     "MAX_INTEGER",
+    "file_names",
     "natural_order",
     "read_header",
     "saved_offsets",
@@ -40,14 +41,24 @@ def weight_map(path: Path) -> dict[str, str]:
     fields = JsonFields(path, json_object(path)).inside("weight_map").fields
     if not fields:
         raise CorruptError(f"{path}: has no weight_map, which maps tensors to files")
+    return file_names(str(path), fields)
+
+
+def file_names(index: str, fields: Mapping[str, object]) -> dict[str, str]:
+    """Return what an index states as the file of every tensor; output files are named after them.
+
+    Raises:
+        CorruptError: one is not the name of a file in a directory.
+    """
     found: dict[str, str] = {}
     for name, file in fields.items():
-        if not isinstance(file, str) or not _is_file_name(file):
+        is_name = isinstance(file, str) and "\0" not in file and "/" not in file
+        if not is_name or file in ("", ".", "..") or len(str(file).encode()) > _LONGEST_NAME:
             raise CorruptError(
-                f"{path}: tensor {name!r}: its file is not a name in the same directory",
+                f"{index}: tensor {name!r}: its file is not a name in the same directory",
                 found=shown(file),
             )
-        found[name] = file
+        found[name] = str(file)
     return found
 
 
@@ -104,9 +115,3 @@ def natural_order(name: str) -> tuple[tuple[str | tuple[int, str], ...], str]:
         digits = part.lstrip("0")
         parts.append((len(digits), digits) if place % 2 else part)
     return tuple(parts), name
-
-
-def _is_file_name(text: str) -> bool:
-    """Return whether a text can name a file in a directory."""
-    plain = "\0" not in text and "/" not in text and text not in ("", ".", "..")
-    return plain and len(text.encode("utf-8")) <= _LONGEST_NAME

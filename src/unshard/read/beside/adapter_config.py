@@ -5,7 +5,7 @@ verl writes `lora_train_meta.json` (rank, alpha, task type) next to its shards; 
 "TaskType.CAUSAL_LM"; a 0 is taken as unknown.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,9 +15,6 @@ from unshard.read.beside.model_config import Fields
 from unshard.read.format import Location
 
 __all__ = ["AdapterConfig", "read_adapter_config"]
-
-_META = "lora_train_meta.json"
-_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +62,12 @@ def read_adapter_config(location: Location) -> AdapterConfig | None:
     Raises:
         CorruptError: a file is malformed, or the two contradict one another.
     """
-    meta = _first(_meta_places(location), _META)
-    config = _first(_config_places(location), _CONFIG)
+    roots, step = location.roots, location.step_dir
+    inside = [root / name for root in roots for name in ("", "huggingface")]
+    meta = _first("lora_train_meta.json", [*inside, step])
+    inside = [root / name for root in roots for name in ("", "lora_adapter", "huggingface")]
+    of_run = [] if location.step is None else [step.parent]
+    config = _first("adapter_config.json", [*inside, step, step / "lora_adapter", *of_run])
     if meta is None or config is None:
         return config or meta
     for key, of_meta, of_config in (
@@ -88,36 +89,19 @@ def read_adapter_config(location: Location) -> AdapterConfig | None:
     )
 
 
-def _meta_places(location: Location) -> Iterator[Path]:
-    for root in location.roots:
-        yield root
-        yield root / "huggingface"
-    yield location.step_dir
-
-
-def _config_places(location: Location) -> Iterator[Path]:
-    for root in location.roots:
-        yield root
-        yield root / "lora_adapter"
-        yield root / "huggingface"
-    yield location.step_dir
-    yield location.step_dir / "lora_adapter"
-    if location.step is not None:
-        yield location.step_dir.parent
-
-
-def _first(places: Iterator[Path], name: str) -> AdapterConfig | None:
+def _first(name: str, places: Iterable[Path]) -> AdapterConfig | None:
+    """Return what the first file of this name states."""
     path = next((place / name for place in places if (place / name).is_file()), None)
-    return None if path is None else _parsed(path)
-
-
-def _parsed(path: Path) -> AdapterConfig:
+    if path is None:
+        return None
     fields = json_object(path)
     reader = JsonFields(path, fields)
     for key in ("peft_type", "bias"):  # which are read where they matter, among other fields
         reader.text(key)
     targets = fields.get("target_modules")
     ranks, alphas = reader.inside("rank_pattern"), reader.inside("alpha_pattern")
+    # verl wrote the repr of PEFT's enum, or of None.
+    task_type = (reader.text("task_type") or "").rpartition(".")[2]
     return AdapterConfig(
         alpha=reader.number("lora_alpha") or None,
         rank=reader.count("r") or None,
@@ -130,15 +114,9 @@ def _parsed(path: Path) -> AdapterConfig:
         ),
         target_parameters=reader.names("target_parameters"),
         modules_to_save=reader.names("modules_to_save"),
-        task_type=_task_type(reader.text("task_type")),
+        task_type=None if task_type in {"", "None"} else task_type,
         base_model_name_or_path=reader.text("base_model_name_or_path"),
         fan_in_fan_out=reader.flag("fan_in_fan_out"),
         fields=fields,
         source=str(path),
     )
-
-
-def _task_type(text: str | None) -> str | None:
-    """Return PEFT's word; verl wrote the repr of its enum, or of None."""
-    word = (text or "").rpartition(".")[2]
-    return word if word not in {"", "None"} else None

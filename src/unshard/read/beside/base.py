@@ -1,6 +1,6 @@
 """The base model that a checkpoint was trained from: names, dtypes, files, config, weights.
 
-A directory, or the id of a model on the Hugging Face hub. Of a hub model the cache is asked first;
+A directory, or the id of a model on the Hugging Face hub. Of a hub model the cache is used first;
 what it lacks is downloaded: JSON, tokenizer and code always, weights only if they are needed. The
 dtypes and shapes of weights that are not local are read from the headers of their files.
 """
@@ -8,12 +8,12 @@ dtypes and shapes of weights that are not local are read from the headers of the
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from unshard.errors import ConversionError, CorruptError, IncompleteError
+from unshard.errors import ConversionError, IncompleteError
 from unshard.read.beside.companions import Companions, companions_in
 from unshard.read.format import Location, ReadOptions, blaming
-from unshard.read.hub_files import weight_map
+from unshard.read.hub_files import file_names, weight_map
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_CODE, DType
@@ -113,31 +113,18 @@ def _with_weights(spec: str, directory: Path, companions: Companions) -> Base:
     return Base(spec, files, dtypes, shapes, companions, tensors)
 
 
-def _checked(index: str, files: Mapping[str, str]) -> dict[str, str]:
-    """Return a weight map whose files are names inside the directory: ours are named after them."""
-    for name, file in files.items():
-        if not file or file != PurePosixPath(file).name:
-            raise CorruptError(
-                f"{index}: tensor {name}: its file is not a name in the same directory: {file!r}"
-            )
-    return dict(files)
-
-
 def _without_weights(spec: str, directory: Path, companions: Companions) -> Base:
-    """Read the names from the index, or from the headers of the files on the hub."""
+    """Read the names from the headers of the files on the hub, or else from the index."""
+    if not Path(spec).is_dir() and (found := _from_headers(spec, companions)) is not None:
+        return found
     index = directory / _INDEX
-    if not Path(spec).is_dir():
-        found = _headers_on_hub(spec)
-        if found is not None:
-            files, dtypes, shapes = found
-            return Base(spec, _checked(spec, files), dtypes, shapes, companions)
     if not index.is_file():
         raise ConversionError(
             f"--base {shlex.quote(spec)}: has neither weights nor {_INDEX}",
             found=str(directory),
             hint="give a directory with a whole Hugging Face model",
         )
-    return Base(spec, _checked(str(index), weight_map(index)), {}, {}, companions)
+    return Base(spec, weight_map(index), {}, {}, companions)
 
 
 def _from_hub(spec: str, *, needs_weights: bool) -> Path:
@@ -149,10 +136,12 @@ def _from_hub(spec: str, *, needs_weights: bool) -> Path:
         cached = Path(snapshot_download(spec, local_files_only=True))
     except (OSError, ValueError):
         cached = None
-    if cached is not None and (
-        _holds_weights(cached) or not (needs_weights or _is_partial(cached))
-    ):
-        return cached
+    if cached is not None:
+        # A cache with a config and without a tokenizer has only a part of the model.
+        names = (path.name for path in cached.iterdir())
+        is_partial = not any(name.startswith(("tokenizer", "vocab")) for name in names)
+        if _holds_weights(cached) or not (needs_weights or is_partial):
+            return cached
     try:
         return Path(snapshot_download(spec, allow_patterns=wanted))
     except (OSError, ValueError) as error:  # the hub's own errors are of these kinds
@@ -161,21 +150,13 @@ def _from_hub(spec: str, *, needs_weights: bool) -> Path:
         raise ConversionError(
             f"--base {shlex.quote(spec)}: is not a directory here, and not available from the "
             "Hugging Face hub",
-            found=_first_line(error),
+            found=str(error).strip().split("\n", maxsplit=1)[0],
             hint="check the id, log in with `hf auth login`, or give a directory",
         ) from error
 
 
-def _is_partial(snapshot: Path) -> bool:
-    """Return whether the cache has only a part of the model: a config without a tokenizer."""
-    return not any(path.name.startswith(("tokenizer", "vocab")) for path in snapshot.iterdir())
-
-
-_Headers = tuple[dict[str, str], dict[str, DType], dict[str, tuple[int, ...]]]
-
-
-def _headers_on_hub(spec: str) -> _Headers | None:
-    """Return file, dtype and shape of every tensor, by the files' headers; None if out of reach."""
+def _from_headers(spec: str, companions: Companions) -> Base | None:
+    """Return what the headers of a hub model's files state; None if they cannot be reached."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
@@ -183,16 +164,8 @@ def _headers_on_hub(spec: str) -> _Headers | None:
         found = get_safetensors_metadata(spec)
     except (OSError, ValueError, NotASafetensorsRepoError, SafetensorsParsingError):
         return None
-    dtypes: dict[str, DType] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in found.files_metadata.values():
-        for name, tensor in file.tensors.items():
-            dtype = BY_CODE.get(tensor.dtype)
-            if dtype is not None:
-                dtypes[name] = dtype
-            shapes[name] = tuple(tensor.shape)
-    return dict(found.weight_map), dtypes, shapes
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", maxsplit=1)[0]
+    files = found.files_metadata.values()
+    stated = {name: one for file in files for name, one in file.tensors.items()}
+    dtypes = {name: BY_CODE[one.dtype] for name, one in stated.items() if one.dtype in BY_CODE}
+    shapes = {name: tuple(one.shape) for name, one in stated.items()}
+    return Base(spec, file_names(spec, found.weight_map), dtypes, shapes, companions)

@@ -159,10 +159,10 @@ def _with_dtype(fields: Fields, written: str) -> dict[str, object]:
     for key, value in fields.items():
         if key in _DTYPES and (value is None or str(value).removeprefix("torch.") in CASTS):
             changed[key] = written
-        elif isinstance(value, dict) and _is_config(key, value):
+        elif (
+            isinstance(value, dict)
+            and key != "quantization_config"
+            and (key.endswith("_config") or "model_type" in value)
+        ):
             changed[key] = _with_dtype(value, written)
     return changed
-
-
-def _is_config(key: str, value: Fields) -> bool:
-    return key != "quantization_config" and (key.endswith("_config") or "model_type" in value)

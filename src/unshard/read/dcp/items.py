@@ -3,6 +3,9 @@
 A checkpoint may have 10^5 of them. The two ends of an item have all that is needed, and the end of
 one is next to the start of the next, so neighbours are read together, by several threads.
 Items of one shape have the same pickle, byte for byte; each is decoded once.
+
+A compressed item can be read only from its start to its end. All are decompressed, one by one, into
+one file in the output's staging directory; everything after that works as for any other checkpoint.
 """
 
 import os
@@ -10,16 +13,23 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
+import numpy as np
+
+from unshard.containers.open_files import OpenFiles
 from unshard.containers.torch_files.reader import unpickled
 from unshard.containers.torch_files.zip import TorchZip, read_torch_zip
-from unshard.errors import CorruptError, UnshardError
+from unshard.containers.zstd import decompress
+from unshard.errors import CorruptError, UnshardError, raise_all
+from unshard.read.drafts import TensorDraft
 from unshard.read.torch_save.values import TensorFormError
 from unshard.read.torch_save.views import StorageView, read_view
+from unshard.tensors.catalog import ByteRange, Catalog, Chunk, TensorEntry
 
-__all__ = ["StoredItem", "Window", "read_items"]
+__all__ = ["StoredItem", "Window", "inflate", "inflated_bytes", "read_items"]
 
 Window = tuple[Path, int, int]
 """The place of an item: file, offset and length in bytes."""
@@ -34,6 +44,7 @@ _BATCH_BYTES = 4 * 1024 * 1024
 _BATCH_ITEMS = 2048
 _THREADS = 4
 _KNOWN_PICKLES = 8192
+_SLACK = 1 << 16  # of an item, what torch.save writes next to the tensor, and aligns it by
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +128,7 @@ class _Blocks:
         return os.pread(self._fd, count, position)
 
 
-def _decoded(archive: TorchZip, known: _Known) -> StorageView:
-    """Return the tensor that an item's pickle describes; equal pickles are decoded once."""
+def _stored(archive: TorchZip, known: _Known) -> StoredItem:
     view = known.get(archive.pickle)
     if view is None:
         try:
@@ -127,11 +137,6 @@ def _decoded(archive: TorchZip, known: _Known) -> StorageView:
             raise CorruptError(f"{archive.path}: an item cannot be read: {error}") from error
         if len(known) < _KNOWN_PICKLES:
             known[archive.pickle] = view
-    return view
-
-
-def _stored(archive: TorchZip, known: _Known) -> StoredItem:
-    view = _decoded(archive, known)
     storage = archive.storages.get(view.key)
     size = 0 if storage is None else storage.size
     needed = view.storage_elements * view.dtype.itemsize
@@ -141,3 +146,94 @@ def _stored(archive: TorchZip, known: _Known) -> StoredItem:
         )
     start = 0 if storage is None else storage.offset
     return StoredItem(view, start + view.offset * view.dtype.itemsize)
+
+
+def inflated_bytes(catalog: Catalog) -> int:
+    """Return how many bytes `inflate` writes at most; 0 if nothing is compressed."""
+    return sum(limit for entry in catalog.tensors.values() for _, limit in _limits(entry))
+
+
+def _limits(entry: TensorEntry) -> Iterator[tuple[int, int]]:
+    """Yield the compressed chunks of a tensor, and how many bytes each may have: its box's."""
+    for row in np.flatnonzero(entry.chunks.compressed).tolist():
+        yield row, prod(entry.chunks.sizes[row].tolist()) * entry.dtype.itemsize + _SLACK
+
+
+def inflate(catalog: Catalog, path: Path) -> Catalog:
+    """Return the catalog with every chunk decompressed; itself if there is nothing to do.
+
+    Args:
+        catalog: the checkpoint.
+        path: the file to write.
+
+    Raises:
+        CorruptError: an item cannot be decompressed, or is not what the metadata declares. Of one
+            that holds more, no more is written than is declared for it.
+        UsageError: no zstd library is installed.
+    """
+    if not inflated_bytes(catalog):
+        return catalog
+    archives: list[ByteRange] = list(catalog.archives)
+    windows: dict[str, dict[int, ByteRange]] = {}
+    with OpenFiles(os.O_RDONLY, limit=16) as files, path.open("xb") as out:
+        at = 0
+        for name, entry in catalog.tensors.items():
+            for row, limit in _limits(entry):
+                chunk = entry.chunks[row].source
+                window = (chunk.offset, chunk.length)
+                what = f"tensor {name}: {chunk.path}"
+                size = decompress(what, files.fd(chunk.path), window, out, limit)
+                archives.append(ByteRange(path, at, size))
+                windows.setdefault(name, {})[row] = archives[-1]
+                at += size
+    problems: list[UnshardError] = []
+    tensors = {
+        name: _inflated(entry, windows.get(name, {}), path, problems)
+        for name, entry in catalog.tensors.items()
+    }
+    raise_all(CorruptError, "the items do not fit the metadata", problems)
+    return replace(catalog, tensors=tensors, archives=tuple(archives))
+
+
+def _inflated(
+    entry: TensorEntry, windows: dict[int, ByteRange], path: Path, problems: list[UnshardError]
+) -> TensorEntry:
+    """Return a tensor whose compressed chunks are in `windows` of the file `path`, by row."""
+    if not windows:
+        return entry
+    table = entry.chunks
+    found = read_items([(w.path, w.offset, w.length) for w in windows.values()])
+    items = dict(zip(windows, found, strict=True))
+    draft = TensorDraft(entry.fqn, entry.dtype, entry.shape, entry.sharding)
+    for row, chunk in enumerate(table):
+        file, start, strides = int(table.file[row]), chunk.source.offset, chunk.strides
+        if (item := items.get(row)) is not None:
+            declared = (chunk.box.sizes, entry.dtype)
+            if isinstance(item, UnshardError) or (item.view.sizes, item.view.dtype) != declared:
+                problems.append(_misfit(entry, chunk, item))
+                continue
+            file, start, strides = len(table.paths), item.start, item.view.strides
+        draft.add(
+            rank=chunk.rank,
+            file=file,
+            start=start,
+            offsets=chunk.box.offsets,
+            sizes=chunk.box.sizes,
+            strides=strides,
+        )
+    return draft.entry((*table.paths, path))
+
+
+def _misfit(entry: TensorEntry, chunk: Chunk, item: StoredItem | UnshardError) -> CorruptError:
+    at = list(chunk.box.offsets)
+    where = f"tensor {entry.fqn}: {chunk.source.path.name}: its chunk {at}"
+    if isinstance(item, UnshardError):
+        what = item.subject.rpartition(": ")[2]
+        return CorruptError(
+            f"{where} is compressed, and does not contain a tensor of torch: {what}"
+        )
+    return CorruptError(
+        f"{where} is not what is stored for it",
+        expected=f"{entry.dtype} {list(chunk.box.sizes)}, as the metadata declares",
+        found=f"{item.view.dtype} {list(item.view.sizes)}",
+    )

@@ -87,8 +87,15 @@ def read_metadata(files: Iterable[Path]) -> DcpMetadata:
     """
     whole = DcpMetadata()
     for path in files:
+        size = path.stat().st_size
+        if size == 0:
+            raise IncompleteError(f"{path}: the file is empty", hint="the save was interrupted")
+        if size > _MAX_BYTES:
+            raise CorruptError(
+                f"{path}: {size} bytes are too many for metadata", expected=f"up to {_MAX_BYTES}"
+            )
         try:
-            _add(whole, path, _unpickled(path))
+            _add(whole, path, unpickled(path, path.read_bytes()))
         except TensorFormError as error:
             raise CorruptError(f"{path}: not a valid DCP metadata file: {error}") from error
     named = [name for name in whole.paths if name in whole.tensors]
@@ -97,35 +104,32 @@ def read_metadata(files: Iterable[Path]) -> DcpMetadata:
     return whole
 
 
-def _unpickled(path: Path) -> Value:
-    size = path.stat().st_size
-    if size == 0:
-        raise IncompleteError(f"{path}: the file is empty", hint="the save was interrupted")
-    if size > _MAX_BYTES:
-        raise CorruptError(
-            f"{path}: {size} bytes are too many for metadata", expected=f"up to {_MAX_BYTES}"
-        )
-    return unpickled(path, path.read_bytes())
-
-
 def _add(whole: DcpMetadata, path: Path, value: Value) -> None:
     fields = _metadata_fields(path, value)
-    for name, described in _named(member(fields, "state_dict_metadata")).items():
-        if _is(described, "BytesStorageMetadata"):
+    described = _named(member(fields, "state_dict_metadata"))
+    for name, one in described.items():
+        if _is(one, "BytesStorageMetadata"):
             whole.objects[name] = None
-        elif _is(described, "TensorStorageMetadata"):
-            _unite(whole, path, name, _stored_tensor(name, described))
+        elif _is(one, "TensorStorageMetadata"):
+            tensor = _stored_tensor(name, one)
+            first = whole.tensors.setdefault(name, tensor)
+            if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
+                raise CorruptError(
+                    f"{path}: tensor {name}: {tensor.dtype} {list(tensor.shape)}",
+                    expected=f"{first.dtype} {list(first.shape)}, as the files of other ranks say",
+                )
+            if first is not tensor:
+                first.chunks.extend(tensor.chunks)
         else:
             raise TensorFormError(f"metadata of unknown form for {name}")
-    described_names = _named(member(fields, "state_dict_metadata"))
     planned = member(fields, "planner_data")
-    whole.paths |= _paths(planned, described_names)
+    whole.paths |= _paths(planned, described)
     storage = member(fields, "storage_data")
     if not isinstance(storage, dict):
         raise TensorFormError("storage data of unknown form")
     for index, info in storage.items():
         name, offsets = _index(index)
-        if planned is None and name not in described_names:
+        if planned is None and name not in described:
             raise TensorFormError(f"storage data of {name!r}, which it does not describe")
         whole.items[name, offsets] = _item(path, info)
 
@@ -203,18 +207,6 @@ def _stored_tensor(name: str, described: Value) -> StoredTensor:
             )
         boxes.append((offsets, sizes))
     return StoredTensor(dtype_named(dtype), shape, boxes)
-
-
-def _unite(whole: DcpMetadata, path: Path, name: str, tensor: StoredTensor) -> None:
-    first = whole.tensors.setdefault(name, tensor)
-    if first is tensor:
-        return
-    if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
-        raise CorruptError(
-            f"{path}: tensor {name}: {tensor.dtype} {list(tensor.shape)}",
-            expected=f"{first.dtype} {list(first.shape)}, as the files of other ranks say",
-        )
-    first.chunks.extend(tensor.chunks)
 
 
 def _index(index: Value) -> _Index:

@@ -19,9 +19,8 @@ from pathlib import Path
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CorruptError, IncompleteError, UnshardError, raise_all
 from unshard.read.dcp.items import StoredItem, read_items
-from unshard.read.dcp.metadata import DcpMetadata, Item, read_metadata
-from unshard.read.dcp.names import model_names
-from unshard.read.dcp.objects import holds_model, read_object
+from unshard.read.dcp.metadata import MODEL_KEYS, DcpMetadata, Item, read_metadata
+from unshard.read.dcp.model import model_names, read_object
 from unshard.read.drafts import TensorDraft
 from unshard.read.format import (
     Format,
@@ -55,7 +54,8 @@ def _claims(name: str) -> bool:
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
     metadata = read_metadata(_metadata_files(location))
-    if not metadata.tensors or holds_model(metadata):
+    is_object = not metadata.paths and any(name in metadata.objects for name in MODEL_KEYS)
+    if is_object or not metadata.tensors:
         return read_object(metadata, location, options)
     chosen = model_names(metadata, str(location.weights_dir))
     writer = _writer(location, metadata, chosen.prefix)
@@ -63,7 +63,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     if writer in {_LIGHTNING, _COMPOSER}:  # which save a module around the model
         names = without_wrapper_module(names)
     _check_disjoint(metadata, location)
-    pieces = _Pieces(metadata, _Files(location.roots))
+    pieces = _Pieces(metadata, location.roots)
     for flat in names:
         pieces.add(flat)
     entries = pieces.entries(names)
@@ -143,30 +143,6 @@ def _rank(path: str) -> int | None:
     return int(match["rank"]) if match else None
 
 
-class _Files:
-    """The files that contain items, in any of the roots."""
-
-    def __init__(self, roots: tuple[Path, ...]) -> None:
-        self.roots = roots
-        self._found: dict[str, tuple[int, Path, int] | None] = {}
-        self.paths: list[Path] = []
-
-    def find(self, name: str) -> tuple[int, Path, int] | None:
-        """Return a file's number among `paths`, its path and size in bytes; None if missing."""
-        if name not in self._found:
-            found = find_file(self.roots, name)
-            self._found[name] = None
-            if found is not None:
-                self._found[name] = (len(self.paths), found, found.stat().st_size)
-                self.paths.append(found)
-        return self._found[name]
-
-    @property
-    def missing(self) -> list[str]:
-        """Names that were looked for and not found."""
-        return [name for name, found in self._found.items() if found is None]
-
-
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """A declared chunk of a tensor and the item that should hold it."""
@@ -189,13 +165,19 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Pieces:
-    """All declared chunks of the model, and what is wrong with them."""
+    """All declared chunks of the model, the files that contain them, and what is wrong with them.
+
+    Attributes:
+        files: by name, the number among `paths`, the path and the size in bytes; None if missing.
+    """
 
     metadata: DcpMetadata
-    files: _Files
+    roots: tuple[Path, ...]
     pieces: list[_Piece] = field(default_factory=list)
     problems: list[UnshardError] = field(default_factory=list)
     archives: list[ByteRange] = field(default_factory=list)
+    files: dict[str, tuple[int, Path, int] | None] = field(default_factory=dict)
+    paths: list[Path] = field(default_factory=list)
 
     def add(self, flat: str) -> None:
         """Look up the items of a tensor."""
@@ -205,14 +187,27 @@ class _Pieces:
                 what = f"tensor {flat}: the metadata has no item for its chunk {list(offsets)}"
                 self.problems.append(CorruptError(what))
                 continue
-            found = self.files.find(item.path)
-            if found is None:
+            if (found := self._find(item.path)) is None:
                 continue
             number, path, size = found
-            if item.offset + item.length > size:
-                self.problems.append(_truncated(flat, item, path, size))
-            else:
+            if item.offset + item.length <= size:
                 self.pieces.append(_Piece(flat, offsets, sizes, item, number, path))
+                continue
+            truncated = IncompleteError(
+                f"{path}: truncated: tensor {flat} is outside its {size} bytes",
+                expected=f"at least {item.offset + item.length} bytes",
+                hint="the save was interrupted, or the file was copied in part",
+            )
+            self.problems.append(truncated)
+
+    def _find(self, name: str) -> tuple[int, Path, int] | None:
+        if name not in self.files:
+            path = find_file(self.roots, name)
+            self.files[name] = None
+            if path is not None:
+                self.files[name] = (len(self.paths), path, path.stat().st_size)
+                self.paths.append(path)
+        return self.files[name]
 
     def entries(self, names: Mapping[str, str]) -> dict[str, TensorEntry]:
         """Read all items and return the tensors under their names.
@@ -221,7 +216,13 @@ class _Pieces:
             IncompleteError: files are missing or truncated.
             CorruptError: an item is not what the metadata declares.
         """
-        self._raise_missing()
+        if missing := [name for name, found in self.files.items() if found is None]:
+            raise IncompleteError(
+                f"{self.roots[0]}: {len(missing)} files that the metadata names are missing: "
+                f"{shortened(missing, 8)}",
+                hint="copy them here from the nodes that wrote them, or name those nodes' "
+                "directories: --also DIR",
+            )
         plain = [piece for piece in self.pieces if not piece.item.compressed]
         items = [(piece.path, piece.item.offset, piece.item.length) for piece in plain]
         self.archives = [ByteRange(*window) for window in items]
@@ -238,19 +239,8 @@ class _Pieces:
                 row = (piece.rank, piece.file, piece.item.offset, piece.item.length)
                 drafts[piece.flat].add_compressed(row, piece.offsets, piece.sizes)
         raise_all(CorruptError, "the items do not fit the metadata", self.problems)
-        paths = tuple(self.files.paths)
+        paths = tuple(self.paths)
         return {draft.fqn: draft.entry(paths) for draft in drafts.values()}
-
-    def _raise_missing(self) -> None:
-        missing = self.files.missing
-        if missing:
-            raise IncompleteError(
-                f"{self.files.roots[0]}: "
-                f"{len(missing)} files that the metadata names are missing: "
-                f"{shortened(missing, 8)}",
-                hint="copy them here from the nodes that wrote them, or name those nodes' "
-                "directories: --also DIR",
-            )
 
     def _add_stored(
         self, draft: TensorDraft, piece: _Piece, stored: StoredItem | UnshardError
@@ -264,7 +254,14 @@ class _Pieces:
             return
         view = stored.view
         if view.sizes != piece.sizes:
-            self.problems.append(_wrong_box(piece, view.sizes))
+            wrong = CorruptError(
+                f"{piece.where} is not what is stored for it",
+                expected=f"{list(piece.sizes)}, as the metadata declares",
+                found=f"{list(view.sizes)}",
+                hint="torch declares wrong boxes when FSDP2 and tensor parallelism cut unevenly; "
+                "save with sizes that divide, or the full state dict",
+            )
+            self.problems.append(wrong)
         elif view.dtype is not draft.dtype:
             what = f"{piece.where} is stored as {view.dtype}"
             expected = f"{draft.dtype}, as the metadata says"
@@ -278,21 +275,3 @@ class _Pieces:
                 sizes=piece.sizes,
                 strides=view.strides,
             )
-
-
-def _truncated(flat: str, item: Item, path: Path, size: int) -> IncompleteError:
-    return IncompleteError(
-        f"{path}: truncated: tensor {flat} is outside its {size} bytes",
-        expected=f"at least {item.offset + item.length} bytes",
-        hint="the save was interrupted, or the file was copied in part",
-    )
-
-
-def _wrong_box(piece: _Piece, stored: tuple[int, ...]) -> CorruptError:
-    return CorruptError(
-        f"{piece.where} is not what is stored for it",
-        expected=f"{list(piece.sizes)}, as the metadata declares",
-        found=f"{list(stored)}",
-        hint="torch declares wrong boxes when FSDP2 and tensor parallelism cut unevenly; save with "
-        "sizes that divide, or the full state dict",
-    )
