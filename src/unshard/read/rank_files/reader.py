@@ -21,8 +21,7 @@ from unshard.errors import (
 )
 from unshard.noted import Noted
 from unshard.read.format import Format, Location, ReadOptions, files_in, has_file, shortened
-from unshard.read.rank_files.expert_copies import resolve_experts
-from unshard.read.rank_files.plain_tensors import resolve_plain
+from unshard.read.rank_files.copies import resolve_experts, resolve_plain
 from unshard.read.rank_files.workers import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
 from unshard.tensors.catalog import ByteRange, Catalog

@@ -41,7 +41,8 @@ def read_rank_files(
         return
     first = _read(jobs[0], allowed)
     yield first
-    many = _pickle_bytes(first) * len(jobs) >= _WORTH_PROCESSES
+    # Torch writes some 350 bytes for a DTensor.
+    many = 350 * len(first.names) * len(jobs) >= _WORTH_PROCESSES
     if processes < 2 or not many:
         for job in jobs[1:]:
             yield _read(job, allowed)
@@ -54,19 +55,22 @@ def _read(job: _Job, allowed: frozenset[str]) -> RankTable:
     return read_rank_file(path, rank=rank, file=number, allowed=allowed)
 
 
-def _pickle_bytes(table: RankTable) -> int:
-    """Return about how long the pickle was: torch writes some 350 bytes for a DTensor."""
-    return 350 * len(table.names)
-
-
 def _read_in_processes(
     jobs: Sequence[_Job], allowed: frozenset[str], processes: int
 ) -> Iterator[RankTable]:
     """Deal the jobs out in turn and collect the results in turn: the order is that of the jobs."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
     with ExitStack() as stack:
         pipes = []
         for worker in range(processes):
-            child = stack.enter_context(_worker())
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "unshard.read.rank_files.workers"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | {"PYTHONPATH": path},
+                start_new_session=True,  # Ctrl-C is for this process, which ends its workers
+            )
+            stack.enter_context(child)
             stack.callback(child.kill)
             mine = [(number, rank, str(path)) for number, rank, path in jobs[worker::processes]]
             if child.stdin is None or child.stdout is None:
@@ -75,19 +79,8 @@ def _read_in_processes(
             with suppress(BrokenPipeError), child.stdin as pipe:
                 pipe.write(json.dumps([sorted(allowed), mine]).encode())
             pipes.append(child.stdout)
-        for turn, (_, _, path) in enumerate(jobs):
-            yield _receive(pipes[turn % processes], path)
-
-
-def _worker() -> subprocess.Popen[bytes]:
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "unshard.read.rank_files.workers"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path},
-        start_new_session=True,  # Ctrl-C on a terminal is for this process, which ends its workers
-    )
+        for turn, (_, _, file) in enumerate(jobs):
+            yield _receive(pipes[turn % processes], file)
 
 
 def _receive(pipe: IO[bytes], path: Path) -> RankTable:

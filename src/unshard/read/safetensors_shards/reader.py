@@ -4,9 +4,9 @@ transformers (`save_pretrained(…, distributed_checkpoint=True)`), torchtitan a
 it. The metadata of each file says where its pieces start. Nothing states how large a tensor is, or
 how many ranks there were: a tensor ends where its last piece ends.
 
-A lost file of last pieces therefore leaves no hole. The rank's other files may show it (`gaps`), or
-the files next to the shards (`evidence`). Some losses cannot be noticed: all files of the last
-ranks, and a tensor that was, whole, in a lost file only.
+A lost file of last pieces therefore leaves no hole. The rank's other files may show it, or the
+files next to the shards (`losses`). Some losses cannot be noticed: all files of the last ranks, and
+a tensor that was, whole, in a lost file only.
 
 Source: `torch.distributed.checkpoint.hf_storage`, `filesystem` and `_consolidate_hf_safetensors`.
 """
@@ -30,8 +30,7 @@ from unshard.read.hub_files import (
     saved_offsets,
     size_problem,
 )
-from unshard.read.safetensors_shards.evidence import loss_problems, writer_of
-from unshard.read.safetensors_shards.gaps import gap_problems
+from unshard.read.safetensors_shards.losses import loss_problems, writer_of
 from unshard.read.safetensors_shards.names import choose_shards, is_shard_name
 from unshard.tensors.boxes import distinct
 from unshard.tensors.catalog import Catalog, TensorEntry
@@ -50,10 +49,9 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     raise_all(CorruptError, summary, union.problems)
     tensors = union.tensors(tuple(chosen.files.values()))
     raise_all(CorruptError, summary, _disagreements(tensors))
-    losses = loss_problems(location, tensors)
-    gaps = gap_problems(chosen, tensors)
+    losses = loss_problems(location, chosen, tensors)
     summary = f"{location.weights_dir}: files of ranks are missing"
-    raise_all(IncompleteError, summary, gaps or losses.value)
+    raise_all(IncompleteError, summary, losses.value)
     missing = chosen.missing()
     return Catalog(
         writer=writer_of(location),
@@ -89,21 +87,31 @@ class _Union:
         """Add the pieces of one file; what is wrong with them goes to `problems`."""
         known = saved_offsets(file)
         if known is None:
-            self.problems.append(_without_offsets(file.path))
+            why = CorruptError(
+                f"{file.path}: it does not state where its pieces start",
+                expected="DCP_SHARDING_INFO in the metadata of its header",
+                hint="was it written again by a tool that drops metadata?",
+            )
+            self.problems.append(why)
             return
         for entry in file.entries:
-            problem = size_problem(file.path, entry)
-            offsets = _offsets(entry, known)
-            if problem is None and offsets is None:
-                problem = _bad_offsets(file.path, entry, known)
-            elif problem is None and offsets is not None:
-                problem = self._add(file, entry, offsets, place)
+            problem = size_problem(file.path, entry) or self._add(file, entry, known, place)
             if problem is not None:
                 self.problems.append(problem)
 
     def _add(
-        self, file: SafetensorsFile, entry: HeaderEntry, offsets: tuple[int, ...], place: _Place
+        self, file: SafetensorsFile, entry: HeaderEntry, known: Mapping[str, object], place: _Place
     ) -> CorruptError | None:
+        offsets = _offsets(entry, known.get(entry.name))
+        if offsets is None:
+            return CorruptError(
+                f"{file.path}: tensor {entry.name}: the file does not state where this piece "
+                "starts",
+                expected=f"{len(entry.shape)} offsets in saved_offsets of DCP_SHARDING_INFO",
+                found=shown(known[entry.name])
+                if entry.name in known
+                else "nothing about this tensor",
+            )
         draft = self._drafts.get(entry.name)
         if draft is None:
             draft = TensorDraft(entry.name, entry.dtype, (0,) * len(entry.shape))
@@ -148,41 +156,22 @@ def _disagreements(tensors: Mapping[str, TensorEntry]) -> list[CorruptError]:
                 continue
             for first, other in replicas(table):
                 if not equal_chunks(entry, first, other, files):
-                    problems.append(_disagreement(entry, first, other))
+                    names = (table[row].source.path.name for row in (first, other))
+                    problem = CorruptError(
+                        f"tensor {entry.fqn}: two files have its region {table[first].box}, with "
+                        "different values",
+                        found=" and ".join(names),
+                        hint="do the files belong to one save?",
+                    )
+                    problems.append(problem)
     return problems
 
 
-def _disagreement(entry: TensorEntry, first: int, other: int) -> CorruptError:
-    ours, theirs = entry.chunks[first], entry.chunks[other]
-    return CorruptError(
-        f"tensor {entry.fqn}: two files have its region {ours.box}, with different values",
-        found=f"{ours.source.path.name} and {theirs.source.path.name}",
-        hint="do the files belong to one save?",
-    )
-
-
-def _offsets(entry: HeaderEntry, known: Mapping[str, object]) -> tuple[int, ...] | None:
+def _offsets(entry: HeaderEntry, stated: object) -> tuple[int, ...] | None:
     """Return where a piece starts in its tensor; None unless that is one place of a real tensor."""
-    stated = known.get(entry.name)
     if not isinstance(stated, list) or len(stated) != len(entry.shape):
         return None
     for start, size in zip(stated, entry.shape, strict=True):
         if type(start) is not int or not 0 <= start <= MAX_INTEGER - size:
             return None
     return tuple(stated)
-
-
-def _bad_offsets(path: Path, entry: HeaderEntry, known: Mapping[str, object]) -> CorruptError:
-    return CorruptError(
-        f"{path}: tensor {entry.name}: the file does not state where this piece starts",
-        expected=f"{len(entry.shape)} offsets in saved_offsets of DCP_SHARDING_INFO",
-        found=shown(known[entry.name]) if entry.name in known else "nothing about this tensor",
-    )
-
-
-def _without_offsets(path: Path) -> CorruptError:
-    return CorruptError(
-        f"{path}: it does not state where its pieces start",
-        expected="DCP_SHARDING_INFO in the metadata of its header",
-        hint="was it written again by a tool that drops metadata?",
-    )

@@ -16,7 +16,7 @@ class Gathering:
 
     Attributes:
         drafts: the tensors, as the first rank that has each describes it. Of a plain tensor, each
-            chunk is one rank's whole tensor; `plain_tensors` decides what they are together.
+            chunk is one rank's whole tensor; `copies` decides what they are together.
         ranks: the ranks that have each tensor, including those that store no element of it.
         skipped: values that are not tensors.
         problems: tensors that cannot be read, or on which ranks disagree.

@@ -1,17 +1,29 @@
-"""Evidence next to sharded safetensors that files of the last ranks are missing.
+"""What shows that files of ranks are missing, though the pieces that are there leave no hole.
 
-Three things can show it: an index that torch, transformers or torchtitan wrote when they made whole
-files of the same shards; NeMo AutoModel's list of names; the vocabulary and hidden size in the
-model's config. Without a config, the columns of a layer's projections give the hidden size.
-An index without names that the shards have is about other weights, and is not used.
+A tensor ends where its last piece ends, so the loss of a last piece leaves a smaller tensor that
+looks whole. Two kinds of evidence can show it.
+
+*The other tensors*, where a rank lacks a file that others have: FSDP cuts all tensors into as many
+pieces, and gives the same place in them to the same ranks (of each replica). torch saves empty
+pieces too, so a tensor with fewer pieces ends with an empty one, or with one that is smaller than
+the first. A tensor that lacks a piece is distinguished from one that never had it (a replicated
+tensor, of which torch saves one copy) by the tensors of other layers: they have the same shape,
+unless pieces are missing.
+
+*The files next to the shards*: an index that torch, transformers or torchtitan wrote when they made
+whole files of the same shards; NeMo AutoModel's list of names; the vocabulary and hidden size in
+the model's config. Without a config, the columns of a layer's projections give the hidden size. An
+index without names that the shards have is about other weights, and is not used.
 
 Sources: torchtitan's `last_save_in_hf`, NeMo AutoModel's `ConsolidatedHFAddon`, torch's
 `_write_overall_metadata_file`.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +34,7 @@ from unshard.noted import Noted
 from unshard.read.beside.model_config import ModelConfig, read_config
 from unshard.read.format import Location, shortened
 from unshard.read.hub_files import weight_map
+from unshard.read.safetensors_shards.names import ShardSet
 from unshard.tensors.catalog import TensorEntry
 
 __all__ = ["loss_problems", "writer_of"]
@@ -42,16 +55,26 @@ _HINT = (
     "copy the missing files here from the node that wrote them. If nothing is missing, move {} "
     "elsewhere"
 )
+_NUMBER = re.compile(r"\d+")
+_SHOWN = 4
 
 
 def loss_problems(
-    location: Location, tensors: Mapping[str, TensorEntry]
-) -> Noted[list[UnshardError]]:
-    """Return what shows that files of ranks are missing, and what to say of evidence not used."""
+    location: Location, chosen: ShardSet, tensors: Mapping[str, TensorEntry]
+) -> Noted[Sequence[UnshardError]]:
+    """Return what shows that files of ranks are missing, and what to say of evidence not used.
+
+    Args:
+        location: where the shards are.
+        chosen: the files of the save.
+        tensors: what they hold; the tables of chunks have those files, in their order.
+    """
     problems: list[UnshardError] = []
     notes: list[str] = []
     config = _config(location)
-    for path in _indices(location):
+    for path in (place / _INDEX for place in _places(location)):
+        if not path.is_file():
+            continue
         listed = set(weight_map(path))
         if not tensors.keys() <= listed:
             notes.append(f"{path} is about other weights, and was not used")
@@ -65,7 +88,8 @@ def loss_problems(
             problems += _absent_names(path, listed, tensors, config)
     problems += _short_embeddings(config, tensors)
     problems += _short_rows(config, tensors)
-    return Noted(problems, tuple(notes))
+    # Tensors that lack pieces name the very files.
+    return Noted(_gaps(chosen, tensors) or problems, tuple(notes))
 
 
 def writer_of(location: Location) -> str:
@@ -84,10 +108,6 @@ def _places(location: Location) -> Iterator[Path]:
         yield root
         if root.name == "sharded":
             yield root.parent
-
-
-def _indices(location: Location) -> Iterator[Path]:
-    return (path for place in _places(location) if (path := place / _INDEX).is_file())
 
 
 def _config(location: Location) -> ModelConfig | None:
@@ -195,7 +215,9 @@ def _hidden_size(
     found = {
         entry.shape[1]: name
         for name, entry in tensors.items()
-        if _HIDDEN_COLUMNS.fullmatch(name) and _has_whole_columns(entry)
+        if _HIDDEN_COLUMNS.fullmatch(name)
+        and len(entry.shape) == 2
+        and (entry.chunks.sizes[:, 1] == entry.shape[1]).all()
     }
     if len(found) != 1:
         return None
@@ -204,10 +226,127 @@ def _hidden_size(
     return size, f"the number of columns of {name}", hint
 
 
-def _has_whole_columns(entry: TensorEntry) -> bool:
-    return len(entry.shape) == 2 and bool((entry.chunks.sizes[:, 1] == entry.shape[1]).all())
-
-
 def _stated(config: ModelConfig, name: str) -> object:
     """Return a field of a config; that of its text model, if it has one of its own."""
     return config.text.get(name, config.fields.get(name))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A tensor that is cut along one dimension at most, each piece on a rank of its own.
+
+    Attributes:
+        entry: the tensor.
+        index: of the files that hold it.
+        ranks: that hold its pieces, in the order of the pieces.
+        may_go_on: the pieces leave no hole, and neither an empty nor a smaller one ends the tensor.
+    """
+
+    entry: TensorEntry
+    index: int
+    ranks: tuple[int, ...]
+    may_go_on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How tensors of so many pieces are spread, and one of them.
+
+    Attributes:
+        example: the name of a tensor that is cut so.
+        places: for each place in the order of pieces, the ranks that hold such a piece.
+    """
+
+    example: str
+    places: tuple[set[int], ...]
+
+
+def _gaps(chosen: ShardSet, tensors: Mapping[str, TensorEntry]) -> list[IncompleteError]:
+    """Return which files of ranks are missing, as tensors show that lack pieces at their end."""
+    if chosen.is_complete:
+        return []
+    numbered = list(chosen.files)
+    rows = [row for one in tensors.values() if (row := _row(one, numbered)) is not None]
+    cuts, ranks = _cuts(rows), {rank for _, rank in chosen.files}
+    like: dict[str, list[_Row]] = defaultdict(list)
+    for row in rows:
+        like[_NUMBER.sub("#", row.entry.fqn)].append(row)
+    lost: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for row in rows:
+        others = [o for o in like[_NUMBER.sub("#", row.entry.fqn)] if o.index != row.index]
+        lacking = {rank for rank in ranks if (row.index, rank) not in chosen.files}
+        for rank, evidence in _missing_pieces(row, lacking, cuts, others):
+            lost[row.index, rank].append(evidence)
+    return [_missing_file(chosen, place, evidence) for place, evidence in sorted(lost.items())]
+
+
+def _row(entry: TensorEntry, numbered: Sequence[tuple[int, int]]) -> _Row | None:
+    table = entry.chunks
+    cut = np.flatnonzero((table.offsets != table.offsets[:1]).any(axis=0))
+    if not entry.shape or len(cut) > 1 or len(set(table.rank.tolist())) < len(table):
+        return None
+    dim = int(cut[0]) if len(cut) else 0
+    order = np.argsort(table.offsets[:, dim])
+    starts, sizes = table.offsets[order, dim], table.sizes[order, dim]
+    has_hole = (starts != np.cumsum(sizes) - sizes).any()
+    ends = (table.sizes == 0).any() or sizes[-1] < sizes[0]
+    index, _ = numbered[int(table.file[0])]
+    return _Row(entry, index, tuple(table.rank[order].tolist()), not has_hole and not ends)
+
+
+def _cuts(rows: Sequence[_Row]) -> list[_Cut]:
+    """Return the ways in which tensors are cut into several pieces, none of them empty."""
+    cuts: dict[int, _Cut] = {}
+    for row in rows:
+        count = len(row.ranks)
+        if count > 1 and (row.entry.chunks.sizes > 0).all():
+            cut = cuts.setdefault(count, _Cut(row.entry.fqn, tuple(set() for _ in row.ranks)))
+            for place, rank in zip(cut.places, row.ranks, strict=True):
+                place.add(rank)
+    return list(cuts.values())
+
+
+def _missing_pieces(
+    row: _Row, lacking: set[int], cuts: Sequence[_Cut], others: Sequence[_Row]
+) -> Iterator[tuple[int, str]]:
+    """Yield the ranks that lack the file with the tensor's next pieces, and the evidence.
+
+    `others` are tensors whose names differ in numbers only, in files of another index.
+    """
+    larger = next((one.entry for one in others if _is_larger(one.entry, row.entry)), None)
+    alike = any(one.entry.shape == row.entry.shape for one in others)
+    if not row.may_go_on or not lacking or (alike and larger is None):
+        return
+    have = len(row.ranks)
+    for cut in cuts:
+        lost = cut.places[have:]
+        fits = all(rank in place for rank, place in zip(row.ranks, cut.places, strict=False))
+        if 0 < len(lost) <= have and fits and all(place & lacking for place in lost):
+            like = f"{cut.example} has {len(cut.places)}" if larger is None else _form(larger)
+            pieces = "1 piece" if have == 1 else f"{have} pieces"
+            evidence = f"{_form(row.entry)} has {pieces}, {like}"
+            yield from ((rank, evidence) for place in lost for rank in sorted(place & lacking))
+            return
+
+
+def _is_larger(one: TensorEntry, other: TensorEntry) -> bool:
+    if len(one.shape) != len(other.shape) or one.shape == other.shape:
+        return False
+    return all(a >= b for a, b in zip(one.shape, other.shape, strict=True))
+
+
+def _form(entry: TensorEntry) -> str:
+    return f"{entry.fqn} {list(entry.shape)}"
+
+
+def _missing_file(
+    chosen: ShardSet, place: tuple[int, int], evidence: Sequence[str]
+) -> IncompleteError:
+    index, rank = place
+    more = f"; and {len(evidence) - _SHOWN} more tensors" if len(evidence) > _SHOWN else ""
+    return IncompleteError(
+        f"{chosen.path(index, rank)}: missing; rank {rank} has other files, and tensors that other "
+        f"ranks have in file {index} lack its pieces",
+        found="; ".join(evidence[:_SHOWN]) + more,
+        hint="copy the file here from where it was written, or take another checkpoint",
+    )

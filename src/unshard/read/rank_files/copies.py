@@ -1,0 +1,288 @@
+"""Tensors that several ranks store under one name: copies of one tensor, shards, or experts?
+
+A DTensor states how it is cut; a plain tensor does not. The rules for plain tensors, the only
+heuristic of unshard:
+
+* one rank only: it is the tensor;
+* its shape is known (`--base`): what fits it, a copy or shards along dimension 0;
+* the bytes differ between ranks: shards along dimension 0, but only if the user says so
+  (`--assume-dim0`); otherwise refused;
+* equal on all ranks: one copy. But where other plain tensors of the same files do differ, an equal
+  one may be a shard too (an all-ones norm): refused, or taken as a copy under `--assume-dim0`;
+  tensors without dimensions cannot be shards.
+
+Of experts, verl's VeOmni engine does not record the rank in expert parallelism: every expert group
+saves its own experts as a DTensor of the *local* experts' shape, on a mesh of its own ranks. The
+files then have several different tensors under one name, each whole according to itself. Copies
+that no `Replicate` explains also arise honestly (parameters outside the plan of tensor
+parallelism), so their bytes decide: where samples of them differ, they are experts. With
+`--ep-size` they are joined along dimension 0, the groups in the order of their lowest ranks, which
+is how VeOmni numbers them.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import prod
+
+import numpy as np
+
+from unshard.containers.chunks import first_difference
+from unshard.containers.open_files import OpenFiles
+from unshard.containers.strided import raw_dtype
+from unshard.errors import NotMergeableError, UnshardError, UsageError, raise_all
+from unshard.noted import Noted
+from unshard.read.format import Location, ReadOptions, shortened
+from unshard.tensors.boxes import Box
+from unshard.tensors.catalog import ChunkTable, TensorEntry
+from unshard.tensors.placements import Replicate
+from unshard.tensors.tiles import row_tile, tiles
+
+__all__ = ["Resolved", "resolve_experts", "resolve_plain"]
+
+_COMPARE_BYTES = 1 << 20
+_SAMPLE_BYTES = 16 * 1024
+_HINT = (
+    "save it as a DTensor or on one rank only; or, if plain tensors of this checkpoint are shards "
+    "along dimension 0: --assume-dim0"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What the plain tensors of a checkpoint are, what is wrong with them, and what was assumed."""
+
+    entries: dict[str, TensorEntry]
+    problems: tuple[UnshardError, ...]
+    notes: tuple[str, ...]
+
+
+def resolve_plain(
+    copies: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]], *, assume_dim0: bool
+) -> Resolved:
+    """Decide what every plain tensor is, by its known shape or by comparing its bytes across ranks.
+
+    Args:
+        copies: the plain tensors; each chunk is one rank's whole tensor.
+        shapes: shapes that are known from elsewhere, by name.
+        assume_dim0: take tensors that differ as shards along dimension 0.
+    """
+    with OpenFiles(os.O_RDONLY, limit=16) as files:
+        differing = {name for name, entry in copies.items() if _differ(entry, files)}
+    entries: dict[str, TensorEntry] = {}
+    problems: list[UnshardError] = []
+    assumed: dict[str, list[str]] = {}
+    for name, entry in copies.items():
+        verdict, why = _judge(
+            entry,
+            shapes.get(name),
+            differs=name in differing,
+            others_differ=bool(differing) and len(entry.chunks) > 1 and bool(entry.shape),
+            assume_dim0=assume_dim0,
+        )
+        if verdict is _Verdict.REFUSED:
+            problems.append(_plain_refused(entry, sorted(differing)))
+            continue
+        entries[name] = _shards_joined(entry) if verdict is _Verdict.SHARDS else entry
+        if why:
+            assumed.setdefault(why, []).append(name)
+    notes = tuple(
+        f"{len(names)} plain tensors were taken {why}: {', '.join(names)}"
+        for why, names in assumed.items()
+    )
+    return Resolved(entries, tuple(problems), notes)
+
+
+class _Verdict(Enum):
+    COPY = "copies of one tensor"
+    SHARDS = "shards along dimension 0"
+    REFUSED = "undecided"
+
+
+def _judge(
+    entry: TensorEntry,
+    known: tuple[int, ...] | None,
+    *,
+    differs: bool,
+    others_differ: bool,
+    assume_dim0: bool,
+) -> tuple[_Verdict, str]:
+    """Return what a tensor is, and how that is known if it was not plain.
+
+    It has the shape `known` in the base model. Where others differ, it may be cut like them.
+    """
+    table = entry.chunks
+    if len(table) > 1 and known is not None and _joined_shape(entry) == known:
+        return _Verdict.SHARDS, "as shards along dimension 0, whose joined shape the base has"
+    if not differs and (known == entry.shape or not others_differ):
+        return _Verdict.COPY, ""
+    if assume_dim0 and not differs:
+        return _Verdict.COPY, "as copies (--assume-dim0)"
+    if assume_dim0 and _is_joinable(table):
+        return _Verdict.SHARDS, "as shards along dimension 0 (--assume-dim0)"
+    return _Verdict.REFUSED, ""
+
+
+def _differ(entry: TensorEntry, files: OpenFiles) -> bool:
+    """Return whether ranks have different values (or shapes) of a plain tensor."""
+    table = entry.chunks
+    if len(table) < 2:
+        return False
+    if (table.sizes != table.sizes[0]).any():
+        return True
+    raw = raw_dtype(entry.dtype)
+    tile = row_tile(entry.shape, _COMPARE_BYTES // raw.itemsize)
+    return any(
+        first_difference(table, (0, row), tiles(entry.shape, tile), raw, files)
+        for row in range(1, len(table))
+    )
+
+
+def _is_joinable(table: ChunkTable) -> bool:
+    return table.sizes.shape[1] > 0 and not (table.sizes[:, 1:] != table.sizes[0, 1:]).any()
+
+
+def _joined_shape(entry: TensorEntry) -> tuple[int, ...] | None:
+    """Return the shape that the ranks' parts make when joined; None if they cannot be."""
+    if not _is_joinable(entry.chunks):
+        return None
+    return (int(entry.chunks.sizes[:, 0].sum()), *entry.shape[1:])
+
+
+def _shards_joined(entry: TensorEntry) -> TensorEntry:
+    """Return the tensor that the ranks' parts make when joined along dimension 0, in rank order."""
+    rows, offsets = entry.chunks.sizes[:, 0], entry.chunks.offsets.copy()
+    offsets[:, 0] = np.concatenate([[0], np.cumsum(rows)[:-1]])
+    shape = _joined_shape(entry) or ()
+    return replace(entry, shape=shape, chunks=replace(entry.chunks, offsets=offsets))
+
+
+def _plain_refused(entry: TensorEntry, differing: list[str]) -> NotMergeableError:
+    table = entry.chunks
+    ranks = f"ranks {shortened([str(rank) for rank in table.rank.tolist()], 8)}"
+    shapes = " and ".join(
+        str(list(s)) for s in sorted({tuple(s) for s in table.sizes.tolist()})[:4]
+    )
+    if entry.fqn not in differing:
+        return NotMergeableError(
+            f"tensor {entry.fqn}: a plain tensor that may be a copy or a shard",
+            expected="plain tensors that are all copies of one another",
+            found=f"{shapes}, equal on {ranks}, but {differing[0]} differs between them",
+            hint=_HINT,
+        )
+    return NotMergeableError(
+        f"tensor {entry.fqn}: a plain tensor that differs between ranks, cut in an unknown way",
+        expected=f"equal bytes on {ranks}",
+        found=f"different values of shape {shapes}",
+        hint=_HINT
+        if _is_joinable(table)
+        else "it cannot be joined along dimension 0 either: each rank has its own",
+    )
+
+
+def resolve_experts(
+    tensors: Mapping[str, TensorEntry], location: Location, options: ReadOptions
+) -> Noted[Mapping[str, TensorEntry]]:
+    """Join, or refuse, tensors that are different experts under one name; return all tensors.
+
+    Raises:
+        NotMergeableError: there are some, and `--ep-size` was not given or does not fit.
+        UsageError: `--ep-size` was given, and there are none.
+    """
+    copied = {name: entry for name, entry in tensors.items() if _unexplained_copies(entry) > 1}
+    with OpenFiles(os.O_RDONLY, limit=16) as files:
+        differing = {name for name, entry in copied.items() if _samples_differ(entry, files)}
+    if not differing:
+        if options.ep_size is not None:
+            raise UsageError(
+                f"--ep-size {options.ep_size}: {location.weights_dir} has no experts that differ "
+                "between ranks under one name",
+                hint="leave it out: the files state how their tensors are cut",
+            )
+        return Noted(tensors)
+    if options.ep_size is None:
+        raise _experts_refused(location, copied, differing)
+    experts = [name for name in copied if name in differing or ".experts." in name]
+    problems = [
+        problem
+        for name in experts
+        if (problem := _misfit(tensors[name], options.ep_size)) is not None
+    ]
+    raise_all(NotMergeableError, f"--ep-size {options.ep_size} does not fit", problems)
+    joined = {name: _experts_joined(tensors[name], options.ep_size) for name in experts}
+    note = (
+        f"--ep-size {options.ep_size}: {len(joined)} tensors were joined along dimension 0, their "
+        f"groups in the order of their lowest ranks: {', '.join(joined)}"
+    )
+    return Noted({**tensors, **joined}, (note,))
+
+
+def _unexplained_copies(entry: TensorEntry) -> int:
+    """Return how many times as often as its `Replicate` placements say some region is stored."""
+    if entry.sharding is None or len(entry.chunks) < 2:
+        return 1
+    mesh = zip(entry.sharding.mesh.shape, entry.sharding.placements, strict=True)
+    explained = prod(size for size, placement in mesh if isinstance(placement, Replicate))
+    most = max(map(len, _regions(entry.chunks)), default=1)
+    return -(-most // explained)  # rounded up: of a group that lacks a rank there are fewer
+
+
+def _regions(table: ChunkTable) -> list[list[int]]:
+    """Return the rows of each region, in rank order; empty chunks left out."""
+    rows: dict[bytes, list[int]] = defaultdict(list)
+    for row, box in enumerate(np.concatenate([table.offsets, table.sizes], axis=1)):
+        if table.length[row]:
+            rows[box.tobytes()].append(row)
+    return list(rows.values())
+
+
+def _samples_differ(entry: TensorEntry, files: OpenFiles) -> bool:
+    """Compare copies of every region at their start, in the middle and at the end."""
+    table, raw = entry.chunks, raw_dtype(entry.dtype)
+    for first, *others in _regions(table):
+        sizes = table.sizes[first].tolist()
+        tile = row_tile(sizes, _SAMPLE_BYTES // raw.itemsize)
+        free = [size - side for size, side in zip(sizes, tile, strict=True)]
+        samples = [Box(tuple(room * half // 2 for room in free), tile) for half in range(3)]
+        if any(first_difference(table, (first, row), samples, raw, files) for row in others):
+            return True
+    return False
+
+
+def _misfit(entry: TensorEntry, ep_size: int) -> NotMergeableError | None:
+    copies = {len(rows) for rows in _regions(entry.chunks)}
+    if copies == {ep_size} and entry.shape:
+        return None
+    return NotMergeableError(
+        f"tensor {entry.fqn}: its {list(entry.shape)} is stored {min(copies)} times",
+        expected=f"one group of ranks for each of {ep_size} parts",
+    )
+
+
+def _experts_joined(entry: TensorEntry, ep_size: int) -> TensorEntry:
+    table, rows = entry.chunks, entry.shape[0]
+    offsets = table.offsets.copy()
+    for region in _regions(table):
+        offsets[region, 0] += np.arange(ep_size) * rows
+    shape = (rows * ep_size, *entry.shape[1:])
+    return replace(entry, shape=shape, chunks=replace(table, offsets=offsets))
+
+
+def _experts_refused(
+    location: Location, copied: Mapping[str, TensorEntry], differing: set[str]
+) -> NotMergeableError:
+    name = next(name for name in copied if name in differing)
+    entry = copied[name]
+    copies = _unexplained_copies(entry)
+    whole = Box.whole(entry.shape)
+    return NotMergeableError(
+        f"{location.weights_dir}: {len(differing)} tensors are stored {copies} times with "
+        f"different values, the first: {name} {list(entry.shape)}",
+        expected="equal copies",
+        found=f"different values of {whole} on different ranks, and no record of which is which: "
+        "experts of verl's VeOmni engine?",
+        hint=f"if they are parts of one tensor along dimension 0: --ep-size {copies}; else merge "
+        "it with the engine that wrote it",
+    )
