@@ -209,11 +209,6 @@ PROMISED = {
     # In pydantic's way, its fields are keys of the same JSON object as those of a submission.
     "unshard.evaluate.jobs.Arguments",
 }
-# These are about to go.
-LEFT = {
-    "unshard.evaluate.server.http.v1_views.JobPage",
-    "unshard.evaluate.server.http.v1_views.ResultPage",
-}
 
 
 def test_no_class_inherits_from_another_of_ours_but_errors_and_types() -> None:
@@ -231,7 +226,7 @@ def test_no_class_inherits_from_another_of_ours_but_errors_and_types() -> None:
         for base in of
         if base in known and base not in PROMISED and not may_be_base(base)
     }
-    assert heirs <= LEFT
+    assert heirs == set()
 
 
 def test_a_function_has_at_most_40_lines() -> None:

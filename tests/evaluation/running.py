@@ -21,10 +21,10 @@ from unshard.evaluate.pins.pin import DEFAULT_QUOTA
 from unshard.evaluate.server.attempts.attempt import Limits
 from unshard.evaluate.server.config.profiles import Kind
 from unshard.evaluate.server.evaluators.work import Profile, Work
+from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.profiles import Profiles
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
-from unshard.evaluate.server.queue.slots import Slots
 from unshard.evaluate.server.store.store import Store
 
 TESTS = Path(__file__).parent.parent

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from unshard.evaluate.run_folder import RunFolder
-from unshard.evaluate.server.admission.requests import _RUN
+from unshard.evaluate.server.admission import _RUN
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Types of the values that people and clients write, for pydantic, with errors in our words."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, TypeVar
 
 from pydantic import (
     Field,
+    PlainValidator,
     TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -14,32 +16,63 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from unshard.errors import UsageError, raise_all
 
-__all__ = ["LARGEST", "Scalar", "Whole", "expects", "problem_of", "shown", "validated"]
+__all__ = [
+    "LARGEST",
+    "Scalar",
+    "Whole",
+    "expected",
+    "expects",
+    "problem_of",
+    "shown",
+    "validated",
+    "whole",
+]
 
 LARGEST = 2**53
 """The largest whole number that JSON has everywhere."""
 
 Scalar = str | int | float | bool
 _Found = TypeVar("_Found")
+_Value = TypeVar("_Value")
 
 
-def expects(text: str, *, or_boolean: bool = False) -> WrapValidator:
+def expected(text: str) -> PydanticCustomError:
+    """Return the error of a validator: what is expected instead of the value."""
+    return PydanticCustomError("expected", "expected {expected}", {"expected": text})
+
+
+def expects(
+    text: str, holds: Callable[[_Value], bool] | None = None, *, or_boolean: bool = False
+) -> WrapValidator:
     """Make a validator that reports whatever is wrong with a value as one problem.
 
     Args:
         text: what is expected.
+        holds: what must be true of the value, in addition to its type.
         or_boolean: accept a boolean too, which pydantic would else read as a number.
     """
 
     def check(value: object, validate: ValidatorFunctionWrapHandler) -> object:
-        try:
+        with suppress(ValidationError):
             if or_boolean or not isinstance(value, bool):
-                return validate(value)
-        except ValidationError:
-            pass
-        raise PydanticCustomError("expected", "expected {expected}", {"expected": text})
+                found = validate(value)
+                if holds is None or holds(found):
+                    return found
+        raise expected(text)
 
     return WrapValidator(check)
+
+
+def whole(least: int, most: int = LARGEST) -> PlainValidator:
+    """Make a validator of a whole number in a file, which must not be written as text."""
+    limits = f"at least {least}" if most == LARGEST else f"{least} to {most}"
+
+    def check(value: object) -> object:
+        if type(value) is int and least <= value <= most:
+            return value
+        raise expected(f"a whole number, {limits}")
+
+    return PlainValidator(check)
 
 
 Whole = Annotated[int, Field(ge=0, le=LARGEST), expects("a whole number, at least 0")]

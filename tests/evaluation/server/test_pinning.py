@@ -15,7 +15,7 @@ from unshard.errors import UsageError
 from unshard.evaluate.jobs import Job, Request
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota, list_pins, pin_checkpoint, unpin
 from unshard.evaluate.server import service as service_module
-from unshard.evaluate.server.admission.links import check_links
+from unshard.evaluate.server.admission import check_links
 from unshard.evaluate.server.config.profiles import ServerConfig
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.serve import make_service

@@ -198,7 +198,7 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         (PROFILE % "environment: [A]", "environment cannot be read"),
         (PROFILE % "model_args: {a: [1]}", "model_args cannot be read"),
         (LMMS % "model_args: {a: 'b,c'}", "model_args: 'a' cannot be handed over"),
-        (LMMS % "include_paths: [a, b]", "expected: at most 1"),
+        (LMMS % "include_paths: [., .]", "expected: at most 1"),
         (COMMAND % "timeout: 1", r"command is missing\n  expected: a list of arguments"),
         (COMMAND % "command: ['{chekpoint}']", "command cannot be read"),
         (COMMAND % "command: [./nothing]", r"command cannot be read\n  expected: a program"),

@@ -17,7 +17,7 @@ from evaluation.servers import Fields, Live, live
 from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard.evaluate import lmms_engine as ours
 from unshard.evaluate.server import service
-from unshard.evaluate.server.http import lmms_views
+from unshard.evaluate.server.http.lmms import JobInfo
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
@@ -94,8 +94,8 @@ def evaluate(server: Live, **body: object) -> Fields:
     return found
 
 
-def info(server: Live, job: Fields) -> lmms_views.JobInfo:
-    return lmms_views.JobInfo.model_validate(server.call("GET", f"/jobs/{job['job_id']}").json())
+def info(server: Live, job: Fields) -> JobInfo:
+    return JobInfo.model_validate(server.call("GET", f"/jobs/{job['job_id']}").json())
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ from evaluation.running import all_gone
 from evaluation.runs import checkpoint
 from evaluation.servers import Fields, Live, live
 from unshard.evaluate.jobs import Request
-from unshard.evaluate.server.http import v1_views as views
+from unshard.evaluate.server.http import v1 as views
+from unshard.evaluate.server.http.answers import ErrorBody, ErrorFields
 from unshard.evaluate.server.store.store import Store
 from waiting import LIMIT_S
 from waiting import wait_until as until
@@ -39,9 +40,9 @@ def done(server: Live, run: Path) -> Fields:
     return server.ended(server.submit(run / "checkpoint-5", "score", "other"))
 
 
-def error_of(answer: httpx.Response) -> views.ErrorFields:
+def error_of(answer: httpx.Response) -> ErrorFields:
     assert set(answer.json()) >= {"error"}
-    return views.ErrorBody.model_validate(answer.json()).error
+    return ErrorBody.model_validate(answer.json()).error
 
 
 def test_a_checkpoint_is_merged_and_evaluated_and_its_numbers_come_back(done: Fields) -> None:
@@ -222,14 +223,14 @@ def test_a_stream_without_events_is_kept_alive(server: Live) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "message"),
     [
-        ("GET", "/jobs/none", 404, "there is none"),
-        ("DELETE", "/jobs/none", 404, "there is none"),
-        ("GET", "/jobs/none/log", 404, "there is none"),
+        ("GET", "/jobs/none", 404, "job none does not exist"),
+        ("DELETE", "/jobs/none", 404, "job none does not exist"),
+        ("GET", "/jobs/none/log", 404, "job none does not exist"),
         ("GET", "/nothing", 404, "Not Found"),
         ("PUT", "/jobs", 405, "Method Not Allowed"),
         ("GET", "/jobs?status=odd", 400, "status"),
         ("GET", "/jobs?limit=0", 400, "limit"),
-        ("GET", "/jobs?before=none", 404, "there is none"),
+        ("GET", "/jobs?before=none", 404, "job none does not exist"),
         ("GET", "/results?limit=10001", 400, "limit"),
         ("GET", "/results?after=x", 400, "after"),
         ("GET", f"/jobs?step={10**30}", 400, "step"),

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unshard.evaluate.jobs import EvaluationError
-from unshard.evaluate.server.queue.slots import Slots, shown_slots
+from unshard.evaluate.server.gpus import Slots, shown_slots
 
 
 def test_a_job_for_more_than_there_are_is_refused_with_both_numbers() -> None:

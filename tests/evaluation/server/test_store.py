@@ -18,8 +18,14 @@ from evaluation.running import child_environment, job_of, request
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments, Filters, Job, Phase, Process, Request, Status
 from unshard.evaluate.server.store import statements
-from unshard.evaluate.server.store.schema import as_request, request_as_json
-from unshard.evaluate.server.store.statements import DIED, KILLED, LONGEST_WAIT_S, POSTPONED
+from unshard.evaluate.server.store.statements import (
+    DIED,
+    KILLED,
+    LONGEST_WAIT_S,
+    POSTPONED,
+    as_request,
+    request_as_json,
+)
 from unshard.evaluate.server.store.store import Store
 
 
@@ -459,7 +465,6 @@ def test_no_job_is_claimed_twice_by_threads_of_several_processes(tmp_path: Path)
 SUBMITTING = """
 import itertools, pathlib, sys
 from unshard.evaluate.jobs import Request
-from unshard.evaluate.server.store.schema import as_request, request_as_json
 from unshard.evaluate.server.store.store import Store
 store = Store(pathlib.Path(sys.argv[1]))
 for step in itertools.count():

@@ -14,14 +14,14 @@ from pydantic import ValidationError
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments, Request
-from unshard.evaluate.server.admission import requests as validation
-from unshard.evaluate.server.admission.requests import (
+from unshard.evaluate.server import admission as validation
+from unshard.evaluate.server.admission import (
     check_request,
     check_there,
     resolve_checkpoint,
 )
 from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
-from unshard.evaluate.server.http.v1_views import Submission
+from unshard.evaluate.server.http.v1 import Submission
 from unshard.evaluate.server.service import _placed
 
 CONFIG = ServerConfig(

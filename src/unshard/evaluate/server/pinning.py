@@ -26,7 +26,7 @@ from unshard.evaluate.pins.pin import (
     unpin,
 )
 from unshard.evaluate.run_folder import PINS, STATE, RunFolder
-from unshard.evaluate.server.admission.requests import resolve_checkpoint
+from unshard.evaluate.server.admission import resolve_checkpoint
 from unshard.evaluate.server.store.store import Store
 
 __all__ = ["Pins"]

@@ -14,11 +14,11 @@ from anyio import to_thread
 from unshard.errors import UsageError
 from unshard.evaluate.logs import log_to_stderr
 from unshard.evaluate.pins.pin import Quota
-from unshard.evaluate.server.config.gpus import gpus_in
 from unshard.evaluate.server.config.profiles import ServerConfig
 from unshard.evaluate.server.config.server_yaml import read_server_yaml
 from unshard.evaluate.server.evaluators.probing import start_probing
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
+from unshard.evaluate.server.gpus import Slots, gpus_in
 from unshard.evaluate.server.health import Health
 from unshard.evaluate.server.http.app import make_app
 from unshard.evaluate.server.http.connections import BoundedProtocol, raise_file_limit
@@ -26,7 +26,6 @@ from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.profiles import Profiles
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
-from unshard.evaluate.server.queue.slots import Slots
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.store import Store
 

@@ -19,8 +19,8 @@ from unshard.evaluate.jobs import Job, Request, Status
 from unshard.evaluate.pins.files import fingerprint, read_stamps
 from unshard.evaluate.pins.pin import ExpiredError
 from unshard.evaluate.run_folder import RunFolder
-from unshard.evaluate.server.admission.links import check_links
-from unshard.evaluate.server.admission.requests import (
+from unshard.evaluate.server.admission import (
+    check_links,
     check_request,
     check_there,
     not_readable,
@@ -252,14 +252,6 @@ class Service:
                 found=", ".join(ids),
             )
         return self.store.get(ids[0]) if ids else None
-
-    def cancel(self, job_id: str) -> Job | None:
-        """Cancel a job, also a running one; return its new state."""
-        job = self.job(job_id)
-        if job is None:
-            return None
-        self.scheduler.cancel(job.id)
-        return self.store.get(job.id)
 
     def log(self, job: Job, offset: int) -> tuple[str, int, bool]:
         """Return a part of the log of a job's last attempt, where the next begins, and if it ends.

@@ -38,6 +38,7 @@ from unshard.evaluate.server.attempts.merging import (
 )
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
 from unshard.evaluate.server.evaluators.work import Evaluator, Profile, Work
+from unshard.evaluate.server.gpus import shown_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import LOG_BYTES, last_lines
 from unshard.evaluate.server.processes.environment import evaluator_environment
@@ -52,7 +53,6 @@ from unshard.evaluate.server.processes.supervise import (
     read_exit,
 )
 from unshard.evaluate.server.processes.table import is_alive, kill_group
-from unshard.evaluate.server.queue.slots import shown_slots
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import LOG_MARK, tell
 

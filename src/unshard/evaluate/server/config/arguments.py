@@ -1,17 +1,31 @@
-"""`key=value` arguments as lmms-eval and lm-eval read them. Pure.
+"""Arguments in command lines: `key=value` for both harnesses, placeholders for commands. Pure.
 
-Both split at commas, but not inside quotes, braces or brackets (lmms_eval/utils.py,
-`_smart_comma_split`): an unclosed quote swallows every argument after it, and a comma adds one.
+lmms-eval and lm-eval split at commas, but not inside quotes, braces or brackets
+(lmms_eval/utils.py, `_smart_comma_split`): an unclosed quote swallows every argument after it, and
+a comma adds one.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 
 from unshard.errors import UsageError
+from unshard.evaluate.jobs import OPTIONS
 from unshard.evaluate.values import Scalar
 
-__all__ = ["has_separator", "join_arguments", "parse_arguments"]
+__all__ = [
+    "PLACEHOLDERS",
+    "fill",
+    "has_separator",
+    "join_arguments",
+    "parse_arguments",
+    "placeholders_in",
+]
 
+PLACEHOLDERS = {"checkpoint", "output", "tasks", "step", "weights", "run"} | OPTIONS
+"""What a command may name in braces: what is evaluated, and the options that clients choose."""
+
+_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([a-z_]+)\}")
 _SEPARATORS = frozenset(",='\"`\\[]{}\n\r")
 
 
@@ -74,3 +88,16 @@ def _scalar(text: str) -> Scalar:
     except ValueError:
         return text
     return number if math.isfinite(number) else text
+
+
+def placeholders_in(command: Iterable[str]) -> set[str]:
+    """Return the names in braces, known ones or not; doubled braces are braces."""
+    return {name for part in command for name in _PLACEHOLDER.findall(part) if name}
+
+
+def fill(argument: str, values: Mapping[str, str]) -> str:
+    """Return an argument of a command with values in the places of its placeholders."""
+    return _PLACEHOLDER.sub(
+        lambda found: values[found[1]] if found[1] else found[0][0],
+        argument,
+    )

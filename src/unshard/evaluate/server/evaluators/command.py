@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unshard.evaluate.jobs import OPTIONS
-from unshard.evaluate.server.config.placeholders import fill
+from unshard.evaluate.server.config.arguments import fill
 from unshard.evaluate.server.evaluators.documents import (
     check_exit,
     check_tasks,

@@ -1,19 +1,67 @@
-"""Answers that can be large are serialised where they are made, so that few exist at a time.
+"""What both protocols share: the service, errors, and answers that can be large.
 
-FastAPI would serialise them later, in another thread. One answer per request would wait for that,
-as objects, which take several times the memory of their JSON.
+Large answers are serialised where they are made, so that few exist at a time. FastAPI would
+serialise them later, in another thread. One answer per request would wait for that, as objects,
+which take several times the memory of their JSON.
 """
 
 import json
 from collections.abc import Iterator
+from typing import Annotated
 
-from fastapi import Response
-from pydantic import BaseModel
+from fastapi import Depends, Response
+from pydantic import BaseModel, Field
+from starlette.requests import HTTPConnection
 
-__all__ = ["answer", "page"]
+from unshard.errors import UnshardError
+from unshard.evaluate.server.admission import MOST_TASKS
+from unshard.evaluate.server.service import Service
+
+__all__ = ["ErrorBody", "ErrorFields", "Served", "Tasks", "Text", "answer", "answer_page"]
 
 _PAGE_BYTES = 1 << 20
 _JSON = "application/json"
+
+Text = Annotated[str, Field(max_length=4096)]
+Tasks = Annotated[list[Text], Field(min_length=1, max_length=MOST_TASKS)]
+
+
+async def _service_of(connection: HTTPConnection) -> Service:  # async: it needs no thread
+    service: Service = connection.app.state.service
+    return service
+
+
+Served = Annotated[Service, Depends(_service_of)]
+"""The service of the application that got a request."""
+
+
+class ErrorFields(BaseModel):
+    """An error's fields; `code` is the exit code of our errors, otherwise the HTTP status."""
+
+    type: str
+    code: int
+    message: str
+    expected: str = ""
+    found: str = ""
+    hint: str = ""
+
+    @classmethod
+    def of(cls, error: UnshardError) -> "ErrorFields":
+        """Return what clients see of an error."""
+        return cls(
+            type=type(error).__name__,
+            code=error.exit_code,
+            message=error.subject,
+            expected=error.expected,
+            found=error.found,
+            hint=error.hint,
+        )
+
+
+class ErrorBody(BaseModel):
+    """An error."""
+
+    error: ErrorFields
 
 
 def answer(view: BaseModel) -> Response:
@@ -21,7 +69,7 @@ def answer(view: BaseModel) -> Response:
     return Response(view.model_dump_json(), media_type=_JSON)
 
 
-def page(name: str, entries: Iterator[tuple[str | int, BaseModel]], limit: int) -> Response:
+def answer_page(name: str, entries: Iterator[tuple[str | int, BaseModel]], limit: int) -> Response:
     """Return the first page of a list: `{name: [...], "next": PLACE or null}`.
 
     Args:

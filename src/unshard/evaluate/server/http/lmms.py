@@ -5,57 +5,147 @@ it ignores silently, is honoured here, and so are keys that its documentation mi
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
 
-from fastapi import APIRouter, HTTPException, Request, Response
-from pydantic import TypeAdapter
+from fastapi import APIRouter, HTTPException, Response
+from pydantic import BaseModel, TypeAdapter
 
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.jobs import Arguments, Status
-from unshard.evaluate.jobs import Request as Wanted
+from unshard.evaluate.jobs import Arguments, Job, Request, Status
 from unshard.evaluate.server.attempts.merging import GivenUpError, GoneError
 from unshard.evaluate.server.health import UnhealthyError
-from unshard.evaluate.server.http.answers import answer
-from unshard.evaluate.server.http.lmms_views import (
-    EvaluateRequest,
-    Health,
-    JobInfo,
-    MergeRequest,
-    MergeResponse,
-    Message,
-    Models,
-    Problem,
-    Queue,
-    Submitted,
-    TaskNames,
-    job_info,
-)
-from unshard.evaluate.server.http.v1_views import error_body
+from unshard.evaluate.server.http.answers import ErrorFields, Served, Tasks, Text, answer
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.telling import tell_refusal
 from unshard.evaluate.values import Scalar, validated
 
-__all__ = ["router", "service_of", "wanted_of"]
+__all__ = ["JobInfo", "router"]
 
-router = APIRouter(tags=["lmms-eval"], responses={"4XX": {"model": Problem}})
 _CHECKPOINT_KEYS = ("pretrained", "model", "model_path", "checkpoint", "ckpt_path")
 _LIFTED = ("num_gpus", "batch_size")
 _ARGUMENTS = TypeAdapter(Arguments)
 _WEIGHTS = {"regular": "model", "ema": "ema"}
+_THEIR_ARGUMENTS = {"num_fewshot", "batch_size", "limit", "gen_kwargs"}
+_THEIR_STATUS = {Status.EXPIRED: Status.FAILED, Status.SUPERSEDED: Status.CANCELLED}
 
 
-def service_of(request: Request) -> Service:
-    """Return the service of the application that got a request."""
-    service: Service = request.app.state.service
-    return service
+class Problem(BaseModel):
+    """What is wrong with a request."""
+
+    detail: str
+
+
+class Health(BaseModel):
+    """The state of the server (lmms-eval's protocol); `problems` (ours): why it accepts no jobs."""
+
+    status: str
+    timestamp: str
+    queue_size: int | None
+    problems: list[ErrorFields]
+
+
+class EvaluateRequest(BaseModel):
+    """A job to queue (lmms-eval's protocol); unknown keys are ignored."""
+
+    model: Text
+    tasks: Tasks
+    model_args: dict[str, Scalar | None] | None = None
+    num_fewshot: int | None = None
+    batch_size: int | str | None = None
+    device: str | None = None
+    limit: int | float | None = None
+    gen_kwargs: str | None = None
+    log_samples: bool = True
+    predict_only: bool = False
+    num_gpus: int = 1
+    output_dir: str | None = None
+    lmms_engine_kwargs: dict[str, Scalar | None] | None = None
+
+
+class Submitted(BaseModel):
+    """A job that was queued (lmms-eval's protocol)."""
+
+    job_id: str
+    status: str
+    position_in_queue: int
+    message: str
+
+
+class JobInfo(BaseModel):
+    """A job and its state (lmms-eval's protocol)."""
+
+    job_id: str
+    status: str
+    created_at: str
+    started_at: str | None
+    completed_at: str | None
+    request: EvaluateRequest
+    result: dict[str, dict[str, object]] | None
+    error: str | None
+    position_in_queue: int | None
+
+
+class Queue(BaseModel):
+    """How full the server is (lmms-eval's protocol)."""
+
+    queue_size: int
+    running_job: str | None
+    queued_jobs: list[str]
+    completed_jobs: int
+    failed_jobs: int
+
+
+class TaskNames(BaseModel):
+    """Tasks that clients may choose."""
+
+    tasks: list[str]
+
+
+class Models(BaseModel):
+    """The values that `model` may have."""
+
+    models: list[str]
+
+
+class Message(BaseModel):
+    """What happened (lmms-eval's protocol)."""
+
+    message: str
+
+
+class MergeRequest(BaseModel):
+    """A checkpoint to merge (lmms-eval's protocol)."""
+
+    checkpoint_path: Text
+    output_path: Text | None = None
+    checkpoint_type: Literal["regular", "ema"] = "regular"
+
+
+class MergeResponse(BaseModel):
+    """Where the merged checkpoint is (lmms-eval's protocol)."""
+
+    success: bool
+    message: str
+    merged_path: str | None
+
+
+router = APIRouter(tags=["lmms-eval"], responses={"4XX": {"model": Problem}})
+
+
+def _find(service: Service, job_id: str) -> Job:
+    job = service.job(job_id)
+    if job is None:
+        raise HTTPException(404, f"Job {job_id} not found")
+    return job
 
 
 @router.get("/health", responses={503: {"model": Health}})
-def health(request: Request, response: Response) -> Health:
+def health(service: Served, response: Response) -> Health:
     """Report whether jobs are accepted now, and if not, why."""
-    service = service_of(request)
-    problems = [error_body(problem).error for problem in service.health.problems()]
+    problems = [ErrorFields.of(problem) for problem in service.health.problems()]
     if problems:
         response.status_code = 503
     return Health(
@@ -67,16 +157,15 @@ def health(request: Request, response: Response) -> Health:
 
 
 @router.post("/evaluate")
-def evaluate(request: Request, asked: EvaluateRequest) -> Submitted:
+def evaluate(service: Served, asked: EvaluateRequest) -> Submitted:
     """Queue a job."""
-    service = service_of(request)
     try:
-        wanted = wanted_of(asked)
+        request = _as_request(asked)
     except UsageError as error:
-        tell_refusal(Wanted("", asked.model, tuple(asked.tasks)), str(error))
+        tell_refusal(Request("", asked.model, tuple(asked.tasks)), str(error))
         raise HTTPException(400, str(error)) from error
     try:
-        job, is_new = service.submit(wanted, None)
+        job, is_new = service.submit(request, None)
     except UnhealthyError:
         raise
     except UnshardError as error:
@@ -92,34 +181,27 @@ def evaluate(request: Request, asked: EvaluateRequest) -> Submitted:
 
 
 @router.get("/jobs/{job_id}", response_model=JobInfo)
-def job(request: Request, job_id: str) -> Response:
+def job(service: Served, job_id: str) -> Response:
     """Show a job."""
-    service = service_of(request)
-    found = service.job(job_id)
-    if found is None:
-        raise HTTPException(404, f"Job {job_id} not found")
+    found = _find(service, job_id)
     position = service.store.position(found.id)
     files = service.sample_files(found)
-    return answer(job_info(found, position, service.results_file(found), files))
+    return answer(_info_of(found, position, service.results_file(found), files))
 
 
 @router.delete("/jobs/{job_id}")
-def cancel(request: Request, job_id: str) -> Message:
+def cancel(service: Served, job_id: str) -> Message:
     """Cancel a job, whether it is queued or running."""
-    service = service_of(request)
-    before = service.job(job_id)
-    if before is None:
-        raise HTTPException(404, f"Job {job_id} not found")
-    if before.status.is_final:
-        raise HTTPException(400, f"Cannot cancel job with status {before.status}")
-    service.cancel(job_id)
+    found = _find(service, job_id)
+    if found.status.is_final:
+        raise HTTPException(400, f"Cannot cancel job with status {found.status}")
+    service.scheduler.cancel(found.id)
     return Message(message=f"Job {job_id} cancelled")
 
 
 @router.get("/queue")
-def queue(request: Request) -> Queue:
+def queue(service: Served) -> Queue:
     """Report how full the server is."""
-    service = service_of(request)
     counts = service.store.counts()
     running = service.store.running()
     return Queue(
@@ -132,25 +214,24 @@ def queue(request: Request) -> Queue:
 
 
 @router.get("/tasks")
-def tasks(request: Request) -> TaskNames:
+def tasks(service: Served) -> TaskNames:
     """List the tasks that the server's profiles name; an empty list if they allow any."""
-    profiles = service_of(request).profiles.values()
+    profiles = service.profiles.values()
     return TaskNames(tasks=sorted({task for one in profiles for task in one.allowed_tasks}))
 
 
 @router.get("/models")
-def models(request: Request) -> Models:
+def models(service: Served) -> Models:
     """List the profiles: the values that `model` may have."""
-    return Models(models=sorted(service_of(request).profiles))
+    return Models(models=sorted(service.profiles))
 
 
 @router.post("/merge", responses={"5XX": {"model": Problem}})
-async def merge(request: Request, asked: MergeRequest) -> MergeResponse:
+async def merge(service: Served, asked: MergeRequest) -> MergeResponse:
     """Merge a checkpoint into `_unshard/merged` of its run, and return where that is.
 
     Clients cannot choose the directory: `output_path` is ignored.
     """
-    service = service_of(request)
     try:
         async with service.merging:
             path = await asyncio.to_thread(
@@ -169,7 +250,7 @@ async def merge(request: Request, asked: MergeRequest) -> MergeResponse:
     )
 
 
-def wanted_of(asked: EvaluateRequest) -> Wanted:
+def _as_request(asked: EvaluateRequest) -> Request:
     """Return a request of this protocol as one of ours.
 
     `model` names a profile, or a type of model for the profile `lmms-eval`. The checkpoint is in
@@ -182,8 +263,17 @@ def wanted_of(asked: EvaluateRequest) -> Wanted:
         raise UsageError("predict_only: nothing would be measured", expected="false")
     arguments = {key: value for key, value in (asked.model_args or {}).items() if value is not None}
     lifted = {key: arguments.pop(key) for key in _LIFTED if key in arguments}
-    checkpoint = _checkpoint_of(arguments, asked.lmms_engine_kwargs or {})
-    kind = str((asked.lmms_engine_kwargs or {}).get("checkpoint_type") or "regular")
+    engine = asked.lmms_engine_kwargs or {}
+    # The checkpoint is not an argument of the model, under whichever of these names it is given.
+    named = [key for key in _CHECKPOINT_KEYS if str(arguments.get(key, "")).startswith("/")]
+    found = [engine.get("model_path"), *(arguments.pop(key) for key in named)]
+    checkpoint = next((str(one) for one in found if one is not None), None)
+    if checkpoint is None:
+        raise UsageError(
+            "model_args: no checkpoint",
+            expected=f"an absolute path under one of: {', '.join(_CHECKPOINT_KEYS)}",
+        )
+    kind = str(engine.get("checkpoint_type") or "regular")
     if kind not in _WEIGHTS:
         raise UsageError(f"checkpoint_type {kind}: unknown", expected="regular or ema")
     given = asked.model_dump(include=set(Arguments.model_fields))
@@ -191,7 +281,7 @@ def wanted_of(asked: EvaluateRequest) -> Wanted:
         del given["num_gpus"]
     given |= {**lifted, "model_args": arguments}
     chosen = validated(_ARGUMENTS, given, subject=lambda name: f"{name} cannot be accepted")
-    return Wanted(
+    return Request(
         checkpoint=checkpoint,
         profile=asked.model,
         tasks=tuple(asked.tasks),
@@ -200,16 +290,42 @@ def wanted_of(asked: EvaluateRequest) -> Wanted:
     )
 
 
-def _checkpoint_of(arguments: dict[str, Scalar], engine: Mapping[str, Scalar | None]) -> str:
-    """Remove the checkpoint from the model's arguments and return it."""
-    named = [key for key in _CHECKPOINT_KEYS if str(arguments.get(key, "")).startswith("/")]
-    found = [str(arguments.pop(key)) for key in named]
-    path = engine.get("model_path")
-    if path is not None:
-        found.insert(0, str(path))
-    if not found:
-        raise UsageError(
-            "model_args: no checkpoint",
-            expected=f"an absolute path under one of: {', '.join(_CHECKPOINT_KEYS)}",
-        )
-    return found[0]
+def _info_of(
+    job: Job, position: int | None, results: str | None, samples: Sequence[str]
+) -> JobInfo:
+    """Return what clients of lmms-eval's protocol see of a job.
+
+    Args:
+        job: the job.
+        position: its place in the queue.
+        results: the path of a file of results as lmms-eval writes them.
+        samples: the paths of its files of samples.
+    """
+    request = job.request
+    result: dict[str, dict[str, object]] | None = None
+    if job.status is Status.COMPLETED:
+        result = {
+            Path(request.checkpoint).name: {"results": results, "samples": list(samples)},
+            "metrics": dict(job.metrics),
+        }
+    return JobInfo(
+        job_id=job.id,
+        status=_THEIR_STATUS.get(job.status, job.status),
+        created_at=_iso(job.created_at) or "",
+        started_at=_iso(job.started_at),
+        completed_at=_iso(job.completed_at),
+        request=EvaluateRequest(
+            model=request.profile,
+            tasks=list(request.tasks),
+            model_args={"pretrained": request.checkpoint, **request.arguments.model_args},
+            num_gpus=request.arguments.num_gpus or 1,
+            **request.arguments.model_dump(include=_THEIR_ARGUMENTS),
+        ),
+        result=result,
+        error=job.error,
+        position_in_queue=position,
+    )
+
+
+def _iso(seconds: float | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -11,7 +11,8 @@ import hmac
 import socket
 from base64 import b64decode
 from binascii import Error as Base64Error
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import (
     IPv4Address,
@@ -22,21 +23,16 @@ from ipaddress import (
     ip_network,
 )
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unshard.errors import UsageError
 from unshard.evaluate.credentials import read_token
 
 __all__ = ["Guard", "Rules", "rules_for"]
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Network = IPv4Network | IPv6Network
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -73,7 +69,14 @@ def rules_for(
         UsageError: the address is not loopback, and neither a token nor a network is given; or the
             token is too short, or other users may read its file.
     """
-    token = None if token_file is None else _token(token_file)
+    token = None
+    if token_file is not None:
+        what = f"--token-file {token_file}"
+        token = read_token(token_file, what=what)
+        if len(token) < _MIN_TOKEN:
+            raise UsageError(f"{what}: a token has at least {_MIN_TOKEN} ASCII characters")
+        if token_file.expanduser().stat().st_mode & 0o077:
+            raise UsageError(f"{what}: others may read it", hint=f"chmod 600 {token_file}")
     try:
         free = tuple(ip_network(one) for one in allow_unauthenticated)
     except ValueError as error:
@@ -101,15 +104,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _token(file: Path) -> str:
-    text = read_token(file, what=f"--token-file {file}")
-    if len(text) < _MIN_TOKEN:
-        raise UsageError(f"--token-file {file}: a token has at least {_MIN_TOKEN} ASCII characters")
-    if file.expanduser().stat().st_mode & 0o077:
-        raise UsageError(f"--token-file {file}: others may read it", hint=f"chmod 600 {file}")
-    return text
-
-
 class Guard:
     """An ASGI application that passes on what the rules allow, and refuses everything else.
 
@@ -118,7 +112,7 @@ class Guard:
         rules: which requests it gets.
     """
 
-    def __init__(self, app: App, rules: Rules) -> None:
+    def __init__(self, app: ASGIApp, rules: Rules) -> None:
         self._app = app
         self._rules = rules
 
@@ -157,14 +151,14 @@ class Guard:
                 )
                 response.headers["WWW-Authenticate"] = 'Basic realm="unshard", charset="UTF-8"'
                 return response
-            if not self._is_own_name(_host_in(f"//{host}")):
+            name = (_split(f"//{host}").hostname or "").lower()
+            if name not in self._rules.hosts and _address(name) is None:
                 return _refused(403, f"Host {host!r:.200} is not this server")
-        if origin is not None and _netloc_in(origin) != host.lower():
+        if origin is not None and _split(origin).netloc.lower() != host.lower():
             return _refused(403, f"Origin {origin!r:.200} is not this server")
         length = headers.get("content-length", "0")
-        if not (length.isascii() and length.isdecimal() and len(length) < 20):
-            return self._too_large()
-        if int(length) > _DRAINED * self._rules.max_body:
+        is_number = length.isascii() and length.isdecimal() and len(length) < 20
+        if not is_number or int(length) > _DRAINED * self._rules.max_body:
             return self._too_large()
         return None
 
@@ -172,22 +166,21 @@ class Guard:
         return _refused(413, f"the body is too large: at most {self._rules.max_body} bytes")
 
     def _shows_token(self, authorization: str) -> bool:
+        """Return whether a header has the token: as Bearer, or as the password of Basic."""
         if self._rules.token is None:
             return False
-        return hmac.compare_digest(_shown_token(authorization).encode(), self._rules.token.encode())
+        kind, _, value = authorization.partition(" ")
+        shown = value.strip() if kind.lower() == "bearer" else ""
+        if kind.lower() == "basic":
+            with suppress(Base64Error, UnicodeDecodeError, ValueError):
+                shown = b64decode(value, validate=True).decode().partition(":")[2]
+        return hmac.compare_digest(shown.encode(), self._rules.token.encode())
 
     def _needs_token(self, client: object) -> bool:
-        is_open = self._rules.token is None and not self._rules.free
-        return not is_open and not self._is_free(client)
-
-    def _is_own_name(self, name: str) -> bool:
-        return name in self._rules.hosts or _address(name) is not None
-
-    def _is_free(self, client: object) -> bool:
-        if not self._rules.free or not isinstance(client, tuple | list) or not client:
-            return False
-        address = _address(str(client[0]))
-        return address is not None and any(address in network for network in self._rules.free)
+        if not self._rules.free:
+            return self._rules.token is not None
+        address = _address(str(client[0])) if isinstance(client, tuple | list) and client else None
+        return address is None or not any(address in network for network in self._rules.free)
 
 
 def _address(text: str) -> IPv4Address | IPv6Address | None:
@@ -199,31 +192,14 @@ def _address(text: str) -> IPv4Address | IPv6Address | None:
     return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address
 
 
-def _host_in(url: str) -> str:
+def _split(url: str) -> SplitResult:
+    """Return the parts of a URL; empty ones if it is malformed."""
     try:
-        return (urlsplit(url).hostname or "").lower()
+        parts = urlsplit(url)
+        _ = parts.hostname  # it is only parsed now
     except ValueError:
-        return ""
-
-
-def _netloc_in(url: str) -> str:
-    try:
-        return urlsplit(url).netloc.lower()
-    except ValueError:
-        return ""
-
-
-def _shown_token(authorization: str) -> str:
-    """Return the token in an Authorization header: a Bearer token, or the password of Basic."""
-    kind, _, value = authorization.partition(" ")
-    if kind.lower() == "bearer":
-        return value.strip()
-    if kind.lower() != "basic":
-        return ""
-    try:
-        return b64decode(value, validate=True).decode().partition(":")[2]
-    except (Base64Error, UnicodeDecodeError, ValueError):
-        return ""
+        return urlsplit("")
+    return parts
 
 
 def _not_json(body: bytes, headers: Mapping[str, str]) -> JSONResponse | None:

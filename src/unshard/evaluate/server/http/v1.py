@@ -1,57 +1,203 @@
-"""Our own protocol, under `/api/v1`: jobs, logs, results as numbers, events."""
+"""Our own protocol, under `/api/v1`: jobs, logs, results as numbers, events.
+
+Its OpenAPI description comes from the models of its requests and answers.
+"""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from typing import Annotated
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Header, HTTPException, Query, Request, Response
+import fastapi
+from fastapi import APIRouter, Header, HTTPException, Query, Response
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
 
-from unshard.evaluate.jobs import Event, Filters, Job, Status
-from unshard.evaluate.server.http.answers import answer, page
-from unshard.evaluate.server.http.lmms import service_of
-from unshard.evaluate.server.http.v1_views import (
+from unshard.evaluate.jobs import Arguments, Filters, Job, Request, Status
+from unshard.evaluate.server.http.answers import (
     ErrorBody,
-    JobList,
-    JobPage,
-    JobView,
-    LogPart,
-    Number,
-    ProfileList,
-    ProfileView,
-    ResultList,
-    ResultPage,
-    RunList,
-    Submission,
-    job_view,
-    result_view,
+    Served,
+    Tasks,
+    Text,
+    answer,
+    answer_page,
 )
 from unshard.evaluate.server.service import Service
+from unshard.evaluate.values import LARGEST, Whole
 
-__all__ = ["router"]
+__all__ = [
+    "JobList",
+    "JobPage",
+    "JobView",
+    "LogPart",
+    "ProfileList",
+    "ProfileView",
+    "ResultList",
+    "ResultPage",
+    "ResultView",
+    "RunList",
+    "Submission",
+    "router",
+]
 
 router = APIRouter(prefix="/api/v1", tags=["v1"], responses={"4XX": {"model": ErrorBody}})
 _POLL_S = 0.5
 _HEARTBEAT_S = 5.0
-_LARGEST = 2**53
+_OF_REQUEST = frozenset({"run", "step", "weights", "profile", "tasks", "checkpoint", "fingerprint"})
+
+Weights = Literal["model", "ema"]
+Number = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
-def _view(service: Service, job: Job) -> JobView:
-    return job_view(job, service.store.position(job.id))
+class Submission(Arguments):
+    """A job to queue; the arguments of its evaluator are keys like any others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    checkpoint: Text
+    profile: Text
+    tasks: Tasks
+    step: Whole | None = None
+    run: Text = ""
+    weights: Weights = "model"
+    pin: Text | None = None
+
+    def request(self) -> Request:
+        """Return it as the value that the server works with."""
+        values = self.model_dump(exclude={"pin"})
+        arguments = Arguments(**{name: values.pop(name) for name in Arguments.model_fields})
+        return Request(**{**values, "tasks": tuple(self.tasks)}, arguments=arguments)
 
 
-def _found(service: Service, job_id: str) -> Job:
+class JobView(BaseModel):
+    """A job and its state; times are seconds since the epoch.
+
+    `superseded_by` is the job for the files that its trainer has saved in the same place since.
+    """
+
+    id: str
+    status: Status
+    phase: str | None
+    run: str
+    step: int | None
+    weights: str
+    profile: str
+    tasks: list[str]
+    checkpoint: str
+    fingerprint: str
+    created_at: float
+    started_at: float | None
+    completed_at: float | None
+    attempts: int
+    error: str | None
+    superseded_by: str | None
+    position: int | None
+    metrics: dict[str, float]
+
+    @classmethod
+    def of(cls, job: Job, position: int | None) -> "JobView":
+        """Return what clients see of a job."""
+        given: dict[str, object] = {"position": position}
+        for name in cls.model_fields.keys() - given.keys():
+            given[name] = getattr(job.request if name in _OF_REQUEST else job, name)
+        return cls.model_validate(given)
+
+
+class ResultPage(BaseModel):
+    """Which results to list, and where to continue."""
+
+    run: Text | None = None
+    step: Number | None = None
+    weights: Weights | None = None
+    profile: Text | None = None
+    after: Number = 0
+    limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
+
+
+class JobPage(BaseModel):
+    """Which jobs to list, and where to continue."""
+
+    run: Text | None = None
+    step: Number | None = None
+    weights: Weights | None = None
+    profile: Text | None = None
+    status: Status | None = None
+    before: Text | None = None
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+
+
+class JobList(BaseModel):
+    """Jobs, the newest first; `next` is the `before` of the next page, if there is one."""
+
+    jobs: list[JobView]
+    next: str | None
+
+
+class ResultView(BaseModel):
+    """One number of a job; results that arrive later have a higher `number`."""
+
+    number: int
+    job_id: str
+    run: str
+    step: int | None
+    weights: str
+    profile: str
+    task: str
+    metric: str
+    value: float
+    completed_at: float
+
+
+class ResultList(BaseModel):
+    """Results, by number; `next` is the `after` of the next page, if there is one."""
+
+    results: list[ResultView]
+    next: int | None
+
+
+class RunList(BaseModel):
+    """Names of training runs."""
+
+    runs: list[str]
+
+
+class LogPart(BaseModel):
+    """A part of a job's log: `offset` is where the next begins, bytes."""
+
+    text: str
+    offset: int
+    ended: bool
+
+
+class ProfileView(BaseModel):
+    """An evaluator that the server is configured with."""
+
+    name: str
+    kind: str
+    gpus: int
+
+
+class ProfileList(BaseModel):
+    """The profiles."""
+
+    profiles: list[ProfileView]
+
+
+def _find(service: Service, job_id: str) -> Job:
     job = service.job(job_id)
     if job is None:
-        raise HTTPException(404, f"job {job_id}: there is none")
+        raise HTTPException(404, f"job {job_id} does not exist")
     return job
 
 
+def _view(service: Service, job: Job) -> JobView:
+    return JobView.of(job, service.store.position(job.id))
+
+
 @router.post("/jobs", status_code=201, responses={200: {"model": JobView}})
-def submit(request: Request, response: Response, submission: Submission) -> JobView:
+def submit(service: Served, response: Response, submission: Submission) -> JobView:
     """Queue a job; the same job (run, step, weights, profile, tasks) is not queued twice."""
-    service = service_of(request)
     job, is_new = service.submit(submission.request(), submission.pin)
     if not is_new:
         response.status_code = 200
@@ -59,44 +205,38 @@ def submit(request: Request, response: Response, submission: Submission) -> JobV
 
 
 @router.get("/jobs", response_model=JobList)
-def jobs(request: Request, wanted: Annotated[JobPage, Query()]) -> Response:
+def jobs(service: Served, wanted: Annotated[JobPage, Query()]) -> Response:
     """List jobs, the newest first, page by page."""
-    service = service_of(request)
-    before = None if wanted.before is None else _found(service, wanted.before).id
+    before = None if wanted.before is None else _find(service, wanted.before).id
     filters = Filters(**wanted.model_dump(exclude={"before", "limit"}))
     places = {job_id: place for place, job_id in enumerate(service.store.queued_ids(), start=1)}
+
+    def shown(job: Job) -> JobView:
+        # It may have left the queue since the places were read.
+        return JobView.of(job, places.get(job.id) if job.status is Status.QUEUED else None)
+
     found = service.store.newest(filters, before)
-    views = (job_view(job, _place(job, places)) for job in found)
-    return page("jobs", ((view.id, view) for view in views), wanted.limit)
-
-
-def _place(job: Job, places: Mapping[str, int]) -> int | None:
-    """Return a job's place in the queue; it may have left the queue since the places were read."""
-    return places.get(job.id) if job.status is Status.QUEUED else None
+    return answer_page("jobs", ((job.id, shown(job)) for job in found), wanted.limit)
 
 
 @router.get("/jobs/{job_id}", response_model=JobView)
-def job(request: Request, job_id: str) -> Response:
+def job(service: Served, job_id: str) -> Response:
     """Show a job."""
-    service = service_of(request)
-    return answer(_view(service, _found(service, job_id)))
+    return answer(_view(service, _find(service, job_id)))
 
 
 @router.delete("/jobs/{job_id}")
-def cancel(request: Request, job_id: str) -> JobView:
+def cancel(service: Served, job_id: str) -> JobView:
     """Cancel a job that is queued or running; a job that has ended stays as it is."""
-    service = service_of(request)
-    found = service.cancel(_found(service, job_id).id)
-    if found is None:
-        raise HTTPException(404, f"job {job_id}: there is none")
-    return _view(service, found)
+    found = _find(service, job_id)
+    service.scheduler.cancel(found.id)
+    return _view(service, _find(service, found.id))
 
 
 @router.get("/jobs/{job_id}/log", response_model=LogPart)
-def log(request: Request, job_id: str, offset: Number = 0) -> Response:
+def log(service: Served, job_id: str, offset: Number = 0) -> Response:
     """Read the log of a job's last attempt, from a byte offset."""
-    service = service_of(request)
-    found, days = _found(service, job_id), service.config.keep_days
+    found, days = _find(service, job_id), service.config.keep_days
     has_begun = found.status.is_final and found.attempts > 0
     if has_begun and not service.scheduler.directory_of(found).exists():
         kept = f"; the server keeps logs for {days} days (`keep_days`)" if days else ""
@@ -106,23 +246,24 @@ def log(request: Request, job_id: str, offset: Number = 0) -> Response:
 
 
 @router.get("/results", response_model=ResultList)
-def results(request: Request, wanted: Annotated[ResultPage, Query()]) -> Response:
+def results(service: Served, wanted: Annotated[ResultPage, Query()]) -> Response:
     """List results in the order in which they arrived, page by page."""
     filters = Filters(**wanted.model_dump(exclude={"after", "limit"}))
-    found = service_of(request).store.results(filters, wanted.after)
-    return page("results", ((one.number, result_view(one)) for one in found), wanted.limit)
+    found = service.store.results(filters, wanted.after)
+    views = ((one.number, ResultView(**asdict(one))) for one in found)
+    return answer_page("results", views, wanted.limit)
 
 
 @router.get("/runs")
-def runs(request: Request) -> RunList:
+def runs(service: Served) -> RunList:
     """List the names of all runs."""
-    return RunList(runs=service_of(request).store.runs())
+    return RunList(runs=service.store.runs())
 
 
 @router.get("/profiles")
-def profiles(request: Request) -> ProfileList:
+def profiles(service: Served) -> ProfileList:
     """List the profiles."""
-    known = service_of(request).profiles.values()
+    known = service.profiles.values()
     return ProfileList(
         profiles=[ProfileView(name=one.name, kind=one.kind, gpus=one.gpus) for one in known]
     )
@@ -133,29 +274,31 @@ _STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
 @router.get("/events", response_model=None, responses={200: _STREAM})
 def events(
-    request: Request, since: Number = 0, last_event_id: Annotated[str | None, Header()] = None
+    request: fastapi.Request,
+    service: Served,
+    since: Number = 0,
+    last_event_id: Annotated[str | None, Header()] = None,
 ) -> StreamingResponse:
     """Follow the changes of all jobs (server-sent events); each event has the job's new state."""
-    start = since if last_event_id is None else _number_of(last_event_id, since)
+    text = last_event_id or ""
+    if text.isascii() and text.isdecimal() and len(text) <= len(str(LARGEST)):
+        since = min(int(text), LARGEST)
     return StreamingResponse(
-        _events(request, start),
+        _follow(request, service, since),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-cache"},
     )
 
 
-def _number_of(text: str, otherwise: int) -> int:
-    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(_LARGEST))
-    return min(int(text), _LARGEST) if is_number else otherwise
-
-
-async def _events(request: Request, since: int) -> AsyncIterator[str]:
-    service, quiet = service_of(request), _HEARTBEAT_S  # the first heartbeat comes at once
+async def _follow(request: fastapi.Request, service: Service, since: int) -> AsyncIterator[str]:
+    quiet = _HEARTBEAT_S  # the first heartbeat comes at once
     while not await request.is_disconnected():
         found = await asyncio.to_thread(service.store.events, since)
         for event in found:
             since = event.number
-            yield await asyncio.to_thread(_told, service, event)
+            job = await asyncio.to_thread(_state_of, service, event.job_id)
+            data = json.dumps({"number": event.number, "status": event.status, "job": job})
+            yield f"id: {event.number}\nevent: job\ndata: {data}\n\n"
         quiet = 0.0 if found else quiet + _POLL_S
         if quiet >= _HEARTBEAT_S:
             quiet = 0.0
@@ -164,8 +307,6 @@ async def _events(request: Request, since: int) -> AsyncIterator[str]:
             await asyncio.sleep(_POLL_S)
 
 
-def _told(service: Service, event: Event) -> str:
-    job = service.store.get(event.job_id)
-    view = None if job is None else _view(service, job).model_dump(mode="json")
-    data = json.dumps({"number": event.number, "status": event.status, "job": view})
-    return f"id: {event.number}\nevent: job\ndata: {data}\n\n"
+def _state_of(service: Service, job_id: str) -> dict[str, object] | None:
+    job = service.store.get(job_id)
+    return None if job is None else _view(service, job).model_dump(mode="json")

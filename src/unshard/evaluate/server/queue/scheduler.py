@@ -19,12 +19,12 @@ from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runn
 from unshard.evaluate.server.attempts.endings import Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
+from unshard.evaluate.server.gpus import Slots, shown_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.table import identify, is_alive
 from unshard.evaluate.server.profiles import Profiles
 from unshard.evaluate.server.queue.outcomes import Outcomes
 from unshard.evaluate.server.queue.retention import JOBS, Retention
-from unshard.evaluate.server.queue.slots import Slots, shown_slots
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import short_id, tell
 

@@ -1,41 +1,21 @@
-"""The tables of the store, and how a row becomes a value.
+"""The tables of the store, and the connections to them: one per thread.
 
 An attempt without an end is open: it may have a process, and while it is open its job is not begun
 again. Times are seconds since the epoch.
 """
 
-import json
 import secrets
 import sqlite3
-from collections.abc import Mapping
-from dataclasses import fields
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import (
-    Arguments,
-    Event,
-    Filters,
-    Job,
-    Phase,
-    Process,
-    Request,
-    Result,
-    Status,
-)
+from unshard.evaluate.server.store.statements import as_request
 
-__all__ = [
-    "JOB_COLUMNS",
-    "RESULT_COLUMNS",
-    "as_event",
-    "as_job",
-    "as_request",
-    "as_result",
-    "chosen",
-    "connect",
-    "gpus_as_json",
-    "request_as_json",
-]
+__all__ = ["Connections", "connect"]
 
 VERSION = 1
 
@@ -117,21 +97,7 @@ _COLUMNS = {
     "alike": "TEXT",
 }
 
-JOB_COLUMNS = """
-    jobs.*, open.pid, open.started, open.boot, open.gpus, open.directory
-    FROM jobs LEFT JOIN attempts AS open ON open.job_id = jobs.id AND open.ended_at IS NULL
-"""
-"""What `as_job` reads, after SELECT."""
-
-RESULT_COLUMNS = """
-    results.rowid AS number, id, run, step, weights, profile, metric, value, completed_at
-    FROM results CROSS JOIN jobs ON jobs.id = results.job_id
-"""
-"""What `as_result` reads, after SELECT; SQLite reads the left table of a CROSS JOIN in order."""
-
-_OWN_FIELDS = frozenset(field.name for field in fields(Request)) - {"arguments"}
 _BUSY_S = 30.0
-_FILTERED = ("status", "run", "step", "weights", "profile")
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -162,8 +128,7 @@ def _version(connection: sqlite3.Connection) -> int:
 
 
 def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
-    with connection:
-        connection.execute("BEGIN IMMEDIATE")
+    with _writing(connection):
         found = _version(connection)
         if found not in (0, VERSION):
             raise UsageError(
@@ -181,109 +146,75 @@ def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
 
 def _bring_up_to_date(connection: sqlite3.Connection) -> None:
     """Add to a database of an earlier version what it lacks."""
-    if _missing(connection):
-        with connection:
-            connection.execute("BEGIN IMMEDIATE")
-            for name in _missing(connection):  # another process may have been first
+
+    def missing() -> set[str]:
+        there = {row["name"] for row in connection.execute("PRAGMA table_info(jobs)")}
+        return _COLUMNS.keys() - there
+
+    if missing():
+        with _writing(connection):
+            for name in missing():  # another process may have been first
                 connection.execute(f"ALTER TABLE jobs ADD COLUMN {name} {_COLUMNS[name]}")
     for addition in _ADDITIONS:
         connection.execute(addition)
     if not connection.execute("PRAGMA table_info(pinned_runs)").fetchall():
-        with connection:
-            connection.execute("BEGIN IMMEDIATE")
+        with _writing(connection):
             for statement in _PINNED_RUNS:
                 connection.execute(statement)
     lacking = "SELECT id, request FROM jobs WHERE alike IS NULL"
     if connection.execute(f"{lacking} LIMIT 1").fetchall():
-        with connection:
-            connection.execute("BEGIN IMMEDIATE")
+        with _writing(connection):
             found = [(as_request(row[1]).alike, row[0]) for row in connection.execute(lacking)]
             connection.executemany("UPDATE jobs SET alike = ? WHERE id = ?", found)
 
 
-def _missing(connection: sqlite3.Connection) -> set[str]:
-    there = {row["name"] for row in connection.execute("PRAGMA table_info(jobs)")}
-    return _COLUMNS.keys() - there
+@contextmanager
+def _writing(connection: sqlite3.Connection) -> Iterator[None]:
+    """Begin a transaction that writes, and commit it; an exception rolls it back."""
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
 
 
-def request_as_json(request: Request) -> str:
-    """Return a request as text: one flat object, to which an argument can be added."""
-    values = {name: getattr(request, name) for name in _OWN_FIELDS}
-    return json.dumps({**values, **request.arguments.model_dump()})
+class _Held:
+    """A connection that is closed with the thread it belongs to."""
+
+    def __init__(self, path: Path) -> None:
+        self.connection = connect(path)
+
+    def __del__(self) -> None:
+        connection = getattr(self, "connection", None)
+        if connection is not None:
+            connection.close()
 
 
-def as_request(text: str) -> Request:
-    """Return a request from its text, which another version may have written."""
-    found = json.loads(text)
-    values = {name: value for name, value in found.items() if name in _OWN_FIELDS}
-    values["tasks"] = tuple(values["tasks"])
-    chosen_then = {name: found[name] for name in Arguments.model_fields.keys() & found.keys()}
-    # Not validated: an older server accepted them.
-    return Request(**values, arguments=Arguments.model_construct(**chosen_then))
+class Connections:
+    """The connections to a database, which is made if it is missing; for any number of threads."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._local = threading.local()
+        self._all: weakref.WeakSet[_Held] = weakref.WeakSet()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _ = self.own
 
-def as_job(row: sqlite3.Row, metrics: Mapping[str, float]) -> Job:
-    """Return a job from a row of `JOB_COLUMNS`, and its results."""
-    return Job(
-        id=row["id"],
-        request=as_request(row["request"]),
-        status=Status(row["status"]),
-        created_at=row["created_at"],
-        phase=_as_phase(row["phase"]),
-        started_at=row["started_at"],
-        completed_at=row["completed_at"],
-        pin=row["pin"],
-        attempts=row["attempts"],
-        process=_as_process(row),
-        error=row["error"],
-        metrics=metrics,
-        results=row["results"],
-        failures=row["failures"],
-        superseded_by=row["superseded_by"],
-    )
+    @property
+    def own(self) -> sqlite3.Connection:
+        """Return the connection of this thread."""
+        held: _Held | None = getattr(self._local, "held", None)
+        if held is None:
+            held = self._local.held = _Held(self._path)
+            self._all.add(held)
+        return held.connection
 
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Begin a transaction that writes, and commit it; an exception rolls it back."""
+        with _writing(self.own):
+            yield self.own
 
-def _as_phase(value: str | None) -> Phase | None:
-    return None if value is None else Phase(value)
-
-
-def _as_process(row: sqlite3.Row) -> Process | None:
-    if row["pid"] is None:
-        return None
-    gpus = tuple(map(str, json.loads(row["gpus"])))
-    return Process(row["pid"], row["started"], row["boot"], gpus, row["directory"])
-
-
-def gpus_as_json(gpus: tuple[str, ...]) -> str:
-    """Return the GPUs of a process as text: numbers as such, which other versions expect."""
-    return json.dumps([int(gpu) if gpu.isdecimal() else gpu for gpu in gpus])
-
-
-def as_event(row: sqlite3.Row) -> Event:
-    """Return an event from a row of its table."""
-    status, phase = Status(row["status"]), _as_phase(row["phase"])
-    return Event(row["number"], row["job_id"], status, phase, row["at"])
-
-
-def as_result(row: sqlite3.Row) -> Result:
-    """Return a result from a row of `RESULT_COLUMNS`."""
-    task, _, metric = row["metric"].partition("/")
-    return Result(
-        number=row["number"],
-        job_id=row["id"],
-        run=row["run"],
-        step=row["step"],
-        weights=row["weights"],
-        profile=row["profile"],
-        task=task,
-        metric=metric,
-        value=row["value"],
-        completed_at=row["completed_at"],
-    )
-
-
-def chosen(filters: Filters) -> tuple[str, list[str | int]]:
-    """Return the condition on jobs that filters mean, and its values."""
-    given = {name: getattr(filters, name) for name in _FILTERED}
-    kept = {name: value for name, value in given.items() if value is not None}
-    return " AND ".join(["TRUE", *(f"jobs.{name} = ?" for name in kept)]), list(kept.values())
+    def close(self) -> None:
+        """Close the connections of all threads, none of which may use them any more."""
+        for held in list(self._all):
+            held.connection.close()
+        self._local = threading.local()

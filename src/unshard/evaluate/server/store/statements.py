@@ -1,13 +1,24 @@
 """What the store's statements share: conditions, and how values become rows and back."""
 
+import json
 import secrets
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import chain, count
 
-from unshard.evaluate.jobs import Job, Request, Status
-from unshard.evaluate.server.store.schema import JOB_COLUMNS, as_job, request_as_json
+from unshard.evaluate.jobs import (
+    Arguments,
+    Event,
+    Filters,
+    Job,
+    Phase,
+    Process,
+    Request,
+    Result,
+    Status,
+)
 
 __all__ = [
     "CLAIMABLE",
@@ -17,14 +28,21 @@ __all__ = [
     "LONGEST_WAIT_S",
     "NEEDS_PIN",
     "POSTPONED",
+    "RESULT_COLUMNS",
     "add_event",
-    "final",
+    "as_event",
+    "as_request",
+    "as_result",
+    "change_to_final",
+    "change_to_queued",
+    "condition_of",
+    "gpus_as_json",
     "insert_job",
     "queue_again",
-    "queued",
     "read_job",
     "read_jobs",
     "replace_results",
+    "request_as_json",
 ]
 
 _EVENTS = 100_000
@@ -59,6 +77,86 @@ FORGETTABLE = f"""jobs.status IN ({_FINAL}) AND jobs.completed_at < ?
     AND EXISTS (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id)"""  # noqa: S608  (words of ours)
 """Which jobs ended before a time that is its one value, and have attempts to forget."""
 
+_JOB_COLUMNS = """
+    jobs.*, open.pid, open.started, open.boot, open.gpus, open.directory
+    FROM jobs LEFT JOIN attempts AS open ON open.job_id = jobs.id AND open.ended_at IS NULL
+"""  # what `_as_job` reads, after SELECT
+
+RESULT_COLUMNS = """
+    results.rowid AS number, id AS job_id, run, step, weights, profile, metric, value, completed_at
+    FROM results CROSS JOIN jobs ON jobs.id = results.job_id
+"""
+"""What `as_result` reads, after SELECT; SQLite reads the left table of a CROSS JOIN in order."""
+
+_PLAIN_FIELDS = tuple(
+    "id created_at started_at completed_at pin attempts error results failures "
+    "superseded_by".split()
+)
+_OWN_FIELDS = frozenset(field.name for field in fields(Request)) - {"arguments"}
+_FILTERED = ("status", "run", "step", "weights", "profile")
+
+
+def request_as_json(request: Request) -> str:
+    """Return a request as text: one flat object, to which an argument can be added."""
+    values = {name: getattr(request, name) for name in _OWN_FIELDS}
+    return json.dumps({**values, **request.arguments.model_dump()})
+
+
+def as_request(text: str) -> Request:
+    """Return a request from its text, which another version may have written."""
+    found = json.loads(text)
+    values = {name: value for name, value in found.items() if name in _OWN_FIELDS}
+    values["tasks"] = tuple(values["tasks"])
+    chosen_then = {name: found[name] for name in Arguments.model_fields.keys() & found.keys()}
+    # Not validated: an older server accepted them.
+    return Request(**values, arguments=Arguments.model_construct(**chosen_then))
+
+
+def _as_job(connection: sqlite3.Connection, row: sqlite3.Row) -> Job:
+    process, metrics = None, dict[str, float]()
+    if row["pid"] is not None:
+        gpus = tuple(map(str, json.loads(row["gpus"])))
+        process = Process(row["pid"], row["started"], row["boot"], gpus, row["directory"])
+    if row["status"] == Status.COMPLETED:  # one by one, because SQLite's JSON would round them
+        query = "SELECT metric, value FROM results WHERE job_id = ?"
+        metrics = dict(connection.execute(query, (row["id"],)).fetchall())
+    return Job(
+        request=as_request(row["request"]),
+        status=Status(row["status"]),
+        phase=_as_phase(row["phase"]),
+        process=process,
+        metrics=metrics,
+        **{name: row[name] for name in _PLAIN_FIELDS},
+    )
+
+
+def _as_phase(value: str | None) -> Phase | None:
+    return None if value is None else Phase(value)
+
+
+def gpus_as_json(gpus: tuple[str, ...]) -> str:
+    """Return the GPUs of a process as text: numbers as such, which other versions expect."""
+    return json.dumps([int(gpu) if gpu.isdecimal() else gpu for gpu in gpus])
+
+
+def as_event(row: sqlite3.Row) -> Event:
+    """Return an event from a row of its table."""
+    status, phase = Status(row["status"]), _as_phase(row["phase"])
+    return Event(row["number"], row["job_id"], status, phase, row["at"])
+
+
+def as_result(row: sqlite3.Row) -> Result:
+    """Return a result from a row of `RESULT_COLUMNS`."""
+    task, _, metric = row["metric"].partition("/")
+    return Result(**{**dict(row), "task": task, "metric": metric})
+
+
+def condition_of(filters: Filters) -> tuple[str, list[str | int]]:
+    """Return the condition on jobs that filters mean, and its values."""
+    given = {name: getattr(filters, name) for name in _FILTERED}
+    kept = {name: value for name, value in given.items() if value is not None}
+    return " AND ".join(["TRUE", *(f"jobs.{name} = ?" for name in kept)]), list(kept.values())
+
 
 def read_job(connection: sqlite3.Connection, job_id: str) -> Job | None:
     """Return the job of this id."""
@@ -69,16 +167,8 @@ def read_jobs(
     connection: sqlite3.Connection, rest: str, values: Sequence[str | float | None]
 ) -> Iterator[Job]:
     """Read jobs one by one; `rest` is what follows FROM."""
-    rows = connection.execute(f"SELECT {JOB_COLUMNS} {rest}", values)
-    return (as_job(row, _metrics(connection, row)) for row in rows)
-
-
-def _metrics(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, float]:
-    """Return the results of a job; SQLite's JSON would round them."""
-    if row["status"] != Status.COMPLETED:
-        return {}
-    found = connection.execute("SELECT metric, value FROM results WHERE job_id = ?", (row["id"],))
-    return dict(found.fetchall())
+    rows = connection.execute(f"SELECT {_JOB_COLUMNS} {rest}", values)
+    return (_as_job(connection, row) for row in rows)
 
 
 def insert_job(
@@ -143,34 +233,32 @@ def _storable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _storable_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics under names that SQLite takes; a name that is taken gets a number."""
+def replace_results(
+    connection: sqlite3.Connection, job_id: str, metrics: Mapping[str, float]
+) -> None:
+    """Write what was measured, instead of what an earlier attempt measured.
+
+    A name that SQLite does not take is changed; if another has that name, it gets a number.
+    """
     found = {name: value for name, value in metrics.items() if _storable(name) == name}
     for name, value in metrics.items():
         fit = _storable(name)
         if fit != name:
             others = (f"{fit} ({number})" for number in count(2))
             found[next(one for one in chain([fit], others) if one not in found)] = value
-    return found
-
-
-def replace_results(
-    connection: sqlite3.Connection, job_id: str, metrics: Mapping[str, float]
-) -> None:
-    """Write what was measured, instead of what an earlier attempt measured."""
     connection.execute("DELETE FROM results WHERE job_id = ?", (job_id,))
     connection.executemany(
         "INSERT INTO results (job_id, metric, value) VALUES (?, ?, ?)",
-        [(job_id, name, value) for name, value in _storable_names(metrics).items()],
+        [(job_id, name, value) for name, value in found.items()],
     )
 
 
-def final(status: Status, error: str | None = None) -> dict[str, str | float | None]:
+def change_to_final(status: Status, error: str | None = None) -> dict[str, str | float | None]:
     """Return what changes in a job that has ended."""
     why = None if error is None else _error(error)
     return {"status": status, "completed_at": time.time(), "error": why}
 
 
-def queued(why: str, due_at: float) -> dict[str, str | float | None]:
+def change_to_queued(why: str, due_at: float) -> dict[str, str | float | None]:
     """Return what changes in a job that is queued again."""
     return {"status": Status.QUEUED, "not_before": due_at, "error": _error(why)}

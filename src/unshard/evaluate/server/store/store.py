@@ -10,23 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from unshard.evaluate.jobs import Event, Filters, Job, Phase, Process, Request, Result, Status
-from unshard.evaluate.server.store.connections import Connections
-from unshard.evaluate.server.store.schema import (
-    RESULT_COLUMNS,
-    as_event,
-    as_result,
-    chosen,
-    gpus_as_json,
-)
+from unshard.evaluate.server.store.schema import Connections
 from unshard.evaluate.server.store.statements import (
     CLAIMABLE,
     FORGETTABLE,
     NEEDS_PIN,
+    RESULT_COLUMNS,
     add_event,
-    final,
+    as_event,
+    as_result,
+    change_to_final,
+    change_to_queued,
+    condition_of,
+    gpus_as_json,
     insert_job,
     queue_again,
-    queued,
     read_job,
     read_jobs,
     replace_results,
@@ -181,17 +179,21 @@ class Store:
     def complete(self, job_id: str, metrics: Mapping[str, float], results: Path | None) -> bool:
         """End the open attempt with what was measured; return whether the job was still running."""
         file = None if results is None else str(results)
-        changes = {**final(Status.COMPLETED), "results": file}
+        changes = {**change_to_final(Status.COMPLETED), "results": file}
         return self._end(job_id, Status.COMPLETED, changes, metrics)
 
     def fail(self, job_id: str, error: str, retry_at: float | None) -> bool:
         """End the open attempt as failed; None: for good, else the job is due again then."""
-        changes = final(Status.FAILED, error) if retry_at is None else queued(error, retry_at)
+        changes = (
+            change_to_final(Status.FAILED, error)
+            if retry_at is None
+            else change_to_queued(error, retry_at)
+        )
         return self._end(job_id, Status.FAILED, changes)
 
     def expire(self, job_id: str, why: str) -> bool:
         """End the open attempt: the checkpoint is gone."""
-        return self._end(job_id, Status.EXPIRED, final(Status.EXPIRED, why))
+        return self._end(job_id, Status.EXPIRED, change_to_final(Status.EXPIRED, why))
 
     def requeue(self, job_id: str, why: str) -> bool:
         """End the open attempt as lost; the job keeps its place in the queue, and its retries."""
@@ -199,7 +201,7 @@ class Store:
 
     def postpone(self, job_id: str, outcome: str, why: str, due_at: float) -> bool:
         """End the open attempt for what may pass; the job is due again then, with its retries."""
-        return self._end(job_id, outcome, {**queued(why, due_at), "started_at": None})
+        return self._end(job_id, outcome, {**change_to_queued(why, due_at), "started_at": None})
 
     def release(self, job_id: str) -> None:
         """End the open attempt of a job that was cancelled: its process is gone."""
@@ -318,7 +320,7 @@ class Store:
             filters: which.
             before: only jobs that are older than the job of this id.
         """
-        where, values = chosen(filters)
+        where, values = condition_of(filters)
         if before is not None:
             where += " AND jobs.number < (SELECT number FROM jobs WHERE id = ?)"
             values.append(before)
@@ -380,7 +382,7 @@ class Store:
             filters: which; `limit` counts numbers.
             after: only what came after the result of this number.
         """
-        where, values = chosen(filters)
+        where, values = condition_of(filters)
         rows = self._connections.own.execute(
             f"SELECT {RESULT_COLUMNS} WHERE results.rowid > ? AND jobs.status = 'completed'"
             f" AND {where} ORDER BY results.rowid LIMIT COALESCE(?, -1)",

@@ -1,4 +1,4 @@
-"""What a client may ask the server for.
+"""What a client may ask the server for, and which checkpoints the server may read for it.
 
 A client chooses what is measured; the server alone decides which code runs, and with which rights.
 A task may therefore not be a path (the YAML file of a task can run any Python); an argument must be
@@ -17,17 +17,19 @@ from pathlib import Path
 
 from unshard.errors import UsageError, raise_all
 from unshard.evaluate.jobs import OPTIONS, Arguments, Request
-from unshard.evaluate.server.config.arguments import has_separator, parse_arguments
-from unshard.evaluate.server.config.gpus import gpus_expected
+from unshard.evaluate.pins.files import list_checkpoint
+from unshard.evaluate.server.config.arguments import has_separator, parse_arguments, placeholders_in
 from unshard.evaluate.server.config.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
-from unshard.evaluate.server.config.placeholders import placeholders_in
 from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.server.evaluators.probing import MODULES
+from unshard.evaluate.server.gpus import gpus_expected
 from unshard.evaluate.values import LARGEST, Scalar
+from unshard.read.beside.companions import companions_in
 from unshard.read.discover import step_of
 
 __all__ = [
     "MOST_TASKS",
+    "check_links",
     "check_request",
     "check_there",
     "not_readable",
@@ -62,9 +64,13 @@ def check_request(request: Request, config: ServerConfig) -> None:
         *_installed(profile),
         *_tasks(request, profile),
         *_arguments(request.arguments, profile),
-        *_gpus(request.arguments.num_gpus, len(config.gpus)),
-        *_run(request.run),
     ]
+    wanted, there = request.arguments.num_gpus or 0, len(config.gpus)
+    if wanted > there:
+        problems.append(_wrong("num_gpus", wanted, expected=gpus_expected(there)))
+    if request.run and not _is_run(request.run):
+        form = f"letters, digits, `_.+=@-` and blanks inside, at most {_LONGEST_RUN} bytes"
+        problems.append(_wrong("run", request.run, expected=f"like a file's name: {form}"))
     raise_all(UsageError, "The request cannot be accepted", problems)
 
 
@@ -97,6 +103,48 @@ def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
         found=path,
         hint="add its directory to the server's `roots`",
     )
+
+
+def check_links(checkpoint: Path, run: Path, roots: Sequence[Path]) -> None:
+    """Raise unless every file that would be pinned or merged is below a root, links followed.
+
+    Files that no longer exist are ignored. A link that is made after this check is not found: see
+    `resolve_checkpoint`.
+
+    Args:
+        checkpoint: a directory, or a file that is one.
+        run: the directory above it that may contain its config and tokenizer.
+        roots: the directories that may be read.
+
+    Raises:
+        UsageError: names the first file that is not.
+    """
+    places = [root.resolve() for root in roots]
+    try:
+        for file in _files(checkpoint, run):
+            found = file.resolve()
+            if not any(found.is_relative_to(place) for place in places):
+                raise UsageError(
+                    f"{file}: leads out of the directories that this server may read",
+                    found=str(found),
+                    hint="put the file itself there, or add its directory to the server's `roots`",
+                )
+    except FileNotFoundError:
+        return
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"{checkpoint}: cannot be followed", found=str(error)) from error
+
+
+def _files(checkpoint: Path, run: Path) -> Iterator[Path]:
+    above = [one for one in checkpoint.parents if one.is_relative_to(run)]
+    for folder in (*above, *(one / "huggingface" for one in above)):
+        own = companions_in(folder)
+        yield from own.files.values()
+        if own.config is not None:
+            yield own.config
+    is_folder = checkpoint.is_dir()
+    for name in list_checkpoint(checkpoint).files:
+        yield checkpoint / name if is_folder else checkpoint
 
 
 def check_there(checkpoint: Path, *, is_step: bool) -> None:
@@ -240,21 +288,6 @@ def _is_plain(value: object) -> bool:
         and "/" not in value
         and set(value) != {"."}
     )
-
-
-def _gpus(wanted: int | None, there: int) -> Iterator[UsageError]:
-    if wanted is not None and wanted > there:
-        yield _wrong("num_gpus", wanted, expected=gpus_expected(there))
-
-
-def _run(run: str) -> Iterator[UsageError]:
-    if run and not _is_run(run):
-        yield _wrong(
-            "run",
-            run,
-            expected="like a file's name: letters, digits, `_.+=@-` and blanks inside, "
-            f"at most {_LONGEST_RUN} bytes",
-        )
 
 
 def _is_run(name: str) -> bool:

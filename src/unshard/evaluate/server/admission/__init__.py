@@ -1,1 +1,0 @@
-"""What a client may ask for."""
