@@ -18,9 +18,8 @@ from unshard.containers import strided
 from unshard.convert.outputs import finish
 from unshard.convert.precision import Precision
 from unshard.convert.recipes import take
-from unshard.engines import pool
-from unshard.engines.pool import MIN_BUFFER, Resources
-from unshard.engines.threads import run_plan
+from unshard.engines import threads
+from unshard.engines.threads import MIN_BUFFER, Resources, run_plan
 from unshard.plan import planner, work
 from unshard.plan.layout import lay_out
 from unshard.plan.operations import Plan
@@ -188,7 +187,7 @@ class Knobs:
             patch.setattr(work, "_COPY_UNIT", self.copy_unit)
             patch.setattr(work, "_MAX_TILE", self.tile_bytes)
             patch.setattr(strided, "SMALL", self.small_read)
-            patch.setattr(pool, "MIN_BUFFER", self.least_buffer)
+            patch.setattr(threads, "MIN_BUFFER", self.least_buffer)
             yield
 
 

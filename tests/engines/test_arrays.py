@@ -21,7 +21,7 @@ from unshard.convert.outputs import Converted
 from unshard.convert.recipes import LowRank, Recipe, WeightedSum, dtype_of, shape_of, take
 from unshard.engines import arrays
 from unshard.engines.arrays import TILE_BYTES, TensorReader
-from unshard.engines.pool import MIN_BUFFER, Resources
+from unshard.engines.threads import MIN_BUFFER, Resources
 from unshard.errors import CorruptError, UsageError
 from unshard.plan.layout import lay_out
 from unshard.plan.operations import Target, Tiled

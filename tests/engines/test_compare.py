@@ -20,8 +20,7 @@ from sources import Chunk, Sources, Tensor, column_major, row_major
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import LowRank, Recipe, Stack, WeightedSum, stored_dtype, take
 from unshard.engines.compare import compare
-from unshard.engines.pool import Resources
-from unshard.engines.threads import run_plan
+from unshard.engines.threads import Resources, run_plan
 from unshard.errors import CorruptError, UsageError
 from unshard.plan import work
 from unshard.plan.layout import lay_out

@@ -15,8 +15,7 @@ import pytest
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import take
 from unshard.engines import threads
-from unshard.engines.pool import MIN_BUFFER, Resources, default_workers
-from unshard.engines.threads import run_plan
+from unshard.engines.threads import MIN_BUFFER, Resources, default_workers, run_plan
 from unshard.errors import CorruptError
 from unshard.plan import planner, work
 from unshard.plan.layout import lay_out

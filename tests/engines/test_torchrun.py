@@ -14,8 +14,7 @@ import torch
 import unshard
 from ranks import merged, rank_path, save_ranks, snapshot
 from unshard.engines import sockets
-from unshard.engines.crew import as_one_of_torchrun
-from unshard.engines.launched import is_launcher, is_started_by_torchrun
+from unshard.engines.crew import as_one_of_torchrun, is_launcher, is_started_by_torchrun
 from unshard.write.staging.stage import recover
 from waiting import LIMIT_S
 

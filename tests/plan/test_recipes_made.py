@@ -26,7 +26,7 @@ from unshard.convert.recipes import (
     take,
     transpose,
 )
-from unshard.engines.pool import MIN_BUFFER, Resources
+from unshard.engines.threads import MIN_BUFFER, Resources
 from unshard.plan.layout import lay_out
 from unshard.plan.planner import make_plan
 from unshard.tensors.boxes import Box

@@ -35,7 +35,7 @@ from sources import (
     tensors,
     tensors_in,
 )
-from unshard.engines.pool import MIN_BUFFER, Resources
+from unshard.engines.threads import MIN_BUFFER, Resources
 from unshard.errors import CheckpointError, CorruptError
 from unshard.plan.operations import Cast, CopyRange, Gather
 from unshard.plan.work import split_into_units

@@ -13,8 +13,7 @@ from ranks import merged, rank_path, save_ranks, some_tensors
 from unshard import CorruptError, MergeOptions, OutputError, UsageError
 from unshard.api import merge_with
 from unshard.containers.torch_files.zip import read_torch_zip
-from unshard.engines.pool import Resources
-from unshard.engines.threads import run_plan
+from unshard.engines.threads import Resources, run_plan
 from unshard.plan.operations import Plan
 from unshard.progress import Listener, ignore
 from unshard.read.torch_save.state_dict import read_rank_file

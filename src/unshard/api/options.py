@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from unshard.convert.precision import dtype_choice
-from unshard.engines.pool import MIN_BUFFER, Resources, default_workers
+from unshard.engines.threads import MIN_BUFFER, Resources, default_workers
 from unshard.errors import UsageError
 from unshard.keywords import CHOICES, DtypeLike
 from unshard.plan.layout import size_in_bytes

@@ -70,7 +70,10 @@ class TensorReader:
     def _gather(self, out: Elements, gather: Gather, selection: Selection) -> None:
         """Fill `out` with stored values; only what is taken is read."""
         table = sliced(gather.source.chunks, selection, out.itemsize)
-        for box in tiles(out.shape, _gathered_tile(out, table)):
+        elements, cut = TILE_BYTES // out.itemsize, row_tile
+        if table.strides is not None:  # runs are short: reading one takes more than its elements
+            elements, cut = elements // SLACK, square_tile if _is_turned(table) else row_tile
+        for box in tiles(out.shape, cut(out.shape, elements)):
             with self._lock:
                 self._check()
                 fill_box(view(out, box), box, table, out.dtype, self._files)
@@ -87,14 +90,6 @@ class TensorReader:
     def _check(self) -> None:
         if self._closed:
             raise UsageError(f"{self._path}: the checkpoint was closed", hint="open it again")
-
-
-def _gathered_tile(out: Elements, table: ChunkTable) -> tuple[int, ...]:
-    """Return how large tiles may be, so that reading one takes at most `TILE_BYTES`."""
-    if table.strides is None:
-        return row_tile(out.shape, TILE_BYTES // out.itemsize)
-    elements = TILE_BYTES // (SLACK * out.itemsize)
-    return (square_tile if _is_turned(table) else row_tile)(out.shape, elements)
 
 
 def _is_turned(table: ChunkTable) -> bool:

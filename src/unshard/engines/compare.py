@@ -2,14 +2,15 @@
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of
-from unshard.engines.pool import Pool, Resources, divide
+from unshard.engines.threads import Pool, Resources, divide
 from unshard.errors import UsageError
 from unshard.plan.work import PAIR_BYTES, Tile, make_pair, pair_tiles
 from unshard.progress import Listener, Stage
@@ -49,17 +50,24 @@ def compare(
         raise UsageError(what, expected=f"at least {PAIR_BYTES} bytes")
     wanted = {tensor.name: tensor for tensor in theirs}
     both = {tensor.name: (tensor, wanted[tensor.name]) for tensor in ours if tensor.name in wanted}
-    alike = {name: pair for name, pair in both.items() if _same_shape(*pair)}
+    alike = {
+        name: (mine, other)
+        for name, (mine, other) in both.items()
+        if shape_of(mine.recipe) == shape_of(other.recipe)
+    }
     tallies = {name: Tally() for name in alike}
-    listener(Stage("comparing", sum(_size(mine) for mine, _ in alike.values())))
+    size = sum(prod(shape_of(one.recipe)) * one.dtype.itemsize for one, _ in alike.values())
+    listener(Stage("comparing", size))
     share = divide(resources)
     workers = min(share.workers, resources.memory_bytes // PAIR_BYTES)
-    lock = threading.Lock()
-
-    def comparer() -> _Comparer:
-        return _Comparer(tallies, lock, tolerances, open_files=share.open_files)
-
-    Pool(_jobs(alike), listener).run(workers, comparer)
+    jobs = (  # a generator: the chunks of a tensor are looked up only when it is its turn
+        (name, mine, other)
+        for name, pair in alike.items()
+        for mine, other in pair_tiles(make_pair(*pair))
+    )
+    files = share.open_files
+    comparer = partial(_Comparer, tallies, threading.Lock(), tolerances, open_files=files)
+    Pool(jobs, listener).run(workers, comparer)
     names = {tensor.name for tensor in ours}
     return Comparison(
         tolerances.atol,
@@ -70,28 +78,8 @@ def compare(
     )
 
 
-def _same_shape(mine: Converted, other: Converted) -> bool:
-    return shape_of(mine.recipe) == shape_of(other.recipe)
-
-
-def _size(tensor: Converted) -> int:
-    return prod(shape_of(tensor.recipe)) * tensor.dtype.itemsize
-
-
-def _jobs(pairs: Mapping[str, tuple[Converted, Converted]]) -> Iterator[_TilePair]:
-    """Yield all tiles; the chunks of a tensor are looked up only when it is its turn."""
-    for name, pair in pairs.items():
-        yield from ((name, ours, theirs) for ours, theirs in pair_tiles(make_pair(*pair)))
-
-
 class _Comparer:
-    """Compares tiles, one pair at a time; one comparer per thread.
-
-    Args:
-        tallies: where the findings go, by name. lock: guards them for all comparers.
-        tolerances: how far values may be apart.
-        open_files: how many descriptors it may hold.
-    """
+    """Compares tiles for one thread. `lock` guards the tallies, by name, of all comparers."""
 
     def __init__(
         self,

@@ -1,21 +1,30 @@
-"""What moves the bytes of a plan: the threads of this process, or all processes of a torchrun."""
+"""What moves the bytes of a plan: the threads of this process, or all processes of a torchrun.
+
+Every command imports this to learn whether torchrun started it, so it imports little.
+"""
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unshard import signals
-from unshard.engines.sockets import connect, remove_meeting_place
 from unshard.errors import UsageError
 
 if TYPE_CHECKING:
     from unshard.engines.threads import RunPlan
     from unshard.engines.torchrun import Leader
 
-__all__ = ["as_one_of_torchrun", "crew"]
+__all__ = ["as_one_of_torchrun", "crew", "is_launcher", "is_started_by_torchrun"]
 
+_SCRIPTS = frozenset({"torchrun", "accelerate", "accelerate-launch"})
+_MODULES = frozenset(
+    {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
+)
+_WITH_VALUE = frozenset({"-W", "-X"})  # options of the interpreter that take the next word
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TERMINATED = 128 + signal.SIGTERM
 _LEADER: "ContextVar[Leader | None]" = ContextVar("leader", default=None)
 
@@ -31,11 +40,8 @@ def crew() -> "RunPlan":
 def as_one_of_torchrun(command: Callable[[], int]) -> int:
     """Run a command in the first process of a torchrun, and work for it in the others.
 
-    Args:
-        command: returns its exit code.
-
     Returns:
-        The exit code, the same in all processes.
+        The exit code of the command, the same in all processes.
 
     Raises:
         UsageError: they run on several nodes.
@@ -65,6 +71,8 @@ def _follow() -> int:
 
     Neither numpy nor anything that needs it is imported before there is work for this process.
     """
+    from unshard.engines.sockets import connect, remove_meeting_place
+
     signals.raise_them()
     try:
         leader = connect()
@@ -79,3 +87,54 @@ def _follow() -> int:
         return _TERMINATED  # what torchrun is about to do to all that are left
     except KeyboardInterrupt as error:
         return signals.exit_code(error)
+
+
+def is_started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun started this very process.
+
+    The parent must be torchrun itself: whatever a training process starts inherits torchrun's
+    environment too, and must not wait for other processes to join.
+    """
+    if not all(name in environment for name in _VARIABLES):
+        return False
+    if is_launcher(_parent_command()):
+        return True
+    if environment["WORLD_SIZE"] != "1":
+        import logging
+
+        logging.getLogger(__name__).warning(
+            "torchrun's variables are set, but it did not start this process: working alone"
+        )
+    return False
+
+
+def is_launcher(command: Sequence[str]) -> bool:
+    """Return whether a command line is torchrun's: by its script, or the module after `-m`."""
+    if command and Path(command[0]).name in _SCRIPTS:
+        return True
+    words = iter(command[1:])
+    for word in words:
+        if word == "-m":
+            return next(words, "") in _MODULES
+        if word in _WITH_VALUE:
+            next(words, None)
+        elif not word.startswith("-"):
+            return Path(word).name in _SCRIPTS
+    return False
+
+
+def _parent_command() -> list[str]:
+    """Return the command line of the process that started this one."""
+    parent = os.getppid()
+    try:
+        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+    except OSError:  # not Linux
+        import subprocess
+
+        shown = subprocess.run(  # noqa: S603 (no shell, and nothing but a number)
+            ["/bin/ps", "-ww", "-o", "command=", "-p", str(parent)],
+            capture_output=True,
+            check=False,
+        )
+        words = shown.stdout.split()
+    return [os.fsdecode(word) for word in words]

@@ -12,6 +12,7 @@ import socket
 import stat
 import time
 from binascii import crc32
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from select import select
@@ -67,10 +68,7 @@ class Connection:
 
 
 class MeetingPlace:
-    """The socket on which the first process waits for the others.
-
-    Args:
-        others: how many there are.
+    """The socket on which the first process waits for the `others`.
 
     Raises:
         OutputError: the place is not ours alone, or cannot be made.
@@ -95,8 +93,8 @@ class MeetingPlace:
             ) from error
         self._socket.listen(others)
 
-    def accept(self, *, wait: bool) -> Connection | None:
-        """Return the next process that connects; None if all have, or if none has yet."""
+    def accept(self, *, wait: bool) -> Iterator[Connection]:
+        """Yield the processes that have connected; with `wait` also those that will."""
         parent = os.getppid()
         while self._left:
             self._socket.settimeout(_LOOK_S if wait else 0)
@@ -104,20 +102,19 @@ class MeetingPlace:
                 connected, _ = self._socket.accept()
             except (TimeoutError, BlockingIOError):
                 if not wait:
-                    return None
+                    return
                 if os.getppid() != parent:
                     raise Interrupted(signal.SIGTERM) from None
                 continue
             self._left -= 1
             if not self._left:
                 self.close()
-            return Connection(connected)
-        return None
+            yield Connection(connected)
 
     def close(self) -> None:
         """Leave nothing behind."""
         self._socket.close()
-        _remove(self._directory)
+        remove_meeting_place(self._directory)
 
 
 def connect() -> Connection:
@@ -142,9 +139,13 @@ def connect() -> Connection:
         time.sleep(_LOOK_S)
 
 
-def remove_meeting_place() -> None:
-    """Remove the socket of a first process that was killed."""
-    _remove(_meeting_place())
+def remove_meeting_place(directory: Path | None = None) -> None:
+    """Remove the socket, also that of a first process that was killed."""
+    place = directory or _meeting_place()
+    with suppress(OSError):
+        (place / _NAME).unlink()
+    with suppress(OSError):
+        place.rmdir()
 
 
 def _meeting_place() -> Path:
@@ -177,10 +178,3 @@ def _check_peer(connected: socket.socket) -> int:
         connected.close()
         raise OutputError(f"a process of another user (uid {uid}) answers for torchrun's")
     return int(pid)
-
-
-def _remove(directory: Path) -> None:
-    with suppress(OSError):
-        (directory / _NAME).unlink()
-    with suppress(OSError):
-        directory.rmdir()

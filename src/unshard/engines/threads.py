@@ -1,27 +1,141 @@
-"""Run a plan with threads of this process."""
+"""Run a plan with threads of this process: a pool of them, and the resources that each gets.
 
+Threads are enough: moving bytes and casting release the interpreter lock.
+"""
+
+import os
+import resource
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
-from unshard.engines.pool import Pool, Resources, divide
 from unshard.errors import CorruptError, OutputError, UnshardError, raise_all
 from unshard.plan.operations import Plan
 from unshard.plan.work import split_into_units
-from unshard.progress import Listener
+from unshard.progress import Advanced, Listener
 from unshard.tensors.catalog import Catalog
 from unshard.write.execute import Executor
+from unshard.write.staging.interrupts import uninterrupted
 from unshard.write.verification.full import Check, Checker, source_jobs
 
 __all__ = [
+    "MIN_BUFFER",
     "Overflows",
+    "Pool",
+    "Resources",
     "RunPlan",
+    "Share",
     "create_files",
+    "default_workers",
+    "divide",
     "named_overflows",
     "run_plan",
     "verify_full",
 ]
+
+_T = TypeVar("_T")
+_Job_contra = TypeVar("_Job_contra", contravariant=True)
+
+MIN_BUFFER = 128 * 1024
+"""The least that one worker can work with, bytes."""
+
+_MAX_WORKERS = 8
+_RESERVED_FILES = 24
+_FILES_PER_WORKER = 64
+_MAX_FILES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a run may use: a number of threads, and bytes of buffers for all of them together."""
+
+    workers: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The number of workers, and the bytes of buffers and open files of each."""
+
+    workers: int
+    buffer_bytes: int
+    open_files: int
+
+
+def default_workers() -> int:
+    """Return the number of threads that suits this machine."""
+    return min(_MAX_WORKERS, os.cpu_count() or 1)
+
+
+def divide(resources: Resources) -> Share:
+    """Divide the resources among workers: fewer than given if memory or open files are short."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = _MAX_FILES if soft == resource.RLIM_INFINITY else max(2, soft - _RESERVED_FILES)
+    workers = max(1, min(resources.workers, resources.memory_bytes // MIN_BUFFER, files // 2))
+    open_files = min(_FILES_PER_WORKER, files // workers)
+    return Share(workers, resources.memory_bytes // workers, open_files)
+
+
+class _Worker(Protocol[_Job_contra]):
+    """What a thread does its jobs with, one after another; closed at the end."""
+
+    def close(self) -> None: ...
+
+    def do(self, job: _Job_contra, /) -> int:
+        """Do a job; return the bytes of progress it makes."""
+
+
+class Pool(Generic[_T]):
+    """Threads that take jobs from one iterator until it ends or one of them fails."""
+
+    def __init__(self, jobs: Iterator[_T], listener: Listener) -> None:
+        self._jobs = jobs
+        self._listener = listener
+        self._lock = threading.Lock()
+        self._errors: list[BaseException] = []
+        self._stopped = False
+
+    def run(self, count: int, make_worker: Callable[[], _Worker[_T]]) -> None:
+        """Work with `count` threads, each with its own worker; raise the first error."""
+        threads = [
+            threading.Thread(target=self._work, args=(make_worker,), daemon=True)
+            for _ in range(count)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:  # Ctrl-C arrives here, in the main thread: let the others finish their job
+            self._stopped = True
+            with uninterrupted():
+                for thread in threads:
+                    if thread.ident is not None:
+                        thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def _work(self, make_worker: Callable[[], _Worker[_T]]) -> None:
+        try:
+            with closing(make_worker()) as worker:
+                while (job := self._next()) is not None:
+                    done = worker.do(job)
+                    with self._lock:
+                        self._listener(Advanced(done))
+        except BaseException as error:  # noqa: BLE001 (raised by the main thread)
+            self._errors.append(error)
+            self._stopped = True
+
+    def _next(self) -> _T | None:
+        with self._lock:
+            return None if self._stopped else next(self._jobs, None)
+
 
 Overflows = Counter[tuple[int, int]]
 """How many finite values became infinite, by output file and the byte where a tensor begins."""
@@ -94,16 +208,8 @@ def verify_full(
     problems: list[UnshardError] = []
     jobs: Iterator[Check] = chain(source_jobs(catalogs), split_into_units(plan, buffer_bytes=block))
 
-    def checker() -> Checker:
-        return Checker(
-            catalogs,
-            plan.layout,
-            directory,
-            problems,
-            open_files=share.open_files,
-            block_bytes=block // 2,
-        )
-
+    limits = {"open_files": share.open_files, "block_bytes": block // 2}
+    checker = partial(Checker, catalogs, plan.layout, directory, problems, **limits)
     Pool(jobs, listener).run(share.workers, checker)
     for kind in (CorruptError, OutputError):
         found = sorted((p for p in problems if isinstance(p, kind)), key=str)

@@ -17,9 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unshard import signals
-from unshard.engines.pool import Pool, Resources, Share, divide
 from unshard.engines.sockets import Connection, MeetingPlace
-from unshard.engines.threads import Overflows, create_files, named_overflows
+from unshard.engines.threads import (
+    Overflows,
+    Pool,
+    Resources,
+    Share,
+    create_files,
+    divide,
+    named_overflows,
+)
 from unshard.errors import UnshardError
 from unshard.plan.operations import Plan
 from unshard.plan.work import Unit, split_into_units, unit_bytes
@@ -50,11 +57,7 @@ class _Enough:
 
 
 class Leader:
-    """The process that is the command, and its connections to the others.
-
-    Args:
-        size: how many processes there are.
-    """
+    """The process that is the command, and its connections to the others: `size` in all."""
 
     def __init__(self, size: int) -> None:
         self._meeting_place = MeetingPlace(size - 1)
@@ -69,8 +72,7 @@ class Leader:
         workers, some have nothing to do.
         """
         # A process that is still starting is not waited for: it joins the next plan.
-        while (come := self._meeting_place.accept(wait=False)) is not None:
-            self._others.append(come)
+        self._others += self._meeting_place.accept(wait=False)
         outputs = create_files(plan, directory)
         share = divide(resources)
         work = _batches(split_into_units(plan, buffer_bytes=share.buffer_bytes))
@@ -93,8 +95,7 @@ class Leader:
         torchrun ends them all.
         """
         signals.end_at_once()
-        while (come := self._meeting_place.accept(wait=exit_code < _SIGNALS)) is not None:
-            self._others.append(come)
+        self._others += self._meeting_place.accept(wait=exit_code < _SIGNALS)
         signals.ignore()
         self._meeting_place.close()
         for other in self._others:
@@ -109,11 +110,7 @@ class _Here:
         self._executor = Executor(
             outputs, open_files=share.open_files, buffer_bytes=share.buffer_bytes
         )
-
-    @property
-    def overflows(self) -> Overflows:
-        """What became infinite."""
-        return self._executor.overflows
+        self.overflows: Overflows = self._executor.overflows
 
     def do(self, batch: list[Unit]) -> int:
         """Do units of work; return the bytes written."""
@@ -181,11 +178,7 @@ def _batches(work: Iterator[Unit]) -> Iterator[list[Unit]]:
 
 
 def follow(leader: Connection, message: object) -> int:
-    """Do the work that the leader sends until it sends its exit code; return that.
-
-    Args:
-        leader: the connection to it.
-        message: the first one that it has sent.
+    """Do the work that the leader sends, from its first message to its exit code; return that.
 
     Raises:
         OSError, EOFError: the leader has died; what it was making is removed.
@@ -200,7 +193,10 @@ def follow(leader: Connection, message: object) -> int:
                 case _Begin(outputs, share):
                     worker, answer = _Here(outputs, share), 0
                 case list() if worker is not None:
-                    answer = _done(worker, message)
+                    try:
+                        answer = worker.do(message)
+                    except (UnshardError, OSError, MemoryError) as error:
+                        answer = error  # the leader raises it
                 case _Enough() if worker is not None:
                     worker.close()
                     answer = worker.overflows
@@ -215,14 +211,6 @@ def follow(leader: Connection, message: object) -> int:
             _remove_what_is_left(outputs)
         raise
     return message
-
-
-def _done(worker: _Here, batch: list[Unit]) -> int | UnshardError | OSError | MemoryError:
-    """Do a batch; return the bytes written, or the error, which the leader raises."""
-    try:
-        return worker.do(batch)
-    except (UnshardError, OSError, MemoryError) as error:
-        return error
 
 
 def _remove_what_is_left(outputs: tuple[Path, ...]) -> None:

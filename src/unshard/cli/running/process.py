@@ -37,7 +37,7 @@ def run(
     """
     signals.end_at_once()
     from unshard.cli.running import streams
-    from unshard.engines.launched import is_started_by_torchrun
+    from unshard.engines.crew import is_started_by_torchrun
 
     streams.make_safe()
 
