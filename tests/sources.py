@@ -15,8 +15,7 @@ from hypothesis.strategies import DrawFn
 from numpy.typing import NDArray
 
 from unshard.containers import strided
-from unshard.convert.outputs import finish
-from unshard.convert.precision import Precision
+from unshard.convert.outputs import Precision, finish
 from unshard.convert.recipes import take
 from unshard.engines import threads
 from unshard.engines.threads import MIN_BUFFER, Resources, run_plan

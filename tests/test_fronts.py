@@ -173,7 +173,7 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
         "verify": options_of("verify"),
         "averag": options_of("average"),
         "cli/merge": options_of("merge"),
-        "compat/converting": {"--output"},  # of one script; the other's test is below
+        "compat/commands": {"--output"},  # of one script; the other's test is below
         "compat/verl": options_of_drop_in(verl.main, monkeypatch),
         "compat/merge_fsdp": options_of_drop_in(merge_fsdp.main, monkeypatch),
     }

@@ -11,7 +11,7 @@ from transformers import AutoConfig, GenerationConfig
 from ranks import merged, save_ranks, snapshot, some_tensors
 from tiny_models import tiny_config
 from unshard.compat import convert_checkpoint_simple, convert_fsdp_to_hf, merge_fsdp, verl
-from unshard.compat.generation import generation_config
+from unshard.compat.commands import generation_config
 from unshard.errors import UnshardError
 from unshard.merger import FSDP2Merger
 from unshard.merger import __main__ as merger

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lora_recipes import EXPERTS, entry, linear, lora_only, recipes
-from unshard.convert.lora.files import adapter_shape
+from unshard.convert.lora.files import completed
 from unshard.convert.lora.names import FRONT, split_adapter
 from unshard.convert.recipes import take
 from unshard.errors import ConversionError, CorruptError
@@ -244,7 +244,7 @@ def test_a_quantised_models_adapter_can_be_written() -> None:
     tensors = recipes(linear("m.q"))
     name = f"{FRONT}m.q.base_layer.weight"
     tensors[name] = take(entry(name, (15, 1), "uint8"))
-    shape = adapter_shape(split_adapter(tensors), None)
+    shape = completed(split_adapter(tensors), None)
     assert (shape.rank, shape.target_modules) == (2, ("q",))
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from unshard.convert.fitting import Matches, Slot, match_slots, wrong_shapes
+from unshard.convert.expected.tensors import Matches, Slot, match_slots, wrong_shapes
 from unshard.convert.recipes import Recipe, take
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from lora_recipes import EXPERTS, Shapes, entry, linear, lora_only, recipes
 from sources import Chunk, Sources, Tensor, merged, row_major, tensors_in
-from unshard.convert.lora.files import adapter_shape, adapter_tensors
-from unshard.convert.lora.fuse import fuse
+from unshard.convert.lora.files import adapter_tensors, completed
+from unshard.convert.lora.fuse import fuse, scale_of
 from unshard.convert.lora.names import FRONT, split_adapter
-from unshard.convert.lora.scale import scale_of
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import LowRank, Recipe, Take, stored_dtype, take
 from unshard.errors import ConversionError, UsageError
@@ -145,7 +144,7 @@ def test_an_attention_module_of_torch_is_refused() -> None:
     with pytest.raises(ConversionError, match="attn belongs to a MultiheadAttention"):
         fused(shapes)
     split = split_adapter(recipes(shapes))
-    assert adapter_shape(split, None).target_modules == ("attn", "out_proj")
+    assert completed(split, None).target_modules == ("attn", "out_proj")
 
 
 # names

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from unshard import MergeOptions
-from unshard.convert.outputs import Converted, finish
-from unshard.convert.precision import Precision, precision
+from unshard.convert.outputs import Converted, Precision, finish, precision
 from unshard.convert.recipes import Recipe, take
 from unshard.errors import ConversionError, UsageError
 from unshard.keywords import DtypeLike

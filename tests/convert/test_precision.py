@@ -10,8 +10,8 @@ import torch
 import unshard
 from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard import UsageError
-from unshard.convert import precision as rules
-from unshard.convert.precision import KEPT_IN_16_BITS, KEPT_IN_FLOAT16, Precision, precision
+from unshard.convert import outputs as rules
+from unshard.convert.outputs import KEPT_IN_16_BITS, KEPT_IN_FLOAT16, Precision, precision
 from unshard.read.beside.model_config import ModelConfig
 from unshard.tensors.dtypes import BY_NAME
 

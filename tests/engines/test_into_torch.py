@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ranks import as_rank, bits
 from unshard.containers.strided import raw_dtype
-from unshard.convert.fitting import Slot
+from unshard.convert.expected.tensors import Slot
 from unshard.engines.into_torch import ModelTensor, as_tensor, model_tensors, need_torch, on_meta
 from unshard.errors import ConversionError, UsageError, how_to_install
 from unshard.tensors.boxes import Box

@@ -12,17 +12,22 @@ from unshard.api.sources import Sources
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.averaging import average_tensors
-from unshard.convert.critics import critic_config, without_trl_wrapper
 from unshard.convert.expected.config_names import expected_by_config
 from unshard.convert.expected.tensors import Expected, check_expected
+from unshard.convert.heads import Ties, critic_config, find_ties, is_head, without_trl_wrapper
 from unshard.convert.lora.files import adapter_tensors
 from unshard.convert.lora.fuse import fuse
 from unshard.convert.lora.names import split_adapter
 from unshard.convert.names import hub_names, names_of_base, training_names
-from unshard.convert.outputs import Converted, finish, select_names, select_tensors
-from unshard.convert.precision import Precision, precision
+from unshard.convert.outputs import (
+    Converted,
+    Precision,
+    finish,
+    precision,
+    select_names,
+    select_tensors,
+)
 from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype, take
-from unshard.convert.ties import Ties, find_ties, is_head
 from unshard.convert.torchtitan import without_native_names
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.noted import Noted

@@ -9,8 +9,8 @@ from unshard.api.converting import find_stored_ties, fuse_adapter, is_stored
 from unshard.api.options import MergeOptions
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
-from unshard.convert.critics import without_trl_wrapper
-from unshard.convert.fitting import Matches, Slot, match_slots, wrong_shapes
+from unshard.convert.expected.tensors import Matches, Slot, match_slots, wrong_shapes
+from unshard.convert.heads import without_trl_wrapper
 from unshard.convert.names import names_of_base
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import Recipe, stored_dtype

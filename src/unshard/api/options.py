@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from unshard.convert.precision import dtype_choice
+from unshard.convert.outputs import dtype_choice
 from unshard.engines.threads import MIN_BUFFER, Resources, default_workers
 from unshard.errors import UsageError
 from unshard.keywords import CHOICES, DtypeLike

@@ -11,8 +11,7 @@ from unshard.api.converting import convert, expected_names, find_stored_ties
 from unshard.api.options import MergeOptions, given_path, taking
 from unshard.api.sources import Sources, inflated, read_checkpoint
 from unshard.containers.json_file import JsonFields, json_object
-from unshard.convert.outputs import Converted
-from unshard.convert.precision import precision
+from unshard.convert.outputs import Converted, precision
 from unshard.engines.compare import compare
 from unshard.errors import UsageError
 from unshard.keywords import DtypeLike, VerifyKeywords

@@ -1,34 +1,50 @@
-"""What all drop-in commands share: how they end, what they advise, a config as a file."""
+"""What the drop-in commands share: how they end, what they advise, what they add to an output."""
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from unshard.cli.running import process
-from unshard.compat.generation import GENERATION_CONFIG, generation_config
-from unshard.errors import ConversionError, speaking
-from unshard.fronts import Front, line_of
+from unshard.errors import ConversionError, UnknownFormatError, UsageError, speaking
+from unshard.fronts import Command, Front, line_of
 from unshard.progress import Listener
 from unshard.showing import listening
 
 if TYPE_CHECKING:
-    from unshard.api import MergeOptions, Prepared
+    from unshard.api import MergeOptions, Prepared, Report
+    from unshard.api.inspecting import ShardCounts
+    from unshard.engines.threads import RunPlan
+    from unshard.read.beside.model_config import Fields
+    from unshard.tensors.catalog import Catalog
 
 __all__ = [
     "DTYPES",
+    "Paths",
     "SavesItself",
     "as_file",
     "as_transformers_saves",
+    "convert",
+    "find_paths",
+    "generation_config",
     "merge_line",
     "need_config",
+    "print_how_to_load",
     "run",
     "showing",
 ]
 
 DTYPES = ("float32", "float16", "bfloat16")
+
+_GENERATION_CONFIG = "generation_config.json"
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+_TEXT_CONFIGS = ("decoder", "generator", "text_config")
+_SINCE_5 = {"output_attentions": False, "output_hidden_states": False, "use_cache": True}
 
 
 class SavesItself(Protocol):
@@ -41,9 +57,7 @@ class SavesItself(Protocol):
 def run(main: Callable[[], None], *, failed: str = "error: ") -> NoReturn:
     """Run a command as this process; exit with 1 if it fails, as the originals do.
 
-    Args:
-        main: the command.
-        failed: the words before an error's message, on stderr.
+    `failed` is printed before the message of an error.
     """
     process.run(main, failed=failed, failure=1)
 
@@ -85,9 +99,35 @@ def as_transformers_saves(prepared: "Prepared") -> "Prepared":
     """
     config = need_config(prepared).config
     text = None if config is None else generation_config(config.fields)
-    if text is None or GENERATION_CONFIG in prepared.checkpoint.companions.files:
+    if text is None or _GENERATION_CONFIG in prepared.checkpoint.companions.files:
         return prepared
-    return replace(prepared, files={**prepared.files, GENERATION_CONFIG: text})
+    return replace(prepared, files={**prepared.files, _GENERATION_CONFIG: text})
+
+
+def generation_config(config: "Fields") -> bytes | None:
+    """Return `generation_config.json` as `save_pretrained` derives it from config.json.
+
+    It names the tokens that begin, end and pad a text and, since transformers 5, what a forward
+    pass returns. None for a model whose config says that it does not generate.
+    """
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    generates = any(isinstance(name, str) and name.endswith(_GENERATES) for name in names)
+    if names and not generates:
+        return None
+    nested = (config.get(key) for key in _TEXT_CONFIGS)
+    inner = next((one for one in nested if isinstance(one, dict)), {})
+    version = str(config.get("transformers_version", ""))
+    major = version.partition(".")[0]
+    fields: dict[str, object] = {"_from_model_config": True, "transformers_version": version}
+    known: dict[str, object] = dict.fromkeys(_TOKENS)
+    if major.isdigit() and int(major) >= 5:
+        known |= _SINCE_5
+    for key, default in known.items():
+        found = [one[key] for one in (config, inner) if one.get(key) is not None]
+        if found or default is not None:
+            fields[key] = found[0] if found else default
+    return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
 @contextmanager
@@ -99,3 +139,63 @@ def as_file(config: SavesItself | str | Path | None) -> Iterator[Path | None]:
     with tempfile.TemporaryDirectory(prefix="_unshard-") as scratch:
         config.save_pretrained(scratch)
         yield Path(scratch) / "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Where a conversion script reads and writes: the step, its folder of shards, the output."""
+
+    checkpoint: Path
+    actor: Path
+    output: Path
+
+
+def find_paths(checkpoint: str, subfolder: str, output: str | None) -> Paths:
+    """Return the paths that a script's arguments name.
+
+    Raises:
+        UnknownFormatError: there is no such directory.
+        UsageError: the default output would look like a checkpoint to a trainer.
+    """
+    step = Path(checkpoint).resolve()
+    if not step.exists():
+        raise UnknownFormatError(f"Checkpoint path does not exist: {step}")
+    actor = step / subfolder
+    if not actor.exists():
+        raise UnknownFormatError(f"Actor directory does not exist: {actor}")
+    if output is None and step.name.startswith("checkpoint"):
+        raise UsageError(
+            f"{step}_merged: trainers would take the default output for one of their checkpoints",
+            hint="give another output: --output",
+        )
+    return Paths(step, actor, Path(f"{step}_merged") if output is None else Path(output).resolve())
+
+
+def convert(
+    paths: Paths,
+    options: "MergeOptions",
+    engine: "RunPlan",
+    before: Callable[["Catalog", "ShardCounts"], None],
+) -> "Report":
+    """Make the output of a conversion script, and show the progress.
+
+    `before` is called with what was read, before anything is written.
+    """
+    from unshard.api import Prepared, merge_with
+    from unshard.api.inspecting import count_shards
+
+    def tell(prepared: Prepared) -> Prepared:
+        catalog = need_config(prepared).checkpoint.catalog
+        before(catalog, count_shards(catalog))
+        return prepared
+
+    front = Command({}, merge_line(paths.actor, paths.output, options))
+    with showing(front) as listener:
+        return merge_with(paths.actor, paths.output, options, listener, engine=engine, before=tell)
+
+
+def print_how_to_load(output: Path) -> None:
+    """Print how the output is loaded."""
+    print("\nYou can now load this model with:")
+    print("  from transformers import AutoModelForCausalLM")
+    print(f"  model = AutoModelForCausalLM.from_pretrained({str(output)!r})")

@@ -11,8 +11,14 @@ if __name__ == "__main__":
 import argparse
 from typing import TYPE_CHECKING
 
-from unshard.compat.commands import DTYPES, run
-from unshard.compat.converting import Paths, convert, find_paths, print_how_to_load
+from unshard.compat.commands import (
+    DTYPES,
+    Paths,
+    convert,
+    find_paths,
+    print_how_to_load,
+    run,
+)
 
 if TYPE_CHECKING:
     from unshard.api import Report
@@ -41,45 +47,33 @@ def main() -> None:
 
     arguments = _arguments()
     paths = find_paths(arguments.checkpoint_path, arguments.actor_dir, arguments.output)
-    _print_header(paths, arguments.dtype)
-    options = api.MergeOptions(dtype=arguments.dtype, assume_dim0=True, overwrite=True)
-
-    def before(catalog: "Catalog", counts: "ShardCounts") -> None:
-        _print_shards(catalog, counts)
-        merged.append(counts)
-
-    merged: list[ShardCounts] = []
-    report = convert(paths, options, run_plan, before)
-    _print_merged(merged[0])
-    print(f"\nSaving merged model to {paths.output}")
-    print("  Creating model from config... (not needed: bytes are moved, config.json is kept)")
-    print(f"  Saving model with dtype={arguments.dtype}...")
-    _print_saved(report, paths)
-
-
-def _print_header(paths: Paths, dtype: str) -> None:
     print(_RULE)
     print("FSDP Checkpoint Converter (Simple Version)")
     print(_RULE)
     print(f"Checkpoint:    {paths.checkpoint}")
     print(f"Actor dir:     {paths.actor}")
     print(f"Output:        {paths.output}")
-    print(f"Dtype:         {dtype}")
+    print(f"Dtype:         {arguments.dtype}")
     print(_RULE)
+    options = api.MergeOptions(dtype=arguments.dtype, assume_dim0=True, overwrite=True)
 
+    def before(catalog: "Catalog", counts: "ShardCounts") -> None:
+        print(f"✓ Detected world_size={catalog.world_size} from checkpoint")
+        print(f"\nLoading {len(counts.keys)} checkpoint shards...")
+        for number, (name, keys) in enumerate(counts.keys.items(), start=1):
+            print(f"  [{number}/{len(counts.keys)}] Loading {name}... ({keys} keys)")
+        print("\nMerging shards into full state dict...", flush=True)
+        merged.append(counts)
 
-def _print_shards(catalog: "Catalog", counts: "ShardCounts") -> None:
-    print(f"✓ Detected world_size={catalog.world_size} from checkpoint")
-    print(f"\nLoading {len(counts.keys)} checkpoint shards...")
-    for number, (name, keys) in enumerate(counts.keys.items(), start=1):
-        print(f"  [{number}/{len(counts.keys)}] Loading {name}... ({keys} keys)")
-    print("\nMerging shards into full state dict...", flush=True)
-
-
-def _print_merged(counts: "ShardCounts") -> None:
-    print(f"✓ Merged {counts.replicated + counts.sharded} parameters:")
-    print(f"  - {counts.replicated} replicated parameters")
-    print(f"  - {counts.sharded} sharded parameters")
+    merged: list[ShardCounts] = []
+    report = convert(paths, options, run_plan, before)
+    print(f"✓ Merged {merged[0].replicated + merged[0].sharded} parameters:")
+    print(f"  - {merged[0].replicated} replicated parameters")
+    print(f"  - {merged[0].sharded} sharded parameters")
+    print(f"\nSaving merged model to {paths.output}")
+    print("  Creating model from config... (not needed: bytes are moved, config.json is kept)")
+    print(f"  Saving model with dtype={arguments.dtype}...")
+    _print_saved(report, paths)
 
 
 def _print_saved(report: "Report", paths: Paths) -> None:

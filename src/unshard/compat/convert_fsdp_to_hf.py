@@ -11,8 +11,14 @@ if __name__ == "__main__":
 import argparse
 from typing import TYPE_CHECKING
 
-from unshard.compat.commands import DTYPES, run
-from unshard.compat.converting import Paths, convert, find_paths, print_how_to_load
+from unshard.compat.commands import (
+    DTYPES,
+    Paths,
+    convert,
+    find_paths,
+    print_how_to_load,
+    run,
+)
 from unshard.errors import speaking
 from unshard.fronts import Command
 
@@ -52,7 +58,14 @@ def main() -> None:
     arguments = _arguments()
     with speaking(Command({"output": "--output_path"})):
         paths = find_paths(arguments.checkpoint_path, arguments.actor_subdir, arguments.output_path)
-    _print_header(paths, arguments.torch_dtype)
+    print(f"\n{_RULE}")
+    print("FSDP to HuggingFace Checkpoint Converter")
+    print(_RULE)
+    print(f"Checkpoint path: {paths.checkpoint}")
+    print(f"Actor directory: {paths.actor}")
+    print(f"Output path:     {paths.output}")
+    print(f"Torch dtype:     {arguments.torch_dtype}")
+    print(f"{_RULE}\n")
     options = api.MergeOptions(dtype=arguments.torch_dtype, overwrite=True)
 
     def before(catalog: "Catalog", counts: "ShardCounts") -> None:
@@ -61,17 +74,6 @@ def main() -> None:
         print(f"\nSaving merged model with dtype={arguments.torch_dtype}...", flush=True)
 
     _print_saved(convert(paths, options, api.crew(), before), paths)
-
-
-def _print_header(paths: Paths, dtype: str) -> None:
-    print(f"\n{_RULE}")
-    print("FSDP to HuggingFace Checkpoint Converter")
-    print(_RULE)
-    print(f"Checkpoint path: {paths.checkpoint}")
-    print(f"Actor directory: {paths.actor}")
-    print(f"Output path:     {paths.output}")
-    print(f"Torch dtype:     {dtype}")
-    print(f"{_RULE}\n")
 
 
 def _print_saved(report: "Report", paths: Paths) -> None:

@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -78,12 +78,17 @@ def main() -> None:
         overwrite=True,
         extra_state=False,
     )
-    front = _front(arguments, paths, options)
+    averages = arguments.merge and arguments.step is None
+    line = merge_line(paths[-1], target, options)
+    if averages:
+        inputs = [*map(str, paths), "--output", str(target)]
+        line = line_of("unshard average", inputs, options.chosen)
+    own = {"base": _MODEL, "config": _MODEL, "step": "--step"}
     with (
-        showing(front) as listener,
+        showing(Command(own, line)) as listener,
         _of_model(arguments.model_name_or_class, paths[-1], options) as wanted,
     ):
-        if arguments.merge and arguments.step is None:
+        if averages:
             report = api.average(
                 paths, target, options=wanted, listener=listener, before=_told, pass_over=False
             )
@@ -103,18 +108,6 @@ def _told(prepared: "Prepared") -> "Prepared":
         place = prepared.checkpoint.location.weights_dir
         print(f"Using latest checkpoint: {place}", flush=True)
     return as_transformers_saves(prepared)
-
-
-def _front(
-    arguments: argparse.Namespace, paths: Sequence[Path], options: "MergeOptions"
-) -> Command:
-    """Return this command's names of the options, and the line of `unshard` that does the same."""
-    own = {"base": _MODEL, "config": _MODEL, "step": "--step"}
-    target = arguments.output_dir or arguments.input_dir
-    if not arguments.merge or arguments.step is not None:
-        return Command(own, merge_line(paths[-1], target, options))
-    inputs = [*map(str, paths), "--output", str(target)]
-    return Command(own, line_of("unshard average", inputs, options.chosen))
 
 
 def _checkpoints(run_dir: Path, dirname: str, step: int | None) -> list[Path]:
@@ -143,25 +136,18 @@ def _of_model(model: str, checkpoint: Path, options: "MergeOptions") -> Iterator
         weights = [*Path(model).glob("*.safetensors*"), *Path(model).glob("*.bin*")]
         yield replace(options, base=model) if weights else replace(options, config=model)
     elif not _CLASS.fullmatch(model):
-        with _not_needed(model):
+        try:
             yield replace(options, base=model)
+        except UnshardError as error:
+            if error.subject.startswith(f"--base {shlex.quote(model)}"):
+                error.hint += f"; or leave {_MODEL} out where the checkpoint has a config.json"
+            raise
     else:
         with tempfile.TemporaryDirectory(prefix="_unshard-") as scratch:
             file = Path(scratch) / "config.json"
             fields = _config_of(checkpoint, model, options)
             file.write_text(json.dumps({**fields, "architectures": [model]}), encoding="utf-8")
             yield replace(options, config=file)
-
-
-@contextmanager
-def _not_needed(model: str) -> Iterator[None]:
-    """Add to the error about a model that cannot be read that it may be left out."""
-    try:
-        yield
-    except UnshardError as error:
-        if error.subject.startswith(f"--base {shlex.quote(model)}"):
-            error.hint += f"; or leave {_MODEL} out where the checkpoint has a config.json"
-        raise
 
 
 def _config_of(checkpoint: Path, model: str, options: "MergeOptions") -> "Fields":

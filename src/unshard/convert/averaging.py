@@ -9,13 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from unshard.convert.outputs import Converted
-from unshard.convert.recipes import (
-    LowRank,
-    Recipe,
-    WeightedSum,
-    shape_of,
-    stored_dtype,
-)
+from unshard.convert.recipes import LowRank, WeightedSum, shape_of, stored_dtype
 from unshard.errors import ConversionError, UsageError, raise_all
 
 __all__ = ["Averaged", "average_tensors", "ema_weights"]
@@ -54,10 +48,7 @@ def average_tensors(
 ) -> Averaged:
     """Return (sum of weight * model) / (sum of weights), with one rounding at the end.
 
-    Args:
-        models: the tensors of each, in its order; at least one model.
-        names: of the models, for errors.
-        weights: one for each.
+    `models` has the tensors of each model; `names` are those of the models, for errors.
 
     Raises:
         ConversionError: names, shapes or stored dtypes differ, or an adapter would have to be fused
@@ -96,14 +87,15 @@ def _missing(
 def _mismatch(same: Sequence[Converted], names: Sequence[str]) -> ConversionError | None:
     """Return why the tensors of one name cannot be averaged, or None."""
     name = same[0].name
-    forms = [_form(one.recipe) for one in same]
+    forms = [f"{stored_dtype(one.recipe)} {list(shape_of(one.recipe))}" for one in same]
     other = next((number for number, form in enumerate(forms) if form != forms[0]), None)
     if other is not None:
+        only_dtypes = len({shape_of(one.recipe) for one in same}) == 1
         return ConversionError(
             f"tensor {name} differs between {names[0]} and {names[other]}",
             expected=f"{forms[0]} as in {names[0]}",
             found=f"{forms[other]} in {names[other]}",
-            hint="merge them to one dtype first, each by itself" if _same_shape(same) else "",
+            hint="merge them to one dtype first, each by itself" if only_dtypes else "",
         )
     if any(isinstance(one.recipe, WeightedSum | LowRank) for one in same):
         return ConversionError(
@@ -111,11 +103,3 @@ def _mismatch(same: Sequence[Converted], names: Sequence[str]) -> ConversionErro
             hint="merge each checkpoint first, then average the merged models",
         )
     return None
-
-
-def _form(recipe: Recipe) -> str:
-    return f"{stored_dtype(recipe)} {list(shape_of(recipe))}"
-
-
-def _same_shape(same: Sequence[Converted]) -> bool:
-    return len({shape_of(one.recipe) for one in same}) == 1

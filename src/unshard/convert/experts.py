@@ -79,7 +79,10 @@ class Sizes:
     def shown(self, part: ExpertPart) -> str:
         """Return the expected shape for a message."""
         stated = self._dimensions(part)
-        sizes = (("2 x " if times == 2 else "") + _one_of(known) for times, known in stated)
+        sizes = (
+            ("2 x " if times == 2 else "") + ("|".join(map(str, sorted(known))) or "?")
+            for times, known in stated
+        )
         return f"[{', '.join(sizes)}]"
 
     def _dimensions(self, part: ExpertPart) -> tuple[tuple[int, frozenset[int]], ...]:
@@ -146,9 +149,8 @@ def join_experts(
 ) -> dict[str, tuple[Recipe, tuple[str, ...]]]:
     """Return the joined tensors of one block, by the tails of their names, with their sources.
 
-    Args:
-        tensors: by name: tensors of single experts, and of one part of all of them. Incomplete
-            parts are left out.
+    The tensors are those of single experts, and of one part of all of them. Incomplete parts are
+    left out.
 
     Raises:
         ConversionError: tensors differ in shape or dtype, or are computed and cannot be joined.
@@ -232,7 +234,3 @@ def _joined(names: Sequence[str], recipes: Sequence[Recipe], dim: int, *, stacke
 def _integers(fields: Mapping[str, object], keys: Sequence[str]) -> frozenset[int]:
     values = (fields.get(key) for key in keys)
     return frozenset(value for value in values if type(value) is int and value > 0)
-
-
-def _one_of(known: frozenset[int]) -> str:
-    return "|".join(str(value) for value in sorted(known)) or "?"

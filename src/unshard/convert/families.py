@@ -87,6 +87,8 @@ _LANGUAGE_MODEL = (
     Rename("^model.multi_modal_projector.", "multi_modal_projector."),
 )
 
+_SEEING = (Rename("^model.language_model.", "model."), Rename("^model.visual.", "visual."))
+
 _LLAVA = (*_LANGUAGE_MODEL, Rename("^model.vision_tower.", "vision_tower."))
 
 FAMILIES = (
@@ -182,25 +184,11 @@ FAMILIES = (
         "qwen2_audio voxtral voxtral_realtime audioflamingo3 glmasr musicflamingo",
         (*_LANGUAGE_MODEL, Rename("^model.audio_tower.", "audio_tower.")),
     ),
-    Family(
-        "qwen2_vl qwen2_5_vl",
-        (Rename("^model.language_model.", "model."), Rename("^model.visual.", "visual.")),
-    ),
-    Family(
-        "paddleocr_vl",
-        (
-            Rename("^model.language_model.", "model."),
-            Rename("^model.visual.", "visual."),
-            Rename("^model.projector.", "mlp_AR."),
-        ),
-    ),
+    Family("qwen2_vl qwen2_5_vl", _SEEING),
+    Family("paddleocr_vl", (*_SEEING, Rename("^model.projector.", "mlp_AR."))),
     Family(
         "qwen2_5_omni_thinker qwen3_omni_moe_thinker",
-        (
-            Rename("^model.language_model.", "model."),
-            Rename("^model.visual.", "visual."),
-            Rename("^model.audio_tower.", "audio_tower."),
-        ),
+        (*_SEEING, Rename("^model.audio_tower.", "audio_tower.")),
     ),
     Family(
         "qwen2_5_omni qwen3_omni_moe",

@@ -59,10 +59,6 @@ def hub_names(tensors: Mapping[str, Recipe], config: _Config) -> Renamed:
     Experts that training stacked come one by one, in the place of the stacked tensor. All names of
     a model type that is not in the table stay, with a note.
 
-    Args:
-        tensors: by their names in training, or on the hub.
-        config: config.json.
-
     Raises:
         ConversionError: the shapes of experts contradict the config, or two tensors get one name.
     """
@@ -85,14 +81,8 @@ def names_of_base(
     """Give tensors the names and the layout of a base model, as far as the table leads to them.
 
     Experts are split or joined as the base has them. A tensor that matches no name of the base is
-    named as by `hub_names`.
-
-    Args:
-        tensors: by their names in training, or on the hub.
-        base_names: the names of the base's tensors.
-        config: config.json.
-        shapes: shapes in the base, elements, as far as they are known: experts that are joined on
-            both sides are turned as the base has them.
+    named as by `hub_names`. Experts that are joined on both sides are turned as the base has them,
+    as far as its `shapes` are known.
 
     Raises:
         ConversionError: as by `hub_names`; or experts cannot be joined.
@@ -206,12 +196,9 @@ def _turned(
 
 
 def _part(name: str, recipe: Recipe, rules: _NamingRules) -> ExpertPart | None:
-    return find_part(_to_training(name, rules), shape_of(recipe), rules.experts)
-
-
-def _to_training(name: str, rules: _NamingRules) -> str:
-    """Return a hub name as it is in training, but for its start."""
-    return _applied(name, [one for one in rules.back if not one.training.startswith("^")])
+    # Experts are known by their names in training, wherever in a model they are.
+    inside = [one for one in rules.back if not one.training.startswith("^")]
+    return find_part(_applied(name, inside), shape_of(recipe), rules.experts)
 
 
 def _back(renames: Sequence[Rename]) -> tuple[Rename, ...]:

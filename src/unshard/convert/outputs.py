@@ -1,16 +1,77 @@
-"""The output's tensors: those that the user selects, each with its dtype and a storable name."""
+"""The output's tensors: those that the user selects, each with its dtype and a storable name.
+
+Tensors are cast only on request, and integers, booleans and 8-bit floats never. Some tensors lose
+too much in 16 bits (a router's bias is added to scores that differ in the last digits):
+transformers keeps them in float32, and so does a cast here.
+"""
 
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from unshard.convert.precision import Precision
 from unshard.convert.recipes import Recipe, stored_dtype
 from unshard.errors import ConversionError, UsageError, raise_all
-from unshard.tensors.dtypes import DType
+from unshard.keywords import DtypeLike
+from unshard.read.beside.model_config import ModelConfig
+from unshard.tensors.dtypes import BY_NAME, CASTS, DType
 
-__all__ = ["Converted", "finish", "select_names", "select_tensors"]
+__all__ = [
+    "ALIASES",
+    "Converted",
+    "Precision",
+    "dtype_choice",
+    "finish",
+    "precision",
+    "select_names",
+    "select_tensors",
+]
+
+ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+}
+"""Other names of dtypes: torch's, and those of trainers' options."""
+
+_RULES = ("keep", "config", "base")
+
+
+def _by_type(table: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return what is kept by model type, of a table that lists the types by what is kept."""
+    return {one: tuple(kept.split()) for kept, types in table.items() for one in types.split()}
+
+
+# Parts of names that stay float32 under a cast to 16 bits, by model type. Source:
+# `_keep_in_fp32_modules_strict` of transformers 5.23; a test compares.
+KEPT_IN_16_BITS = _by_type(
+    {
+        "e_score_correction_bias": "axk1 axk2 deepseek_v3 deepseek_v32 dots1 exaone_moe glm4_moe "
+        "glm4_moe_lite glm4v_moe glm_moe_dsa hy_v3 kolibri1 mimo_v2_flash nemotron_h solar_open",
+        "A_log conv1d dt_bias e_score_correction_bias": "bailing_hybrid",
+        "e_score_correction_bias mlp.gate.weight": "beam",
+        "gate.weight moe_statics": "ernie4_5_moe ernie4_5_vl_moe",
+        "gate.weight sinks": "flint",
+        "conv.norm": "granite_speech5",
+        "codec_model": "kyutai_speech_to_text",
+        "rotary_emb mlp.gate.weight": "mistral_large4",
+        "embed_positions": "voxtral",
+    }
+)
+# The same for casts to float16 only: `_keep_in_fp32_modules`.
+KEPT_IN_FLOAT16 = _by_type(
+    {
+        "indexer.weights_proj": "axk2 deepseek_v32 glm_moe_dsa mistral_large4",
+        "query_tokens qformer": "blip_2",
+        "input_layernorm post_attention_layernorm norm": "gpt_oss",
+        "query_tokens": "instructblip instructblipvideo",
+        "classifier.weight": "longcat_flash",
+        "wo": "mt5 pop2piano t5 udop umt5",
+        "time_decay time_first": "rwkv",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +81,30 @@ class Converted:
     name: str
     dtype: DType
     recipe: Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The rule for output dtypes.
+
+    Attributes:
+        target: the dtype of floating point tensors of 16 bits and more; None: their own.
+        base: dtypes of single tensors instead, by name (`--dtype base`).
+        kept: tensors whose names match keep their dtype.
+    """
+
+    target: DType | None = None
+    base: Mapping[str, DType] = field(default_factory=dict)
+    kept: re.Pattern[str] | None = None
+
+    def dtype(self, name: str, stored: DType) -> DType:
+        """Return the output's dtype for a tensor of the dtype `stored`."""
+        target = self.base.get(name, self.target)
+        if target is None or not (stored.castable and target.castable):
+            return stored
+        if self.kept is not None and self.kept.search(name):
+            return stored
+        return target
 
 
 def select_tensors(
@@ -44,7 +129,8 @@ def select_names(names: Iterable[str], include: str | None, exclude: str | None)
     Raises:
         UsageError: an expression is not valid.
     """
-    wanted, unwanted = _compiled("include", include), _compiled("exclude", exclude)
+    wanted = None if include is None else _compiled("include", include)
+    unwanted = None if exclude is None else _compiled("exclude", exclude)
     return [
         name
         for name in names
@@ -53,9 +139,7 @@ def select_names(names: Iterable[str], include: str | None, exclude: str | None)
     ]
 
 
-def _compiled(option: str, text: str | None) -> re.Pattern[str] | None:
-    if text is None:
-        return None
+def _compiled(option: str, text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
@@ -74,11 +158,6 @@ def finish(tensors: Mapping[str, Recipe], precision: Precision) -> list[Converte
         Converted(name, precision.dtype(name, stored_dtype(recipe)), recipe)
         for name, recipe in tensors.items()
     ]
-    raise_all(ConversionError, "tensors that safetensors cannot store", _unstorable(outputs))
-    return outputs
-
-
-def _unstorable(outputs: list[Converted]) -> list[ConversionError]:
     problems = []
     for output in outputs:
         if output.dtype.code is None:
@@ -86,4 +165,86 @@ def _unstorable(outputs: list[Converted]) -> list[ConversionError]:
             problems.append(ConversionError(what))
         if output.name == "__metadata__" or not output.name.isprintable():
             problems.append(ConversionError(f"tensor {output.name!r}: its name is not allowed"))
-    return problems
+    raise_all(ConversionError, "tensors that safetensors cannot store", problems)
+    return outputs
+
+
+def dtype_choice(dtype: DtypeLike) -> str:
+    """Return the choice that a dtype means: keep, config, base, or one of CASTS.
+
+    A dtype is one of these or of ALIASES, with or without `torch.`; or a dtype of numpy, ml_dtypes
+    (the type or the dtype) or torch. None of the three is imported.
+
+    Raises:
+        UsageError: it is something else, or a dtype that nothing is cast to (int8, float64).
+    """
+    name = _name_of(dtype)
+    choice = ALIASES.get(name, name)
+    if choice not in (*_RULES, *CASTS):
+        raise UsageError(
+            f"--dtype {shlex.quote(name)}: unknown",
+            expected=f"{', '.join((*_RULES, *CASTS))} (or {', '.join(ALIASES)})",
+        )
+    return choice
+
+
+def _name_of(dtype: DtypeLike) -> str:
+    if isinstance(dtype, str):
+        return dtype.removeprefix("torch.")
+    kind = type(dtype)
+    if (kind.__module__, kind.__name__) == ("torch", "dtype"):
+        return str(dtype).removeprefix("torch.")
+    if isinstance(dtype, type):  # Python's float is 32 bits for torch, 64 for numpy
+        return dtype.__name__ if hasattr(dtype, "itemsize") else f"builtins.{dtype.__name__}"
+    name = getattr(dtype, "name", None) if hasattr(dtype, "itemsize") else None
+    return name if isinstance(name, str) else repr(dtype)
+
+
+def precision(
+    choice: DtypeLike,
+    config: ModelConfig | None,
+    base: Mapping[str, DType] | None,
+    keep: str | None,
+) -> Precision:
+    """Return the rule that `--dtype` and `--keep-fp32` mean.
+
+    `base` has the dtypes of the base model's tensors, if there is one; tensors that the regular
+    expression `keep` matches are not cast.
+
+    Raises:
+        UsageError: the choice is unknown, or needs a base, or the expression is not valid.
+        ConversionError: `config` was chosen, and there is none or it does not name a dtype.
+    """
+    patterns = [_compiled("keep-fp32", keep).pattern] if keep else []
+    choice = dtype_choice(choice)
+    if choice == "base":
+        if base is None:
+            raise UsageError("--dtype base: needs a base model", hint="name it: --base MODEL")
+        return Precision(None, base, _union(patterns))
+    target = _target(choice, config)
+    if target is not None and target.itemsize == 2:
+        tables = (KEPT_IN_16_BITS, *([KEPT_IN_FLOAT16] if target.name == "float16" else []))
+        types = () if config is None else config.types
+        parts = dict.fromkeys(p for table in tables for one in types for p in table.get(one, ()))
+        patterns += (rf"(?:^|\.){re.escape(part)}(?:$|\.)" for part in parts)
+    return Precision(target, {}, _union(patterns))
+
+
+def _target(choice: str, config: ModelConfig | None) -> DType | None:
+    if choice == "keep":
+        return None
+    if choice in CASTS:
+        return BY_NAME[choice]
+    named = None if config is None else config.dtype
+    if named is None:
+        raise ConversionError(
+            "--dtype config: " + ("there is no config.json" if config is None else "it names none"),
+            hint="name the dtype, or give a config: --config FILE|DIR",
+        )
+    if named not in CASTS:
+        raise ConversionError(f"--dtype config: config.json names {named}", expected=str(CASTS))
+    return BY_NAME[named]
+
+
+def _union(patterns: list[str]) -> re.Pattern[str] | None:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None

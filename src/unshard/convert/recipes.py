@@ -122,17 +122,17 @@ def takes(recipe: Recipe) -> Iterator[Take]:
     match recipe:
         case Take():
             yield recipe
+            parts: tuple[Recipe, ...] = ()
         case Stack(_, parts) | Concat(_, parts):
-            for part in parts:
-                yield from takes(part)
+            pass
         case WeightedSum(terms):
-            for _, part in terms:
-                yield from takes(part)
+            parts = tuple(part for _, part in terms)
         case LowRank(base, a, b):
-            for part in (base, a, b):
-                yield from takes(part)
+            parts = (base, a, b)
         case _:
             assert_never(recipe)
+    for part in parts:
+        yield from takes(part)
 
 
 def stored_dtype(recipe: Recipe) -> DType:
@@ -141,12 +141,7 @@ def stored_dtype(recipe: Recipe) -> DType:
 
 
 def cut(recipe: Recipe, box: Box) -> Recipe:
-    """Return the part of a recipe's tensor inside a box of at least one element.
-
-    Args:
-        recipe: what makes the tensor.
-        box: a region of its shape, elements.
-    """
+    """Return the part of a recipe's tensor inside a box of at least one element."""
     match recipe:
         case Take(entry, inner, permutation):
             order = range(len(inner.sizes)) if permutation is None else permutation
@@ -188,8 +183,9 @@ def pick(recipe: Recipe, index: int) -> Recipe:  # noqa: PLR0911 (a case each)
                 return parts[index]
             return Stack(dim - 1, tuple(pick(part, index) for part in parts))
         case Concat(dim, parts):
-            if dim == 0:
-                return _pick_row(parts, index)
+            if dim == 0:  # a cut of one row is in one part only
+                row = _narrowed(Box.whole(shape_of(recipe)), 0, index, 1)
+                return pick(cut(recipe, row), 0)
             return Concat(dim - 1, tuple(pick(part, index) for part in parts))
         case WeightedSum(terms):
             return WeightedSum(tuple((weight, pick(part, index)) for weight, part in terms))
@@ -231,16 +227,6 @@ def _cut_concat(dim: int, parts: tuple[Recipe, ...], box: Box) -> Recipe:
             met.append(cut(part, _narrowed(box, dim, low - start, high - low)))
         start = end
     return met[0] if len(met) == 1 else Concat(dim, tuple(met))
-
-
-def _pick_row(parts: tuple[Recipe, ...], index: int) -> Recipe:
-    """Return one index of parts that follow one another in the first dimension."""
-    for part in parts[:-1]:
-        size = shape_of(part)[0]
-        if index < size:
-            return pick(part, index)
-        index -= size
-    return pick(parts[-1], index)
 
 
 def _narrowed(box: Box, dim: int, offset: int, size: int) -> Box:

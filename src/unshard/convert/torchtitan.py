@@ -107,10 +107,6 @@ def without_native_names(
 ) -> Mapping[str, Recipe]:
     """Rename tensors from torchtitan's names to those of transformers; unknown names stay.
 
-    Args:
-        tensors: by their names in the checkpoint.
-        config: config.json: the model type, and how many heads there are.
-
     Raises:
         ConversionError: rows do not fit the config's heads, or are computed.
     """
@@ -125,13 +121,12 @@ def without_native_names(
         if new in found:
             raise ConversionError(f"tensor {name} would be {new}, like another tensor")
         key = dict(family.turned).get(".".join(new.split(".")[3:5]))
-        found[new] = recipe if key is None else _halved(name, recipe, _heads(config.fields, key))
+        if key is not None:
+            usual = config.fields.get("num_attention_heads")
+            why = "turn torchtitan's queries and keys"
+            recipe = _halved(name, recipe, _count(config.fields, key, why, usual))  # noqa: PLW2901
+        found[new] = recipe
     return found
-
-
-def _heads(config: Fields, key: str) -> int:
-    usual = config.get("num_attention_heads")
-    return _count(config, key, "turn torchtitan's queries and keys", usual)
 
 
 def _renamed(name: str, family: _NativeNames, config: Fields) -> str | None:

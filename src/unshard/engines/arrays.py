@@ -31,8 +31,7 @@ _OPEN_FILES = 64
 class TensorReader:
     """Reads tensors of a checkpoint; several threads may, and one tile is made at a time.
 
-    Args:
-        path: the checkpoint, for errors.
+    `path` is that of the checkpoint, for errors.
     """
 
     def __init__(self, path: Path) -> None:

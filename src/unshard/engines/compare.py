@@ -34,12 +34,7 @@ def compare(
 ) -> Comparison:
     """Compare every tensor of two models; the result does not depend on the resources.
 
-    Args:
-        ours: the tensors of an output.
-        theirs: the tensors that they should equal.
-        tolerances: how far values may be apart.
-        resources: threads, and bytes of buffers for all of them together.
-        listener: hears a stage "comparing" of our bytes.
+    The listener gets a stage "comparing" of our bytes.
 
     Raises:
         UsageError: one tile needs more memory.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from unshard.containers.strided import Elements
-from unshard.convert.fitting import Slot
+from unshard.convert.expected.tensors import Slot
 from unshard.errors import ConversionError, UsageError, how_to_install
 from unshard.tensors import placements as ours
 from unshard.tensors.boxes import Box
@@ -74,15 +74,30 @@ class ModelTensor:
         Raises:
             ConversionError: it is not known which part this rank has, or it has no memory.
         """
+        name, whole = self.slot.names[0], self.slot.shape
         if not hasattr(self.tensor, "placements"):
-            return [ours.Piece(Box.whole(self.slot.shape), (0,) * len(self.slot.shape))]
-        return _local_pieces(cast("DTensor", self.tensor), self.slot)
+            return [ours.Piece(Box.whole(whole), (0,) * len(whole))]
+        tensor = cast("DTensor", self.tensor)
+        local = tensor.to_local()
+        if local.is_meta:
+            raise ConversionError(
+                f"parameter {name}: a shard on the meta device has no memory to be filled",
+                hint="call model.to_empty(device=…) first",
+            )
+        try:
+            shape, pieces = ours.place(whole, _sharding(tensor))
+        except ours.PlacementError as error:
+            raise ConversionError(f"parameter {name}: {error}") from error
+        if shape != tuple(local.shape):
+            raise ConversionError(
+                f"parameter {name}: this rank's part is not what its placements say",
+                expected=str(list(shape)),
+                found=str(list(local.shape)),
+            )
+        return list(pieces)
 
     def fill(self, read: Callable[[Box], "Tensor"]) -> None:
         """Copy values into the tensor, cast to its dtype; a meta tensor is replaced by them.
-
-        Args:
-            read: returns a box of the checkpoint's tensor.
 
         Raises:
             ConversionError: as by `pieces`; nothing was read.
@@ -91,7 +106,12 @@ class ModelTensor:
 
         pieces = self.pieces
         if self.tensor.is_meta:
-            self._assign(read(pieces[0].box))
+            values = read(pieces[0].box)
+            if isinstance(self.tensor, torch.nn.Parameter):
+                learns = self.tensor.requires_grad and values.dtype.is_floating_point
+                values = torch.nn.Parameter(values, requires_grad=learns)
+            for module, name in self.owners:  # under all its names, so that tied ones stay tied
+                setattr(module, name, values)
             return
         tensor = self.tensor
         with torch.no_grad():
@@ -100,16 +120,6 @@ class ModelTensor:
             for piece in pieces:
                 sizes = zip(piece.local_offsets, piece.box.sizes, strict=True)
                 tensor[tuple(slice(at, at + size) for at, size in sizes)].copy_(read(piece.box))
-
-    def _assign(self, values: "Tensor") -> None:
-        """Replace the tensor under all its names, so that tied names stay tied."""
-        from torch.nn import Parameter
-
-        if isinstance(self.tensor, Parameter):
-            learns = self.tensor.requires_grad and values.dtype.is_floating_point
-            values = Parameter(values, requires_grad=learns)
-        for module, name in self.owners:
-            setattr(module, name, values)
 
 
 def model_tensors(model: "Module") -> list[ModelTensor]:
@@ -151,27 +161,6 @@ def _saved(model: "Module") -> Iterator[tuple[str, "Tensor", tuple["Module", str
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if name not in unsaved:
                 yield prefix + name, buffer, (module, name)
-
-
-def _local_pieces(tensor: "DTensor", slot: Slot) -> list[ours.Piece]:
-    """Return the parts of a sharded tensor that this rank has."""
-    name, local = slot.names[0], tensor.to_local()
-    if local.is_meta:
-        raise ConversionError(
-            f"parameter {name}: a shard on the meta device has no memory to be filled",
-            hint="call model.to_empty(device=…) first",
-        )
-    try:
-        shape, pieces = ours.place(slot.shape, _sharding(tensor))
-    except ours.PlacementError as error:
-        raise ConversionError(f"parameter {name}: {error}") from error
-    if shape != tuple(local.shape):
-        raise ConversionError(
-            f"parameter {name}: this rank's part is not what its placements say",
-            expected=str(list(shape)),
-            found=str(list(local.shape)),
-        )
-    return list(pieces)
 
 
 def _sharding(tensor: "DTensor") -> ours.Sharding:

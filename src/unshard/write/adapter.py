@@ -3,9 +3,9 @@
 import json
 from collections.abc import Mapping
 
-from unshard.convert.lora.files import adapter_shape
+from unshard.convert.lora.files import completed
+from unshard.convert.lora.fuse import known_alpha
 from unshard.convert.lora.names import Split
-from unshard.convert.lora.scale import known_alpha
 from unshard.read.beside.adapter_config import AdapterConfig
 
 __all__ = ["ADAPTER_CONFIG_NAME", "ADAPTER_NAME", "adapter_config_json"]
@@ -44,39 +44,39 @@ def adapter_config_json(
         UsageError: the user's alpha is not a positive number.
         ConversionError: alpha or the adapter's target modules are not known.
     """
-    known, shape = known_alpha(config, alpha), adapter_shape(split, config)
-    written = {} if config is None or "peft_type" not in config.fields else config.fields
-    targets = shape.target_modules
+    known, config = known_alpha(config, alpha), completed(split, config)
+    written = config.fields if "peft_type" in config.fields else {}
+    targets = config.target_modules or ()
     fields: dict[str, object] = {
         **_PLAIN,
         **written,
-        "alpha_pattern": {} if config is None else dict(config.alpha_pattern),
+        "alpha_pattern": dict(config.alpha_pattern),
         "base_model_name_or_path": _origin(config, model_config),
-        "fan_in_fan_out": shape.fan_in_fan_out,
+        "fan_in_fan_out": config.fan_in_fan_out,
         "inference_mode": True,
         "lora_alpha": int(known) if known.is_integer() else known,
-        "modules_to_save": list(shape.modules_to_save) or None,
-        "r": shape.rank,
-        "rank_pattern": dict(shape.rank_pattern),
+        "modules_to_save": list(config.modules_to_save) or None,
+        "r": config.rank,
+        "rank_pattern": dict(config.rank_pattern),
         "target_modules": targets if isinstance(targets, str) else list(targets),
         "task_type": _task(config, model_config),
     }
-    if shape.target_parameters:  # older versions of PEFT do not know the field
-        fields["target_parameters"] = list(shape.target_parameters)
+    if config.target_parameters:  # older versions of PEFT do not know the field
+        fields["target_parameters"] = list(config.target_parameters)
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _origin(config: AdapterConfig | None, model_config: Mapping[str, object] | None) -> str | None:
+def _origin(config: AdapterConfig, model_config: Mapping[str, object] | None) -> str | None:
     """Return the name or path of the model that was trained, if it is recorded."""
-    if config is not None and config.base_model_name_or_path:
+    if config.base_model_name_or_path:
         return config.base_model_name_or_path
     name = (model_config or {}).get("_name_or_path")
     return name if isinstance(name, str) and name else None
 
 
-def _task(config: AdapterConfig | None, model_config: Mapping[str, object] | None) -> str | None:
+def _task(config: AdapterConfig, model_config: Mapping[str, object] | None) -> str | None:
     """Return PEFT's word for the task. Other classes than causal models may have heads of it."""
-    if config is not None and config.task_type:
+    if config.task_type:
         return config.task_type
     classes = (model_config or {}).get("architectures")
     causal = isinstance(classes, list) and any(

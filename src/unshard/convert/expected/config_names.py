@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from unshard.convert.expected.conditions import Group, NotKnownError, integer
+from unshard.convert.expected.decoders import Group, NotKnownError, integer
 from unshard.convert.expected.tensors import Expected
 from unshard.convert.expected.whole_models import (
     COMPONENTS,
@@ -60,12 +60,7 @@ def expected_by_config(
 
     A model may be saved with the head of a language model, with a classifier's, or without any. Of
     these forms, the one that has the given names is returned, else the one that the config names.
-
-    Args:
-        config: config.json of the output.
-        names: of the output's tensors, as on the hub; they decide which form it is.
-        kept: selects what the user wants of some names.
-        tied: the head may be missing.
+    `kept` selects what the user wants of some names; if `tied`, the head may be missing.
     """
     model_type = str(config.get("model_type"))
     model = MODELS.get(model_type)
@@ -104,8 +99,11 @@ def _forms(model: Model, config: Fields, kind: str, *, tied: bool) -> Iterator[_
     Raises:
         NotKnownError: the config leaves something open.
     """
-    body = _body(model, config)
-    bare = _without_prefix(body, model)
+    body, bare = _body(model, config), None
+    if len(model.components) == 1:  # may be saved without the class that has the head
+        start = len(model.components[0].prefix)
+        groups = (body.required, body.optional, body.above)
+        bare = _Form(*(tuple(name[start:] for name in names) for names in groups))
     if tied:
         head = replace(body, optional=(*body.optional, model.head))
     else:
@@ -126,15 +124,6 @@ def _forms(model: Model, config: Fields, kind: str, *, tied: bool) -> Iterator[_
     if not tied and bare in found and kind != _BARE:
         found[-1] = replace(found[-1], remarks=(headless.format(model.head),))
     yield from found
-
-
-def _without_prefix(body: _Form, model: Model) -> _Form | None:
-    """Return the names of a text model that is saved without the class that has the head."""
-    if len(model.components) > 1:
-        return None
-    start = len(model.components[0].prefix)
-    groups = (body.required, body.optional, body.above)
-    return _Form(*(tuple(name[start:] for name in names) for names in groups))
 
 
 def _body(model: Model, config: Fields) -> _Form:

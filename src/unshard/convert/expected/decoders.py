@@ -1,4 +1,4 @@
-"""The tensors of decoders by model type, as a table.
+"""The tensors of decoders by model type, as a table, and the conditions on a config in it. Pure.
 
 A pattern is the end of a name. `{a,b}` means each of several words; the first `#` counts the layers
 of the component, the second one their experts. The defaults of the conditions are those of
@@ -6,22 +6,123 @@ transformers' config classes, with which a test compares every family here. A fa
 does not decide which tensors there are is not listed: then names are not checked.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from unshard.convert.expected.conditions import (
-    Group,
-    Groups,
-    deepseek_sparse,
-    flag,
-    given,
-    is_not,
-    linear_attention,
-    llama4_sparse,
-    qwen_sparse,
-    when,
-)
+from unshard.read.beside.model_config import Fields
 
-__all__ = ["DECODERS"]
+__all__ = ["DECODERS", "Group", "Groups", "NotKnownError", "flag", "integer", "is_not", "when"]
+
+Condition = Callable[[Fields, int], bool]
+"""Return whether a layer has a group, by the config of its component and the layer's number."""
+
+
+class NotKnownError(Exception):
+    """A config does not say which tensors its model has; caught where names are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Patterns of names, separated by spaces, that a layer has if all conditions hold.
+
+    An `optional` group may be missing in a checkpoint all the same.
+    """
+
+    names: str
+    conditions: tuple[Condition, ...] = ()
+    optional: bool = False
+
+
+Groups = tuple[str | Group, ...]
+"""All tensors of a component; plain patterns are those that it always has."""
+
+
+def when(names: str, *conditions: Condition) -> Group:
+    """Return a group that is there if all conditions hold."""
+    return Group(names, conditions)
+
+
+def is_not(condition: Condition) -> Condition:
+    """Return the opposite of a condition."""
+    return lambda config, layer: not condition(config, layer)
+
+
+def flag(key: str, *, default: bool = False) -> Condition:
+    """Return the condition that a key is true; the default is that of transformers."""
+
+    def holds(config: Fields, _layer: int) -> bool:
+        value = config.get(key, default)
+        if not isinstance(value, bool):
+            raise NotKnownError
+        return value
+
+    return holds
+
+
+def _given(key: str) -> Condition:
+    """Return the condition that a size is above 0; a config without the key decides nothing."""
+
+    def holds(config: Fields, _layer: int) -> bool:
+        value = config.get(key, "")  # a missing key is as unclear as a text
+        if value is not None and type(value) is not int:
+            raise NotKnownError
+        return bool(value)
+
+    return holds
+
+
+def integer(config: Fields, key: str, default: int | None = None) -> int:
+    """Return a count that a config states.
+
+    Raises:
+        NotKnownError: it is missing without a default, negative, or of another type.
+    """
+    value = config.get(key, default)
+    if type(value) is not int or value < 0:
+        raise NotKnownError
+    return value
+
+
+def _qwen_sparse(config: Fields, layer: int) -> bool:
+    """Return whether a layer of Qwen has experts: every Nth layer, except those listed as dense."""
+    dense = config.get("mlp_only_layers")
+    step = integer(config, "decoder_sparse_step", 1)
+    if not isinstance(dense, list | None) or not step:
+        raise NotKnownError
+    return layer not in (dense or ()) and (layer + 1) % step == 0
+
+
+def _deepseek_sparse(config: Fields, layer: int) -> bool:
+    """Return whether a layer has experts where only the first few layers do not."""
+    if config.get("moe_layer_freq", 1) != 1:
+        raise NotKnownError
+    return layer >= integer(config, "first_k_dense_replace")
+
+
+def _llama4_sparse(config: Fields, layer: int) -> bool:
+    """Return whether a layer of Llama 4 has experts."""
+    layers = config.get("moe_layers")
+    if layers is None:
+        step = integer(config, "interleave_moe_layer_step")
+        return step > 0 and (layer + 1) % step == 0
+    if not isinstance(layers, list):
+        raise NotKnownError
+    return layer in layers
+
+
+def _linear_attention(config: Fields, layer: int) -> bool:
+    """Return whether a layer has linear attention instead of full attention."""
+    types = config.get("layer_types")
+    if types is None:
+        interval = integer(config, "full_attention_interval", 4)
+        if not interval:
+            raise NotKnownError
+        return (layer + 1) % interval != 0
+    known = ("linear_attention", "full_attention")
+    if not isinstance(types, list) or layer >= len(types) or types[layer] not in known:
+        raise NotKnownError
+    return bool(types[layer] == known[0])
+
 
 _EMBEDDED = "embed_tokens.weight norm.weight"
 _NORMS = "layers.#.{input,post_attention}_layernorm.weight"
@@ -48,23 +149,23 @@ _MLP_BIASED = when(_MLP_BIAS, flag("mlp_bias"))
 _GLM_BIASED = when(_QKV_BIAS, flag("attention_bias", default=True))
 _BLOCK = (_EMBEDDED, _NORMS, _ATTENTION)
 _LLAMA = (*_BLOCK, _MLP)
-_QWEN_DENSE = when(_MLP, is_not(qwen_sparse))
-_QWEN_MOE = (when(_EACH, qwen_sparse), _QWEN_DENSE)
-_HAS_SHARED = (deepseek_sparse, given("n_shared_experts"))
+_QWEN_DENSE = when(_MLP, is_not(_qwen_sparse))
+_QWEN_MOE = (when(_EACH, _qwen_sparse), _QWEN_DENSE)
+_HAS_SHARED = (_deepseek_sparse, _given("n_shared_experts"))
 _ROUTED = (
-    when(_EACH, deepseek_sparse),
+    when(_EACH, _deepseek_sparse),
     when("layers.#.mlp.shared_experts.{gate,up,down}_proj.weight", *_HAS_SHARED),
-    when(_MLP, is_not(deepseek_sparse)),
+    when(_MLP, is_not(_deepseek_sparse)),
 )
 # A buffer: transformers fills it with zeros where it is missing.
-_CORRECTED = Group("layers.#.mlp.gate.e_score_correction_bias", (deepseek_sparse,), optional=True)
+_CORRECTED = Group("layers.#.mlp.gate.e_score_correction_bias", (_deepseek_sparse,), optional=True)
 _LATENT = (
     _EMBEDDED,
     _NORMS,
-    when("layers.#.self_attn.q_proj.weight", is_not(given("q_lora_rank"))),
-    when("layers.#.self_attn.{q_a_proj,q_a_layernorm,q_b_proj}.weight", given("q_lora_rank")),
+    when("layers.#.self_attn.q_proj.weight", is_not(_given("q_lora_rank"))),
+    when("layers.#.self_attn.{q_a_proj,q_a_layernorm,q_b_proj}.weight", _given("q_lora_rank")),
     "layers.#.self_attn.{kv_a_proj_with_mqa,kv_a_layernorm,kv_b_proj,o_proj}.weight",
-    when("layers.#.self_attn.q_a_proj.bias", given("q_lora_rank"), _BIAS),
+    when("layers.#.self_attn.q_a_proj.bias", _given("q_lora_rank"), _BIAS),
     when("layers.#.self_attn.{kv_a_proj_with_mqa,o_proj}.bias", _BIAS),
 )
 _HYBRID = (
@@ -72,12 +173,12 @@ _HYBRID = (
     _NORMS,
     when(
         "layers.#.self_attn.{q_proj,k_proj,v_proj,o_proj,q_norm,k_norm}.weight",
-        is_not(linear_attention),
+        is_not(_linear_attention),
     ),
-    when(_ATTENTION_BIAS, is_not(linear_attention), _BIAS),
-    when(_LINEAR, linear_attention),
+    when(_ATTENTION_BIAS, is_not(_linear_attention), _BIAS),
+    when(_LINEAR, _linear_attention),
 )
-_SPLIT_LINEAR = when("layers.#.linear_attn.in_proj_{qkv,z,b,a}.weight", linear_attention)
+_SPLIT_LINEAR = when("layers.#.linear_attn.in_proj_{qkv,z,b,a}.weight", _linear_attention)
 
 _TABLE: Mapping[str, Groups] = {
     "llama granite smollm3": (*_LLAMA, _BIASED, _MLP_BIASED),
@@ -131,10 +232,10 @@ _TABLE: Mapping[str, Groups] = {
         *_BLOCK,
         when(_QKV_BIAS, flag("qkv_bias", default=True)),
         *_QWEN_MOE,
-        when(_SHARED, qwen_sparse),
+        when(_SHARED, _qwen_sparse),
     ),
     "qwen3_moe": (*_BLOCK, _BIASED, _QK_NORM, *_QWEN_MOE),
-    "qwen3_vl_moe_text": (*_BLOCK, _BIASED, _QK_NORM, when(_FUSED, qwen_sparse), _QWEN_DENSE),
+    "qwen3_vl_moe_text": (*_BLOCK, _BIASED, _QK_NORM, when(_FUSED, _qwen_sparse), _QWEN_DENSE),
     "mixtral": (
         *_BLOCK,
         "layers.#.block_sparse_moe.gate.weight layers.#.block_sparse_moe.experts.#.w{1,2,3}.weight",
@@ -143,7 +244,7 @@ _TABLE: Mapping[str, Groups] = {
     "deepseek_v2": (
         *_LATENT,
         *_ROUTED,
-        when(_MLP_BIAS, is_not(deepseek_sparse), flag("mlp_bias")),
+        when(_MLP_BIAS, is_not(_deepseek_sparse), flag("mlp_bias")),
         when(
             "layers.#.mlp.shared_experts.{gate,up,down}_proj.bias", *_HAS_SHARED, flag("mlp_bias")
         ),
@@ -170,15 +271,15 @@ _TABLE: Mapping[str, Groups] = {
             "layers.#.feed_forward.experts.{gate_up,down}_proj "
             "layers.#.feed_forward.router.weight "
             "layers.#.feed_forward.shared_expert.{gate,up,down}_proj.weight",
-            llama4_sparse,
+            _llama4_sparse,
         ),
-        when("layers.#.feed_forward.{gate,up,down}_proj.weight", is_not(llama4_sparse)),
+        when("layers.#.feed_forward.{gate,up,down}_proj.weight", is_not(_llama4_sparse)),
     ),
     "qwen3_next": (
         *_HYBRID,
-        when("layers.#.linear_attn.in_proj_{qkvz,ba}.weight", linear_attention),
+        when("layers.#.linear_attn.in_proj_{qkvz,ba}.weight", _linear_attention),
         *_QWEN_MOE,
-        when(_SHARED, qwen_sparse),
+        when(_SHARED, _qwen_sparse),
     ),
     "qwen3_5_text": (*_HYBRID, _SPLIT_LINEAR, _MLP),
     "qwen3_5_moe_text": (*_HYBRID, _SPLIT_LINEAR, _EACH, _SHARED),

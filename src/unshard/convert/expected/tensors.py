@@ -1,4 +1,4 @@
-"""Compare the output's tensors with those that a base model has, or a model of the config."""
+"""Compare tensors with those of a base model, of a model of the config, or of one in memory."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from unshard.convert.recipes import Recipe, shape_of
 from unshard.errors import ConversionError, raise_all
 
-__all__ = ["Expected", "check_expected"]
+__all__ = [
+    "Expected",
+    "Matches",
+    "Slot",
+    "check_expected",
+    "match_slots",
+    "wrong_shapes",
+]
+
+_Shape = tuple[int, ...]
 
 _SHOWN = 8
 _PER_TOKEN = frozenset(
@@ -29,7 +38,7 @@ class Expected:
 
     name: str
     names: Collection[str]
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, _Shape]
     excused: Collection[str] = ()
     remarks: tuple[str, ...] = ()
     advice: str = "check that it was trained from this model"
@@ -87,20 +96,69 @@ def _listed(names: Sequence[str]) -> str:
 
 def _other_shapes(tensors: Mapping[str, Recipe], expected: Expected) -> tuple[list[str], list[str]]:
     """Return all shapes that differ, and those that are not just a resized vocabulary."""
-    changed = {
-        name: f"{name} {list(expected.shapes[name])} -> {list(shape_of(recipe))}"
-        for name, recipe in tensors.items()
-        if name in expected.shapes and shape_of(recipe) != expected.shapes[name]
-    }
-    wrong = [
-        text
-        for name, text in changed.items()
-        if not _is_resized(name, shape_of(tensors[name]), expected.shapes[name])
+    changed, wrong = [], []
+    for name, recipe in tensors.items():
+        found, stated = shape_of(recipe), expected.shapes.get(name)
+        if stated is None or found == stated:
+            continue
+        changed.append(f"{name} {list(stated)} -> {list(found)}")
+        end = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        if end not in _PER_TOKEN or found[1:] != stated[1:]:
+            wrong.append(changed[-1])
+    return changed, wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter or buffer of a model: all its names, of which tied weights have several."""
+
+    names: tuple[str, ...]
+    shape: _Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """Which tensors of a checkpoint match which slots of a model.
+
+    Attributes:
+        sources: per slot the names of its tensors: several of tied weights, none if it is missing.
+        missing: names in the model without a tensor; for tied weights one tensor is enough.
+        unexpected: names in the checkpoint without a slot.
+    """
+
+    sources: tuple[tuple[str, ...], ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether both sides have all names."""
+        return not (self.missing or self.unexpected)
+
+
+def match_slots(tensors: Mapping[str, Recipe], slots: Sequence[Slot]) -> Matches:
+    """Find the tensors of every slot by name."""
+    sources = tuple(tuple(name for name in slot.names if name in tensors) for slot in slots)
+    pairs = list(zip(slots, sources, strict=True))
+    wanted = {name for slot in slots for name in slot.names}
+    return Matches(
+        sources,
+        tuple(name for slot, found in pairs if not found for name in slot.names),
+        tuple(name for name in tensors if name not in wanted),
+    )
+
+
+def wrong_shapes(
+    tensors: Mapping[str, Recipe], slots: Sequence[Slot], found: Matches
+) -> list[ConversionError]:
+    """Return an error for every tensor whose shape is not that of its slot."""
+    return [
+        ConversionError(
+            f"tensor {name} has another shape than in the model",
+            expected=f"{list(slot.shape)}, as in the model",
+            found=str(list(shape_of(tensors[name]))),
+        )
+        for slot, names in zip(slots, found.sources, strict=True)
+        for name in names
+        if shape_of(tensors[name]) != slot.shape
     ]
-    return list(changed.values()), wrong
-
-
-def _is_resized(name: str, found: tuple[int, ...], stated: tuple[int, ...]) -> bool:
-    """Return whether it may be just a resized vocabulary of an embedding or a head."""
-    end = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    return end in _PER_TOKEN and found[1:] == stated[1:]

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unshard.convert.expected.conditions import Group, Groups, flag, is_not, when
-from unshard.convert.expected.decoders import DECODERS
+from unshard.convert.expected.decoders import DECODERS, Group, Groups, flag, is_not, when
 
 __all__ = ["COMPONENTS", "LAYER_COUNTS", "MODELS", "MORE_LAYERS", "Component", "Model"]
 

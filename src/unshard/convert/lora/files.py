@@ -1,48 +1,19 @@
-"""What PEFT's files state of an adapter: its tensors, its ranks, what it adapts. Pure."""
+"""What PEFT's files have of an adapter: its tensors, its ranks, what it adapts. Pure."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import replace
 
-from unshard.convert.lora.fuse import check_saved_modules
+from unshard.convert.lora.fuse import check_rank, check_saved_modules
 from unshard.convert.lora.names import FRONT, LoraPair, Split
-from unshard.convert.lora.scale import check_rank
 from unshard.convert.lora.weights import find_weights
 from unshard.convert.recipes import Recipe, shape_of
 from unshard.errors import ConversionError, raise_all
 from unshard.read.beside.adapter_config import AdapterConfig
 
-__all__ = ["AdapterShape", "adapter_shape", "adapter_tensors"]
+__all__ = ["adapter_tensors", "completed"]
 
 _ATTENTION = ".in_proj_weight"  # of torch's MultiheadAttention, which PEFT adapts as a module
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterShape:
-    """What an adapter adapts, and its ranks.
-
-    Attributes:
-        rank: of most pairs.
-        rank_pattern: ranks of the others, by PEFT's patterns of their names.
-        target_modules: modules that have pairs, by the ends of their names, or by one pattern.
-        target_parameters: bare parameters that have pairs, likewise.
-        modules_to_save: modules that were trained whole.
-        fan_in_fan_out: whether the model stores its matrices as (in, out).
-    """
-
-    rank: int
-    rank_pattern: Mapping[str, int]
-    target_modules: tuple[str, ...] | str
-    target_parameters: tuple[str, ...]
-    modules_to_save: tuple[str, ...]
-    fan_in_fan_out: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Adapted:
-    name: str
-    rank: int
-    is_parameter: bool
 
 
 def adapter_tensors(split: Split) -> dict[str, Recipe]:
@@ -55,8 +26,10 @@ def adapter_tensors(split: Split) -> dict[str, Recipe]:
     return named | {FRONT + path: recipe for path, recipe in split.saved.items()}
 
 
-def adapter_shape(split: Split, config: AdapterConfig | None) -> AdapterShape:
-    """Return what an adapter adapts: by its config, else by the names of its tensors.
+def completed(split: Split, config: AdapterConfig | None) -> AdapterConfig:
+    """Return an adapter's config with what it adapts, and its ranks.
+
+    As the config states them, else by the names of the tensors: ends of names, or whole names.
 
     Raises:
         ConversionError: neither shows it; or the adapter's files would not have all of it.
@@ -66,28 +39,25 @@ def adapter_shape(split: Split, config: AdapterConfig | None) -> AdapterShape:
     if config is not None and config.rank and (config.target_modules or config.target_parameters):
         if not config.target_parameters:
             _check_ranks(((p.module, shape_of(p.a)[0]) for p in split.pairs.values()), config)
-        return AdapterShape(
-            config.rank,
-            config.rank_pattern,
-            config.target_modules or (),
-            config.target_parameters,
-            config.modules_to_save or _modules_to_save(split),
-            bool(config.fan_in_fan_out),
-        )
-    targets = _targets(split, config)
-    rank = Counter(target.rank for target in targets).most_common(1)[0][0]
+        saved = config.modules_to_save or _modules_to_save(split)
+        turned = bool(config.fan_in_fan_out)
+        return replace(config, modules_to_save=saved, fan_in_fan_out=turned)
+    modules, parameters = _targets(split, config)
+    ranks = modules | parameters
+    rank = Counter(ranks.values()).most_common(1)[0][0]
     known = {} if split.adapter_only else split.base
-    return AdapterShape(
-        rank,
-        {target.name: target.rank for target in targets if target.rank != rank},
-        _ends(
-            [target.name for target in targets if not target.is_parameter],
+    return replace(
+        config or AdapterConfig(),
+        rank=rank,
+        rank_pattern={name: one for name, one in ranks.items() if one != rank},
+        target_modules=_ends(
+            modules,
             {name.rpartition(".")[0] for name, one in known.items() if len(shape_of(one)) > 1},
             parts=1,
         ),
-        _ends([target.name for target in targets if target.is_parameter], set(known), parts=2),
-        _modules_to_save(split),
-        any(_is_turned(pair, split) for pair in split.pairs.values()),
+        target_parameters=_ends(parameters, set(known), parts=2),
+        modules_to_save=_modules_to_save(split),
+        fan_in_fan_out=any(_is_turned(pair, split) for pair in split.pairs.values()),
     )
 
 
@@ -102,13 +72,14 @@ def _refuse_biases(split: Split, config: AdapterConfig | None) -> None:
         )
 
 
-def _targets(split: Split, config: AdapterConfig | None) -> list[_Adapted]:
-    """Return what each pair adapts.
+def _targets(split: Split, config: AdapterConfig | None) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the modules and the bare parameters that pairs adapt, with the ranks.
 
     Raises:
         ConversionError: it is not known, or its rank is not that of the config.
     """
-    targets: list[_Adapted] = []
+    modules: dict[str, int] = {}
+    parameters: dict[str, int] = {}
     bare: dict[str, LoraPair] = {}
     for path, pair in split.pairs.items():
         if split.adapter_only and "base_layer" in path.split("."):
@@ -119,15 +90,16 @@ def _targets(split: Split, config: AdapterConfig | None) -> list[_Adapted]:
                 hint="put the adapter_config.json of the training run next to the checkpoint",
             )
         if split.adapter_only or f"{pair.module}.weight" in split.base:
-            targets.append(_Adapted(pair.module, shape_of(pair.a)[0], is_parameter=False))
+            modules[pair.module] = shape_of(pair.a)[0]
         else:
             bare[path] = pair
     for adapted in find_weights(bare, split.base, config):
-        is_parameter = not adapted.weight.endswith(_ATTENTION)
-        name = adapted.weight if is_parameter else adapted.pair.module
-        targets.append(_Adapted(name, adapted.rank, is_parameter))
-    _check_ranks(((target.name, target.rank) for target in targets), config)
-    return targets
+        if adapted.weight.endswith(_ATTENTION):
+            modules[adapted.pair.module] = adapted.rank
+        else:
+            parameters[adapted.weight] = adapted.rank
+    _check_ranks([*modules.items(), *parameters.items()], config)
+    return modules, parameters
 
 
 def _check_ranks(ranks: Iterable[tuple[str, int]], config: AdapterConfig | None) -> None:

@@ -1,17 +1,26 @@
-"""Fuse a LoRA adapter into its model: recipes of W + scale * B A, and nothing left over. Pure."""
+"""Fuse a LoRA adapter into its model: recipes of W + scale * B A, and nothing left over. Pure.
 
+The scale is never guessed. PEFT's rule: a pair's update is scaled by alpha / rank, or by
+alpha / sqrt(rank) with rslora. Both numbers may differ by module: patterns are matched against the
+end of its name. Source: LoraModel._create_and_replace, peft.utils.other.get_pattern_key (0.21).
+"""
+
+import math
 from collections.abc import Mapping
+from typing import TypeVar
 
 from unshard.convert.lora.names import Split
-from unshard.convert.lora.scale import alpha_note, check_rank, known_alpha, scale_of
+from unshard.convert.lora.patterns import ends_like
 from unshard.convert.lora.weights import AdaptedWeight, find_weights
 from unshard.convert.recipes import LowRank, Recipe, Stack, cut, shape_of, transpose
-from unshard.errors import ConversionError, raise_all
+from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.noted import Noted
 from unshard.read.beside.adapter_config import AdapterConfig
 from unshard.tensors.boxes import Box
 
-__all__ = ["check_saved_modules", "fuse"]
+__all__ = ["check_rank", "check_saved_modules", "fuse", "known_alpha", "scale_of"]
+
+_T = TypeVar("_T")
 
 _VARIANTS = {
     "use_dora": "DoRA",
@@ -24,6 +33,7 @@ _VARIANTS = {
     "trainable_token_indices": "LoRA with trained tokens",
 }
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_MANY_PATTERNS = 10_000
 
 
 def fuse(
@@ -34,12 +44,8 @@ def fuse(
 ) -> Noted[dict[str, Recipe]]:
     """Return the model's tensors with the adapter fused into them, in the order of its weights.
 
-    Args:
-        split: the checkpoint's tensors.
-        config: the adapter's.
-        alpha: the user's, which overrides that of the config.
-        base: the model's weights from elsewhere, by their own names; used if the checkpoint has
-            the adapter only.
+    The user's `alpha` overrides that of the config. `base` has the model's weights from elsewhere,
+    by their own names; they are used if the checkpoint has the adapter only.
 
     Raises:
         UsageError: the user's alpha is not a positive number.
@@ -52,11 +58,7 @@ def fuse(
     tensors, problems = dict(weights), []
     for adapted in chosen:
         try:
-            _refuse_attention(adapted)
-            target = adapted.target(config)
-            check_rank(target, adapted.rank, config)
-            scale = scale_of(target, adapted.rank, config, known)
-            tensors[adapted.weight] = _updated(weights[adapted.weight], adapted, scale)
+            tensors[adapted.weight] = _updated(weights[adapted.weight], adapted, config, known)
         except ConversionError as error:
             problems.append(error)
     raise_all(ConversionError, "the LoRA adapter cannot be fused", problems)
@@ -67,7 +69,14 @@ def fuse(
             expected=f"{len(split.pairs)} pairs used",
             found=f"{used}",
         )
-    notes += (*alpha_note(config, alpha), *_tied_notes(chosen))
+    if alpha is not None and config is not None and config.alpha not in {None, alpha}:
+        notes += (f"--lora-alpha {alpha:g} replaces {config.alpha:g} in {config.source}",)
+    notes += tuple(
+        f"{adapted.weight} has its adapter fused; output weights that were tied to it do not: if "
+        "the model ties them (tie_word_embeddings), they must be written as a tensor of their own"
+        for adapted in chosen
+        if adapted.pair.is_embedding
+    )
     return Noted(tensors, notes)
 
 
@@ -102,20 +111,6 @@ def _refuse_variants(config: AdapterConfig | None) -> None:
         )
 
 
-def _refuse_attention(adapted: AdaptedWeight) -> None:
-    """Refuse torch's MultiheadAttention, because PEFT may have added its out_proj's update twice.
-
-    PEFT does so up to 0.21 at least, in training too (its pull request 3774 fixes that); a
-    checkpoint does not record the version that trained it.
-    """
-    if adapted.weight.endswith(".in_proj_weight"):
-        raise ConversionError(
-            f"the LoRA pair {adapted.pair.path} belongs to a MultiheadAttention, one of whose "
-            "updates some versions of PEFT add twice",
-            hint="merge the adapter into the model with the peft that trained it",
-        )
-
-
 def _weights(
     split: Split, config: AdapterConfig | None, base: Mapping[str, Recipe] | None
 ) -> tuple[dict[str, Recipe], tuple[str, ...]]:
@@ -141,8 +136,22 @@ def _weights(
     return {**base, **split.base}, ((replaced,) if split.base else ())
 
 
-def _updated(weight: Recipe, adapted: AdaptedWeight, scale: float) -> LowRank:
+def _updated(
+    weight: Recipe, adapted: AdaptedWeight, config: AdapterConfig | None, alpha: float
+) -> LowRank:
     """Return weight + scale * (b @ a), with a and b cut and turned as the weight is stored."""
+    # PEFT, up to 0.21 at least, may have added the update of the out_proj of a MultiheadAttention
+    # twice, in training too (its pull request 3774 fixes that); a checkpoint does not record the
+    # version that trained it.
+    if adapted.weight.endswith(".in_proj_weight"):
+        raise ConversionError(
+            f"the LoRA pair {adapted.pair.path} belongs to a MultiheadAttention, one of whose "
+            "updates some versions of PEFT add twice",
+            hint="merge the adapter into the model with the peft that trained it",
+        )
+    target = adapted.target(config)
+    check_rank(target, adapted.rank, config)
+    scale = scale_of(target, adapted.rank, config, alpha)
     a, b = adapted.pair.a, adapted.pair.b
     if adapted.is_stacked:
         a, b = _of_experts(a, b, adapted.experts)
@@ -163,11 +172,71 @@ def _of_experts(a: Recipe, b: Recipe, experts: int) -> tuple[Recipe, Recipe]:
     return Stack(0, tuple(of_a)), Stack(2, tuple(transpose(part) for part in of_b))
 
 
-def _tied_notes(chosen: list[AdaptedWeight]) -> tuple[str, ...]:
-    """Return a note for each embedding: output weights that are tied to it lack the update."""
-    return tuple(
-        f"{adapted.weight} has its adapter fused; output weights that were tied to it do not: if "
-        "the model ties them (tie_word_embeddings), they must be written as a tensor of their own"
-        for adapted in chosen
-        if adapted.pair.is_embedding
+def known_alpha(config: AdapterConfig | None, alpha: float | None) -> float:
+    """Return the adapter's alpha: the user's, else that of its config.
+
+    Raises:
+        UsageError: the user's is not a positive number.
+        ConversionError: neither is known.
+    """
+    if alpha is not None:
+        if not math.isfinite(alpha) or alpha <= 0:
+            raise UsageError(f"--lora-alpha {alpha}: not a positive number")
+        return alpha
+    if config is not None and config.alpha is not None:
+        return config.alpha
+    if config is None:
+        found = "neither lora_train_meta.json nor adapter_config.json"
+    else:
+        stated = config.fields.get("lora_alpha")
+        found = f"{config.source} says {'nothing' if stated is None else stated}"
+    raise ConversionError(
+        "the LoRA adapter's alpha is not known, and its updates are scaled by alpha / rank",
+        expected="a positive lora_alpha",
+        found=found,
+        hint="give the one that the adapter was trained with: --lora-alpha N",
     )
+
+
+def scale_of(name: str, rank: int, config: AdapterConfig | None, alpha: float) -> float:
+    """Return the factor of a pair's update; `alpha` is that of modules that no pattern matches.
+
+    Raises:
+        ConversionError: a pattern is not safe to match, or its alpha is 0.
+    """
+    if config is None:
+        return alpha / rank
+    own = _matched(config.alpha_pattern, name)
+    if own == 0:
+        raise ConversionError(f"{config.source}: alpha_pattern says 0 for {name}")
+    own = alpha if own is None else own
+    return own / math.sqrt(rank) if config.use_rslora else own / rank
+
+
+def check_rank(name: str, rank: int, config: AdapterConfig | None) -> None:
+    """Check that a pair has the rank that the config states.
+
+    Raises:
+        ConversionError: it does not.
+    """
+    if config is None:
+        return
+    stated = _matched(config.rank_pattern, name)
+    stated = config.rank if stated is None else stated
+    if stated is not None and stated != rank:
+        raise ConversionError(
+            f"the LoRA pair of {name} does not have the rank that {config.source} states",
+            expected=f"rank {stated}",
+            found=f"rank {rank}",
+            hint="the file or the tensors belong to another run",
+        )
+
+
+def _matched(patterns: Mapping[str, _T], name: str) -> _T | None:
+    """Return the value of the first pattern that matches the end of a module's name."""
+    if len(patterns) > _MANY_PATTERNS:
+        raise ConversionError(
+            f"rank_pattern or alpha_pattern has {len(patterns)} patterns",
+            expected=f"at most {_MANY_PATTERNS}",
+        )
+    return next((value for pattern, value in patterns.items() if ends_like(pattern, name)), None)

@@ -107,7 +107,9 @@ class _Parser:
         parts = [self._sequence()]
         while self._takes("|"):
             parts.append(self._sequence())
-        return parts[0] if len(parts) == 1 else partial(_either, parts)
+        if len(parts) == 1:
+            return parts[0]
+        return lambda name, begin: reduce(or_, (part(name, begin) for part in parts))
 
     def _sequence(self) -> _Part:
         parts = []
@@ -117,9 +119,9 @@ class _Parser:
 
     def _item(self) -> _Part:
         if self._takes("^"):
-            return _at_start
+            return lambda _name, begin: begin & 1
         if self._takes("$"):
-            return _at_end
+            return lambda name, begin: begin & name.ends
         if self._takes("("):
             return self._group()
         one = self._match(_ONE)
@@ -139,7 +141,7 @@ class _Parser:
         is_closed, times = self._takes(")"), self._times()
         if not is_closed or times not in {(1, 1), (0, 1)}:
             raise _UnknownError
-        return part if times == (1, 1) else partial(_optional, part)
+        return part if times == (1, 1) else lambda name, begin: begin | part(name, begin)
 
     def _times(self) -> tuple[int, int | None]:
         """Read how often the item before may occur: at least, and at most."""
@@ -166,28 +168,12 @@ class _Parser:
         return match
 
 
-def _either(parts: Sequence[_Part], name: _Name, begin: int) -> int:
-    return reduce(or_, (part(name, begin) for part in parts))
-
-
 def _in_order(parts: Sequence[_Part], name: _Name, begin: int) -> int:
     for part in parts:
         if not begin:
             break
         begin = part(name, begin)
     return begin
-
-
-def _optional(part: _Part, name: _Name, begin: int) -> int:
-    return begin | part(name, begin)
-
-
-def _at_start(_name: _Name, begin: int) -> int:
-    return begin & 1
-
-
-def _at_end(name: _Name, begin: int) -> int:
-    return begin & name.ends
 
 
 def _times(one: str, least: int, most: int | None, name: _Name, begin: int) -> int:

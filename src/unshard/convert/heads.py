@@ -1,0 +1,138 @@
+"""Heads and other weights that repeat one another, and the heads of critics.
+
+If the config ties two weights and both are there with equal bytes, the second is left out, as
+`save_pretrained` does. If the bytes of an output head differ, training has untied it: both stay.
+transformers leaves the key out of a config where it has the family's default.
+
+A critic or reward model is a language model whose head gives one number per token. verl trains them
+as `…ForTokenClassification` (a `score` or `classifier` head) and saves the config of the language
+model they started from; TRL's wrapper puts `pretrained_model.` before the model's names and adds
+tensors of `v_head.`, which it also looks for when it loads.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from unshard.convert.recipes import Recipe, shape_of
+from unshard.read.beside.model_config import ModelConfig
+from unshard.tensors.catalog import TensorEntry
+
+__all__ = ["Ties", "critic_config", "find_ties", "is_head", "without_trl_wrapper"]
+
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+    "shared.weight",
+)
+# Ends of names, and the ends of the names of tensors that they may repeat.
+_HEADS: Mapping[str, tuple[str, ...]] = {
+    "lm_head.weight": _EMBEDDINGS,
+    "embed_out.weight": _EMBEDDINGS,
+    "output.weight": _EMBEDDINGS,
+    "proj_out.weight": ("decoder.embed_tokens.weight",),
+    "cls.predictions.decoder.weight": ("word_embeddings.weight",),
+    "lm_head.decoder.weight": ("word_embeddings.weight",),
+}
+_OTHERS: Mapping[str, tuple[str, ...]] = {
+    "encoder.embed_tokens.weight": ("shared.weight",),
+    "decoder.embed_tokens.weight": ("shared.weight",),
+    "cls.predictions.decoder.bias": ("cls.predictions.bias",),
+    "lm_head.decoder.bias": ("lm_head.bias",),
+}
+_TRL = "pretrained_model."
+_VALUE_HEAD = "v_head."
+_CRITIC_HEADS = ("score.weight", "classifier.weight")
+_CLASSIFIERS = ("ForTokenClassification", "ForSequenceClassification")
+_LANGUAGE_MODEL = "ForCausalLM"
+
+
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """Names that repeat another tensor, and heads that should but differ, each with the other."""
+
+    equal: Mapping[str, str]
+    different: Mapping[str, str]
+
+
+def find_ties(
+    tensors: Mapping[str, TensorEntry],
+    computed: Mapping[str, tuple[int, ...]],
+    config: ModelConfig | None,
+    are_equal: Callable[[TensorEntry, TensorEntry], bool],
+) -> Ties:
+    """Compare the tensors that may be tied, if the config ties them.
+
+    `tensors` are written as they are stored; `computed` has the shapes of the others, which never
+    equal a stored tensor.
+    """
+    equal: dict[str, str] = {}
+    different: dict[str, str] = {}
+    if config is None or not config.is_tied:
+        return Ties({}, {})
+    shapes = {name: entry.shape for name, entry in tensors.items()} | dict(computed)
+    for name, shape in shapes.items():
+        originals = tuple(
+            f".{ending}"
+            for repeated, endings in (*_HEADS.items(), *_OTHERS.items())
+            if f".{name}".endswith(f".{repeated}")
+            for ending in endings
+        )
+        if not originals:
+            continue
+        like = [
+            other
+            for other in shapes
+            if other != name and shapes[other] == shape and f".{other}".endswith(originals)
+        ]
+        same = (  # a generator: comparing reads the files, and the first that is equal is enough
+            other
+            for other in like
+            if name in tensors and other in tensors and are_equal(tensors[name], tensors[other])
+        )
+        found = next(same, None)
+        if found is not None:
+            equal[name] = found
+        elif like and is_head(name):
+            different[name] = like[0]
+    return Ties(equal, different)
+
+
+def is_head(name: str) -> bool:
+    """Return whether a tensor is an output head, by its name."""
+    return any(f".{name}".endswith(f".{ending}") for ending in _HEADS)
+
+
+def without_trl_wrapper(tensors: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """Remove TRL's prefix if all names except the value head's have it."""
+    others = [name for name in tensors if not name.startswith(_VALUE_HEAD)]
+    if not others or not all(name.startswith(_TRL) for name in others):
+        return dict(tensors)
+    return {name.removeprefix(_TRL): recipe for name, recipe in tensors.items()}
+
+
+def critic_config(config: ModelConfig, tensors: Mapping[str, Recipe]) -> ModelConfig:
+    """Return a config with which transformers loads the head that the tensors have.
+
+    If the config names a language model and the tensors have a classifier's head instead of its
+    own, `architectures` and the number of labels follow the head. Other configs stay.
+    """
+    head = next((tensors[name] for name in _CRITIC_HEADS if name in tensors), None)
+    architectures = config.fields.get("architectures")
+    if head is None or "lm_head.weight" in tensors or not isinstance(architectures, list):
+        return config
+    names = [str(name) for name in architectures]
+    if any(name.endswith(_CLASSIFIERS) for name in names):
+        return config
+    if not any(name.endswith(_LANGUAGE_MODEL) for name in names):
+        return config
+    labels = shape_of(head)[0]
+    return config.changed(
+        {
+            "architectures": [name.replace(_LANGUAGE_MODEL, _CLASSIFIERS[0]) for name in names],
+            "id2label": {str(n): f"LABEL_{n}" for n in range(labels)},
+            "label2id": {f"LABEL_{n}": n for n in range(labels)},
+        }
+    )
