@@ -1,6 +1,6 @@
 """Compare plain values: equal, of the same types, in the same order."""
 
-from unshard.containers.pickles.writer import Plain
+from unshard.containers.torch_files.writer import Plain
 
 
 def same(found: Plain, value: Plain) -> bool:

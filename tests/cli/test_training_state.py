@@ -23,7 +23,7 @@ from ranks import merged, save_ranks, snapshot, some_tensors
 from training_states import WRITERS, Saved, draw, seeded
 from unshard import UnsafeError
 from unshard.api.sources import read_checkpoint
-from unshard.containers.pickles.writer import SavedTensor
+from unshard.containers.torch_files.writer import SavedTensor
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.tensors.dtypes import BY_NAME
 from unshard.write.companions import state_file_names, write_training_state

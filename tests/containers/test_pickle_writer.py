@@ -13,8 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plain import same
-from unshard.containers.pickles.writer import MAX_DEPTH, Plain, SavedTensor, write_pickle
-from unshard.containers.torch_files.writer import write_torch_file
+from unshard.containers.torch_files.writer import (
+    MAX_DEPTH,
+    Plain,
+    SavedTensor,
+    write_pickle,
+    write_torch_file,
+)
 from unshard.tensors.dtypes import BY_NAME
 
 LONGEST = 2 ** (8 * 255 - 1)

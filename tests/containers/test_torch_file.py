@@ -75,7 +75,7 @@ def stored(file: TorchFile, tensors: Tensors) -> dict[str, bytes]:
 
 def persistent_key(value: Value) -> str:
     """Return the storage key of a pickled plain tensor."""
-    from unshard.read.torch_save.views import read_view
+    from unshard.read.torch_save.values import read_view
 
     return read_view(value).key
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from ranks import bits
-from unshard.containers.pickles.writer import SavedTensor
 from unshard.containers.torch_files import writer as torch_save
 from unshard.containers.torch_files.reader import read_torch_file
-from unshard.containers.torch_files.writer import write_torch_file
+from unshard.containers.torch_files.writer import SavedTensor, write_torch_file
 from unshard.errors import CorruptError
 from unshard.tensors.catalog import ByteRange
 from unshard.tensors.dtypes import BY_NAME

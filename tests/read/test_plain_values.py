@@ -13,9 +13,8 @@ from torch.nn import Parameter
 
 from plain import same
 from ranks import bits
-from unshard.containers.pickles.writer import Plain, SavedTensor
 from unshard.containers.torch_files.reader import read_torch_file
-from unshard.containers.torch_files.writer import write_torch_file
+from unshard.containers.torch_files.writer import Plain, SavedTensor, write_torch_file
 from unshard.errors import CorruptError
 from unshard.read.training_state import plain_values as module
 from unshard.read.training_state.plain_values import PlainValues, plain_values

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from unshard.containers.pickles.writer import Plain, SavedTensor
-from unshard.read.training_state.files import StateWriter
-from unshard.read.training_state.rng_states import RankState, rank_state, unite
+from unshard.containers.torch_files.writer import Plain, SavedTensor
+from unshard.read.training_state.rng_states import RankState, StateWriter, rank_state, unite
 from unshard.tensors.dtypes import BY_NAME
 
 UINT8 = BY_NAME["uint8"]

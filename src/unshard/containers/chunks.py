@@ -39,15 +39,14 @@ def chunk_part(
     Raises:
         CorruptError: the file is gone or ends early.
     """
-    start, strides = _place(table, row, box, dtype)
-    fd = files.fd(table.paths[table.file[row]])
+    fd, start, strides = _place(table, row, box, dtype, files)
     return read_strided(fd, start, strides, box.sizes, dtype)
 
 
 def _place(
-    table: ChunkTable, row: int, box: Box, dtype: np.dtype[np.generic]
-) -> tuple[int, tuple[int, ...]]:
-    """Return where a box of a chunk begins in its file, and its strides; both in bytes."""
+    table: ChunkTable, row: int, box: Box, dtype: np.dtype[np.generic], files: OpenFiles
+) -> tuple[int, int, tuple[int, ...]]:
+    """Return the open file of a chunk, and start and strides (bytes) of a box of it there."""
     if table.compressed[row]:
         raise RuntimeError("a compressed chunk has no bytes to read: inflate the catalog first")
     if table.strides is None:
@@ -56,7 +55,7 @@ def _place(
         steps = tuple(table.strides[row].tolist())
     strides = tuple(step * dtype.itemsize for step in steps)
     skip = sum(at * step for at, step in zip(box.offsets, strides, strict=True))
-    return int(table.start[row]) + skip, strides
+    return files.fd(table.paths[table.file[row]]), int(table.start[row]) + skip, strides
 
 
 def first_difference(
@@ -89,14 +88,19 @@ def fill_box(
     Raises:
         CorruptError: a file is gone or ends early.
     """
-    for row in _meeting(table, box).tolist():
+    starts = table.offsets < np.asarray(box.ends, dtype=np.int64)
+    ends = table.offsets + table.sizes > np.asarray(box.offsets, dtype=np.int64)
+    for row in np.flatnonzero((starts & ends).all(axis=1)).tolist():
         lo = np.maximum(table.offsets[row], box.offsets)
         hi = np.minimum(table.offsets[row] + table.sizes[row], box.ends)
         inside = Box(tuple((lo - table.offsets[row]).tolist()), tuple((hi - lo).tolist()))
         place = view(out, Box(tuple((lo - box.offsets).tolist()), inside.sizes))
-        if place.dtype == dtype and _read_run(place, table, row, inside, files):
+        fd, start, strides = _place(table, row, inside, dtype, files)
+        if place.dtype == dtype and place.strides == strides and place.flags.c_contiguous:
+            # One run of bytes on both sides: it is read straight to where it goes.
+            read_exactly(fd, start, place.reshape(-1).view(np.uint8).data)
             continue
-        part = chunk_part(table, row, inside, dtype, files)
+        part = read_strided(fd, start, strides, inside.sizes, dtype)
         with np.errstate(all="ignore"):
             if part.dtype == np.float64 and out.itemsize == 2:
                 part = part.astype(np.float32)  # as torch does it
@@ -108,22 +112,6 @@ def view(array: Elements, box: Box) -> Elements:
     ranges = zip(box.offsets, box.ends, strict=True)
     where: tuple[slice | EllipsisType, ...] = (*(slice(lo, hi) for lo, hi in ranges), ...)
     return array[where]
-
-
-def _read_run(out: Elements, table: ChunkTable, row: int, box: Box, files: OpenFiles) -> bool:
-    """Read a box of a chunk straight to where it goes, if it is one run of bytes on both sides."""
-    start, strides = _place(table, row, box, out.dtype)
-    if out.strides != strides or not out.flags.c_contiguous:
-        return False
-    read_exactly(files.fd(table.paths[table.file[row]]), start, out.reshape(-1).view(np.uint8).data)
-    return True
-
-
-def _meeting(table: ChunkTable, box: Box) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """Return the rows of the chunks that meet a box."""
-    starts = table.offsets < np.asarray(box.ends, dtype=np.int64)
-    ends = table.offsets + table.sizes > np.asarray(box.offsets, dtype=np.int64)
-    return np.flatnonzero((starts & ends).all(axis=1))
 
 
 def equal_tensors(first: TensorEntry, second: TensorEntry, files: OpenFiles) -> bool:

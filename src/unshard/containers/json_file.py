@@ -45,7 +45,8 @@ def json_object(path: Path) -> dict[str, object]:
             `parsed_object` takes.
     """
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        # Without O_NONBLOCK a pipe would wait for a process that writes to it.
+        with open(path, "rb", opener=lambda at, flags: os.open(at, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             is_regular, too_long = S_ISREG(status.st_mode), status.st_size > MAX_JSON
             text = file.read(MAX_JSON + 1) if is_regular and not too_long else b""
@@ -56,11 +57,6 @@ def json_object(path: Path) -> dict[str, object]:
     if too_long or len(text) > MAX_JSON:
         raise CorruptError(f"{path}: longer than {MAX_JSON} bytes")
     return parsed_object(text, str(path))
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file without waiting: a pipe would wait for a process that writes to it."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parsed_object(text: bytes, what: str) -> dict[str, object]:

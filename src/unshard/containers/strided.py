@@ -66,17 +66,7 @@ def read_strided(
         data = np.empty(span, dtype=np.uint8)
         read_exactly(fd, start, data.data)
         return np.ndarray(sizes, dtype, data.data, 0, strides)
-    return _read_slices(fd, start, strides, sizes, dtype)
-
-
-def _read_slices(
-    fd: int,
-    start: int,
-    strides: tuple[int, ...],
-    sizes: tuple[int, ...],
-    dtype: np.dtype[np.generic],
-) -> Elements:
-    """Read along the dimension whose elements are furthest apart: one by one, or some at a time."""
+    # Read along the dimension whose elements are furthest apart: one by one, or some at a time.
     dim = max(range(len(sizes)), key=lambda d: strides[d] if sizes[d] > 1 else -1)
     at_once = 1
     if strides[dim] <= NEAR:

@@ -5,8 +5,7 @@ import shutil
 from math import isfinite
 from pathlib import Path
 
-from unshard.containers.pickles.writer import Plain, SavedTensor
-from unshard.containers.torch_files.writer import write_torch_file
+from unshard.containers.torch_files.writer import Plain, SavedTensor, write_torch_file
 from unshard.read.beside.companions import Companions
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.training_state.reader import TrainingState

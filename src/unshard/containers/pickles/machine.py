@@ -1,16 +1,15 @@
 """The state of the pickle machine: stack, marks, memo, budget; and the steps that opcodes share.
 
-`pickle_opcodes` maps every opcode to a step; `unpickle` runs them. See there for the bounds.
+`opcodes` maps every opcode to a step; `unpickle` runs them. See there for the bounds.
 """
 
 import secrets
 from struct import unpack_from
 from typing import cast
 
-from unshard.containers.pickles.globals import is_dangerous
-from unshard.containers.pickles.records import Global, Persistent, Record, Value
+from unshard.containers.pickles.records import Global, Persistent, Record, Value, is_dangerous
 
-__all__ = ["DangerousPickleError", "Machine", "MalformedPickleError", "SaltedInt", "safe_key"]
+__all__ = ["DangerousPickleError", "Machine", "MalformedPickleError"]
 
 _MAX_DEPTH = 1000
 _MEMORY_FLOOR = 300_000_000  # bytes that any pickle may take, however short
@@ -97,7 +96,7 @@ class Machine:
         return text
 
     def number(self, layout: str, width: int) -> int:
-        """Return the next little-endian integer."""
+        """Return the next number: an integer, except for the layout of a float."""
         (value,) = unpack_from(layout, self.data, self.pos)
         self.pos += width
         return cast(int, value)
@@ -110,16 +109,11 @@ class Machine:
     def charge(self, cost: int) -> None:
         """Account for an allocation of about `cost` bytes."""
         self.spent += cost
-        if self.spent > self.check_at:
-            self.check_at = self.spent + _CHECK_EVERY
-            self._check_memory()
-
-    def _check_memory(self) -> None:
-        """Refuse what would exceed max(300 MB, 20 x the pickle) in the end.
-
-        A byte that is still to come takes at most one slot, so memory earned so far may grow with
-        the bytes read so far.
-        """
+        if self.spent <= self.check_at:
+            return
+        # What would exceed max(300 MB, 20 x the pickle) in the end is refused. A byte that is still
+        # to come takes at most one slot, so the memory allowed grows with the bytes read so far.
+        self.check_at = self.spent + _CHECK_EVERY
         slots = len(self.memo) + len(self.stack) + sum(map(len, self.marks))
         if self.spent + SLOT_COST * slots > self.allowance + SLOT_COST * self.pos:
             raise MalformedPickleError(
@@ -176,38 +170,35 @@ class Machine:
         if not isinstance(args, tuple):
             raise MalformedPickleError(f"a call without an argument tuple at byte {self.pos}")
         self.charge(RECORD_COST)
-        if isinstance(callee, Global) and _is_plain_getattr(callee):
-            self.push_attribute(args)
-        else:
+        if not isinstance(callee, Global) or not _is_plain_getattr(callee):
             self.stack.append(Record(callee, args))
-
-    def push_attribute(self, args: tuple[Value, ...]) -> None:
-        """Protocol 2 spells a nested class `getattr(Outer, "Inner")`: its name is all we need."""
-        match args:
+            return
+        match args:  # protocol 2 spells a nested class `getattr(Outer, "Inner")`
             case (Global(module, outer), str(inner)):
                 self.push_global(module, f"{outer}.{inner}")
             case _:
                 raise DangerousPickleError("builtins.getattr")
 
-    def set_items(self, target: Value, items: list[Value]) -> None:
-        """Record `target[key] = value` for alternating keys and values."""
+    def set_items(self, items: list[Value]) -> None:
+        """Record `top[key] = value` for alternating keys and values."""
+        target = self.stack[-1]
         if len(items) % 2:
             raise MalformedPickleError(f"a key without a value at byte {self.pos}")
         for start in range(0, len(items), _BATCH):  # copies of keys are gone after each batch
-            self._set_batch(target, items[start : start + _BATCH])
+            batch = items[start : start + _BATCH]
+            self.charge(TABLE_COST)
+            pairs = zip(self.safe_elements(batch[::2]), batch[1::2], strict=True)
+            if isinstance(target, dict):
+                target.update(pairs)
+            elif isinstance(target, Record):
+                target.items.extend(pairs)
+            else:
+                kind = type(target).__name__
+                raise MalformedPickleError(f"items set on {kind} at byte {self.pos}")
 
-    def _set_batch(self, target: Value, items: list[Value]) -> None:
-        self.charge(TABLE_COST)
-        keys, values = self.safe_elements(items[::2]), items[1::2]
-        if isinstance(target, dict):
-            target.update(zip(keys, values, strict=True))
-        elif isinstance(target, Record):
-            target.items.extend(zip(keys, values, strict=True))
-        else:
-            raise MalformedPickleError(f"items set on {type(target).__name__} at byte {self.pos}")
-
-    def extend(self, target: Value, values: list[Value]) -> None:
-        """Record `target.extend(values)` for a list or a record."""
+    def extend(self, values: list[Value]) -> None:
+        """Record `top.extend(values)` for a list or a record."""
+        target = self.stack[-1]
         self.charge(SLOT_COST * len(values))
         match target:
             case list():
@@ -224,14 +215,14 @@ class Machine:
         tuples = sum(isinstance(value, tuple) for value in values)
         if tuples:
             self.charge(tuples * (2 * TUPLE_COST + _MAX_KEY_ITEMS * (SLOT_COST + SALTED_COST)))
-        return list(map(safe_key, values))
+        return list(map(_safe_key, values))
 
 
 def _is_plain_getattr(name: Global) -> bool:
     return name.name == "getattr" and name.module in ("builtins", "__builtin__")
 
 
-def safe_key(key: Value) -> Value:
+def _safe_key(key: Value) -> Value:
     """Return a dict key or set element as something that is safe to hash.
 
     What could take exponential time (nested tuples), or be made to collide (integers, long equal
@@ -247,5 +238,5 @@ def safe_key(key: Value) -> Value:
         return SaltedInt(key)
     flat = isinstance(key, tuple) and not any(isinstance(item, tuple) for item in key)
     if isinstance(key, tuple) and flat and len(key) <= _MAX_KEY_ITEMS:
-        return tuple(map(safe_key, key))
+        return tuple(map(_safe_key, key))
     raise MalformedPickleError(f"a dict key or set element of type {type(key).__name__}")

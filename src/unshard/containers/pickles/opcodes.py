@@ -4,12 +4,13 @@ Grouped as `pickletools` groups them. Refused, because no checkpoint needs them:
 registry (EXT1, EXT2, EXT4), which would name globals by number, and out-of-band buffers.
 """
 
-from struct import unpack_from
+import re
+from collections.abc import Callable
 
-from unshard.containers.pickles.literals import LITERALS, Operation
 from unshard.containers.pickles.machine import (
     DICT_COST,
     LIST_COST,
+    NUMBER_COST,
     SET_COST,
     SLOT_COST,
     TEXT_COST,
@@ -17,12 +18,16 @@ from unshard.containers.pickles.machine import (
     Machine,
     MalformedPickleError,
 )
-from unshard.containers.pickles.records import Persistent, Record
+from unshard.containers.pickles.records import Persistent, Record, Value
 
 __all__ = ["OPERATIONS", "STOP"]
 
+_Operation = Callable[[Machine], object]
+
 STOP = ord(".")
 _MAX_PROTOCOL = 5
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|(.?))", re.DOTALL)
 
 
 def _unknown(m: Machine) -> None:
@@ -30,25 +35,91 @@ def _unknown(m: Machine) -> None:
     raise MalformedPickleError(f"opcode 0x{code:02x} at byte {m.pos - 1} is not allowed")
 
 
+# --- numbers, strings, bytes, constants ----------------------------------------------------------
+
+
+def _constant(value: Value) -> _Operation:
+    return lambda m: m.stack.append(value)
+
+
+def _number(layout: str, width: int) -> _Operation:
+    def push(m: Machine) -> None:
+        m.charge(NUMBER_COST)
+        m.stack.append(m.number(layout, width))
+
+    return push
+
+
+def _long(layout: str, width: int) -> _Operation:
+    def push(m: Machine) -> None:
+        count = m.number(layout, width)
+        m.charge(NUMBER_COST + 2 * count)
+        m.stack.append(int.from_bytes(m.take(count), "little", signed=True))
+
+    return push
+
+
+def _text_int(m: Machine) -> None:
+    text = m.line()
+    m.charge(NUMBER_COST)
+    m.stack.append({b"00": False, b"01": True}.get(text, int(text.removesuffix(b"L"))))
+
+
+def _text_float(m: Machine) -> None:
+    m.charge(NUMBER_COST)
+    m.stack.append(float(m.line()))
+
+
+def _text_string(m: Machine) -> None:
+    """Python 2 wrote the repr of its strings; what `repr` escapes is all there is to undo."""
+    text = m.line()
+    if len(text) < 2 or text[:1] not in b"'\"" or text[-1:] != text[:1]:
+        raise MalformedPickleError(f"an unquoted string before byte {m.pos}")
+    m.push_text(_ESCAPE.sub(_unescape, text[1:-1].decode("latin-1")), len(text))
+
+
+def _unescape(match: re.Match[str]) -> str:
+    if match[1] is not None:
+        return chr(int(match[1], 16))
+    if match[2] not in _ESCAPES:
+        raise MalformedPickleError(f"an unknown escape in a string: {match[0]!r}")
+    return _ESCAPES[match[2]]
+
+
+def _text_unicode(m: Machine) -> None:
+    text = m.line()
+    m.push_text(text.decode("raw-unicode-escape"), len(text))
+
+
+def _string(layout: str, width: int, encoding: str = "utf-8") -> _Operation:
+    def push(m: Machine) -> None:
+        text = m.take(m.number(layout, width))
+        m.push_text(text.decode(encoding, "surrogatepass"), len(text))
+
+    return push
+
+
+def _bytes(layout: str, width: int) -> _Operation:
+    def push(m: Machine) -> None:
+        data = m.take(m.number(layout, width))
+        m.charge(TEXT_COST + len(data))
+        m.stack.append(data)
+
+    return push
+
+
 # --- containers ----------------------------------------------------------------------------------
 
 
-def _empty_list(m: Machine) -> None:
-    m.charge(LIST_COST)
-    m.stack.append([])
+def _empty(kind: type[list[Value] | dict[Value, Value] | set[Value]], cost: int) -> _Operation:
+    def push(m: Machine) -> None:
+        m.charge(cost)
+        m.stack.append(kind())
+
+    return push
 
 
-def _empty_dict(m: Machine) -> None:
-    m.charge(DICT_COST)
-    m.stack.append({})
-
-
-def _empty_set(m: Machine) -> None:
-    m.charge(SET_COST)
-    m.stack.append(set())
-
-
-def _tuple_of(count: int) -> Operation:
+def _tuple_of(count: int) -> _Operation:
     def push(m: Machine) -> None:
         m.charge(TUPLE_COST)
         stack = m.stack
@@ -73,8 +144,9 @@ def _list(m: Machine) -> None:
 
 def _dict(m: Machine) -> None:
     items = m.pop_mark()
-    _empty_dict(m)
-    m.set_items(m.stack[-1], items)
+    m.charge(DICT_COST)
+    m.stack.append({})
+    m.set_items(items)
 
 
 def _frozenset(m: Machine) -> None:
@@ -83,86 +155,16 @@ def _frozenset(m: Machine) -> None:
     m.stack.append(frozenset(m.safe_elements(items)))
 
 
-def _append(m: Machine) -> None:
-    value = m.stack.pop()
-    m.extend(m.stack[-1], [value])
-
-
-def _appends(m: Machine) -> None:
-    items = m.pop_mark()
-    m.extend(m.stack[-1], items)
-
-
-def _setitem(m: Machine) -> None:
-    value, key = m.stack.pop(), m.stack.pop()
-    m.set_items(m.stack[-1], [key, value])
-
-
-def _setitems(m: Machine) -> None:
-    items = m.pop_mark()
-    m.set_items(m.stack[-1], items)
-
-
 def _additems(m: Machine) -> None:
     items = m.safe_elements(m.pop_mark())
     target = m.stack[-1]
     if isinstance(target, set):
         target.update(items)
     else:
-        m.extend(target, items)
+        m.extend(items)
 
 
-# --- stack and memo ------------------------------------------------------------------------------
-
-
-def _pop(m: Machine) -> None:
-    if m.stack:
-        m.stack.pop()
-    else:
-        m.pop_mark()
-
-
-def _dup(m: Machine) -> None:
-    m.stack.append(m.stack[-1])
-
-
-def _long_binput(m: Machine) -> None:
-    (index,) = unpack_from("<I", m.data, m.pos)
-    m.pos += 4
-    if index == len(m.memo):
-        m.memo.append(m.stack[-1])
-    else:
-        m.remember(index)
-
-
-def _long_binget(m: Machine) -> None:
-    m.recall(m.number("<I", 4))
-
-
-def _binput(m: Machine) -> None:
-    index = m.data[m.pos]
-    m.pos += 1
-    if index == len(m.memo):  # what a real pickler writes; it pays to be quick here
-        m.memo.append(m.stack[-1])
-    else:
-        m.remember(index)
-
-
-def _binget(m: Machine) -> None:
-    m.recall(m.data[m.pos])
-    m.pos += 1
-
-
-def _memoize(m: Machine) -> None:
-    m.remember(len(m.memo))
-
-
-def _text_put(m: Machine) -> None:
-    m.remember(_index(m))
-
-
-def _text_get(m: Machine) -> None:
-    m.recall(_index(m))
+# --- memo ----------------------------------------------------------------------------------------
 
 
 def _index(m: Machine) -> int:
@@ -187,15 +189,10 @@ def _stack_global(m: Machine) -> None:
     m.push_global(module, name)
 
 
-def _reduce(m: Machine) -> None:
-    args = m.stack.pop()
-    m.push_call(m.stack.pop(), args)
-
-
 def _newobj_ex(m: Machine) -> None:
     if m.stack.pop():
         raise MalformedPickleError(f"keyword arguments of a call at byte {m.pos}")
-    _reduce(m)
+    m.push_call(m.stack.pop(-2), m.stack.pop())
 
 
 def _build(m: Machine) -> None:
@@ -223,29 +220,45 @@ def _text_persistent(m: Machine) -> None:
     m.stack.append(Persistent(text.decode("ascii")))
 
 
-def _binpersid(m: Machine) -> None:
+def _persistent(m: Machine) -> None:
     m.charge(TUPLE_COST)
     m.stack.append(Persistent(m.stack.pop()))
 
 
-# --- framing -------------------------------------------------------------------------------------
-
-
-def _proto(m: Machine) -> None:
+def _protocol(m: Machine) -> None:
     version = m.number("<B", 1)
     if version > _MAX_PROTOCOL:
         raise MalformedPickleError(f"pickle protocol {version}; up to {_MAX_PROTOCOL} is known")
 
 
-def _frame(m: Machine) -> None:
-    m.number("<Q", 8)
-
-
-_NAMED: dict[bytes, Operation] = {
-    **LITERALS,
-    b"]": _empty_list,
-    b"}": _empty_dict,
-    b"\x8f": _empty_set,
+_NAMED: dict[bytes, _Operation] = {
+    b"N": _constant(None),
+    b"\x88": _constant(value=True),
+    b"\x89": _constant(value=False),
+    b")": _constant(()),
+    b"J": _number("<i", 4),
+    b"K": _number("<B", 1),
+    b"M": _number("<H", 2),
+    b"\x8a": _long("<B", 1),
+    b"\x8b": _long("<i", 4),
+    b"G": _number(">d", 8),
+    b"I": _text_int,
+    b"L": _text_int,
+    b"F": _text_float,
+    b"S": _text_string,
+    b"V": _text_unicode,
+    b"X": _string("<I", 4),
+    b"\x8c": _string("<B", 1),
+    b"\x8d": _string("<Q", 8),
+    b"T": _string("<i", 4, "latin-1"),
+    b"U": _string("<B", 1, "latin-1"),
+    b"B": _bytes("<I", 4),
+    b"C": _bytes("<B", 1),
+    b"\x8e": _bytes("<Q", 8),
+    b"\x96": _bytes("<Q", 8),
+    b"]": _empty(list, LIST_COST),
+    b"}": _empty(dict, DICT_COST),
+    b"\x8f": _empty(set, SET_COST),
     b"\x85": _tuple_of(1),
     b"\x86": _tuple_of(2),
     b"\x87": _tuple_of(3),
@@ -253,35 +266,35 @@ _NAMED: dict[bytes, Operation] = {
     b"l": _list,
     b"d": _dict,
     b"\x91": _frozenset,
-    b"a": _append,
-    b"e": _appends,
-    b"s": _setitem,
-    b"u": _setitems,
+    b"a": lambda m: m.extend([m.stack.pop()]),
+    b"e": lambda m: m.extend(m.pop_mark()),
+    b"s": lambda m: m.set_items([m.stack.pop(-2), m.stack.pop()]),
+    b"u": lambda m: m.set_items(m.pop_mark()),
     b"\x90": _additems,
     b"(": Machine.mark,
-    b"0": _pop,
-    b"1": lambda m: m.pop_mark().clear(),
-    b"2": _dup,
-    b"q": _binput,
-    b"r": _long_binput,
-    b"h": _binget,
-    b"j": _long_binget,
-    b"\x94": _memoize,
-    b"p": _text_put,
-    b"g": _text_get,
+    b"0": lambda m: m.stack.pop() if m.stack else m.pop_mark(),
+    b"1": Machine.pop_mark,
+    b"2": lambda m: m.stack.append(m.stack[-1]),
+    b"q": lambda m: m.remember(m.number("<B", 1)),
+    b"r": lambda m: m.remember(m.number("<I", 4)),
+    b"h": lambda m: m.recall(m.number("<B", 1)),
+    b"j": lambda m: m.recall(m.number("<I", 4)),
+    b"\x94": lambda m: m.remember(len(m.memo)),
+    b"p": lambda m: m.remember(_index(m)),
+    b"g": lambda m: m.recall(_index(m)),
     b"c": _global,
     b"\x93": _stack_global,
-    b"R": _reduce,
-    b"\x81": _reduce,
+    b"R": lambda m: m.push_call(m.stack.pop(-2), m.stack.pop()),
+    b"\x81": lambda m: m.push_call(m.stack.pop(-2), m.stack.pop()),
     b"\x92": _newobj_ex,
     b"b": _build,
     b"i": _inst,
     b"o": _obj,
     b"P": _text_persistent,
-    b"Q": _binpersid,
-    b"\x80": _proto,
-    b"\x95": _frame,
+    b"Q": _persistent,
+    b"\x80": _protocol,
+    b"\x95": lambda m: m.number("<Q", 8),  # a frame's size; frames do not change what is read
 }
-OPERATIONS: tuple[Operation, ...] = tuple(
+OPERATIONS: tuple[_Operation, ...] = tuple(
     _NAMED.get(bytes([code]), _unknown) for code in range(256)
 )

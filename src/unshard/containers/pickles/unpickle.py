@@ -16,16 +16,10 @@ Source of the opcodes: `pickletools` of the standard library.
 """
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from struct import error as StructError  # noqa: N812 (it is a class)
 from struct import unpack_from
 
-from unshard.containers.pickles.machine import (
-    DangerousPickleError,
-    Machine,
-    MalformedPickleError,
-)
+from unshard.containers.pickles.machine import DangerousPickleError, Machine, MalformedPickleError
 from unshard.containers.pickles.opcodes import OPERATIONS, STOP
 from unshard.containers.pickles.records import Global, Value
 
@@ -67,9 +61,10 @@ def unpickle_first(data: bytes) -> tuple[Value, frozenset[Global], int]:
         DangerousPickleError: it names something that runs commands (see `is_dangerous`).
     """
     machine = Machine(data)
+    was_enabled = gc.isenabled()
+    gc.disable()  # there is no garbage, and looking for it takes a third of the time
     try:
-        with _no_collection():
-            value = _run(machine)
+        value = _run(machine)
     except (IndexError, KeyError, TypeError, ValueError, OverflowError, StructError) as error:
         if isinstance(error, DangerousPickleError):
             raise
@@ -79,19 +74,10 @@ def unpickle_first(data: bytes) -> tuple[Value, frozenset[Global], int]:
         if isinstance(error, MalformedPickleError):
             raise
         raise MalformedPickleError(what) from error
-    return value, frozenset(machine.globals.values()), machine.pos
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable garbage collection: there is no garbage, and it takes a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
         if was_enabled:
             gc.enable()
+    return value, frozenset(machine.globals.values()), machine.pos
 
 
 def _run(machine: Machine) -> Value:

@@ -9,8 +9,7 @@ Source: `torch.serialization._legacy_save` and `_legacy_load`.
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from struct import unpack
@@ -21,18 +20,16 @@ from unshard.containers.pickles.unpickle import (
     TruncatedPickleError,
     unpickle_first,
 )
-from unshard.containers.pickles.writer import STORAGES
-from unshard.containers.torch_files.zip import StorageRecord
+from unshard.containers.torch_files.writer import STORAGES
+from unshard.containers.torch_files.zip import LEGACY_MAGIC, MAX_PICKLE, StorageRecord
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.tensors.dtypes import BY_NAME
 
 __all__ = ["is_start_of_legacy", "is_torch_legacy", "read_torch_legacy"]
 
-_MAGIC_PICKLE = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
-_MAGIC = _MAGIC_PICKLE[4:14]
+_MAGIC = LEGACY_MAGIC[4:14]
 _PROTOCOL = 1001
 _FIRST_READ = 1 << 20
-_MAX_PICKLE = 256 * 1024 * 1024
 _MAX_CONTAINERS = 2_000_000  # of the object; 100,000 tensors make some 800,000
 _ELEMENT_SIZES = {storage: BY_NAME[dtype].itemsize for dtype, storage in STORAGES.items()} | {
     "UntypedStorage": 1,
@@ -45,16 +42,8 @@ _ELEMENT_SIZES = {storage: BY_NAME[dtype].itemsize for dtype, storage in STORAGE
 _HINT = "load it with torch.load and save it again with torch.save"
 
 
-@dataclass(frozen=True, slots=True)
-class _Stated:
-    """A storage as the object's pickle states it: number of elements, and bytes per element."""
-
-    elements: int
-    element_size: int
-
-    @property
-    def size(self) -> int:
-        return self.elements * self.element_size
+_Sizes = dict[str, tuple[int, int]]
+"""Storages by key, as the object's pickle states them: number of elements, and bytes in all."""
 
 
 def is_torch_legacy(head: bytes) -> bool:
@@ -64,7 +53,7 @@ def is_torch_legacy(head: bytes) -> bool:
 
 def is_start_of_legacy(head: bytes) -> bool:
     """Return whether these bytes, all that a file has, are a part of how this format starts."""
-    return _MAGIC_PICKLE.startswith(head)
+    return LEGACY_MAGIC.startswith(head)
 
 
 def read_torch_legacy(
@@ -91,7 +80,7 @@ def read_torch_legacy(
         stream = _Stream(path, fd, offset, end)
         _check_header(stream)
         value = stream.next_pickle()
-        keys = _keys(path, stream.next_pickle())
+        keys = stream.next_pickle()
         return value, dict(_storages(stream, keys, _stated_storages(path, value)))
     finally:
         os.close(fd)
@@ -116,10 +105,10 @@ class _Stream:
             except TruncatedPickleError as error:
                 if self.at + count >= self.end:
                     raise self.truncated() from error
-                if count >= _MAX_PICKLE:
-                    what = f"the pickle at byte {self.at} takes more than {_MAX_PICKLE} bytes"
+                if count >= MAX_PICKLE:
+                    what = f"the pickle at byte {self.at} takes more than {MAX_PICKLE} bytes"
                     raise MalformedPickleError(what) from error
-                count = min(4 * count, _MAX_PICKLE)
+                count = min(4 * count, MAX_PICKLE)
             else:
                 self.at += used
                 return value
@@ -131,12 +120,6 @@ class _Stream:
             raise self.truncated()
         self.at += 8
         return int(unpack("<q", data)[0])
-
-    def skip(self, count: int) -> None:
-        """Step over bytes that must be there."""
-        self.at += count
-        if self.at > self.end:
-            raise self.truncated(f"{self.at} bytes", f"{self.end}")
 
     def truncated(self, expected: str = "", found: str = "") -> IncompleteError:
         """Return the error that the file ends too early."""
@@ -172,44 +155,42 @@ def _check_header(stream: _Stream) -> None:
         )
 
 
-def _keys(path: Path, value: Value) -> list[str]:
-    if not isinstance(value, list):
+def _storages(
+    stream: _Stream, listed: Value, stated: _Sizes
+) -> Iterator[tuple[str, StorageRecord]]:
+    """Yield where each of the listed storages is; compare with what the object says of it."""
+    path = stream.path
+    if not isinstance(listed, list):
         raise CorruptError(f"{path}: corrupt: its list of storages is not a list")
-    keys = [key for key in value if isinstance(key, str)]
-    if len(keys) != len(value) or len(set(keys)) != len(keys):
+    keys = [key for key in listed if isinstance(key, str)]
+    if len(keys) != len(listed) or len(set(keys)) != len(keys):
         raise CorruptError(
             f"{path}: corrupt: its list of storages has keys that are not distinct strings"
         )
-    return keys
-
-
-def _storages(
-    stream: _Stream, keys: list[str], stated: dict[str, _Stated]
-) -> Iterator[tuple[str, StorageRecord]]:
-    """Yield where each storage is; compare with what the object says of it."""
-    path = stream.path
-    if set(keys) != set(stated):
-        odd = sorted(set(keys) ^ set(stated))
+    odd = sorted(set(keys) ^ set(stated))
+    if odd:
         where = "object" if odd[0] in stated else "list of storages"
         raise CorruptError(f"{path}: corrupt: storage {odd[0]} occurs only in its {where}")
     for key in keys:
+        expected, size = stated[key]
         elements = stream.next_number()
-        if elements != stated[key].elements:
+        if elements != expected:
             raise CorruptError(
                 f"{path}: corrupt: storage {key} contradicts the pickle",
-                expected=f"{stated[key].elements} elements",
+                expected=f"{expected} elements",
                 found=f"{elements}",
             )
-        start = stream.at
-        stream.skip(stated[key].size)
-        yield key, StorageRecord(start, stated[key].size, 0)
+        yield key, StorageRecord(stream.at, size, 0)
+        stream.at += size
+        if stream.at > stream.end:
+            raise stream.truncated(f"{stream.at} bytes", f"{stream.end}")
     if stream.at != stream.end:
         raise CorruptError(f"{path}: corrupt: {stream.end - stream.at} bytes follow its storages")
 
 
-def _stated_storages(path: Path, value: Value) -> dict[str, _Stated]:
+def _stated_storages(path: Path, value: Value) -> _Sizes:
     """Return what the object says of its storages; all references to one must agree."""
-    stated: dict[str, _Stated] = {}
+    stated: _Sizes = {}
     for reference in _references(path, value):
         match reference.pid:
             case ("module", *_):
@@ -225,9 +206,8 @@ def _stated_storages(path: Path, value: Value) -> dict[str, _Stated]:
                 f"{path}: storage {key} is a view of another one, as torch before 1.0 wrote them",
                 hint=_HINT,
             )
-        new = _Stated(elements, _ELEMENT_SIZES[kind])
-        first = stated.setdefault(key, new)
-        if first != new and (first.size or new.size):
+        sizes = elements, elements * _ELEMENT_SIZES[kind]
+        if stated.setdefault(key, sizes) != sizes:
             raise CorruptError(f"{path}: corrupt: two sizes of storage {key} in its pickle")
     return stated
 
@@ -240,23 +220,21 @@ def _references(path: Path, value: Value) -> Iterator[Persistent]:
         value = left.pop()
         if isinstance(value, Persistent):
             yield value
-        elif id(value) not in seen:
-            seen.add(id(value))
-            left.extend(part for part in _parts(value) if isinstance(part, _NESTED))
+            continue
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
         if len(seen) > _MAX_CONTAINERS:
             raise NotMergeableError(f"{path}: its pickle has more than {len(seen)} objects")
+        parts: Iterable[Value] = ()
+        match value:
+            case Record(callee, args, state, items, elements):
+                parts = (callee, args, state, items, elements)
+            case dict():
+                parts = chain(value.keys(), value.values())
+            case tuple() | list() | set() | frozenset():
+                parts = value
+        left.extend(part for part in parts if isinstance(part, _NESTED))
 
 
 _NESTED = (Persistent, Record, tuple, list, dict, set, frozenset)
-
-
-def _parts(value: Value) -> Iterator[Value]:
-    match value:
-        case Record(callee, args, state, items, elements):
-            return iter((callee, args, state, items, elements))
-        case dict():
-            return chain(value.keys(), value.values())
-        case tuple() | list() | set() | frozenset():
-            return iter(value)
-        case _:
-            return iter(())

@@ -1,7 +1,7 @@
 """Whatever `torch.save` ever wrote, opened: the zip, or the legacy format before it.
 
-What it holds and where its storages are, both inert; no weights are read. Older and other files of
-torch (tar archives, TorchScript) are recognised and refused.
+What it contains and where its storages are, both inert; no weights are read. Older and other files
+of torch (tar archives, TorchScript) are recognised and refused.
 """
 
 import os
@@ -56,7 +56,15 @@ def read_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
         with _blaming(path):
             value, storages = read_torch_legacy(path, offset=offset, length=length)
         return TorchFile(path, value, storages)
-    _refuse_others(path, head)
+    # Source: `torch.serialization.legacy_load`.
+    member = head[:100].rstrip(b"\0")
+    if head[_TAR_AT : _TAR_AT + 5] == b"ustar" or member in _TAR_MEMBERS:
+        raise NotMergeableError(
+            f"{path}: a tar archive, as torch before 0.4 (2018) saved",
+            expected="a zip, or the legacy format of torch 0.4 to 1.5",
+            hint="load it with a torch that reads it (torch.load(…, weights_only=False)) and save "
+            "it again; tensors alone, not a pickled model",
+        )
     archive = read_torch_zip(path, offset=offset, length=length)
     return TorchFile(path, unpickled(path, archive.pickle), archive.storages)
 
@@ -104,15 +112,3 @@ def _head(path: Path, offset: int, length: int | None) -> bytes:
         hint = "the save was interrupted, or is still under way; take another checkpoint"
         raise IncompleteError(f"{path}: {what}", hint=hint)
     return head
-
-
-def _refuse_others(path: Path, head: bytes) -> None:
-    """Say of a tar archive what it is. Source: `torch.serialization.legacy_load`."""
-    member = head[:100].rstrip(b"\0")
-    if head[_TAR_AT : _TAR_AT + 5] == b"ustar" or member in _TAR_MEMBERS:
-        raise NotMergeableError(
-            f"{path}: a tar archive, as torch before 0.4 (2018) saved",
-            expected="a zip, or the legacy format of torch 0.4 to 1.5",
-            hint="load it with a torch that reads it (torch.load(…, weights_only=False)) and save "
-            "it again; tensors alone, not a pickled model",
-        )

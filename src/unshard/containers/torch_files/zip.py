@@ -20,7 +20,12 @@ from zlib import crc32
 
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 
-__all__ = ["Pread", "StorageRecord", "TorchZip", "read_torch_zip"]
+__all__ = ["LEGACY_MAGIC", "MAX_PICKLE", "StorageRecord", "TorchZip", "read_torch_zip"]
+
+LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+"""The first pickle of the format before this one."""
+MAX_PICKLE = 256 * 1024 * 1024
+"""Of 50,000 tensors some 20 MB, of ShardedTensors more."""
 
 _EOCD = b"PK\x05\x06"
 _EOCD64 = b"PK\x06\x06"
@@ -28,14 +33,11 @@ _LOCATOR64 = b"PK\x06\x07"
 _CENTRAL = b"PK\x01\x02"
 _LOCAL = b"PK\x03\x04"
 _LOCAL_SIZE = 30
-_LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 _FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
 _MAX_TAIL = 22 + _FULL16
 _MAX_ENTRY = 46 + 3 * _FULL16
-_MAX_PICKLE = 256 * 1024 * 1024  # of 50,000 tensors some 20 MB, of ShardedTensors more
 
-Pread = Callable[[int, int], bytes]
-"""Reads a number of bytes from a position of a file, as `os.pread` does."""
+_Pread = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class _Record:
 
 
 def read_torch_zip(
-    path: Path, *, offset: int = 0, length: int | None = None, pread: Pread | None = None
+    path: Path, *, offset: int = 0, length: int | None = None, pread: _Pread | None = None
 ) -> TorchZip:
     """Read the directory and the pickle of a torch.save file, or of a window inside one.
 
@@ -83,7 +85,8 @@ def read_torch_zip(
         path: the file.
         offset: where the zip starts in the file, bytes.
         length: its size, bytes; None for all that follows.
-        pread: reads the file where that is not opened here; `length` must be given then.
+        pread: reads the file as `os.pread` does, where that is not opened here; `length` must be
+            given then.
 
     Raises:
         IncompleteError: the file is empty or truncated.
@@ -103,7 +106,7 @@ def read_torch_zip(
 @dataclass(frozen=True, slots=True)
 class _Reader:
     path: Path
-    pread: Pread
+    pread: _Pread
     offset: int
     size: int
 
@@ -116,7 +119,7 @@ class _Reader:
         for record in records:
             name = record.name.removeprefix(root)
             if name == "data.pkl":
-                if record.size > _MAX_PICKLE:
+                if record.size > MAX_PICKLE:
                     raise self.corrupt(f"its pickle takes {record.size} bytes")
                 pickle = self.bytes_at(self.data_start(record), record.size)
                 if record.crc not in (0, crc32(pickle)):
@@ -130,15 +133,10 @@ class _Reader:
                     raise self.corrupt(f"it has two records named {name}")
                 storages[key] = StorageRecord(start, record.size, record.crc)
                 spans.append((record.header + self.offset, start + record.size))
-        self.check_disjoint(spans)
-        return TorchZip(self.path, pickle, storages)
-
-    def check_disjoint(self, spans: list[tuple[int, int]]) -> None:
-        """Check that no storage is inside another: each (first byte of its header, end)."""
-        spans.sort()
-        for (_, end), (start, _) in pairwise(spans):
+        for (_, end), (start, _) in pairwise(sorted(spans)):
             if start < end:
                 raise self.corrupt(f"two of its records overlap at byte {start}")
+        return TorchZip(self.path, pickle, storages)
 
     def bytes_at(self, start: int, count: int) -> bytes:
         if start < 0 or count < 0 or start + count > self.size:
@@ -203,19 +201,15 @@ class _Reader:
         count, size, start = unpack_from("<HLL", tail, at + 10)
         end = self.size - tail_size + at
         if _FULL32 in (size, start) or count == _FULL16:
-            start, size, count = self.find_directory64(end)
+            locator = self.bytes_at(end - 20, 20)
+            if locator[:4] != _LOCATOR64:
+                raise self.corrupt("its zip64 locator is missing")
+            record = self.bytes_at(unpack_from("<Q", locator, 8)[0], 56)
+            if record[:4] != _EOCD64:
+                raise self.corrupt("its zip64 directory record is missing")
+            count, size, start = unpack_from("<QQQ", record, 32)
         if start + size > end:
             raise self.corrupt(f"its directory [{start}, {start + size}) overlaps its end at {end}")
-        return start, size, count
-
-    def find_directory64(self, end: int) -> tuple[int, int, int]:
-        locator = self.bytes_at(end - 20, 20)
-        if locator[:4] != _LOCATOR64:
-            raise self.corrupt("its zip64 locator is missing")
-        record = self.bytes_at(unpack_from("<Q", locator, 8)[0], 56)
-        if record[:4] != _EOCD64:
-            raise self.corrupt("its zip64 directory record is missing")
-        count, size, start = unpack_from("<QQQ", record, 32)
         return start, size, count
 
     def data_start(self, record: _Record) -> int:
@@ -233,18 +227,16 @@ class _Reader:
         start = record.header + named + extra_size
         if start + record.size > self.size:
             raise self.corrupt(f"record {record.name} reaches beyond the end of the file")
+        # The fields of a local header must fill it: a wrong size would shift the data.
         if extra_size and unpack_from("<H", header, named + 2)[0] + 4 != extra_size:
-            self.check_extra(record, record.header + named, extra_size)
+            extra = self.bytes_at(record.header + named, extra_size)
+            at = 0
+            while at + 4 <= extra_size:
+                at += 4 + int(unpack_from("<H", extra, at + 2)[0])
+            if at != extra_size:
+                what = f"record {record.name} has a local header of contradictory sizes"
+                raise self.corrupt(what)
         return int(start)
-
-    def check_extra(self, record: _Record, start: int, size: int) -> None:
-        """Check that the fields of a local header fill it: a wrong size would shift the data."""
-        extra = self.bytes_at(start, size)
-        at = 0
-        while at + 4 <= size:
-            at += 4 + int(unpack_from("<H", extra, at + 2)[0])
-        if at != size:
-            raise self.corrupt(f"record {record.name} has a local header of contradictory sizes")
 
     def root(self, records: list[_Record]) -> str:
         """Return the folder that all records are in, with its slash."""
@@ -268,8 +260,8 @@ class _Reader:
             )
 
     def not_a_zip(self) -> Exception:
-        head = self.bytes_at(0, min(self.size, len(_LEGACY_MAGIC)))
-        if head == _LEGACY_MAGIC:
+        head = self.bytes_at(0, min(self.size, len(LEGACY_MAGIC)))
+        if head == LEGACY_MAGIC:
             return NotMergeableError(
                 f"{self.path}: the legacy format of torch.save (before torch 1.6)",
                 hint="load it with torch and save it again",

@@ -25,8 +25,7 @@ from unshard.containers.torch_files.zip import TorchZip, read_torch_zip
 from unshard.containers.zstd import decompress
 from unshard.errors import CorruptError, UnshardError, raise_all
 from unshard.read.drafts import TensorDraft
-from unshard.read.torch_save.values import TensorFormError
-from unshard.read.torch_save.views import StorageView, read_view
+from unshard.read.torch_save.values import StorageView, TensorFormError, read_view
 from unshard.tensors.catalog import ByteRange, Catalog, Chunk, TensorEntry
 
 __all__ = ["StoredItem", "Window", "inflate", "inflated_bytes", "read_items"]

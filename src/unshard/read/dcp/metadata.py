@@ -15,9 +15,15 @@ from pathlib import Path, PurePosixPath
 from unshard.containers.pickles.records import Record, Value
 from unshard.containers.torch_files.reader import unpickled
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
-from unshard.read.torch_save.values import TensorFormError, ints, member, named, state_of
-from unshard.read.torch_save.values import shape as sizes_of
-from unshard.read.torch_save.views import dtype_named
+from unshard.read.torch_save.values import (
+    TensorFormError,
+    dtype_named,
+    ints,
+    member,
+    named,
+    sizes_of,
+    state_of,
+)
 from unshard.tensors.dtypes import DType
 
 __all__ = ["MODEL_KEYS", "DcpMetadata", "Item", "StoredTensor", "read_metadata"]

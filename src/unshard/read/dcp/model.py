@@ -22,10 +22,9 @@ from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import IncompleteError, NotMergeableError, raise_all
 from unshard.read.dcp.metadata import MODEL_KEYS, DcpMetadata
 from unshard.read.format import Location, ReadOptions
-from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import tensors_of
-from unshard.read.torch_save.values import items_of
-from unshard.read.torch_save.views import is_tensor
+from unshard.read.torch_save.table import Gathering
+from unshard.read.torch_save.values import is_tensor, items_of
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped
 
 __all__ = ["ModelNames", "model_names", "read_object"]

@@ -23,7 +23,7 @@ from unshard.noted import Noted
 from unshard.read.format import Format, Location, ReadOptions, files_in, has_file, shortened
 from unshard.read.rank_files.copies import resolve_experts, resolve_plain
 from unshard.read.rank_files.workers import read_rank_files
-from unshard.read.torch_save.gathering import Gathering
+from unshard.read.torch_save.table import Gathering
 from unshard.tensors.catalog import ByteRange, Catalog
 
 __all__ = ["RANK_FILES", "rank_file_name"]

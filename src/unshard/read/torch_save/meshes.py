@@ -11,8 +11,14 @@ from itertools import product
 from math import prod
 
 from unshard.containers.pickles.records import Record, Value
-from unshard.read.torch_save.values import TensorFormError, ints, member, named, state_of
-from unshard.read.torch_save.values import shape as sizes_of
+from unshard.read.torch_save.values import (
+    TensorFormError,
+    ints,
+    member,
+    named,
+    sizes_of,
+    state_of,
+)
 from unshard.tensors.placements import DeviceMesh
 
 __all__ = ["MeshReader"]
@@ -71,7 +77,8 @@ class MeshReader:
         layout = fields.get("_layout")
         if layout is None:
             return self._grid_of_tensor(fields)
-        ranks = self._all_ranks(fields)
+        flat = fields.get("_flatten_rank_map")
+        ranks = self._read_ints(member(fields, "_rank_map")) if flat is None else ints(flat)
         shape, steps = _layout(state_of(layout), len(ranks))
         inside = len(at) == len(shape) and all(0 <= c < n for c, n in zip(at, shape, strict=True))
         if not inside or self._rank not in ranks:
@@ -97,10 +104,6 @@ class MeshReader:
         if len(ranks) != prod(shape):
             raise TensorFormError(f"a mesh of shape {shape} with {len(ranks)} ranks")
         return shape, ranks
-
-    def _all_ranks(self, fields: dict[str, Value]) -> tuple[int, ...]:
-        flat = fields.get("_flatten_rank_map")
-        return self._read_ints(member(fields, "_rank_map")) if flat is None else ints(flat)
 
     def _piece_numbers(
         self,
@@ -140,16 +143,13 @@ def _layout(fields: dict[str, Value], ranks: int) -> tuple[tuple[int, ...], list
     sizes = [size for shape, _ in axes for size in shape]
     if len(sizes) > _MAX_AXES or min(sizes, default=1) < 1 or prod(sizes) > ranks:
         raise TensorFormError(f"a mesh layout of more places than its {ranks} ranks")
-    steps = [_axis_offsets(shape, stride) for shape, stride in axes]
+    steps: list[list[int]] = []
+    for shape, stride in axes:  # one mesh dimension may itself be made of several
+        if len(shape) != len(stride):
+            raise TensorFormError(f"a mesh axis of shape {shape} with strides {stride}")
+        ranges = [[i * step for i in range(n)] for n, step in zip(shape, stride, strict=True)]
+        steps.append([sum(at) for at in product(*ranges)])
     return tuple(len(offsets) for offsets in steps), steps
-
-
-def _axis_offsets(shape: list[int], stride: list[int]) -> list[int]:
-    """Return the offsets along one mesh dimension, itself possibly made of several."""
-    if len(shape) != len(stride):
-        raise TensorFormError(f"a mesh axis of shape {shape} with strides {stride}")
-    ranges = [[i * step for i in range(size)] for size, step in zip(shape, stride, strict=True)]
-    return [sum(at) for at in product(*ranges)]
 
 
 def _sequence(value: Value) -> tuple[Value, ...]:

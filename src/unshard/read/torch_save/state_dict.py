@@ -1,8 +1,9 @@
 """Read one torch.save file: where every tensor of its state dict is. No weights are read."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
+from operator import mul
 from pathlib import Path
 
 from unshard.containers.pickles.records import Record, Value
@@ -11,13 +12,14 @@ from unshard.containers.torch_files.reader import TorchFile, read_torch_file
 from unshard.errors import CorruptError, NotMergeableError, UnshardError
 from unshard.read.torch_save.table import RankTable, TensorForm
 from unshard.read.torch_save.tensors import LocalTensor, TensorDecoder
-from unshard.read.torch_save.values import TensorFormError, items_of, named
-from unshard.read.torch_save.views import StorageView, is_tensor
+from unshard.read.torch_save.values import StorageView, TensorFormError, is_tensor, items_of, named
 from unshard.read.wrapper_names import refuse_flat_parameters
+from unshard.tensors.boxes import is_row_major
+from unshard.tensors.chunk_rows import chunk_row
 from unshard.tensors.dtypes import numpy_dtype
-from unshard.tensors.placements import PlacementError, Sharding, place
+from unshard.tensors.placements import PlacementError, place
 
-__all__ = ["describe", "read_rank_file", "tensors_of"]
+__all__ = ["read_rank_file", "tensors_of"]
 
 
 def read_rank_file(path: Path, *, rank: int, file: int, allowed: frozenset[str]) -> RankTable:
@@ -39,7 +41,7 @@ def read_rank_file(path: Path, *, rank: int, file: int, allowed: frozenset[str])
         raise NotMergeableError(
             f"{path}: not a state dict",
             expected="a dict of tensors by name",
-            found=describe(archive.value),
+            found=_describe(archive.value),
         )
     return tensors_of(archive, items, rank=rank, file_number=file, allowed=allowed)
 
@@ -80,7 +82,7 @@ class _Reader:
         table = self._table
         for name, value in items.items():
             if not is_tensor(value):
-                table.skipped[name] = describe(value)
+                table.skipped[name] = _describe(value)
                 continue
             try:
                 self._add(name, self._decoder.decode(value))
@@ -104,7 +106,11 @@ class _Reader:
         pieces = _pieces(tensor)
         for part, offsets, sizes, skip in pieces:
             start, strides = (starts[part] or 0) + skip * itemsize, tensor.parts[part].strides
-            table.add_chunk(self._chunks, start, itemsize, offsets, sizes, strides)
+            if not is_row_major(sizes, strides):
+                table.odd_strides[self._chunks] = strides
+            table.rows.extend(
+                chunk_row(table.rank, table.file, start, itemsize, offsets, sizes, strides)
+            )
             self._chunks += 1
         form = TensorForm(tensor.dtype, tensor.shape, tensor.sharding, tensor.offsets is not None)
         table.names.append(name)
@@ -143,25 +149,20 @@ def _pieces(tensor: LocalTensor) -> list[_PieceRow]:
         return [(0, (0,) * len(view.sizes), view.sizes, 0)]
     local, placed = place(tensor.shape, tensor.sharding)
     if local != view.sizes and not (0 in local and 0 in view.sizes):
-        raise PlacementError(_mismatch(tensor, tensor.sharding, local))
+        mesh, placements = tensor.sharding.mesh, ", ".join(map(str, tensor.sharding.placements))
+        raise PlacementError(
+            f"its local shape is {list(view.sizes)}, but ({placements}) at coordinates "
+            f"{mesh.coordinates} of mesh {mesh.shape} makes {list(local)} of the global shape "
+            f"{list(tensor.shape)}"
+        )
     if 0 in local:
         return []
     if len(placed) == 1:
         return [(0, placed[0].box.offsets, placed[0].box.sizes, 0)]
-    return [(0, p.box.offsets, p.box.sizes, _dot(p.local_offsets, view.strides)) for p in placed]
-
-
-def _mismatch(tensor: LocalTensor, sharding: Sharding, local: tuple[int, ...]) -> str:
-    placements = ", ".join(map(str, sharding.placements))
-    return (
-        f"its local shape is {list(tensor.parts[0].sizes)}, but ({placements}) at coordinates "
-        f"{sharding.mesh.coordinates} of mesh {sharding.mesh.shape} makes {list(local)} of the "
-        f"global shape {list(tensor.shape)}"
-    )
-
-
-def _dot(offsets: Sequence[int], strides: Sequence[int]) -> int:
-    return sum(offset * step for offset, step in zip(offsets, strides, strict=True))
+    return [
+        (0, piece.box.offsets, piece.box.sizes, sum(map(mul, piece.local_offsets, view.strides)))
+        for piece in placed
+    ]
 
 
 def _integers(archive: TorchFile, view: StorageView) -> tuple[int, ...]:
@@ -182,7 +183,7 @@ def _integers(archive: TorchFile, view: StorageView) -> tuple[int, ...]:
     return tuple(ranks.reshape(-1).tolist())
 
 
-def describe(value: Value) -> str:
+def _describe(value: Value) -> str:
     """Return a few words for a value that is not a tensor."""
     if isinstance(value, Record):
         return f"not a tensor: {named(value.callee)}"

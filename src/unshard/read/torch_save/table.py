@@ -1,19 +1,20 @@
-"""What one rank file holds, as flat integers: small to keep, quick to send between processes.
+"""What rank files contain, as flat integers, and how those of all ranks become drafts of tensors.
 
 A file of a thousand tensors has a dozen distinct forms and a thousand rows; nothing of the pickle
-is kept. The byte form is JSON for what is varied, raw 64-bit integers for what is many.
+is kept, so a table is small to keep and quick to send between processes. Its byte form is JSON for
+what is varied, raw 64-bit integers for what is many.
 """
 
 import json
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field, fields
 from struct import pack, unpack_from
 
 from unshard import errors
-from unshard.errors import UnshardError
-from unshard.tensors.boxes import is_row_major
-from unshard.tensors.chunk_rows import chunk_row
+from unshard.errors import CorruptError, UnshardError
+from unshard.read.drafts import TensorDraft
+from unshard.tensors.catalog import Skipped
 from unshard.tensors.dtypes import BY_NAME, DType
 from unshard.tensors.placements import (
     DeviceMesh,
@@ -25,7 +26,11 @@ from unshard.tensors.placements import (
     StridedShard,
 )
 
-__all__ = ["RankTable", "TensorForm"]
+__all__ = ["Gathering", "RankTable", "TensorForm", "problem", "problem_fields"]
+
+_PLACEMENTS: dict[str, Callable[..., Placement]] = {
+    kind.__name__: kind for kind in (Shard, StridedShard, Replicate, Partial)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,58 +86,26 @@ class RankTable:
     problems: list[UnshardError] = field(default_factory=list)
     world_size: int = 1
 
-    def add_chunk(  # noqa: PLR0913, PLR0917 (one argument per column; called for every chunk)
-        self,
-        number: int,
-        start: int,
-        itemsize: int,
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-        strides: Sequence[int],
-    ) -> None:
-        """Add a chunk, the `number`th of this file, whose first element is at byte `start`."""
-        if not is_row_major(sizes, strides):
-            self.odd_strides[number] = tuple(strides)
-        row = chunk_row(self.rank, self.file, start, itemsize, offsets, sizes, strides)
-        self.rows.extend(row)
-
     def to_bytes(self) -> bytes:
         """Return the byte form: two lengths, JSON, rows."""
-        fields = {
-            "rank": self.rank,
-            "file": self.file,
-            "names": self.names,
-            "forms": self.forms,
-            "form_table": [_form_fields(form) for form in self.form_table],
-            "counts": self.counts,
-            "odd_strides": list(self.odd_strides.items()),
-            "skipped": self.skipped,
-            "problems": [problem_fields(problem) for problem in self.problems],
-            "world_size": self.world_size,
-        }
-        text = json.dumps(fields, separators=(",", ":")).encode()
+        parts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "rows"}
+        parts["form_table"] = [_form_fields(form) for form in self.form_table]
+        parts["odd_strides"] = list(self.odd_strides.items())
+        parts["problems"] = [problem_fields(problem) for problem in self.problems]
+        text = json.dumps(parts, separators=(",", ":")).encode()
         return pack("<QQ", len(text), len(self.rows) * 8) + text + self.rows.tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "RankTable":
         """Return the table of a byte form that `to_bytes` made."""
         size, rows_size = unpack_from("<QQ", data)
-        fields = json.loads(data[16 : 16 + size])
+        parts = json.loads(data[16 : 16 + size])
+        parts["form_table"] = [_form(**form) for form in parts["form_table"]]
+        parts["odd_strides"] = {number: tuple(steps) for number, steps in parts["odd_strides"]}
+        parts["problems"] = [problem(item) for item in parts["problems"]]
         rows = array("q")
         rows.frombytes(data[16 + size : 16 + size + rows_size])
-        return cls(
-            rank=fields["rank"],
-            file=fields["file"],
-            names=fields["names"],
-            forms=fields["forms"],
-            form_table=[_form(form) for form in fields["form_table"]],
-            counts=fields["counts"],
-            rows=rows,
-            odd_strides={number: tuple(strides) for number, strides in fields["odd_strides"]},
-            skipped=fields["skipped"],
-            problems=[problem(item) for item in fields["problems"]],
-            world_size=fields["world_size"],
-        )
+        return cls(rows=rows, **parts)
 
 
 def problem_fields(error: UnshardError) -> dict[str, str]:
@@ -146,62 +119,98 @@ def problem_fields(error: UnshardError) -> dict[str, str]:
     }
 
 
-def problem(fields: dict[str, str]) -> UnshardError:
+def problem(parts: dict[str, str]) -> UnshardError:
     """Return the error of JSON fields."""
-    kind = getattr(errors, fields["type"])
-    found: UnshardError = kind(
-        fields["subject"], expected=fields["expected"], found=fields["found"], hint=fields["hint"]
-    )
+    found: UnshardError = getattr(errors, parts.pop("type"))(**parts)
     return found
 
 
-def _form_fields(form: TensorForm) -> list[object]:
-    sharding = form.sharding
-    if sharding is None:
-        return [form.dtype.name, form.shape, form.boxed]
-    mesh = sharding.mesh
-    placements = [_placement_fields(placement) for placement in sharding.placements]
-    fields = [mesh.shape, mesh.dim_names, mesh.coordinates, placements, sharding.shard_order]
-    return [form.dtype.name, form.shape, fields]
+_ShardingFields = tuple[
+    list[int],
+    list[str] | None,
+    list[int],
+    list[tuple[str, list[object]]],
+    list[tuple[int, list[int]]] | None,
+]
+"""Mesh shape, names and coordinates; placements, each a class and its arguments; shard order."""
 
 
-def _form(fields: list[object]) -> TensorForm:
-    match fields:
-        case [str(dtype), list(shape), bool(boxed)]:
-            return TensorForm(BY_NAME[dtype], tuple(shape), None, boxed)
-        case [str(dtype), list(shape), [list(sizes), names, list(at), list(placements), order]]:
-            names = tuple(names) if isinstance(names, list) else None
-            mesh = DeviceMesh(tuple(sizes), names, tuple(at))
-            stated = (
-                tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in order)
-                if isinstance(order, list)
-                else None
-            )
-            sharding = Sharding(mesh, tuple(map(_placement, placements)), stated)
-            return TensorForm(BY_NAME[dtype], tuple(shape), sharding)
-    raise ValueError(f"not a form: {fields}")
+def _form_fields(form: TensorForm) -> dict[str, object]:
+    fields = {"dtype": form.dtype.name, "shape": form.shape, "boxed": form.boxed, "how": None}
+    if form.sharding is None:
+        return fields
+    mesh = form.sharding.mesh
+    placements = [(type(one).__name__, astuple(one)) for one in form.sharding.placements]
+    order = form.sharding.shard_order
+    return fields | {"how": (mesh.shape, mesh.dim_names, mesh.coordinates, placements, order)}
 
 
-def _placement_fields(placement: Placement) -> list[object]:
-    match placement:
-        case Shard(dim):
-            return ["Shard", dim]
-        case StridedShard(dim, factor):
-            return ["StridedShard", dim, factor]
-        case Replicate():
-            return ["Replicate"]
-        case Partial(op):
-            return ["Partial", op]
+def _form(*, dtype: str, shape: list[int], boxed: bool, how: _ShardingFields | None) -> TensorForm:
+    sharding = None
+    if how is not None:
+        sizes, names, at, stated, order = how
+        mesh = DeviceMesh(tuple(sizes), None if names is None else tuple(names), tuple(at))
+        placements = tuple(_PLACEMENTS[name](*args) for name, args in stated)
+        orders = None if order is None else tuple((dim, tuple(dims)) for dim, dims in order)
+        sharding = Sharding(mesh, placements, orders)
+    return TensorForm(BY_NAME[dtype], tuple(shape), sharding, boxed)
 
 
-def _placement(fields: list[object]) -> Placement:
-    match fields:
-        case ["Shard", int(dim)]:
-            return Shard(dim)
-        case ["StridedShard", int(dim), int(factor)]:
-            return StridedShard(dim, factor)
-        case ["Replicate"]:
-            return Replicate()
-        case ["Partial", str(op)]:
-            return Partial(op)
-    raise ValueError(f"not a placement: {fields}")
+class Gathering:
+    """Unites the tables of rank files, taken in rank order, into drafts of tensors.
+
+    Attributes:
+        drafts: the tensors, as the first rank that has each describes it. Of a plain tensor, each
+            chunk is one rank's whole tensor; `copies` decides what they are together.
+        ranks: the ranks that have each tensor, including those that store no element of it.
+        skipped: values that are not tensors.
+        problems: tensors that cannot be read, or on which ranks disagree.
+    """
+
+    def __init__(self) -> None:
+        self.drafts: dict[str, TensorDraft] = {}
+        self.ranks: dict[str, array[int]] = {}
+        self.skipped: dict[str, Skipped] = {}
+        self.problems: list[UnshardError] = []
+        self._forms: dict[str, TensorForm] = {}
+
+    @property
+    def plain(self) -> list[TensorDraft]:
+        """The tensors of which nothing says how they are cut."""
+        return [self.drafts[name] for name, form in self._forms.items() if form.is_plain]
+
+    def add(self, table: RankTable) -> None:
+        """Add what one file holds; contradictions to earlier files go to `problems`."""
+        self.problems.extend(table.problems)
+        for name, reason in table.skipped.items():
+            self.skipped.setdefault(name, Skipped(name, reason))
+        at = chunk = 0
+        for name, number, count in zip(table.names, table.forms, table.counts, strict=True):
+            form = table.form_table[number]
+            if name not in self.drafts:
+                self._forms[name], self.ranks[name] = form, array("i")
+                self.drafts[name] = TensorDraft(name, form.dtype, form.shape, form.sharding)
+            first, ranks = self._forms[name], self.ranks[name]
+            end = at + count * (4 + 2 * len(form.shape))
+            if _agree(first, form):
+                ranks.append(table.rank)
+                odd = table.odd_strides
+                steps = {n: odd[chunk + n] for n in range(count) if chunk + n in odd}
+                self.drafts[name].rows.extend(table.rows[at:end], steps)
+            else:
+                what = f"rank {table.rank}: {form}, but rank {ranks[0]} says {first}"
+                self.problems.append(CorruptError(f"tensor {name}: {what}"))
+            at, chunk = end, chunk + count
+
+
+def _agree(first: TensorForm, other: TensorForm) -> bool:
+    """Return whether ranks agree: plain tensors may differ in size, as they may be shards."""
+    if first.dtype is not other.dtype or first.is_plain is not other.is_plain:
+        return False
+    if first.is_plain:
+        return len(first.shape) == len(other.shape)
+    ours, theirs = first.sharding, other.sharding
+    if ours is None or theirs is None:
+        return first.shape == other.shape and ours is theirs
+    same_mesh = ours.mesh.shape == theirs.mesh.shape  # coordinates on it differ between ranks
+    return first.shape == other.shape and same_mesh and ours.placements == theirs.placements

@@ -17,13 +17,17 @@ from dataclasses import dataclass
 
 from unshard.containers.pickles.records import Global, Record, Value
 from unshard.read.torch_save.meshes import MeshReader
-from unshard.read.torch_save.values import TensorFormError, ints, member, named, state_of
-from unshard.read.torch_save.values import shape as sizes_of
-from unshard.read.torch_save.views import (
+from unshard.read.torch_save.values import (
     TYPED,
     StorageView,
+    TensorFormError,
     dtype_named,
+    ints,
+    member,
+    named,
     read_view,
+    sizes_of,
+    state_of,
     unwrap,
     view_of,
 )
@@ -162,7 +166,9 @@ class TensorDecoder:
         sharding = self._specs.get(id(spec))
         if sharding is None:
             sharding = self._specs[id(spec)] = self._sharding(spec)
-        _check_meta(spec, shape)
+        match state_of(spec).get("tensor_meta"):  # in all its forms the shape is first
+            case Record(args=(repeated, *_)) if ints(repeated) != shape:
+                raise TensorFormError(f"the DTensor says shape {shape}, its spec {ints(repeated)}")
         return LocalTensor(view.dtype, shape, (view,), sharding=sharding)
 
     def _sharding(self, spec: Value) -> Sharding:
@@ -194,13 +200,6 @@ def _local_shard(
     return view, offsets
 
 
-def _check_meta(spec: Value, shape: tuple[int, ...]) -> None:
-    """Compare the shape with what the spec's tensor_meta repeats; in all forms it is first."""
-    match state_of(spec).get("tensor_meta"):
-        case Record(args=(stated, *_)) if ints(stated) != shape:
-            raise TensorFormError(f"the DTensor says shape {shape}, its spec {ints(stated)}")
-
-
 def _placement(value: Value) -> Placement:
     if not isinstance(value, Record) or not isinstance(value.callee, Global):
         raise TensorFormError(f"an unknown placement: {named(value)}")
@@ -226,9 +225,10 @@ def _shard_order(value: Value) -> tuple[tuple[int, tuple[int, ...]], ...] | None
     order = []
     for entry in entries:
         match entry:
-            case Record(args=(int(dim), mesh_dims)):
-                order.append((dim, ints(mesh_dims)))
-            case Record(state={"tensor_dim": int(dim), "mesh_dims": mesh_dims}):
+            case (
+                Record(args=(int(dim), mesh_dims))
+                | Record(state={"tensor_dim": int(dim), "mesh_dims": mesh_dims})
+            ):
                 order.append((dim, ints(mesh_dims)))
             case _:
                 raise TensorFormError("a shard order of unknown form")

@@ -1,20 +1,59 @@
-"""Small steps on records that every reader of torch's pickles takes: sizes, states, members."""
+"""What torch pickles: sizes, attributes, dtypes, and plain tensors with the storages they view.
 
-from unshard.containers.pickles.records import Global, Record, Value
+Sources: the pickles of torch 2.1 to 2.15 (`docs/formats.md`), `torch._utils`, `torch._tensor`.
+"""
+
+from dataclasses import dataclass
+
+from unshard.containers.pickles.records import Global, Persistent, Record, Value
+from unshard.containers.torch_files.writer import STORAGES
+from unshard.tensors.dtypes import BY_NAME, DType
 
 __all__ = [
+    "TYPED",
+    "StorageView",
     "TensorFormError",
+    "dtype_named",
     "ints",
     "is_lightning",
+    "is_tensor",
     "items_of",
     "member",
     "named",
-    "shape",
+    "read_view",
+    "sizes_of",
     "state_of",
+    "unwrap",
+    "view_of",
 ]
 
 _MAX_DIMENSIONS = 32
 _MAX_NUMBER = 1 << 58  # elements of 16 bytes each, what 64-bit offsets can address
+_DTYPES = {storage: BY_NAME[dtype] for dtype, storage in STORAGES.items()}
+_PLAIN_TYPES = frozenset(
+    {
+        "torch.Tensor",
+        "torch._tensor.Tensor",
+        "torch.nn.parameter.Parameter",
+        "torch.nn.parameter.Buffer",
+    }
+)
+_UNREADABLE = {
+    "torch._utils._rebuild_meta_tensor_no_storage": "it is on the meta device: it has no values",
+    "torch._utils._rebuild_qtensor": "a quantized torch tensor: its values need their scales",
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor: safetensors stores dense ones only",
+    "torch._utils._rebuild_sparse_csr_tensor": "a sparse tensor: safetensors stores dense ones",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor: it has no rectangular shape",
+    "torch._utils._rebuild_device_tensor_from_numpy": "a device tensor pickled through numpy",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a device tensor pickled through a copy",
+}
+TYPED = "torch._tensor._rebuild_from_type_v2"
+_PARAMETERS = frozenset(
+    {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}
+)
+_VIEW_V3 = "torch._utils._rebuild_tensor_v3"
+_VIEWS = frozenset({"torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", _VIEW_V3})
+_TENSORS = _PARAMETERS | _VIEWS | frozenset(_UNREADABLE) | {TYPED}
 
 
 class TensorFormError(ValueError):
@@ -34,7 +73,7 @@ def ints(value: Value) -> tuple[int, ...]:
     raise TensorFormError(f"a sequence of sizes was expected, not {named(value)}")
 
 
-def shape(value: Value) -> tuple[int, ...]:
+def sizes_of(value: Value) -> tuple[int, ...]:
     """Return a tensor's sizes: few integers, none negative, whose product is addressable."""
     sizes = ints(value)
     elements = 1
@@ -101,3 +140,127 @@ def items_of(value: Value) -> dict[str, Value] | None:
 def is_lightning(value: Value) -> bool:
     """Return whether Lightning's Trainer saved a value, with its module around the model."""
     return "pytorch-lightning_version" in (items_of(value) or {})
+
+
+@dataclass(frozen=True, slots=True)
+class StorageView:
+    """A view of a storage of `storage_elements`; `offset` and `strides` in elements too."""
+
+    key: str
+    dtype: DType
+    storage_elements: int
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def is_tensor(value: Value) -> bool:
+    """Return whether a pickled value is a tensor of any kind, readable or not."""
+    if not isinstance(value, Record) or not isinstance(value.callee, Global):
+        return False
+    return value.callee.dotted in _TENSORS
+
+
+def unwrap(value: Value, allowed: frozenset[str]) -> tuple[str, tuple[Value, ...]]:
+    """Strip parameters and tensors that carry attributes; return the function and its arguments.
+
+    Args:
+        value: a pickled tensor.
+        allowed: names of tensor subclasses that the user vouches for (`--allow-global`): read as
+            the plain tensors they are stored as.
+
+    Raises:
+        TensorFormError: it is of a kind that cannot be read.
+    """
+    while True:
+        match value:
+            case Record(callee=Global() as callee, args=args):
+                name = callee.dotted
+            case _:
+                raise TensorFormError("not a tensor")
+        if name in _UNREADABLE:
+            raise TensorFormError(_UNREADABLE[name])
+        if name in _PARAMETERS and args:
+            value = args[0]
+        elif name == TYPED and len(args) >= 4 and _is_plain(args[1], allowed):
+            inner = args[2]
+            value = Record(args[0], inner if isinstance(inner, tuple) else ())
+        elif name in _VIEWS or (name == TYPED and len(args) >= 4):
+            return name, args
+        else:
+            raise TensorFormError(f"pickled in an unknown way, by {name}")
+
+
+def _is_plain(kind: Value, allowed: frozenset[str]) -> bool:
+    return isinstance(kind, Global) and (kind.dotted in _PLAIN_TYPES or kind.dotted in allowed)
+
+
+def read_view(value: Value, allowed: frozenset[str] = frozenset()) -> StorageView:
+    """Return what is stored of a tensor that must be plain: a local tensor, a mesh's ranks.
+
+    Raises:
+        TensorFormError: it is not plain, or reaches outside its storage.
+    """
+    name, args = unwrap(value, allowed)
+    if name == TYPED:
+        raise TensorFormError(f"of type {named(args[1])}, where a plain tensor was expected")
+    return view_of(name, args)
+
+
+def view_of(name: str, args: tuple[Value, ...]) -> StorageView:
+    """Return what is stored of a plain tensor, from the call that rebuilds it."""
+    match args:
+        case (Persistent() as storage, int(offset), sizes, strides, *rest):
+            pass
+        case _:
+            raise TensorFormError(f"pickled by {name} in an unknown form")
+    if name == _VIEW_V3 and len(rest) < 3:
+        raise TensorFormError(f"pickled by {name} without a dtype")
+    # The third version states the dtype, next to an untyped storage.
+    stated = dtype_named(rest.pop(2)) if name == _VIEW_V3 else None
+    dtype, key, elements = _storage(storage, stated)
+    if any(rest[2:]):
+        raise TensorFormError("under lazy conjugation or negation: resolve it and save")
+    view = StorageView(key, dtype, elements, offset, sizes_of(sizes), ints(strides))
+    _check_inside(view)
+    return view
+
+
+def _storage(storage: Persistent, stated: DType | None) -> tuple[DType, str, int]:
+    """Return (dtype, key, number of elements) of a storage; `stated` is for untyped ones."""
+    match storage.pid:
+        case ("storage", Global(module, name), str(key), str(), int(count), *_) if count >= 0:
+            pass
+        case _:
+            raise TensorFormError(f"a storage reference of unknown form: {named(storage.pid)}")
+    if name == "UntypedStorage" and stated is not None:
+        return stated, key, count // stated.itemsize
+    if module not in ("torch", "torch.cuda", "torch.storage") or name not in _DTYPES:
+        raise TensorFormError(f"a storage of unknown type {module}.{name}")
+    dtype = _DTYPES[name]
+    if stated not in (None, dtype):
+        raise TensorFormError(f"a storage of {dtype} for a tensor of {stated}")
+    return dtype, key, count
+
+
+def dtype_named(value: Value) -> DType:
+    """Return the dtype of a pickled `torch.<name>`."""
+    match value:
+        case Global("torch", name) if name in BY_NAME:
+            return BY_NAME[name]
+    raise TensorFormError(f"of an unknown dtype, {named(value)}")
+
+
+def _check_inside(view: StorageView) -> None:
+    if len(view.sizes) != len(view.strides) or min((view.offset, *view.strides)) < 0:
+        raise TensorFormError(f"sizes {view.sizes} and strides {view.strides} do not fit")
+    if view.offset >= _MAX_NUMBER or view.storage_elements >= _MAX_NUMBER:
+        raise TensorFormError("a view of a storage that is larger than any file")
+    if 0 in view.sizes:
+        return
+    last = sum((n - 1) * step for n, step in zip(view.sizes, view.strides, strict=True))
+    if view.offset + last >= view.storage_elements:
+        raise TensorFormError(
+            f"its elements {view.offset} to {view.offset + last} are outside its storage of "
+            f"{view.storage_elements}"
+        )

@@ -1,32 +1,44 @@
 """From the inert records of a pickle to plain values: what `Plain` lists, and nothing else.
 
 numpy's numbers become Python's, its arrays tensors, defaultdicts dicts. What has no plain form (an
-object, a function, a DTensor) is left out and named: of a dict with its key, of a list or tuple
-with None in its place. Values may be shared and even form cycles, so depth, number and bytes of
-what comes out are bounded.
+object, a function, a DTensor, numpy's arrays of objects or texts) is left out and named: of a dict
+with its key, of a list or tuple with None in its place. Values may be shared and even form cycles,
+so depth, number and bytes of what comes out are bounded.
+
+Sources: numpy's `ndarray.__reduce__`, the pickles of numpy 1.26 (`numpy.core`) and 2.x
+(`numpy._core`).
 """
 
 import os
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from zlib import crc32
 
+import numpy as np
+
 from unshard.containers.pickles.records import Record, Value
-from unshard.containers.pickles.writer import MAX_INT_BYTES, Plain, SavedTensor
-from unshard.containers.strided import raw_dtype, read_exactly, read_strided
+from unshard.containers.strided import Elements, raw_dtype, read_exactly, read_strided
 from unshard.containers.torch_files.reader import TorchFile
+from unshard.containers.torch_files.writer import MAX_INT_BYTES, Plain, SavedTensor
 from unshard.errors import CorruptError
-from unshard.read.torch_save.values import TensorFormError, named
-from unshard.read.torch_save.views import StorageView, is_tensor, read_view
-from unshard.read.training_state.numpy_values import bytes_of, is_numpy, read_array, read_scalar
+from unshard.read.torch_save.values import (
+    StorageView,
+    TensorFormError,
+    is_tensor,
+    named,
+    read_view,
+    sizes_of,
+)
 from unshard.tensors.boxes import is_row_major
 from unshard.tensors.catalog import ByteRange
 from unshard.tensors.dtypes import BY_NAME
 
-__all__ = ["PlainValues", "plain_values"]
+__all__ = ["PlainValues", "bytes_of", "plain_values", "read_array", "read_scalar"]
 
-_MAX_DEPTH = 80  # what is written around them must fit `pickle_writer.MAX_DEPTH`
+_MAX_DEPTH = 80  # what is written around them must fit `writer.MAX_DEPTH`
 _MAX_VALUES = 2_000_000  # a rank's random state has some 1,300
 _SMALL = 1 << 16  # bytes of a tensor that is read at once, so that two can be compared
 _MAX_STRIDED = 1 << 24
@@ -34,6 +46,10 @@ _MAX_TOLD, _MAX_PLACE = 1000, 200
 _ORDERED, _COUNTER = "collections.OrderedDict", "collections.Counter"
 _DEFAULT = "collections.defaultdict"
 _SETS = ("__builtin__.set", "builtins.set")
+_ARRAYS = ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
+_SCALARS = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")
+_BYTES = ("__builtin__.bytes", "builtins.bytes")
+_CODE = re.compile(r"b1|[iu][1248]|f[248]|c(8|16)")  # longer floats differ between machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +98,9 @@ class _Decoder:
             raise CorruptError(f"{self._file.path}: has more than {_MAX_VALUES} values")
         if depth > _MAX_DEPTH:
             raise TensorFormError(f"nested deeper than {_MAX_DEPTH}")
-        if isinstance(value, Record):
-            return self._record(value, at, depth)
-        return self._container(value, at, depth)
-
-    def _container(self, value: Value, at: str, depth: int) -> Plain:
         match value:
+            case Record():
+                return self._record(value, at, depth)
             case list():
                 return self._items(value, at, depth)
             case tuple():
@@ -101,20 +114,23 @@ class _Decoder:
     def _record(self, value: Record, at: str, depth: int) -> Plain:
         if is_tensor(value):
             return self._tensor(read_view(value))
-        if is_numpy(value):
-            number = read_scalar(value)
-            return self._array(value) if number is None else number
+        if value.is_call_of(*_SCALARS):
+            return read_scalar(value)
+        if value.is_call_of(*_ARRAYS):
+            array = read_array(value)
+            self._charge(array.nbytes)
+            return SavedTensor(BY_NAME[array.dtype.name], array.shape, array.tobytes())
         if value.is_call_of(_ORDERED, _COUNTER, _DEFAULT):
             return self._dict_record(value, at, depth)
+        found: Plain = bytes_of(value)
         match value.args:
             case (list() as elements,) if value.is_call_of(*_SETS):
-                return self._set(elements, at)
+                found = self._set(elements, at)
             case (tuple() as sizes,) if value.is_call_of("torch.Size"):
-                return tuple(self._items(sizes, at, depth))
-        data = bytes_of(value)
-        if data is None:
+                found = tuple(self._items(sizes, at, depth))
+        if found is None:
             raise TensorFormError(named(value))
-        return data
+        return found
 
     def _dict_record(self, value: Record, at: str, depth: int) -> Plain:
         """Return an OrderedDict or Counter as such, a defaultdict as a dict."""
@@ -166,15 +182,8 @@ class _Decoder:
                 self._tell(f"{at}{{…}}", str(error))
         return found
 
-    def _array(self, value: Record) -> SavedTensor:
-        array = read_array(value)
-        self._charge(array.nbytes)
-        return SavedTensor(BY_NAME[array.dtype.name], array.shape, array.tobytes())
-
     def _tensor(self, view: StorageView) -> SavedTensor:
-        size = view.dtype.itemsize
-        for count in view.sizes:
-            size *= count
+        size = view.dtype.itemsize * prod(view.sizes)
         if size == 0:
             return SavedTensor(view.dtype, view.sizes, b"")
         stored = self._file.storages.get(view.key)
@@ -183,7 +192,12 @@ class _Decoder:
         self._charge(size)
         start = stored.offset + view.offset * view.dtype.itemsize
         if not is_row_major(view.sizes, view.strides):
-            return self._gathered(view, start, size)
+            if size > _MAX_STRIDED:
+                raise TensorFormError(f"a tensor of {size} bytes that is not stored row by row")
+            raw = raw_dtype(view.dtype)
+            strides = tuple(step * raw.itemsize for step in view.strides)
+            elements = read_strided(self._fd, start, strides, view.sizes, raw)
+            return SavedTensor(view.dtype, view.sizes, elements.tobytes())
         if size > _SMALL:
             return SavedTensor(view.dtype, view.sizes, ByteRange(self._file.path, start, size))
         data = bytearray(size)
@@ -191,15 +205,6 @@ class _Decoder:
         if size == stored.size and stored.crc not in (0, crc32(data)):
             raise TensorFormError("a tensor that does not fit its checksum (CRC-32)")
         return SavedTensor(view.dtype, view.sizes, bytes(data))
-
-    def _gathered(self, view: StorageView, start: int, size: int) -> SavedTensor:
-        """Read elements that are not contiguous."""
-        if size > _MAX_STRIDED:
-            raise TensorFormError(f"a tensor of {size} bytes that is not stored row by row")
-        raw = raw_dtype(view.dtype)
-        strides = tuple(step * raw.itemsize for step in view.strides)
-        elements = read_strided(self._fd, start, strides, view.sizes, raw)
-        return SavedTensor(view.dtype, view.sizes, elements.tobytes())
 
     def _tell(self, at: str, what: str) -> None:
         """Note what was left out, but not without end."""
@@ -227,6 +232,69 @@ def _scalar(value: Value) -> Plain:
 def _key(value: Value) -> Plain:
     """Return a dict key or an element of a set."""
     if isinstance(value, tuple):
-        return tuple(_key(part) for part in value)  # never nested: see `safe_key`
+        return tuple(_key(part) for part in value)  # never nested: see `Machine.safe_elements`
     data = bytes_of(value)
     return _scalar(value) if data is None else data
+
+
+def bytes_of(value: Value) -> bytes | None:
+    """Return pickled bytes, which protocol 2 spells as encoded text; None for anything else."""
+    match value:
+        case bytes():
+            return value
+        case Record(args=()) if value.is_call_of(*_BYTES):
+            return b""
+        case Record(args=(str(text), "latin1" | "latin-1")) if value.is_call_of("_codecs.encode"):
+            try:
+                return text.encode("latin1")
+            except UnicodeEncodeError:
+                return None
+    return None
+
+
+def read_scalar(value: Record) -> bool | int | float:
+    """Return the number that a pickled numpy scalar is.
+
+    Raises:
+        TensorFormError: it is none of Python's numbers, or contradicts itself.
+    """
+    match value.args:
+        case (kind, data):
+            number = _elements(kind, data, 1)[0].item()
+            if isinstance(number, bool | int | float):
+                return number
+    raise TensorFormError("a numpy scalar of unknown form")
+
+
+def read_array(value: Record) -> Elements:
+    """Return a pickled array, row-major and little-endian.
+
+    Raises:
+        TensorFormError: its elements are not numbers, or it contradicts itself.
+    """
+    match value.state:
+        case (int(), sizes, kind, bool(is_fortran), data):
+            wanted = sizes_of(sizes)
+        case _:
+            raise TensorFormError("a numpy array of unknown form")
+    flat = _elements(kind, data, prod(wanted))
+    return np.ascontiguousarray(flat.reshape(wanted, order="F" if is_fortran else "C")).reshape(
+        wanted
+    )
+
+
+def _elements(kind: Value, data: Value, count: int) -> Elements:
+    """Return `count` elements, little-endian."""
+    match kind:
+        case Record(args=(str(code), *_), state=(int(), "<" | ">" | "|" | "=" as order, *_)) if (
+            kind.is_call_of("numpy.dtype") and _CODE.fullmatch(code)
+        ):
+            dtype = np.dtype(order + code)
+        case Record(args=(str(code), *_)) if kind.is_call_of("numpy.dtype"):
+            raise TensorFormError(f"a numpy array or scalar of dtype {named(code)}")
+        case _:
+            raise TensorFormError("a numpy array or scalar without a dtype")
+    raw = bytes_of(data)
+    if raw is None or len(raw) != count * dtype.itemsize:
+        raise TensorFormError(f"a numpy array or scalar without its {count} elements")
+    return np.frombuffer(raw, dtype).astype(dtype.newbyteorder("<"))

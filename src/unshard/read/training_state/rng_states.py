@@ -13,14 +13,14 @@ Pure: knows values, not files. A rank's state takes about 60 KB of memory.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
-from unshard.containers.pickles.writer import Plain, SavedTensor, write_pickle
-from unshard.read.training_state.files import StateWriter
+from unshard.containers.torch_files.writer import Plain, SavedTensor, write_pickle
 from unshard.tensors.dtypes import numpy_dtype
 
-__all__ = ["RankState", "rank_state", "unite"]
+__all__ = ["RankState", "StateWriter", "rank_state", "unite"]
 
 _Fields = dict[str, Plain]
 
@@ -36,6 +36,14 @@ _RENAMED = {
     "xm_seed": "xla",
 }
 _DEVICE_SEED = re.compile(r"torch_(\w+)_manual_seed")
+
+
+class StateWriter(Enum):
+    """Who wrote the files, and so what is in them."""
+
+    EXTRA_STATE = "extra_state files"
+    ACCELERATE = "accelerate's files"
+    TRAINER = "HF Trainer's files"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,19 @@
 """Reader for weights that are whole already: a Hugging Face directory, or one file of weights.
 
 Safetensors and files of torch.save, one or several. What an index says is compared with what the
-files hold: every name in the file that it states, none twice.
+files have: every name in the file that it states, none twice.
+
+In a torch.save file the state dict is often under a key. Known keys are those of training
+frameworks; an unknown one is taken if it is the only one that has tensors. Nothing is guessed
+between several.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard.containers.json_file import json_object, shown
+from unshard.containers.pickles.records import Global, Record, Value
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CheckpointError, CorruptError, NotMergeableError, UnshardError, raise_all
 from unshard.read.drafts import TensorDraft
@@ -19,10 +24,9 @@ from unshard.read.hub_files import (
     saved_offsets,
     size_problem,
 )
-from unshard.read.torch_save.gathering import Gathering
-from unshard.read.torch_save.nested import find_state_dict
 from unshard.read.torch_save.state_dict import tensors_of
-from unshard.read.torch_save.values import is_lightning
+from unshard.read.torch_save.table import Gathering
+from unshard.read.torch_save.values import is_lightning, is_tensor, items_of
 from unshard.read.whole_files.names import WholeSet, choose_files, is_part_of_set, is_whole_file
 from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
@@ -30,6 +34,7 @@ from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 __all__ = ["WHOLE_FILES"]
 
 _RECORD = "unshard.json"  # written by write.record, next to what a merge made
+_PATHS = (("model",), ("state_dict",), ("module",), ("state", "model"))
 
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
@@ -73,8 +78,8 @@ class _Union:
     def add_safetensors(self, number: int, path: Path) -> None:
         """Add the tensors of the file that is `number` among the paths."""
         file = read_header(path)
-        pieces = saved_offsets(file)
-        if pieces and any(offsets != [0] * len(offsets) for offsets in _lists(pieces)):
+        starts = (saved_offsets(file) or {}).values()
+        if any(at != 0 for offsets in starts if isinstance(offsets, list) for at in offsets):
             raise NotMergeableError(
                 f"{path}: one rank's shard of a checkpoint, not a whole model",
                 found="pieces that start at offsets, in DCP_SHARDING_INFO",
@@ -92,18 +97,16 @@ class _Union:
     def add_torch(self, number: int, path: Path) -> None:
         """Add the tensors of the state dict in the file that is `number` among the paths."""
         file = read_torch_file(path)
-        state = find_state_dict(path, file.value)
+        state = _find_state_dict(path, file.value)
+        table = tensors_of(file, state.items, rank=0, file_number=number, allowed=self._allowed)
         gathered = Gathering()
-        gathered.add(
-            tensors_of(file, state.items, rank=0, file_number=number, allowed=self._allowed)
-        )
+        gathered.add(table)
         self.problems += gathered.problems
         names = {name: name for name in gathered.drafts}
         if state.under == "state.model" or is_lightning(file.value):
             names = without_wrapper_module(names)
         for name, draft in gathered.drafts.items():
-            entry = draft.entry(self._paths)
-            self._add(path, replace(entry, fqn=names[name]))
+            self._add(path, replace(draft.entry(self._paths), fqn=names[name]))
         left = {name: Skipped(name, reason) for name, reason in state.skipped.items()}
         self.skipped |= gathered.skipped | left
         if state.under:
@@ -124,8 +127,83 @@ class _Union:
         self.tensors.setdefault(entry.fqn, entry)
 
 
-def _lists(pieces: Mapping[str, object]) -> list[list[object]]:
-    return [offsets for offsets in pieces.values() if isinstance(offsets, list)]
+@dataclass(frozen=True, slots=True)
+class _StateDict:
+    """The state dict of a file: tensors (and other values) by name.
+
+    Attributes:
+        items: the values by name.
+        under: the keys it is under, joined by dots; empty where it is all of the file.
+        skipped: why each other value of the file was left out, by name.
+    """
+
+    items: Mapping[str, Value]
+    under: str
+    skipped: Mapping[str, str]
+
+
+def _find_state_dict(path: Path, value: Value) -> _StateDict:
+    """Return the state dict that a file's value is or contains.
+
+    Raises:
+        NotMergeableError: there are no tensors by name, or several sets of them.
+    """
+    top = items_of(value)
+    if top is None:
+        callee = value.callee if isinstance(value, Record) else None
+        kind = str(callee) if isinstance(callee, Global) else type(value).__name__
+        raise NotMergeableError(
+            f"{path}: not a state dict",
+            expected="a dict of tensors by name",
+            found=kind[:200],
+            hint="if it is a pickled model: load it in its own code, and save its state_dict()",
+        )
+    for names in _PATHS:
+        if _has_tensors(_under(top, names)):
+            return _nested(top, names)
+    if _has_tensors(top):
+        return _StateDict(top, "", {})
+    found = [name for name in top if _has_tensors(_under(top, (name,)))]
+    if len(found) == 1:
+        return _nested(top, (found[0],))
+    known = ", ".join(".".join(names) for names in _PATHS)
+    if found:
+        raise NotMergeableError(
+            f"{path}: several of its values have tensors, and none has a known name",
+            expected=known,
+            found=", ".join(sorted(found)[:12]),
+            hint="save the state dict that you want in a separate file",
+        )
+    raise NotMergeableError(
+        f"{path}: has no tensors by name",
+        expected=f"a state dict, or one under {known}",
+        found=", ".join(list(top)[:12]) or "an empty dict",
+    )
+
+
+def _under(top: Mapping[str, Value], names: tuple[str, ...]) -> Mapping[str, Value]:
+    for name in names:
+        top = items_of(top.get(name)) or {}
+    return top
+
+
+def _has_tensors(items: Mapping[str, Value]) -> bool:
+    return any(is_tensor(value) for value in items.values())
+
+
+def _nested(top: Mapping[str, Value], names: tuple[str, ...]) -> _StateDict:
+    """Return a state dict that is deeper, and why each value next to it was left out."""
+    under = ".".join(names)
+    skipped: dict[str, str] = {}
+    level, prefix = top, ""
+    for name in names:
+        for other, value in level.items():
+            has_tensors = is_tensor(value) or _has_tensors(items_of(value) or {})
+            what = "tensors next to the model's" if has_tensors else "not the model's weights"
+            if other != name:
+                skipped[prefix + other] = f"{what}, which were taken from {under}"
+        level, prefix = items_of(level[name]) or {}, f"{prefix}{name}."
+    return _StateDict(level, under, skipped)
 
 
 def _index_problems(chosen: WholeSet, holders: Mapping[str, Path]) -> list[CorruptError]:
