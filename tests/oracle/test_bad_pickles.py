@@ -214,6 +214,10 @@ DTENSORS: dict[str, Callable[[DTensor, DeviceMesh], object]] = {
     "coordinates huge": lambda _, m: lie_about(m, _coordinate_on_dim=(HUGE,)),
     "coordinates endless": lambda _, m: lie_about(m, _coordinate_on_dim=(ENDLESS,)),
     "coordinates negative": lambda _, m: lie_about(m, _coordinate_on_dim=(-1,)),
+    "coordinates outside a mesh of unsorted ranks": lambda x, _: lie_about(
+        x._spec,
+        mesh=lie_about(Stub(), mesh=torch.tensor([0, 2, 1]), _coordinate_on_dim=(7,)),
+    ),
     "coordinates of another rank": lambda _, m: lie_about(m, _coordinate_on_dim=(0,)),
     "rank of another file": lambda _, m: lie_about(m, _rank=0),
     "names without end": lambda _, m: lie_about(m, _mesh_dim_names=(bomb(28),)),

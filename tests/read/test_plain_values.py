@@ -16,8 +16,9 @@ from ranks import bits
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import Plain, SavedTensor, write_torch_file
 from unshard.errors import CorruptError
+from unshard.noted import Noted
 from unshard.read.training_state import plain_values as module
-from unshard.read.training_state.plain_values import PlainValues, plain_values
+from unshard.read.training_state.plain_values import plain_values
 from unshard.tensors.catalog import ByteRange
 
 
@@ -25,7 +26,7 @@ class Thing:
     """What no reader knows."""
 
 
-def read(tmp_path: Path, value: object, **how: bool) -> PlainValues:
+def read(tmp_path: Path, value: object, **how: bool) -> Noted[Plain]:
     torch.save(value, tmp_path / "x.pt", **how)
     return plain_values(read_torch_file(tmp_path / "x.pt"))
 
@@ -33,7 +34,7 @@ def read(tmp_path: Path, value: object, **how: bool) -> PlainValues:
 def again(tmp_path: Path, value: object) -> object:
     """Save with torch, read, write, load with torch."""
     found = read(tmp_path, value)
-    assert found.left_out == ()
+    assert found.notes == ()
     write_torch_file(tmp_path / "y.pt", found.value)
     return torch.load(tmp_path / "y.pt", weights_only=True)
 
@@ -90,7 +91,7 @@ def test_what_was_written_is_read_back(
     write_torch_file(path, value)
     found = plain_values(read_torch_file(path))
     assert same(found.value, value)
-    assert found.left_out == ()
+    assert found.notes == ()
 
 
 def test_numbers_of_numpy_become_pythons_and_arrays_tensors(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_what_has_no_plain_form_is_left_out_by_name(tmp_path: Path) -> None:
         2: {},
     }
     thing = "an instance of test_plain_values.Thing"
-    told = dict(one.split(": ", maxsplit=1) for one in found.left_out)
+    told = dict(one.split(": ", maxsplit=1) for one in found.notes)
     assert told.keys() == {
         "thing", "type", "list[1]", "tuple[0]", "inner.objects", "sparse", "long", "[2].x",
     }  # fmt: skip
@@ -179,12 +180,12 @@ def test_what_has_no_plain_form_is_left_out_by_name(tmp_path: Path) -> None:
 def test_keys_that_cannot_be_written_are_left_out(tmp_path: Path) -> None:
     found = read(tmp_path, {"a": {torch.float32: 1, "b": 2}, "c": {torch.int8, "d"}})
     assert found.value == {"a": {"b": 2}, "c": {"d"}}
-    assert len(found.left_out) == 2
+    assert len(found.notes) == 2
 
 
 def test_keys_of_odd_characters_are_shown_as_such(tmp_path: Path) -> None:
     found = read(tmp_path, {"\x1b[31m": Thing(), "\ud800": Thing(), "ü": Thing()})
-    places = [one.split(": ")[0] for one in found.left_out]
+    places = [one.split(": ")[0] for one in found.notes]
     assert places == ["['\\x1b[31m']", "['\\ud800']", "ü"]
 
 
@@ -193,7 +194,7 @@ def test_attributes_of_a_dict_are_named(tmp_path: Path) -> None:
     made.note = "lost"  # type: ignore[attr-defined]  # as `state_dict()` does with _metadata
     found = read(tmp_path, {"state": made})
     assert same(found.value, {"state": OrderedDict(a=1)})
-    assert found.left_out == ("state: the attributes of an instance of collections.OrderedDict",)
+    assert found.notes == ("state: the attributes of an instance of collections.OrderedDict",)
 
 
 def test_what_contains_itself_ends(tmp_path: Path) -> None:
@@ -202,7 +203,7 @@ def test_what_contains_itself_ends(tmp_path: Path) -> None:
     found = read(tmp_path, made)
     assert isinstance(found.value, dict)
     assert found.value["a"] == 1
-    assert "nested deeper than 80" in found.left_out[0]
+    assert "nested deeper than 80" in found.notes[0]
 
 
 def test_what_grows_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +228,7 @@ def test_a_tensor_with_a_flipped_bit_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(data)
     found = plain_values(read_torch_file(tmp_path / "x.pt"))
     assert found.value == {"b": 1}
-    assert found.left_out == ("a: a tensor that does not fit its checksum (CRC-32)",)
+    assert found.notes == ("a: a tensor that does not fit its checksum (CRC-32)",)
 
 
 def test_a_file_that_holds_one_thing_is_refused(tmp_path: Path) -> None:

@@ -27,14 +27,7 @@ _COMPARED = 1 << 20
 def chunk_part(
     table: ChunkTable, row: int, box: Box, dtype: np.dtype[np.generic], files: OpenFiles
 ) -> Elements:
-    """Read a box of a chunk.
-
-    Args:
-        table: the chunks of a tensor.
-        row: which of them.
-        box: what to read; offsets in elements from the start of the chunk.
-        dtype: what to read the elements as; it must have the size of the stored ones.
-        files: where descriptors come from.
+    """Read a box of a chunk, relative to its start, as elements of the size of the stored ones.
 
     Raises:
         CorruptError: the file is gone or ends early.
@@ -76,14 +69,7 @@ def first_difference(
 def fill_box(
     out: Elements, box: Box, table: ChunkTable, dtype: np.dtype[np.generic], files: OpenFiles
 ) -> None:
-    """Read a box of a tensor from every chunk that meets it.
-
-    Args:
-        out: where to put it, of the box's sizes; values are cast if its dtype is another.
-        box: what to read, in elements of the whole tensor.
-        table: the tensor's chunks.
-        dtype: what to read stored elements as.
-        files: where descriptors come from.
+    """Read a box of a tensor from every chunk that meets it; values are cast to the dtype of `out`.
 
     Raises:
         CorruptError: a file is gone or ends early.

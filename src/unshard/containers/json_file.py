@@ -60,11 +60,9 @@ def json_object(path: Path) -> dict[str, object]:
 
 
 def parsed_object(text: bytes, what: str) -> dict[str, object]:
-    """Return the fields of a JSON object. NaN and Infinity, which Python writes, are taken.
+    """Return the fields of a JSON object, which errors call `what`.
 
-    Args:
-        text: UTF-8, with or without a byte order mark.
-        what: what to call it in an error.
+    It is UTF-8, with or without a byte order mark. NaN and Infinity are read: Python writes them.
 
     Raises:
         CorruptError: it is not UTF-8, not JSON, not an object, nested deeper than `MAX_DEPTH`, or

@@ -11,11 +11,9 @@ __all__ = ["OpenFiles"]
 
 
 class OpenFiles:
-    """Descriptors by path, opened when first asked for; at most `limit` at a time. For one thread.
+    """Descriptors by path, opened with `flags` when first asked for. For one thread.
 
-    Args:
-        flags: as for `os.open`.
-        limit: how many may be open at once, at least 1.
+    At most `limit` are open at a time, at least 1.
     """
 
     def __init__(self, flags: int, *, limit: int) -> None:

@@ -27,18 +27,12 @@ class _Engine(Protocol):
 
 
 def decompress(source: str, fd: int, window: tuple[int, int], out: IO[bytes], limit: int) -> int:
-    """Write what a compressed window of a file holds; return its size in bytes.
+    """Write what a compressed window (offset, length) of a file contains; return its size, bytes.
 
-    Args:
-        source: what to call it in an error: the file, and whose bytes they are.
-        fd: its descriptor.
-        window: offset and length of the compressed bytes.
-        out: where to write.
-        limit: the most bytes that may come out.
+    `source` is the name of the file in errors. Never more than `limit` bytes are written.
 
     Raises:
-        CorruptError: the window is not one zstd frame, or that ends early or holds more than
-            `limit`. Never more than `limit` bytes are written.
+        CorruptError: the window is not one zstd frame, or it ends early or exceeds `limit`.
         UsageError: no zstd library is installed.
     """
     engine, errors = _library()

@@ -59,12 +59,7 @@ def is_start_of_legacy(head: bytes) -> bool:
 def read_torch_legacy(
     path: Path, *, offset: int = 0, length: int | None = None
 ) -> tuple[Value, Mapping[str, StorageRecord]]:
-    """Return the object that a legacy file holds, and where its storages are, by key.
-
-    Args:
-        path: the file.
-        offset: where the format starts in the file, bytes.
-        length: its size, bytes; None for all that follows.
+    """Return the object in a legacy file, or in a window of it, and its storages by key.
 
     Raises:
         IncompleteError: the file is truncated.

@@ -38,12 +38,7 @@ class TorchFile:
 
 
 def read_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -> TorchFile:
-    """Open a torch.save file, or a window inside one.
-
-    Args:
-        path: the file.
-        offset: where the window starts in the file, bytes.
-        length: its size, bytes; None for all that follows.
+    """Open a torch.save file, or a window inside one; a `length` of None is all that follows.
 
     Raises:
         IncompleteError: the file is empty or truncated.

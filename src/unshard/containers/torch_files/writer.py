@@ -91,10 +91,6 @@ class SavedTensor:
 def write_torch_file(path: Path, value: Plain) -> None:
     """Write a value as `torch.save` would; elements of tensors are copied block by block.
 
-    Args:
-        path: the file to make.
-        value: see `Plain`; of a tensor that occurs twice, two copies are written.
-
     Raises:
         TypeError, ValueError: it cannot be written (see `write_pickle`).
         CorruptError: the file that holds a tensor's elements ends too early.

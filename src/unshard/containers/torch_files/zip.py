@@ -81,12 +81,8 @@ def read_torch_zip(
 ) -> TorchZip:
     """Read the directory and the pickle of a torch.save file, or of a window inside one.
 
-    Args:
-        path: the file.
-        offset: where the zip starts in the file, bytes.
-        length: its size, bytes; None for all that follows.
-        pread: reads the file as `os.pread` does, where that is not opened here; `length` must be
-            given then.
+    A `length` of None is all that follows `offset`. With a `pread`, which works as `os.pread`, the
+    file is not opened here, and `length` must be given.
 
     Raises:
         IncompleteError: the file is empty or truncated.

@@ -21,112 +21,98 @@ from unshard.read.torch_save.values import (
 )
 from unshard.tensors.placements import DeviceMesh
 
-__all__ = ["MeshReader"]
+__all__ = ["read_mesh"]
 
 _MAX_AXES = 64
+_ReadInts = Callable[[Value], tuple[int, ...]]
 
 
-class MeshReader:
-    """Reads the device meshes of one rank file; each mesh object once.
+def read_mesh(fields: dict[str, Value], rank: int, read_ints: _ReadInts) -> tuple[DeviceMesh, int]:
+    """Return a mesh as a rank sees it, and the highest of its ranks plus one.
 
     Args:
+        fields: the attributes of the mesh.
         rank: the rank that the file's name states.
         read_ints: reads the integers of a pickled tensor.
 
-    Attributes:
-        world_size: the highest rank of any mesh read so far, plus one.
+    Raises:
+        TensorFormError: it is of unknown form, or its facts contradict one another.
     """
+    stated = fields.get("_rank")
+    if isinstance(stated, int) and stated != rank:
+        raise TensorFormError(
+            f"its mesh says rank {stated}, the file's name rank {rank}: was it renamed?"
+        )
+    coordinates = member(fields, "_coordinate_on_dim")
+    if coordinates is None:
+        raise TensorFormError(f"rank {rank} is not part of its mesh")
+    at = ints(coordinates)
+    shape, ranks = _grid(fields, rank, read_ints, at)
+    inside = len(at) == len(shape) and all(0 <= c < n for c, n in zip(at, shape, strict=True))
+    if not inside:
+        raise TensorFormError(f"coordinates {at} do not fit a mesh of shape {shape}")
+    mesh = DeviceMesh(shape, _names(fields), _piece_numbers(fields, shape, ranks, at))
+    return mesh, max(ranks, default=0) + 1
 
-    def __init__(self, rank: int, read_ints: Callable[[Value], tuple[int, ...]]) -> None:
-        self.world_size = 1
-        self._rank = rank
-        self._read_ints = read_ints
-        self._known: dict[int, DeviceMesh] = {}
 
-    def read(self, value: Value) -> DeviceMesh:
-        """Return the mesh as this rank sees it.
+def _grid(
+    fields: dict[str, Value], rank: int, read_ints: _ReadInts, at: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the sizes, and the ranks in row-major order (of a slice: this rank's own)."""
+    layout = fields.get("_layout")
+    if layout is None:
+        return _grid_of_tensor(fields, read_ints)
+    flat = fields.get("_flatten_rank_map")
+    ranks = read_ints(member(fields, "_rank_map")) if flat is None else ints(flat)
+    shape, steps = _layout(state_of(layout), len(ranks))
+    inside = len(at) == len(shape) and all(0 <= c < n for c, n in zip(at, shape, strict=True))
+    if not inside or rank not in ranks:
+        raise TensorFormError(f"a mesh of shape {shape} that does not contain rank {rank}")
+    own = sum(offsets[c] for offsets, c in zip(steps, at, strict=True))
+    base = ranks.index(rank) - own
+    places = [base + sum(offsets) for offsets in product(*steps)]
+    if min(places) < 0 or max(places) >= len(ranks):
+        raise TensorFormError(f"a slice of shape {shape} that does not fit its mesh of {ranks}")
+    return shape, tuple(ranks[place] for place in places)
 
-        Raises:
-            TensorFormError: it is of unknown form, or its facts contradict one another.
-        """
-        known = self._known.get(id(value))
-        if known is None:
-            known = self._known[id(value)] = self._read(state_of(value))
-        return known
 
-    def _read(self, fields: dict[str, Value]) -> DeviceMesh:
-        stated = fields.get("_rank")
-        if isinstance(stated, int) and stated != self._rank:
-            raise TensorFormError(
-                f"its mesh says rank {stated}, the file's name rank {self._rank}: was it renamed?"
-            )
-        coordinates = member(fields, "_coordinate_on_dim")
-        if coordinates is None:
-            raise TensorFormError(f"rank {self._rank} is not part of its mesh")
-        at = ints(coordinates)
-        shape, ranks = self._grid(fields, at)
-        self.world_size = max(self.world_size, max(ranks, default=0) + 1)
-        if len(at) != len(shape):
-            raise TensorFormError(f"coordinates {at} do not fit a mesh of shape {shape}")
-        return DeviceMesh(shape, _names(fields), self._piece_numbers(fields, shape, ranks, at))
+def _grid_of_tensor(
+    fields: dict[str, Value], read_ints: _ReadInts
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    mesh = member(fields, "mesh", "_mesh")
+    match mesh:
+        case Record(args=(_, _, sizes, *_)):
+            shape = sizes_of(sizes)
+        case _:
+            raise TensorFormError("a device mesh of unknown form")
+    flat = fields.get("_flatten_mesh_list")
+    ranks = read_ints(mesh) if flat is None else ints(flat)
+    if len(ranks) != prod(shape):
+        raise TensorFormError(f"a mesh of shape {shape} with {len(ranks)} ranks")
+    return shape, ranks
 
-    def _grid(
-        self, fields: dict[str, Value], at: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes, and the ranks in row-major order (of a slice: this rank's own)."""
-        layout = fields.get("_layout")
-        if layout is None:
-            return self._grid_of_tensor(fields)
-        flat = fields.get("_flatten_rank_map")
-        ranks = self._read_ints(member(fields, "_rank_map")) if flat is None else ints(flat)
-        shape, steps = _layout(state_of(layout), len(ranks))
-        inside = len(at) == len(shape) and all(0 <= c < n for c, n in zip(at, shape, strict=True))
-        if not inside or self._rank not in ranks:
-            raise TensorFormError(
-                f"a mesh of shape {shape} that does not contain rank {self._rank}"
-            )
-        own = sum(offsets[c] for offsets, c in zip(steps, at, strict=True))
-        base = ranks.index(self._rank) - own
-        places = [base + sum(offsets) for offsets in product(*steps)]
-        if min(places) < 0 or max(places) >= len(ranks):
-            raise TensorFormError(f"a slice of shape {shape} that does not fit its mesh of {ranks}")
-        return shape, tuple(ranks[place] for place in places)
 
-    def _grid_of_tensor(self, fields: dict[str, Value]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        mesh = member(fields, "mesh", "_mesh")
-        match mesh:
-            case Record(args=(_, _, sizes, *_)):
-                shape = sizes_of(sizes)
-            case _:
-                raise TensorFormError("a device mesh of unknown form")
-        flat = fields.get("_flatten_mesh_list")
-        ranks = self._read_ints(mesh) if flat is None else ints(flat)
-        if len(ranks) != prod(shape):
-            raise TensorFormError(f"a mesh of shape {shape} with {len(ranks)} ranks")
-        return shape, ranks
-
-    def _piece_numbers(
-        self,
-        fields: dict[str, Value],
-        shape: tuple[int, ...],
-        ranks: tuple[int, ...],
-        at: tuple[int, ...],
-    ) -> tuple[int, ...]:
-        """Return which piece this rank holds per mesh dimension: its place in the sorted group."""
-        if list(ranks) == sorted(ranks):
-            return at
-        if fields.get("_preserve_rank_order"):
-            raise TensorFormError(
-                f"a device mesh with preserved, non-ascending rank order {list(ranks)}: "
-                "how torch cuts there is not known"
-            )
-        steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        start = sum(c * step for c, step in zip(at, steps, strict=True))
-        numbers = []
-        for size, step, c in zip(shape, steps, at, strict=True):
-            group = [ranks[start + (i - c) * step] for i in range(size)]
-            numbers.append(sorted(group).index(group[c]))
-        return tuple(numbers)
+def _piece_numbers(
+    fields: dict[str, Value],
+    shape: tuple[int, ...],
+    ranks: tuple[int, ...],
+    at: tuple[int, ...],
+) -> tuple[int, ...]:
+    """Return which piece this rank holds per mesh dimension: its place in the sorted group."""
+    if list(ranks) == sorted(ranks):
+        return at
+    if fields.get("_preserve_rank_order"):
+        raise TensorFormError(
+            f"a device mesh with preserved, non-ascending rank order {list(ranks)}: "
+            "how torch cuts there is not known"
+        )
+    steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    start = sum(c * step for c, step in zip(at, steps, strict=True))
+    numbers = []
+    for size, step, c in zip(shape, steps, at, strict=True):
+        group = [ranks[start + (i - c) * step] for i in range(size)]
+        numbers.append(sorted(group).index(group[c]))
+    return tuple(numbers)
 
 
 def _layout(fields: dict[str, Value], ranks: int) -> tuple[tuple[int, ...], list[list[int]]]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from operator import mul
 from pathlib import Path
@@ -23,13 +24,7 @@ __all__ = ["read_rank_file", "tensors_of"]
 
 
 def read_rank_file(path: Path, *, rank: int, file: int, allowed: frozenset[str]) -> RankTable:
-    """Return what a rank file holds.
-
-    Args:
-        path: the file.
-        rank: the rank that its name states.
-        file: its number among the files being read.
-        allowed: names of tensor subclasses that the user vouches for.
+    """Return what the file of a rank, number `file` among those being read, contains.
 
     Raises:
         CheckpointError: the file as a whole cannot be read. Problems of single tensors are in the
@@ -57,7 +52,7 @@ def tensors_of(
     """Return where the tensors among some pickled values are; the others are listed as skipped.
 
     Args:
-        archive: the file that holds the storages.
+        archive: the file that has the storages.
         items: its state dict, or a part of it.
         rank: the rank that wrote it.
         file_number: its number among the files being read.
@@ -67,101 +62,91 @@ def tensors_of(
         NotMergeableError: the values are FSDP1's flat parameters, which nothing can cut apart.
     """
     refuse_flat_parameters(archive.path, items)
-    return _Reader(archive, RankTable(rank, file_number), allowed).read(items)
-
-
-class _Reader:
-    def __init__(self, archive: TorchFile, table: RankTable, allowed: frozenset[str]) -> None:
-        self._archive = archive
-        self._table = table
-        self._decoder = TensorDecoder(table.rank, lambda view: _integers(archive, view), allowed)
-        self._forms: dict[TensorForm, int] = {}
-        self._chunks = 0
-
-    def read(self, items: Mapping[str, Value]) -> RankTable:
-        table = self._table
-        for name, value in items.items():
-            if not is_tensor(value):
-                table.skipped[name] = _describe(value)
-                continue
-            try:
-                self._add(name, self._decoder.decode(value))
-            except TensorFormError as error:
-                self._complain(NotMergeableError, name, f"cannot be read: {error}")
-            except PlacementError as error:
-                self._complain(NotMergeableError, name, str(error))
-        table.form_table = list(self._forms)
-        table.world_size = self._decoder.world_size
-        return table
-
-    def _complain(self, kind: type[UnshardError], name: str, what: str) -> None:
-        where = f"rank {self._table.rank} ({self._archive.path.name})"
-        self._table.problems.append(kind(f"tensor {name}: {where}: {what}"))
-
-    def _add(self, name: str, tensor: LocalTensor) -> None:
-        table, itemsize = self._table, tensor.dtype.itemsize
-        starts = [self._start(name, view) for view in tensor.parts]
-        if None in starts:
-            return
-        pieces = _pieces(tensor)
-        for part, offsets, sizes, skip in pieces:
-            start, strides = (starts[part] or 0) + skip * itemsize, tensor.parts[part].strides
+    table = RankTable(rank, file_number)
+    decoder = TensorDecoder(rank, partial(_integers, archive), allowed)
+    forms: dict[TensorForm, int] = {}
+    count = 0
+    for name, value in items.items():
+        if not is_tensor(value):
+            table.skipped[name] = _describe(value)
+            continue
+        try:
+            tensor = decoder.decode(value)
+            chunks = _chunks(archive, tensor)
+        except (TensorFormError, PlacementError, _ShortStorageError) as error:
+            where = f"tensor {name}: rank {rank} ({archive.path.name})"
+            table.problems.append(_problem(error, where))
+            continue
+        itemsize = tensor.form.dtype.itemsize
+        for number, (start, offsets, sizes, strides) in enumerate(chunks, count):
             if not is_row_major(sizes, strides):
-                table.odd_strides[self._chunks] = strides
-            table.rows.extend(
-                chunk_row(table.rank, table.file, start, itemsize, offsets, sizes, strides)
-            )
-            self._chunks += 1
-        form = TensorForm(tensor.dtype, tensor.shape, tensor.sharding, tensor.offsets is not None)
+                table.odd_strides[number] = strides
+            row = chunk_row(rank, file_number, start, itemsize, offsets, sizes, strides)
+            table.rows.extend(row)
+        count += len(chunks)
         table.names.append(name)
-        table.forms.append(self._forms.setdefault(form, len(self._forms)))
-        table.counts.append(len(pieces))
-
-    def _start(self, name: str, view: StorageView) -> int | None:
-        """Return the byte where a view starts; None, with a complaint, if its storage is short."""
-        storage = self._archive.storages.get(view.key)
-        size = 0 if storage is None else storage.size
-        needed = view.storage_elements * view.dtype.itemsize
-        if size < needed and 0 not in view.sizes:
-            what = f"its storage {view.key} has {size} bytes, its pickle says {needed}"
-            self._complain(CorruptError, name, what)
-            return None
-        return view.offset * view.dtype.itemsize + (0 if storage is None else storage.offset)
+        table.forms.append(forms.setdefault(tensor.form, len(forms)))
+        table.counts.append(len(chunks))
+    table.form_table = list(forms)
+    table.world_size = decoder.world_size
+    return table
 
 
-_PieceRow = tuple[int, tuple[int, ...], tuple[int, ...], int]
+class _ShortStorageError(ValueError):
+    """A storage has fewer bytes than its pickle says."""
 
 
-def _pieces(tensor: LocalTensor) -> list[_PieceRow]:
-    """Return the chunks of a local tensor: number of the part, offsets, sizes, start in the part.
+def _problem(error: ValueError, where: str) -> UnshardError:
+    if isinstance(error, _ShortStorageError):
+        return CorruptError(f"{where}: {error}")
+    how = "cannot be read: " if isinstance(error, TensorFormError) else ""
+    return NotMergeableError(f"{where}: {how}{error}")
+
+
+def _start(archive: TorchFile, view: StorageView) -> int:
+    """Return the byte where a view starts."""
+    storage = archive.storages.get(view.key)
+    size = 0 if storage is None else storage.size
+    needed = view.storage_elements * view.dtype.itemsize
+    if size < needed and 0 not in view.sizes:
+        what = f"its storage {view.key} has {size} bytes, its pickle says {needed}"
+        raise _ShortStorageError(what)
+    return view.offset * view.dtype.itemsize + (0 if storage is None else storage.offset)
+
+
+_Chunk = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _chunks(archive: TorchFile, tensor: LocalTensor) -> list[_Chunk]:
+    """Return the chunks of a local tensor: first byte, offsets, sizes, strides.
 
     Raises:
         PlacementError: the placement is unknown, or makes another local shape than the stored one.
     """
-    if tensor.offsets is not None:
+    form, starts = tensor.form, [_start(archive, view) for view in tensor.parts]
+    if form.boxed:
         return [
-            (part, offsets, view.sizes, 0)
-            for part, (offsets, view) in enumerate(zip(tensor.offsets, tensor.parts, strict=True))
+            (start, offsets, view.sizes, view.strides)
+            for start, offsets, view in zip(starts, tensor.offsets, tensor.parts, strict=True)
             if 0 not in view.sizes
         ]
-    (view,) = tensor.parts
-    if tensor.sharding is None:
-        return [(0, (0,) * len(view.sizes), view.sizes, 0)]
-    local, placed = place(tensor.shape, tensor.sharding)
+    ((start,), (view,)) = starts, tensor.parts
+    if form.sharding is None:
+        return [(start, (0,) * len(view.sizes), view.sizes, view.strides)]
+    local, placed = place(form.shape, form.sharding)
     if local != view.sizes and not (0 in local and 0 in view.sizes):
-        mesh, placements = tensor.sharding.mesh, ", ".join(map(str, tensor.sharding.placements))
+        mesh, placements = form.sharding.mesh, ", ".join(map(str, form.sharding.placements))
         raise PlacementError(
             f"its local shape is {list(view.sizes)}, but ({placements}) at coordinates "
             f"{mesh.coordinates} of mesh {mesh.shape} makes {list(local)} of the global shape "
-            f"{list(tensor.shape)}"
+            f"{list(form.shape)}"
         )
     if 0 in local:
         return []
-    if len(placed) == 1:
-        return [(0, placed[0].box.offsets, placed[0].box.sizes, 0)]
+    steps = [step * form.dtype.itemsize for step in view.strides]
     return [
-        (0, piece.box.offsets, piece.box.sizes, sum(map(mul, piece.local_offsets, view.strides)))
-        for piece in placed
+        (start + sum(map(mul, at, steps)), box.offsets, box.sizes, view.strides)
+        for box, at in ((piece.box, piece.local_offsets) for piece in placed)
     ]
 
 

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from unshard.containers.pickles.records import Global, Record, Value
-from unshard.read.torch_save.meshes import MeshReader
+from unshard.read.torch_save.meshes import read_mesh
+from unshard.read.torch_save.table import TensorForm
 from unshard.read.torch_save.values import (
     TYPED,
     StorageView,
@@ -31,8 +32,15 @@ from unshard.read.torch_save.values import (
     unwrap,
     view_of,
 )
-from unshard.tensors.dtypes import DType
-from unshard.tensors.placements import Partial, Placement, Replicate, Shard, Sharding, StridedShard
+from unshard.tensors.placements import (
+    DeviceMesh,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Sharding,
+    StridedShard,
+)
 
 __all__ = ["LocalTensor", "TensorDecoder"]
 
@@ -42,18 +50,14 @@ class LocalTensor:
     """A tensor as one rank saved it.
 
     Attributes:
-        dtype: of the elements.
-        shape: the global shape; of a plain tensor the stored one.
+        form: its dtype and shape, and how it is cut.
         parts: what is stored of it here; of a ShardedTensor any number, else one.
-        offsets: where each part is in the global tensor, if the pickle says so (ShardedTensor).
-        sharding: mesh and placements that say it instead; None for plain tensors.
+        offsets: where each part of a ShardedTensor is in the global tensor.
     """
 
-    dtype: DType
-    shape: tuple[int, ...]
+    form: TensorForm
     parts: tuple[StorageView, ...]
-    offsets: tuple[tuple[int, ...], ...] | None = None
-    sharding: Sharding | None = None
+    offsets: tuple[tuple[int, ...], ...] = ()
 
 
 _DTENSORS = frozenset(
@@ -73,13 +77,10 @@ _PLACEMENT_MODULES = (
 
 
 class TensorDecoder:
-    """Decodes the tensors of one rank file.
+    """Decodes the tensors of one rank file; each mesh and each spec in it once.
 
-    Args:
-        rank: the rank that the file's name states.
-        read_ints: reads the integers of a small tensor (old torch keeps mesh ranks in one).
-        allowed: names of tensor subclasses that the user vouches for (`--allow-global`): read as
-            the plain tensors they are stored as.
+    Old torch keeps the ranks of a mesh in a small tensor, which `read_ints` reads. Subclasses that
+    are `allowed` (`--allow-global`) are read as the plain tensors they are stored as.
 
     Attributes:
         world_size: number of ranks that the tensors decoded so far speak of.
@@ -94,7 +95,8 @@ class TensorDecoder:
         self.world_size = 1
         self._rank = rank
         self._allowed = allowed
-        self._meshes = MeshReader(rank, lambda value: read_ints(read_view(value, allowed)))
+        self._read_ints = read_ints
+        self._meshes: dict[int, DeviceMesh] = {}
         self._specs: dict[int, Sharding] = {}
 
     def decode(self, value: Value) -> LocalTensor:
@@ -106,7 +108,7 @@ class TensorDecoder:
         name, args = unwrap(value, self._allowed)
         if name != TYPED:
             view = view_of(name, args)
-            return LocalTensor(view.dtype, view.sizes, (view,))
+            return LocalTensor(TensorForm(view.dtype, view.sizes, None), (view,))
         kind, inner, state = named(args[1]), args[2], args[3]
         if kind in _DTENSORS and isinstance(inner, tuple):
             return self._dtensor(inner, state_of(state))
@@ -120,10 +122,9 @@ class TensorDecoder:
     def _sharded_tensor(self, args: tuple[Value, ...], state: Value) -> LocalTensor:
         """Decode a ShardedTensor.
 
-        Args:
-            args: of `_rebuild_wrapper_subclass`: class, dtype, global size, …
-            state: what `ShardedTensor.__getstate__` gave: local shards, metadata, process group,
-                sharding spec, remote references.
+        `args` are those of `_rebuild_wrapper_subclass`: class, dtype, global size, …; `state` is
+        what `ShardedTensor.__getstate__` gave: local shards, metadata, process group, sharding
+        spec, remote references.
         """
         match state:
             case (list(shards), metadata, group, *_) if len(args) >= 3:
@@ -140,7 +141,7 @@ class TensorDecoder:
                 raise TensorFormError(f"the ShardedTensor says {dtype}, a local shard {view.dtype}")
         self._check_group(state_of(group))
         parts, offsets = tuple(view for view, _ in stored), tuple(at for _, at in stored)
-        return LocalTensor(dtype, shape, parts, offsets)
+        return LocalTensor(TensorForm(dtype, shape, None, boxed=True), parts, offsets)
 
     def _check_group(self, group: dict[str, Value]) -> None:
         """Compare a ShardedTensor's process group with the rank in the file's name."""
@@ -169,17 +170,24 @@ class TensorDecoder:
         match state_of(spec).get("tensor_meta"):  # in all its forms the shape is first
             case Record(args=(repeated, *_)) if ints(repeated) != shape:
                 raise TensorFormError(f"the DTensor says shape {shape}, its spec {ints(repeated)}")
-        return LocalTensor(view.dtype, shape, (view,), sharding=sharding)
+        return LocalTensor(TensorForm(view.dtype, shape, sharding), (view,))
 
     def _sharding(self, spec: Value) -> Sharding:
         fields = state_of(spec)
         placements = member(fields, "placements")
         if not isinstance(placements, tuple | list):
             raise TensorFormError("placements that are not a sequence")
-        mesh = self._meshes.read(member(fields, "mesh"))
-        self.world_size = max(self.world_size, self._meshes.world_size)
+        stated = member(fields, "mesh")
+        mesh = self._meshes.get(id(stated))
+        if mesh is None:
+            mesh, ranks = read_mesh(state_of(stated), self._rank, self._ranks)
+            self._meshes[id(stated)] = mesh
+            self.world_size = max(self.world_size, ranks)
         order = fields.get("shard_order")
         return Sharding(mesh, tuple(_placement(p) for p in placements), _shard_order(order))
+
+    def _ranks(self, value: Value) -> tuple[int, ...]:
+        return self._read_ints(read_view(value, self._allowed))
 
 
 def _local_shard(

@@ -164,10 +164,7 @@ def is_tensor(value: Value) -> bool:
 def unwrap(value: Value, allowed: frozenset[str]) -> tuple[str, tuple[Value, ...]]:
     """Strip parameters and tensors that carry attributes; return the function and its arguments.
 
-    Args:
-        value: a pickled tensor.
-        allowed: names of tensor subclasses that the user vouches for (`--allow-global`): read as
-            the plain tensors they are stored as.
+    Subclasses that are `allowed` (`--allow-global`) are read as the plain tensors that are stored.
 
     Raises:
         TensorFormError: it is of a kind that cannot be read.

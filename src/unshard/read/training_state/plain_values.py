@@ -13,7 +13,6 @@ import os
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from zlib import crc32
 
@@ -24,6 +23,7 @@ from unshard.containers.strided import Elements, raw_dtype, read_exactly, read_s
 from unshard.containers.torch_files.reader import TorchFile
 from unshard.containers.torch_files.writer import MAX_INT_BYTES, Plain, SavedTensor
 from unshard.errors import CorruptError
+from unshard.noted import Noted
 from unshard.read.torch_save.values import (
     StorageView,
     TensorFormError,
@@ -36,7 +36,7 @@ from unshard.tensors.boxes import is_row_major
 from unshard.tensors.catalog import ByteRange
 from unshard.tensors.dtypes import BY_NAME
 
-__all__ = ["PlainValues", "bytes_of", "plain_values", "read_array", "read_scalar"]
+__all__ = ["bytes_of", "plain_values", "read_array", "read_scalar"]
 
 _MAX_DEPTH = 80  # what is written around them must fit `writer.MAX_DEPTH`
 _MAX_VALUES = 2_000_000  # a rank's random state has some 1,300
@@ -52,16 +52,10 @@ _BYTES = ("__builtin__.bytes", "builtins.bytes")
 _CODE = re.compile(r"b1|[iu][1248]|f[248]|c(8|16)")  # longer floats differ between machines
 
 
-@dataclass(frozen=True, slots=True)
-class PlainValues:
-    """What a file says, as plain values; and what was left out: "lr_scheduler.x: an instance …"."""
+def plain_values(file: TorchFile) -> Noted[Plain]:
+    """Return what a file contains as plain values: small tensors read, large ones by their place.
 
-    value: Plain
-    left_out: tuple[str, ...]
-
-
-def plain_values(file: TorchFile) -> PlainValues:
-    """Return what a file holds as plain values: small tensors read, large ones by their place.
+    What was left out is noted: "lr_scheduler.x: an instance …".
 
     Raises:
         CorruptError: it holds values without end, or cannot be read.
@@ -73,7 +67,7 @@ def plain_values(file: TorchFile) -> PlainValues:
             value = decoder.plain(file.value, "", 0)
         except TensorFormError as error:
             raise CorruptError(f"{file.path}: has no plain values: {error}") from error
-        return PlainValues(value, tuple(decoder.left_out))
+        return Noted(value, tuple(decoder.left_out))
     finally:
         os.close(fd)
 

@@ -55,11 +55,7 @@ class TrainingState:
 
 
 def read_training_state(location: Location, world_size: int) -> TrainingState:
-    """Read scheduler and random state of a checkpoint.
-
-    Args:
-        location: where the weights are.
-        world_size: how many ranks wrote them, as far as they say.
+    """Read scheduler and random state of a checkpoint; its weights state the `world_size`.
 
     Raises:
         UnsafeError: a file was made to run commands when it is loaded.
@@ -117,8 +113,8 @@ class _Reader:
         except OSError as error:
             self._damaged.append(f"{path}: cannot be read: {error.strerror or error}")
             return None
-        if found.left_out:
-            self._left_out.setdefault(found.left_out, []).append(path.name)
+        if found.notes:
+            self._left_out.setdefault(found.notes, []).append(path.name)
         if isinstance(found.value, dict):
             return found.value
         self._damaged.append(f"{path}: has unexpected contents")
@@ -163,12 +159,7 @@ class StateFiles:
 
 
 def find_state_files(location: Location, world_size: int) -> StateFiles | None:
-    """Return the files of scheduler and random state of a checkpoint; None if there are none.
-
-    Args:
-        location: where the weights are.
-        world_size: how many ranks wrote them, as far as they say.
-    """
+    """Return the files of scheduler and random state of a checkpoint; None if there are none."""
     steps = _step_dirs(location)
     beside = _files_in((*location.roots, *(step / "extra_state" for step in steps)))
     in_step = _files_in(steps)

@@ -96,8 +96,7 @@ def _numbers(key: Plain, value: Plain) -> Plain:
 def unite(states: Sequence[RankState | None]) -> tuple[_Fields, tuple[str, ...]]:
     """Return the state of a checkpoint, and what to say of it.
 
-    Args:
-        states: by rank; None for a rank whose file is missing or cannot be read.
+    A state is None for a rank whose file is missing or cannot be read.
     """
     present = {rank: state for rank, state in enumerate(states) if state is not None}
     rng, notes = _rng(present, len(states))

@@ -125,7 +125,9 @@ def _by_number(directory: Path, stem: str, suffix: str) -> WholeSet | None:
     sets = _numbered(directory).get((stem, suffix), {})
     if not sets:
         return None
-    whole = {count: files for count, files in sets.items() if files.keys() == set(_upto(count))}
+    whole = {
+        count: files for count, files in sets.items() if files.keys() == set(range(1, count + 1))
+    }
     if len(sets) > 1 and len(whole) != 1:
         raise NotMergeableError(
             f"{directory}: numbered files of several sets, and nothing says which are meant",
@@ -135,7 +137,7 @@ def _by_number(directory: Path, stem: str, suffix: str) -> WholeSet | None:
         )
     count, files = next(iter((whole or sets).items()))
     if not whole:
-        absent = [number for number in _upto(count) if number not in files]
+        absent = [number for number in range(1, count + 1) if number not in files]
         if not absent:
             raise CorruptError(
                 f"{directory}: files with numbers above {count}, the count in their names"
@@ -170,10 +172,6 @@ def _only_numbered(directory: Path) -> WholeSet:
         found=", ".join([f"{stem}-….{suffix}" for stem, suffix in kinds]) or "none",
         hint="give one of the files that are meant",
     )
-
-
-def _upto(count: int) -> range:
-    return range(1, count + 1)
 
 
 _Sets = dict[int, dict[int, Path]]
