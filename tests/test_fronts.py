@@ -349,7 +349,7 @@ def test_warnings_of_the_api_speak_python_wherever_they_are_read(tmp_path: Path)
         (lambda ckpt, out: unshard.average([ckpt, ckpt], out, ema_decay=3), "ema_decay=3"),
         (lambda ckpt, _: unshard.verify(ckpt, ckpt, memory="1KB"), "memory='1KB'"),
         (lambda ckpt, _: unshard.inspect(ckpt, weights="x"), "weights='x'"),
-        (lambda ckpt, _: unshard.open_checkpoint(ckpt, role="x"), "role='x'"),
+        (lambda ckpt, _: unshard.open_checkpoint(ckpt, weights="x"), "weights='x'"),
         (lambda ckpt, _: unshard.load_into(torch.nn.Linear(2, 2), ckpt, ep_size=1), "ep_size=1"),
     ],
 )

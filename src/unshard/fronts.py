@@ -194,7 +194,8 @@ def _is_value(option: str, word: str, rest: str, after: str) -> bool:
     is_subject = rest.startswith(":") and (not after or after.startswith((" ", "\n")))
     return (
         is_subject
-        or set(word.split("|")) <= set(CHOICES.get(option, ()))
+        or "|" in word
+        or word in CHOICES.get(option, ())
         or _PLACEHOLDER.fullmatch(word) is not None
         or _NO_PROSE.search(word) is not None
     )

@@ -22,7 +22,6 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "names": ("hub", "training"),
     "lora": ("fuse", "adapter", "both"),
     "weights": ("model", "ema"),
-    "role": ("actor", "policy", "critic"),
     "verify": ("light", "full", "off"),
 }
 """The values of each option that takes a name; `dtype` has more spellings (see `merge`)."""

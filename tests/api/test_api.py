@@ -181,7 +181,6 @@ def test_an_existing_output_is_refused_also_in_a_dry_run(checkpoint: Path, tmp_p
     [
         ("dtype", "int8"),
         ("weights", "adam"),
-        ("role", "ref"),
         ("workers", 0),
         ("memory", "1KB"),
         ("memory", "much"),

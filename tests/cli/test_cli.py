@@ -103,7 +103,7 @@ def test_inspect_prints_for_people_and_for_programs(checkpoint: Path) -> None:
         (["merge"], 2, "Missing argument"),
         (["merge", "{ckpt}", "{out}", "--frobnicate"], 2, "No such option"),
         (["merge", "{ckpt}", "{out}", "--dtype", "int4"], 2, "--dtype int4: unknown"),
-        (["merge", "{ckpt}", "{out}", "--role", "ref"], 2, "--role ref: unknown"),
+        (["merge", "{ckpt}", "{out}", "--role", "ref"], 3, "has no ref"),
         (["merge", "{out}"], 3, "no such file"),
         (["merge", "{ckpt}", "{out}", "--dtype", "config"], 4, "there is no config.json"),
         (["merge", "{ckpt}", "{ckpt}"], 5, "exists already"),

@@ -24,7 +24,7 @@ from unshard.evaluate.pins.pin import (
     unpin,
 )
 from unshard.read.beside.companions import find_companions
-from unshard.read.discover import discover
+from unshard.read.finding.discover import discover
 from unshard.read.format import Choice
 
 ANY = Quota(count=None, bytes=None)

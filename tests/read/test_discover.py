@@ -6,7 +6,7 @@ import pytest
 
 from unshard.api import MergeOptions
 from unshard.errors import IncompleteError, NotMergeableError, UnknownFormatError, UsageError
-from unshard.read.discover import discover
+from unshard.read.finding.discover import discover
 from unshard.read.format import Choice, Location, ReadOptions
 from unshard.read.open import open_latest
 
@@ -72,9 +72,8 @@ def test_a_step_that_contradicts_the_path_is_refused(verl: Path) -> None:
         discover(verl / "global_step_5", Choice(step=9))
 
 
-def test_two_roles_need_a_choice(verl: Path) -> None:
-    with pytest.raises(UsageError, match=r"has actor and critic\n.*role='actor' or 'critic'"):
-        discover(verl / "global_step_10", Choice())
+def test_of_two_roles_the_actor_is_the_default(verl: Path) -> None:
+    assert only(verl / "global_step_10").role == "actor"
     assert only(verl / "global_step_10", role="critic").role == "critic"
 
 
@@ -86,8 +85,7 @@ def test_policy_is_the_actor(tmp_path: Path) -> None:
         found = only(step, role=MergeOptions(role=role).request.role or "")
         assert (found.weights_dir, found.role) == (policy, "actor")
     assert only(step, role="critic").weights_dir == critic
-    with pytest.raises(UsageError, match="has policy and critic"):
-        discover(tmp_path / "run", Choice())
+    assert only(tmp_path / "run").weights_dir == policy
 
 
 def test_a_policy_alone_needs_no_choice(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from unshard.errors import UsageError
-from unshard.read.discover import discover
+from unshard.read.finding.discover import discover
 from unshard.read.format import Choice, Location
 
 
@@ -178,8 +178,9 @@ def test_checkpoints_win_over_a_whole_model_next_to_them(tmp_path: Path) -> None
 def test_two_models_of_one_step_need_a_choice(tmp_path: Path) -> None:
     weights, step = plant(tmp_path, "HF Trainer")
     shutil.copytree(weights, step / "pytorch_model_fsdp_1")
-    with pytest.raises(UsageError, match=r"pytorch_model_fsdp_1 and pytorch_model_fsdp_0"):
+    with pytest.raises(UsageError, match="2 sets of weights") as refused:
         discover(step, Choice())
+    assert refused.value.found == "pytorch_model_fsdp_1 (2 B), pytorch_model_fsdp_0 (2 B)"
     for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp_1"):
         found = only(step / name)
         assert (found.weights_dir, found.step) == (step / name, 10)

@@ -21,7 +21,7 @@ import unshard
 from ranks import Tensors, assert_same, merged
 from safetensors_shards import Piece, cut, read, shard_path, whole, write_shard
 from unshard import CorruptError, IncompleteError, NotMergeableError, UnshardError
-from unshard.read.discover import discover
+from unshard.read.finding.discover import discover
 from unshard.read.format import Choice
 from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
 

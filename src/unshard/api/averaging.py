@@ -15,7 +15,7 @@ from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UsageError, raise_all
 from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage
-from unshard.read.discover import all_steps
+from unshard.read.finding.discover import all_steps
 from unshard.read.format import Location
 from unshard.read.open import Checkpoint, passing_over
 from unshard.showing import hearing

@@ -16,7 +16,7 @@ from unshard.api.sources import Sources, read_checkpoint
 from unshard.errors import ConversionError
 from unshard.fronts import PYTHON, reword_warning
 from unshard.keywords import ReadKeywords
-from unshard.read.discover import at_same_step
+from unshard.read.finding.discover import at_same_step
 from unshard.read.open import Checkpoint
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, Skipped, TensorEntry

@@ -32,7 +32,7 @@ from unshard.errors import (
 )
 from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage, Warned
-from unshard.read.discover import all_steps
+from unshard.read.finding.discover import all_steps
 from unshard.read.format import Location
 from unshard.showing import hearing
 from unshard.write.hub import check_repo
@@ -82,7 +82,9 @@ def merge(
         lora: what to do with adapters: "fuse" them, write the "adapter" alone, or "both".
         lora_alpha: the scale of the adapter, if no file of the checkpoint records it.
         weights: "model" (default) or "ema".
-        role: "actor" or "critic"; needed only if both exist, or only a critic.
+        role: whose weights, where a step has several sets: "actor" (or "policy"), "critic", or the
+            name of their folder; by default "actor", "policy", "model", "trainer", the first that
+            is there.
         step: which step of a directory with several.
         config: a config.json, or a directory with config, tokenizer and the like, to use instead of
             the checkpoint's own.

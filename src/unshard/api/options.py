@@ -93,9 +93,9 @@ class MergeOptions:
         if "" in (self.base, self.config, *self.also):
             what = "a value of --base, --config or --also is an empty path"
             raise UsageError(what, hint="give a path, or leave the option out")
-        for option in ("names", "lora", "verify", "role", "weights"):
+        for option in ("names", "lora", "verify", "weights"):
             value = getattr(self, option)
-            is_default = value is None and option in ("role", "weights")
+            is_default = value is None and option == "weights"
             if not is_default and value not in CHOICES[option]:
                 expected = ", ".join(CHOICES[option])
                 raise UsageError(f"--{option} {value}: unknown", expected=expected)
@@ -122,7 +122,7 @@ class MergeOptions:
     @property
     def request(self) -> Choice:
         """Which checkpoint of several is meant."""
-        role = None if self.role is None else ROLES[self.role]
+        role = None if self.role is None else ROLES.get(self.role, self.role)
         return Choice(self.step, role, self.weights)
 
     @property

@@ -138,11 +138,12 @@ def _switch(name: str, shown: str, group: str) -> Option:
 
 _TABLE: dict[str, Option] = {
     "weights": _choice("model", "ema", help="Which weights.  [default: model]", group=SOURCE),
-    "role": _choice(
-        *("actor", "policy", "critic"),
-        help="Which role; policy is another name of the actor. Needed if the checkpoint has both, "
-        "or only a critic.",
-        group=SOURCE,
+    "role": _value(
+        str,
+        "NAME",
+        "Whose weights, where a step has several sets: actor (or policy), critic, or the name of "
+        "their folder (ref, reward).  [default: actor, policy, model, trainer, the first there is]",
+        SOURCE,
     ),
     "step": _value(int, "N", "Which step of a run.  [default: the highest complete one]", SOURCE),
     "also": _value(

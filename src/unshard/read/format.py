@@ -31,6 +31,7 @@ __all__ = [
     "files_in",
     "find_file",
     "has_file",
+    "role_in",
     "shortened",
 ]
 
@@ -43,8 +44,23 @@ _MEGATRON_LEGACY = ("model_optim_rng.pt", "distrib_optim.pt")
 
 # Folders of a step, and whose weights they have: `policy` is what SkyRL and NeMo-RL call the actor.
 ROLES = {"actor": "actor", "policy": "actor", "critic": "critic"}
+# The same of folders that are looked for by a search only: of ROLL, OpenRLHF, open-instruct.
+_MORE_ROLES = {
+    "_actor": "actor",
+    "actor_train": "actor",
+    "_critic": "critic",
+    "critic_train": "critic",
+    "ref": "ref",
+    "reference": "ref",
+    "ref_policy": "ref",
+    "reward": "reward",
+    "value": "value",
+    "reward_model": "reward",
+    "teacher": "teacher",
+    "student": "student",
+}
 
-Role = str  # "actor" | "critic"
+Role = str  # "actor", "critic", "ref", "reward", "value", "teacher", "student"
 Weights = str  # "model" | "ema"
 
 
@@ -54,7 +70,7 @@ class Choice:
 
     Attributes:
         step: the training step.
-        role: "actor" or "critic".
+        role: "actor", "critic", or the name of any folder that holds one of several sets.
         weights: "model" or "ema".
         pass_over: whether a step that is not complete may be passed over for an older one.
     """
@@ -107,7 +123,7 @@ class Location:
         weights_dir: the directory that holds the weight files.
         step_dir: the checkpoint's own directory; `weights_dir` itself or above it.
         step: training step, where the step directory's name says it.
-        role: "actor" or "critic" where a folder says so (verl, SkyRL), else None.
+        role: whose weights they are, where a folder says so ("actor", "critic", "ref"), else None.
         weights: "model" or "ema".
         format: how the weights are stored there.
         file: the one file that is meant, where the path names a file and the directory may hold
@@ -131,6 +147,10 @@ class Location:
         """All directories that hold files of the checkpoint."""
         return (self.weights_dir, *self.also)
 
+    def is_called(self, role: Role) -> bool:
+        """Return whether a role, or the name of a folder of the step, means these weights."""
+        return role == self.role or role in self.weights_dir.relative_to(self.step_dir).parts
+
     @property
     def place(self) -> Path:
         """The directory of the weights, or the one file that is the whole checkpoint."""
@@ -146,12 +166,12 @@ class Location:
 
     @property
     def default_output(self) -> Path:
-        """`merged/<step directory>[-critic][-ema]` next to the step directory.
+        """`merged/<step directory>[-ROLE][-ema]` next to the step directory; an actor has no role.
 
         A file that is a checkpoint of its own has its output next to it; a second model of one step
         has its number in the name.
         """
-        suffix = "-critic" if self.role == "critic" else ""
+        suffix = "" if self.role in (None, "actor") else f"-{self.role}"
         suffix += "-ema" if self.weights == "ema" else ""
         if self.place != self.weights_dir:
             return self.weights_dir / "merged" / (self.place.stem + suffix)
@@ -183,6 +203,12 @@ class Format:
 
     def __str__(self) -> str:
         return self.name
+
+
+def role_in(folders: Sequence[str]) -> Role | None:
+    """Return the role that the name of the first folder with a known name states."""
+    known = ROLES | _MORE_ROLES
+    return next((known[name] for name in folders if name in known), None)
 
 
 def has_file(is_meant: Callable[[str], bool]) -> Callable[[Path], bool]:

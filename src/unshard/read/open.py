@@ -17,7 +17,8 @@ from unshard.errors import (
 from unshard.read.beside.base import Base
 from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.beside.model_config import ModelConfig
-from unshard.read.discover import at_same_step, discover, step_of
+from unshard.read.finding.discover import at_same_step, discover
+from unshard.read.finding.step_names import step_of
 from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming, shortened
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.wrapper_names import refuse_flat_parameters, unwrapped

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from evaluation.running import whole_model
 from ranks import save_ranks, some_tensors
 from unshard.evaluate.trainer.completeness import Watcher, why_incomplete
-from unshard.read.discover import discover
+from unshard.read.finding.discover import discover
 from unshard.read.format import Choice, Location
 from unshard.read.whole_files.reader import WHOLE_FILES
 

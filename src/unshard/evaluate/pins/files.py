@@ -2,7 +2,7 @@
 
 A pin keeps weights of every kind, config and tokenizer. It leaves out the state of optimizer,
 dataloader and random generators, and files whose names are not text. The names are those of the
-writers that `read.discover` lists. No file is opened.
+writers that `read.finding.discover` lists. No file is opened.
 """
 
 import hashlib

@@ -9,7 +9,7 @@ from pathlib import Path
 from unshard.errors import UnshardError
 from unshard.evaluate.pins.files import Identity, Listing, identity, list_checkpoint
 from unshard.read.beside.companions import companions_in, find_companions
-from unshard.read.discover import discover
+from unshard.read.finding.discover import discover
 from unshard.read.format import Choice
 
 __all__ = ["ExpiredError", "PinError", "explain", "link_all", "link_companions"]

@@ -25,7 +25,7 @@ from unshard.evaluate.server.evaluators.probing import MODULES
 from unshard.evaluate.server.gpus import gpus_expected
 from unshard.evaluate.values import LARGEST, Scalar
 from unshard.read.beside.companions import companions_in
-from unshard.read.discover import step_of
+from unshard.read.finding.step_names import step_of
 
 __all__ = [
     "MOST_TASKS",

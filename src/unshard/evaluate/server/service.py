@@ -37,7 +37,7 @@ from unshard.evaluate.server.profiles import profile_named, profile_of
 from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
-from unshard.read.discover import discover
+from unshard.read.finding.discover import discover
 from unshard.read.format import Choice
 from unshard.write.files import write_whole
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.containers.safetensors_file import read_safetensors
 from unshard.errors import CorruptError, UnshardError, UsageError
-from unshard.read.discover import all_steps, step_numbers
+from unshard.read.finding.discover import all_steps, step_numbers
 from unshard.read.format import Choice, Location
 from unshard.read.hub_files import weight_map
 

@@ -27,7 +27,7 @@ from unshard.evaluate.trainer.completeness import Watcher
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Fields, Spool
 from unshard.evaluate.trainer.submitter import Completed, Submitter
-from unshard.read.discover import discover, step_numbers
+from unshard.read.finding.discover import discover, step_numbers
 from unshard.read.format import Choice, Location
 
 __all__ = ["Decision", "Watching"]

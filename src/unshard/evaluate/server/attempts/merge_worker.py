@@ -100,7 +100,7 @@ def _is_whole(source: Path, options: Mapping[str, object]) -> bool:
         return False
     if not any(any(source.glob(pattern)) for pattern in _WHOLE):
         return False
-    from unshard.read.discover import discover
+    from unshard.read.finding.discover import discover
     from unshard.read.format import Choice
 
     at = discover(source, Choice(None, None, "model"))[0]
@@ -112,7 +112,7 @@ def _merge(order: MergeOrder) -> None:
     from unshard.api.options import MergeOptions
     from unshard.progress import ignore
     from unshard.read.beside.companions import find_companions
-    from unshard.read.discover import discover
+    from unshard.read.finding.discover import discover
 
     options = MergeOptions(**order.options)  # type: ignore[arg-type]  # JSON
     if order.config is not None:

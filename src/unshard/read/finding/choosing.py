@@ -1,0 +1,97 @@
+"""Choose one of the sets of weights that a step has."""
+
+from pathlib import Path
+
+from unshard.errors import IncompleteError, UnknownFormatError, UsageError
+from unshard.read.format import Choice, Location, Role
+from unshard.showing import human_size
+
+__all__ = ["DEFAULT_ROLES", "choose"]
+
+DEFAULT_ROLES = ("actor", "policy", "model", "trainer")
+"""The roles that are taken, the first first, where several sets are there and none was chosen."""
+
+
+def choose(place: Path, found: list[Location], choice: Choice, *, start: Path) -> Location:
+    """Return the one set of weights that is meant.
+
+    Args:
+        place: where they were looked for, for errors.
+        found: what is there.
+        choice: what the user asked for.
+        start: the path that the user gave; `place` is a step of it, or above it.
+    """
+    is_run = start in place.parents
+    if choice.step is not None and not is_run and found[0].step != choice.step:
+        raise UsageError(
+            f"{place} is step {found[0].step}, but --step {choice.step} was asked for",
+            hint="give the directory that has all steps, or leave --step out",
+        )
+    location = _of_role(place, _of_weights(place, found, choice, start), choice.role, start)
+    if next(location.weights_dir.iterdir(), None) is None:
+        raise IncompleteError(
+            f"{location.weights_dir} is empty: this run saved no {location.weights} weights at "
+            "this step"
+        )
+    return location
+
+
+def _of_weights(place: Path, found: list[Location], choice: Choice, start: Path) -> list[Location]:
+    """Return the sets of model or EMA weights; EMA weights only if they are named."""
+    kept = [at for at in found if at.weights == (choice.weights or "model")]
+    if kept:
+        return kept
+    pointed_at = [at for at in found if start.is_relative_to(at.weights_dir)]
+    if choice.weights is None and pointed_at:
+        return pointed_at
+    names = ", ".join(at.weights_dir.name for at in found)
+    if choice.weights is None:
+        raise UsageError(
+            f"{place} has only EMA weights, an average of those that were trained",
+            found=names,
+            hint="if you want them: --weights ema",
+        )
+    expected = "a folder ema, or pytorch_ema_model_fsdp_0" if choice.weights == "ema" else ""
+    raise UnknownFormatError(
+        f"{place} has no {choice.weights} weights", expected=expected, found=names
+    )
+
+
+def _of_role(place: Path, found: list[Location], role: Role | None, start: Path) -> Location:
+    """Return the weights of a role; a critic is never taken unless it is named."""
+    kept = [at for at in found if role is None or at.is_called(role)]
+    if not kept:
+        raise UnknownFormatError(f"{place} has no {role}", found=_listed(place, found))
+    if len(kept) > 1 and role is None:
+        known = ([at for at in kept if at.is_called(name)] for name in DEFAULT_ROLES)
+        kept = next((sets for sets in known if sets), kept)
+    if len(kept) > 1:
+        names = [_called(place, at) for at in kept]
+        is_enough = all(sum(at.is_called(name) for at in kept) == 1 for name in names)
+        choices = f"choose with --role '{'|'.join(names)}', or " if is_enough else ""
+        raise UsageError(
+            f"{place} has {len(kept)} sets of weights, and none of them is the default",
+            found=_listed(place, kept),
+            hint=f"{choices}give the directory of one",
+        )
+    if kept[0].role == "critic" and role is None and not start.is_relative_to(kept[0].weights_dir):
+        raise UsageError(
+            f"{place} has only a critic, which is not the model that was trained",
+            hint="if you want the critic: --role 'critic'",
+        )
+    return kept[0]
+
+
+def _called(place: Path, at: Location) -> str:
+    """Return what to call a set of weights: its role, or the first folder on the way to it."""
+    inner = at.weights_dir.relative_to(place).parts if at.weights_dir != place else (place.name,)
+    return at.role or inner[0]
+
+
+def _listed(place: Path, found: list[Location]) -> str:
+    return ", ".join(f"{_called(place, at)} ({human_size(_size(at.place))})" for at in found)
+
+
+def _size(place: Path) -> int:
+    files = [place] if place.is_file() else [one for one in place.iterdir() if one.is_file()]
+    return sum(one.stat().st_size for one in files)

@@ -1,0 +1,162 @@
+"""Say what a directory without a checkpoint holds, and what to do with it.
+
+Told by names alone, the nearest miss first: what a step lacks, then what other tools read, then
+what is no model at all.
+"""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from unshard.errors import UnknownFormatError
+from unshard.read.finding.search import DEPTH, Below, is_state, search
+from unshard.read.format import shortened
+
+__all__ = ["nothing_found"]
+
+_LISTED = 12
+_SHOWN = 6
+_MOST_PATHS = 10_000
+_ONE_RANK = re.compile(r"(?:.*[_.-])?rank[_-]?\d+[_.-].*")
+_HUB_CACHE = re.compile(r"(?:models|datasets)--.+")
+
+_Sign = tuple[Callable[[str], bool], str]
+
+
+def _named(pattern: str) -> Callable[[str], bool]:
+    return lambda name: re.fullmatch(pattern, name) is not None
+
+
+# Each with what a name of it means; the nearest miss first.
+_SIGNS: tuple[_Sign, ...] = (
+    (
+        _named(r"(?:te?mp[-_.]|old[-_]).*|.*\.(?:tmp|incomplete)"),
+        "a save that was not finished: the trainer renames it when it is",
+    ),
+    (
+        _named(r"latest_checkpointed_iteration\.txt|latest_ckpt_global_step\.txt|latest"),
+        "a marker of the latest step, without the step's directory",
+    ),
+    (
+        _named(r"(?:.*[_.-])?rank[_-]?\d+[_.-].*|(?:pp|tp|sdp|dp)_\d+.*"),
+        "files of single ranks, under names that no known trainer gives to weights",
+    ),
+    (
+        _named(r"adapter_model\.(?:safetensors|bin)"),
+        "a LoRA adapter without its model; PEFT's merge_and_unload unites them",
+    ),
+    (_named(r".*\.gguf"), "a GGUF model, which llama.cpp reads; it is whole already"),
+    (
+        _named(r"consolidated(?:\.\d+)?\.(?:pth|safetensors)"),
+        "a model in its maker's format (Llama, Mistral), which transformers' scripts convert",
+    ),
+    (
+        _named(r"_CHECKPOINT_METADATA|_METADATA|ocdbt\.process_\d+|manifest\.ocdbt"),
+        "an Orbax checkpoint (JAX), which Orbax reads",
+    ),
+    (
+        _named(r"checkpoint_metadata\.json|model_config\.json"),
+        "a nanotron checkpoint, which nanotron's converter reads",
+    ),
+    (_named(r".*\.(?:h5|ckpt\.index|data-\d+-of-\d+)"), "a TensorFlow checkpoint"),
+    (_named(r".*\.(?:onnx|engine|plan|mlmodel)"), "an exported model, not a checkpoint"),
+    (
+        lambda name: is_state(name.partition(".")[0]) or is_state(name),
+        "training state (optimizer, scheduler, data, random numbers), not weights",
+    ),
+    (
+        _named(r"config\.json|tokenizer.*\.json|generation_config\.json"),
+        "a model's config or tokenizer, without its weights",
+    ),
+    (_named(r"events\.out\.tfevents.*|wandb|mlruns|runs|tensorboard"), "logs"),
+)
+
+
+def nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
+    """Return the error that says what was looked for, and what is there instead.
+
+    Args:
+        path: what was given.
+        wanted: the step that was asked for.
+    """
+    folder = path if path.is_dir() else path.parent
+    below = search(folder)
+    steps = [place for run in below.runs.values() for step, place in run if wanted in (None, step)]
+    nearest = steps[0] if len(below.runs) == 1 and steps else folder
+    there = sorted(child.name + ("/" if child.is_dir() else "") for child in nearest.iterdir())
+    shown = shortened(there, _LISTED) if len(there) <= _LISTED else _first(there)
+    seen = _seen(nearest)
+    return UnknownFormatError(
+        f"{nearest if steps else path}: no checkpoint found",
+        expected="model_world_size_W_rank_R.pt (verl, lmms-engine), .metadata and *.distcp (torch "
+        "DCP), pytorch_model_fsdp_0/ (accelerate, HF Trainer), shard-*-model-*.safetensors or "
+        f"model.safetensors, here or up to {DEPTH} levels below, in step directories "
+        "(global_step_N, checkpoint-N, step-N) or without them",
+        found="\n            ".join([shown or "an empty directory", *seen, *_bound(below)]),
+        hint=_what_to_give(folder, below),
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_LISTED]) + f" and {len(names) - _LISTED} more"
+
+
+def _bound(below: Below) -> list[str]:
+    return [below.stopped] if below.stopped else []
+
+
+def _seen(folder: Path) -> list[str]:
+    """Return what the names at and below a folder mean, each with the first that means it."""
+    found: dict[int, Path] = {}
+    for number, path in enumerate(_paths(folder)):
+        if number > _MOST_PATHS:
+            break
+        kind = next((at for at, (is_meant, _) in enumerate(_SIGNS) if is_meant(path.name)), None)
+        if kind is not None:
+            found.setdefault(kind, path)
+    shown = sorted(found.items())[:_SHOWN]
+    return [f"{path.relative_to(folder)}: {_SIGNS[kind][1]}" for kind, path in shown]
+
+
+def _paths(folder: Path) -> list[Path]:
+    """Return what is in a folder and the levels below that are searched, the nearest first."""
+    found: list[Path] = []
+    level = [folder]
+    for _ in range(DEPTH):
+        children = [
+            Path(entry.path)
+            for place in level
+            if os.access(place, os.R_OK | os.X_OK)
+            for entry in sorted(os.scandir(place), key=lambda entry: entry.name)
+        ]
+        found += children
+        level = [one for one in children if one.is_dir() and not one.is_symlink()]
+        if len(found) > _MOST_PATHS:
+            break
+    return found
+
+
+def _what_to_give(folder: Path, below: Below) -> str:
+    """Return which path near a directory without a checkpoint may be the one that is meant."""
+    if below.runs:
+        runs = sorted({run if run == folder else _child(folder, run) for run in below.runs})
+        more = f" and {len(runs) - _LISTED} more" if len(runs) > _LISTED else ""
+        if runs != [folder]:
+            return f"give one of the runs below it: {', '.join(map(str, runs[:_LISTED]))}{more}"
+    for child in sorted(folder.iterdir()):
+        if _HUB_CACHE.fullmatch(child.name):
+            return f"this is a cache of the hub; give a snapshot: {child / 'snapshots'}/…"
+        if child.suffix and _may_be_weights(child):
+            return f"give the file itself: {child}"
+    return ""
+
+
+def _child(folder: Path, run: Path) -> Path:
+    return folder / run.relative_to(folder).parts[0]
+
+
+def _may_be_weights(path: Path) -> bool:
+    suffixes = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar")
+    is_other = is_state(path.name.partition(".")[0]) or _ONE_RANK.fullmatch(path.name)
+    return path.is_file() and path.suffix.lower() in suffixes and not is_other

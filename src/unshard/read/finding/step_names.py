@@ -1,0 +1,74 @@
+"""Which training step the name of a directory, or of a file, states.
+
+A name states a step if it ends in a number after a word that counts training (`global_step_100`,
+`ckpt-step-100`, `epoch_2_step_300`, `ep1-ba100`), or if it is a number (`005000`). In-house names
+(`save_100`) state one, too, but a sweep's folders look the same (`lr_3`), so they count only for
+weights that a training run alone writes.
+
+Sources: the trainers in `tests/read/trainers`.
+"""
+
+import re
+from pathlib import Path
+
+__all__ = ["family", "loose_step_of", "step_of", "step_of_parents"]
+
+_STEPS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r".*step=(\d+).*\.ckpt",  # Lightning
+        r"(?:.*[^a-z])?(?:ep|ba|it)[-_]?(\d+)",  # Composer
+        r".*(?:steps?|iter(?:ation)?|checkpoint|ckpt|epoch)[-_=]?(\d+)(?:-ckpt)?",
+        r"(\d+)",  # lerobot, lingua, DINOv3
+    )
+)
+_LOOSE = re.compile(r"(?P<word>[A-Za-z][A-Za-z_-]*?)[-_](?P<step>\d+)")
+_UNFINISHED = re.compile(r"(?:\.|te?mp[-_.]|old[-_]|best[-_]).*|.*\.(?:tmp|incomplete)")
+_NO_COUNTERS = frozenset(
+    """
+    rank node gpu host worker process part shard stage run exp experiment seed trial fold version v
+    lr bs job task group split pp tp dp cp sdp replica ft-replica model fsdp pytorch_model_fsdp
+    pytorch_ema_model_fsdp optimizer optim scheduler sampler layer phase mp_rank random_states
+    """.split()
+)
+_HOLDS_STEPS = re.compile(r"(?:.*[-_])?(?:checkpoints?|ckpts?)", re.IGNORECASE)
+_UPWARD = 4
+
+
+def step_of(name: str) -> int | None:
+    """Return the training step that a directory's name states."""
+    if _UNFINISHED.fullmatch(name):
+        return None
+    matches = (pattern.fullmatch(name) for pattern in _STEPS)
+    return next((int(match[1]) for match in matches if match), None)
+
+
+def loose_step_of(name: str) -> int | None:
+    """Return the step that a name of any other word and one number may state."""
+    match = _LOOSE.fullmatch(name)
+    if match is None or _UNFINISHED.fullmatch(name) or match["word"].lower() in _NO_COUNTERS:
+        return None
+    return int(match["step"])
+
+
+def family(name: str) -> str:
+    """Return what the names of one run's steps have in common: the name without its numbers."""
+    return re.sub(r"\d+", "#", name)
+
+
+def step_of_parents(place: Path, *, sharded: bool) -> tuple[Path, int] | None:
+    """Return the nearest directory at or above a place whose name states a step, and the step.
+
+    A bare number counts only where a trainer puts one: below `checkpoints`, or padded with zeros.
+    """
+    for at in (place, *list(place.parents)[:_UPWARD]):
+        step = step_of(at.name)
+        is_bare = at.name.isdecimal()
+        if step is not None and is_bare:
+            is_meant = at.name[0] == "0" and len(at.name) > _UPWARD
+            step = step if is_meant or _HOLDS_STEPS.fullmatch(at.parent.name) else None
+        if step is None and sharded and at in (place, place.parent):
+            step = loose_step_of(at.name)
+        if step is not None:
+            return at, step
+    return None
