@@ -6,7 +6,7 @@ import pytest
 
 from unshard.errors import UsageError
 from unshard.evaluate.server.config.server_yaml import read_server_yaml
-from unshard.evaluate.server.gpus import gpus_here, gpus_in
+from unshard.evaluate.server.gpus import find_gpus, gpus_in
 
 MIG = "MIG-3f1bd0c0-7a4b-5d1e-9c2f-0a1b2c3d4e5f"
 
@@ -56,7 +56,7 @@ def test_gpus_that_this_process_may_use(
     monkeypatch: pytest.MonkeyPatch, visible: str, expected: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpus_here() == expected
+    assert find_gpus() == expected
 
 
 def test_a_number_of_gpus_means_those_that_this_process_may_use(
@@ -78,5 +78,5 @@ def test_a_number_of_gpus_means_those_that_this_process_may_use(
 def test_names_that_are_not_those_of_gpus(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES") as caught:
-        gpus_here()
+        find_gpus()
     assert "--gpus" in caught.value.hint

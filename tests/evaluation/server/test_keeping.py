@@ -2,7 +2,7 @@ import pytest
 
 from evaluation.running import script_profile
 from unshard.evaluate.jobs import Job, Request, Status
-from unshard.evaluate.server.queue.outcomes import removable
+from unshard.evaluate.server.queue.outcomes import find_removable
 
 
 def job(name: str, at: float, **metrics: float) -> Job:
@@ -28,4 +28,4 @@ DONE = [job("a", 1, acc=0.5, loss=2), job("b", 2, acc=0.7, loss=3), job("c", 3, 
 def test_what_stays_is_what_the_profile_says(
     keep: str, metric: str | None, gone: list[str]
 ) -> None:
-    assert removable(DONE[2], script_profile(keep=keep, best_metric=metric), DONE) == gone
+    assert find_removable(DONE[2], script_profile(keep=keep, best_metric=metric), DONE) == gone

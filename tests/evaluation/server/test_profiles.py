@@ -201,6 +201,7 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         (LMMS % "include_paths: [., .]", "expected: at most 1"),
         (COMMAND % "timeout: 1", r"command is missing\n  expected: a list of arguments"),
         (COMMAND % "command: ['{chekpoint}']", "command cannot be read"),
+        (COMMAND % "command: []", "command cannot be read"),
         (COMMAND % "command: [./nothing]", r"command cannot be read\n  expected: a program"),
         (
             COMMAND % "command: [./server.yaml]",
@@ -215,6 +216,14 @@ def test_what_cannot_be(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         read(tmp_path, text)
     assert "server.yaml" in str(caught.value)
+
+
+def test_everything_that_is_wrong_is_named_in_one_error(tmp_path: Path) -> None:
+    text = "rots: [a]\nport: 70000\nprofiles: {a: {kind: lm-eval, modle: x, retries: -1}, b: {}}"
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path, text)
+    for problem in ("'rots'", "port", "'modle'", "retries", "profiles.b: kind"):
+        assert problem in str(caught.value)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -219,7 +219,11 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def _arguments(chosen: Arguments, profile: Profile) -> Iterator[UsageError]:
     if profile.kind is Kind.COMMAND:
-        yield from _not_taken(chosen, profile)
+        taken = {"num_gpus", *placeholders_in(profile.command)}
+        for name, value in chosen.given().items():
+            if name not in taken:  # it would be ignored silently
+                why = f"has no {{{name}}}" if name in OPTIONS else f"takes no {name}"
+                yield _wrong(name, value, expected=f"nothing: the profile's command {why}")
         return
     more = profile.allowed_model_args
     yield from _pairs("model_args", chosen.model_args, MODEL_ARGUMENTS, more)
@@ -234,15 +238,6 @@ def _arguments(chosen: Arguments, profile: Profile) -> Iterator[UsageError]:
         yield error
     else:
         yield from _pairs("gen_kwargs", pairs, GENERATION_ARGUMENTS, more)
-
-
-def _not_taken(chosen: Arguments, profile: Profile) -> Iterator[UsageError]:
-    """Refuse what the command has no placeholder for, instead of ignoring it silently."""
-    taken = {"num_gpus", *placeholders_in(profile.command)}
-    for name, value in chosen.given().items():
-        if name not in taken:
-            why = f"has no {{{name}}}" if name in OPTIONS else f"takes no {name}"
-            yield _wrong(name, value, expected=f"nothing: the profile's command {why}")
 
 
 def _pairs(

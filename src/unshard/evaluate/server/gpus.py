@@ -16,9 +16,9 @@ from unshard.evaluate.jobs import EvaluationError
 __all__ = [
     "Slots",
     "as_gpus",
+    "find_gpus",
     "first_gpus",
     "gpus_expected",
-    "gpus_here",
     "gpus_in",
     "shown_slots",
 ]
@@ -72,7 +72,7 @@ def first_gpus(count: int, *, what: str) -> tuple[str, ...]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not count:
         return tuple(map(str, range(count)))
-    if len(here := gpus_here()) < count:
+    if len(here := find_gpus()) < count:
         raise UsageError(
             f"{what}: more than this process may use",
             found=f"CUDA_VISIBLE_DEVICES={visible!r:.200}",
@@ -81,7 +81,7 @@ def first_gpus(count: int, *, what: str) -> tuple[str, ...]:
     return here[:count]
 
 
-def gpus_here() -> tuple[str, ...]:
+def find_gpus() -> tuple[str, ...]:
     """Return NVIDIA's GPUs of this machine that this process may use.
 
     Raises:

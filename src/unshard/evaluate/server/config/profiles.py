@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from unshard.errors import CheckpointError
 from unshard.evaluate.server.config.arguments import PLACEHOLDERS, placeholders_in
 from unshard.evaluate.server.config.harmless import MODEL_TYPES
-from unshard.evaluate.server.gpus import gpus_here
+from unshard.evaluate.server.gpus import find_gpus
 from unshard.evaluate.values import Scalar, expected, expects, whole
 from unshard.read.beside.model_config import read_config
 
@@ -204,17 +204,17 @@ class Profile:
     results_bytes: Annotated[int, whole(1)] = 64 << 20
 
 
-_OF_ALL = frozenset(
+_COMMON_KEYS = frozenset(
     "kind environment allowed_tasks timeout retries gpus keep best_metric results_bytes "
     "config".split()
 )
-_OF_HARNESSES = _OF_ALL.union(
+_HARNESS_KEYS = _COMMON_KEYS.union(
     "interpreter model checkpoint_key model_args allowed_model_args launcher include_paths".split()
 )
 PROFILE_KEYS = {
-    Kind.LM_EVAL: _OF_HARNESSES,
-    Kind.LMMS_EVAL: _OF_HARNESSES | {"allowed_models"},
-    Kind.COMMAND: _OF_ALL | {"command", "results"},
+    Kind.LM_EVAL: _HARNESS_KEYS,
+    Kind.LMMS_EVAL: _HARNESS_KEYS | {"allowed_models"},
+    Kind.COMMAND: _COMMON_KEYS | {"command", "results"},
 }
 """The keys of a profile in the file, by its kind."""
 
@@ -256,7 +256,7 @@ class ServerConfig:
         Args:
             gpus: others than this machine's.
         """
-        gpus = gpus_here() if gpus is None else gpus
+        gpus = find_gpus() if gpus is None else gpus
         return cls(gpus=gpus, profiles=default_profiles(gpus))
 
 

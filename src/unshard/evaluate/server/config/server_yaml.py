@@ -29,7 +29,7 @@ from unshard.evaluate.server.config.profiles import (
     default_profiles,
     model_of,
 )
-from unshard.evaluate.server.gpus import as_gpus, first_gpus, gpus_expected, gpus_here
+from unshard.evaluate.server.gpus import as_gpus, find_gpus, first_gpus, gpus_expected
 from unshard.evaluate.values import expected, expects, problem_of, shown, whole
 
 __all__ = ["SERVER_KEYS", "read_server_yaml"]
@@ -133,7 +133,7 @@ def read_server_yaml(path: Path, gpus: tuple[str, ...] | None = None) -> ServerC
     elif isinstance(wanted, int):
         there = first_gpus(wanted, what=f"{path}: gpus {wanted}")
     else:
-        there = gpus_here() if wanted is None else wanted
+        there = find_gpus() if wanted is None else wanted
     quota = {f"pin_{name}": value for name, value in keys.pop("pin_quota", {}).items()}
     profiles = keys.pop("profiles", None)
     if profiles is None:

@@ -33,7 +33,7 @@ from unshard.evaluate.server.store.statements import DIED, KILLED, LONGEST_WAIT_
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_outcome
 
-__all__ = ["Outcomes", "removable"]
+__all__ = ["Outcomes", "find_removable"]
 
 _log = logging.getLogger(__name__)
 
@@ -183,8 +183,16 @@ class Outcomes:
     def _complete(
         self, attempt: Attempt, metrics: Mapping[str, float], results: Path | None
     ) -> None:
+        """Record a job's results, and remove the directories of its other attempts."""
         job_id = attempt.job.id
-        _remove_others(attempt.directory)  # afterwards a killed server would leave them
+        place = attempt.directory.parent
+        try:  # now, because a server that is killed afterwards would leave them
+            others = set(place.iterdir()) - {attempt.directory}
+        except OSError as error:
+            _log.warning("%s: other attempts are not removed: %s", place, error)
+            others = set()
+        for other in others:
+            shutil.rmtree(other, ignore_errors=True)
         if self._store.complete(job_id, metrics, results):
             return
         now = self._store.get(job_id)
@@ -199,7 +207,7 @@ class Outcomes:
                 return
             run, weights = job.request.run, job.request.weights
             alike = Filters(Status.COMPLETED, run=run, weights=weights, profile=job.request.profile)
-            for other in removable(job, profile, self._store.jobs(alike)):
+            for other in find_removable(job, profile, self._store.jobs(alike)):
                 self._merger.remove(other)
 
     def _persist(self, record: Callable[[], object]) -> None:
@@ -216,18 +224,7 @@ class Outcomes:
                 return
 
 
-def _remove_others(directory: Path) -> None:
-    """Remove the directories of a job's other attempts; what cannot be removed stays with it."""
-    try:
-        others = set(directory.parent.iterdir()) - {directory}
-    except OSError as error:
-        _log.warning("%s: other attempts are not removed: %s", directory.parent, error)
-        return
-    for other in others:
-        shutil.rmtree(other, ignore_errors=True)
-
-
-def removable(job: Job, profile: Profile, completed: Iterable[Job]) -> list[str]:
+def find_removable(job: Job, profile: Profile, completed: Iterable[Job]) -> list[str]:
     """Return the jobs whose merged models are not needed once a job is completed.
 
     Args:

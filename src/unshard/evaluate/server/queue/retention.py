@@ -42,13 +42,12 @@ class Retention:
         self._keep_days = keep_days
         self._next = float("-inf")
 
-    def is_due(self) -> bool:
-        """Return whether an hour has passed since this was last true; it is true at first."""
-        now = time.monotonic()
-        is_due = self._keep_days is not None and now >= self._next
-        if is_due:
-            self._next = now + _EVERY_S
-        return is_due
+    def begin_turn(self) -> bool:
+        """Return whether a sweep is due: the first one, or an hour after the last time."""
+        if self._keep_days is None or time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + _EVERY_S
+        return True
 
     def sweep(self, is_stopped: Callable[[], bool]) -> int:
         """Remove what is too old; return how many jobs had something to remove.
@@ -68,7 +67,7 @@ class Retention:
             if is_stopped():
                 break
             if self._is_removed(job_id):
-                self._store.forgotten_is_gone(job_id)
+                self._store.record_removed(job_id)
                 removed += 1
         if removed:
             days = self._keep_days

@@ -191,7 +191,7 @@ class Scheduler:
         while self._halt is None:
             self._wake.clear()
             try:
-                if self._retention.is_due():
+                if self._retention.begin_turn():
                     self._spawn(self._sweep, "retention")
                 while (job := self._store.due(time.time())) is not None and self._begin(job):
                     pass
@@ -237,17 +237,13 @@ class Scheduler:
         finally:
             if claimed is None:
                 self._slots.give_back(gpus)
-        if claimed is not None:
-            attempt = Attempt(claimed, profile, evaluator, gpus, self.directory_of(claimed))
-            return self._spawn_attempt(attempt)
-        return True
-
-    def _spawn_attempt(self, attempt: Attempt) -> bool:
-        """Run an attempt in a thread; return whether there is one."""
+        if claimed is None:
+            return True
+        attempt = Attempt(claimed, profile, evaluator, gpus, self.directory_of(claimed))
         try:
-            self._spawn(lambda: self._perform(attempt, None), f"job {attempt.job.id}")
+            self._spawn(lambda: self._perform(attempt, None), f"job {job.id}")
         except RuntimeError as error:  # too many processes or threads of this user
-            _log.exception("job %s cannot be begun", attempt.job.id)
+            _log.exception("job %s cannot be begun", job.id)
             self._close(attempt, Postponed(f"it could not be begun: {error}"))
             return False
         return True

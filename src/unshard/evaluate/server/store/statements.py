@@ -60,21 +60,18 @@ DIED = "died"
 LONGEST_WAIT_S = 3600.0
 """No job waits longer for its next attempt: if one seems to, the clock was set back."""
 
-CLAIMABLE = f"""jobs.status = 'queued' AND jobs.not_before - ? NOT BETWEEN 1e-6 AND {LONGEST_WAIT_S}
-    AND NOT EXISTS
-    (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id AND attempts.ended_at IS NULL)"""  # noqa: S608  (a number of ours)
-"""Which jobs may be claimed, at a time that is its one value."""
-
-NEEDS_PIN = """(jobs.status = 'queued' OR EXISTS
-    (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id AND attempts.ended_at IS NULL))"""
-"""Which jobs need their pins."""
-
+_ATTEMPT = "EXISTS (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id"
 _FINAL = ", ".join(f"'{status}'" for status in Status if status.is_final)
 
+CLAIMABLE = f"""jobs.status = 'queued' AND jobs.not_before - ? NOT BETWEEN 1e-6 AND {LONGEST_WAIT_S}
+    AND NOT {_ATTEMPT} AND attempts.ended_at IS NULL)"""
+"""Which jobs may be claimed, at a time that is its one value."""
+
+NEEDS_PIN = f"(jobs.status = 'queued' OR {_ATTEMPT} AND attempts.ended_at IS NULL))"
+"""Which jobs need their pins."""
+
 FORGETTABLE = f"""jobs.status IN ({_FINAL}) AND jobs.completed_at < ?
-    AND NOT EXISTS
-    (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id AND attempts.ended_at IS NULL)
-    AND EXISTS (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id)"""  # noqa: S608  (words of ours)
+    AND NOT {_ATTEMPT} AND attempts.ended_at IS NULL) AND {_ATTEMPT})"""
 """Which jobs ended before a time that is its one value, and have attempts to forget."""
 
 _JOB_COLUMNS = """

@@ -241,7 +241,7 @@ class Store:
         """Forget the attempts of jobs that ended before a time; the jobs stay, with their results.
 
         Those of them that were not queued again in the meantime are `forgotten` until
-        `forgotten_is_gone`.
+        `record_removed`.
         """
         with self._transaction() as connection:
             for job_id in job_ids:
@@ -254,7 +254,7 @@ class Store:
                     connection.execute("DELETE FROM attempts WHERE job_id = ?", (job_id,))
                     connection.execute("UPDATE jobs SET results = NULL WHERE id = ?", (job_id,))
 
-    def forgotten_is_gone(self, job_id: str) -> None:
+    def record_removed(self, job_id: str) -> None:
         """Record that the directory of a job is removed."""
         with self._transaction() as connection:
             connection.execute("DELETE FROM forgotten WHERE job_id = ?", (job_id,))
