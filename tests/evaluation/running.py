@@ -19,8 +19,8 @@ import waiting
 from unshard.evaluate.jobs import Arguments, EvaluationError, Filters, Job, Request, Status
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA
 from unshard.evaluate.server.attempts.attempt import Limits
-from unshard.evaluate.server.config.profiles import Kind
-from unshard.evaluate.server.evaluators.work import Profile, Work
+from unshard.evaluate.server.config.profiles import Kind, Profile
+from unshard.evaluate.server.evaluators.work import Work
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.profiles import Profiles

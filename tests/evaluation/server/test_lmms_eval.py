@@ -14,9 +14,8 @@ from evaluation.local_tasks import lmms_eval_tasks, run_evaluator, work_at
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
 from unshard.evaluate.server.config.profiles import Kind, Profile
-from unshard.evaluate.server.evaluators import make_evaluator
-from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
-from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.evaluators.programs import make_evaluator
+from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 
 PYTHON = os.environ.get("UNSHARD_LMMS_EVAL_PYTHON", "")

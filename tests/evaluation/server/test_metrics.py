@@ -5,11 +5,11 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unshard.evaluate.server.evaluators.metrics import (
-    finite,
+from unshard.evaluate.server.evaluators.documents import (
+    as_finite,
+    collect_metrics,
     metric_key,
-    metrics_of,
-    without_numbers,
+    tasks_without,
 )
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters=",/"), min_size=1, max_size=8)
@@ -33,7 +33,7 @@ def test_results_of_lm_eval() -> None:
         },
         "lambada": {"perplexity,none": 3.5, "perplexity_stderr,none": "N/A", "acc,none": math.nan},
     }
-    assert metrics_of(results) == {
+    assert collect_metrics(results) == {
         "gsm8k/exact_match,strict-match": 0.25,
         "gsm8k/exact_match,flexible-extract": 1.0,
         "lambada/perplexity": 3.5,
@@ -42,36 +42,36 @@ def test_results_of_lm_eval() -> None:
 
 @given(NAMES, NAMES, st.sampled_from(["", ",none"]), NUMBERS)
 def test_a_finite_number_is_a_metric(task: str, name: str, ending: str, value: float) -> None:
-    metrics = metrics_of({task: {f"{name}{ending}": value}})
+    metrics = collect_metrics({task: {f"{name}{ending}": value}})
     if not name.strip() or "_stderr" in name or metric_key(task, name) is None:
         assert metrics == {}
-    elif finite(value) is not None:
+    elif as_finite(value) is not None:
         assert metrics == {f"{task}/{name}": float(value)}
 
 
 @given(NAMES, NAMES, OTHERS)
 def test_nothing_else_is(task: str, name: str, value: object) -> None:
-    assert metrics_of({task: {name: value}}) == {}
-    assert metrics_of({task: value}) == {}
+    assert collect_metrics({task: {name: value}}) == {}
+    assert collect_metrics({task: value}) == {}
 
 
 @given(NAMES, NOT_METRICS, NUMBERS)
 def test_other_values_next_to_the_metrics_are_not_metrics(
     task: str, name: str, value: float
 ) -> None:
-    assert metrics_of({task: {name: value}}) == {}
+    assert collect_metrics({task: {name: value}}) == {}
 
 
 @given(st.dictionaries(NAMES, st.dictionaries(NAMES, NUMBERS | OTHERS)))
 def test_all_values_are_finite_floats_and_all_keys_have_their_task(
     results: dict[str, dict[str, object]],
 ) -> None:
-    for key, value in metrics_of(results).items():
+    for key, value in collect_metrics(results).items():
         task, _, name = key.partition("/")
-        assert finite(results[task][name]) == value
+        assert as_finite(results[task][name]) == value
         assert isinstance(value, float)
         assert math.isfinite(value)
 
 
 def test_a_task_is_not_another_that_begins_alike() -> None:
-    assert without_numbers(["a", "ab", "b"], {"ab/acc": 1.0}) == ["a", "b"]
+    assert tasks_without(["a", "ab", "b"], {"ab/acc": 1.0}) == ["a", "b"]

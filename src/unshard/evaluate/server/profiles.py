@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from unshard.errors import UsageError
 from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
 from unshard.evaluate.server.config.profiles import Kind, Profile
-from unshard.evaluate.server.evaluators import make_evaluator
+from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.evaluators.work import Evaluator
 
 __all__ = ["Profiles", "allows_model", "profile_named", "profile_of"]

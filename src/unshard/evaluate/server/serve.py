@@ -17,7 +17,7 @@ from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.config.profiles import ServerConfig
 from unshard.evaluate.server.config.server_yaml import read_server_yaml
 from unshard.evaluate.server.evaluators.probing import start_probing
-from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
+from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, gpus_in
 from unshard.evaluate.server.health import Health
 from unshard.evaluate.server.http.app import make_app

@@ -29,7 +29,7 @@ from unshard.evaluate.server.admission import (
 from unshard.evaluate.server.attempts.merge_worker import MergeOrder
 from unshard.evaluate.server.attempts.merging import GoneError, merge_in_process
 from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
-from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
+from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.health import Health
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import read_log

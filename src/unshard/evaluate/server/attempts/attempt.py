@@ -36,8 +36,8 @@ from unshard.evaluate.server.attempts.merging import (
     PassingError,
     answered,
 )
-from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
-from unshard.evaluate.server.evaluators.work import Evaluator, Profile, Work
+from unshard.evaluate.server.config.profiles import Profile
+from unshard.evaluate.server.evaluators.work import Evaluator, UnknownTasksError, Work
 from unshard.evaluate.server.gpus import shown_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import LOG_BYTES, last_lines

@@ -1,71 +1,41 @@
-"""Find and read the file of results that an evaluator wrote, and see whether it is complete."""
+"""Find and read the file of results that an evaluator wrote, and see whether it is complete.
+
+lm-eval and lmms-eval write `{task: {"acc,none": 0.3, "acc_stderr,none": 0.1, "alias": ...}}`, where
+a comma separates a metric from its filter. Only finite numbers are metrics.
+"""
 
 import json
+import math
 import os
 import re
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from unshard.evaluate.jobs import EvaluationError
-from unshard.evaluate.server.evaluators.metrics import metrics_of, without_numbers
-from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
-from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 
 __all__ = [
-    "check_exit",
+    "as_finite",
     "check_known",
     "check_tasks",
-    "demand_empty",
-    "launch",
-    "newest",
-    "read_document",
-    "table",
+    "collect_metrics",
+    "find_newest",
+    "metric_key",
+    "read_results",
+    "replace_tags",
+    "tasks_without",
 ]
 
+_NOT_METRICS = frozenset({"alias", "name", "sample_len", "samples", "sample_count"})
 _LOG_LINES = 100
 _NOT_FOUND = re.compile(r"Tasks not found: (.*?)(?:\. Try .*)?$", re.MULTILINE)
 _LISTING = {"lm-eval": "lm_eval ls tasks", "lmms-eval": "lmms_eval --tasks list"}
 _LOG = "the log of the job says why"
 _MOST_METRICS = 10_000
 _MOST_NAMES = 1 << 20  # bytes of all names together: a job is one answer of the server
-
-
-def launch(work: Work, module: str) -> list[str]:
-    """Return the beginning of a command line that runs a module, on all GPUs that the work has.
-
-    `accelerate launch` is left out for one process: it would start it without the variables that
-    `Accelerator()` then asks for. Port 0 lets it choose a free one, so that jobs do not meet.
-    """
-    start = [work.profile.interpreter, "-m"]
-    if work.gpus > 1 and work.profile.launcher == "accelerate":
-        start += ["accelerate.commands.launch", "--multi_gpu", f"--num_processes={work.gpus}"]
-        start += ["--num_machines=1", "--main_process_port=0", "-m"]
-    return [*start, module]
-
-
-def demand_empty(directory: Path) -> None:
-    """Raise unless there is nothing in a directory: what is there later is then new."""
-    if directory.is_dir() and any(directory.iterdir()):
-        raise EvaluationError(
-            f"{directory} already contains files", expected="a fresh directory for every attempt"
-        )
-
-
-def check_exit(program: str, returncode: int) -> None:
-    """Raise unless the program ended well."""
-    if returncode == 0:
-        return
-    raise EvaluationError(f"{program} failed", found=_ending(returncode), hint=_LOG)
-
-
-def _ending(returncode: int) -> str:
-    if returncode > 0:
-        return f"exit code {returncode}"
-    names = {number.value: number.name for number in signal.Signals}
-    return f"ended by {names.get(-returncode, f'signal {-returncode}')}"
 
 
 def check_known(work: Work, program: str) -> None:
@@ -85,22 +55,35 @@ def check_known(work: Work, program: str) -> None:
         )
 
 
-def newest(directory: Path, pattern: str) -> Path | None:
+def find_newest(directory: Path, pattern: str) -> Path | None:
     """Return the file below a directory that was written last, of those whose name fits."""
     files = [path for path in directory.rglob(pattern) if path.is_file() and not path.is_symlink()]
     return max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
-def read_document(
-    path: Path | None, *, program: str, expected: str, most_bytes: int
+def read_results(
+    work: Work, path: Path | None, returncode: int, *, program: str, expected: str
 ) -> dict[str, object]:
-    """Read a JSON object.
+    """Read the JSON object that a program wrote.
+
+    Args:
+        work: of the attempt.
+        path: of the file of results, if there is one.
+        returncode: of the program.
+        program: its name for errors.
+        expected: the name of the file.
 
     Raises:
-        EvaluationError: there is no file, or it is too large, or has something else in it.
+        EvaluationError: the program failed, wrote no file or one that is too large, or something
+            else is in it.
     """
+    if returncode != 0:
+        names = {-number.value: f"ended by {number.name}" for number in signal.Signals}
+        unnamed = f"exit code {returncode}" if returncode > 0 else f"ended by signal {-returncode}"
+        raise EvaluationError(f"{program} failed", found=names.get(returncode, unnamed), hint=_LOG)
     if path is None:
         raise EvaluationError(f"{program} wrote no results", expected=expected, hint=_LOG)
+    most_bytes = work.profile.results_bytes
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -119,12 +102,6 @@ def read_document(
     return document
 
 
-def table(document: Mapping[str, object], key: str) -> dict[str, object]:
-    """Return the mapping under a key; empty if there is none."""
-    value = document.get(key)
-    return value if isinstance(value, dict) else {}
-
-
 def check_tasks(
     document: Mapping[str, object], tasks: Collection[str], *, program: str
 ) -> dict[str, float]:
@@ -135,7 +112,8 @@ def check_tasks(
     Raises:
         EvaluationError: a task is not named, or has no finite number; or there are too many.
     """
-    metrics = metrics_of(table(document, "results"))
+    results = _mapping_at(document, "results")
+    metrics = collect_metrics(results)
     size = sum(len(name.encode("utf-8", "backslashreplace")) for name in metrics)
     if len(metrics) > _MOST_METRICS or size > _MOST_NAMES:
         raise EvaluationError(
@@ -143,33 +121,85 @@ def check_tasks(
             expected=f"at most {_MOST_METRICS} numbers, whose names have {_MOST_NAMES} bytes",
             found=f"{len(metrics)} numbers, whose names have {size} bytes",
         )
-    missing = without_numbers(_leaves(document, tasks, metrics), metrics)
+    # A group that has no numbers of its own is replaced by its tasks.
+    parts = _expand(document, tasks, lambda task: bool(tasks_without([task], metrics)))
+    missing = tasks_without(sorted(task for task in parts if not parts[task]), metrics)
     if metrics and not missing:
         return metrics
-    there = f"{', '.join(sorted(table(document, 'results'))):.1000}" or "no task"
     raise EvaluationError(
         f"{program}'s results have no finite number for: {', '.join(missing or tasks)}",
         expected=", ".join(tasks),
-        found=there,
+        found=f"{', '.join(sorted(results)):.1000}" or "no task",
         hint=_LOG,
     )
 
 
-def _leaves(
-    document: Mapping[str, object], tasks: Collection[str], metrics: Mapping[str, float]
-) -> list[str]:
-    """Replace each group that has no numbers of its own by its tasks, however deep."""
-    groups = table(document, "group_subtasks")
-    leaves: dict[str, None] = {}
-    waiting, seen = list(tasks), set[str]()
+def replace_tags(document: Mapping[str, object], tasks: Collection[str]) -> Collection[str]:
+    """Replace lm-eval's tags, which results do not record, by the tasks that nothing else explains.
+
+    lm-eval has ended well and is known to refuse names that mean nothing.
+    """
+    results, groups = _mapping_at(document, "results"), _mapping_at(document, "group_subtasks")
+    named = [task for task in tasks if task in results or task in groups]
+    tagged = sorted(results.keys() - _expand(document, named, lambda _: True).keys())
+    return [*named, *tagged] if tagged else tasks
+
+
+def _expand(
+    document: Mapping[str, object], tasks: Iterable[str], is_opened: Callable[[str], bool]
+) -> dict[str, list[str]]:
+    """Return the tasks and all that their groups contain, each with its parts if it is opened."""
+    groups = _mapping_at(document, "group_subtasks")
+    found: dict[str, list[str]] = {}
+    waiting = list(tasks)
     while waiting:
         task = waiting.pop()
-        if task in seen:
-            continue
-        seen.add(task)
-        parts = groups.get(task)
-        if isinstance(parts, list) and parts and without_numbers([task], metrics):
-            waiting += [str(part) for part in parts]
-        else:
-            leaves[task] = None
-    return sorted(leaves)
+        if task not in found:
+            parts = groups.get(task)
+            is_group = isinstance(parts, list) and is_opened(task)
+            found[task] = [str(part) for part in parts] if is_group else []
+            waiting += found[task]
+    return found
+
+
+def _mapping_at(document: Mapping[str, object], key: str) -> dict[str, object]:
+    value = document.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def as_finite(value: object) -> float | None:
+    """Return a finite number as a float; None for anything else, booleans too."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def metric_key(task: str, name: str) -> str | None:
+    """Return the key of a result named "metric" or "metric,filter"; None if it is not a metric.
+
+    The filter "none" is left out.
+    """
+    metric, _, filter_name = name.partition(",")
+    if not metric.strip() or metric in _NOT_METRICS or "_stderr" in metric:
+        return None
+    return f"{task}/{metric}" + (f",{filter_name}" if filter_name not in {"", "none"} else "")
+
+
+def collect_metrics(results: Mapping[str, object]) -> dict[str, float]:
+    """Return all metrics of results by task, each of which is a mapping from names to values."""
+    metrics = {}
+    for task, values in results.items():
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            key, number = metric_key(task, str(name)), as_finite(value)
+            if key is not None and number is not None:
+                metrics[key] = number
+    return metrics
+
+
+def tasks_without(tasks: Iterable[str], metrics: Mapping[str, float]) -> list[str]:
+    """Return the tasks that have no metric."""
+    return [task for task in tasks if not any(key.startswith(f"{task}/") for key in metrics)]

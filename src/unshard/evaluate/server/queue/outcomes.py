@@ -26,7 +26,7 @@ from unshard.evaluate.server.attempts.endings import (
     Postponed,
 )
 from unshard.evaluate.server.attempts.merging import Merger
-from unshard.evaluate.server.evaluators.work import Profile
+from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.profiles import Profiles
 from unshard.evaluate.server.store.statements import DIED, KILLED, LONGEST_WAIT_S, POSTPONED

@@ -18,7 +18,7 @@ from unshard.evaluate.run_folder import lock_file, unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.endings import Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger
-from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
+from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, shown_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.table import identify, is_alive

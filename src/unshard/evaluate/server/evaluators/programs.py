@@ -1,0 +1,216 @@
+"""The evaluators: which command line each has, and how its results are read.
+
+lm-eval (lm_eval 0.4.13) is `python -m lm_eval run --config job.yaml`. Everything is written into
+the YAML file, where a value is a value: nothing in it can become another argument. The exit code is
+honest, but for results that cannot be saved (a warning in its log).
+
+lmms-eval (lmms_eval 0.7.3) is `python -m lmms_eval --model ... --model_args key=value,...`. Its
+exit code is 0 whatever happens (lmms_eval/__main__.py ends in `sys.exit(0)` after an error is
+printed). So the results alone count: new, and with numbers for every task that was asked for. Tags
+are refused by this: the results keep no record of them.
+
+Any other program writes a JSON file with `{task: {metric: number}}`, or flat:
+`{"task/metric": number}`, `{task: number}` (the metric is then called "score"), or for one task
+`{metric: number}`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from unshard.evaluate.jobs import OPTIONS, EvaluationError
+from unshard.evaluate.server.config.arguments import has_separator, join_arguments, parse_arguments
+from unshard.evaluate.server.config.placeholders import fill
+from unshard.evaluate.server.config.profiles import Kind, Profile
+from unshard.evaluate.server.evaluators.documents import (
+    check_known,
+    check_tasks,
+    find_newest,
+    read_results,
+    replace_tags,
+)
+from unshard.evaluate.server.evaluators.work import Evaluator, Work
+from unshard.evaluate.values import Scalar
+
+__all__ = ["make_evaluator"]
+
+_LM_EVAL, _LMMS_EVAL = "lm-eval", "lmms-eval"
+
+
+def make_evaluator(profile: Profile) -> Evaluator:
+    """Return the evaluator of a profile."""
+    made: dict[Kind, type[Evaluator]] = {
+        Kind.LM_EVAL: _LmEval,
+        Kind.LMMS_EVAL: _LmmsEval,
+        Kind.COMMAND: _Command,
+    }
+    return made[profile.kind]()
+
+
+class _LmEval:
+    """Runs lm-eval's own command line."""
+
+    def command(self, work: Work) -> list[str]:
+        """Write the keys of lm_eval/config/evaluate_config.py that differ from their defaults.
+
+        The output is named as a file: below a directory, lm-eval would make another with the whole
+        path of the model in its name, fail when that is longer than a file name can be, and say
+        nothing.
+        """
+        _demand_empty(work.output)
+        options: dict[str, object] = {
+            "model": work.profile.model,
+            "model_args": _model_args(work, work.model),
+            "tasks": list(work.request.tasks),
+            "output_path": str(work.output / "results.json"),
+            "log_samples": True,
+            **work.request.arguments.options(),
+            "gen_kwargs": _generation(work) or None,
+            "include_path": [str(path) for path in work.profile.include_paths] or None,
+            "device": None if work.gpus else "cpu",
+        }
+        given = {key: value for key, value in options.items() if value is not None}
+        path = work.directory / "job.yaml"
+        path.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
+        return [*_module_command(work, "lm_eval"), "run", f"--config={path}"]
+
+    def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
+        """Return the numbers of all tasks and groups."""
+        if returncode != 0:
+            check_known(work, _LM_EVAL)
+        results = self.results_file(work)
+        document = read_results(
+            work, results, returncode, program=_LM_EVAL, expected="results_TIME.json"
+        )
+        tasks = replace_tags(document, work.request.tasks)
+        return check_tasks(document, tasks, program=_LM_EVAL)
+
+    def results_file(self, work: Work) -> Path | None:
+        """Return the file of results."""
+        return find_newest(work.output, "results_*.json")
+
+
+class _LmmsEval:
+    """Runs lmms-eval's own command line."""
+
+    def command(self, work: Work) -> list[str]:
+        """Return the command; each option is one argument, so no value can become another option.
+
+        lmms-eval appends the output to comma-separated arguments of its own, so it is checked, too.
+        """
+        _demand_empty(work.output)
+        model = work.model
+        if has_separator(str(model)):  # `runs/lr=1e-5,bs=8` would be three arguments
+            model = work.directory / "model"
+            model.symlink_to(work.model)
+        join_arguments({"output_path": str(work.output)}, what=_LMMS_EVAL)
+        model_args = join_arguments(_model_args(work, model), what=f"{_LMMS_EVAL}: model_args")
+        generation = join_arguments(_generation(work), what=f"{_LMMS_EVAL}: gen_kwargs")
+        options: dict[str, object] = {
+            "model": work.profile.model,
+            "model_args": model_args,
+            "tasks": ",".join(work.request.tasks),
+            "output_path": work.output,
+            **work.request.arguments.options(),
+            "gen_kwargs": generation or None,
+            "include_path": next(iter(work.profile.include_paths), None),
+            "device": None if work.gpus else "cpu",
+        }
+        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        return [*_module_command(work, "lmms_eval"), *given, "--log_samples"]
+
+    def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
+        """Return the numbers of all tasks and groups."""
+        results = self.results_file(work)
+        if results is None:
+            check_known(work, _LMMS_EVAL)
+        document = read_results(
+            work, results, returncode, program=_LMMS_EVAL, expected="TIME_results.json"
+        )
+        return check_tasks(document, work.request.tasks, program=_LMMS_EVAL)
+
+    def results_file(self, work: Work) -> Path | None:
+        """Return the file of results."""
+        return find_newest(work.output, "*_results.json")
+
+
+class _Command:
+    """Runs the command of the profile, without a shell."""
+
+    def command(self, work: Work) -> list[str]:
+        """Fill in the profile's arguments; each stays one argument, whatever is filled in."""
+        _demand_empty(work.output)
+        request = work.request
+        values = {
+            "checkpoint": str(work.model),
+            "output": str(work.output),
+            "tasks": ",".join(request.tasks),
+            "step": "" if request.step is None else str(request.step),
+            "weights": request.weights,
+            "run": request.run,
+            **dict.fromkeys(OPTIONS, ""),
+            **{name: str(value) for name, value in request.arguments.options().items()},
+        }
+        return [fill(part, values) for part in work.profile.command]
+
+    def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
+        """Return the numbers of all tasks, whatever form the program chose."""
+        program, tasks = work.profile.name, work.request.tasks
+        document = read_results(
+            work,
+            self.results_file(work),
+            returncode,
+            program=program,
+            expected=work.profile.results,
+        )
+        results: dict[str, dict[str, object]] = {}
+        for name, value in document.items():
+            if isinstance(value, Mapping):
+                results.setdefault(name, {}).update(value)
+                continue
+            task, slash, metric = name.rpartition("/")
+            if name in tasks:
+                task, metric = name, "score"
+            elif not slash:
+                task = tasks[0] if len(tasks) == 1 else ""
+            if task:
+                results.setdefault(task, {})[metric] = value
+        return check_tasks({"results": results}, tasks, program=program)
+
+    def results_file(self, work: Work) -> Path | None:
+        """Return the file that the profile names, if it is there."""
+        path = work.output / work.profile.results
+        return path if path.is_file() else None
+
+
+def _demand_empty(directory: Path) -> None:
+    """Raise unless a directory is empty: what is there later is then new."""
+    if directory.is_dir() and any(directory.iterdir()):
+        raise EvaluationError(
+            f"{directory} already contains files", expected="a fresh directory for every attempt"
+        )
+
+
+def _module_command(work: Work, module: str) -> list[str]:
+    """Return the beginning of a command line that runs a module, on all GPUs that the work has.
+
+    `accelerate launch` is left out for one process: it would start it without the variables that
+    `Accelerator()` then asks for. Port 0 lets it choose a free one, so that jobs do not meet.
+    """
+    start = [work.profile.interpreter, "-m"]
+    if work.gpus > 1 and work.profile.launcher == "accelerate":
+        start += ["accelerate.commands.launch", "--multi_gpu", f"--num_processes={work.gpus}"]
+        start += ["--num_machines=1", "--main_process_port=0", "-m"]
+    return [*start, module]
+
+
+def _model_args(work: Work, model: Path) -> dict[str, Scalar]:
+    """Return the arguments of the model; the profile's win over the client's."""
+    profile = work.profile
+    chosen = work.request.arguments.model_args
+    return {**chosen, **profile.model_args, profile.checkpoint_key: str(model)}
+
+
+def _generation(work: Work) -> dict[str, Scalar]:
+    return parse_arguments(work.request.arguments.gen_kwargs or "", what="gen_kwargs")
