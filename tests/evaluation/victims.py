@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.evaluate.server.processes.environment import MARK
+from unshard.evaluate.server.processes.table import MARK
 
 KINDS = ("supervisor", "evaluator", "merge worker")
 _MODULES = {

@@ -32,7 +32,7 @@ from ranks import save_ranks
 from unshard.evaluate.jobs import Filters, Job, Phase, Process, Status
 from unshard.evaluate.server.processes.launching import start_supervisor
 from unshard.evaluate.server.processes.supervise import LOG_NAME
-from unshard.evaluate.server.processes.table import boot, is_alive, kill_group
+from unshard.evaluate.server.processes.table import boot_id, is_alive, kill_group
 from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
 
@@ -144,7 +144,7 @@ def test_a_job_that_takes_its_server_down_every_time_fails_in_the_end(tmp_path: 
         (directory / "output").mkdir(parents=True)
         if number % 2:  # else it had the memory for the merge only
             (directory / LOG_NAME).write_text("a lot of memory\n")
-            process = Process(2**22 - 5, 1, boot(), (), str(directory))
+            process = Process(2**22 - 5, 1, boot_id(), (), str(directory))
             store.attempt_started(job.id, process)
         server.start()
         wait_until(lambda: store.running() == [], "the end of the attempt")
@@ -168,7 +168,7 @@ def test_a_supervisor_that_never_got_its_order_is_not_a_failure(tmp_path: Path) 
     store.attempt_started(job.id, child.process)
     server.start()
     assert [one.process for one in store.running()] == [child.process]
-    child.drop()  # what the kernel does with the pipe of a killed server
+    child.reap()  # what the kernel does with the pipe of a killed server
     done = wait_for(store, job.id, Status.COMPLETED)
     server.stop(end=True)
     assert (done.attempts, done.failures) == (2, 0)

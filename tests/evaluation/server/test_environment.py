@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from unshard.evaluate.server.processes.environment import evaluator_environment, scrubbed
+from unshard.evaluate.server.processes.launching import evaluator_environment, scrub
 
 LAUNCHER = (
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GROUP_RANK ROLE_NAME"
@@ -40,7 +40,7 @@ def test_launchers_and_secrets_do_not_reach_an_evaluator(monkeypatch: pytest.Mon
 
 
 def test_the_servers_url_with_its_password_does_not_reach_an_evaluator() -> None:
-    assert scrubbed({"UNSHARD_EVAL_SERVER": "http://any:secret@host", "A": "b"}) == {"A": "b"}
+    assert scrub({"UNSHARD_EVAL_SERVER": "http://any:secret@host", "A": "b"}) == {"A": "b"}
 
 
 def test_a_profile_cannot_take_other_gpus() -> None:
@@ -51,4 +51,4 @@ def test_a_profile_cannot_take_other_gpus() -> None:
 
 def test_names_that_only_look_alike_stay() -> None:
     alike = {"PRANKS": "1", "NCCL_DEBUG": "INFO", "MY_RANK": "1"}
-    assert scrubbed(alike) == alike
+    assert scrub(alike) == alike

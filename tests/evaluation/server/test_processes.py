@@ -12,8 +12,14 @@ import pytest
 from damage import in_time
 from evaluation.running import is_running, wait_until
 from unshard.evaluate.jobs import Process
-from unshard.evaluate.server.processes.environment import MARK
-from unshard.evaluate.server.processes.table import boot, identify, is_alive, kill_group, members
+from unshard.evaluate.server.processes.table import (
+    MARK,
+    boot_id,
+    identify,
+    is_alive,
+    kill_group,
+    list_members,
+)
 from waiting import LIMIT_S
 
 # A tree: a child that ignores SIGTERM, one in a session of its own, and an orphan of such a one.
@@ -60,7 +66,7 @@ def tree(folder: Path) -> Iterator[tuple["subprocess.Popen[bytes]", Process, dic
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans are found by /proc")
 def test_the_whole_tree_ends_with_its_group(tmp_path: Path) -> None:
     with tree(tmp_path) as (child, process, pids):
-        assert {entry.pid for entry in members(process)} == set(pids.values())
+        assert {entry.pid for entry in list_members(process)} == set(pids.values())
         assert is_alive(process)
         assert kill_group(process, grace_s=0.2)
         assert not any(is_running(pid) for pid in pids.values())
@@ -74,7 +80,7 @@ def test_what_outlives_its_leader_is_found(tmp_path: Path) -> None:
     with tree(tmp_path) as (child, process, pids):
         child.kill()
         child.wait()
-        assert {entry.pid for entry in members(process)} == set(pids.values()) - {child.pid}
+        assert {entry.pid for entry in list_members(process)} == set(pids.values()) - {child.pid}
         assert kill_group(process, grace_s=0)
         assert not any(is_running(pid) for pid in pids.values())
 
@@ -85,7 +91,7 @@ def test_another_process_with_the_same_number_is_left_alone(tmp_path: Path) -> N
         own = identify(child.pid, gpus=(), directory=str(tmp_path))
         for other in (replace(own, started=own.started - 1), replace(own, boot="another")):
             assert not is_alive(other)
-            assert members(other) == []
+            assert list_members(other) == []
             assert kill_group(other, grace_s=0)
         assert is_alive(own)
         child.kill()
@@ -98,8 +104,8 @@ def test_a_foreign_group_whose_leader_has_ended_is_left_alone(tmp_path: Path) ->
         assert shell.stdout is not None
         stranger = int(shell.stdout.read())
     try:
-        once = Process(shell.pid, 1, boot(), (), str(tmp_path))  # had the number of the shell
-        assert members(once) == []
+        once = Process(shell.pid, 1, boot_id(), (), str(tmp_path))  # had the number of the shell
+        assert list_members(once) == []
         assert kill_group(once, grace_s=0)
         assert is_running(stranger)
     finally:
@@ -139,4 +145,4 @@ def test_who_is_not_there_has_no_identity() -> None:
         child.wait()
     with pytest.raises(ProcessLookupError):
         identify(child.pid, gpus=(), directory="")
-    assert boot()
+    assert boot_id()

@@ -47,7 +47,7 @@ from unshard.evaluate.server.attempts.merging import Merger, PassingError
 from unshard.evaluate.server.evaluators.work import Work
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.supervise import LOG_NAME, Exit, write_exit
-from unshard.evaluate.server.processes.table import boot, is_alive
+from unshard.evaluate.server.processes.table import boot_id, is_alive
 from unshard.evaluate.server.queue import outcomes
 from unshard.evaluate.server.queue import scheduler as scheduling
 from unshard.evaluate.server.queue.scheduler import Scheduler
@@ -555,7 +555,7 @@ def test_an_evaluator_that_cannot_be_started_now_has_not_failed(
     done = Exit("not started", 127, os.strerror(number), 0.0, number)
     write_exit(tmp_path, done, lambda: False)
     runner = Runner(store, merger, no_pins(store), Limits(), halt=lambda _: None)
-    process = Process(2**22 - 5, 1, boot(), (), str(tmp_path))
+    process = Process(2**22 - 5, 1, boot_id(), (), str(tmp_path))
     outcome = runner.resume(attempt, process)
     assert isinstance(outcome, kind)
     assert os.strerror(number) in str(outcome)
@@ -713,7 +713,7 @@ def test_a_look_at_a_checkpoint_that_hangs_is_bounded_by_the_timeout(
 
     monkeypatch.setattr(Pins, "changed", changed)
     runner = Runner(store, merger, no_pins(store), Limits(), halt=lambda _: None)
-    outcome = runner.resume(attempt, Process(2**22 - 5, 1, boot(), (), str(tmp_path)))
+    outcome = runner.resume(attempt, Process(2**22 - 5, 1, boot_id(), (), str(tmp_path)))
     assert isinstance(outcome, Failed)
     assert outcome.may_retry
     assert "a look at the checkpoint took more than 0.1 s" in outcome.error

@@ -17,12 +17,10 @@ import pytest
 from evaluation.running import child_environment, job_of, request
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments, Filters, Job, Phase, Process, Request, Status
+from unshard.evaluate.server.attempts.endings import Cause
 from unshard.evaluate.server.store import statements
 from unshard.evaluate.server.store.statements import (
-    DIED,
-    KILLED,
     LONGEST_WAIT_S,
-    POSTPONED,
     as_request,
     request_as_json,
 )
@@ -191,7 +189,7 @@ def test_the_database_of_an_earlier_version_gets_the_columns_that_it_lacks(tmp_p
         for column in ("superseded_by", "attempts_before", "alike"):
             connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
-        assert store.in_a_row(job.id, DIED) == 0
+        assert store.in_a_row(job.id, Cause.DIED) == 0
         assert store.alike(job.request) == [job]
         assert store.pinned_runs() == ["/runs/a"]
         assert store.supersede(job.id, "newer")
@@ -209,19 +207,20 @@ def interrupt(store: Store, job: Job, outcome: str) -> int:
 def test_only_a_failure_ends_a_row_of_interruptions(store: Store) -> None:
     """Two kinds that take turns would otherwise never be bounded."""
     job = submit(store)
-    turns = [(KILLED, 1), (POSTPONED, 1), (KILLED, 2), (DIED, 1), ("lost", 1), (KILLED, 3)]
+    killed, died = Cause.KILLED, Cause.DIED
+    turns = [(killed, 1), (Cause.HINDERED, 1), (killed, 2), (died, 1), ("lost", 1), (killed, 3)]
     assert [interrupt(store, job, outcome) for outcome, _ in turns] == [count for _, count in turns]
     claim(store)
     store.fail(job.id, "why", 0)
-    assert interrupt(store, job, KILLED) == 1
+    assert interrupt(store, job, Cause.KILLED) == 1
 
 
 def test_a_job_that_is_submitted_again_begins_a_new_row(store: Store) -> None:
     job = submit(store)
-    assert [interrupt(store, job, POSTPONED) for _ in range(3)] == [1, 2, 3]
+    assert [interrupt(store, job, Cause.HINDERED) for _ in range(3)] == [1, 2, 3]
     assert store.cancel(job.id)
     store.submit(job.request, pin=None)
-    assert [interrupt(store, job, POSTPONED) for _ in range(2)] == [1, 2]
+    assert [interrupt(store, job, Cause.HINDERED) for _ in range(2)] == [1, 2]
 
 
 def test_a_clock_that_is_set_back_does_not_end_a_row(
@@ -231,7 +230,7 @@ def test_a_clock_that_is_set_back_does_not_end_a_row(
     monkeypatch.setattr(time, "time", lambda: now)
     job = submit(store)
     now -= 1e6
-    assert [interrupt(store, job, KILLED) for _ in range(3)] == [1, 2, 3]
+    assert [interrupt(store, job, Cause.KILLED) for _ in range(3)] == [1, 2, 3]
 
 
 def test_a_job_that_ended_badly_is_queued_anew_with_the_new_checkpoint(store: Store) -> None:
@@ -399,7 +398,7 @@ def test_a_clock_that_is_set_back_makes_no_job_wait_longer(store: Store) -> None
     job = submit(store)
     now = time.time()
     store.claim(now)
-    store.postpone(job.id, POSTPONED, "full", now + LONGEST_WAIT_S)
+    store.postpone(job.id, Cause.HINDERED, "full", now + LONGEST_WAIT_S)
     assert store.due(now + 1) is None
     assert store.due(now - 10) is not None
     assert store.claim(now - 10) is not None

@@ -141,12 +141,12 @@ def test_a_log_that_cannot_be_written_does_not_end_the_evaluation(tmp_path: Path
 
 def test_without_an_order_nothing_is_run(tmp_path: Path) -> None:
     child = start_supervisor(gpus=(), directory=tmp_path)
-    child.drop()
+    child.reap()
     assert child.popen.returncode == 1
     half = start_supervisor(gpus=(), directory=tmp_path)
     assert half.popen.stdin is not None
     half.popen.stdin.write(json.dumps({"command": ["touch", "x"]}).encode()[:-3])
-    half.drop()
+    half.reap()
     assert half.popen.returncode == 1
     assert read_exit(tmp_path) is None
     assert {path.name for path in tmp_path.iterdir()} == {"supervisor.txt"}

@@ -13,15 +13,16 @@ from evaluation.runs import checkpoint
 from evaluation.servers import Live, live
 from unshard.evaluate.jobs import Job, Status
 from unshard.evaluate.server.attempts.endings import (
+    LOG_MARK,
+    Cause,
     Completed,
     Expired,
     Failed,
-    Killed,
     Lost,
     Outcome,
     Postponed,
 )
-from unshard.evaluate.server.telling import LOG_MARK, one_line, tell_outcome
+from unshard.evaluate.server.telling import one_line, tell_outcome
 
 NAME = "unshard.evaluate.server.telling"
 
@@ -61,7 +62,7 @@ def test_a_failure_and_the_retry_are_reported(
         (Failed("bad", may_retry=True), Status.QUEUED, "retried: attempt 2 failed: bad"),
         (Failed("bad", may_retry=True), Status.FAILED, "failed: attempt 2: the error"),
         (Postponed("disk full"), Status.QUEUED, "postponed: attempt 2: disk full"),
-        (Killed("signal 9"), Status.QUEUED, "postponed: attempt 2: signal 9"),
+        (Postponed("signal 9", Cause.KILLED), Status.QUEUED, "postponed: attempt 2: signal 9"),
         (Lost("stopped"), Status.QUEUED, "queued again: attempt 2: stopped"),
         (Expired("gone"), Status.EXPIRED, "expired: attempt 2: the error"),
         (Lost("stopped"), Status.SUPERSEDED, "superseded: the processes of attempt 2 have ended"),

@@ -13,19 +13,15 @@ from pathlib import PurePosixPath
 from unshard.errors import printable
 from unshard.evaluate.jobs import Job, Request, Status
 from unshard.evaluate.server.attempts.endings import (
+    LOG_MARK,
     Completed,
-    Died,
     Failed,
-    Killed,
     Lost,
     Outcome,
     Postponed,
 )
 
-__all__ = ["LOG_MARK", "one_line", "short_id", "tell", "tell_outcome", "tell_refusal"]
-
-LOG_MARK = "The log ends with:"
-"""The line of an error after which the evaluator speaks itself."""
+__all__ = ["one_line", "short_id", "tell", "tell_outcome", "tell_refusal"]
 
 _SHORT = 8
 _LONGEST = 500
@@ -64,7 +60,7 @@ def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
             tell(job, f"evaluated: {_shown(metrics)}")
         case Status.QUEUED, Failed(why):
             tell(job, f"retried: {number} failed: {why}")
-        case Status.QUEUED, Postponed(why) | Killed(why) | Died(why):
+        case Status.QUEUED, Postponed(why):
             tell(job, f"postponed: {number}: {why}")
         case Status.QUEUED, Lost(why):
             tell(job, f"queued again: {number}: {why}")

@@ -1,32 +1,29 @@
 """One attempt at a job, from its checkpoint to its metrics; or the rest of one, after a restart."""
 
-import errno
 import logging
-import math
-import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from tempfile import TemporaryFile
 
 from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Job, Phase, Process
 from unshard.evaluate.server.attempts.endings import (
+    SHOWN_LINES,
     Cancelled,
+    Cause,
     Completed,
-    Died,
     Expired,
     Failed,
-    Killed,
     Left,
     Lost,
     Outcome,
     Postponed,
+    add_log,
+    judge,
 )
 from unshard.evaluate.server.attempts.merging import (
     CrashedError,
@@ -34,39 +31,26 @@ from unshard.evaluate.server.attempts.merging import (
     GoneError,
     Merger,
     PassingError,
-    answered,
+    ask_disk,
 )
 from unshard.evaluate.server.config.profiles import Profile
-from unshard.evaluate.server.evaluators.work import Evaluator, UnknownTasksError, Work
+from unshard.evaluate.server.evaluators.work import Evaluator, Work
 from unshard.evaluate.server.gpus import shown_slots
 from unshard.evaluate.server.pinning import Pins
-from unshard.evaluate.server.processes.bounded_log import LOG_BYTES, last_lines
-from unshard.evaluate.server.processes.environment import evaluator_environment
-from unshard.evaluate.server.processes.launching import start_supervisor
-from unshard.evaluate.server.processes.supervise import (
-    LOG_NAME,
-    STOPS,
-    Exit,
-    Order,
-    has_begun,
-    is_ended_by,
-    read_exit,
-)
+from unshard.evaluate.server.processes.bounded_log import LOG_BYTES
+from unshard.evaluate.server.processes.launching import evaluator_environment, start_supervisor
+from unshard.evaluate.server.processes.supervise import Order, has_begun, read_exit
 from unshard.evaluate.server.processes.table import is_alive, kill_group
 from unshard.evaluate.server.store.store import Store
-from unshard.evaluate.server.telling import LOG_MARK, tell
+from unshard.evaluate.server.telling import tell
 
 __all__ = ["Attempt", "Halt", "Limits", "Runner"]
 
 _log = logging.getLogger(__name__)
 
-_SHOWN_LINES = 20
 _MARGIN_S = 30.0
 _READING = "reading"  # a byte for every server that reads the results
 _MOST_FATAL = 2
-_KILLS = (signal.SIGKILL, *STOPS)
-_PASSING = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC})
-_SPACE_BYTES = 8 << 20  # with less an evaluator's failure is taken for the disk's
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +122,11 @@ class Runner:
     def run(self, attempt: Attempt) -> Outcome:
         """Merge, evaluate, and read what was measured."""
         outcome = self._caught(attempt.job, lambda: self._run(attempt))
-        if isinstance(outcome, Failed | Expired) and self._is_repinned(attempt.job):
-            return Lost("the checkpoint was saved again; its newer pin is evaluated")
+        if isinstance(outcome, Failed | Expired):
+            now = self._store.get(attempt.job.id)
+            if now is not None and now.pin not in {None, attempt.job.pin}:
+                return Lost("the checkpoint was saved again; its newer pin is evaluated")
         return outcome
-
-    def _is_repinned(self, job: Job) -> bool:
-        now = self._store.get(job.id)
-        return now is not None and now.pin is not None and now.pin != job.pin
 
     def _run(self, attempt: Attempt) -> Outcome:
         job = attempt.job
@@ -166,12 +148,9 @@ class Runner:
         except GoneError as error:
             return Expired(_named(error, job))
         except GivenUpError:
-            is_cancelled = self._halt(job.id) is Halt.CANCELLED
-            return (
-                Cancelled()
-                if is_cancelled
-                else Lost("the server was stopped while it read the checkpoint")
-            )
+            if self._halt(job.id) is Halt.CANCELLED:
+                return Cancelled()
+            return Lost("the server was stopped while it read the checkpoint")
         except (PassingError, OSError) as error:
             return Postponed(_named(error, job))
         except UnshardError as error:
@@ -183,8 +162,10 @@ class Runner:
         work = attempt.work(self._merger.model_of(attempt.job))
         outcome = self._caught(attempt.job, lambda: self._conclude(attempt, work, process))
         is_lost = not was_alive and read_exit(attempt.directory) is None
-        if is_lost and isinstance(outcome, Killed):
-            return Died(f"its processes ended together with the server\n{outcome.why}")
+        match outcome:
+            case Postponed(why, Cause.KILLED) if is_lost:
+                why = f"its processes ended together with the server\n{why}"
+                return Postponed(why, Cause.DIED)
         return outcome
 
     def end(self, job_id: str, process: Process) -> bool:
@@ -201,30 +182,38 @@ class Runner:
 
     def _rewritten(self, attempt: Attempt) -> Failed | None:
         job = attempt.job
-        files = answered(
+        files = ask_disk(
             lambda: self._pins.changed(job),
             timeout_s=attempt.profile.timeout_s,
             is_given_up=lambda: self._halt(job.id) is not None,
         )
         if not files:
             return None
-        shown = ", ".join(files[:_SHOWN_LINES])
+        shown = ", ".join(files[:SHOWN_LINES])
         return Failed(
             f"the checkpoint was rewritten or replaced while it was waiting: {shown}",
             may_retry=False,
         )
 
     def _evaluate(self, attempt: Attempt, work: Work) -> Outcome:
-        order = self._order(attempt, attempt.evaluator.command(work))
+        profile, directory = attempt.profile, str(attempt.directory)
+        command = attempt.evaluator.command(work)
+        environment = evaluator_environment(
+            profile.environment, program=command[0], gpus=attempt.gpus, directory=directory
+        )
+        limits = self._limits
+        order = Order(
+            command, environment, directory, profile.timeout_s, limits.grace_s, limits.log_bytes
+        )
         child = start_supervisor(gpus=attempt.gpus, directory=attempt.directory)
         try:
             self._store.attempt_started(attempt.job.id, child.process)
             self._store.phase(attempt.job.id, Phase.EVALUATING)
         except BaseException:
-            child.drop()
+            child.reap()  # without an order: nothing runs that the database does not have
             raise
         child.give(order)
-        what = f"attempt {attempt.job.attempts}, {attempt.profile.name}"
+        what = f"attempt {attempt.job.attempts}, {profile.name}"
         tell(attempt.job, f"started: {what} on {shown_slots(attempt.gpus)}")
         outcome: Outcome | None = None
         try:
@@ -236,26 +225,17 @@ class Runner:
                 child.reap()
         return outcome
 
-    def _order(self, attempt: Attempt, command: list[str]) -> Order:
-        environment = evaluator_environment(
-            attempt.profile.environment,
-            program=command[0],
-            gpus=attempt.gpus,
-            directory=str(attempt.directory),
-        )
-        return Order(
-            command,
-            environment,
-            str(attempt.directory),
-            attempt.profile.timeout_s,
-            self._limits.grace_s,
-            self._limits.log_bytes,
-        )
-
     def _conclude(self, attempt: Attempt, work: Work, process: Process) -> Outcome:
         """Wait for a process, leave nothing of it behind, and judge what it did."""
+        # The supervisor keeps to the timeout; this is for one that cannot.
+        allowed_s = attempt.profile.timeout_s + 2 * self._limits.grace_s + _MARGIN_S
+        deadline = time.monotonic() + allowed_s
+        halt: Halt | None = None
         try:
-            halt = self._wait(attempt, process)
+            while halt is None and is_alive(process) and time.monotonic() < deadline:
+                halt = self._halt(attempt.job.id)
+                if halt is None:
+                    time.sleep(self._limits.poll_s)
             if halt is None and read_exit(attempt.directory) is None:
                 halt = self._halt(attempt.job.id)  # the same signal may have ended both
         except BaseException:
@@ -274,74 +254,19 @@ class Runner:
         if done is None and not has_begun(attempt.directory):
             return Postponed("its supervisor ended before it got its order")
         if done is None:
-            return Killed(_with_log(attempt, "the evaluator and its supervisor were killed"))
+            why = add_log("the evaluator and its supervisor were killed", attempt.directory)
+            return Postponed(why, Cause.KILLED)
         # Results may take many times their size in memory, so they are read one after the other;
         # a job that waits for its turn is not counted as one that ended the server.
         with self._reading, _counted(attempt.directory) as fatal:
             if fatal >= _MOST_FATAL:
                 why = f"the server was killed {fatal} times while it read the results"
                 return Failed(why, may_retry=False)
-            outcome = self._judge(attempt, work, done)
+            outcome = judge(attempt.evaluator, work, done)
         is_merged = work.model == self._merger.merged(attempt.job.id)
         if is_merged or not isinstance(outcome, Completed):
             return outcome
         return self._rewritten(attempt) or outcome
-
-    def _wait(self, attempt: Attempt, process: Process) -> Halt | None:
-        """Wait until a process ends, or must end; return why."""
-        timeout_s = attempt.profile.timeout_s
-        # The supervisor keeps to the timeout; this is for one that cannot.
-        deadline = time.monotonic() + timeout_s + 2 * self._limits.grace_s + _MARGIN_S
-        while is_alive(process) and time.monotonic() < deadline:
-            halt = self._halt(attempt.job.id)
-            if halt is not None:
-                return halt
-            time.sleep(self._limits.poll_s)
-        return None
-
-    def _judge(self, attempt: Attempt, work: Work, done: Exit) -> Outcome:
-        match done.reason:
-            case "timeout":
-                return self._failed(attempt, f"timed out after {attempt.profile.timeout_s:g} s")
-            case "stopped":
-                return Postponed("the evaluator was stopped by a signal to its supervisor")
-            case "not started":
-                why = f"the evaluator cannot be started: {done.error}"
-                return Postponed(why) if done.errno in _PASSING else Failed(why, may_retry=False)
-        try:
-            metrics = attempt.evaluator.metrics(work, done.returncode)
-            results = attempt.evaluator.results_file(work)
-        except UnknownTasksError as error:
-            failed = Failed(_with_log(attempt, str(error)), may_retry=False, unknown=error)
-        except (UnshardError, OSError) as error:
-            failed = self._failed(attempt, str(error))
-        else:
-            return self._measured(attempt, metrics, results)
-        return self._excused(attempt, failed, done)
-
-    def _measured(
-        self, attempt: Attempt, metrics: Mapping[str, float], results: Path | None
-    ) -> Outcome:
-        """Judge numbers that an evaluator left."""
-        odd = [name for name, value in metrics.items() if not math.isfinite(value)]
-        if odd:
-            return self._failed(attempt, f"not finite: {', '.join(odd)}")
-        return Completed(metrics, results)
-
-    def _excused(self, attempt: Attempt, failed: Failed, done: Exit) -> Outcome:
-        """Return a failure, or the outcome if the evaluator is not to blame."""
-        full = _why_full(attempt.directory)
-        if full:
-            return Postponed(f"{full}\n{failed.error}")
-        return Killed(failed.error) if is_ended_by(_KILLS, done.returncode) else failed
-
-    def _failed(self, attempt: Attempt, why: str) -> Failed:
-        return Failed(_with_log(attempt, why), may_retry=True)
-
-
-def _with_log(attempt: Attempt, why: str) -> str:
-    lines = last_lines(attempt.directory / LOG_NAME, _SHOWN_LINES)
-    return f"{why}\n{LOG_MARK}\n{lines}" if lines else why
 
 
 def _named(error: Exception, job: Job) -> str:
@@ -366,15 +291,3 @@ def _counted(directory: Path) -> Iterator[int]:
         yield before
     finally:
         mark.unlink(missing_ok=True)
-
-
-def _why_full(directory: Path) -> str | None:
-    """Return why a few megabytes cannot be written to a directory; quotas count, too."""
-    try:
-        with TemporaryFile(dir=directory) as probe:
-            probe.write(bytes(_SPACE_BYTES))
-            probe.flush()
-            os.fsync(probe.fileno())  # some file systems find the space only then
-    except OSError as error:
-        return f"{directory}: cannot be written: {error.strerror}"
-    return None

@@ -1,23 +1,44 @@
-"""How an attempt can end. Pure."""
+"""How an attempt can end, and how an evaluator that ran to its end is judged."""
 
+import errno
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryFile
 
-from unshard.evaluate.server.evaluators.work import UnknownTasksError
+from unshard.errors import UnshardError
+from unshard.evaluate.server.evaluators.work import Evaluator, UnknownTasksError, Work
+from unshard.evaluate.server.processes.bounded_log import last_lines
+from unshard.evaluate.server.processes.supervise import LOG_NAME, STOPS, Exit, is_ended_by
 
 __all__ = [
+    "LOG_MARK",
+    "SHOWN_LINES",
     "Cancelled",
+    "Cause",
     "Completed",
-    "Died",
     "Expired",
     "Failed",
-    "Killed",
     "Left",
     "Lost",
     "Outcome",
     "Postponed",
+    "add_log",
+    "judge",
 ]
+
+LOG_MARK = "The log ends with:"
+"""The line of an error after which the evaluator speaks itself."""
+
+SHOWN_LINES = 20
+"""How many lines or names an error shows at most."""
+
+_KILLS = (signal.SIGKILL, *STOPS)
+_PASSING = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC})
+_SPACE_BYTES = 8 << 20  # with less an evaluator's failure is taken for the disk's
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +58,28 @@ class Failed:
     unknown: UnknownTasksError | None = None
 
 
+class Cause(StrEnum):
+    """Why an attempt is postponed, as the database names its outcome.
+
+    Attributes:
+        HINDERED: it could not begin or merge, for a reason that may pass: no space, a killed
+            worker.
+        KILLED: a signal ended its evaluator that the server did not send, but perhaps the kernel.
+        DIED: its processes ended together with the server that ran it; it may have ended the
+            server.
+    """
+
+    HINDERED = "postponed"
+    KILLED = "killed"
+    DIED = "died"
+
+
 @dataclass(frozen=True, slots=True)
 class Postponed:
-    """It could not begin or merge, for a reason that may pass: no space, a killed worker."""
+    """It did not fail by itself; it is tried again, but not for ever."""
 
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Killed:
-    """A signal ended its evaluator that the server did not send, but perhaps the kernel."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    """Its processes ended together with the server that ran it; it may have ended the server."""
-
-    why: str
+    cause: Cause = Cause.HINDERED
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,4 +106,46 @@ class Left:
     """It continues without this server; the next one adopts it."""
 
 
-Outcome = Completed | Failed | Killed | Died | Postponed | Expired | Lost | Cancelled | Left
+Outcome = Completed | Failed | Postponed | Expired | Lost | Cancelled | Left
+
+
+def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:
+    """Return the outcome of an attempt whose evaluator ended like this."""
+    match done.reason:
+        case "timeout":
+            why = f"timed out after {work.profile.timeout_s:g} s"
+            return Failed(add_log(why, work.directory), may_retry=True)
+        case "stopped":
+            return Postponed("the evaluator was stopped by a signal to its supervisor")
+        case "not started":
+            why = f"the evaluator cannot be started: {done.error}"
+            return Postponed(why) if done.errno in _PASSING else Failed(why, may_retry=False)
+    try:
+        return Completed(evaluator.metrics(work, done.returncode), evaluator.results_file(work))
+    except (UnshardError, OSError) as error:
+        unknown = error if isinstance(error, UnknownTasksError) else None
+        why = add_log(str(error), work.directory)
+        failed = Failed(why, may_retry=unknown is None, unknown=unknown)
+    # A full disk or a signal from elsewhere is not the evaluator's mistake.
+    if full := _why_full(work.directory):
+        return Postponed(f"{full}\n{failed.error}")
+    is_killed = is_ended_by(_KILLS, done.returncode)
+    return Postponed(failed.error, Cause.KILLED) if is_killed else failed
+
+
+def add_log(why: str, directory: Path) -> str:
+    """Return an error with the end of the log of the attempt in a directory."""
+    lines = last_lines(directory / LOG_NAME, SHOWN_LINES)
+    return f"{why}\n{LOG_MARK}\n{lines}" if lines else why
+
+
+def _why_full(directory: Path) -> str | None:
+    """Return why a few megabytes cannot be written to a directory; quotas count, too."""
+    try:
+        with TemporaryFile(dir=directory) as probe:
+            probe.write(bytes(_SPACE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())  # some file systems find the space only then
+    except OSError as error:
+        return f"{directory}: cannot be written: {error.strerror}"
+    return None

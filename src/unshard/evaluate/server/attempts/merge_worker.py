@@ -16,14 +16,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from unshard.errors import ConversionError, OutputError, UnshardError
 from unshard.fronts import Command
 from unshard.write.files import write_whole
-
-if TYPE_CHECKING:
-    from unshard.api.making import Prepared
 
 __all__ = ["ANSWER_NAME", "MergeOrder", "main"]
 
@@ -108,6 +104,7 @@ def _is_whole(source: Path, options: Mapping[str, object]) -> bool:
 
 
 def _merge(order: MergeOrder) -> None:
+    from unshard.api.making import Prepared, without_config
     from unshard.api.merging import merge_with
     from unshard.api.options import MergeOptions
     from unshard.progress import ignore
@@ -119,24 +116,17 @@ def _merge(order: MergeOrder) -> None:
         location = discover(Path(order.checkpoint), options.request)[0]
         if find_companions(location, None).config is None:
             options = replace(options, config=order.config)
-    before = _demand_config if order.needs_config else _accept
-    merge_with(order.checkpoint, order.output, options, ignore, before=before)
 
+    def demand_config(prepared: Prepared) -> Prepared:
+        """Raise, before anything is written, if the output will not have a config that it needs."""
+        if order.needs_config and prepared.config is None:
+            raise ConversionError(
+                without_config(prepared.checkpoint),
+                hint="on a server: set `config` of the profile to that file or directory",
+            )
+        return prepared
 
-def _accept(prepared: "Prepared") -> "Prepared":
-    return prepared
-
-
-def _demand_config(prepared: "Prepared") -> "Prepared":
-    """Raise, before anything is written, if the output will have no config."""
-    from unshard.api.making import without_config
-
-    if prepared.config is None:
-        raise ConversionError(
-            without_config(prepared.checkpoint),
-            hint="on a server: set `config` of the profile to that file or directory",
-        )
-    return prepared
+    merge_with(order.checkpoint, order.output, options, ignore, before=demand_config)
 
 
 def _die_with_server() -> None:

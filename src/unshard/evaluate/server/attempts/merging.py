@@ -30,7 +30,7 @@ __all__ = [
     "GoneError",
     "Merger",
     "PassingError",
-    "answered",
+    "ask_disk",
     "merge_in_process",
 ]
 
@@ -190,7 +190,10 @@ def merge_in_process(
         try:
             worker.stdin.write(json.dumps(asdict(order), default=str).encode() + b"\n")
             worker.stdin.flush()
-            _wait(worker, patience)
+            while worker.poll() is None:
+                patience.check()
+                with suppress(subprocess.TimeoutExpired):
+                    worker.wait(timeout=_POLL_S)
         except BrokenPipeError:
             with suppress(BrokenPipeError):  # what was not written cannot be written now
                 worker.stdin.close()
@@ -202,7 +205,7 @@ def merge_in_process(
     return _judge(order.checkpoint, directory, worker.returncode)
 
 
-def answered(
+def ask_disk(
     ask: Callable[[], _Answer], *, timeout_s: float, is_given_up: Callable[[], bool]
 ) -> _Answer:
     """Return what a call returns that touches the disk of a checkpoint.
@@ -228,23 +231,6 @@ def answered(
     return future.result()
 
 
-def _gone(source: str) -> GoneError:
-    return GoneError(
-        f"{source}: is gone, or the path is wrong",
-        hint="check the path; pin checkpoints when they are submitted, or let more of them stay",
-    )
-
-
-def _wait(worker: "subprocess.Popen[bytes]", patience: _Patience) -> None:
-    while True:
-        try:
-            worker.wait(timeout=_POLL_S)
-        except subprocess.TimeoutExpired:
-            patience.check()
-        else:
-            return
-
-
 def _judge(source: str, directory: Path, returncode: int) -> Path:
     """Return the model that a worker answered, or raise why it failed."""
     try:
@@ -259,6 +245,10 @@ def _judge(source: str, directory: Path, returncode: int) -> Path:
     if answer["error"] is None:
         return Path(answer["model"])
     if answer["is_gone"]:
-        raise _gone(answer["checkpoint"])
+        raise GoneError(
+            f"{answer['checkpoint']}: is gone, or the path is wrong",
+            hint="check the path; pin checkpoints when they are submitted, or let more of them "
+            "stay",
+        )
     kind = PassingError if answer["may_pass"] else EvaluationError
     raise kind(answer["error"])

@@ -156,8 +156,9 @@ def _expand(
         task = waiting.pop()
         if task not in found:
             parts = groups.get(task)
-            is_group = isinstance(parts, list) and is_opened(task)
-            found[task] = [str(part) for part in parts] if is_group else []
+            found[task] = (
+                list(map(str, parts)) if isinstance(parts, list) and is_opened(task) else []
+            )
             waiting += found[task]
     return found
 

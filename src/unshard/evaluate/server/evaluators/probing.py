@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Thread
 
 from unshard.evaluate.server.config.profiles import Kind, Profile
-from unshard.evaluate.server.processes.environment import evaluator_environment
+from unshard.evaluate.server.processes.launching import evaluator_environment
 from unshard.evaluate.server.telling import one_line
 
 __all__ = ["MODULES", "start_probing", "tell_missing", "why_missing"]

@@ -58,7 +58,7 @@ class Evaluator(Protocol):
         """
 
     def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
-        """Return what was measured, by "task/metric" or "task/metric,filter".
+        """Return the finite numbers that were measured, by "task/metric" or "task/metric,filter".
 
         Raises:
             EvaluationError: what was asked for is not there.

@@ -5,6 +5,7 @@ line of fixed width that says how many bytes, then the end. An offset into a log
 that were written, so it means the same before and after some were left out.
 """
 
+import codecs
 import os
 import re
 from pathlib import Path
@@ -88,6 +89,10 @@ def read_log(path: Path, offset: int, *, most_bytes: int = LOG_BYTES) -> tuple[s
             found, after = _read(file.fileno(), offset, head=max(most_bytes, 1000) // 2)
     except FileNotFoundError:
         return "", offset
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    if text := decoder.decode(found):
+        # A last character that is not complete is left to the next call.
+        return text, after - len(decoder.getstate()[0])
     return found.decode("utf-8", "replace"), after
 
 
@@ -102,26 +107,13 @@ def _read(fd: int, offset: int, *, head: int) -> tuple[bytes, int]:
         found = os.pread(fd, max(0, min(end - begin, _TEXT_BYTES)), begin)
         left_out_now, size_now = _bounds(fd, head)
         if left_out_now == left_out and size_now >= size:  # otherwise the bytes have moved since
-            whole = _whole_characters(found)
-            return whole, start + len(whole)
+            return found, start + len(found)
 
 
 def _bounds(fd: int, head: int) -> tuple[int, int]:
     """Return how many bytes of a log were left out, and its size."""
     line = _LINE_PATTERN.fullmatch(os.pread(fd, _WIDTH, head))
     return int(line[1]) if line else 0, os.fstat(fd).st_size
-
-
-def _whole_characters(data: bytes) -> bytes:
-    """Cut off a last character of UTF-8 that is not complete; the next read returns it."""
-    for back in range(1, min(4, len(data)) + 1):
-        lead = data[-back]
-        if 0xC0 <= lead < 0xF8:
-            length = 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
-            return data[:-back] if length > back and len(data) > back else data
-        if lead < 0x80 or lead >= 0xF8:
-            break
-    return data
 
 
 def last_lines(path: Path, count: int) -> str:

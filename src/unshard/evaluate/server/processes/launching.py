@@ -1,4 +1,4 @@
-"""Starting an evaluator under its supervisor, in two steps.
+"""Starting an evaluator under its supervisor, in two steps, and the environment that it gets.
 
 The supervisor is started first and waits; once the server has recorded it, it gets its order.
 A server that is killed in between leaves nothing behind: the supervisor then gets no order.
@@ -6,22 +6,34 @@ A server that is killed in between leaves nothing behind: the supervisor then ge
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import unshard
 from unshard.evaluate.jobs import Process
-from unshard.evaluate.server.processes.environment import MARK, scrubbed
 from unshard.evaluate.server.processes.supervise import STOPS, Order
-from unshard.evaluate.server.processes.table import identify
+from unshard.evaluate.server.processes.table import MARK, identify
 
-__all__ = ["Child", "start_module", "start_supervisor"]
+__all__ = ["Child", "evaluator_environment", "scrub", "start_module", "start_supervisor"]
 
 _LOG_NAME = "supervisor.txt"
+
+# What launchers (torchrun, accelerate, Slurm, MPI) tell their own processes: an evaluator that
+# started from one of them would wait for the others.
+_LAUNCHER = re.compile(
+    r"(?:RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE)"
+    r"|(?:MASTER_|GROUP_|ROLE_|TORCHELASTIC_|SLURM_|PMIX_|PMI_|OMPI_|NCCL_ASYNC|ACCELERATE_).*"
+)
+# What this interpreter finds, another one should not.
+_PYTHON = frozenset({"PYTHONHOME", "PYTHONPATH"})
+# A URL in UNSHARD_EVAL_SERVER may contain a password.
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL|^UNSHARD_EVAL_SERVER$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +50,10 @@ class Child:
         with suppress(BrokenPipeError), self.popen.stdin as pipe:
             pipe.write(json.dumps(asdict(order)).encode())
 
-    def drop(self) -> None:
-        """Let it end without an order."""
+    def reap(self) -> None:
+        """Wait until it has ended; without an order it ends at once."""
         if self.popen.stdin is not None:
             self.popen.stdin.close()
-        self.popen.wait()
-
-    def reap(self) -> None:
-        """Wait until it has ended."""
         self.popen.wait()
 
     def leave(self) -> None:
@@ -88,6 +96,32 @@ def start_module(module: str, *, directory: Path, log: Path) -> "subprocess.Pope
             stdout=output,
             stderr=output,
             cwd=directory,
-            env=scrubbed(os.environ) | found,
+            env=scrub(os.environ) | found,
             start_new_session=True,
         )
+
+
+def scrub(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without launchers' variables and secrets."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not _LAUNCHER.fullmatch(name) and not _SECRET.search(name)
+    }
+
+
+def evaluator_environment(
+    own: Mapping[str, str], *, program: str, gpus: tuple[str, ...], directory: str
+) -> dict[str, str]:
+    """Return the environment of an evaluator.
+
+    Args:
+        own: what its profile sets; wins over the server's, secrets included.
+        program: what is started: only this interpreter gets what tells it where its modules are.
+        gpus: all that it can see, whatever its profile sets; none: it sees no GPU.
+        directory: of the attempt.
+    """
+    found = scrub(os.environ)
+    if program != sys.executable:
+        found = {name: value for name, value in found.items() if name not in _PYTHON}
+    return found | dict(own) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), MARK: directory}

@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from unshard.evaluate.server.processes.bounded_log import BoundedLog
-from unshard.evaluate.server.processes.table import identify, members, send
+from unshard.evaluate.server.processes.table import identify, list_members, send
 from unshard.write.files import write_whole
 
 __all__ = [
@@ -186,16 +187,13 @@ class _Watched:
         """Move output into the log, or wait for some; return whether there was any."""
         if not self._is_open:
             time.sleep(seconds)
-            return False
-        if not select.select([self._output], [], [], seconds)[0]:
-            return False
-        data = os.read(self._output.fileno(), _READ_BYTES)
-        if not data:
-            self._is_open = False
-            return False
-        with suppress(OSError):  # a full disk must not end the evaluation
-            self._log.write(data)
-        return True
+        elif select.select([self._output], [], [], seconds)[0]:
+            data = os.read(self._output.fileno(), _READ_BYTES)
+            self._is_open = bool(data)
+            with suppress(OSError):  # a full disk must not end the evaluation
+                self._log.write(data)
+            return self._is_open
+        return False
 
 
 def _start(order: Order) -> "subprocess.Popen[bytes]":
@@ -207,7 +205,7 @@ def _start(order: Order) -> "subprocess.Popen[bytes]":
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         bufsize=0,
-        preexec_fn=_die_with_parent,  # noqa: PLW1509  there are no other threads
+        preexec_fn=partial(_control, _SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509  there are no other threads
     )
     if sys.platform == "linux" and child.stdout is not None:
         import fcntl
@@ -215,10 +213,6 @@ def _start(order: Order) -> "subprocess.Popen[bytes]":
         with suppress(OSError):
             fcntl.fcntl(child.stdout.fileno(), _SET_PIPE_SIZE, _READ_BYTES)
     return child
-
-
-def _die_with_parent() -> None:
-    _control(_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _control(option: int, value: int) -> None:
@@ -230,9 +224,9 @@ def _control(option: int, value: int) -> None:
 def _end_all(order: Order, watched: _Watched) -> None:
     """End everything but this process; what still comes goes into the log."""
     own = identify(os.getpid(), gpus=(), directory=order.directory)
-    send(members(own), signal.SIGTERM)
+    send(list_members(own), signal.SIGTERM)
     deadline = time.monotonic() + order.grace_s
-    while left := members(own):
+    while left := list_members(own):
         if time.monotonic() > deadline:
             send(left, signal.SIGKILL)
         watched.advance(_POLL_S)

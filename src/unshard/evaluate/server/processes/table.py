@@ -18,9 +18,11 @@ from pathlib import Path
 import psutil
 
 from unshard.evaluate.jobs import Process
-from unshard.evaluate.server.processes.environment import MARK
 
-__all__ = ["Entry", "boot", "identify", "is_alive", "kill_group", "members", "send"]
+__all__ = ["MARK", "boot_id", "identify", "is_alive", "kill_group", "list_members", "send"]
+
+MARK = "UNSHARD_ATTEMPT"
+"""Names the attempt's directory in every process of it, so that they can be found again."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -30,17 +32,17 @@ _ROUNDS = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One process; `started` as in `Process`; a dead one only waits to be reaped."""
+class _Entry:
+    """One process; `started` as in `Process`."""
 
     pid: int
     parent: int
     group: int
     started: int
-    is_dead: bool
+    is_zombie: bool
 
 
-def boot() -> str:
+def boot_id() -> str:
     """Return the kernel's identity of this boot."""
     try:
         # psutil has only the time of the boot, which changes when the clock is set.
@@ -58,24 +60,25 @@ def identify(pid: int, *, gpus: tuple[str, ...], directory: str) -> Process:
     found = next(_entries([pid]), None)
     if found is None:
         raise ProcessLookupError(pid)
-    return Process(pid, found.started, boot(), gpus, directory)
+    return Process(pid, found.started, boot_id(), gpus, directory)
 
 
 def is_alive(process: Process) -> bool:
     """Return whether the leader of an attempt still runs; a zombie does not."""
-    if process.boot != boot():
-        return False
-    return any(entry.started == process.started for entry in _living([process.pid]))
+    return process.boot == boot_id() and any(
+        entry.started == process.started and not entry.is_zombie
+        for entry in _entries([process.pid])
+    )
 
 
-def members(process: Process) -> list[Entry]:
+def list_members(process: Process) -> list[_Entry]:
     """Return all living processes of an attempt that can be found, except this one.
 
     A group without its leader may belong to another process that got the leader's number since.
     """
-    if process.boot != boot():
+    if process.boot != boot_id():
         return []
-    entries = list(_living())
+    entries = [entry for entry in _entries(psutil.pids()) if not entry.is_zombie]
     found = {entry.pid for entry in entries if _is_marked(entry, process)}
     leader = next((entry for entry in entries if entry.pid == process.pid), None)
     # macOS hides the environment, and thus the mark, of its own programs: a group without a leader
@@ -83,7 +86,10 @@ def members(process: Process) -> list[Entry]:
     is_ours = sys.platform != "linux" if leader is None else leader.started == process.started
     if is_ours:
         found |= {entry.pid for entry in entries if entry.group == process.pid}
-    found = _with_descendants(found, entries)
+    size = -1
+    while size != len(found):  # then there are no more descendants
+        size = len(found)
+        found |= {entry.pid for entry in entries if entry.parent in found}
     return [entry for entry in entries if entry.pid in found and entry.pid != os.getpid()]
 
 
@@ -94,62 +100,41 @@ def kill_group(process: Process, *, grace_s: float) -> bool:
         process: its leader, which may have ended already.
         grace_s: how long they may take to end by themselves.
     """
-    send(members(process), signal.SIGTERM)
+    send(list_members(process), signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline:
-        if not members(process):
+        if not list_members(process):
             return True
         time.sleep(_PAUSE_S)
     for _ in range(_ROUNDS):  # a child that was born since is found in the next round
-        left = members(process)
-        if not left:
+        if not (left := list_members(process)):
             return True
         send(left, signal.SIGKILL)
         time.sleep(_PAUSE_S)
     return False
 
 
-def send(entries: Iterable[Entry], number: signal.Signals) -> None:
+def send(entries: Iterable[_Entry], number: signal.Signals) -> None:
     """Send a signal to processes, except those that have ended or belong to another user."""
     for entry in entries:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(entry.pid, number)
 
 
-def _with_descendants(found: set[int], entries: list[Entry]) -> set[int]:
-    """Return processes and all their descendants."""
-    size = -1
-    while size != len(found):
-        size = len(found)
-        found |= {entry.pid for entry in entries if entry.parent in found}
-    return found
-
-
-def _is_marked(entry: Entry, process: Process) -> bool:
+def _is_marked(entry: _Entry, process: Process) -> bool:
     try:
         return bool(psutil.Process(entry.pid).environ().get(MARK) == process.directory)
     except psutil.Error:  # it has ended, or is another user's
         return False
 
 
-def _living(pids: Iterable[int] | None = None) -> Iterator[Entry]:
-    """Yield all living processes, or those of these numbers."""
-    return (entry for entry in _entries(pids) if not entry.is_dead)
-
-
-def _entries(pids: Iterable[int] | None) -> Iterator[Entry]:
-    for pid in psutil.pids() if pids is None else pids:
+def _entries(pids: Iterable[int]) -> Iterator[_Entry]:
+    """Yield those of the processes that exist, zombies too."""
+    for pid in pids:
         with suppress(psutil.Error, ProcessLookupError, PermissionError):  # ended, or hidden
             found = psutil.Process(pid)
             with found.oneshot():
-                is_dead = found.status() in _DEAD
-                yield Entry(pid, found.ppid(), os.getpgid(pid), _started(found), is_dead)
-
-
-def _started(process: psutil.Process) -> int:
-    """Return when a process started, in clock ticks since boot.
-
-    Setting the clock changes both times that psutil returns, but not their difference.
-    """
-    seconds: float = process.create_time() - psutil.boot_time()
-    return round(seconds * _TICKS_PER_S)
+                # Setting the clock changes both times, but not their difference.
+                seconds: float = found.create_time() - psutil.boot_time()
+                started, is_zombie = round(seconds * _TICKS_PER_S), found.status() in _DEAD
+                yield _Entry(pid, found.ppid(), os.getpgid(pid), started, is_zombie)

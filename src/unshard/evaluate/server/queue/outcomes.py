@@ -15,11 +15,10 @@ from unshard.evaluate.jobs import Filters, Job, Status, backoff
 from unshard.evaluate.server.attempts.attempt import Attempt
 from unshard.evaluate.server.attempts.endings import (
     Cancelled,
+    Cause,
     Completed,
-    Died,
     Expired,
     Failed,
-    Killed,
     Left,
     Lost,
     Outcome,
@@ -29,7 +28,7 @@ from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.profiles import Profiles
-from unshard.evaluate.server.store.statements import DIED, KILLED, LONGEST_WAIT_S, POSTPONED
+from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_outcome
 
@@ -38,9 +37,11 @@ __all__ = ["Outcomes", "find_removable"]
 _log = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
-_MOST_POSTPONED = 20
-_MOST_KILLED = 2  # an evaluator that takes all memory would be killed forever
-_MOST_DIED = 10  # not fewer: what ended the server may have been another job, or the machine
+_MOST_IN_A_ROW = {
+    Cause.HINDERED: 20,
+    Cause.KILLED: 2,  # an evaluator that takes all memory would be killed forever
+    Cause.DIED: 10,  # not fewer: what ended the server may have been another job, or the machine
+}
 
 
 class Outcomes:
@@ -113,7 +114,7 @@ class Outcomes:
 
     def died(self, job_id: str, why: str) -> None:
         """Record that an attempt ended together with its server, before it had a process."""
-        self._persist(lambda: self._postpone(job_id, DIED, why, at_most=_MOST_DIED))
+        self._persist(lambda: self._postpone(job_id, Cause.DIED, why))
         self._persist(lambda: self.release_pin(job_id))
         self.tell(job_id, f"queued again: {why}")
 
@@ -151,12 +152,8 @@ class Outcomes:
                 is_last = not may_retry or job.failures >= attempt.profile.retries
                 retry_at = self._due_at(job.failures)
                 store.fail(job.id, error, None if is_last else retry_at)
-            case Postponed(why):
-                self._postpone(job.id, POSTPONED, why, at_most=_MOST_POSTPONED)
-            case Killed(why):
-                self._postpone(job.id, KILLED, why, at_most=_MOST_KILLED)
-            case Died(why):
-                self._postpone(job.id, DIED, why, at_most=_MOST_DIED)
+            case Postponed(why, cause):
+                self._postpone(job.id, cause, why)
             case Expired(why):
                 store.expire(job.id, why)
             case Lost(why):
@@ -168,12 +165,12 @@ class Outcomes:
             case _:
                 assert_never(outcome)
 
-    def _postpone(self, job_id: str, outcome: str, why: str, *, at_most: int) -> None:
-        """Queue a job again; after `at_most` such attempts in a row it fails."""
-        count = self._store.in_a_row(job_id, outcome)
-        if count < at_most:
+    def _postpone(self, job_id: str, cause: Cause, why: str) -> None:
+        """Queue a job again; after too many such attempts in a row it fails."""
+        count = self._store.in_a_row(job_id, cause)
+        if count < _MOST_IN_A_ROW[cause]:
             due_at = self._due_at(count)
-            self._store.postpone(job_id, outcome, why, due_at)
+            self._store.postpone(job_id, cause, why, due_at)
         else:
             self._store.fail(job_id, f"{why}\nThis has happened {count + 1} times in a row.", None)
 

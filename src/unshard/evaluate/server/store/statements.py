@@ -22,12 +22,9 @@ from unshard.evaluate.jobs import (
 
 __all__ = [
     "CLAIMABLE",
-    "DIED",
     "FORGETTABLE",
-    "KILLED",
     "LONGEST_WAIT_S",
     "NEEDS_PIN",
-    "POSTPONED",
     "RESULT_COLUMNS",
     "add_event",
     "as_event",
@@ -47,15 +44,6 @@ __all__ = [
 
 _EVENTS = 100_000
 _LONGEST_ERROR = 20_000  # characters
-
-POSTPONED = "postponed"
-"""The outcome of an attempt that was hindered by what may pass."""
-
-KILLED = "killed"
-"""The outcome of an attempt whose evaluator was ended by a signal from elsewhere."""
-
-DIED = "died"
-"""The outcome of an attempt whose processes ended together with its server."""
 
 LONGEST_WAIT_S = 3600.0
 """No job waits longer for its next attempt: if one seems to, the clock was set back."""
