@@ -15,7 +15,7 @@ from evaluation.runs import checkpoint
 from evaluation.servers import Fields, Live, cli, live
 from unshard.evaluate.client.v1 import EvalClient, ServerAwayError
 from unshard.evaluate.server import health
-from unshard.evaluate.server.health import Health, UnhealthyError
+from unshard.evaluate.server.health import HealthCheck, UnhealthyError
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
@@ -131,7 +131,7 @@ def work(tmp_path: Path) -> Path:
 
 def test_a_server_in_order_has_no_problems_and_leaves_nothing(work: Path) -> None:
     before = set(work.iterdir())
-    checked = Health(work / "jobs.sqlite")
+    checked = HealthCheck(work / "jobs.sqlite")
     checked.check()
     assert checked.problems() == []
     assert set(work.iterdir()) <= before | {work / "jobs.sqlite-wal", work / "jobs.sqlite-shm"}
@@ -141,7 +141,7 @@ def test_a_disk_with_little_room_is_full(work: Path, monkeypatch: pytest.MonkeyP
     there = os.statvfs(work)
     free = there.f_bavail * there.f_frsize
     monkeypatch.setattr(health, "_LEAST_BYTES", free + (1 << 40))
-    checked = Health(work / "jobs.sqlite")
+    checked = HealthCheck(work / "jobs.sqlite")
     with pytest.raises(UnhealthyError, match="is full") as caught:
         checked.check()
     assert "MiB free" in caught.value.expected
@@ -156,13 +156,13 @@ def test_a_disk_that_reports_only_zeros_is_not_full(
     """As some network and FUSE file systems do."""
     zeros = os.statvfs_result([0] * 10)
     monkeypatch.setattr(os, "statvfs", lambda _path: zeros)
-    Health(work / "jobs.sqlite").check()
+    HealthCheck(work / "jobs.sqlite").check()
 
 
 def test_a_disk_that_hangs_is_waited_for_by_one_alone(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked = Health(work / "jobs.sqlite")
+    checked = HealthCheck(work / "jobs.sqlite")
     real, has_begun, goes_on = os.statvfs, threading.Event(), threading.Event()
 
     def hangs(path: Path) -> os.statvfs_result:
@@ -186,7 +186,7 @@ def test_a_disk_that_hangs_is_waited_for_by_one_alone(
 
 def test_a_database_that_became_another_is_noticed_and_never_made_anew(work: Path) -> None:
     database = work / "jobs.sqlite"
-    checked = Health(database)
+    checked = HealthCheck(database)
     database.rename(work / "other")
     assert ["moved" in problem.subject for problem in checked.problems()] == [True]
     assert not database.exists()

@@ -58,14 +58,15 @@ def steps(run: Path) -> list[int | None]:
 def test_pins_that_no_job_needs_are_removed(run: Path, service: Service) -> None:
     pins = service.pins
     needed = submit(service, run, 0)
-    pins.made(run / "checkpoint-1", 1, run)  # and killed before it was submitted
+    pins.ensure_pin(run / "checkpoint-1", 1, run)  # and killed before it was submitted
     pin_checkpoint(run / "checkpoint-2", quota=DEFAULT_QUOTA)  # a client's
-    Pins(Store(run.parent / "other"), pins.roots, pins.quota).made(run / "checkpoint-3", 3, run)
-    pins.let_go()
+    others = Pins(Store(run.parent / "other"), pins.roots, pins.quota)
+    others.ensure_pin(run / "checkpoint-3", 3, run)
+    pins.remove_unneeded()
     assert steps(run) == [0, 2, 3]
     assert needed.pin is not None
     service.store.cancel(needed.id)
-    pins.let_go(needed.pin)
+    pins.remove_unneeded(needed.pin)
     assert steps(run) == [2, 3]
 
 
@@ -75,23 +76,23 @@ def test_a_pin_that_cannot_be_removed_harms_no_other(
     def refused(*_names: str, **_folders: int) -> None:
         raise PermissionError
 
-    service.pins.made(run / "checkpoint-1", 1, run)
+    service.pins.ensure_pin(run / "checkpoint-1", 1, run)
     monkeypatch.setattr(os, "rename", refused)
-    service.pins.let_go()
+    service.pins.remove_unneeded()
     assert steps(run) == [1]
 
 
 def test_a_pin_that_is_not_ours_is_named_and_never_removed(
     run: Path, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = service.pins.made(run / "checkpoint-1", 1, run)
+    made = service.pins.ensure_pin(run / "checkpoint-1", 1, run)
     assert made is not None
     whole = Path(made).parent
     copied, broken = (whole.with_name(name) for name in ("copied", "broken"))
     shutil.copytree(whole, copied)
     broken.mkdir()
     (broken / "pin.json").write_text("[" * 100_000)
-    service.pins.let_go()
+    service.pins.remove_unneeded()
     assert {path.name for path in whole.parent.iterdir()} == {"copied", "broken"}
     assert str(broken) in caplog.text
 
@@ -103,7 +104,7 @@ def test_what_a_killed_server_left_of_pins_is_removed_at_the_start(
     for name in ("0123", "4567-89ab"):  # being made, being removed
         pin = pin_checkpoint(run / "checkpoint-1", quota=Quota(None, None, owner))
         pin.directory.rename(pin.directory.with_name(f"{name}.partial"))
-    service.pins.let_go()
+    service.pins.remove_unneeded()
     assert list((run / "_unshard" / "pins").iterdir()) == []
 
 
@@ -118,11 +119,11 @@ def test_what_a_killed_server_left_in_a_run_far_below_the_roots_is_removed_at_th
     if is_submitted:
         assert service.store.cancel(submit(service, deep, 1).id)  # and killed before it let go
     else:
-        service.pins.made(checkpoint, 1, deep)  # and killed before it was submitted
+        service.pins.ensure_pin(checkpoint, 1, deep)  # and killed before it was submitted
     service.store.close()
     after = service_in(run)
     assert [pin.checkpoint for pin in list_pins(deep)] == [checkpoint]
-    after.pins.let_go()
+    after.pins.remove_unneeded()
     assert steps(deep) == []
 
 
@@ -136,7 +137,7 @@ def test_a_job_submitted_again_while_its_attempt_ends_leaves_no_pin(
     again = submit(service, run, 0)
     service.store.release(job.id)
     assert service.store.cancel(again.id)
-    service.pins.let_go(again.pin)
+    service.pins.remove_unneeded(again.pin)
     assert steps(run) == []
 
 
@@ -206,7 +207,7 @@ def test_two_submissions_after_a_step_was_saved_again_are_one_job_with_the_newer
     newer = submit(service, run, 0, str(second.path))
     assert (newer.id, newer.pin) == (older.id, str(second.path))
     now = job_of(service.store, older.id)
-    assert (now.pin, service.pins.changed(now)) == (str(second.path), [])
+    assert (now.pin, service.pins.list_changed(now)) == (str(second.path), [])
 
 
 def test_a_failure_of_a_step_that_is_saved_again_is_superseded(run: Path, service: Service) -> None:
@@ -214,7 +215,7 @@ def test_a_failure_of_a_step_that_is_saved_again_is_superseded(run: Path, servic
     service.store.claim(time.time())
     save_again(run / "checkpoint-0")
     service.store.fail(older.id, "rewritten", None)
-    service.pins.let_go(older.pin)
+    service.pins.remove_unneeded(older.pin)
     submit(service, run, 0)
     assert status(service, older) == "superseded"
 
@@ -235,7 +236,7 @@ def test_a_completed_job_gets_no_further_pin(run: Path, service: Service) -> Non
     job = submit(service, run, 0)
     service.store.claim(time.time())
     service.store.complete(job.id, {"task/acc": 1.0}, None)
-    service.pins.let_go()
+    service.pins.remove_unneeded()
     assert submit(service, run, 0).id == job.id
     assert steps(run) == []
 

@@ -9,7 +9,7 @@ import yaml
 from unshard.errors import UsageError
 from unshard.evaluate.server.config.profiles import Keep, Kind, Launcher, Profile, ServerConfig
 from unshard.evaluate.server.config.server_yaml import read_server_yaml
-from unshard.evaluate.server.serve import Given, configured
+from unshard.evaluate.server.serve import Given, configure
 
 WHOLE = """
 roots: [runs, /data/runs]
@@ -245,14 +245,14 @@ def test_given_gpus_are_known_before_the_profiles_are_read(tmp_path: Path, gpus:
     )
     path = tmp_path / "server.yaml"
     path.write_text(text)
-    config = configured(Given(config=path, gpus="0,1,2,3"))
+    config = configure(Given(config=path, gpus="0,1,2,3"))
     assert config.gpus == ("0", "1", "2", "3")
     assert [one.gpus for one in config.profiles.values()] == [2, 1]
-    default = configured(Given(gpus="3,"))
+    default = configure(Given(gpus="3,"))
     assert default.gpus == ("3",)
     assert [one.gpus for one in default.profiles.values()] == [1, 1, 0]
     with pytest.raises(UsageError, match=r"profiles\.a .*gpus cannot be read"):
-        configured(Given(config=path, gpus="1"))
+        configure(Given(config=path, gpus="1"))
 
 
 def test_an_interpreter_is_not_replaced_by_what_it_links_to(tmp_path: Path) -> None:

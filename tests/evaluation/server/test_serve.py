@@ -232,7 +232,7 @@ def test_a_killed_server_is_followed_by_one_that_goes_on(tmp_path: Path) -> None
     server.kill()
     assert not all_gone(pids)
     store = Store(server.work / "jobs.sqlite")
-    unneeded = Pins(store, [server.root], QUOTA).made(
+    unneeded = Pins(store, [server.root], QUOTA).ensure_pin(
         checkpoint(server.root / "left", 5), 5, server.root / "left"
     )
     store.close()

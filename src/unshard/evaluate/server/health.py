@@ -8,6 +8,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -15,7 +16,7 @@ from urllib.parse import quote
 
 from unshard.errors import UnshardError
 
-__all__ = ["RETRY_AFTER_S", "Health", "UnhealthyError"]
+__all__ = ["RETRY_AFTER_S", "HealthCheck", "UnhealthyError"]
 
 RETRY_AFTER_S = 30
 """After how many seconds clients may try again."""
@@ -31,7 +32,7 @@ class UnhealthyError(UnshardError):
     """The server accepts no jobs now; the same request may be sent again later."""
 
 
-class Health:
+class HealthCheck:
     """Finds out what would make the server lose a job.
 
     Args:
@@ -78,52 +79,43 @@ class Health:
             ]
         try:
             self._began = time.monotonic()
-            return self._probed()
+            return list(self._probe())
         finally:
             self._began = float("inf")
             self._lock.release()
 
-    def _probed(self) -> list[UnhealthyError]:
+    def _probe(self) -> Iterator[UnhealthyError]:
         if _identity(self._database) != self._was:
-            return [
-                UnhealthyError(
-                    f"the server's database {self._database} was moved, removed or replaced",
-                    hint="put the work directory back, or restart the server",
-                )
-            ]
-        space = self._space()
-        if time.monotonic() - self._tried >= _EVERY_S:
-            self._found = [*self._unwritable(), *self._locked()]
-            self._tried = time.monotonic()
-        return [*space, *self._found]
-
-    def _space(self) -> list[UnhealthyError]:
+            yield UnhealthyError(
+                f"the server's database {self._database} was moved, removed or replaced",
+                hint="put the work directory back, or restart the server",
+            )
+            return
         try:
             status = os.statvfs(self._work_dir)
         except OSError as error:
-            return [_unusable(self._work_dir, error)]
-        free = status.f_bavail * status.f_frsize
-        if free >= _LEAST_BYTES or not status.f_blocks:  # some network disks report only zeros
-            return []
-        return [
-            UnhealthyError(
-                f"the disk of {self._work_dir} is full",
-                expected=f"at least {_LEAST_BYTES >> 20} MiB free",
-                found=f"{free >> 20} MiB",
-                hint="make room on it",
-            )
-        ]
+            yield _unusable(self._work_dir, error)
+        else:
+            free = status.f_bavail * status.f_frsize
+            if free < _LEAST_BYTES and status.f_blocks:  # some network disks report only zeros
+                yield UnhealthyError(
+                    f"the disk of {self._work_dir} is full",
+                    expected=f"at least {_LEAST_BYTES >> 20} MiB free",
+                    found=f"{free >> 20} MiB",
+                    hint="make room on it",
+                )
+        if time.monotonic() - self._tried >= _EVERY_S:
+            self._found = list(self._try_to_write())
+            self._tried = time.monotonic()
+        yield from self._found
 
-    def _unwritable(self) -> list[UnhealthyError]:
+    def _try_to_write(self) -> Iterator[UnhealthyError]:
         try:
             with TemporaryFile(dir=self._work_dir) as probe:
                 probe.write(bytes(_PROBE_BYTES))
                 probe.flush()
         except OSError as error:
-            return [_unusable(self._work_dir, error)]
-        return []
-
-    def _locked(self) -> list[UnhealthyError]:
+            yield _unusable(self._work_dir, error)
         address = f"file:{quote(str(self._database))}?mode=rw"  # never make another
         try:
             with closing(
@@ -132,16 +124,13 @@ class Health:
                 connection.execute("BEGIN IMMEDIATE")
                 connection.execute("ROLLBACK")
         except sqlite3.Error as error:
-            return [
-                UnhealthyError(
-                    f"the server's database {self._database} cannot be written",
-                    found=str(error),
-                    hint="end the process that has locked it (a backup, sqlite3)"
-                    if "locked" in str(error)
-                    else "look at the disk, and at the owner of the file",
-                )
-            ]
-        return []
+            yield UnhealthyError(
+                f"the server's database {self._database} cannot be written",
+                found=str(error),
+                hint="end the process that has locked it (a backup, sqlite3)"
+                if "locked" in str(error)
+                else "look at the disk, and at the owner of the file",
+            )
 
 
 def _unusable(work_dir: Path, error: OSError) -> UnhealthyError:

@@ -51,7 +51,7 @@ class Pins:
     quota: Quota
     lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def of_client(self, pin: str) -> str | None:
+    def find_client_pin(self, pin: str) -> str | None:
         """Return the linked checkpoint of a client's pin; None if it is gone.
 
         Raises:
@@ -68,7 +68,7 @@ class Pins:
             return None
         return str(path) if found.path == path and path.exists() else None
 
-    def made(self, checkpoint: Path, step: int | None, run: Path) -> str | None:
+    def ensure_pin(self, checkpoint: Path, step: int | None, run: Path) -> str | None:
         """Pin a checkpoint, or find the pin that another job has of it; None: not possible.
 
         Raises:
@@ -82,7 +82,9 @@ class Pins:
         self.store.will_pin(run)
         try:
             running = {Path(job.pin).parent.name for job in self.store.running() if job.pin}
-            pin = pin_checkpoint(checkpoint, quota=self._own(), step=step, run=run, spare=running)
+            # Other servers may share the run, so the pin has this one's name.
+            quota = replace(self.quota, owner=str(self.store.identity))
+            pin = pin_checkpoint(checkpoint, quota=quota, step=step, run=run, spare=running)
         except PinError as error:
             _log.warning("not pinned, it may be rotated away: %s", error)
             return None
@@ -101,11 +103,12 @@ class Pins:
                     return str(pin)
         return None
 
-    def let_go(self, pin: str | None = None) -> None:
+    def remove_unneeded(self, pin: str | None = None) -> None:
         """Remove the pins of this server that no job needs: those of a pin's run, or of all."""
         with self.lock:
-            owner = self._own().owner
-            for run in self._runs() if pin is None else _runs_of([pin]):
+            owner = str(self.store.identity)
+            inside = (run.resolve() for run in self._places() if self._is_inside(run))
+            for run in sorted(set(inside)) if pin is None else _runs_of([pin]):
                 needed = {path for _, path in self.store.pins_below(run)}
                 for found in list_pins(run):
                     is_own = found.is_ours and found.owner == owner
@@ -113,12 +116,7 @@ class Pins:
                         _remove(found)
                 sweep(run, owner)
 
-    def release(self, job: Job) -> None:
-        """Remove the pin of a job that has ended, if it is this server's and no job needs it."""
-        if job.pin is not None:
-            self.let_go(job.pin)
-
-    def changed(self, job: Job) -> Sequence[str]:
+    def list_changed(self, job: Job) -> Sequence[str]:
         """Return the files of a job's checkpoint that were rewritten since it was submitted.
 
         Without a pin they may be gone, or there may be more; if no name is left, a training began
@@ -131,13 +129,6 @@ class Pins:
         if was and now and was.keys().isdisjoint(now):
             return [job.request.checkpoint]
         return [name for name, stamp in was.items() if now.get(name, stamp) != stamp]
-
-    def _own(self) -> Quota:
-        """Return the quota, in this server's name: others may share the run."""
-        return replace(self.quota, owner=str(self.store.identity))
-
-    def _runs(self) -> list[Path]:
-        return sorted({run.resolve() for run in self._places() if self._is_inside(run)})
 
     def _places(self) -> Iterator[Path]:
         for root in self.roots:
@@ -173,12 +164,10 @@ def _is_of(pin: Path, checkpoint: Path) -> bool:
         found = read_pin(pin)
     except (UnshardError, OSError):
         return False
-    return found.checkpoint == checkpoint and not found.changed() and _same(found, checkpoint)
-
-
-def _same(pin: Pin, checkpoint: Path) -> bool:
+    if found.checkpoint != checkpoint or found.changed():
+        return False
     place = checkpoint if checkpoint.is_dir() else checkpoint.parent
     try:
-        return all((place / name).stat().st_ino == was[0] for name, was in pin.files.items())
+        return all((place / name).stat().st_ino == was[0] for name, was in found.files.items())
     except OSError:
         return False

@@ -11,7 +11,7 @@ from unshard.evaluate.server.config.profiles import Kind, Profile
 from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.evaluators.work import Evaluator
 
-__all__ = ["Profiles", "allows_model", "profile_named", "profile_of"]
+__all__ = ["Profiles", "profile_named", "resolve_name"]
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 
@@ -50,7 +50,7 @@ def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
         raise UsageError(f"profile {base}: its model cannot be chosen", found=f"{name!r:.200}")
     if model == profile.model:
         return profile
-    if not _MODEL.fullmatch(model) or not allows_model(profile, model):
+    if not _MODEL.fullmatch(model) or not _allows_model(profile, model):
         raise UsageError(
             f"profile {base}: model {model!r:.200} is not allowed",
             expected=", ".join([profile.model, *profile.allowed_models]),
@@ -64,7 +64,7 @@ def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
     return replace(profile, model=model, checkpoint_key=key)
 
 
-def profile_of(name: str, profiles: Mapping[str, Profile]) -> str:
+def resolve_name(profiles: Mapping[str, Profile], name: str) -> str:
     """Return the profile that a name means: its own, or "profile:type" for a type of model.
 
     lmms-engine and lmms-eval's clients name a type of model: then the best is a profile for
@@ -73,25 +73,23 @@ def profile_of(name: str, profiles: Mapping[str, Profile]) -> str:
     Raises:
         UsageError: no profile fits.
     """
-    found = {key: one for key, one in profiles.items() if one.kind is Kind.LMMS_EVAL}
     if ":" in name or name in profiles:
         return name
-    for key, profile in found.items():
-        if profile.model == name:
-            return key
-    for key, profile in found.items():
-        if allows_model(profile, name):
-            return f"{key}:{name}"
+    lmms = {key: one for key, one in profiles.items() if one.kind is Kind.LMMS_EVAL}
+    fitting = [key for key, profile in lmms.items() if profile.model == name]
+    fitting += [f"{key}:{name}" for key, profile in lmms.items() if _allows_model(profile, name)]
+    if fitting:
+        return fitting[0]
     known = ", ".join(sorted(profiles)) or "none"
     raise UsageError(
         f"{name!r:.200}: no profile of this name"
-        + (", and no type of model that one for lmms-eval allows" if found else ""),
+        + (", and no type of model that one for lmms-eval allows" if lmms else ""),
         expected=f"one of: {known}",
-        hint="a profile can allow more types of model by `allowed_models`" if found else "",
+        hint="a profile can allow more types of model by `allowed_models`" if lmms else "",
     )
 
 
-def allows_model(profile: Profile, model: str) -> bool:
+def _allows_model(profile: Profile, model: str) -> bool:
     """Return whether a client may choose a type of model."""
     is_default = profile.allowed_models == MODEL_TYPES
     return _is_trusted(profile, model) or (is_default and model in GUARDED_TYPES)

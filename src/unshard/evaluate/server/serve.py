@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -16,10 +17,10 @@ from unshard.evaluate.logs import log_to_stderr
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.config.profiles import ServerConfig
 from unshard.evaluate.server.config.server_yaml import read_server_yaml
-from unshard.evaluate.server.evaluators.probing import start_probing
+from unshard.evaluate.server.evaluators.probing import tell_missing
 from unshard.evaluate.server.evaluators.work import UnknownTasks
+from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.gpus import Slots, gpus_in
-from unshard.evaluate.server.health import Health
 from unshard.evaluate.server.http.app import make_app
 from unshard.evaluate.server.http.connections import BoundedProtocol, raise_file_limit
 from unshard.evaluate.server.http.security import rules_for
@@ -29,7 +30,7 @@ from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.store import Store
 
-__all__ = ["Given", "configured", "make_service", "serve"]
+__all__ = ["Given", "configure", "make_service", "serve"]
 
 _WORK_DIR = Path("unshard-eval")
 _DATABASE = "jobs.sqlite"
@@ -52,7 +53,7 @@ class Given:
     work_dir: Path | None = None
 
 
-def configured(given: Given) -> ServerConfig:
+def configure(given: Given) -> ServerConfig:
     """Return the configuration of a server; by default, one that suits this machine.
 
     Raises:
@@ -82,7 +83,7 @@ def make_service(config: ServerConfig) -> Service:
     unknown = UnknownTasks()
     settings = SchedulerSettings(work, keep_days=config.keep_days, unknown=unknown)
     scheduler = Scheduler(store, Slots(config.gpus), Profiles(config.profiles), pins, settings)
-    return Service(store, scheduler, config, pins, Health(work / _DATABASE), unknown)
+    return Service(store, scheduler, config, pins, HealthCheck(work / _DATABASE), unknown)
 
 
 def _own_directory(work: Path) -> Path:
@@ -129,14 +130,14 @@ def serve(given: Given) -> None:
     """
     log_to_stderr(logging.INFO, "%(asctime)s %(name)s %(message)s")
     raise_file_limit()
-    config = configured(given)
+    config = configure(given)
     rules = rules_for(config.host, config.token_file, given.allow_unauthenticated)
     service = make_service(config)
     # First: a process that inherited the lock from a killed server has inherited its port, too.
     service.scheduler.lock()
     with _listening(config.host, config.port) as listening:
         service.scheduler.start()
-        service.pins.let_go()
+        service.pins.remove_unneeded()
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         _log.info("roots %s, profiles %s", list(map(str, config.roots)), list(config.profiles))
@@ -145,7 +146,9 @@ def serve(given: Given) -> None:
         for root in config.roots:
             if not root.is_dir():
                 _log.warning("root %s: no such directory", root)
-        start_probing(config.profiles, config.work_directory or _WORK_DIR)
+        # In a thread: a slow disk must not keep the server from listening.
+        probed = (config.profiles, config.work_directory or _WORK_DIR)
+        threading.Thread(target=tell_missing, args=probed, name="probing", daemon=True).start()
         _log.info("listening on http://%s:%d", shown, port)
         signal.signal(signal.SIGTERM, _end)
         server = _Server(

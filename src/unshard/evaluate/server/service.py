@@ -30,10 +30,10 @@ from unshard.evaluate.server.attempts.merge_worker import MergeOrder
 from unshard.evaluate.server.attempts.merging import GoneError, merge_in_process
 from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.server.evaluators.work import UnknownTasks
-from unshard.evaluate.server.health import Health
+from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import read_log
-from unshard.evaluate.server.profiles import profile_named, profile_of
+from unshard.evaluate.server.profiles import profile_named, resolve_name
 from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
@@ -68,7 +68,7 @@ class Service:
     scheduler: Scheduler
     config: ServerConfig
     pins: Pins
-    health: Health
+    health: HealthCheck
     unknown: UnknownTasks
     merging: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -101,81 +101,68 @@ class Service:
             sqlite3.OperationalError: the database did not take it.
         """
         self.health.check()
-        name = profile_of(request.profile, self.profiles)
+        name = resolve_name(self.profiles, request.profile)
         profile = profile_named(self.profiles, name)
         request = replace(request, profile=name)
         known = {**self.profiles, request.profile: profile}
         check_request(request, replace(self.config, profiles=known))
         self.unknown.check(profile.name, request.tasks)
-        checkpoint = resolve_checkpoint(request.checkpoint, self.config.roots)
-        request, run = _placed(replace(request, checkpoint=str(checkpoint)))
+        found = resolve_checkpoint(request.checkpoint, self.config.roots)
+        request, run = _placed(replace(request, checkpoint=str(found)))
         resolve_checkpoint(request.checkpoint, self.config.roots)
-        request = self._stamped(request, pin)
-        is_done = self.store.status_of(request.key) is Status.COMPLETED
-        given = None if is_done else self._checked(request, run, pin)
+        given = None if pin is None else self.pins.find_client_pin(pin)
+        request = self._stamp(request, given)
+        if is_done := self.store.status_of(request.key) is Status.COMPLETED:
+            given = None
+        elif given is not None:
+            check_links(Path(given), Path(given).parent, self.config.roots)
+        else:  # without the lock: it lists a directory, which may take long
+            checkpoint = Path(request.checkpoint)
+            if pin is None:
+                check_there(checkpoint, is_step=request.step is not None)
+            check_links(checkpoint, run, self.config.roots)
         with self.pins.lock:
-            kept = None if is_done else self._pinned(request, run, given)
-            job, is_new = self._stored(request, kept)
+            kept = None if is_done else self._pin(request, run, given)
+            job, is_new = self._store(request, kept)
             if kept is not None and job.pin != kept:
-                job = self._repinned(job, kept)
-            self._supersede_older(job)
+                job = self._repin(job, kept)
+            # Older jobs whose files were written again in place could only fail, or have failed:
+            # links do not protect against that.
+            for other in self.store.alike(job.request):
+                if other.id != job.id and self.pins.list_changed(other):
+                    self.scheduler.supersede(other.id, job.id)
         self.scheduler.wake()
         return job, is_new
 
-    def _stored(self, request: Request, pin: str | None) -> tuple[Job, bool]:
+    def _store(self, request: Request, pin: str | None) -> tuple[Job, bool]:
         """Queue a job; a pin of ours does not stay if that is not possible."""
         try:
             return self.store.submit(request, pin=pin)
         except sqlite3.Error:
             if pin is not None:
                 with suppress(sqlite3.Error):
-                    self.pins.let_go(pin)
+                    self.pins.remove_unneeded(pin)
             raise
 
-    def _repinned(self, job: Job, pin: str) -> Job:
+    def _repin(self, job: Job, pin: str) -> Job:
         """Give a job the pin of its newer submission, if its own does not keep it any more."""
-        is_kept = job.pin is not None and Path(job.pin).exists() and not self.pins.changed(job)
+        is_kept = job.pin is not None and Path(job.pin).exists() and not self.pins.list_changed(job)
         if job.status.is_final or is_kept:
-            self.pins.let_go(pin)
+            self.pins.remove_unneeded(pin)
             return job
         self.store.repin(job.id, pin)
         return replace(job, pin=pin)
 
-    def _supersede_older(self, job: Job) -> None:
-        """End the jobs for the same, whose files were written again in place since.
-
-        They could only fail, or have: links do not protect against that.
-        """
-        for other in self.store.alike(job.request):
-            if other.id != job.id and self.pins.changed(other):
-                self.scheduler.supersede(other.id, job.id)
-
-    def _stamped(self, request: Request, pin: str | None) -> Request:
+    def _stamp(self, request: Request, given: str | None) -> Request:
         """Add the checkpoint's fingerprint; where it is gone, that of the last job like it."""
-        kept = None if pin is None else self.pins.of_client(pin)
-        if stamps := read_stamps(Path(kept or request.checkpoint)):
+        if stamps := read_stamps(Path(given or request.checkpoint)):
             return replace(request, fingerprint=fingerprint(stamps), stamps=stamps)
         for job in self.store.alike(request):
             known = job.request
             return replace(request, fingerprint=known.fingerprint, stamps=known.stamps)
         return request
 
-    def _checked(self, request: Request, run: Path, pin: str | None) -> str | None:
-        """Return its client's pin of a checkpoint, if it is there; what is to be kept is checked.
-
-        It lists a directory, which may take long, so other submissions do not wait for it.
-        """
-        kept = None if pin is None else self.pins.of_client(pin)
-        if kept is not None:
-            check_links(Path(kept), Path(kept).parent, self.config.roots)
-            return kept
-        checkpoint = Path(request.checkpoint)
-        if pin is None:
-            check_there(checkpoint, is_step=request.step is not None)
-        check_links(checkpoint, run, self.config.roots)
-        return None
-
-    def _pinned(self, request: Request, run: Path, given: str | None) -> str | None:
+    def _pin(self, request: Request, run: Path, given: str | None) -> str | None:
         """Return the pin of a checkpoint: its client's, or one of ours; None: not possible."""
         checkpoint = Path(request.checkpoint)
         if given is not None:
@@ -183,7 +170,7 @@ class Service:
                 return given
             check_links(checkpoint, run, self.config.roots)  # the pin went since it was checked
         try:
-            return self.pins.made(checkpoint, request.step, run)
+            return self.pins.ensure_pin(checkpoint, request.step, run)
         except ExpiredError:
             return None
 

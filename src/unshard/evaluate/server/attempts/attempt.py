@@ -183,7 +183,7 @@ class Runner:
     def _rewritten(self, attempt: Attempt) -> Failed | None:
         job = attempt.job
         files = ask_disk(
-            lambda: self._pins.changed(job),
+            lambda: self._pins.list_changed(job),
             timeout_s=attempt.profile.timeout_s,
             is_given_up=lambda: self._halt(job.id) is not None,
         )

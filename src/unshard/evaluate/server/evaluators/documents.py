@@ -155,10 +155,8 @@ def _expand(
     while waiting:
         task = waiting.pop()
         if task not in found:
-            parts = groups.get(task)
-            found[task] = (
-                list(map(str, parts)) if isinstance(parts, list) and is_opened(task) else []
-            )
+            parts = groups.get(task) if is_opened(task) else None
+            found[task] = list(map(str, parts)) if isinstance(parts, list) else []
             waiting += found[task]
     return found
 

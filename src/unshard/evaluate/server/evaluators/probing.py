@@ -9,13 +9,12 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from threading import Thread
 
 from unshard.evaluate.server.config.profiles import Kind, Profile
 from unshard.evaluate.server.processes.launching import evaluator_environment
 from unshard.evaluate.server.telling import one_line
 
-__all__ = ["MODULES", "start_probing", "tell_missing", "why_missing"]
+__all__ = ["MODULES", "tell_missing", "why_missing"]
 
 MODULES: Mapping[Kind, str] = {Kind.LM_EVAL: "lm_eval", Kind.LMMS_EVAL: "lmms_eval"}
 """What an evaluator is imported as."""
@@ -31,11 +30,6 @@ sys.exit(0 if find_spec(sys.argv[1]) else {_MISSING})
 """
 
 _log = logging.getLogger(__name__)
-
-
-def start_probing(profiles: Mapping[str, Profile], directory: Path) -> None:
-    """Do `tell_missing` in a thread: a slow disk must not keep the server from listening."""
-    Thread(target=tell_missing, args=(profiles, directory), name="probing", daemon=True).start()
 
 
 def tell_missing(profiles: Mapping[str, Profile], directory: Path) -> None:
