@@ -87,7 +87,7 @@ class UnshardEvalBackend:
         """
         del eval_output_dir, output_path
         self._waiting_since = None
-        submitter = self._started(Path(checkpoint_dir).absolute().parent, checkpoint_type)
+        submitter = self._start(Path(checkpoint_dir).absolute().parent, checkpoint_type)
         if submitter is None or not submitter.submit(checkpoint_dir, step):
             return None
         return f"step-{step}"
@@ -105,7 +105,10 @@ class UnshardEvalBackend:
             self._take(self._submitter)
         count = 1 if self._waiting_since is None else len(self._undelivered)
         handed, self._undelivered = self._undelivered[:count], self._undelivered[count:]
-        return [(step, _lmms_names(metrics)) for step, metrics in handed]
+        return [
+            (step, {_lmms_name(key): value for key, value in metrics.items()})
+            for step, metrics in handed
+        ]
 
     @property
     def pending_evals(self) -> dict[str, int]:
@@ -136,7 +139,7 @@ class UnshardEvalBackend:
         if self._submitter is not None:
             self._submitter.close(0.0)
 
-    def _started(self, run_dir: Path, checkpoint_type: str | None) -> Submitter | None:
+    def _start(self, run_dir: Path, checkpoint_type: str | None) -> Submitter | None:
         if self._submitter is None:
             with ignoring_errors("checkpoints are not evaluated"):
                 config = self._config
@@ -149,10 +152,10 @@ class UnshardEvalBackend:
         return self._submitter
 
 
-def _lmms_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as `eval/<task>_<metric>`."""
-    names = {key: key.removeprefix(f"{PREFIX}/").rpartition("/") for key in metrics}
-    return {f"eval/{names[key][0]}_{names[key][2]}": value for key, value in metrics.items()}
+def _lmms_name(key: str) -> str:
+    """Return the name of a metric as `eval/<task>_<metric>`."""
+    task, _, metric = key.removeprefix(f"{PREFIX}/").rpartition("/")
+    return f"eval/{task}_{metric}"
 
 
 class UnshardEvalConfig:

@@ -42,7 +42,7 @@ from unshard.evaluate.pins.files import read_stamps
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA
 from unshard.evaluate.server.attempts import attempt as attempts
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
-from unshard.evaluate.server.attempts.endings import Failed, Left, Outcome, Postponed
+from unshard.evaluate.server.attempts.endings import Cause, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger, PassingError
 from unshard.evaluate.server.evaluators.work import Work
 from unshard.evaluate.server.pinning import Pins
@@ -300,7 +300,7 @@ def test_an_evaluator_that_ends_its_own_supervisor_fails_in_the_end(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a shell script with `trap 'kill 0' EXIT` does, which signals its whole group."""
-    monkeypatch.setattr(outcomes, "_MOST_POSTPONED", 2)
+    monkeypatch.setitem(outcomes._MOST_IN_A_ROW, Cause.HINDERED, 2)
     script = "import signal; done(acc=1); os.killpg(0, signal.SIGTERM); time.sleep(600)"
     store, server = scheduler(tmp_path / "work", script, backoff_s=0.0)
     job = submit(store, server, model)
@@ -681,7 +681,7 @@ def test_a_job_whose_checkpoint_cannot_be_looked_at_is_cancelled_and_gives_its_g
             hung.wait(DEADLINE_S)
         return []
 
-    monkeypatch.setattr(Pins, "changed", changed)
+    monkeypatch.setattr(Pins, "list_changed", changed)
     store, server = scheduler(tmp_path / "work", SCORED)
     first = submit(store, server, model, 1)
     server.start()
@@ -711,7 +711,7 @@ def test_a_look_at_a_checkpoint_that_hangs_is_bounded_by_the_timeout(
         hung.wait(DEADLINE_S)
         return []
 
-    monkeypatch.setattr(Pins, "changed", changed)
+    monkeypatch.setattr(Pins, "list_changed", changed)
     runner = Runner(store, merger, no_pins(store), Limits(), halt=lambda _: None)
     outcome = runner.resume(attempt, Process(2**22 - 5, 1, boot_id(), (), str(tmp_path)))
     assert isinstance(outcome, Failed)
@@ -773,7 +773,7 @@ def test_a_job_that_gets_a_newer_pin_while_it_runs_is_run_again(
         return ["model.safetensors"] if job.pin == "/old" else []
 
     profile = script_profile(retries=0)
-    monkeypatch.setattr(Pins, "changed", changed)
+    monkeypatch.setattr(Pins, "list_changed", changed)
     store, server = scheduler(tmp_path / "work", SCORED, profile=profile)
     job, _ = store.submit(request(model), pin="/old")
     server.start()
@@ -833,7 +833,7 @@ def test_results_are_read_one_after_the_other(
 def test_an_unknown_profile_and_an_unforeseen_mistake_fail_their_job_only(
     tmp_path: Path, model: Path
 ) -> None:
-    script = "(output / 'metrics.json').write_text('[1]' if step == '1' else '{\"task/acc\": 1}')"
+    script = "(output / 'metrics.json').write_text('[1' if step == '1' else '{\"task/acc\": 1}')"
     store, server = scheduler(tmp_path / "work", script)
     unknown, _ = store.submit(replace(request(model), profile="other"), pin=None)
     odd, good = submit(store, server, model, 1), submit(store, server, model, 2)

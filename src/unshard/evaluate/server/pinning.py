@@ -116,6 +116,11 @@ class Pins:
                         _remove(found)
                 sweep(run, owner)
 
+    def release(self, job: Job) -> None:
+        """Remove the pin of a job that has ended, if it is this server's and no job needs it."""
+        if job.pin is not None:
+            self.remove_unneeded(job.pin)
+
     def list_changed(self, job: Job) -> Sequence[str]:
         """Return the files of a job's checkpoint that were rewritten since it was submitted.
 

@@ -76,22 +76,17 @@ def configure(given: Given) -> ServerConfig:
 
 def make_service(config: ServerConfig) -> Service:
     """Return what a server does: its jobs, and a scheduler that has not begun."""
-    work = _own_directory((config.work_directory or _WORK_DIR).absolute())
+    work = _make_private((config.work_directory or _WORK_DIR).absolute())
     store = Store(work / _DATABASE)
     pins = Pins(store, config.roots, Quota(config.pin_count, config.pin_bytes))
-
     unknown = UnknownTasks()
     settings = SchedulerSettings(work, keep_days=config.keep_days, unknown=unknown)
     scheduler = Scheduler(store, Slots(config.gpus), Profiles(config.profiles), pins, settings)
     return Service(store, scheduler, config, pins, HealthCheck(work / _DATABASE), unknown)
 
 
-def _own_directory(work: Path) -> Path:
-    """Return the work directory, which only this user can read.
-
-    Raises:
-        UsageError: it belongs to another user, or has other files that other users may read.
-    """
+def _make_private(work: Path) -> Path:
+    """Make the work directory, which only this user can read, and return it."""
     try:
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = work.stat()
@@ -109,12 +104,7 @@ def _own_directory(work: Path) -> Path:
     return work
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens.
-
-    Raises:
-        UsageError: the address is taken, or not of this machine.
-    """
+def _listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=128)
@@ -135,7 +125,7 @@ def serve(given: Given) -> None:
     service = make_service(config)
     # First: a process that inherited the lock from a killed server has inherited its port, too.
     service.scheduler.lock()
-    with _listening(config.host, config.port) as listening:
+    with _listen(config.host, config.port) as listening:
         service.scheduler.start()
         service.pins.remove_unneeded()
         host, port = listening.getsockname()[:2]

@@ -121,7 +121,7 @@ class Runner:
 
     def run(self, attempt: Attempt) -> Outcome:
         """Merge, evaluate, and read what was measured."""
-        outcome = self._caught(attempt.job, lambda: self._run(attempt))
+        outcome = self._catch(attempt.job, lambda: self._run(attempt))
         if isinstance(outcome, Failed | Expired):
             now = self._store.get(attempt.job.id)
             if now is not None and now.pin not in {None, attempt.job.pin}:
@@ -139,28 +139,28 @@ class Runner:
         )
         if model == self._merger.merged(job.id):
             tell(job, "merged")
-        return self._rewritten(attempt) or self._evaluate(attempt, attempt.work(model))
+        return self._fail_if_rewritten(attempt) or self._evaluate(attempt, attempt.work(model))
 
-    def _caught(self, job: Job, attempted: Callable[[], Outcome]) -> Outcome:
+    def _catch(self, job: Job, attempted: Callable[[], Outcome]) -> Outcome:
         """Return an outcome, or what an error means that ended the attempt."""
         try:
             return attempted()
         except GoneError as error:
-            return Expired(_named(error, job))
+            return Expired(_name_submitted(error, job))
         except GivenUpError:
             if self._halt(job.id) is Halt.CANCELLED:
                 return Cancelled()
             return Lost("the server was stopped while it read the checkpoint")
         except (PassingError, OSError) as error:
-            return Postponed(_named(error, job))
+            return Postponed(_name_submitted(error, job))
         except UnshardError as error:
-            return Failed(_named(error, job), may_retry=isinstance(error, CrashedError))
+            return Failed(_name_submitted(error, job), may_retry=isinstance(error, CrashedError))
 
     def resume(self, attempt: Attempt, process: Process) -> Outcome:
         """Continue an attempt of an earlier server, as if this one had begun it."""
         was_alive = is_alive(process)
         work = attempt.work(self._merger.model_of(attempt.job))
-        outcome = self._caught(attempt.job, lambda: self._conclude(attempt, work, process))
+        outcome = self._catch(attempt.job, lambda: self._conclude(attempt, work, process))
         is_lost = not was_alive and read_exit(attempt.directory) is None
         match outcome:
             case Postponed(why, Cause.KILLED) if is_lost:
@@ -180,7 +180,7 @@ class Runner:
                 return False
         return True
 
-    def _rewritten(self, attempt: Attempt) -> Failed | None:
+    def _fail_if_rewritten(self, attempt: Attempt) -> Failed | None:
         job = attempt.job
         files = ask_disk(
             lambda: self._pins.list_changed(job),
@@ -246,9 +246,9 @@ class Runner:
             return Left()
         if halt is not None:
             return Cancelled() if halt is Halt.CANCELLED else Lost("the server was stopped")
-        return self._look_at(attempt, work)
+        return self._judge_left(attempt, work)
 
-    def _look_at(self, attempt: Attempt, work: Work) -> Outcome:
+    def _judge_left(self, attempt: Attempt, work: Work) -> Outcome:
         """Judge what an attempt's processes, which are gone, have left."""
         done = read_exit(attempt.directory)
         if done is None and not has_begun(attempt.directory):
@@ -266,10 +266,10 @@ class Runner:
         is_merged = work.model == self._merger.merged(attempt.job.id)
         if is_merged or not isinstance(outcome, Completed):
             return outcome
-        return self._rewritten(attempt) or outcome
+        return self._fail_if_rewritten(attempt) or outcome
 
 
-def _named(error: Exception, job: Job) -> str:
+def _name_submitted(error: Exception, job: Job) -> str:
     """Return an error that names the checkpoint as it was submitted: its pin will be removed."""
     # `str` would put the options of a line of `unshard merge` into Python's notation.
     text = error.text if isinstance(error, UnshardError) else str(error)

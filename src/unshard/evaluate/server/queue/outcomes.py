@@ -126,8 +126,8 @@ class Outcomes:
     def release_pin(self, job_id: str) -> None:
         """Let go of a job's pin, if the job has ended."""
         job = self._store.get(job_id)
-        if job is not None and job.status.is_final and job.pin is not None:
-            self._pins.remove_unneeded(job.pin)
+        if job is not None and job.status.is_final:
+            self._pins.release(job)
 
     def tidy_up(self, profiles: Profiles) -> None:
         """Remove the merged models that an earlier server should have removed."""
