@@ -11,8 +11,8 @@ from evaluation.running import wait_for, whole_model
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Request, Status
 from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
-from unshard.evaluate.server.evaluators import probing, work
-from unshard.evaluate.server.evaluators.probing import tell_missing, why_missing
+from unshard.evaluate.server.evaluators import programs, work
+from unshard.evaluate.server.evaluators.programs import tell_missing, why_missing
 from unshard.evaluate.server.evaluators.work import UnknownTasks, UnknownTasksError
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.service import Service
@@ -42,7 +42,7 @@ def test_a_module_is_looked_for_and_not_imported(tmp_path: Path) -> None:
 def test_what_cannot_be_run_is_reported_with_what_to_do(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probing, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(programs, "_TIMEOUT_S", 0.2)
     broken = script(tmp_path / "broken", "echo first >&2", "echo no libpython >&2", "exit 127")
     slow = script(tmp_path / "slow", "exec sleep 600")
     profiles = {

@@ -21,7 +21,7 @@ from unshard.evaluate.pins.files import list_checkpoint
 from unshard.evaluate.server.config.arguments import has_separator, parse_arguments, placeholders_in
 from unshard.evaluate.server.config.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
 from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
-from unshard.evaluate.server.evaluators.probing import MODULES
+from unshard.evaluate.server.evaluators.programs import MODULES
 from unshard.evaluate.server.gpus import gpus_expected
 from unshard.evaluate.values import LARGEST, Scalar
 from unshard.read.beside.companions import companions_in

@@ -17,10 +17,10 @@ from unshard.evaluate.logs import log_to_stderr
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.config.profiles import ServerConfig
 from unshard.evaluate.server.config.server_yaml import read_server_yaml
-from unshard.evaluate.server.evaluators.probing import tell_missing
+from unshard.evaluate.server.evaluators.programs import tell_missing
 from unshard.evaluate.server.evaluators.work import UnknownTasks
-from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.gpus import Slots, gpus_in
+from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.http.app import make_app
 from unshard.evaluate.server.http.connections import BoundedProtocol, raise_file_limit
 from unshard.evaluate.server.http.security import rules_for

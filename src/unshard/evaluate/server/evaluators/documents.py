@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from unshard.evaluate.jobs import EvaluationError
+from unshard.evaluate.server.config.profiles import Kind
 from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME
@@ -32,13 +33,13 @@ __all__ = [
 _NOT_METRICS = frozenset({"alias", "name", "sample_len", "samples", "sample_count"})
 _LOG_LINES = 100
 _NOT_FOUND = re.compile(r"Tasks not found: (.*?)(?:\. Try .*)?$", re.MULTILINE)
-_LISTING = {"lm-eval": "lm_eval ls tasks", "lmms-eval": "lmms_eval --tasks list"}
+_LISTING = {Kind.LM_EVAL: "lm_eval ls tasks", Kind.LMMS_EVAL: "lmms_eval --tasks list"}
 _LOG = "the log of the job says why"
 _MOST_METRICS = 10_000
 _MOST_NAMES = 1 << 20  # bytes of all names together: a job is one answer of the server
 
 
-def check_known(work: Work, program: str) -> None:
+def check_known(work: Work) -> None:
     """Raise if the evaluator's log says that it does not know a task that it was asked for.
 
     Both evaluators end in the line "ValueError: Tasks not found: a, b" (lm_eval 0.4.13,
@@ -48,10 +49,10 @@ def check_known(work: Work, program: str) -> None:
     named = {name for line in _NOT_FOUND.findall(log) for name in line.split(", ")}
     if unknown := [task for task in work.request.tasks if task in named]:
         raise UnknownTasksError(
-            program,
+            work.program,
             unknown,
-            hint=f"see `{work.profile.interpreter} -m {_LISTING[program]}`; files of further tasks "
-            "belong in a directory of the profile's `include_paths`",
+            hint=f"see `{work.profile.interpreter} -m {_LISTING[work.profile.kind]}`; files of "
+            "further tasks belong in a directory of the profile's `include_paths`",
         )
 
 
@@ -62,28 +63,20 @@ def find_newest(directory: Path, pattern: str) -> Path | None:
 
 
 def read_results(
-    work: Work, path: Path | None, returncode: int, *, program: str, expected: str
+    work: Work, path: Path | None, returncode: int, *, expected: str
 ) -> dict[str, object]:
-    """Read the JSON object that a program wrote.
-
-    Args:
-        work: of the attempt.
-        path: of the file of results, if there is one.
-        returncode: of the program.
-        program: its name for errors.
-        expected: the name of the file.
+    """Read the JSON object that an evaluator, which ended with this code, wrote.
 
     Raises:
-        EvaluationError: the program failed, wrote no file or one that is too large, or something
-            else is in it.
+        EvaluationError: it failed, or wrote nothing, too much, or something else.
     """
+    program, most_bytes = work.program, work.profile.results_bytes
     if returncode != 0:
         names = {-number.value: f"ended by {number.name}" for number in signal.Signals}
         unnamed = f"exit code {returncode}" if returncode > 0 else f"ended by signal {-returncode}"
         raise EvaluationError(f"{program} failed", found=names.get(returncode, unnamed), hint=_LOG)
     if path is None:
         raise EvaluationError(f"{program} wrote no results", expected=expected, hint=_LOG)
-    most_bytes = work.profile.results_bytes
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""The evaluators: which command line each has, and how its results are read.
+"""The evaluators: which command line each has, how its results are read, whether it is installed.
 
 lm-eval (lm_eval 0.4.13) is `python -m lm_eval run --config job.yaml`. Everything is written into
 the YAML file, where a value is a value: nothing in it can become another argument. The exit code is
@@ -14,14 +14,22 @@ Any other program writes a JSON file with `{task: {metric: number}}`, or flat:
 `{metric: number}`.
 """
 
+import logging
+import os
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
 
 from unshard.evaluate.jobs import OPTIONS, EvaluationError
-from unshard.evaluate.server.config.arguments import has_separator, join_arguments, parse_arguments
-from unshard.evaluate.server.config.placeholders import fill
+from unshard.evaluate.server.config.arguments import (
+    fill,
+    has_separator,
+    join_arguments,
+    parse_arguments,
+)
 from unshard.evaluate.server.config.profiles import Kind, Profile
 from unshard.evaluate.server.evaluators.documents import (
     check_known,
@@ -31,11 +39,26 @@ from unshard.evaluate.server.evaluators.documents import (
     replace_tags,
 )
 from unshard.evaluate.server.evaluators.work import Evaluator, Work
+from unshard.evaluate.server.processes.launching import evaluator_environment
+from unshard.evaluate.server.telling import one_line
 from unshard.evaluate.values import Scalar
 
-__all__ = ["make_evaluator"]
+__all__ = ["MODULES", "make_evaluator", "tell_missing", "why_missing"]
 
-_LM_EVAL, _LMMS_EVAL = "lm-eval", "lmms-eval"
+MODULES: Mapping[Kind, str] = {Kind.LM_EVAL: "lm_eval", Kind.LMMS_EVAL: "lmms_eval"}
+"""What an evaluator is imported as."""
+
+_PACKAGES: Mapping[Kind, str] = {Kind.LM_EVAL: "lm_eval[hf]", Kind.LMMS_EVAL: "lmms_eval"}
+_TIMEOUT_S = 30.0
+_MISSING = 3
+_CANNOT = "jobs cannot run"
+_FIND = f"""
+import sys
+from importlib.util import find_spec
+sys.exit(0 if find_spec(sys.argv[1]) else {_MISSING})
+"""
+
+_log = logging.getLogger(__name__)
 
 
 def make_evaluator(profile: Profile) -> Evaluator:
@@ -73,18 +96,16 @@ class _LmEval:
         given = {key: value for key, value in options.items() if value is not None}
         path = work.directory / "job.yaml"
         path.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
-        return [*_module_command(work, "lm_eval"), "run", f"--config={path}"]
+        return [*_module_command(work), "run", f"--config={path}"]
 
     def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
         """Return the numbers of all tasks and groups."""
         if returncode != 0:
-            check_known(work, _LM_EVAL)
+            check_known(work)
         results = self.results_file(work)
-        document = read_results(
-            work, results, returncode, program=_LM_EVAL, expected="results_TIME.json"
-        )
+        document = read_results(work, results, returncode, expected="results_TIME.json")
         tasks = replace_tags(document, work.request.tasks)
-        return check_tasks(document, tasks, program=_LM_EVAL)
+        return check_tasks(document, tasks, program=work.program)
 
     def results_file(self, work: Work) -> Path | None:
         """Return the file of results."""
@@ -104,9 +125,9 @@ class _LmmsEval:
         if has_separator(str(model)):  # `runs/lr=1e-5,bs=8` would be three arguments
             model = work.directory / "model"
             model.symlink_to(work.model)
-        join_arguments({"output_path": str(work.output)}, what=_LMMS_EVAL)
-        model_args = join_arguments(_model_args(work, model), what=f"{_LMMS_EVAL}: model_args")
-        generation = join_arguments(_generation(work), what=f"{_LMMS_EVAL}: gen_kwargs")
+        join_arguments({"output_path": str(work.output)}, what=work.program)
+        model_args = join_arguments(_model_args(work, model), what=f"{work.program}: model_args")
+        generation = join_arguments(_generation(work), what=f"{work.program}: gen_kwargs")
         options: dict[str, object] = {
             "model": work.profile.model,
             "model_args": model_args,
@@ -118,17 +139,15 @@ class _LmmsEval:
             "device": None if work.gpus else "cpu",
         }
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        return [*_module_command(work, "lmms_eval"), *given, "--log_samples"]
+        return [*_module_command(work), *given, "--log_samples"]
 
     def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
         """Return the numbers of all tasks and groups."""
         results = self.results_file(work)
         if results is None:
-            check_known(work, _LMMS_EVAL)
-        document = read_results(
-            work, results, returncode, program=_LMMS_EVAL, expected="TIME_results.json"
-        )
-        return check_tasks(document, work.request.tasks, program=_LMMS_EVAL)
+            check_known(work)
+        document = read_results(work, results, returncode, expected="TIME_results.json")
+        return check_tasks(document, work.request.tasks, program=work.program)
 
     def results_file(self, work: Work) -> Path | None:
         """Return the file of results."""
@@ -156,14 +175,8 @@ class _Command:
 
     def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
         """Return the numbers of all tasks, whatever form the program chose."""
-        program, tasks = work.profile.name, work.request.tasks
-        document = read_results(
-            work,
-            self.results_file(work),
-            returncode,
-            program=program,
-            expected=work.profile.results,
-        )
+        results_file, tasks = self.results_file(work), work.request.tasks
+        document = read_results(work, results_file, returncode, expected=work.profile.results)
         results: dict[str, dict[str, object]] = {}
         for name, value in document.items():
             if isinstance(value, Mapping):
@@ -176,7 +189,7 @@ class _Command:
                 task = tasks[0] if len(tasks) == 1 else ""
             if task:
                 results.setdefault(task, {})[metric] = value
-        return check_tasks({"results": results}, tasks, program=program)
+        return check_tasks({"results": results}, tasks, program=work.program)
 
     def results_file(self, work: Work) -> Path | None:
         """Return the file that the profile names, if it is there."""
@@ -192,8 +205,8 @@ def _demand_empty(directory: Path) -> None:
         )
 
 
-def _module_command(work: Work, module: str) -> list[str]:
-    """Return the beginning of a command line that runs a module, on all GPUs that the work has.
+def _module_command(work: Work) -> list[str]:
+    """Return the beginning of the command line of lm-eval or lmms-eval, on all GPUs of the work.
 
     `accelerate launch` is left out for one process: it would start it without the variables that
     `Accelerator()` then asks for. Port 0 lets it choose a free one, so that jobs do not meet.
@@ -202,7 +215,7 @@ def _module_command(work: Work, module: str) -> list[str]:
     if work.gpus > 1 and work.profile.launcher == "accelerate":
         start += ["accelerate.commands.launch", "--multi_gpu", f"--num_processes={work.gpus}"]
         start += ["--num_machines=1", "--main_process_port=0", "-m"]
-    return [*start, module]
+    return [*start, MODULES[work.profile.kind]]
 
 
 def _model_args(work: Work, model: Path) -> dict[str, Scalar]:
@@ -214,3 +227,60 @@ def _model_args(work: Work, model: Path) -> dict[str, Scalar]:
 
 def _generation(work: Work) -> dict[str, Scalar]:
     return parse_arguments(work.request.arguments.gen_kwargs or "", what="gen_kwargs")
+
+
+def tell_missing(profiles: Mapping[str, Profile], directory: Path) -> None:
+    """Log a line for every profile whose evaluator cannot be started.
+
+    Nothing is imported: each interpreter looks for its evaluator's module in a process of its own,
+    which is started in `directory`, as jobs are, not where the server was started.
+    """
+    for name, profile in profiles.items():
+        if why := why_missing(profile, directory):
+            _log.warning("profile %s: %s", name, one_line(why))
+
+
+def why_missing(profile: Profile, directory: Path) -> str | None:
+    """Return that jobs cannot run, or may not, why, and what to do; None if nothing is wrong."""
+    if profile.kind is not Kind.COMMAND:
+        return _why_no_module(profile, directory)
+    program = profile.command[0]
+    path = profile.environment.get("PATH", os.environ.get("PATH", os.defpath))
+    if shutil.which(program, path=path) is None:
+        return f"{_CANNOT}: the program {program} is not found; install it, or change `command`"
+    return None
+
+
+def _why_no_module(profile: Profile, directory: Path) -> str | None:
+    module, python = MODULES[profile.kind], profile.interpreter
+    environment = evaluator_environment(
+        profile.environment, program=python, gpus=(), directory=str(directory)
+    )
+    try:
+        done = subprocess.run(  # noqa: S603  (the server's configuration names the interpreter)
+            [python, "-c", _FIND, module],
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return (
+            f"jobs may not run: {python} did not answer within {_TIMEOUT_S:g} s; if it is not "
+            "merely slow, run it by hand to see why"
+        )
+    except OSError as error:
+        return f"{_CANNOT}: {python} cannot be run: {error.strerror}; change `interpreter`"
+    if done.returncode == 0:
+        return None
+    if done.returncode != _MISSING:
+        said = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        ended = f"{python} ended with code {done.returncode}"
+        return f"{_CANNOT}: {ended}: {said or 'it said nothing'}"
+    return (
+        f"{_CANNOT}: {module} is not installed for {python}; install it ({python} -m pip install "
+        f'"{_PACKAGES[profile.kind]}"), or set `interpreter` to a Python that has it'
+    )

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError, Request
-from unshard.evaluate.server.config.profiles import Profile
+from unshard.evaluate.server.config.profiles import Kind, Profile
 
 __all__ = ["Evaluator", "UnknownTasks", "UnknownTasksError", "Work"]
 
@@ -47,6 +47,12 @@ class Work:
         asked = self.request.arguments.num_gpus
         return self.profile.gpus if asked is None else asked
 
+    @property
+    def program(self) -> str:
+        """What errors call the evaluator."""
+        is_named = self.profile.kind is Kind.COMMAND
+        return self.profile.name if is_named else self.profile.kind.value
+
 
 class Evaluator(Protocol):
     """Knows how to start one kind of evaluator, and how to read what it left."""
@@ -69,13 +75,7 @@ class Evaluator(Protocol):
 
 
 class UnknownTasksError(EvaluationError):
-    """An evaluator does not know tasks that it was asked for; another attempt would not help.
-
-    Args:
-        program: the evaluator.
-        tasks: those that it does not know.
-        hint: what to do next.
-    """
+    """An evaluator does not know tasks that it was asked for; another attempt would not help."""
 
     def __init__(self, program: str, tasks: Iterable[str], *, hint: str) -> None:
         self.tasks = tuple(tasks)
