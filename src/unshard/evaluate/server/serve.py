@@ -128,18 +128,7 @@ def serve(given: Given) -> None:
     with _listen(config.host, config.port) as listening:
         service.scheduler.start()
         service.pins.remove_unneeded()
-        host, port = listening.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        _log.info("roots %s, profiles %s", list(map(str, config.roots)), list(config.profiles))
-        gpus = ", ".join(config.gpus) or "none"
-        _log.info("work directory %s, GPUs %s", config.work_directory, gpus)
-        for root in config.roots:
-            if not root.is_dir():
-                _log.warning("root %s: no such directory", root)
-        # In a thread: a slow disk must not keep the server from listening.
-        probed = (config.profiles, config.work_directory or _WORK_DIR)
-        threading.Thread(target=tell_missing, args=probed, name="probing", daemon=True).start()
-        _log.info("listening on http://%s:%d", shown, port)
+        _log_start(config, listening)
         signal.signal(signal.SIGTERM, _end)
         server = _Server(
             service,
@@ -158,6 +147,22 @@ def serve(given: Given) -> None:
         finally:
             service.scheduler.stop(end=False)
             service.store.close()
+
+
+def _log_start(config: ServerConfig, listening: socket.socket) -> None:
+    """Log where the server listens, what it has, and what is missing."""
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    _log.info("roots %s, profiles %s", list(map(str, config.roots)), list(config.profiles))
+    gpus = ", ".join(config.gpus) or "none"
+    _log.info("work directory %s, GPUs %s", config.work_directory, gpus)
+    for root in config.roots:
+        if not root.is_dir():
+            _log.warning("root %s: no such directory", root)
+    # In a thread: a slow disk must not keep the server from listening.
+    probed = (config.profiles, config.work_directory or _WORK_DIR)
+    threading.Thread(target=tell_missing, args=probed, name="probing", daemon=True).start()
+    _log.info("listening on http://%s:%d", shown, port)
 
 
 class _Server(uvicorn.Server):
