@@ -104,12 +104,8 @@ def lay_out(
 ) -> Layout:
     """Distribute tensors over files of at most `max_shard_size` bytes of data (or one tensor).
 
-    Args:
-        tensors: what to write, in order.
-        max_shard_size: bytes.
-        like: the weight map of another model, whose files are made instead; a tensor that it does
-            not have goes where the one before it goes.
-        pattern: names of the files.
+    With `like`, the weight map of another model, its files are made instead; a tensor that it does
+    not have goes where the one before it goes.
 
     Raises:
         ConversionError: a header would be longer than the format allows, or there is no tensor.

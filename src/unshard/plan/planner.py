@@ -70,11 +70,7 @@ class _Operations:
 
 
 def make_plan(layout: Layout) -> Plan:
-    """Return the operations that make the tensors of every output file, without the headers.
-
-    Args:
-        layout: the files, with a recipe for every tensor.
-    """
+    """Return the operations that make the tensors of every output file, without the headers."""
     operations = _Operations()
     for index, file in enumerate(layout.files):
         for tensor in file.tensors:
@@ -128,8 +124,7 @@ def _source(recipe: Recipe) -> StoredTensor:
 def table_of(recipe: Recipe) -> ChunkTable:
     """Return the distinct chunks that make a recipe's tensor; every region from its first replica.
 
-    Raises:
-        TypeError: the recipe computes values, which are not stored.
+    A recipe that computes values is a TypeError: they are not stored.
     """
     match recipe:
         case Take(entry, box, permutation):

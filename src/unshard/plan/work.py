@@ -178,13 +178,7 @@ class TilePart:
 def tile_parts(
     shape: Sequence[int], tile: Sequence[int], selection: Selection
 ) -> Iterator[TilePart]:
-    """Yield what a selection takes of every tile that it meets, in row-major order.
-
-    Args:
-        shape: of the tensor, elements.
-        tile: how large its tiles are; the last ones are smaller.
-        selection: what is taken.
-    """
+    """Yield what a selection takes of every tile that it meets, in row-major order."""
     ranges = zip(shape, tile, selection.starts, selection.steps, selection.counts, strict=True)
     for parts in product(*(_line_parts(*one) for one in ranges)):
         offsets, sizes, taken, place = zip(*parts, strict=True) if parts else ((), (), (), ())

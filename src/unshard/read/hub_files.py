@@ -33,11 +33,7 @@ _DIGITS = re.compile(r"([0-9]+)")
 
 
 def weight_map(path: Path) -> dict[str, str]:
-    """Return what an index says: tensor name -> file name.
-
-    Raises:
-        CorruptError: it is malformed, or names a file outside its own directory.
-    """
+    """Return what an index says: tensor name -> file name. A CorruptError if it is malformed."""
     fields = JsonFields(path, json_object(path)).inside("weight_map").fields
     if not fields:
         raise CorruptError(f"{path}: has no weight_map, which maps tensors to files")
@@ -45,11 +41,7 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def file_names(index: str, fields: Mapping[str, object]) -> dict[str, str]:
-    """Return what an index states as the file of every tensor; output files are named after them.
-
-    Raises:
-        CorruptError: one is not the name of a file in a directory.
-    """
+    """Check that an index states file names: output files are named after them."""
     found: dict[str, str] = {}
     for name, file in fields.items():
         is_name = isinstance(file, str) and "\0" not in file and "/" not in file
@@ -63,12 +55,7 @@ def file_names(index: str, fields: Mapping[str, object]) -> dict[str, str]:
 
 
 def read_header(path: Path) -> SafetensorsFile:
-    """Return what a safetensors file's header states.
-
-    Raises:
-        IncompleteError: the file is empty or truncated.
-        CorruptError: it cannot be read, or breaks a rule of its format.
-    """
+    """Return what a safetensors file's header states; one that cannot be read is corrupt."""
     try:
         return read_safetensors(path)
     except OSError as error:
@@ -79,9 +66,6 @@ def saved_offsets(file: SafetensorsFile) -> Mapping[str, object] | None:
     """Return where the pieces in a file of torch's HuggingFaceStorageWriter start, by tensor name.
 
     Each is what the file states, not checked yet. None for a file that says nothing of pieces.
-
-    Raises:
-        CorruptError: what it says is malformed.
     """
     text = file.metadata.get(_SHARDING_INFO)
     if text is None:

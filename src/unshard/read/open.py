@@ -47,11 +47,7 @@ class Checkpoint:
 
     @property
     def config(self) -> ModelConfig | None:
-        """The model's config.json, read once, when it is first asked for; None without one.
-
-        Raises:
-            CorruptError: it is not a config.
-        """
+        """The model's config.json, read once, at its first use; None without one."""
         return self.companions.model
 
     @property
@@ -66,11 +62,7 @@ def open_latest(
 ) -> Checkpoint:
     """Read the checkpoint that a path means: of several, the highest complete step.
 
-    Args:
-        path: at any level of the checkpoint's tree.
-        choice: what the user asked for.
-        options: how to read it.
-        also: directories of other nodes, which hold more files of the same checkpoint.
+    `also` are directories of other nodes, with more files of the same checkpoint.
 
     Raises:
         CheckpointError: see `discover`, and the reader of the format.
@@ -107,13 +99,7 @@ def passing_over(
     empty: Sequence[Path],
     incomplete: Sequence[tuple[Location, IncompleteError]],
 ) -> Checkpoint:
-    """Return a checkpoint with the others that were passed over.
-
-    Args:
-        checkpoint: the one that was taken.
-        empty: directories of steps that have no weights.
-        incomplete: the other steps, each with what it lacks.
-    """
+    """Return a checkpoint with the steps that were passed over: no weights, or not all of them."""
     passed = [PassedOver(step_of(path.name), "it has no weights") for path in empty]
     for at, error in incomplete:
         what = error.subject.splitlines()[0].replace(f"{at.step_dir}/", "")  # the step is named
@@ -125,11 +111,7 @@ def passing_over(
 
 
 def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
-    """Read whole weights, whatever else is next to them, such as the shards after a merge in place.
-
-    Args:
-        path: a directory that holds whole weights, or one file of them.
-        options: how to read it.
+    """Read the whole weights in a directory, or one file of them, also next to shards.
 
     Raises:
         CheckpointError: there are none; or see the reader of whole files.
@@ -199,11 +181,8 @@ def _completed(ema: Catalog, regular: Catalog) -> Catalog:
     """Return the EMA tensors, completed by the regular ones, in the order of those.
 
     A run may average only what is trained, or what a filter selects.
-
-    Raises:
-        NotMergeableError: the EMA set has names that the regular weights do not have. They may be
-            other names of the same tensors, and nothing says which.
     """
+    # Names that the regular weights do not have may be other names of the same tensors.
     alone = [name for name in ema.tensors if name not in regular.tensors]
     if alone:
         raise NotMergeableError(
@@ -227,12 +206,7 @@ def _completed(ema: Catalog, regular: Catalog) -> Catalog:
 
 
 def _check(catalog: Catalog) -> None:
-    """Raise if any tensor is not covered exactly by its chunks, replicas aside.
-
-    Raises:
-        IncompleteError: there are holes, and rank files are missing.
-        CorruptError: there are holes or overlaps although every file is there.
-    """
+    """Raise if any tensor is not covered exactly by its chunks, replicas aside."""
     problems = [
         problem
         for entry in catalog.tensors.values()

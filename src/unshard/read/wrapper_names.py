@@ -32,11 +32,7 @@ _AVERAGES = "n_averaged"  # of torch.optim.swa_utils.AveragedModel
 
 
 def unwrapped(tensors: Mapping[str, TensorEntry]) -> Noted[dict[str, TensorEntry]]:
-    """Return the tensors under their names without wrappers.
-
-    Raises:
-        CorruptError: names become one whose tensors are not equal.
-    """
+    """Return the tensors under names without wrappers; those that become one must be equal."""
     meant = [name for name in tensors if name != _AVERAGES]
     names = {name: _without_wrappers(name) for name in meant}
     if not all(name.startswith(_LEADING) for name in names.values()):
@@ -67,11 +63,7 @@ def unwrapped(tensors: Mapping[str, TensorEntry]) -> Noted[dict[str, TensorEntry
 
 
 def without_wrapper_module(names: Mapping[str, str]) -> dict[str, str]:
-    """Take the attribute of a LightningModule or ComposerModel off all names, if all have it.
-
-    Args:
-        names: by whatever the caller knows the tensors by.
-    """
+    """Take the attribute of a LightningModule or ComposerModel off all names, if all have it."""
     first = {name.partition(".")[0] for name in names.values()}
     if len(first) != 1:
         return dict(names)
@@ -116,11 +108,7 @@ def _collision(
 
 
 def refuse_flat_parameters(where: Path, names: Iterable[str]) -> None:
-    """Refuse tensors that hold a module's parameters end to end: only the model knows the cuts.
-
-    Raises:
-        NotMergeableError: there are some.
-    """
+    """Refuse tensors that are a module's parameters end to end: only the model knows the cuts."""
     flat = [name for name in names if name.rpartition(".")[2] in _FLAT]
     if flat:
         raise NotMergeableError(

@@ -1,7 +1,7 @@
-"""Collecting the chunks of one tensor, row by row, into the columns of a `ChunkTable`.
+"""Drafts of tensors: their chunks are collected row by row into the columns of a `ChunkTable`.
 
 A row is a run of 64-bit integers in one array, so that millions of chunks stay small while they
-are gathered file by file.
+are gathered file by file. That the chunks cover the tensor is checked later, in `read.open`.
 """
 
 from array import array
@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from unshard.tensors.boxes import is_row_major, row_major_strides
-from unshard.tensors.catalog import ChunkTable
+from unshard.tensors.catalog import ChunkTable, TensorEntry
+from unshard.tensors.dtypes import DType
+from unshard.tensors.placements import Sharding
 
-__all__ = ["ChunkRows", "chunk_row"]
+__all__ = ["ChunkRows", "TensorDraft", "chunk_row"]
 
 _FIXED = 4  # rank, file, start, length
 
@@ -99,3 +101,69 @@ class ChunkRows:
             grid[:, 0].astype(np.int32),
             np.zeros(len(grid), dtype=np.bool_),
         )
+
+
+@dataclass(slots=True)
+class TensorDraft:
+    """A tensor that a reader builds: it adds each stored chunk, and ends with `entry`.
+
+    Attributes:
+        fqn, dtype, sharding: see `TensorEntry`.
+        shape: the global shape; where files state none, the reader sets it as chunks arrive.
+        rows: the chunks.
+        compressed: the rows whose bytes must be decompressed before use.
+    """
+
+    fqn: str
+    dtype: DType
+    shape: tuple[int, ...]
+    sharding: Sharding | None = None
+    rows: ChunkRows = field(init=False)
+    compressed: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rows = ChunkRows(len(self.shape))
+
+    def add(  # noqa: PLR0913 (one argument per column)
+        self,
+        *,
+        rank: int,
+        file: int,
+        start: int,
+        offsets: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> None:
+        """Add a chunk whose first element is at byte `start`: the whole tensor, row-major.
+
+        Args:
+            rank: the rank that stored it.
+            file: number of its file among the `paths` of `entry`.
+            start: byte of its first element in that file.
+            offsets: where its box starts, in elements, if it is not the whole tensor.
+            sizes: of its box, in elements.
+            strides: in elements, if it is not row-major.
+        """
+        sizes = self.shape if sizes is None else sizes
+        self.rows.add(
+            rank=rank,
+            file=file,
+            start=start,
+            itemsize=self.dtype.itemsize,
+            offsets=(0,) * len(sizes) if offsets is None else offsets,
+            sizes=sizes,
+            strides=row_major_strides(sizes) if strides is None else strides,
+        )
+
+    def add_compressed(
+        self, row: tuple[int, int, int, int], offsets: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        """Add a compressed chunk; `row` is rank, file, and start and length of its item, bytes."""
+        self.compressed.append(len(self.rows))
+        self.rows.extend((*row, *offsets, *sizes), {})
+
+    def entry(self, paths: tuple[Path, ...]) -> TensorEntry:
+        """Return the tensor; `paths` are the files that its chunks refer to by number."""
+        table = self.rows.table(paths)
+        table.compressed[self.compressed] = True
+        return TensorEntry(self.fqn, self.dtype, self.shape, table, self.sharding)

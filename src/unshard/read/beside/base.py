@@ -47,11 +47,7 @@ class Base:
 
 
 def read_base(spec: str, *, needs_weights: bool = False) -> Base:
-    """Return the base model that a path or a hub id means.
-
-    Args:
-        spec: a directory, or an id such as "Qwen/Qwen3-8B".
-        needs_weights: whether its weights must be available.
+    """Return the base model that a path or a hub id ("Qwen/Qwen3-8B") means.
 
     Raises:
         ConversionError: there is no such model, or the hub cannot be reached.

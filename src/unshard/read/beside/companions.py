@@ -46,21 +46,14 @@ class Companions:
 
     @cached_property
     def model(self) -> ModelConfig | None:
-        """What config.json says, read once, when it is first asked for; None without one.
-
-        Raises:
-            CorruptError: it is not a config; see `read_config`.
-        """
+        """What config.json says, read once, at its first use (see `read_config`); None if none."""
         return None if self.config is None else read_config(self.config)
 
 
 def find_companions(location: Location, config: Path | None) -> Companions:
     """Return the companions of a checkpoint.
 
-    Args:
-        location: where the weights are.
-        config: what the user gave instead: a directory for all of them, a file for config.json
-            only.
+    The user may give `config` instead: a directory for all of them, a file for config.json only.
 
     Raises:
         UsageError: what the user gave is not a config.

@@ -105,11 +105,8 @@ class ModelConfig:
     def as_written(self, dtype: str | None) -> "ModelConfig":
         """Return a config that is true of the output.
 
-        The dtype keys, also of nested configs that have one, name what was written; `architectures`
-        loses the `FSDP` that FSDP2 puts before class names.
-
-        Args:
-            dtype: that of the weights; None leaves the keys alone.
+        The dtype keys, also of nested configs that have one, name that of the weights, if it is
+        given; `architectures` loses the `FSDP` that FSDP2 puts before class names.
         """
         fields = dict(self.fields)
         architectures = fields.get("architectures")

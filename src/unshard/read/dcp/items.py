@@ -24,9 +24,9 @@ from unshard.containers.torch_files.reader import unpickled
 from unshard.containers.torch_files.zip import TorchZip, read_torch_zip
 from unshard.containers.zstd import decompress
 from unshard.errors import CorruptError, UnshardError, raise_all
-from unshard.read.drafts import TensorDraft
 from unshard.read.torch_save.values import StorageView, TensorFormError, read_view
 from unshard.tensors.catalog import ByteRange, Catalog, Chunk, TensorEntry
+from unshard.tensors.chunk_rows import TensorDraft
 
 __all__ = ["StoredItem", "Window", "inflate", "inflated_bytes", "read_items"]
 
@@ -159,11 +159,7 @@ def _limits(entry: TensorEntry) -> Iterator[tuple[int, int]]:
 
 
 def inflate(catalog: Catalog, path: Path) -> Catalog:
-    """Return the catalog with every chunk decompressed; itself if there is nothing to do.
-
-    Args:
-        catalog: the checkpoint.
-        path: the file to write.
+    """Return the catalog with every chunk decompressed into `path`; itself if none is compressed.
 
     Raises:
         CorruptError: an item cannot be decompressed, or is not what the metadata declares. Of one

@@ -147,7 +147,10 @@ def _paths(planned: Value, described: dict[str, Value]) -> dict[str, tuple[str, 
     paths = {}
     for name, parts in _named(planned).items():
         match parts:
-            case [*_] if parts and all(map(_is_part, parts)):
+            case [_, *_] if all(
+                isinstance(part, str) or (type(part) is int and 0 <= part < _MAX_OFFSET)
+                for part in parts  # keys of dicts and indices of lists
+            ):
                 paths[name] = tuple(str(part) for part in parts)
         if name in described and ".".join(paths.get(name, ())) != name:
             raise TensorFormError(f"a plan that gives {name!r} another path")
@@ -155,11 +158,6 @@ def _paths(planned: Value, described: dict[str, Value]) -> dict[str, tuple[str, 
     if lost:
         raise TensorFormError(f"a plan in which {len(lost)} names are missing: {lost[0]!r}")
     return paths
-
-
-def _is_part(part: Value) -> bool:
-    """Return whether a value is a step of a path: a key of a dict, or an index of a list."""
-    return isinstance(part, str) or (type(part) is int and 0 <= part < _MAX_OFFSET)
 
 
 def _metadata_fields(path: Path, value: Value) -> dict[str, Value]:

@@ -61,11 +61,7 @@ class ModelNames:
 
 
 def model_names(metadata: DcpMetadata, where: str) -> ModelNames:
-    """Return which tensors are the model's.
-
-    Args:
-        metadata: what the metadata files say.
-        where: the checkpoint, for messages.
+    """Return which tensors are the model's; `where` names the checkpoint in messages.
 
     Raises:
         NotMergeableError: several sets of tensors may be the model; or they are an optimizer's.

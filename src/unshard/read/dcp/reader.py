@@ -21,7 +21,6 @@ from unshard.errors import CorruptError, IncompleteError, UnshardError, raise_al
 from unshard.read.dcp.items import StoredItem, read_items
 from unshard.read.dcp.metadata import MODEL_KEYS, DcpMetadata, Item, read_metadata
 from unshard.read.dcp.model import model_names, read_object
-from unshard.read.drafts import TensorDraft
 from unshard.read.format import (
     Format,
     Location,
@@ -34,6 +33,7 @@ from unshard.read.format import (
 from unshard.read.torch_save.values import is_lightning
 from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
+from unshard.tensors.chunk_rows import TensorDraft
 
 __all__ = ["DCP"]
 
@@ -104,11 +104,7 @@ def _training_state(location: Location) -> tuple[Path, ...]:
 
 
 def _metadata_files(location: Location) -> list[Path]:
-    """Return `.metadata`, or without it those of the single ranks.
-
-    Raises:
-        IncompleteError: there is none: the save was interrupted, or another node has it.
-    """
+    """Return `.metadata`, or without it those of the single ranks."""
     found = files_in(location.roots, lambda name: bool(_METADATA.fullmatch(name)))
     whole = [path for path in found if path.name == ".metadata"]
     if found:
@@ -210,12 +206,7 @@ class _Pieces:
         return self.files[name]
 
     def entries(self, names: Mapping[str, str]) -> dict[str, TensorEntry]:
-        """Read all items and return the tensors under their names.
-
-        Raises:
-            IncompleteError: files are missing or truncated.
-            CorruptError: an item is not what the metadata declares.
-        """
+        """Read all items and return the tensors under their names."""
         if missing := [name for name, found in self.files.items() if found is None]:
             raise IncompleteError(
                 f"{self.roots[0]}: {len(missing)} files that the metadata names are missing: "

@@ -23,8 +23,7 @@ is how VeOmni numbers them.
 import os
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -40,7 +39,7 @@ from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.placements import Replicate
 from unshard.tensors.tiles import row_tile, tiles
 
-__all__ = ["Resolved", "resolve_experts", "resolve_plain"]
+__all__ = ["resolve_experts", "resolve_plain"]
 
 _COMPARE_BYTES = 1 << 20
 _SAMPLE_BYTES = 16 * 1024
@@ -50,79 +49,39 @@ _HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """What the plain tensors of a checkpoint are, what is wrong with them, and what was assumed."""
-
-    entries: dict[str, TensorEntry]
-    problems: tuple[UnshardError, ...]
-    notes: tuple[str, ...]
-
-
 def resolve_plain(
-    copies: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]], *, assume_dim0: bool
-) -> Resolved:
+    copies: Mapping[str, TensorEntry], options: ReadOptions, problems: list[UnshardError]
+) -> Noted[dict[str, TensorEntry]]:
     """Decide what every plain tensor is, by its known shape or by comparing its bytes across ranks.
 
-    Args:
-        copies: the plain tensors; each chunk is one rank's whole tensor.
-        shapes: shapes that are known from elsewhere, by name.
-        assume_dim0: take tensors that differ as shards along dimension 0.
+    Each chunk of `copies` is one rank's whole tensor. What is not decided goes to `problems`.
     """
     with OpenFiles(os.O_RDONLY, limit=16) as files:
         differing = {name for name, entry in copies.items() if _differ(entry, files)}
     entries: dict[str, TensorEntry] = {}
-    problems: list[UnshardError] = []
-    assumed: dict[str, list[str]] = {}
+    assumed: dict[str, list[str]] = defaultdict(list)
     for name, entry in copies.items():
-        verdict, why = _judge(
-            entry,
-            shapes.get(name),
-            differs=name in differing,
-            others_differ=bool(differing) and len(entry.chunks) > 1 and bool(entry.shape),
-            assume_dim0=assume_dim0,
-        )
-        if verdict is _Verdict.REFUSED:
-            problems.append(_plain_refused(entry, sorted(differing)))
-            continue
-        entries[name] = _shards_joined(entry) if verdict is _Verdict.SHARDS else entry
-        if why:
-            assumed.setdefault(why, []).append(name)
-    notes = tuple(
+        known, joined = options.shapes.get(name), _joined_shape(entry)
+        has_copies = len(entry.chunks) > 1
+        may_be_cut = bool(differing) and has_copies and bool(entry.shape)  # like the others
+        if has_copies and known is not None and joined == known:
+            entries[name] = _shards_joined(entry, joined)
+            assumed["as shards along dimension 0, whose joined shape the base has"].append(name)
+        elif name not in differing and (known == entry.shape or not may_be_cut):
+            entries[name] = entry
+        elif options.assume_dim0 and name not in differing:
+            entries[name] = entry
+            assumed["as copies (--assume-dim0)"].append(name)
+        elif options.assume_dim0 and joined is not None:
+            entries[name] = _shards_joined(entry, joined)
+            assumed["as shards along dimension 0 (--assume-dim0)"].append(name)
+        else:
+            problems.append(_plain_refused(entry, differing))
+    notes = (
         f"{len(names)} plain tensors were taken {why}: {', '.join(names)}"
         for why, names in assumed.items()
     )
-    return Resolved(entries, tuple(problems), notes)
-
-
-class _Verdict(Enum):
-    COPY = "copies of one tensor"
-    SHARDS = "shards along dimension 0"
-    REFUSED = "undecided"
-
-
-def _judge(
-    entry: TensorEntry,
-    known: tuple[int, ...] | None,
-    *,
-    differs: bool,
-    others_differ: bool,
-    assume_dim0: bool,
-) -> tuple[_Verdict, str]:
-    """Return what a tensor is, and how that is known if it was not plain.
-
-    It has the shape `known` in the base model. Where others differ, it may be cut like them.
-    """
-    table = entry.chunks
-    if len(table) > 1 and known is not None and _joined_shape(entry) == known:
-        return _Verdict.SHARDS, "as shards along dimension 0, whose joined shape the base has"
-    if not differs and (known == entry.shape or not others_differ):
-        return _Verdict.COPY, ""
-    if assume_dim0 and not differs:
-        return _Verdict.COPY, "as copies (--assume-dim0)"
-    if assume_dim0 and _is_joinable(table):
-        return _Verdict.SHARDS, "as shards along dimension 0 (--assume-dim0)"
-    return _Verdict.REFUSED, ""
+    return Noted(entries, tuple(notes))
 
 
 def _differ(entry: TensorEntry, files: OpenFiles) -> bool:
@@ -140,26 +99,22 @@ def _differ(entry: TensorEntry, files: OpenFiles) -> bool:
     )
 
 
-def _is_joinable(table: ChunkTable) -> bool:
-    return table.sizes.shape[1] > 0 and not (table.sizes[:, 1:] != table.sizes[0, 1:]).any()
-
-
 def _joined_shape(entry: TensorEntry) -> tuple[int, ...] | None:
     """Return the shape that the ranks' parts make when joined; None if they cannot be."""
-    if not _is_joinable(entry.chunks):
+    sizes = entry.chunks.sizes
+    if not entry.shape or (sizes[:, 1:] != sizes[:1, 1:]).any():
         return None
-    return (int(entry.chunks.sizes[:, 0].sum()), *entry.shape[1:])
+    return (int(sizes[:, 0].sum()), *entry.shape[1:])
 
 
-def _shards_joined(entry: TensorEntry) -> TensorEntry:
+def _shards_joined(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
     """Return the tensor that the ranks' parts make when joined along dimension 0, in rank order."""
     rows, offsets = entry.chunks.sizes[:, 0], entry.chunks.offsets.copy()
     offsets[:, 0] = np.concatenate([[0], np.cumsum(rows)[:-1]])
-    shape = _joined_shape(entry) or ()
     return replace(entry, shape=shape, chunks=replace(entry.chunks, offsets=offsets))
 
 
-def _plain_refused(entry: TensorEntry, differing: list[str]) -> NotMergeableError:
+def _plain_refused(entry: TensorEntry, differing: set[str]) -> NotMergeableError:
     table = entry.chunks
     ranks = f"ranks {shortened([str(rank) for rank in table.rank.tolist()], 8)}"
     shapes = " and ".join(
@@ -169,7 +124,7 @@ def _plain_refused(entry: TensorEntry, differing: list[str]) -> NotMergeableErro
         return NotMergeableError(
             f"tensor {entry.fqn}: a plain tensor that may be a copy or a shard",
             expected="plain tensors that are all copies of one another",
-            found=f"{shapes}, equal on {ranks}, but {differing[0]} differs between them",
+            found=f"{shapes}, equal on {ranks}, but {min(differing)} differs between them",
             hint=_HINT,
         )
     return NotMergeableError(
@@ -177,7 +132,7 @@ def _plain_refused(entry: TensorEntry, differing: list[str]) -> NotMergeableErro
         expected=f"equal bytes on {ranks}",
         found=f"different values of shape {shapes}",
         hint=_HINT
-        if _is_joinable(table)
+        if _joined_shape(entry) is not None
         else "it cannot be joined along dimension 0 either: each rank has its own",
     )
 

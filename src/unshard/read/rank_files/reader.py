@@ -90,16 +90,16 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     world = chosen.world_size or max(stated, *chosen.files, 0)
     paths = tuple(chosen.files.values())
     tensors = {name: draft.entry(paths) for name, draft in gathered.drafts.items()}
-    plain = {draft.fqn: tensors[draft.fqn] for draft in gathered.plain}
-    resolved = resolve_plain(plain, options.shapes, assume_dim0=options.assume_dim0)
-    names = _name_problems(gathered, chosen.files)
+    problems = [*gathered.problems, *_name_problems(gathered, chosen.files)]
+    copies = {draft.fqn: tensors[draft.fqn] for draft in gathered.plain}
+    plain = resolve_plain(copies, options, problems)
     summary = f"{location.weights_dir}: the rank files cannot be merged"
-    raise_all(NotMergeableError, summary, [*gathered.problems, *names, *resolved.problems])
+    raise_all(NotMergeableError, summary, problems)
     missing = tuple(rank for rank in range(world) if rank not in chosen.files)
     if missing:
         ranks = ", ".join(map(str, missing))
         notes.append(f"the file of rank {ranks} is missing; replicas have what it contained")
-    experts = resolve_experts({**tensors, **resolved.entries}, location, options)
+    experts = resolve_experts({**tensors, **plain.value}, location, options)
     return Catalog(
         writer=_writer(location),
         world_size=world,
@@ -109,7 +109,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
         training_state=_training_state(location),
         missing=tuple(location.weights_dir / chosen.name_of(rank) for rank in missing),
         missing_ranks=missing,
-        notes=(*notes, *resolved.notes, *experts.notes),
+        notes=(*notes, *plain.notes, *experts.notes),
     )
 
 

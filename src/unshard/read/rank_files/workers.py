@@ -31,11 +31,7 @@ _Job = tuple[int, int, Path]
 def read_rank_files(
     files: Sequence[tuple[int, Path]], *, allowed: frozenset[str], processes: int
 ) -> Iterator[RankTable]:
-    """Yield the table of every (rank, path), in this order.
-
-    Raises:
-        CheckpointError: a file as a whole cannot be read.
-    """
+    """Yield the table of every (rank, path), in this order; a CheckpointError if one has none."""
     jobs = [(number, rank, path) for number, (rank, path) in enumerate(files)]
     if not jobs:
         return

@@ -64,10 +64,7 @@ def loss_problems(
 ) -> Noted[Sequence[UnshardError]]:
     """Return what shows that files of ranks are missing, and what to say of evidence not used.
 
-    Args:
-        location: where the shards are.
-        chosen: the files of the save.
-        tensors: what they hold; the tables of chunks have those files, in their order.
+    The tensors' tables of chunks have the chosen files, in their order.
     """
     problems: list[UnshardError] = []
     notes: list[str] = []

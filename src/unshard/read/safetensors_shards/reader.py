@@ -21,7 +21,6 @@ from unshard.containers.json_file import shown
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.safetensors_file import HeaderEntry, SafetensorsFile
 from unshard.errors import CorruptError, IncompleteError, UnshardError, raise_all
-from unshard.read.drafts import TensorDraft
 from unshard.read.format import Format, Location, ReadOptions, has_file
 from unshard.read.hub_files import (
     MAX_INTEGER,
@@ -34,6 +33,7 @@ from unshard.read.safetensors_shards.losses import loss_problems, writer_of
 from unshard.read.safetensors_shards.names import choose_shards, is_shard_name
 from unshard.tensors.boxes import distinct
 from unshard.tensors.catalog import Catalog, TensorEntry
+from unshard.tensors.chunk_rows import TensorDraft
 
 __all__ = ["SAFETENSORS_SHARDS"]
 

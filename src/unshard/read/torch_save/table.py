@@ -13,8 +13,8 @@ from struct import pack, unpack_from
 
 from unshard import errors
 from unshard.errors import CorruptError, UnshardError
-from unshard.read.drafts import TensorDraft
 from unshard.tensors.catalog import Skipped
+from unshard.tensors.chunk_rows import TensorDraft
 from unshard.tensors.dtypes import BY_NAME, DType
 from unshard.tensors.placements import (
     DeviceMesh,

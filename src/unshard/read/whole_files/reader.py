@@ -16,7 +16,6 @@ from unshard.containers.json_file import json_object, shown
 from unshard.containers.pickles.records import Global, Record, Value
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CheckpointError, CorruptError, NotMergeableError, UnshardError, raise_all
-from unshard.read.drafts import TensorDraft
 from unshard.read.format import Format, Location, ReadOptions, has_file, shortened
 from unshard.read.hub_files import (
     natural_order,
@@ -30,6 +29,7 @@ from unshard.read.torch_save.values import is_lightning, is_tensor, items_of
 from unshard.read.whole_files.names import WholeSet, choose_files, is_part_of_set, is_whole_file
 from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
+from unshard.tensors.chunk_rows import TensorDraft
 
 __all__ = ["WHOLE_FILES"]
 
