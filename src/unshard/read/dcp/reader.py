@@ -11,8 +11,8 @@ every name starts with it (`model.model.norm.weight`). Nothing else is taken off
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,6 +40,7 @@ __all__ = ["DCP"]
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 _UNFINISHED = re.compile(r"(?:__\d+)?\.metadata\.tmp")
 _ITEMS = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
+_Ints = tuple[int, ...]
 _LIGHTNING, _COMPOSER = "Lightning", "Composer"
 _TRAINING_STATE = """
     optimizer_* optim scheduler.bin scheduler.pt random_states_*.pkl rng_state*.pth sampler*.bin
@@ -63,17 +64,14 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     if writer in {_LIGHTNING, _COMPOSER}:  # which save a module around the model
         names = without_wrapper_module(names)
     _check_disjoint(metadata, location)
-    pieces = _Pieces(metadata, location.roots)
-    for flat in names:
-        pieces.add(flat)
-    entries = pieces.entries(names)
+    tensors, archives = _tensors(metadata, names, location.roots)
     ranks = {rank for item in metadata.items.values() if (rank := _rank(item.path)) is not None}
     return Catalog(
         writer=writer,
         world_size=max(ranks, default=0) + 1,
-        tensors=entries,
+        tensors=tensors,
         skipped=chosen.skipped,
-        archives=tuple(pieces.archives),
+        archives=archives,
         training_state=_training_state(location),
     )
 
@@ -144,8 +142,8 @@ class _Piece:
     """A declared chunk of a tensor and the item that should hold it."""
 
     flat: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: _Ints
+    sizes: _Ints
     item: Item
     file: int
     path: Path
@@ -159,110 +157,109 @@ class _Piece:
         return f"tensor {self.flat}: {self.item.path}: its chunk {list(self.offsets)}"
 
 
-@dataclass(slots=True)
-class _Pieces:
-    """All declared chunks of the model, the files that contain them, and what is wrong with them.
+def _tensors(
+    metadata: DcpMetadata, names: Mapping[str, str], roots: tuple[Path, ...]
+) -> tuple[dict[str, TensorEntry], tuple[ByteRange, ...]]:
+    """Return the tensors under their names, each as it is stored, and the items that were read."""
+    problems: list[UnshardError] = []
+    pieces, paths = _pieces(metadata, names, roots, problems)
+    drafts = {
+        flat: TensorDraft(name, metadata.tensors[flat].dtype, metadata.tensors[flat].shape)
+        for flat, name in names.items()
+    }
+    plain = [
+        (piece.path, piece.item.offset, piece.item.length)
+        for piece in pieces
+        if not piece.item.compressed
+    ]
+    stored = iter(read_items(plain))
+    for piece in pieces:
+        if not piece.item.compressed:
+            problem = _add_stored(drafts[piece.flat], piece, next(stored))
+            problems += [] if problem is None else [problem]
+        elif 0 not in piece.sizes:  # nothing more is known until it is decompressed
+            row = (piece.rank, piece.file, piece.item.offset, piece.item.length)
+            drafts[piece.flat].add_compressed(row, piece.offsets, piece.sizes)
+    raise_all(CorruptError, "the items do not fit the metadata", problems)
+    entries = {draft.fqn: draft.entry(paths) for draft in drafts.values()}
+    return entries, tuple(ByteRange(*window) for window in plain)
 
-    Attributes:
-        files: by name, the number among `paths`, the path and the size in bytes; None if missing.
-    """
 
-    metadata: DcpMetadata
-    roots: tuple[Path, ...]
-    pieces: list[_Piece] = field(default_factory=list)
-    problems: list[UnshardError] = field(default_factory=list)
-    archives: list[ByteRange] = field(default_factory=list)
-    files: dict[str, tuple[int, Path, int] | None] = field(default_factory=dict)
-    paths: list[Path] = field(default_factory=list)
+def _declared(
+    metadata: DcpMetadata, names: Iterable[str]
+) -> Iterator[tuple[str, _Ints, _Ints, Item | None]]:
+    """Yield the chunks of tensors: flat name, offsets, sizes and item."""
+    for flat in names:
+        for offsets, sizes in dict.fromkeys(metadata.tensors[flat].chunks):
+            yield flat, offsets, sizes, metadata.items.get((flat, offsets))
 
-    def add(self, flat: str) -> None:
-        """Look up the items of a tensor."""
-        for offsets, sizes in dict.fromkeys(self.metadata.tensors[flat].chunks):
-            item = self.metadata.items.get((flat, offsets))
-            if item is None:
-                what = f"tensor {flat}: the metadata has no item for its chunk {list(offsets)}"
-                self.problems.append(CorruptError(what))
-                continue
-            if (found := self._find(item.path)) is None:
-                continue
-            number, path, size = found
-            if item.offset + item.length <= size:
-                self.pieces.append(_Piece(flat, offsets, sizes, item, number, path))
-                continue
-            truncated = IncompleteError(
-                f"{path}: truncated: tensor {flat} is outside its {size} bytes",
-                expected=f"at least {item.offset + item.length} bytes",
-                hint="the save was interrupted, or the file was copied in part",
-            )
-            self.problems.append(truncated)
 
-    def _find(self, name: str) -> tuple[int, Path, int] | None:
-        if name not in self.files:
-            path = find_file(self.roots, name)
-            self.files[name] = None
-            if path is not None:
-                self.files[name] = (len(self.paths), path, path.stat().st_size)
-                self.paths.append(path)
-        return self.files[name]
+def _pieces(
+    metadata: DcpMetadata,
+    names: Iterable[str],
+    roots: tuple[Path, ...],
+    problems: list[UnshardError],
+) -> tuple[list[_Piece], tuple[Path, ...]]:
+    """Return the declared chunks of tensors, and the files that contain them."""
+    used = dict.fromkeys(one.path for *_, one in _declared(metadata, names) if one is not None)
+    files = {name: find_file(roots, name) for name in used}
+    if missing := [name for name, path in files.items() if path is None]:
+        raise IncompleteError(
+            f"{roots[0]}: {len(missing)} files that the metadata names are missing: "
+            f"{shortened(missing, 8)}",
+            hint="copy them here from the nodes that wrote them, or name those nodes' "
+            "directories: --also DIR",
+        )
+    paths = tuple(path for path in files.values() if path is not None)
+    known = {
+        name: (number, path, path.stat().st_size)
+        for number, (name, path) in enumerate(zip(files, paths, strict=True))
+    }
+    pieces: list[_Piece] = []
+    for flat, offsets, sizes, item in _declared(metadata, names):
+        if item is None:
+            what = f"tensor {flat}: the metadata has no item for its chunk {list(offsets)}"
+            problems.append(CorruptError(what))
+            continue
+        number, path, size = known[item.path]
+        if item.offset + item.length <= size:
+            pieces.append(_Piece(flat, offsets, sizes, item, number, path))
+            continue
+        truncated = IncompleteError(
+            f"{path}: truncated: tensor {flat} is outside its {size} bytes",
+            expected=f"at least {item.offset + item.length} bytes",
+            hint="the save was interrupted, or the file was copied in part",
+        )
+        problems.append(truncated)
+    return pieces, paths
 
-    def entries(self, names: Mapping[str, str]) -> dict[str, TensorEntry]:
-        """Read all items and return the tensors under their names."""
-        if missing := [name for name, found in self.files.items() if found is None]:
-            raise IncompleteError(
-                f"{self.roots[0]}: {len(missing)} files that the metadata names are missing: "
-                f"{shortened(missing, 8)}",
-                hint="copy them here from the nodes that wrote them, or name those nodes' "
-                "directories: --also DIR",
-            )
-        plain = [piece for piece in self.pieces if not piece.item.compressed]
-        items = [(piece.path, piece.item.offset, piece.item.length) for piece in plain]
-        self.archives = [ByteRange(*window) for window in items]
-        stored = dict(zip(map(id, plain), read_items(items), strict=True))
-        tensors = self.metadata.tensors
-        drafts = {
-            flat: TensorDraft(name, tensors[flat].dtype, tensors[flat].shape)
-            for flat, name in names.items()
-        }
-        for piece in self.pieces:
-            if not piece.item.compressed:
-                self._add_stored(drafts[piece.flat], piece, stored[id(piece)])
-            elif 0 not in piece.sizes:  # nothing more is known until it is decompressed
-                row = (piece.rank, piece.file, piece.item.offset, piece.item.length)
-                drafts[piece.flat].add_compressed(row, piece.offsets, piece.sizes)
-        raise_all(CorruptError, "the items do not fit the metadata", self.problems)
-        paths = tuple(self.paths)
-        return {draft.fqn: draft.entry(paths) for draft in drafts.values()}
 
-    def _add_stored(
-        self, draft: TensorDraft, piece: _Piece, stored: StoredItem | UnshardError
-    ) -> None:
-        if isinstance(stored, UnshardError):
-            problem = f"{piece.where}: {stored.subject}"
-            kind = type(stored)
-            self.problems.append(
-                kind(problem, expected=stored.expected, found=stored.found, hint=stored.hint)
-            )
-            return
-        view = stored.view
-        if view.sizes != piece.sizes:
-            wrong = CorruptError(
-                f"{piece.where} is not what is stored for it",
-                expected=f"{list(piece.sizes)}, as the metadata declares",
-                found=f"{list(view.sizes)}",
-                hint="torch declares wrong boxes when FSDP2 and tensor parallelism cut unevenly; "
-                "save with sizes that divide, or the full state dict",
-            )
-            self.problems.append(wrong)
-        elif view.dtype is not draft.dtype:
-            what = f"{piece.where} is stored as {view.dtype}"
-            expected = f"{draft.dtype}, as the metadata says"
-            self.problems.append(CorruptError(what, expected=expected))
-        elif 0 not in view.sizes:
-            draft.add(
-                rank=piece.rank,
-                file=piece.file,
-                start=stored.start,
-                offsets=piece.offsets,
-                sizes=piece.sizes,
-                strides=view.strides,
-            )
+def _add_stored(
+    draft: TensorDraft, piece: _Piece, stored: StoredItem | UnshardError
+) -> UnshardError | None:
+    """Add a chunk as it is stored, or return why it is not the one that is declared."""
+    if isinstance(stored, UnshardError):
+        problem, kind = f"{piece.where}: {stored.subject}", type(stored)
+        return kind(problem, expected=stored.expected, found=stored.found, hint=stored.hint)
+    view = stored.view
+    if view.sizes != piece.sizes:
+        return CorruptError(
+            f"{piece.where} is not what is stored for it",
+            expected=f"{list(piece.sizes)}, as the metadata declares",
+            found=f"{list(view.sizes)}",
+            hint="torch declares wrong boxes when FSDP2 and tensor parallelism cut unevenly; "
+            "save with sizes that divide, or the full state dict",
+        )
+    if view.dtype is not draft.dtype:
+        what = f"{piece.where} is stored as {view.dtype}"
+        return CorruptError(what, expected=f"{draft.dtype}, as the metadata says")
+    if 0 not in view.sizes:
+        draft.add(
+            rank=piece.rank,
+            file=piece.file,
+            start=stored.start,
+            offsets=piece.offsets,
+            sizes=piece.sizes,
+            strides=view.strides,
+        )
+    return None

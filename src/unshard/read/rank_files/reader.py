@@ -7,6 +7,7 @@ plain tensors.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from unshard.read.rank_files.workers import read_rank_files
 from unshard.read.torch_save.table import Gathering
 from unshard.tensors.catalog import ByteRange, Catalog
 
-__all__ = ["RANK_FILES", "rank_file_name"]
+__all__ = ["RANK_FILES"]
 
 _NAMED = re.compile(r"model_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _UNNAMED = re.compile(r"pytorch_model_fsdp(?:_(?P<model>\d+))?_rank(?P<rank>\d+)\.bin")
@@ -36,11 +37,6 @@ _SIBLINGS = re.compile(
 )
 _TRAINING_STATE = ("optim_world_size_*", "extra_state_world_size_*", "optimizer_*_rank*.bin")
 _LMMS_STATE = ("optimizer/*.pt", "extra_state/*.pt", "dataloader_state/*.pt")
-
-
-def rank_file_name(world_size: int, rank: int) -> str:
-    """Return the name of a rank's file."""
-    return f"model_world_size_{world_size}_rank_{rank}.pt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +56,6 @@ class _Set:
     @property
     def is_complete(self) -> bool:
         return self.world_size is None or len(self.files) == self.world_size
-
-    def name_of(self, rank: int) -> str:
-        """Return the name that a rank's file has, or would have."""
-        if self.world_size is not None:
-            return rank_file_name(self.world_size, rank)
-        some = next(iter(self.files.values())).name
-        return re.sub(r"_rank\d+\.bin", f"_rank{rank}.bin", some)
 
 
 def _is_rank_file(name: str) -> bool:
@@ -107,7 +96,10 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
         skipped=tuple(gathered.skipped.values()),
         archives=tuple(ByteRange(path, 0, path.stat().st_size) for path in paths),
         training_state=_training_state(location),
-        missing=tuple(location.weights_dir / chosen.name_of(rank) for rank in missing),
+        missing=tuple(
+            location.weights_dir / re.sub(r"(rank_?)\d+", rf"\g<1>{rank}", paths[0].name)
+            for rank in missing
+        ),
         missing_ranks=missing,
         notes=(*notes, *plain.notes, *experts.notes),
     )
@@ -139,7 +131,7 @@ def _choose(location: Location) -> Noted[_Set]:
     if stated is not None and not kept:
         raise IncompleteError(
             f"{location.weights_dir}: no rank files of the world size that fsdp_config.json states",
-            expected=f"{rank_file_name(stated, 0)} and the others",
+            expected=f"model_world_size_{stated}_rank_0.pt and the others",
             found=", ".join(f"files of {one.label}" for one in sets),
         )
     if len(kept) != 1:
@@ -157,13 +149,13 @@ def _choose(location: Location) -> Noted[_Set]:
 
 
 def _sets(paths: Iterable[Path]) -> Iterable[_Set]:
-    named: dict[int, dict[int, Path]] = {}
-    unnamed: dict[int, dict[int, Path]] = {}
+    named: dict[int, dict[int, Path]] = defaultdict(dict)
+    unnamed: dict[int, dict[int, Path]] = defaultdict(dict)
     for path in paths:
         if match := _NAMED.fullmatch(path.name):
-            named.setdefault(int(match["world"]), {})[int(match["rank"])] = path
+            named[int(match["world"])][int(match["rank"])] = path
         elif match := _UNNAMED.fullmatch(path.name):
-            unnamed.setdefault(int(match["model"] or 0), {})[int(match["rank"])] = path
+            unnamed[int(match["model"] or 0)][int(match["rank"])] = path
     for world, files in sorted(named.items()):
         yield _Set(f"world size {world}", dict(sorted(files.items())), world)
     for model, files in sorted(unnamed.items()):

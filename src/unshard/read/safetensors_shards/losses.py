@@ -69,9 +69,9 @@ def loss_problems(
     problems: list[UnshardError] = []
     notes: list[str] = []
     config = _config(location)
-    for path in (place / _INDEX for place in _places(location)):
-        if not path.is_file():
-            continue
+    # Whole files of the same shards are next to them, or above the folder `sharded`.
+    places = [*location.roots, *(r.parent for r in location.roots if r.name == "sharded")]
+    for path in (place / _INDEX for place in places if (place / _INDEX).is_file()):
         listed = set(weight_map(path))
         if not tensors.keys() <= listed:
             notes.append(f"{path} is about other weights, and was not used")
@@ -97,14 +97,6 @@ def writer_of(location: Location) -> str:
     if config is None or config.path.parent not in location.roots:
         return "unknown"
     return "transformers" if "transformers_version" in config.fields else "unknown"
-
-
-def _places(location: Location) -> Iterator[Path]:
-    """Yield where the model that the shards belong to may be described."""
-    for root in location.roots:
-        yield root
-        if root.name == "sharded":
-            yield root.parent
 
 
 def _config(location: Location) -> ModelConfig | None:

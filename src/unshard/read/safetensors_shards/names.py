@@ -59,10 +59,8 @@ class ShardSet:
         return {self.path(index, rank): rank for index, rank in islice(places, _LISTED)}
 
     def path(self, index: int, rank: int) -> Path:
-        """Return where a file is, or would be, as far as is known."""
-        known = self.files.get((index, rank))
-        folder = next(iter(self.files.values())).parent
-        return known or folder / _shard_name(index, rank, self.count)
+        """Return where a missing file would be, as far as is known."""
+        return next(iter(self.files.values())).parent / _shard_name(index, rank, self.count)
 
     def __str__(self) -> str:
         return f"{len(self.files)} files of {self.ranks} ranks, numbered 1 to {self.count}"
@@ -96,10 +94,20 @@ def choose_shards(location: Location) -> Noted[ShardSet]:
             found="; ".join(map(str, sets)),
             hint="move the stale files elsewhere, or give one of the files that are meant",
         )
-    _check_indices(location.weights_dir, kept[0])
-    stale = [one for one in sets if one is not kept[0]]
+    (chosen,) = kept
+    present = {index for index, _ in chosen.files}
+    absent = (index for index in range(1, chosen.count + 1) if index not in present)
+    if lost := list(islice(absent, 4)):
+        raise IncompleteError(
+            f"{location.weights_dir}: no rank has file {', '.join(map(str, lost))} of "
+            f"{chosen.count}",
+            expected=", ".join(_shard_name(index, 0, chosen.count) for index in lost) + " …",
+            found=str(chosen),
+            hint="copy the files here from where they were written, or take another checkpoint",
+        )
+    stale = [one for one in sets if one is not chosen]
     notes = (f"{location.weights_dir}: left out stale shards: {one}" for one in stale)
-    return Noted(kept[0], tuple(notes))
+    return Noted(chosen, tuple(notes))
 
 
 def _shard_name(index: int, rank: int, count: int) -> str:
@@ -109,10 +117,7 @@ def _shard_name(index: int, rank: int, count: int) -> str:
 def _sets(location: Location) -> Iterator[ShardSet]:
     found: dict[int, dict[tuple[int, int], Path]] = {}
     for path in files_in(location.roots, is_shard_name):
-        match = _NAME.fullmatch(path.name)
-        if match is None:
-            continue
-        shard, index, count = map(int, match.groups())
+        shard, index, count = map(int, re.findall("[0-9]{5}", path.name))
         if shard < 1 or not 1 <= index <= count:
             raise CorruptError(
                 f"{path}: not a name that any writer gives",
@@ -123,17 +128,3 @@ def _sets(location: Location) -> Iterator[ShardSet]:
         raise IncompleteError(f"{location.weights_dir}: has no shards")
     for count, files in sorted(found.items()):
         yield ShardSet(count, dict(sorted(files.items())))
-
-
-def _check_indices(directory: Path, chosen: ShardSet) -> None:
-    present = {index for index, _ in chosen.files}
-    if len(present) == chosen.count:
-        return
-    absent = (index for index in range(1, chosen.count + 1) if index not in present)
-    lost = list(islice(absent, 4))
-    raise IncompleteError(
-        f"{directory}: no rank has file {', '.join(map(str, lost))} of {chosen.count}",
-        expected=", ".join(_shard_name(index, 0, chosen.count) for index in lost) + " …",
-        found=str(chosen),
-        hint="copy the files here from where they were written, or take another checkpoint",
-    )
