@@ -106,7 +106,7 @@ def tile_shape(operation: Tiled, budget: int) -> tuple[int, ...]:
 
 
 def _tile_of_elements(operations: Sequence[Tiled], elements: int) -> tuple[int, ...]:
-    """Return a tile of about so many elements that suits operations of the same shape."""
+    """Return a tile of about that many elements that suits operations of the same shape."""
     shape = operations[0].target.shape
     if any(isinstance(operation, Fuse) for operation in operations):
         # It depends on the shape only: sums must not depend on the resources.

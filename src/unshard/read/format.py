@@ -66,7 +66,7 @@ Weights = str  # "model" | "ema"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the user asked for in addition to the path; None for no preference.
+    """What the user chose in addition to the path; None for no preference.
 
     Attributes:
         step: the training step.

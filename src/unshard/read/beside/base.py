@@ -53,26 +53,35 @@ def read_base(spec: str, *, needs_weights: bool = False) -> Base:
         ConversionError: there is no such model, or the hub cannot be reached.
         CheckpointError: its files are damaged.
     """
-    with blaming(Path(spec)):
-        is_directory = Path(spec).is_dir()
-    if is_directory:
-        directory = Path(spec)
-    elif _is_path(spec):
+    directory = Path(spec)
+    with blaming(directory):
+        is_local = directory.is_dir()
+    if not is_local and _is_path(spec):
         raise ConversionError(
             f"--base {shlex.quote(spec)}: no such directory",
             expected="a directory with a Hugging Face model, or a hub id (Qwen/Qwen3-8B)",
             hint="check the path; the hub was not asked",
         )
-    else:
+    if not is_local:
         directory = _from_hub(spec, needs_weights=needs_weights)
     companions = companions_in(directory)
     if _holds_weights(directory) or needs_weights:
         try:
             return _with_weights(spec, directory, companions)
         except IncompleteError:
-            if needs_weights or Path(spec).is_dir():
+            if needs_weights or is_local:
                 raise  # else: what is in the cache of the hub may be a part
-    return _without_weights(spec, directory, companions)
+    # The names are in the headers of the files on the hub, or else in the index.
+    if not is_local and (found := _from_headers(spec, companions)) is not None:
+        return found
+    index = directory / _INDEX
+    if not index.is_file():
+        raise ConversionError(
+            f"--base {shlex.quote(spec)}: has neither weights nor {_INDEX}",
+            found=str(directory),
+            hint="give a directory with a whole Hugging Face model",
+        )
+    return Base(spec, weight_map(index), {}, {}, companions)
 
 
 def _is_path(spec: str) -> bool:
@@ -107,20 +116,6 @@ def _with_weights(spec: str, directory: Path, companions: Companions) -> Base:
     dtypes = {name: entry.dtype for name, entry in tensors.items()}
     shapes = {name: entry.shape for name, entry in tensors.items()}
     return Base(spec, files, dtypes, shapes, companions, tensors)
-
-
-def _without_weights(spec: str, directory: Path, companions: Companions) -> Base:
-    """Read the names from the headers of the files on the hub, or else from the index."""
-    if not Path(spec).is_dir() and (found := _from_headers(spec, companions)) is not None:
-        return found
-    index = directory / _INDEX
-    if not index.is_file():
-        raise ConversionError(
-            f"--base {shlex.quote(spec)}: has neither weights nor {_INDEX}",
-            found=str(directory),
-            hint="give a directory with a whole Hugging Face model",
-        )
-    return Base(spec, weight_map(index), {}, {}, companions)
 
 
 def _from_hub(spec: str, *, needs_weights: bool) -> Path:

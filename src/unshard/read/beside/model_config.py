@@ -116,15 +116,12 @@ class ModelConfig:
             ]
         if dtype is not None:
             if not any(key in fields for key in _DTYPES):
-                fields[self._dtype_key] = dtype
+                # Version 5 of transformers writes `dtype`, version 4 `torch_dtype`.
+                major = str(fields.get("transformers_version", "")).partition(".")[0]
+                is_new = major.isdigit() and int(major) >= 5
+                fields["dtype" if is_new else "torch_dtype"] = dtype
             fields = _with_dtype(fields, dtype)
         return replace(self, fields=fields)
-
-    @property
-    def _dtype_key(self) -> str:
-        """The key of that version of transformers: 5 writes `dtype`, 4 `torch_dtype`."""
-        major = str(self.fields.get("transformers_version", "")).partition(".")[0]
-        return "dtype" if major.isdigit() and int(major) >= 5 else "torch_dtype"
 
 
 def read_config(path: Path) -> ModelConfig:

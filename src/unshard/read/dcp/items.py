@@ -33,7 +33,7 @@ __all__ = ["StoredItem", "Window", "inflate", "inflated_bytes", "read_items"]
 Window = tuple[Path, int, int]
 """The place of an item: file, offset and length in bytes."""
 _Numbered = tuple[int, int, int]
-"""Offset and length of an item, and its number among those asked for."""
+"""Offset and length of an item, and its number among those to read."""
 _Known = dict[bytes, StorageView]
 """Decoded tensors by their pickle."""
 
@@ -102,7 +102,7 @@ def _read_batch(
 
 
 class _Blocks:
-    """The ends of some items of a file, in memory; what else is asked for is read."""
+    """The ends of some items of a file, in memory; everything else is read from the file."""
 
     def __init__(self, fd: int, batch: Sequence[_Numbered]) -> None:
         self._fd = fd

@@ -64,6 +64,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     if writer in {_LIGHTNING, _COMPOSER}:  # which save a module around the model
         names = without_wrapper_module(names)
     _check_disjoint(metadata, location)
+    step = location.step_dir
     tensors, archives = _tensors(metadata, names, location.roots)
     ranks = {rank for item in metadata.items.values() if (rank := _rank(item.path)) is not None}
     return Catalog(
@@ -72,7 +73,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
         tensors=tensors,
         skipped=chosen.skipped,
         archives=archives,
-        training_state=_training_state(location),
+        training_state=tuple(sorted({p for one in _TRAINING_STATE for p in step.glob(one)})),
     )
 
 
@@ -94,11 +95,6 @@ def _writer(location: Location, metadata: DcpMetadata, prefix: tuple[str, ...]) 
         return "OLMo-core"
     roots = {path[0] for path in metadata.paths.values() if path}
     return "torchtitan" if not prefix and "train_state" in roots else "torch"
-
-
-def _training_state(location: Location) -> tuple[Path, ...]:
-    found = {path for pattern in _TRAINING_STATE for path in location.step_dir.glob(pattern)}
-    return tuple(sorted(found))
 
 
 def _metadata_files(location: Location) -> list[Path]:

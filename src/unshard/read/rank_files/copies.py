@@ -14,7 +14,7 @@ heuristic of unshard:
 Of experts, verl's VeOmni engine does not record the rank in expert parallelism: every expert group
 saves its own experts as a DTensor of the *local* experts' shape, on a mesh of its own ranks. The
 files then have several different tensors under one name, each whole according to itself. Copies
-that no `Replicate` explains also arise honestly (parameters outside the plan of tensor
+that no `Replicate` explains also arise otherwise (parameters outside the plan of tensor
 parallelism), so their bytes decide: where samples of them differ, they are experts. With
 `--ep-size` they are joined along dimension 0, the groups in the order of their lowest ranks, which
 is how VeOmni numbers them.
@@ -160,11 +160,15 @@ def resolve_experts(
     if options.ep_size is None:
         raise _experts_refused(location, copied, differing)
     experts = [name for name in copied if name in differing or ".experts." in name]
-    problems = [
-        problem
-        for name in experts
-        if (problem := _misfit(tensors[name], options.ep_size)) is not None
-    ]
+    problems: list[UnshardError] = []
+    for entry in (tensors[name] for name in experts):
+        copies = {len(rows) for rows in _regions(entry.chunks)}
+        if copies != {options.ep_size} or not entry.shape:
+            problem = NotMergeableError(
+                f"tensor {entry.fqn}: its {list(entry.shape)} is stored {min(copies)} times",
+                expected=f"one group of ranks for each of {options.ep_size} parts",
+            )
+            problems.append(problem)
     raise_all(NotMergeableError, f"--ep-size {options.ep_size} does not fit", problems)
     joined = {name: _experts_joined(tensors[name], options.ep_size) for name in experts}
     note = (
@@ -181,7 +185,7 @@ def _unexplained_copies(entry: TensorEntry) -> int:
     mesh = zip(entry.sharding.mesh.shape, entry.sharding.placements, strict=True)
     explained = prod(size for size, placement in mesh if isinstance(placement, Replicate))
     most = max(map(len, _regions(entry.chunks)), default=1)
-    return -(-most // explained)  # rounded up: of a group that lacks a rank there are fewer
+    return -(-most // explained)  # rounded up: a group without one of its ranks has fewer
 
 
 def _regions(table: ChunkTable) -> list[list[int]]:
@@ -204,16 +208,6 @@ def _samples_differ(entry: TensorEntry, files: OpenFiles) -> bool:
         if any(first_difference(table, (first, row), samples, raw, files) for row in others):
             return True
     return False
-
-
-def _misfit(entry: TensorEntry, ep_size: int) -> NotMergeableError | None:
-    copies = {len(rows) for rows in _regions(entry.chunks)}
-    if copies == {ep_size} and entry.shape:
-        return None
-    return NotMergeableError(
-        f"tensor {entry.fqn}: its {list(entry.shape)} is stored {min(copies)} times",
-        expected=f"one group of ranks for each of {ep_size} parts",
-    )
 
 
 def _experts_joined(entry: TensorEntry, ep_size: int) -> TensorEntry:

@@ -178,13 +178,13 @@ def _short_rows(
     hidden = _hidden_size(config, tensors)
     if hidden is None:
         return
-    size, said, hint = hidden
+    size, source, hint = hidden
     for name, entry in tensors.items():
         if _HIDDEN_ROWS.fullmatch(name) and 0 < entry.shape[0] < size and _is_cut_evenly(entry):
             yield IncompleteError(
                 f"tensor {name} {list(entry.shape)}: has fewer rows than the hidden size, and its "
                 "pieces are all of one size, as if the last were missing",
-                expected=f"{size} rows ({said})",
+                expected=f"{size} rows ({source})",
                 found=f"{entry.shape[0]} rows",
                 hint=hint,
             )
@@ -239,7 +239,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How tensors of so many pieces are spread, and one of them.
+    """How tensors of one number of pieces are spread, and one of them.
 
     Attributes:
         example: the name of a tensor that is cut so.
@@ -257,14 +257,17 @@ def _gaps(chosen: ShardSet, tensors: Mapping[str, TensorEntry]) -> list[Incomple
     numbered = list(chosen.files)
     rows = [row for one in tensors.values() if (row := _row(one, numbered)) is not None]
     cuts, ranks = _cuts(rows), {rank for _, rank in chosen.files}
+    lacking = {
+        index: {rank for rank in ranks if (index, rank) not in chosen.files}
+        for index in {row.index for row in rows}
+    }
     like: dict[str, list[_Row]] = defaultdict(list)
     for row in rows:
         like[_NUMBER.sub("#", row.entry.fqn)].append(row)
     lost: dict[tuple[int, int], list[str]] = defaultdict(list)
     for row in rows:
         others = [o for o in like[_NUMBER.sub("#", row.entry.fqn)] if o.index != row.index]
-        lacking = {rank for rank in ranks if (row.index, rank) not in chosen.files}
-        for rank, evidence in _missing_pieces(row, lacking, cuts, others):
+        for rank, evidence in _missing_pieces(row, lacking[row.index], cuts, others):
             lost[row.index, rank].append(evidence)
     return [_missing_file(chosen, place, evidence) for place, evidence in sorted(lost.items())]
 

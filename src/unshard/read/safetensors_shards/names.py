@@ -48,7 +48,7 @@ class ShardSet:
     def missing(self) -> dict[Path, int]:
         """Return the first files that ranks lack, and the rank of each.
 
-        A rank that has nothing to write into a file rightly writes none.
+        A rank that has nothing to write into a file does not write it.
         """
         places = (
             (index, rank)
@@ -75,8 +75,8 @@ def choose_shards(location: Location) -> Noted[ShardSet]:
     """Return the files of the save that is meant, and what to say of the others.
 
     An earlier save into the same directory may have left files of another count. The file that the
-    user names decides, else the only set in which every rank has every file. Files that an earlier
-    save of more ranks left cannot be told by their names: their pieces overlap those of this one.
+    user names decides, else the only set in which every rank has every file. Names do not show the
+    files that an earlier save of more ranks left: their pieces overlap those of this one.
 
     Raises:
         IncompleteError: of some index, no rank has a file.
