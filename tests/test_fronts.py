@@ -21,7 +21,7 @@ from ranks import rank_path, save_ranks, some_tensors
 from unshard import ConversionError, MergeOptions, UnshardError
 from unshard.cli.main import app
 from unshard.cli.main import main as command_line
-from unshard.cli.running.guard import front_of
+from unshard.cli.running import front_of
 from unshard.compat import convert_checkpoint_simple, convert_fsdp_to_hf, merge_fsdp, verl
 from unshard.errors import speaking
 from unshard.fronts import (
@@ -172,7 +172,7 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
         "cli/evaluate": evaluating,
         "verify": options_of("verify"),
         "averag": options_of("average"),
-        "cli/merge": options_of("merge"),
+        "cli/commands": set.union(*map(options_of, ("merge", "average", "verify", "inspect"))),
         "compat/commands": {"--output"},  # of one script; the other's test is below
         "compat/verl": options_of_drop_in(verl.main, monkeypatch),
         "compat/merge_fsdp": options_of_drop_in(merge_fsdp.main, monkeypatch),

@@ -8,15 +8,14 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command line; exit with 0, a code of `unshard.errors`, or 128 + a signal."""
     signals.end_at_once()
-    from unshard.cli.running.process import run
+    from unshard.cli.running import run
 
-    run(_command_line)
+    def command_line() -> None:
+        from unshard.cli.main import main
 
+        main()
 
-def _command_line() -> None:
-    from unshard.cli.main import main as command_line
-
-    command_line()
+    run(command_line)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ __all__ = [
     "mentions",
     "reword",
     "reword_warning",
+    "spell",
 ]
 
 _VALUES = {
@@ -43,12 +44,13 @@ _VALUES = {
 _SPELLED = {"allow_globals": "allow-global", "extra_state": "no-extra-state"}
 
 
-def _option(keyword: str) -> str:
+def spell(keyword: str) -> str:
+    """Return the name of the option that a keyword of the functions is on the command line."""
     return _SPELLED.get(keyword, keyword.replace("_", "-"))
 
 
 OPTIONS = {
-    _option(name): "" if kind in (bool, bool | str) else _VALUES.get(name, name.upper())
+    spell(name): "" if kind in (bool, bool | str) else _VALUES.get(name, name.upper())
     for name, kind in MergeKeywords.__annotations__.items()
 } | {"all-steps": ""}
 """The options of `unshard merge` that messages may name, each with a placeholder for its value."""
@@ -131,7 +133,7 @@ def line_of(command: str, arguments: Sequence[str], options: Mapping[str, object
     """
     parts = [command, *map(shlex.quote, arguments)]
     for name, value in options.items():
-        mention = Mention(_option(name), None if isinstance(value, bool) else str(value))
+        mention = Mention(spell(name), None if isinstance(value, bool) else str(value))
         parts.append(str(mention))
     return " ".join(parts)
 

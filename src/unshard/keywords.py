@@ -1,6 +1,6 @@
 """The options of each function, as keywords: the command line has the same.
 
-`merge` explains each; the defaults are those of `MergeOptions`.
+`merge` explains each. The defaults that are more than "nothing" are here, once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,8 @@ from typing import Protocol, TypedDict
 
 __all__ = [
     "CHOICES",
+    "DEFAULTS",
+    "SHARD_SIZE",
     "DtypeLike",
     "MergeKeywords",
     "OpenKeywords",
@@ -25,6 +27,16 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "verify": ("light", "full", "off"),
 }
 """The values of each option that takes a name; `dtype` has more spellings (see `merge`)."""
+DEFAULTS: Mapping[str, str] = {
+    "dtype": "keep",
+    "names": "hub",
+    "lora": "fuse",
+    "verify": "light",
+    "memory": "64MB",
+}
+"""The defaults of all options that have one; other options are left out unless they are given."""
+SHARD_SIZE = "5GB"
+"""The largest weight file, where neither a size nor a base model is given."""
 
 
 class ElementType(Protocol):

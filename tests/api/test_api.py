@@ -12,10 +12,10 @@ import torch
 import unshard
 from ranks import assert_same, merged, rank_path, save_ranks, snapshot, some_tensors
 from unshard import ConversionError, IncompleteError, MergeOptions, OutputError, UsageError
-from unshard.cli.average import average as average_command
-from unshard.cli.inspect import inspect as inspect_command
-from unshard.cli.merge import merge as merge_command
-from unshard.cli.verify import verify as verify_command
+from unshard.cli.commands import average as average_command
+from unshard.cli.commands import inspect as inspect_command
+from unshard.cli.commands import merge as merge_command
+from unshard.cli.commands import verify as verify_command
 from unshard.keywords import MergeKeywords, ReadKeywords, VerifyKeywords
 from unshard.progress import Advanced, Event, Stage, Warned
 

@@ -163,7 +163,7 @@ def ended(*arguments: str) -> int:
 def test_waiting_goes_on_while_the_server_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from unshard.cli.evaluate import wait as evaluate_wait
+    from unshard.cli.evaluate import show
     from unshard.evaluate.client.v1 import EvalClient, ServerAwayError
 
     def job(client: EvalClient, job_id: str) -> dict[str, object]:
@@ -178,7 +178,7 @@ def test_waiting_goes_on_while_the_server_is_away(
     answers: list[Fields | None] = [waiting, None, None, done]
     monkeypatch.setattr(EvalClient, "job", job)
     monkeypatch.setattr(EvalClient, "submit", lambda *_, **__: {"id": "x"})
-    monkeypatch.setattr(evaluate_wait, "_LOOK_S", 0.0)
+    monkeypatch.setattr(show, "_LOOK_S", 0.0)
     assert ended("submit", str(tmp_path), "--tasks=t", "--wait", "--json") == 0
     said = capsys.readouterr()
     assert (json.loads(said.out)["jobs"][0]["status"], answers) == ("completed", [])
@@ -212,7 +212,7 @@ def test_a_user_who_waits_is_told_what_a_job_does_and_why_it_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two jobs are followed at once; the first is queued again, the second fails."""
-    from unshard.cli.evaluate import wait as evaluate_wait
+    from unshard.cli.evaluate import show
     from unshard.evaluate.client.v1 import EvalClient
 
     same: Fields = {"run": "r", "step": 1, "weights": "model", "profile": "p", "tasks": ["t"]}
@@ -230,7 +230,7 @@ def test_a_user_who_waits_is_told_what_a_job_does_and_why_it_is_tried_again(
     ids = iter(answers)
     monkeypatch.setattr(EvalClient, "submit", lambda *_, **__: {"id": next(ids)})
     monkeypatch.setattr(EvalClient, "job", lambda _, one: {"id": one, **answers[one].pop(0)})
-    monkeypatch.setattr(evaluate_wait, "_LOOK_S", 0.0)
+    monkeypatch.setattr(show, "_LOOK_S", 0.0)
     assert ended("submit", str(tmp_path), "--tasks=t", "--weights=model,ema", "--wait") == 1
     said = capsys.readouterr()
     lines = said.err.splitlines()

@@ -1,4 +1,4 @@
-"""The options of a merge and their defaults: here, once."""
+"""The options of a merge as one value, and the options of each function in its signature."""
 
 import functools
 import inspect
@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 from unshard.convert.outputs import dtype_choice
 from unshard.engines.threads import MIN_BUFFER, Resources, default_workers
 from unshard.errors import UsageError
-from unshard.keywords import CHOICES, DtypeLike
+from unshard.keywords import CHOICES, DEFAULTS, SHARD_SIZE, DtypeLike
 from unshard.plan.layout import size_in_bytes
 from unshard.read.format import ROLES, Choice, ReadOptions
 
@@ -21,7 +21,6 @@ Result = TypeVar("Result")
 
 _SHAPING = {"keep_fp32", "base", "include", "exclude", "lora", "lora_alpha", "ep_size"}
 _FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
-_DEFAULT_SHARD = "5GB"
 
 
 def given_path(path: str | Path, what: str) -> Path:
@@ -60,15 +59,15 @@ class MergeOptions:
         UsageError: a value is not known, or options exclude each other.
     """
 
-    dtype: DtypeLike = "keep"
+    dtype: DtypeLike = DEFAULTS["dtype"]
     keep_fp32: str | None = None
-    names: str = "hub"
+    names: str = DEFAULTS["names"]
     base: str | Path | None = None
     allow_missing: bool = False
     allow_unexpected: bool = False
     include: str | None = None
     exclude: str | None = None
-    lora: str = "fuse"
+    lora: str = DEFAULTS["lora"]
     lora_alpha: float | None = None
     weights: str | None = None
     role: str | None = None
@@ -77,11 +76,11 @@ class MergeOptions:
     also: Sequence[str | Path] = ()
     max_shard_size: str | int | None = None
     workers: int | None = None
-    memory: str | int = "64MB"
+    memory: str | int = DEFAULTS["memory"]
     assume_dim0: bool = False
     ep_size: int | None = None
     allow_globals: Sequence[str] = ()
-    verify: str = "light"
+    verify: str = DEFAULTS["verify"]
     extra_state: bool = True
     overwrite: bool | str = False
     dry_run: bool = False
@@ -160,7 +159,7 @@ class MergeOptions:
     @property
     def shard_bytes(self) -> int:
         """Largest weight file, bytes."""
-        size = _DEFAULT_SHARD if self.max_shard_size is None else self.max_shard_size
+        size = SHARD_SIZE if self.max_shard_size is None else self.max_shard_size
         return size_in_bytes(str(size))
 
 

@@ -7,15 +7,12 @@ from itertools import pairwise
 import typer
 
 from unshard import __version__
-from unshard.cli.average import average
+from unshard.cli.commands import average, inspect, merge, verify
 from unshard.cli.environment import env
 from unshard.cli.evaluate.commands import app as evaluate
 from unshard.cli.evaluate.runs import export, watch
-from unshard.cli.inspect import inspect
-from unshard.cli.merge import merge
 from unshard.cli.options import Grouped
-from unshard.cli.running.guard import guarded
-from unshard.cli.verify import verify
+from unshard.cli.running import guarded
 
 __all__ = ["app", "main"]
 

@@ -1,23 +1,26 @@
 """Options that several commands share, and the groups in which `--help` lists them."""
 
 import inspect
+import logging
+import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, NamedTuple, ParamSpec, TypeVar, cast
 
 import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
-from unshard.cli.running.logs import show_logs
+from unshard.fronts import spell
+from unshard.keywords import CHOICES, DEFAULTS, SHARD_SIZE
 
 if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter
 
 __all__ = [
+    "CHECKPOINT",
     "OUTPUT",
-    "SOURCE",
-    "Checkpoint",
+    "CheckpointArgument",
     "Grouped",
     "Json",
     "OutputOption",
@@ -27,6 +30,7 @@ __all__ = [
     "one_of",
     "option",
     "taking",
+    "value",
 ]
 
 P = ParamSpec("P")
@@ -34,11 +38,10 @@ K = TypeVar("K")
 Option = tuple[object, OptionInfo]
 """The type of a value, and the option as typer has it, with its default."""
 
-SOURCE = "Checkpoint"
-TENSORS = "Tensors"
-BASE = "Base model"
+CHECKPOINT = "Checkpoint"
 OUTPUT = "Output"
-RUNNING = "Running"
+
+_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
 class Grouped(TyperCommand):
@@ -91,23 +94,23 @@ def flag(
 
 
 def one_of(
-    *names: str,
+    names: Collection[str],
     help: str,  # noqa: A002
     group: str | None = None,
     default: object = ...,
 ) -> OptionInfo:
     """Return an option whose values are shown and completed; `MergeOptions` checks them."""
-    found: OptionInfo = typer.Option(
-        default,
-        metavar="|".join(names),
-        help=help,
-        rich_help_panel=group,
-        autocompletion=lambda: names,
-    )
+    found = option("|".join(names), help, group, default=default)
+    found.autocompletion = lambda: names
     return found
 
 
-Checkpoint = Annotated[
+def value(kind: type, metavar: str, help: str, group: str) -> Option:  # noqa: A002
+    """Return an option that may be left out, for `taking`."""
+    return kind | None, option(metavar, help, group, default=None)
+
+
+CheckpointArgument = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
@@ -124,125 +127,141 @@ Json = Annotated[
 Quiet = Annotated[bool, flag("--quiet", "Print errors only.")]
 
 
-def _value(kind: type, *shown: str, default: object = None) -> Option:
-    return kind | None, option(*shown, default=default)
+class _Row(NamedTuple):
+    """A keyword of the functions: its type, its text in `--help`, and how its value is written."""
+
+    kind: type
+    text: str
+    metavar: str = ""
 
 
-def _choice(*names: str, help: str, group: str, default: object = None) -> Option:  # noqa: A002
-    return str | None, one_of(*names, help=help, group=group, default=default)
-
-
-def _switch(name: str, shown: str, group: str) -> Option:
-    return bool, flag(name, shown, group, default=False)
-
-
-_TABLE: dict[str, Option] = {
-    "weights": _choice("model", "ema", help="Which weights.  [default: model]", group=SOURCE),
-    "role": _value(
-        str,
-        "NAME",
-        "Whose weights, where a step has several sets: actor (or policy), critic, or the name of "
-        "their folder (ref, reward).  [default: actor, policy, model, trainer, the first there is]",
-        SOURCE,
-    ),
-    "step": _value(int, "N", "Which step of a run.  [default: the highest complete one]", SOURCE),
-    "also": _value(
-        list[Path],
-        "DIR",
-        "A directory of another node with more files of the same checkpoint; may be repeated.",
-        SOURCE,
-    ),
-    "ep_size": _value(
-        int,
-        "N",
-        "Size of expert parallelism, if the files do not record it (verl's VeOmni).",
-        SOURCE,
-    ),
-    "assume_dim0": _switch(
-        "--assume-dim0",
-        "Treat plain tensors that differ between ranks as shards along dimension 0.",
-        SOURCE,
-    ),
-    "allow_globals": _value(
-        list[str],
-        "MODULE.NAME",
-        "A tensor subclass to read as the plain tensor it stores; may be repeated.",
-        SOURCE,
-    ),
-    "dtype": _choice(
-        *("keep", "config", "base", "bfloat16", "float16", "float32"),
-        help="Dtype of floating point tensors. config: as config.json says; base: as in the base "
-        "model, tensor by tensor. bf16, fp16 and fp32 are accepted.",
-        group=TENSORS,
-        default="keep",
-    ),
-    "keep_fp32": _value(str, "REGEX", "Do not cast tensors with these names.", TENSORS),
-    "names": _choice(
-        *("hub", "training"),
-        help="Tensor names and expert layout as on the Hugging Face hub, or as in training.",
-        group=TENSORS,
-        default="hub",
-    ),
-    "include": _value(str, "REGEX", "Write only tensors with these names.", TENSORS),
-    "exclude": _value(str, "REGEX", "Leave out tensors with these names.", TENSORS),
-    "lora": _choice(
-        *("fuse", "adapter", "both"),
-        help="Fuse adapters into the weights, write the adapter alone, or both.",
-        group=TENSORS,
-        default="fuse",
-    ),
-    "lora_alpha": _value(
-        float,
-        "ALPHA",
-        "lora_alpha of the adapter, if the checkpoint does not record it.",
-        TENSORS,
-    ),
-    "base": _value(
-        str,
-        "MODEL",
-        "The model that training started from, a directory or hub id. It determines which "
-        "tensors are expected, their names, dtypes and files, and completes config and tokenizer.",
-        BASE,
-    ),
-    "allow_missing": _switch(
-        "--allow-missing",
-        "Accept that tensors of the base model or of config.json are missing.",
-        BASE,
-    ),
-    "allow_unexpected": _switch(
-        "--allow-unexpected", "Also write tensors that neither of them has.", BASE
-    ),
-    "config": _value(
-        Path,
-        "FILE|DIR",
-        "A config.json to use instead, or a directory with config, tokenizer and the like.",
-        OUTPUT,
-    ),
-    "extra_state": _switch("--no-extra-state", "Leave out scheduler and random state.", OUTPUT),
-    "max_shard_size": _value(
-        str, *("SIZE", "Largest weight file.  [default: as in the base model, or 5GB]", OUTPUT)
-    ),
-    "overwrite": _value(
-        str,
-        "[=all]",
-        "Replace an earlier output of unshard; keep other files there. all: also remove weights, "
-        "adapters and other files in the way that unshard did not write.",
-        OUTPUT,
-        "--overwrite",
-    ),
-    "push_to_hub": _value(str, "REPO", "Upload the output to this repository afterwards.", OUTPUT),
-    "private": _switch("--private", "Make that repository private if it is new.", OUTPUT),
-    "dry_run": _switch("--dry-run", "Show the plan and write nothing.", OUTPUT),
-    "verify": _choice(
-        *("light", "full", "off"),
-        help="light: reopen the output; full: also compare every byte, replicas and checksums.",
-        group=RUNNING,
-        default="light",
-    ),
-    "workers": _value(int, "N", "Number of threads.  [default: one per core, at most 8]", RUNNING),
-    "memory": _value(str, "SIZE", "Total size of all buffers, at most.", RUNNING, default="64MB"),
+_TABLE: dict[str, dict[str, _Row]] = {
+    CHECKPOINT: {
+        "weights": _Row(str, f"Which weights.  [default: {CHOICES['weights'][0]}]"),
+        "role": _Row(
+            str,
+            "Whose weights, where a step has several sets: actor (or policy), critic, or the name "
+            "of their folder (ref, reward).  [default: actor, policy, model, trainer, the first "
+            "there is]",
+            "NAME",
+        ),
+        "step": _Row(int, "Which step of a run.  [default: the highest complete one]", "N"),
+        "also": _Row(
+            list[Path],
+            "A directory of another node with more files of the same checkpoint; may be repeated.",
+            "DIR",
+        ),
+        "ep_size": _Row(
+            int, "Size of expert parallelism, if the files do not record it (verl's VeOmni).", "N"
+        ),
+        "assume_dim0": _Row(
+            bool, "Treat plain tensors that differ between ranks as shards along dimension 0."
+        ),
+        "allow_globals": _Row(
+            list[str],
+            "A tensor subclass to read as the plain tensor it stores; may be repeated.",
+            "MODULE.NAME",
+        ),
+    },
+    "Tensors": {
+        "dtype": _Row(
+            str,
+            "Dtype of floating point tensors. config: as config.json says; base: as in the base "
+            "model, tensor by tensor. bf16, fp16 and fp32 are accepted.",
+        ),
+        "keep_fp32": _Row(str, "Do not cast tensors with these names.", "REGEX"),
+        "names": _Row(
+            str, "Tensor names and expert layout as on the Hugging Face hub, or as in training."
+        ),
+        "include": _Row(str, "Write only tensors with these names.", "REGEX"),
+        "exclude": _Row(str, "Leave out tensors with these names.", "REGEX"),
+        "lora": _Row(str, "Fuse adapters into the weights, write the adapter alone, or both."),
+        "lora_alpha": _Row(
+            float, "lora_alpha of the adapter, if the checkpoint does not record it.", "ALPHA"
+        ),
+    },
+    "Base model": {
+        "base": _Row(
+            str,
+            "The model that training started from, a directory or hub id. It determines which "
+            "tensors are expected, their names, dtypes and files, and completes config and "
+            "tokenizer.",
+            "MODEL",
+        ),
+        "allow_missing": _Row(
+            bool, "Accept that tensors of the base model or of config.json are missing."
+        ),
+        "allow_unexpected": _Row(bool, "Also write tensors that neither of them has."),
+    },
+    OUTPUT: {
+        "config": _Row(
+            Path,
+            "A config.json to use instead, or a directory with config, tokenizer and the like.",
+            "FILE|DIR",
+        ),
+        "extra_state": _Row(bool, "Leave out scheduler and random state."),
+        "max_shard_size": _Row(
+            str, f"Largest weight file.  [default: as in the base model, or {SHARD_SIZE}]", "SIZE"
+        ),
+        "overwrite": _Row(
+            str,
+            "Replace an earlier output of unshard; keep other files there. all: also remove "
+            "weights, adapters and other files in the way that unshard did not write.",
+            "[=all]",
+        ),
+        "push_to_hub": _Row(str, "Upload the output to this repository afterwards.", "REPO"),
+        "private": _Row(bool, "Make that repository private if it is new."),
+        "dry_run": _Row(bool, "Show the plan and write nothing."),
+    },
+    "Running": {
+        "verify": _Row(
+            str, "light: reopen the output; full: also compare every byte, replicas and checksums."
+        ),
+        "workers": _Row(int, "Number of threads.  [default: one per core, at most 8]", "N"),
+        "memory": _Row(str, "Total size of all buffers, at most.", "SIZE"),
+    },
 }
-"""The options that are keywords of the functions too, in the order of `--help`."""
+"""The options by their groups in `--help`, in its order."""
+
+
+def _make_option(name: str, row: _Row, group: str) -> Option:
+    kind, text, metavar = row
+    if kind is bool:
+        return bool, flag(f"--{spell(name)}", text, group, default=False)
+    default = DEFAULTS.get(name)
+    if name in CHOICES:
+        return str | None, one_of(CHOICES[name], text, group, default)
+    return kind | None, option(metavar, text, group, default=default)
+
+
+_OPTIONS = {
+    name: _make_option(name, row, group)
+    for group, rows in _TABLE.items()
+    for name, row in rows.items()
+}
+
+
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to whatever stderr is when a line comes: a progress bar takes its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def _show_logs(context: typer.Context, verbose: int) -> None:
+    """Show the log of this command: of level info for `-v`, of level debug for `-vv`."""
+    if not verbose:
+        return
+    logger, handler = logging.getLogger("unshard"), _Stderr()
+    handler.setFormatter(logging.Formatter("%(relativeCreated)6.0f ms  %(name)s: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(_LEVELS[min(verbose, len(_LEVELS) - 1)])
+    context.call_on_close(lambda: logger.setLevel(level))
+    context.call_on_close(lambda: logger.removeHandler(handler))
+
+
 _VERBOSE: Option = (
     int,
     typer.Option(
@@ -250,11 +269,9 @@ _VERBOSE: Option = (
         count=True,
         show_default=False,
         help="Print what is read and decided, with times; -vv prints more.",
-        callback=show_logs,
+        callback=_show_logs,
     ),
 )
-# Parameters are called like their flags, which are not always called like the keyword.
-_SPELLED = {"allow_globals": "allow_global", "extra_state": "no_extra_state"}
 
 
 def taking(
@@ -269,9 +286,9 @@ def taking(
         but: those that the command does not have.
         other: those that mean something else there, by name.
     """
-    table = _TABLE | other
+    table = _OPTIONS | other
     names = [name for name in table if name in keywords.__annotations__ and name not in but]
-    added = [_parameter(_SPELLED.get(name, name), table[name]) for name in names]
+    added = [_parameter(_parameter_name(name), table[name]) for name in names]
 
     def with_options(command: Callable[P, None]) -> Callable[P, None]:
         *own, _ = inspect.signature(command).parameters.values()
@@ -283,6 +300,11 @@ def taking(
     return with_options
 
 
+def _parameter_name(keyword: str) -> str:
+    """Return what a parameter is called: like its flag, which is not always like the keyword."""
+    return spell(keyword).replace("-", "_")
+
+
 def _parameter(name: str, option: Option) -> inspect.Parameter:
     kind, info = option
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind)
@@ -290,14 +312,12 @@ def _parameter(name: str, option: Option) -> inspect.Parameter:
 
 def keywords_of(keywords: type[K], given: Mapping[str, object]) -> K:
     """Return the options that `taking` gave a command, as keywords of the function."""
-    back = {flag: name for name, flag in _SPELLED.items()}
-    named = {back.get(name, name): value for name, value in given.items()}
-    found = {name: named[name] for name in keywords.__annotations__ if name in named}
+    called = {name: _parameter_name(name) for name in keywords.__annotations__}
+    found = {name: given[flag] for name, flag in called.items() if flag in given}
     for name in {"also", "allow_globals"} & found.keys():
         found[name] = found[name] or ()
     if "extra_state" in found:
         found["extra_state"] = not found["extra_state"]
-    if "overwrite" in found:
-        value = found["overwrite"]
-        found["overwrite"] = value is not None if value in (None, "ours") else value
+    if found.get("overwrite", "") in (None, "ours"):
+        found["overwrite"] = found["overwrite"] is not None
     return cast("K", found)

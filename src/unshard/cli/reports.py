@@ -1,26 +1,39 @@
-"""What was made, or would be, for people and as JSON."""
+"""What was made, found or compared, for people and as JSON."""
 
 import json
+import shutil
+import sys
+import textwrap
 from dataclasses import asdict
+from math import isfinite
 from typing import TYPE_CHECKING
 
+from unshard.fronts import Front, reword_warning
 from unshard.showing import counted, human_size
 
 if TYPE_CHECKING:
     from unshard.api import Comparison, Inspection, Report, StepResult
     from unshard.write.verification.comparison import ByConfig, Loading, TensorComparison
 
-__all__ = ["fields_of", "print_comparison", "print_report", "print_steps"]
+__all__ = ["fields_of", "print_comparison", "print_inspection", "print_report", "print_steps"]
 
 _SHOWN = 20
+_TITLE = 13  # characters of the first column of the table of `inspect`
 
 
 def print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
     """Print a report: for people, or as a JSON object."""
     if as_json:
         print(json.dumps(fields_of(report)))
-    elif not quiet:
-        _print_plan(report) if report.dry_run else _print_merge(report)
+        return
+    if quiet:
+        return
+    _print_plan(report) if report.dry_run else _print_merge(report)
+    # Last of all, what was not checked, and what keeps the output from being a model.
+    if report.names_checked == "none":
+        print("names not checked: neither a base model nor the config says which tensors there are")
+    if not report.loadable:
+        print("weights only: not loadable by transformers without a config.json")
 
 
 def fields_of(found: "Report | Inspection") -> dict[str, object]:
@@ -63,7 +76,7 @@ def _print_merge(report: "Report") -> None:
     if len(report.sources) > 1:
         print(f"averaged {len(report.sources)} checkpoints: {', '.join(report.sources)}")
     tensors, ranks = counted(report.tensors, "tensor"), counted(report.world_size, "rank")
-    print(f"merged {tensors} of {ranks}: {_dtypes(report)}")
+    print(f"merged {tensors} of {ranks}: {_list_dtypes(report)}")
     print(
         f"wrote {human_size(report.bytes_written)} in {counted(len(report.files), 'file')}, "
         f"{report.seconds:.2f} s ({human_size(rate)}/s), "
@@ -79,7 +92,6 @@ def _print_merge(report: "Report") -> None:
     print(f"saved to {report.output}")
     if report.url is not None:
         print(f"pushed to {report.url}")
-    _print_limits(report)
 
 
 def _print_plan(report: "Report") -> None:
@@ -90,35 +102,84 @@ def _print_plan(report: "Report") -> None:
         print(f"  {name}")
     operations = ", ".join(f"{count} {kind}" for kind, count in report.operations.items())
     parameters = counted(report.parameters, "parameter")
-    print(f"tensors:    {report.tensors} ({_dtypes(report)}), {parameters}")
+    print(f"tensors:    {report.tensors} ({_list_dtypes(report)}), {parameters}")
     print(f"operations: {operations or 'none'}")
     print(f"reads:      {counted(report.bytes_read, 'byte')}")
     print(f"writes:     {counted(report.bytes_written, 'byte')}")
     print(f"buffers:    {human_size(report.memory_bytes)}; the process stays below 128 MB")
-    _print_limits(report)
 
 
-def _print_limits(report: "Report") -> None:
-    """Say, last of all, what was not checked, and what keeps the output from being a model."""
-    if report.names_checked == "none":
-        print("names not checked: neither a base model nor the config says which tensors there are")
-    if not report.loadable:
-        print("weights only: not loadable by transformers without a config.json")
-
-
-def _dtypes(report: "Report") -> str:
+def _list_dtypes(report: "Report") -> str:
     return ", ".join(f"{count} {name}" for name, count in report.dtypes.items())
 
 
-def print_comparison(found: "Comparison") -> None:
-    """Print what comparing two models found, for people."""
+def print_inspection(found: "Inspection", front: Front) -> None:
+    """Print what was found about a checkpoint, for people."""
+    which = ", ".join(filter(None, (found.role, found.weights)))
+    names = found.training_state
+    state = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    rows = {
+        "checkpoint": f"{found.path} ({which} weights)",
+        "format": f"{found.format}, written by {found.writer}",
+        "step": "unknown" if found.step is None else str(found.step),
+        "world size": str(found.world_size),
+        "meshes": _list_counts(found.meshes),
+        "placements": _list_counts(found.placements),
+        "dtypes": _list_counts(found.dtypes),
+        "parameters": f"{found.parameters:,} in {counted(len(found.tensors), 'tensor')}, "
+        f"{human_size(found.size_bytes)}",
+        "config": f"names {found.config_dtype}" if found.config_dtype else "",
+        "EMA": "present (--weights ema)" if found.has_ema and found.weights != "ema" else "",
+        "LoRA": counted(found.lora_tensors, "tensor") if found.lora_tensors else "",
+        "tied": "; ".join(" = ".join(tied) for tied in found.shared),
+        "companions": ", ".join(found.companions) or "none",
+        "not weights": f"training state: {state}" if state else "",
+        "compressed": "yes: merge decompresses it first" if found.compressed else "",
+        "missing": ", ".join(found.missing),
+        "merge writes": found.would_write,
+    }
+    for name, text in rows.items():
+        if text:
+            _print_row(name, text)
+    for skipped in found.skipped:
+        _print_row("left out", f"{skipped.fqn}: {skipped.reason}")
+    for note in found.notes:
+        _print_row("warning", reword_warning(note, front))
+
+
+def _print_row(title: str, text: str) -> None:
+    """Print one row of the table: on a terminal broken between words, elsewhere in one line."""
+    row = f"{title:<{_TITLE}} {text}"
+    if sys.stdout.isatty():
+        columns = max(shutil.get_terminal_size().columns, 2 * _TITLE)
+        indent = " " * (_TITLE + 1)
+        lines = textwrap.TextWrapper(columns, subsequent_indent=indent, break_long_words=False)
+        lines.break_on_hyphens = False
+        row = lines.fill(row)
+    print(row)
+
+
+def _list_counts(counts: dict[str, int]) -> str:
+    return "; ".join(f"{name} ({counted(count, 'tensor')})" for name, count in counts.items())
+
+
+def print_comparison(found: "Comparison", *, as_json: bool = False) -> None:
+    """Print what comparing two models found: for people, or as a JSON object."""
+    if as_json:
+        counts = {
+            "equal": found.equal,
+            "compared": len(found.tensors),
+            "different": len(found.different),
+        }
+        print(json.dumps(_make_finite(counts | asdict(found))))
+        return
     how = "bit by bit" if found.atol == found.rtol == 0 else "within the tolerances"
     equal = len(found.tensors) - len(found.different)
     cast = [one for one in found.tensors if one.cast and one.equal]
     print(f"compared    {counted(len(found.tensors), 'tensor')}, {how}")
     print(f"equal       {equal}" + (f" ({len(cast)} after a cast to our dtype)" if cast else ""))
     print(f"different   {len(found.different)}")
-    _print_some([_line(one) for one in found.different])
+    _print_some([_describe(one) for one in found.different])
     for title, names in (
         ("missing", found.missing),
         ("unexpected", found.unexpected),
@@ -150,7 +211,7 @@ def _print_loading(loading: "Loading") -> None:
         return
     print(f"loads       as {loading.model_class}, but:")
     mismatched = (
-        f"{one.name}: shape {_shape(one.found)}, not {_shape(one.expected)}"
+        f"{one.name}: shape {_write_shape(one.found)}, not {_write_shape(one.expected)}"
         for one in loading.mismatched
     )
     missing = (f"{name}: missing" for name in loading.missing)
@@ -165,9 +226,10 @@ def _print_some(lines: list[str]) -> None:
         print(f"  and {len(lines) - _SHOWN} more")
 
 
-def _line(one: "TensorComparison") -> str:
+def _describe(one: "TensorComparison") -> str:
     if one.values is None:
-        return f"{one.name}: shape {_shape(one.shape_ours)}, not {_shape(one.shape_theirs)}"
+        shapes = _write_shape(one.shape_ours), _write_shape(one.shape_theirs)
+        return f"{one.name}: shape {', not '.join(shapes)}"
     values = one.values
     parts = [f"{values.different:,} of {counted(values.elements, 'element')}"]
     if not one.cast and one.dtype_ours != one.dtype_theirs:
@@ -182,5 +244,14 @@ def _line(one: "TensorComparison") -> str:
     return f"{one.name}: {', '.join(parts)}"
 
 
-def _shape(sizes: tuple[int, ...]) -> str:
+def _write_shape(sizes: tuple[int, ...]) -> str:
     return " x ".join(map(str, sizes)) or "()"
+
+
+def _make_finite(value: object) -> object:
+    """Return a value in which NaN and infinity, for which JSON has no numbers, are text."""
+    if isinstance(value, dict):
+        return {key: _make_finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_make_finite(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not isfinite(value) else value

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from unshard.cli.running import process
+from unshard.cli import running
 from unshard.errors import ConversionError, UnknownFormatError, UsageError, speaking
 from unshard.fronts import Command, Front, line_of
 from unshard.progress import Listener
@@ -59,7 +59,7 @@ def run(main: Callable[[], None], *, failed: str = "error: ") -> NoReturn:
 
     `failed` is printed before the message of an error.
     """
-    process.run(main, failed=failed, failure=1)
+    running.run(main, failed=failed, failure=1)
 
 
 @contextmanager

@@ -4,24 +4,26 @@ import contextlib
 import json
 import os
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from unshard import signals
-from unshard.cli.evaluate.connecting import FAILED, URL, TokenFile, check_installed, connect
-from unshard.cli.evaluate.show import print_jobs, print_results
-from unshard.cli.evaluate.wait import wait_for
+from unshard.cli.evaluate.show import print_jobs, print_results, wait_for
 from unshard.cli.options import Json
-from unshard.cli.running.guard import error_fields, front_of, guarded
-from unshard.cli.running.streams import say
-from unshard.errors import UnshardError
+from unshard.cli.running import error_fields, front_of, guarded, say
+from unshard.errors import UnshardError, UsageError, how_to_install
 
 if TYPE_CHECKING:
     from unshard.evaluate.client.v1 import EvalClient
 
-__all__ = ["Seed", "app"]
+__all__ = ["FAILED", "URL", "Seed", "TokenFile", "app", "check_installed", "connect"]
+
+URL = "http://127.0.0.1:8000"
+FAILED = 1
+"""The exit code if a job did not complete, or a checkpoint was not accepted."""
 
 app = typer.Typer(
     name="eval",
@@ -42,15 +44,15 @@ Url = Annotated[
         "--server", metavar="URL", envvar="UNSHARD_EVAL_SERVER", help="URL of the server."
     ),
 ]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        envvar="UNSHARD_EVAL_TOKEN_FILE",
+        help="A file that contains the server's token.",
+    ),
+]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, or its beginning.")]
-Profile = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="One of the evaluators that the server offers."),
-]
-Tasks = Annotated[str, typer.Option(metavar="A,B", help="Tasks to evaluate.")]
-WeightSets = Annotated[
-    str, typer.Option(metavar="model,ema", help="Which weights; one job for each.")
-]
 Seed = Annotated[
     int | None,
     typer.Option(
@@ -60,6 +62,30 @@ Seed = Annotated[
         help="Seed of the evaluator's random generators.  [default: the evaluator's own]",
     ),
 ]
+
+
+def connect(url: str, token_file: Path | None) -> "EvalClient":
+    """Return a client of the server; nothing is sent yet.
+
+    Raises:
+        UsageError: httpx is not installed, or the URL or the token cannot be one.
+    """
+    check_installed("httpx", "pydantic")
+    from unshard.evaluate.client.v1 import EvalClient
+    from unshard.evaluate.credentials import read_token, split_url
+
+    split_url(url, what="--server")
+    what = f"--token-file {token_file}"
+    token = None if token_file is None else read_token(token_file, what=what)
+    return EvalClient(url, token=token)
+
+
+def check_installed(*modules: str) -> None:
+    """Raise UsageError, with the command that installs them, unless all modules are there."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        packages = " ".join("pyyaml" if name == "yaml" else name for name in missing)
+        raise UsageError(f"not installed: {packages}", hint=how_to_install(packages, "eval"))
 
 
 @app.command()
@@ -135,15 +161,19 @@ def serve(
 @guarded
 def submit(
     checkpoint: Annotated[Path, typer.Argument(help="The checkpoint.")],
-    tasks: Tasks,
-    profile: Profile = "lm-eval",
+    tasks: Annotated[str, typer.Option(metavar="A,B", help="Tasks to evaluate.")],
+    profile: Annotated[
+        str, typer.Option(metavar="NAME", help="One of the evaluators that the server offers.")
+    ] = "lm-eval",
     step: Annotated[
         int | None, typer.Option(help="The training step.  [default: from the directory's name]")
     ] = None,
     run: Annotated[
         str, typer.Option(help="The training run.  [default: the run directory's name]")
     ] = "",
-    weights: WeightSets = "model",
+    weights: Annotated[
+        str, typer.Option(metavar="model,ema", help="Which weights; one job for each.")
+    ] = "model",
     seed: Seed = None,
     wait: Annotated[
         bool,
@@ -160,10 +190,10 @@ def submit(
     """Queue evaluations of a checkpoint."""
     with connect(server, token_file) as client:
         path = os.path.realpath(checkpoint)  # the server checks it: it may see other paths
-        names = _listed(tasks)
+        names = _split_list(tasks)
         jobs: list[dict[str, object]] = []
         try:
-            for one in _listed(weights):
+            for one in _split_list(weights):
                 job = client.submit(path, step, profile, names, weights=one, run=run, seed=seed)
                 jobs.append(job)
         except UnshardError as error:
@@ -193,7 +223,12 @@ def status(
 ) -> None:
     """Show the status of jobs."""
     with connect(server, token_file) as client:
-        _print_problems(client)
+        from unshard.evaluate.client.v1 import ServerAwayError
+
+        # If the server does not answer this, the next request fails with the reason.
+        with contextlib.suppress(ServerAwayError):
+            for problem in client.problems():
+                say(f"warning: the server accepts no jobs now: {problem}")
         jobs = [client.job(job)] if job else client.jobs(run=run)
     print_jobs(jobs, run=run, as_json=as_json)
 
@@ -223,7 +258,9 @@ def logs(
         offset = 0
         while True:
             part = client.log(job, offset)
-            print(_lines(str(part["text"])), end="", flush=True)
+            # Each state of a progress bar is a separate line.
+            lines = str(part["text"]).replace("\r\n", "\n").replace("\r", "\n")
+            print(lines, end="", flush=True)
             if part["ended"] or not (follow or part["text"]):
                 return
             after = int(str(part["offset"]))
@@ -262,19 +299,5 @@ def _fail_after(
     raise typer.Exit(error.exit_code) from error
 
 
-def _print_problems(client: "EvalClient") -> None:
-    """Print why the server accepts no jobs now, if it answers that."""
-    from unshard.evaluate.client.v1 import ServerAwayError
-
-    with contextlib.suppress(ServerAwayError):  # the next request fails with the reason
-        for problem in client.problems():
-            say(f"warning: the server accepts no jobs now: {problem}")
-
-
-def _lines(text: str) -> str:
-    """Return a part of a log with each state of a progress bar on a separate line."""
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _listed(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unshard.cli.evaluate.commands import Seed
-from unshard.cli.evaluate.connecting import FAILED, URL, TokenFile, check_installed, connect
+from unshard.cli.evaluate.commands import FAILED, URL, Seed, TokenFile, check_installed, connect
 from unshard.cli.evaluate.show import on_one_line
 from unshard.cli.options import Json, one_of
-from unshard.cli.running.streams import say
+from unshard.cli.running import say
 from unshard.errors import UsageError
 from unshard.showing import counted
 
@@ -105,8 +104,8 @@ def watch(
         "token_file": None if token_file is None else str(token_file),
     }
     chosen = {key: value for key, value in given.items() if value is not None}
-    configured = _configured(config, chosen, interval)
-    _await(directory, None if once else interval)
+    configured = _configure(config, chosen, interval)
+    _wait_for_directory(directory, None if once else interval)
     with Watching(directory, configured) as watching:
         if once:
             _watch_once(watching, min(interval, _SETTLE_S))
@@ -119,7 +118,7 @@ def watch(
 def export(
     to: Annotated[
         str,
-        one_of("tensorboard", "wandb", "mlflow", "trackio", "jsonl", help="The tracker."),
+        one_of(("tensorboard", "wandb", "mlflow", "trackio", "jsonl"), "The tracker."),
     ],
     run: Annotated[
         str | None, typer.Option(help="Only this run.  [default: all runs, each separately]")
@@ -166,7 +165,7 @@ def export(
         print("the server has no results" + (f" of {run}" if run else ""))
 
 
-def _configured(file: Path | None, chosen: dict[str, object], interval: float) -> "EvalConfig":
+def _configure(file: Path | None, chosen: dict[str, object], interval: float) -> "EvalConfig":
     """Return the configuration of a file, if there is one, with the given options in its place."""
     from dataclasses import replace
 
@@ -183,7 +182,7 @@ def _configured(file: Path | None, chosen: dict[str, object], interval: float) -
     return replace(base, **{key: getattr(read, key) for key in chosen})
 
 
-def _await(directory: Path, interval: float | None) -> None:
+def _wait_for_directory(directory: Path, interval: float | None) -> None:
     """Wait until a trainer has made a directory; fail if it is missing and `interval` is None."""
     if directory.is_dir():
         return

@@ -1,20 +1,28 @@
-"""How `unshard eval` shows jobs and results: as tables, as CSV, and as JSON."""
+"""How `unshard eval` shows jobs and results: as tables, CSV or JSON, or as they change."""
 
 import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["describe_state", "on_one_line", "print_jobs", "print_results", "shorten"]
+from unshard.cli.running import say
 
-Fields = Mapping[str, object]
+if TYPE_CHECKING:
+    from unshard.evaluate.client.v1 import EvalClient
+
+__all__ = ["on_one_line", "print_jobs", "print_results", "wait_for"]
+
+Row = Mapping[str, object]
+"""A job or a result as the server answers it, or a line of a table, by heading."""
 
 _SHORT = 8  # characters of a job's id: the server knows it by them
 _COLUMNS = ("run", "step", "weights", "profile", "task", "metric", "value", "job_id")
 _NUMBERS = frozenset({"step", "value"})  # aligned at their ends
+_LOOK_S = 1.0  # between looks at the jobs
 
 
-def shorten(job_id: object) -> str:
+def _shorten(job_id: object) -> str:
     """Return the beginning of a job's id, which every command takes in its place."""
     return str(job_id)[:_SHORT]
 
@@ -24,7 +32,7 @@ def on_one_line(name: str) -> str:
     return name.replace("\n", "\\n")
 
 
-def describe_state(job: Fields) -> str:
+def _describe_state(job: Row) -> str:
     """Return the status of a job, with its place in the queue, or the phase of a running one."""
     detail = job.get("position") if job["status"] == "queued" else job.get("phase")
     if detail is None:
@@ -32,7 +40,7 @@ def describe_state(job: Fields) -> str:
     return f"queued #{detail}" if job["status"] == "queued" else str(detail)
 
 
-def print_jobs(jobs: Sequence[Fields], *, run: str | None = None, as_json: bool) -> None:
+def print_jobs(jobs: Sequence[Row], *, run: str | None = None, as_json: bool) -> None:
     """Print jobs, each with its results and its error below.
 
     Args:
@@ -48,16 +56,18 @@ def print_jobs(jobs: Sequence[Fields], *, run: str | None = None, as_json: bool)
         return
     rows = [
         {
-            "job": shorten(job["id"]),
-            "status": describe_state(job),
+            "job": _shorten(job["id"]),
+            "status": _describe_state(job),
             **{name: job[name] for name in ("run", "step", "weights", "profile")},
-            "tasks": _joined(job["tasks"]),
-            "submitted (local)": _local(job.get("created_at")),
-            "ended (local)": _local(job.get("completed_at")),
+            "tasks": ",".join(map(str, tasks))
+            if isinstance(tasks := job["tasks"], Sequence)
+            else tasks,
+            "submitted (local)": _write_time(job.get("created_at")),
+            "ended (local)": _write_time(job.get("completed_at")),
         }
         for job in jobs
     ]
-    head, *lines = _table(rows)
+    head, *lines = _lay_out_table(rows)
     print(head)
     for job, line in zip(jobs, lines, strict=True):
         print(line)
@@ -66,10 +76,11 @@ def print_jobs(jobs: Sequence[Fields], *, run: str | None = None, as_json: bool)
             for name, value in metrics.items():
                 print(f"    {on_one_line(name)} = {value:.6g}")
         if job["error"]:
-            print(f"    {_reason(job)}".replace("\n", "\n    "))
+            again = f"attempt {job.get('attempts')}: " if job["status"] == "queued" else ""
+            print(f"    {again}{job['error']}".replace("\n", "\n    "))
 
 
-def print_results(found: Sequence[Fields], *, run: str | None, as_csv: bool, as_json: bool) -> None:
+def print_results(found: Sequence[Row], *, run: str | None, as_csv: bool, as_json: bool) -> None:
     """Print results, one on each line."""
     if as_json:
         print(json.dumps({"results": list(found)}))
@@ -85,23 +96,16 @@ def print_results(found: Sequence[Fields], *, run: str | None, as_csv: bool, as_
         rows = [
             {
                 **{name: one[name] for name in _COLUMNS[:-1]},
-                "completed (local)": _local(one.get("completed_at")),
-                "job": shorten(one["job_id"]),
+                "completed (local)": _write_time(one.get("completed_at")),
+                "job": _shorten(one["job_id"]),
             }
             for one in found
         ]
-        for line in _table(rows):
+        for line in _lay_out_table(rows):
             print(line)
 
 
-def _reason(job: Fields) -> str:
-    """Return a job's error, with the number of the attempt if the job is tried again."""
-    if job["status"] == "queued":
-        return f"attempt {job.get('attempts')}: {job['error']}"
-    return str(job["error"])
-
-
-def _table(rows: Sequence[Fields]) -> list[str]:
+def _lay_out_table(rows: Sequence[Row]) -> list[str]:
     """Return the lines of a table with headings; None is shown as "-"."""
     headings = {name: name for name in rows[0]}
     cells = [
@@ -109,20 +113,90 @@ def _table(rows: Sequence[Fields]) -> list[str]:
         for row in (headings, *rows)
     ]
     widths = {name: max(len(row[name]) for row in cells) for name in headings}
-    lines = ("  ".join(_aligned(name, row[name], widths[name]) for name in row) for row in cells)
-    return [line.rstrip() for line in lines]
+    aligned = (
+        [
+            text.rjust(widths[name]) if name in _NUMBERS else text.ljust(widths[name])
+            for name, text in row.items()
+        ]
+        for row in cells
+    )
+    return ["  ".join(row).rstrip() for row in aligned]
 
 
-def _aligned(name: str, text: str, width: int) -> str:
-    return text.rjust(width) if name in _NUMBERS else text.ljust(width)
-
-
-def _joined(tasks: object) -> str:
-    return ",".join(map(str, tasks)) if isinstance(tasks, Sequence) else str(tasks)
-
-
-def _local(seconds: object) -> str | None:
+def _write_time(seconds: object) -> str | None:
     """Return a time since the epoch as a local one."""
     if not isinstance(seconds, int | float):
         return None
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def wait_for(client: "EvalClient", jobs: Sequence[str]) -> list[dict[str, object]]:
+    """Wait until all jobs, or those that superseded them, have ended, and return them.
+
+    Waiting outlasts restarts of the server; after Ctrl-C the jobs continue. Changes are printed to
+    stderr.
+    """
+    followed = [_Followed(client, job) for job in jobs]
+    try:
+        while not all([one.look() for one in followed]):  # noqa: C419  (look at every one)
+            time.sleep(_LOOK_S)
+    except KeyboardInterrupt as error:
+        left = ", ".join(_shorten(one.job_id) for one in followed if not one.has_ended)
+        raise KeyboardInterrupt(
+            f"interrupted: the server continues with {left}\n"
+            "to cancel a job: unshard eval cancel JOB"
+        ) from error
+    return [dict(one.job) for one in followed]
+
+
+class _Followed:
+    """A job that is waited for, and what was printed about it last."""
+
+    def __init__(self, client: "EvalClient", job_id: str) -> None:
+        self.job_id = job_id
+        self.job: Row = {}
+        self.has_ended = False
+        self._client = client
+        self._said = ""
+        self._failed: object = 0
+        self._is_away = False
+        say(f"waiting for job {_shorten(job_id)}")
+
+    def look(self) -> bool:
+        """Print what has changed; return whether the job has ended."""
+        from unshard.evaluate.client.v1 import ServerAwayError
+
+        if self.has_ended:
+            return True
+        try:
+            self.job = self._client.job(self.job_id)
+            self._is_away = False
+        except ServerAwayError as error:
+            if not self._is_away:
+                say(f"waiting: {error}")
+            self._is_away = True
+            return False
+        newer = self.job.get("superseded_by")
+        if newer is not None:
+            say(
+                f"job {_shorten(self.job_id)}: saved again since; waiting for job {_shorten(newer)}"
+            )
+            self.job_id = str(newer)
+            return self.look()
+        self.has_ended = self.job["completed_at"] is not None
+        self._say_change()
+        return self.has_ended
+
+    def _say_change(self) -> None:
+        job, name = self.job, f"job {_shorten(self.job_id)}"
+        attempts = int(str(job.get("attempts") or 0))
+        over = attempts if job.get("status") == "queued" else attempts - 1
+        if job.get("error") and not self.has_ended and over != self._failed:
+            self._failed = over
+            why = str(job["error"]).replace("\n", "\n    ")
+            say(f"{name}: attempt {over} did not complete, the job is tried again: {why}")
+        again = f", attempt {attempts}" if job.get("status") == "running" and over else ""
+        now = f"{name}: {_describe_state(job)}{again}"
+        if now != self._said:
+            say(now)
+        self._said = now

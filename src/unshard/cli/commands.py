@@ -1,0 +1,264 @@
+"""`unshard merge`, `average`, `verify` and `inspect`: the commands about checkpoints."""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unshard import signals
+from unshard.cli.options import (
+    CHECKPOINT,
+    CheckpointArgument,
+    Json,
+    OutputOption,
+    Quiet,
+    flag,
+    keywords_of,
+    one_of,
+    option,
+    taking,
+    value,
+)
+from unshard.cli.reports import (
+    fields_of,
+    print_comparison,
+    print_inspection,
+    print_report,
+    print_steps,
+)
+from unshard.cli.running import front_of
+from unshard.errors import UsageError
+from unshard.fronts import Front
+from unshard.keywords import CHOICES, MergeKeywords, ReadKeywords, VerifyKeywords
+from unshard.progress import Event, Listener, Stage
+from unshard.showing import listening
+
+if TYPE_CHECKING:
+    from unshard.engines.threads import RunPlan
+
+__all__ = ["average", "inspect", "merge", "verify"]
+
+_DIFFERENT = 1
+_AVERAGE = "Average"
+_MERGED = "How it was merged"
+_AS_MERGE = "As given to merge.  [default: from unshard.json]"
+
+_log = logging.getLogger(__name__)
+
+
+@taking(MergeKeywords)
+def merge(
+    checkpoint: CheckpointArgument,
+    output: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="Output directory; must not exist yet.  [default: merged/<step> next to the "
+            "checkpoint]",
+        ),
+    ] = None,
+    *,
+    all_steps: Annotated[
+        bool,
+        flag(
+            "--all-steps",
+            "Merge every complete step of a run, each into its own directory.",
+            CHECKPOINT,
+        ),
+    ] = False,
+    skip_existing: Annotated[
+        bool,
+        flag(
+            "--skip-existing",
+            "With --all-steps: leave out the steps that were merged already.",
+            CHECKPOINT,
+        ),
+    ] = False,
+    output_option: OutputOption = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    **given: object,
+) -> None:
+    """Merge a sharded checkpoint into a Hugging Face directory."""
+    from unshard import api
+
+    if None not in (output, output_option):
+        two = f"two outputs: {output} and --output {output_option}"
+        raise UsageError(two, hint="leave one out")
+    options = api.MergeOptions(**keywords_of(MergeKeywords, given))
+    what = (checkpoint, output or output_option, options)
+    if skip_existing and not all_steps:
+        raise UsageError("--skip-existing needs --all-steps")
+    with _working(quiet=quiet, front=front_of(merge)) as (listener, engine):
+        if not all_steps:
+            report = api.merge_with(*what, listener, engine=engine)
+        else:
+            steps = list(api.merge_steps(*what, listener, engine, skip_existing=skip_existing))
+    if not all_steps:
+        print_report(report, as_json=as_json, quiet=quiet)
+        return
+    print_steps(steps, as_json=as_json, quiet=quiet)
+    for one in steps:
+        if one.error is not None and one.has_failed:
+            raise typer.Exit(one.error.exit_code)
+
+
+@contextmanager
+def _working(*, quiet: bool, front: Front) -> Iterator[tuple[Listener, "RunPlan"]]:
+    """Yield who listens and who makes the files: all processes of a torchrun, if there is one."""
+    from unshard import api
+
+    with listening(quiet=quiet, front=front) as listener:
+
+        def logged(event: Event) -> None:
+            if isinstance(event, Stage):  # the times of the log's lines show how long it took
+                _log.info("%s", event.name)
+            listener(event)
+
+        yield logged, api.crew()
+
+
+@taking(MergeKeywords, but=("step", "lora", "lora_alpha", "extra_state"))
+def average(
+    checkpoints: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="Checkpoints to average, in this order, or one run, to average all its complete "
+            "steps. The last argument is the output directory, which must not exist yet, unless "
+            "--output names it.",
+        ),
+    ],
+    coefficients: Annotated[
+        str | None,
+        option("1,2,3", "Weight of each checkpoint.  [default: all the same]", _AVERAGE),
+    ] = None,
+    ema_decay: Annotated[
+        float | None,
+        option(
+            "DECAY", "Exponential moving average: each checkpoint moves it by 1 - DECAY.", _AVERAGE
+        ),
+    ] = None,
+    last: Annotated[
+        int | None, option("N", "Use only the last N steps of a run.", _AVERAGE)
+    ] = None,
+    every: Annotated[
+        int | None,
+        option("N", "Use every Nth step of a run, counting back from the highest.", _AVERAGE),
+    ] = None,
+    *,
+    output: OutputOption = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    **given: object,
+) -> None:
+    """Average checkpoints into a Hugging Face directory, in one pass."""
+    from unshard import api
+
+    with _working(quiet=quiet, front=front_of(average)) as (listener, engine):
+        report = api.average(
+            *_split_paths(checkpoints, output),
+            coefficients=_parse_numbers(coefficients),
+            ema_decay=ema_decay,
+            last=last,
+            every=every,
+            listener=listener,
+            engine=engine,
+            **keywords_of(MergeKeywords, given),
+        )
+    print_report(report, as_json=as_json, quiet=quiet)
+
+
+def _split_paths(paths: list[Path], output: Path | None) -> tuple[list[Path], Path]:
+    """Take the last path as the output, as `cp` does, unless the option names it.
+
+    A path that exists may be a checkpoint: only the option can mean it as the output.
+    """
+    if output is not None:
+        return paths, output
+    *sources, last = paths
+    if not sources or last.exists():
+        raise UsageError(
+            "the output is missing",
+            expected="a last argument that does not exist yet, or --output OUTPUT",
+            found=f"{last} exists" if last.exists() else f"only {last}",
+        )
+    return sources, last
+
+
+def _parse_numbers(text: str | None) -> list[float] | None:
+    try:
+        return None if text is None else [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(
+            f"--coefficients {text}: not numbers", expected="one for each checkpoint: 1,2,3"
+        ) from error
+
+
+@taking(
+    VerifyKeywords,
+    base=value(str, "MODEL", "As given to merge.", _MERGED),
+    include=value(str, "REGEX", _AS_MERGE, _MERGED),
+    exclude=value(str, "REGEX", _AS_MERGE, _MERGED),
+    lora_alpha=value(float, "ALPHA", _AS_MERGE, _MERGED),
+    config=value(
+        Path, "FILE", "config.json to convert with.  [default: the output's own]", _MERGED
+    ),
+)
+def verify(
+    output: Annotated[
+        Path, typer.Argument(metavar="OUTPUT", help="A merged model: a directory, or one file.")
+    ],
+    against: Annotated[
+        Path, option("PATH", "The checkpoint or Hugging Face model to compare it with.")
+    ],
+    atol: Annotated[float, option("A", "Allowed: |ours - theirs| <= A + R x |theirs|.")] = 0.0,
+    rtol: Annotated[float, option("R", "See --atol.")] = 0.0,
+    load: Annotated[
+        bool, flag("--load", "Also load names and shapes with transformers (extra `torch`).")
+    ] = False,
+    *,
+    names: Annotated[str | None, one_of(CHOICES["names"], _AS_MERGE, _MERGED)] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    **given: object,
+) -> None:
+    """Compare every tensor of a merged model with a checkpoint or another model.
+
+    The comparison is exact, bit by bit, unless --atol or --rtol is given. Exit code 1 means that
+    the models differ.
+    """
+    from unshard import api
+
+    with listening(quiet=quiet, front=front_of(verify)) as listener:
+        found = api.verify(
+            output,
+            against,
+            atol=atol,
+            rtol=rtol,
+            load=load,
+            names=names,
+            listener=listener,
+            **keywords_of(VerifyKeywords, given),
+        )
+    if as_json or not quiet:
+        print_comparison(found, as_json=as_json)
+    if not found.equal:
+        raise typer.Exit(_DIFFERENT)
+
+
+@taking(ReadKeywords)
+def inspect(checkpoint: CheckpointArgument, *, as_json: Json = False, **given: object) -> None:
+    """Describe a checkpoint, and what merge would write."""
+    from unshard import api
+
+    signals.raise_them()
+    found = api.inspect(checkpoint, **keywords_of(ReadKeywords, given))
+    if as_json:
+        print(json.dumps(fields_of(found)))
+    else:
+        print_inspection(found, front_of(inspect, {"checkpoint": checkpoint}))

@@ -1,0 +1,226 @@
+"""A command as a process: its streams, how it begins and ends, alone or as one of a torchrun's."""
+
+import errno
+import functools
+import inspect
+import io
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn, ParamSpec, TextIO
+
+from unshard import signals
+from unshard.engines.crew import as_one_of_torchrun, is_started_by_torchrun
+from unshard.errors import UnshardError, printable
+from unshard.fronts import PYTHON, Command
+
+__all__ = ["error_fields", "front_of", "guarded", "run", "say"]
+
+P = ParamSpec("P")
+
+_FAILED = 1
+_NO_DIRECTORY = (
+    "the current directory has been deleted\n  hint:     cd to another one, or give absolute paths"
+)
+_NO_MEMORY = (
+    "not enough memory, or a limit on it (ulimit -v) is too low\n"
+    "  hint:     raise the limit, or run it where more memory is free"
+)
+
+
+def run(
+    command: Callable[[], None], *, failed: str = "error: ", failure: int | None = None
+) -> NoReturn:
+    """Run a command and end the process with its exit code.
+
+    Under torchrun the process of rank 0 runs it. The others only move bytes for that one, and end
+    with the same exit code.
+
+    Args:
+        command: ends by itself or with SystemExit.
+        failed: what is printed before the message of an error.
+        failure: the exit code after an error; None: that of its class.
+    """
+    signals.end_at_once()
+    _make_streams_safe()
+
+    def alone() -> int:
+        return _run_to_end(command, failed, failure)
+
+    if is_started_by_torchrun():
+        code = _run_to_end(lambda: as_one_of_torchrun(alone), failed, failure)
+    else:
+        code = alone()
+    signals.ignore_for_good()
+    raise SystemExit(code)
+
+
+def _run_to_end(command: Callable[[], int | None], failed: str, failure: int | None) -> int:
+    """Run a command to its end, its output flushed; return its exit code."""
+    try:
+        try:
+            code = command() or 0
+        finally:
+            signals.ignore()
+    except SystemExit as end:
+        code = _FAILED
+        if end.code is None or isinstance(end.code, int):
+            code = end.code or 0
+        else:
+            print(end.code, file=sys.stderr)
+    except UnshardError as error:
+        if error.front is PYTHON:
+            error.front = Command({})
+        print(f"{failed}{error}", file=sys.stderr)
+        code = failure or error.exit_code
+    except KeyboardInterrupt as error:
+        print(signals.message(error), file=sys.stderr)
+        code = signals.exit_code(error)
+    except MemoryError:
+        print(f"{failed}{_NO_MEMORY}", file=sys.stderr)
+        code = _FAILED
+    except Exception as error:  # noqa: BLE001 (a defect of ours: shown as Python does, code included)
+        if isinstance(error, FileNotFoundError) and not _has_directory():
+            print(f"{failed}{_NO_DIRECTORY}", file=sys.stderr)
+        else:
+            sys.excepthook(*sys.exc_info())
+        code = _FAILED
+    lost = _flush()
+    if lost is not None and code == 0:
+        print(
+            f"error: standard output cannot be written: {lost.strerror}\n"
+            "  the command did its work; what it printed is incomplete",
+            file=sys.stderr,
+        )
+        code = _FAILED
+    return code
+
+
+def _has_directory() -> bool:
+    """Return whether the current directory still exists: no relative path means anything in it."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def guarded(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn the errors of a command into messages, JSON if that is given, and exit codes.
+
+    A KeyboardInterrupt may say in what state it leaves things.
+    """
+
+    @functools.wraps(command)
+    def run_guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except UnshardError as error:
+            if kwargs.get("as_json"):
+                print(json.dumps({"error": error_fields(error)}))
+            error.front = front_of(command, kwargs)
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            signals.ignore()
+            print(signals.message(error), file=sys.stderr)
+            raise SystemExit(signals.exit_code(error)) from error
+
+    return run_guarded
+
+
+def front_of(command: Callable[..., None], given: Mapping[str, object] | None = None) -> Command:
+    """Return the options of a command; for all others `unshard merge` is named.
+
+    Args:
+        command: the function that typer calls.
+        given: its arguments, as far as they are known.
+    """
+    names = [name.replace("_", "-") for name in inspect.signature(command).parameters]
+    checkpoint = shlex.quote(str((given or {}).get("checkpoint", "CHECKPOINT")))
+    own = {name: f"--{name}" for name in names}
+    return Command(own, f"unshard merge {checkpoint} OUTPUT")
+
+
+def error_fields(error: UnshardError) -> dict[str, object]:
+    """Return an error as `--json` prints it."""
+    return {
+        "type": type(error).__name__,
+        "code": error.exit_code,
+        "message": error.subject,
+        "expected": error.expected,
+        "found": error.found,
+        "hint": error.hint,
+    }
+
+
+class _Unfailing(io.FileIO):
+    """Writes to a descriptor; after the first error, which it keeps, it drops what is written."""
+
+    error: OSError | None = None
+
+    def write(self, data: object, /) -> int:
+        """Write, or drop, all of the data."""
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]
+        done = 0
+        while self.error is None and done < len(view):
+            try:
+                done += super().write(view[done:]) or 0
+            except OSError as error:
+                self.error = error
+        return len(view)
+
+
+class _Printable(io.TextIOWrapper):
+    """Escapes what would control a terminal: what others wrote is printed, too."""
+
+    def write(self, text: str, /) -> int:
+        """Write a text."""
+        return super().write(printable(text))
+
+
+def _make_streams_safe() -> None:
+    """Make stdout and stderr print any text in their encoding, and outlast their own failure.
+
+    Nothing in stdout controls a terminal. In stderr progress bars must: a message is printed by
+    `say`, which escapes it.
+    """
+    sys.stdout = _make_safe(sys.stdout, 1, _Printable)
+    sys.stderr = _make_safe(sys.stderr, 2, io.TextIOWrapper)
+
+
+def _make_safe(stream: TextIO | None, number: int, kind: type[io.TextIOWrapper]) -> TextIO:
+    """Return a stream in the place of one of Python's own; None is one that was closed."""
+    if stream is None:
+        fd = os.open(os.devnull, os.O_RDWR)
+        if fd != number:  # or else the next file that is opened would be taken for it
+            os.dup2(fd, number)
+            os.close(fd)
+        stream = io.TextIOWrapper(io.FileIO(number, "w", closefd=False), encoding="utf-8")
+    raw = _Unfailing(number, "w", closefd=False)
+    return kind(
+        io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=number == 2 or raw.isatty(),
+    )
+
+
+def say(text: object) -> None:
+    """Print a message on stderr. It may quote what servers and evaluators answered."""
+    print(printable(str(text)), file=sys.stderr, flush=True)
+
+
+def _flush() -> OSError | None:
+    """Flush both streams; return why stdout could not be written.
+
+    A reader that has gone (`| head`) has read what it wanted: this is not an error.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    error = raw.error if isinstance(raw, _Unfailing) else None
+    return None if error is None or error.errno == errno.EPIPE else error

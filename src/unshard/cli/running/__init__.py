@@ -1,1 +1,0 @@
-"""How a command begins and ends: streams, logs, errors and exit codes."""
