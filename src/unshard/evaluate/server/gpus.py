@@ -62,9 +62,7 @@ def gpus_expected(there: int) -> str:
 def first_gpus(count: int, *, what: str) -> tuple[str, ...]:
     """Return the first GPUs that this process may use; any number if it may use all.
 
-    Args:
-        count: how many.
-        what: how error messages name the option.
+    `what` is how an error names the option.
 
     Raises:
         UsageError: CUDA_VISIBLE_DEVICES names fewer, or cannot be read.
@@ -137,13 +135,9 @@ class Slots:
             )
 
     def take(self, count: int) -> tuple[str, ...] | None:
-        """Take slots, the lowest numbers first; return None if too few are free.
+        """Take as many GPUs as `check` allows, the lowest numbers first; None if too few are free.
 
-        Args:
-            count: of GPUs, as `check` allows it.
-
-        Returns:
-            The names of the GPUs; none for the slot of the CPU.
+        No names mean the slot of the CPU.
         """
         with self._lock:
             numbers_first = sorted(self._free, key=lambda gpu: (len(gpu), gpu))  # ids are longer

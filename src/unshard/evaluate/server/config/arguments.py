@@ -35,11 +35,7 @@ def has_separator(text: str) -> bool:
 
 
 def join_arguments(arguments: Mapping[str, Scalar], *, what: str) -> str:
-    """Return `key=value,key=value`.
-
-    Args:
-        arguments: the values by key.
-        what: how an error names them.
+    """Return `key=value,key=value`; `what` is how an error names the arguments.
 
     Raises:
         UsageError: a key or value contains a comma, an equals sign, a quote, a bracket or a new

@@ -251,10 +251,8 @@ class ServerConfig:
         """Return the configuration without a file: this machine's GPUs, a profile of every kind.
 
         lm-eval and lmms-eval are those of this Python, if it has them; the command measures the
-        weights themselves. It has no roots: the caller must add some.
-
-        Args:
-            gpus: others than this machine's.
+        weights themselves. It has no roots: the caller must add some. `gpus` replaces this
+        machine's.
         """
         gpus = find_gpus() if gpus is None else gpus
         return cls(gpus=gpus, profiles=default_profiles(gpus))

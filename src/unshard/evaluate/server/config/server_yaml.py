@@ -106,11 +106,7 @@ SERVER_KEYS = frozenset(ServerKeys.__annotations__)
 def read_server_yaml(path: Path, gpus: tuple[str, ...] | None = None) -> ServerConfig:
     """Read a configuration file; what it does not give is as in `ServerConfig.default`.
 
-    Relative paths start at the file's directory.
-
-    Args:
-        path: of the file.
-        gpus: others than the file's.
+    Relative paths start at the file's directory. `gpus` replaces the file's.
 
     Raises:
         UsageError: the file cannot be read, or a key is unknown or has a wrong value.

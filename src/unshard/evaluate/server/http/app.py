@@ -29,12 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_app(service: Service, rules: Rules) -> FastAPI:
-    """Return the application of a server.
-
-    Args:
-        service: what the server does.
-        rules: which requests are served.
-    """
+    """Return the application of a server, which serves the requests that the rules allow."""
     app = FastAPI(
         title="unshard eval",
         description="Evaluate checkpoints while training goes on.",

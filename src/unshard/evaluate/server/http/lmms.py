@@ -293,14 +293,7 @@ def _as_request(asked: EvaluateRequest) -> Request:
 def _info_of(
     job: Job, position: int | None, results: str | None, samples: Sequence[str]
 ) -> JobInfo:
-    """Return what clients of lmms-eval's protocol see of a job.
-
-    Args:
-        job: the job.
-        position: its place in the queue.
-        results: the path of a file of results as lmms-eval writes them.
-        samples: the paths of its files of samples.
-    """
+    """Return what clients see of a job; `results` and `samples` are paths of files."""
     request = job.request
     result: dict[str, dict[str, object]] | None = None
     if job.status is Status.COMPLETED:

@@ -105,12 +105,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """An ASGI application that passes on what the rules allow, and refuses everything else.
-
-    Args:
-        app: the guarded application.
-        rules: which requests it gets.
-    """
+    """An ASGI application that passes on what the rules allow, and refuses everything else."""
 
     def __init__(self, app: ASGIApp, rules: Rules) -> None:
         self._app = app

@@ -45,14 +45,10 @@ _MOST_IN_A_ROW = {
 
 
 class Outcomes:
-    """Records outcomes, and removes the merged models that need not stay.
+    """Records outcomes, removes the merged models that need not stay, and lets go of pins.
 
-    Args:
-        store: the truth.
-        merger: has the models.
-        pins: let go of when their jobs have ended.
-        backoff_s: between the first failure of a job and its next attempt.
-        is_stopped: whether to stop waiting for the database.
+    `backoff_s` is between the first failure of a job and its next attempt; `is_stopped` is whether
+    to stop waiting for the database.
     """
 
     def __init__(

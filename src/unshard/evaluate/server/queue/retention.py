@@ -28,13 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Retention:
-    """Removes what old jobs have left, once an hour.
-
-    Args:
-        store: the jobs.
-        work_dir: the server's.
-        keep_days: how long an ended job's directory is kept; None: for ever.
-    """
+    """Removes what old jobs have left, once an hour; never if `keep_days` is None."""
 
     def __init__(self, store: Store, work_dir: Path, keep_days: float | None) -> None:
         self._store = store

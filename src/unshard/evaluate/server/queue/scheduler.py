@@ -62,13 +62,6 @@ class Scheduler:
     """Runs the jobs of a store, the oldest first, as slots are free.
 
     A job that needs more slots than are free waits, and those behind it with it: none starves.
-
-    Args:
-        store: the truth.
-        slots: the GPUs.
-        profiles: of the evaluators.
-        pins: keep the checkpoints while their jobs wait.
-        settings: the rest.
     """
 
     def __init__(

@@ -36,11 +36,7 @@ _AGAIN = (Status.FAILED, Status.CANCELLED, Status.EXPIRED, Status.SUPERSEDED)
 
 
 class Store:
-    """The jobs, and what became of them.
-
-    Args:
-        path: of the database; made if it is missing.
-    """
+    """The jobs, and what became of them, in the database at a path; made if it is missing."""
 
     def __init__(self, path: Path) -> None:
         self._connections = Connections(path)
@@ -272,11 +268,7 @@ class Store:
         return list(self._jobs("WHERE open.job_id IS NOT NULL ORDER BY +jobs.number"))
 
     def pins_below(self, directory: Path | None = None) -> list[tuple[str, str]]:
-        """Return id and pin of every job that needs one: it is queued, or an attempt of it is open.
-
-        Args:
-            directory: only pins below it.
-        """
+        """Return id and pin, below a directory, of jobs that are queued or have an open attempt."""
         start = "/" if directory is None else f"{directory}/"
         where = f"pin >= ? AND pin < ? AND {NEEDS_PIN}"
         query = f"SELECT id, pin FROM jobs WHERE {where} ORDER BY number"  # noqa: S608
@@ -314,12 +306,7 @@ class Store:
         return list(self.newest(filters))
 
     def newest(self, filters: Filters, before: str | None = None) -> Iterator[Job]:
-        """Read jobs one by one, the newest first.
-
-        Args:
-            filters: which.
-            before: only jobs that are older than the job of this id.
-        """
+        """Read jobs one by one, the newest first; only those before the job of an id, if given."""
         where, values = condition_of(filters)
         if before is not None:
             where += " AND jobs.number < (SELECT number FROM jobs WHERE id = ?)"
@@ -378,9 +365,7 @@ class Store:
     def results(self, filters: Filters, after: int = 0) -> Iterator[Result]:
         """Read the numbers of completed jobs one by one, in the order in which they came.
 
-        Args:
-            filters: which; `limit` counts numbers.
-            after: only what came after the result of this number.
+        The filters' `limit` counts numbers; `after` is the number of the last one to leave out.
         """
         where, values = condition_of(filters)
         rows = self._connections.own.execute(
