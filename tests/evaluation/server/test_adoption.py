@@ -145,7 +145,7 @@ def test_a_job_that_takes_its_server_down_every_time_fails_in_the_end(tmp_path: 
         if number % 2:  # else it had the memory for the merge only
             (directory / LOG_NAME).write_text("a lot of memory\n")
             process = Process(2**22 - 5, 1, boot_id(), (), str(directory))
-            store.attempt_started(job.id, process)
+            store.record_process(job.id, process)
         server.start()
         wait_until(lambda: store.running() == [], "the end of the attempt")
         server.stop(end=True)
@@ -165,7 +165,7 @@ def test_a_supervisor_that_never_got_its_order_is_not_a_failure(tmp_path: Path) 
     directory = server.directory_of(claimed)
     (directory / "output").mkdir(parents=True)
     child = start_supervisor(gpus=("0",), directory=directory)
-    store.attempt_started(job.id, child.process)
+    store.record_process(job.id, child.process)
     server.start()
     assert [one.process for one in store.running()] == [child.process]
     child.reap()  # what the kernel does with the pipe of a killed server

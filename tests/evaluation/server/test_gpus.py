@@ -6,7 +6,7 @@ import pytest
 
 from unshard.errors import UsageError
 from unshard.evaluate.server.config.server_yaml import read_server_yaml
-from unshard.evaluate.server.gpus import find_gpus, gpus_in
+from unshard.evaluate.server.gpus import find_gpus, parse_gpus
 
 MIG = "MIG-3f1bd0c0-7a4b-5d1e-9c2f-0a1b2c3d4e5f"
 
@@ -29,7 +29,7 @@ def test_gpus_that_are_given(
     monkeypatch: pytest.MonkeyPatch, text: str, expected: tuple[str, ...]
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpus_in(text) == expected
+    assert parse_gpus(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_gpus_that_are_given(
 )
 def test_what_means_no_gpus(text: str) -> None:
     with pytest.raises(UsageError, match="--gpus"):
-        gpus_in(text)
+        parse_gpus(text)
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_a_number_of_gpus_means_those_that_this_process_may_use(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,GPU-8f3a,5")
-    assert gpus_in("2") == ("6", "GPU-8f3a")
-    assert gpus_in("0") == ()
-    assert gpus_in("0,1") == ("0", "1")
+    assert parse_gpus("2") == ("6", "GPU-8f3a")
+    assert parse_gpus("0") == ()
+    assert parse_gpus("0,1") == ("0", "1")
     (tmp_path / "server.yaml").write_text("gpus: 2")
     assert read_server_yaml(tmp_path / "server.yaml").gpus == ("6", "GPU-8f3a")
     (tmp_path / "server.yaml").write_text(f"gpus: [1, {MIG}]")
     assert read_server_yaml(tmp_path / "server.yaml").gpus == ("1", MIG)
     with pytest.raises(UsageError, match="--gpus 4: more than this process may use"):
-        gpus_in("4")
+        parse_gpus("4")
 
 
 @pytest.mark.parametrize("visible", ["0,-1", "1,x", "GPU:8f3a"])

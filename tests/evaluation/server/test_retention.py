@@ -137,7 +137,7 @@ def test_what_has_not_ended_stays_however_old_it_is(store: Store, work: Path) ->
     stopping, _ = store.submit(request(Path("ckpt"), 3), pin=None)
     for job in (running, stopping):
         assert store.claim(time.time(), job.id) is not None
-        store.attempt_started(job.id, Process(1, 1, "boot", (), "x"))
+        store.record_process(job.id, Process(1, 1, "boot", (), "x"))
         (work / "jobs" / job.id / "1").mkdir(parents=True)
     store.cancel(stopping.id)  # its processes still run
     grow_older(work)

@@ -459,7 +459,7 @@ def test_a_database_that_does_not_answer_is_waited_for(
     assert job_of(store, good.id).status is Status.COMPLETED
 
 
-@pytest.mark.parametrize("step", ["attempt_started", "phase"])
+@pytest.mark.parametrize("step", ["record_process", "record_phase"])
 def test_a_database_that_does_not_take_an_attempt_is_not_a_failure_of_the_job(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unshard.evaluate.jobs import EvaluationError
-from unshard.evaluate.server.gpus import Slots, shown_slots
+from unshard.evaluate.server.gpus import Slots, describe_slots
 
 
 def test_a_job_for_more_than_there_are_is_refused_with_both_numbers() -> None:
@@ -39,8 +39,8 @@ def test_numbers_are_lent_by_their_value_and_before_ids() -> None:
 
 
 def test_slots_are_shown_by_name() -> None:
-    assert shown_slots(("6", "MIG-8f3a")) == "GPU 6, MIG-8f3a"
-    assert shown_slots(()) == "the CPU"
+    assert describe_slots(("6", "MIG-8f3a")) == "GPU 6, MIG-8f3a"
+    assert describe_slots(()) == "the CPU"
 
 
 Step = tuple[str, int]

@@ -189,7 +189,7 @@ def test_the_database_of_an_earlier_version_gets_the_columns_that_it_lacks(tmp_p
         for column in ("superseded_by", "attempts_before", "alike"):
             connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
-        assert store.in_a_row(job.id, Cause.DIED) == 0
+        assert store.count_in_a_row(job.id, Cause.DIED) == 0
         assert store.alike(job.request) == [job]
         assert store.pinned_runs() == ["/runs/a"]
         assert store.supersede(job.id, "newer")
@@ -199,7 +199,7 @@ def test_the_database_of_an_earlier_version_gets_the_columns_that_it_lacks(tmp_p
 def interrupt(store: Store, job: Job, outcome: str) -> int:
     """Claim a job and interrupt the attempt; return which in a row this is."""
     assert store.claim(time.time(), job.id) is not None
-    before = store.in_a_row(job.id, outcome)
+    before = store.count_in_a_row(job.id, outcome)
     assert store.postpone(job.id, outcome, "why", 0)
     return before + 1
 
@@ -275,7 +275,7 @@ def test_a_job_with_an_open_attempt_is_not_claimed(store: Store) -> None:
     job = submit(store)
     claim(store)
     process = Process(1, 2, "boot", ("0", "1"), "/directory")
-    store.attempt_started(job.id, process)
+    store.record_process(job.id, process)
     assert store.cancel(job.id)
     submit(store)
     assert job_of(store, job.id).status is Status.QUEUED
@@ -291,7 +291,7 @@ def test_gpus_are_stored_as_numbers_or_ids(store: Store, tmp_path: Path) -> None
     process = Process(1, 2, "boot", ("7", "GPU-8f3a", "MIG-GPU-8f3a/1/0"), "/directory")
     job = submit(store)
     claim(store)
-    store.attempt_started(job.id, process)
+    store.record_process(job.id, process)
     assert [one.process for one in store.running()] == [process]
     with closing(sqlite3.connect(tmp_path / "jobs.sqlite")) as connection:
         (text,) = connection.execute("SELECT gpus FROM attempts").fetchone()
@@ -359,8 +359,8 @@ def test_jobs_are_listed_newest_first_and_counted(store: Store) -> None:
 def test_every_change_is_an_event(store: Store) -> None:
     job = submit(store)
     claim(store)
-    store.phase(job.id, Phase.EVALUATING)
-    store.phase(job.id, Phase.EVALUATING)
+    store.record_phase(job.id, Phase.EVALUATING)
+    store.record_phase(job.id, Phase.EVALUATING)
     store.complete(job.id, {}, None)
     events = store.events(0)
     assert [(event.status, event.phase) for event in events] == [

@@ -16,11 +16,11 @@ from unshard.evaluate.jobs import EvaluationError
 __all__ = [
     "Slots",
     "as_gpus",
+    "describe_slots",
     "find_gpus",
     "first_gpus",
     "gpus_expected",
-    "gpus_in",
-    "shown_slots",
+    "parse_gpus",
 ]
 
 _NONE = frozenset({"", "-1", "NoDevFiles"})
@@ -35,7 +35,7 @@ def as_gpus(names: Iterable[str]) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(str(int(one)) if one.isdecimal() else one for one in found))
 
 
-def gpus_in(text: str) -> tuple[str, ...]:
+def parse_gpus(text: str) -> tuple[str, ...]:
     """Return the GPUs that "0,1", "3," or "GPU-8f3a" names, or as many as "2" says.
 
     Raises:
@@ -173,7 +173,7 @@ class Slots:
         return taken
 
 
-def shown_slots(gpus: tuple[str, ...]) -> str:
+def describe_slots(gpus: tuple[str, ...]) -> str:
     """Return what an attempt has, for people: "GPU 6, 7", or "the CPU"."""
     return f"GPU {_shown(gpus)}" if gpus else "the CPU"
 

@@ -19,7 +19,7 @@ from unshard.evaluate.server.config.profiles import ServerConfig
 from unshard.evaluate.server.config.server_yaml import read_server_yaml
 from unshard.evaluate.server.evaluators.programs import tell_missing
 from unshard.evaluate.server.evaluators.work import UnknownTasks
-from unshard.evaluate.server.gpus import Slots, gpus_in
+from unshard.evaluate.server.gpus import Slots, parse_gpus
 from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.http.app import make_app
 from unshard.evaluate.server.http.connections import BoundedProtocol, raise_file_limit
@@ -59,7 +59,7 @@ def configure(given: Given) -> ServerConfig:
     Raises:
         UsageError: a value cannot be used.
     """
-    gpus = None if given.gpus is None else gpus_in(given.gpus)
+    gpus = None if given.gpus is None else parse_gpus(given.gpus)
     if given.config is None:
         config = ServerConfig.default(gpus)
     else:

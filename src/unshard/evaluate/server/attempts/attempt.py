@@ -35,7 +35,7 @@ from unshard.evaluate.server.attempts.merging import (
 )
 from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.evaluators.work import Evaluator, Work
-from unshard.evaluate.server.gpus import shown_slots
+from unshard.evaluate.server.gpus import describe_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import LOG_BYTES
 from unshard.evaluate.server.processes.launching import evaluator_environment, start_supervisor
@@ -207,14 +207,14 @@ class Runner:
         )
         child = start_supervisor(gpus=attempt.gpus, directory=attempt.directory)
         try:
-            self._store.attempt_started(attempt.job.id, child.process)
-            self._store.phase(attempt.job.id, Phase.EVALUATING)
+            self._store.record_process(attempt.job.id, child.process)
+            self._store.record_phase(attempt.job.id, Phase.EVALUATING)
         except BaseException:
             child.reap()  # without an order: nothing runs that the database does not have
             raise
         child.give(order)
         what = f"attempt {attempt.job.attempts}, {profile.name}"
-        tell(attempt.job, f"started: {what} on {shown_slots(attempt.gpus)}")
+        tell(attempt.job, f"started: {what} on {describe_slots(attempt.gpus)}")
         outcome: Outcome | None = None
         try:
             outcome = self._conclude(attempt, work, child.process)

@@ -108,7 +108,7 @@ class Outcomes:
         self._persist(lambda: self.release_pin(job_id))
         self.tell(job_id, f"queued again: {why}")
 
-    def died(self, job_id: str, why: str) -> None:
+    def record_death(self, job_id: str, why: str) -> None:
         """Record that an attempt ended together with its server, before it had a process."""
         self._persist(lambda: self._postpone(job_id, Cause.DIED, why))
         self._persist(lambda: self.release_pin(job_id))
@@ -163,7 +163,7 @@ class Outcomes:
 
     def _postpone(self, job_id: str, cause: Cause, why: str) -> None:
         """Queue a job again; after too many such attempts in a row it fails."""
-        count = self._store.in_a_row(job_id, cause)
+        count = self._store.count_in_a_row(job_id, cause)
         if count < _MOST_IN_A_ROW[cause]:
             due_at = self._due_at(count)
             self._store.postpone(job_id, cause, why, due_at)

@@ -19,7 +19,7 @@ from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runn
 from unshard.evaluate.server.attempts.endings import Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.evaluators.work import UnknownTasks
-from unshard.evaluate.server.gpus import Slots, shown_slots
+from unshard.evaluate.server.gpus import Slots, describe_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.table import identify, is_alive
 from unshard.evaluate.server.profiles import Profiles
@@ -245,7 +245,7 @@ class Scheduler:
         """Adopt an attempt of an earlier server, or end what is left of it."""
         process = job.process
         if process is None:
-            self._outcomes.died(job.id, "the server ended while it merged")
+            self._outcomes.record_death(job.id, "the server ended while it merged")
             return
         has_slots = self._slots.adopt(process.gpus)
         try:
@@ -256,7 +256,7 @@ class Scheduler:
             if has_slots:
                 directory = Path(process.directory)
                 attempt = Attempt(job, profile, evaluator, process.gpus, directory)
-                tell(job, f"adopted: attempt {job.attempts} on {shown_slots(process.gpus)}")
+                tell(job, f"adopted: attempt {job.attempts} on {describe_slots(process.gpus)}")
                 self._spawn(lambda: self._perform(attempt, process), f"job {job.id}")
                 return
             tell(job, "not adopted: its GPUs are not this server's")

@@ -152,7 +152,7 @@ class Store:
             add_event(connection, row["id"], now)
             return read_job(connection, row["id"])
 
-    def attempt_started(self, job_id: str, process: Process) -> None:
+    def record_process(self, job_id: str, process: Process) -> None:
         """Record the process of the open attempt."""
         gpus = gpus_as_json(process.gpus)
         with self._transaction() as connection:
@@ -162,7 +162,7 @@ class Store:
                 (process.pid, process.started, process.boot, gpus, process.directory, job_id),
             )
 
-    def phase(self, job_id: str, phase: Phase) -> None:
+    def record_phase(self, job_id: str, phase: Phase) -> None:
         """Record what a running job is doing now."""
         with self._transaction() as connection:
             done = connection.execute(
@@ -324,7 +324,7 @@ class Store:
         )
         return row[0] or None
 
-    def in_a_row(self, job_id: str, outcome: str) -> int:
+    def count_in_a_row(self, job_id: str, outcome: str) -> int:
         """Return how many attempts ended like this since the job was submitted, or last failed.
 
         Attempts that were interrupted in another way do not end the row: two kinds of
