@@ -135,7 +135,7 @@ def replicas(table: ChunkTable) -> Iterator[tuple[int, int]]:
 
 
 def equal_chunks(entry: TensorEntry, first: int, other: int, files: OpenFiles) -> bool:
-    """Return whether two chunks of equal size hold the same bytes."""
+    """Return whether two chunks of equal size have the same bytes."""
     raw, sizes = raw_dtype(entry.dtype), entry.chunks.sizes[first].tolist()
     boxes = tiles(sizes, row_tile(sizes, _COMPARED // raw.itemsize))
     return first_difference(entry.chunks, (first, other), boxes, raw, files) is None

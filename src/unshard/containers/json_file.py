@@ -1,8 +1,8 @@
 """JSON files that others wrote: bounded, and read once for all uses.
 
-Python's own reader takes any length and any depth that its stack holds, keeps the last of two equal
-keys, and returns half surrogate pairs, which no file can hold. What passes here can be copied,
-compared and written again.
+Python's own reader takes any length and any depth that its stack allows, keeps the last of two
+equal keys, and returns half surrogate pairs, which cannot be written to a file. What passes here
+can be copied, compared and written again.
 """
 
 import json

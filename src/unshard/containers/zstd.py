@@ -11,7 +11,7 @@ from unshard.errors import CorruptError, UsageError, how_to_install
 __all__ = ["decompress"]
 
 _BLOCK = 1 << 20
-_PIECE = 2048  # a byte of a frame may stand for 32 KiB: so much is fed at a time
+_PIECE = 2048  # bytes fed at a time; each may become 32 KiB
 
 
 class _Engine(Protocol):

@@ -101,10 +101,14 @@ class Machine:
         self.pos += width
         return cast(int, value)
 
+    def push(self, value: Value, cost: int) -> None:
+        """Push a value whose allocation costs about `cost` bytes."""
+        self.charge(cost)
+        self.stack.append(value)
+
     def push_text(self, text: str, stored_bytes: int) -> None:
         """Push a string that was stored in so many bytes; one wide character makes all wide."""
-        self.charge(TEXT_COST + 4 * stored_bytes)
-        self.stack.append(text)
+        self.push(text, TEXT_COST + 4 * stored_bytes)
 
     def charge(self, cost: int) -> None:
         """Account for an allocation of about `cost` bytes."""
@@ -130,7 +134,7 @@ class Machine:
             raise MalformedPickleError(f"nested deeper than {_MAX_DEPTH} at byte {self.pos}")
 
     def pop_mark(self) -> list[Value]:
-        """Return what lies above the last mark, and drop the mark."""
+        """Return what is above the last mark, and drop the mark."""
         items = self.stack
         self.stack = self.marks.pop()
         self.spent -= LIST_COST

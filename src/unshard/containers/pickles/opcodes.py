@@ -18,7 +18,7 @@ from unshard.containers.pickles.machine import (
     Machine,
     MalformedPickleError,
 )
-from unshard.containers.pickles.records import Persistent, Record, Value
+from unshard.containers.pickles.records import Persistent, Record
 
 __all__ = ["OPERATIONS", "STOP"]
 
@@ -38,16 +38,8 @@ def _unknown(m: Machine) -> None:
 # --- numbers, strings, bytes, constants ----------------------------------------------------------
 
 
-def _constant(value: Value) -> _Operation:
-    return lambda m: m.stack.append(value)
-
-
 def _number(layout: str, width: int) -> _Operation:
-    def push(m: Machine) -> None:
-        m.charge(NUMBER_COST)
-        m.stack.append(m.number(layout, width))
-
-    return push
+    return lambda m: m.push(m.number(layout, width), NUMBER_COST)
 
 
 def _long(layout: str, width: int) -> _Operation:
@@ -61,13 +53,7 @@ def _long(layout: str, width: int) -> _Operation:
 
 def _text_int(m: Machine) -> None:
     text = m.line()
-    m.charge(NUMBER_COST)
-    m.stack.append({b"00": False, b"01": True}.get(text, int(text.removesuffix(b"L"))))
-
-
-def _text_float(m: Machine) -> None:
-    m.charge(NUMBER_COST)
-    m.stack.append(float(m.line()))
+    m.push({b"00": False, b"01": True}.get(text, int(text.removesuffix(b"L"))), NUMBER_COST)
 
 
 def _text_string(m: Machine) -> None:
@@ -102,21 +88,12 @@ def _string(layout: str, width: int, encoding: str = "utf-8") -> _Operation:
 def _bytes(layout: str, width: int) -> _Operation:
     def push(m: Machine) -> None:
         data = m.take(m.number(layout, width))
-        m.charge(TEXT_COST + len(data))
-        m.stack.append(data)
+        m.push(data, TEXT_COST + len(data))
 
     return push
 
 
 # --- containers ----------------------------------------------------------------------------------
-
-
-def _empty(kind: type[list[Value] | dict[Value, Value] | set[Value]], cost: int) -> _Operation:
-    def push(m: Machine) -> None:
-        m.charge(cost)
-        m.stack.append(kind())
-
-    return push
 
 
 def _tuple_of(count: int) -> _Operation:
@@ -132,27 +109,18 @@ def _tuple_of(count: int) -> _Operation:
 
 def _tuple(m: Machine) -> None:
     items = m.pop_mark()
-    m.charge(TUPLE_COST + SLOT_COST * len(items))
-    m.stack.append(tuple(items))
+    m.push(tuple(items), TUPLE_COST + SLOT_COST * len(items))
 
 
 def _list(m: Machine) -> None:
     items = m.pop_mark()
-    m.charge(LIST_COST + SLOT_COST * len(items))
-    m.stack.append(items)
+    m.push(items, LIST_COST + SLOT_COST * len(items))
 
 
 def _dict(m: Machine) -> None:
     items = m.pop_mark()
-    m.charge(DICT_COST)
-    m.stack.append({})
+    m.push({}, DICT_COST)
     m.set_items(items)
-
-
-def _frozenset(m: Machine) -> None:
-    items = m.pop_mark()
-    m.charge(SET_COST)
-    m.stack.append(frozenset(m.safe_elements(items)))
 
 
 def _additems(m: Machine) -> None:
@@ -216,13 +184,7 @@ def _obj(m: Machine) -> None:
 
 def _text_persistent(m: Machine) -> None:
     text = m.line()
-    m.charge(TUPLE_COST + TEXT_COST + len(text))
-    m.stack.append(Persistent(text.decode("ascii")))
-
-
-def _persistent(m: Machine) -> None:
-    m.charge(TUPLE_COST)
-    m.stack.append(Persistent(m.stack.pop()))
+    m.push(Persistent(text.decode("ascii")), TUPLE_COST + TEXT_COST + len(text))
 
 
 def _protocol(m: Machine) -> None:
@@ -232,10 +194,10 @@ def _protocol(m: Machine) -> None:
 
 
 _NAMED: dict[bytes, _Operation] = {
-    b"N": _constant(None),
-    b"\x88": _constant(value=True),
-    b"\x89": _constant(value=False),
-    b")": _constant(()),
+    b"N": lambda m: m.stack.append(None),
+    b"\x88": lambda m: m.stack.append(True),
+    b"\x89": lambda m: m.stack.append(False),
+    b")": lambda m: m.stack.append(()),
     b"J": _number("<i", 4),
     b"K": _number("<B", 1),
     b"M": _number("<H", 2),
@@ -244,7 +206,7 @@ _NAMED: dict[bytes, _Operation] = {
     b"G": _number(">d", 8),
     b"I": _text_int,
     b"L": _text_int,
-    b"F": _text_float,
+    b"F": lambda m: m.push(float(m.line()), NUMBER_COST),
     b"S": _text_string,
     b"V": _text_unicode,
     b"X": _string("<I", 4),
@@ -256,16 +218,16 @@ _NAMED: dict[bytes, _Operation] = {
     b"C": _bytes("<B", 1),
     b"\x8e": _bytes("<Q", 8),
     b"\x96": _bytes("<Q", 8),
-    b"]": _empty(list, LIST_COST),
-    b"}": _empty(dict, DICT_COST),
-    b"\x8f": _empty(set, SET_COST),
+    b"]": lambda m: m.push([], LIST_COST),
+    b"}": lambda m: m.push({}, DICT_COST),
+    b"\x8f": lambda m: m.push(set(), SET_COST),
     b"\x85": _tuple_of(1),
     b"\x86": _tuple_of(2),
     b"\x87": _tuple_of(3),
     b"t": _tuple,
     b"l": _list,
     b"d": _dict,
-    b"\x91": _frozenset,
+    b"\x91": lambda m: m.push(frozenset(m.safe_elements(m.pop_mark())), SET_COST),
     b"a": lambda m: m.extend([m.stack.pop()]),
     b"e": lambda m: m.extend(m.pop_mark()),
     b"s": lambda m: m.set_items([m.stack.pop(-2), m.stack.pop()]),
@@ -291,7 +253,7 @@ _NAMED: dict[bytes, _Operation] = {
     b"i": _inst,
     b"o": _obj,
     b"P": _text_persistent,
-    b"Q": _persistent,
+    b"Q": lambda m: m.push(Persistent(m.stack.pop()), TUPLE_COST),
     b"\x80": _protocol,
     b"\x95": lambda m: m.number("<Q", 8),  # a frame's size; frames do not change what is read
 }

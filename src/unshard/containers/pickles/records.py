@@ -73,7 +73,7 @@ class Record:
         return isinstance(self.callee, Global) and self.callee.dotted in names
 
 
-# A JSON-like value, or a record. Containers hold further values; `object` keeps the checker honest
+# A JSON-like value, or a record. Containers have further values; `object` keeps the checker honest
 # about the fact that nothing is known of them until it is looked at.
 Value = object
 

@@ -93,7 +93,7 @@ def write_torch_file(path: Path, value: Plain) -> None:
 
     Raises:
         TypeError, ValueError: it cannot be written (see `write_pickle`).
-        CorruptError: the file that holds a tensor's elements ends too early.
+        CorruptError: the file that has a tensor's elements ends too early.
     """
     pickle, tensors = write_pickle(value)
     with path.open("wb") as raw, ZipFile(raw, "w") as archive:
@@ -143,7 +143,7 @@ def write_pickle(value: Plain) -> tuple[bytes, tuple[SavedTensor, ...]]:
 
     Raises:
         TypeError: a part of it is nothing that `Plain` lists.
-        ValueError: it is nested too deep, or holds an integer that is too long.
+        ValueError: it is nested too deep, or has an integer that is too long.
     """
     writer = _Writer()
     writer.out += b"\x80\x02"
@@ -246,13 +246,13 @@ def _scalar(value: float | str | bytes | None) -> bytes:
     return code
 
 
+_INTEGERS = ((b"K", "B", 0, 1 << 8), (b"M", "H", 0, 1 << 16), (b"J", "i", -(1 << 31), 1 << 31))
+
+
 def _integer(value: int) -> bytes:
-    if 0 <= value < 1 << 8:
-        return pack("<cB", b"K", value)
-    if 0 <= value < 1 << 16:
-        return pack("<cH", b"M", value)
-    if -(1 << 31) <= value < 1 << 31:
-        return pack("<ci", b"J", value)
+    for code, layout, low, high in _INTEGERS:
+        if low <= value < high:
+            return pack(f"<c{layout}", code, value)
     size = (value if value >= 0 else ~value).bit_length() // 8 + 1
     if size > MAX_INT_BYTES:
         raise ValueError(f"an integer of {size} bytes; torch reads up to {MAX_INT_BYTES}")

@@ -1,4 +1,4 @@
-"""Pickled device meshes of every torch version: sizes, names, and which piece a rank holds.
+"""Pickled device meshes of every torch version: sizes, names, and which piece a rank has.
 
 Sizes are, in order of age, in a `mesh` tensor, in `_layout.shape` or in `_layout.axes`; the
 coordinates in `_coordinate_on_dim` in all of them. torch cuts along a mesh dimension in the order
@@ -98,7 +98,7 @@ def _piece_numbers(
     ranks: tuple[int, ...],
     at: tuple[int, ...],
 ) -> tuple[int, ...]:
-    """Return which piece this rank holds per mesh dimension: its place in the sorted group."""
+    """Return which piece this rank has per mesh dimension: its place in the sorted group."""
     if list(ranks) == sorted(ranks):
         return at
     if fields.get("_preserve_rank_order"):

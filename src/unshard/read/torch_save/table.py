@@ -110,13 +110,8 @@ class RankTable:
 
 def problem_fields(error: UnshardError) -> dict[str, str]:
     """Return an error as JSON fields."""
-    return {
-        "type": type(error).__name__,
-        "subject": error.subject,
-        "expected": error.expected,
-        "found": error.found,
-        "hint": error.hint,
-    }
+    parts = {name: getattr(error, name) for name in ("subject", "expected", "found", "hint")}
+    return {"type": type(error).__name__, **parts}
 
 
 def problem(parts: dict[str, str]) -> UnshardError:
@@ -180,7 +175,7 @@ class Gathering:
         return [self.drafts[name] for name, form in self._forms.items() if form.is_plain]
 
     def add(self, table: RankTable) -> None:
-        """Add what one file holds; contradictions to earlier files go to `problems`."""
+        """Add what one file contains; contradictions to earlier files go to `problems`."""
         self.problems.extend(table.problems)
         for name, reason in table.skipped.items():
             self.skipped.setdefault(name, Skipped(name, reason))

@@ -87,7 +87,7 @@ def sizes_of(value: Value) -> tuple[int, ...]:
 
 
 def named(value: Value) -> str:
-    """Return a few words for any value: never long, never nested, whatever the pickle holds."""
+    """Return a few words for any value: never long, never nested, whatever the pickle contains."""
     match value:
         case Global():
             return value.dotted[:200]

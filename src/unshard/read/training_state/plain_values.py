@@ -58,7 +58,7 @@ def plain_values(file: TorchFile) -> Noted[Plain]:
     What was left out is noted: "lr_scheduler.x: an instance …".
 
     Raises:
-        CorruptError: it holds values without end, or cannot be read.
+        CorruptError: it has values without end, or cannot be read.
     """
     fd = os.open(file.path, os.O_RDONLY)
     try:

@@ -74,8 +74,8 @@ def read_training_state(location: Location, world_size: int) -> TrainingState:
         states[rank] = reader.rank(files.writer, path)
     values, notes = unite(states)
     missing = [f"{listed(files.missing)}: missing"] if files.missing else []
-    told = (*files.notes, *missing, *reader.warnings(), *notes)
-    warnings = tuple(f"training state: {one}" for one in told)
+    all_notes = (*files.notes, *missing, *reader.warnings(), *notes)
+    warnings = tuple(f"training state: {one}" for one in all_notes)
     if any(state is not None for state in schedulers):
         several = {"lr_schedulers": schedulers} if len(schedulers) > 1 else {}
         values = {"lr_scheduler": schedulers[0], **several, **values}
@@ -91,7 +91,7 @@ class _Reader:
         self._left_out: dict[tuple[str, ...], list[str]] = {}
 
     def rank(self, writer: StateWriter, path: Path) -> RankState | None:
-        """Return what a rank's file holds; None if it cannot be read."""
+        """Return what a rank's file contains; None if it cannot be read."""
         value = self.fields(path)
         state = None if value is None else rank_state(writer, value)
         if value is not None and state is None:
@@ -99,7 +99,7 @@ class _Reader:
         return state
 
     def fields(self, path: Path) -> Plain | None:
-        """Return the dict that a file holds; None if it cannot be read."""
+        """Return the dict in a file; None if it cannot be read."""
         try:
             file = read_torch_file(path)
             found = plain_values(file)
@@ -122,14 +122,14 @@ class _Reader:
 
     def warnings(self) -> list[str]:
         """Return what is wrong with the files, and which of their values were left out."""
-        told = self._damaged[:_SHOWN]
+        found = self._damaged[:_SHOWN]
         if len(self._damaged) > _SHOWN:
-            told.append(f"and {len(self._damaged) - _SHOWN} more files cannot be read")
-        if told:
-            told[-1] += "; left out: the model is complete without it"
+            found.append(f"and {len(self._damaged) - _SHOWN} more files cannot be read")
+        if found:
+            found[-1] += "; left out: the model is complete without it"
         for values, names in self._left_out.items():
-            told.append(f"{listed(names)}: left out {listed(values)}")
-        return told
+            found.append(f"{listed(names)}: left out {listed(values)}")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class StateFiles:
         ranks: the file of each rank that has one, ascending.
         schedulers: files of schedulers, in their order.
         missing: names of files that should be there.
-        notes: what to say of others that were left out.
+        notes: which others were left out, for the user.
     """
 
     writer: StateWriter

@@ -55,7 +55,7 @@ class RankState:
 
 
 def rank_state(writer: StateWriter, value: Plain) -> RankState | None:
-    """Return what a rank's file holds; None if it is not what that writer's files hold."""
+    """Return what a rank's file contains; None if that writer's files contain something else."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         return None
     fields = {_renamed(key): part for key, part in value.items()}
@@ -94,7 +94,7 @@ def _numbers(key: Plain, value: Plain) -> Plain:
 
 
 def unite(states: Sequence[RankState | None]) -> tuple[_Fields, tuple[str, ...]]:
-    """Return the state of a checkpoint, and what to say of it.
+    """Return the state of a checkpoint, and notes for the user.
 
     A state is None for a rank whose file is missing or cannot be read.
     """

@@ -33,7 +33,7 @@ class WholeSet:
     Attributes:
         files: in the order of their names, numbers as numbers.
         index: the index that lists them, and what it says: tensor name -> file name; None for none.
-        notes: what to say of files left out.
+        notes: which files were left out, for the user.
     """
 
     files: tuple[Path, ...]

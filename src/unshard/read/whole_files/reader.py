@@ -26,7 +26,7 @@ from unshard.read.hub_files import (
 from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.table import Gathering
 from unshard.read.torch_save.values import is_lightning, is_tensor, items_of
-from unshard.read.whole_files.names import WholeSet, choose_files, is_part_of_set, is_whole_file
+from unshard.read.whole_files.names import choose_files, is_part_of_set, is_whole_file
 from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
@@ -45,9 +45,10 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
             union.add_safetensors(number, path)
         else:
             union.add_torch(number, path)
-    problems = [*union.problems, *_index_problems(chosen, union.holders)]
+    problems, gaps = _compare(*chosen.index, union.holders) if chosen.index else ([], [])
+    union.problems += problems
     place = location.file or location.weights_dir
-    raise_all(CorruptError, f"{place}: the weights cannot be read", problems)
+    raise_all(CorruptError, f"{place}: the weights cannot be read", union.problems)
     writer, made = _origin(chosen.files)
     return Catalog(
         writer=writer,
@@ -55,7 +56,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
         tensors=union.tensors,
         skipped=tuple(union.skipped.values()),
         archives=tuple(union.archives),
-        notes=(*chosen.notes, *made, *union.notes, *_index_notes(chosen, union.holders)),
+        notes=(*chosen.notes, *made, *union.notes, *gaps),
     )
 
 
@@ -63,7 +64,7 @@ WHOLE_FILES = Format("whole files", has_file(is_whole_file), _read, is_part_of_s
 
 
 class _Union:
-    """Unites what the files hold; `holders` says which file holds a tensor."""
+    """Unites what the files contain; `holders` has the file of each tensor."""
 
     def __init__(self, paths: tuple[Path, ...], allowed: frozenset[str]) -> None:
         self.tensors: dict[str, TensorEntry] = {}
@@ -206,16 +207,15 @@ def _nested(top: Mapping[str, Value], names: tuple[str, ...]) -> _StateDict:
     return _StateDict(level, under, skipped)
 
 
-def _index_problems(chosen: WholeSet, holders: Mapping[str, Path]) -> list[CorruptError]:
-    """Compare the file that the index states for each tensor with the one that has it."""
-    if chosen.index is None:
-        return []
-    index, files = chosen.index
+def _compare(
+    index: Path, stated: Mapping[str, str], holders: Mapping[str, Path]
+) -> tuple[list[CorruptError], list[str]]:
+    """Return for which tensors an index states a file that does not have them, and its gaps."""
     wrong: dict[str, list[str]] = {}
-    for name, file in files.items():
+    for name, file in stated.items():
         if name not in holders or holders[name].name != file:
             wrong.setdefault(file, []).append(name)
-    return [
+    problems = [
         CorruptError(
             f"{index}: {len(names)} tensors are not in {file}, where it says they are",
             found=f"no {shortened(names)}",
@@ -223,18 +223,9 @@ def _index_problems(chosen: WholeSet, holders: Mapping[str, Path]) -> list[Corru
         )
         for file, names in wrong.items()
     ]
-
-
-def _index_notes(chosen: WholeSet, holders: Mapping[str, Path]) -> list[str]:
-    """Say which tensors the index leaves out: transformers loads them all the same."""
-    if chosen.index is None:
-        return []
-    index, files = chosen.index
-    names = [name for name in holders if name not in files]
-    what = (
-        f"{index.name} does not list {len(names)} tensors that its files have: {shortened(names)}"
-    )
-    return [what] if names else []
+    rest = [name for name in holders if name not in stated]  # transformers loads these, too
+    what = f"{index.name} does not list {len(rest)} tensors that its files have: {shortened(rest)}"
+    return problems, [what] if rest else []
 
 
 def _origin(files: tuple[Path, ...]) -> tuple[str, list[str]]:
@@ -253,15 +244,15 @@ def _origin(files: tuple[Path, ...]) -> tuple[str, list[str]]:
 
 
 def _made_from(source: Mapping[str, object]) -> str:
-    said = {name: _word(value) for name, value in source.items() if value is not None}
-    writer = said.get("writer", "unknown")
+    given = {name: _word(value) for name, value in source.items() if value is not None}
+    writer = given.get("writer", "unknown")
     facts = [
-        said.get("format", "unknown format"),
+        given.get("format", "unknown format"),
         "unknown writer" if writer == "unknown" else f"of {writer}",
-        f"world size {said.get('world_size')}",
-        *([f"step {said['step']}"] if "step" in said else []),
+        f"world size {given.get('world_size')}",
+        *([f"step {given['step']}"] if "step" in given else []),
     ]
-    return f"made by unshard from {said.get('name')} ({', '.join(facts)})"
+    return f"made by unshard from {given.get('name')} ({', '.join(facts)})"
 
 
 def _word(value: object) -> str:
