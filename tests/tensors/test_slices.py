@@ -16,8 +16,7 @@ from unshard.plan.work import tile_parts
 from unshard.tensors.boxes import find_gap
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import BY_NAME
-from unshard.tensors.selection import Selection, select
-from unshard.tensors.steps import sliced
+from unshard.tensors.selection import Selection, select, sliced
 
 DTYPES = [BY_NAME[name] for name in ("uint8", "float16", "float32", "complex64")]
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from unshard.tensors.boxes import Box, is_row_major, row_major_strides
-from unshard.tensors.tiles import row_tile, square_tile, tiles
+from unshard.tensors.boxes import Box, is_row_major, row_major_strides, row_tile, square_tile, tiles
 
 Shape = tuple[int, ...]
 

@@ -7,9 +7,8 @@ import numpy as np
 
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements, raw_dtype, read_exactly, read_strided
-from unshard.tensors.boxes import Box, row_major_strides
+from unshard.tensors.boxes import Box, row_major_strides, row_tile, tiles
 from unshard.tensors.catalog import ChunkTable, TensorEntry
-from unshard.tensors.tiles import row_tile, tiles
 
 __all__ = [
     "chunk_part",

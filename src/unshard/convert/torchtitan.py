@@ -15,8 +15,7 @@ from unshard.errors import ConversionError
 from unshard.read.beside.model_config import Fields, ModelConfig
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
-from unshard.tensors.selection import Selection
-from unshard.tensors.steps import joined_parts, sliced
+from unshard.tensors.selection import Selection, joined_parts, sliced
 
 __all__ = ["without_native_names"]
 

@@ -16,10 +16,9 @@ from unshard.containers.strided import SLACK, Elements, raw_dtype
 from unshard.errors import UsageError
 from unshard.plan.operations import Gather, Tiled
 from unshard.plan.work import Tile, tile_parts, tile_shape
+from unshard.tensors.boxes import row_tile, square_tile, tiles
 from unshard.tensors.catalog import ChunkTable
-from unshard.tensors.selection import Selection
-from unshard.tensors.steps import sliced, strides_of
-from unshard.tensors.tiles import row_tile, square_tile, tiles
+from unshard.tensors.selection import Selection, sliced, strides_of
 from unshard.write.execute import make_tile
 
 __all__ = ["TILE_BYTES", "TensorReader"]

@@ -39,8 +39,7 @@ from unshard.plan.operations import (
 from unshard.tensors.boxes import Box, Ints, distinct, row_major_strides
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import DType
-from unshard.tensors.selection import of_box
-from unshard.tensors.steps import joined, sliced, strides_of, unless_row_major
+from unshard.tensors.selection import joined, of_box, sliced, strides_of, unless_row_major
 
 __all__ = ["LONG_RUN", "make_operation", "make_plan", "table_of"]
 

@@ -23,10 +23,9 @@ from unshard.plan.operations import (
     stored_tensors,
 )
 from unshard.plan.planner import make_operation
-from unshard.tensors.boxes import Box
+from unshard.tensors.boxes import Box, row_tile, square_tile, tiles
 from unshard.tensors.catalog import Catalog
 from unshard.tensors.selection import Selection
-from unshard.tensors.tiles import row_tile, square_tile, tiles
 
 __all__ = [
     "PAIR_BYTES",

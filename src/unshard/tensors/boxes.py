@@ -1,18 +1,28 @@
-"""Boxes: rectangular regions of a tensor, and whether a set of them covers it exactly.
+"""Boxes: rectangular regions of a tensor, whether a set of them covers it, and cuts into tiles.
 
 Units are elements; a box is half-open in every dimension. Many boxes are held as two integer
 arrays of shape (count, dimensions): `offsets` and `sizes`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Box", "Ints", "distinct", "find_gap", "is_row_major", "row_major_strides"]
+__all__ = [
+    "Box",
+    "Ints",
+    "distinct",
+    "find_gap",
+    "is_row_major",
+    "row_major_strides",
+    "row_tile",
+    "square_tile",
+    "tiles",
+]
 
 Ints = NDArray[np.int64]
 
@@ -117,12 +127,13 @@ def _sweep(lo: Ints, hi: Ints, shape: Ints) -> _Gap | None:
     if len(shape) == 1:
         return _sweep_line(lo[:, 0], hi[:, 0], int(shape[0]))
     cuts = np.unique(np.concatenate([lo[:, 0], hi[:, 0], [0, shape[0]]])).tolist()
+    whole = [(0, int(size)) for size in shape[1:]]
     for start, end in pairwise(cuts):
         if start >= shape[0]:
-            return "overlap", [(start, end), *((0, int(size)) for size in shape[1:])]
+            return "overlap", [(start, end), *whole]
         active = (lo[:, 0] <= start) & (hi[:, 0] >= end)
         if not active.any():
-            return "hole", [(start, end), *((0, int(size)) for size in shape[1:])]
+            return "hole", [(start, end), *whole]
         gap = _sweep(lo[active, 1:], hi[active, 1:], shape[1:])
         if gap is not None:
             return gap[0], [(start, end), *gap[1]]
@@ -141,3 +152,41 @@ def _sweep_line(lo: Ints, hi: Ints, size: int) -> _Gap | None:
     if end < start:
         return "hole", [(end, start)]
     return "overlap", [(start, min(end, int(hi[order[at]])) if at < len(order) else end)]
+
+
+def row_tile(shape: Sequence[int], max_elements: int) -> tuple[int, ...]:
+    """Return the largest tile shape of at most `max_elements` that is contiguous, row-major.
+
+    Leading dimensions are 1, one dimension is a range, trailing dimensions are whole.
+    """
+    tile = list(shape)
+    for dim, size in enumerate(shape):
+        rest = prod(shape[dim + 1 :])
+        tile[dim] = max(1, min(size, max_elements // max(rest, 1)))
+        if tile[dim] > 1 or rest <= max_elements:
+            break
+    return tuple(tile)
+
+
+def square_tile(shape: Sequence[int], max_elements: int) -> tuple[int, ...]:
+    """Return a tile shape of at most `max_elements` with sides as even as the shape allows.
+
+    For sources that are not row-major: reading and writing then both happen in runs of some length.
+    """
+    tile = [1] * len(shape)
+    left = max_elements
+    for done, dim in enumerate(sorted(range(len(shape)), key=lambda d: shape[d])):
+        side = int(round(left ** (1 / (len(shape) - done)), 6))
+        tile[dim] = max(1, min(shape[dim], side))
+        left //= tile[dim]
+    return tuple(tile)
+
+
+def tiles(shape: Sequence[int], tile: Sequence[int]) -> Iterator[Box]:
+    """Yield the boxes that cut a tensor into tiles, in row-major order; none if it is empty."""
+    steps = [range(0, size, step) for size, step in zip(shape, tile, strict=True) if step]
+    if 0 in shape:
+        return
+    for offsets in product(*steps):
+        ends = (min(o + t, n) for o, t, n in zip(offsets, tile, shape, strict=True))
+        yield Box(offsets, tuple(end - o for end, o in zip(ends, offsets, strict=True)))

@@ -9,9 +9,10 @@ The rules were measured against torch, not read from its documentation alone:
 * a `_StridedShard` without a later mesh dimension to explain it makes several disjoint segments.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 
 from unshard.tensors.boxes import Box
@@ -120,26 +121,22 @@ _Segments = tuple[tuple[int, int], ...]
 
 @lru_cache(maxsize=4096)
 def place(shape: tuple[int, ...], sharding: Sharding) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    """Return the local shape that follows from a sharding, and the pieces the local tensor holds.
+    """Return the local shape that follows from a global one, and the pieces of the local tensor.
 
     Usually one piece; several for a lone `_StridedShard`; one empty piece for an empty shard.
-
-    Args:
-        shape: global shape, in elements.
-        sharding: mesh, coordinates and placements.
 
     Raises:
         PlacementError: a placement is pending (`Partial`) or does not fit the mesh or the shape.
     """
     _check_fits(shape, sharding)
     segments = [_segments(dim, size, sharding) for dim, size in enumerate(shape)]
-    local = tuple(sum(hi - lo for lo, hi in parts) for parts in segments)
+    starts = [list(accumulate((hi - lo for lo, hi in parts), initial=0)) for parts in segments]
     pieces = []
-    for combination in product(*(_with_local_starts(parts) for parts in segments)):
-        offsets = tuple(lo for lo, _, _ in combination)
-        sizes = tuple(hi - lo for lo, hi, _ in combination)
-        pieces.append(Piece(Box(offsets, sizes), tuple(start for _, _, start in combination)))
-    return local, tuple(pieces)
+    for number in product(*(range(len(parts)) for parts in segments)):
+        ranges = [parts[n] for parts, n in zip(segments, number, strict=True)]
+        box = Box(tuple(lo for lo, _ in ranges), tuple(hi - lo for lo, hi in ranges))
+        pieces.append(Piece(box, tuple(at[n] for at, n in zip(starts, number, strict=True))))
+    return tuple(at[-1] for at in starts), tuple(pieces)
 
 
 def _check_fits(shape: tuple[int, ...], sharding: Sharding) -> None:
@@ -168,47 +165,40 @@ def _check_fits(shape: tuple[int, ...], sharding: Sharding) -> None:
 def _segments(dim: int, size: int, sharding: Sharding) -> _Segments:
     """Return the ranges of dimension `dim` that this rank holds, in the order it holds them."""
     mesh = sharding.mesh
-    order = _stated_order(dim, sharding) or _decode_order(dim, sharding)
+    shown = ", ".join(map(str, sharding.placements))
+    cutters = [
+        mesh_dim
+        for mesh_dim, placement in enumerate(sharding.placements)
+        if isinstance(placement, Shard | StridedShard) and placement.dim == dim
+    ]
+    order = dict(sharding.shard_order or ()).get(dim)
+    if order is not None and sorted(order) != cutters:
+        raise PlacementError(
+            f"the shard order {order} of dimension {dim} contradicts the placements ({shown})"
+        )
+    if order is None or list(order) == cutters:  # "left to right" says less than split factors
+        order = _decode_order(cutters, sharding)
     if order is not None:
         lo, hi = 0, size
         for mesh_dim in order:
             start, end = _chunk(hi - lo, mesh.shape[mesh_dim], mesh.coordinates[mesh_dim])
             lo, hi = lo + start, lo + end
         return ((lo, hi),)
-    return _lone_strided(dim, size, sharding)
+    placement = sharding.placements[cutters[0]]
+    if len(cutters) > 1 or not isinstance(placement, StridedShard):
+        raise PlacementError(f"no order of cuts of dimension {dim} explains ({shown})")
+    ranks, at = mesh.shape[cutters[0]], mesh.coordinates[cutters[0]]
+    return _lone_strided(size, placement.split_factor, ranks, at)
 
 
-def _cutters(dim: int, sharding: Sharding) -> list[int]:
-    """Return the mesh dimensions that cut tensor dimension `dim`, left to right."""
-    return [
-        mesh_dim
-        for mesh_dim, placement in enumerate(sharding.placements)
-        if isinstance(placement, Shard | StridedShard) and placement.dim == dim
-    ]
-
-
-def _stated_order(dim: int, sharding: Sharding) -> tuple[int, ...] | None:
-    """Return the stated order of cuts, where it says more than 'left to right'."""
-    stated = dict(sharding.shard_order or ()).get(dim)
-    if stated is None:
-        return None
-    cutters = _cutters(dim, sharding)
-    if sorted(stated) != cutters:
-        raise PlacementError(
-            f"the shard order {stated} of dimension {dim} contradicts "
-            f"the placements ({', '.join(map(str, sharding.placements))})"
-        )
-    return None if list(stated) == cutters else stated
-
-
-def _decode_order(dim: int, sharding: Sharding) -> tuple[int, ...] | None:
+def _decode_order(cutters: Sequence[int], sharding: Sharding) -> tuple[int, ...] | None:
     """Derive the order of cuts from split factors, right to left; None where they cannot be met.
 
     A mesh dimension with split factor f comes after later ones whose sizes multiply to f
     (torch: `DTensorSpec._maybe_convert_StridedShard_to_shard_order`).
     """
     order: list[int] = []
-    for mesh_dim in reversed(_cutters(dim, sharding)):
+    for mesh_dim in reversed(cutters):
         placement = sharding.placements[mesh_dim]
         factor = placement.split_factor if isinstance(placement, StridedShard) else 1
         sizes = [sharding.mesh.shape[other] for other in order]
@@ -219,32 +209,18 @@ def _decode_order(dim: int, sharding: Sharding) -> tuple[int, ...] | None:
     return tuple(order)
 
 
-def _lone_strided(dim: int, size: int, sharding: Sharding) -> _Segments:
+def _lone_strided(size: int, parts: int, ranks: int, rank: int) -> _Segments:
     """Place a `_StridedShard` that no later mesh dimension explains.
 
-    The dimension is split in `split_factor` parts, each of which is cut over the mesh dimension;
-    a rank holds its cut of every part, one after the other.
+    The dimension is split in `parts`, each of which is cut over the mesh dimension; a rank holds
+    its cut of every part, one after the other.
     """
-    cutters = _cutters(dim, sharding)
-    placement = sharding.placements[cutters[0]]
-    if len(cutters) > 1 or not isinstance(placement, StridedShard):
-        shown = ", ".join(map(str, sharding.placements))
-        raise PlacementError(f"no order of cuts of dimension {dim} explains ({shown})")
-    ranks = sharding.mesh.shape[cutters[0]]
-    at = sharding.mesh.coordinates[cutters[0]]
     segments = []
-    for part in range(min(placement.split_factor, size)):  # all later parts are empty
-        lo, hi = _chunk(size, placement.split_factor, part)
-        start, end = _chunk(hi - lo, ranks, at)
+    for part in range(min(parts, size)):  # all later parts are empty
+        lo, hi = _chunk(size, parts, part)
+        start, end = _chunk(hi - lo, ranks, rank)
         segments.append((lo + start, lo + end))
     return tuple((lo, hi) for lo, hi in segments if lo < hi) or ((size, size),)
-
-
-def _with_local_starts(segments: _Segments) -> list[tuple[int, int, int]]:
-    starts = [0]
-    for lo, hi in segments[:-1]:
-        starts.append(starts[-1] + hi - lo)
-    return [(lo, hi, start) for (lo, hi), start in zip(segments, starts, strict=True)]
 
 
 def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -1,18 +1,33 @@
-"""What basic indexing takes of a tensor: numpy's rules, as integers.
+"""What basic indexing takes of a tensor, by numpy's rules, and which parts of chunks that is.
 
 Every dimension gives a rising range of its indices, whatever the sign of the step; which of them
-are then reversed, and which dimensions the result has, is stated separately. Elements; no bytes.
+are then reversed, and which dimensions the result has, is stated separately. What a slice with a
+step takes of a stored box is again a box with strides, larger ones: no byte is read to know it.
 """
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from types import EllipsisType
 from typing import SupportsIndex, TypeAlias
 
-from unshard.tensors.boxes import Box
+import numpy as np
 
-__all__ = ["Index", "Selection", "of_box", "select"]
+from unshard.tensors.boxes import Box, Ints
+from unshard.tensors.catalog import ChunkTable
+
+__all__ = [
+    "Index",
+    "Selection",
+    "joined",
+    "joined_parts",
+    "of_box",
+    "select",
+    "sliced",
+    "strides_of",
+    "unless_row_major",
+]
 
 _Item: TypeAlias = SupportsIndex | slice | EllipsisType | None
 Index: TypeAlias = _Item | tuple[_Item, ...]
@@ -100,3 +115,78 @@ def _position(item: SupportsIndex, dim: int, size: int) -> int:
     if not -size <= at < size:
         raise IndexError(f"index {at} is out of range for dimension {dim} of size {size}")
     return at % size
+
+
+def sliced(table: ChunkTable, selection: Selection, itemsize: int) -> ChunkTable:
+    """Return the parts of chunks that a selection takes, not turned, as chunks of what it takes."""
+    first = np.asarray(selection.starts, dtype=np.int64)
+    steps = np.asarray(selection.steps, dtype=np.int64)
+    counts = np.asarray(selection.counts, dtype=np.int64)
+    lo = np.maximum(_up(table.offsets - first, steps), 0)
+    hi = np.minimum(_up(table.offsets + table.sizes - first, steps), counts)
+    rows = np.flatnonzero((hi > lo).all(axis=1))
+    strides = strides_of(table)[rows]
+    lo, sizes = lo[rows], (hi - lo)[rows]
+    cut = table.take(rows)
+    skip = ((first + lo * steps - cut.offsets) * strides).sum(axis=1) * itemsize
+    strides *= steps
+    length = (((sizes - 1) * strides).sum(axis=1) + 1) * itemsize
+    plain = ~cut.compressed  # of a compressed chunk only the whole has a place
+    return replace(
+        cut,
+        offsets=lo,
+        sizes=sizes,
+        strides=unless_row_major(sizes, strides),
+        start=np.where(plain, cut.start + skip, cut.start),
+        length=np.where(plain, length, cut.length),
+    )
+
+
+def joined(tables: Sequence[ChunkTable]) -> ChunkTable:
+    """Return all chunks as one table; tables of one checkpoint share their paths."""
+    distinct = {id(table.paths): table.paths for table in tables}
+    bases = dict(zip(distinct, accumulate(map(len, distinct.values()), initial=0), strict=False))
+    paths = tables[0].paths if len(distinct) == 1 else tuple(chain(*distinct.values()))
+    sizes = np.concatenate([table.sizes for table in tables])
+    strides = np.concatenate([strides_of(table) for table in tables])
+    return ChunkTable(
+        paths,
+        np.concatenate([table.offsets for table in tables]),
+        sizes,
+        unless_row_major(sizes, strides),
+        np.concatenate([table.file + bases[id(table.paths)] for table in tables]).astype(np.int32),
+        np.concatenate([table.start for table in tables]),
+        np.concatenate([table.length for table in tables]),
+        np.concatenate([table.rank for table in tables]),
+        np.concatenate([table.compressed for table in tables]),
+    )
+
+
+def joined_parts(parts: Sequence[tuple[ChunkTable, Sequence[int]]]) -> ChunkTable:
+    """Return the chunks of parts, each with where it starts in the tensor, in rank order."""
+    moved = [replace(table, offsets=table.offsets + np.asarray(start)) for table, start in parts]
+    whole = joined(moved)
+    return whole.take(np.argsort(whole.rank, kind="stable"))
+
+
+def strides_of(table: ChunkTable) -> Ints:
+    """Return the strides of every chunk, elements; row-major where the table states none."""
+    return _row_major(table.sizes) if table.strides is None else table.strides
+
+
+def unless_row_major(sizes: Ints, strides: Ints) -> Ints | None:
+    """Return the strides, or None if all chunks are row-major; size 1 has any stride."""
+    matters = sizes > 1
+    return strides if (matters & (strides != _row_major(sizes))).any() else None
+
+
+def _row_major(sizes: Ints) -> Ints:
+    strides = np.ones_like(sizes)
+    for dim in range(sizes.shape[1] - 2, -1, -1):
+        strides[:, dim] = strides[:, dim + 1] * np.maximum(sizes[:, dim + 1], 1)
+    return strides
+
+
+def _up(distance: Ints, steps: Ints) -> Ints:
+    """Return how many steps reach at least that far."""
+    return -(-distance // steps)

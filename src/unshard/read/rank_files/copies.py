@@ -34,10 +34,9 @@ from unshard.containers.strided import raw_dtype
 from unshard.errors import NotMergeableError, UnshardError, UsageError, raise_all
 from unshard.noted import Noted
 from unshard.read.format import Location, ReadOptions, shortened
-from unshard.tensors.boxes import Box
+from unshard.tensors.boxes import Box, row_tile, tiles
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.placements import Replicate
-from unshard.tensors.tiles import row_tile, tiles
 
 __all__ = ["resolve_experts", "resolve_plain"]
 

@@ -26,9 +26,8 @@ from unshard.errors import CorruptError, OutputError, UnshardError
 from unshard.plan.layout import Layout, OutputTensor
 from unshard.plan.operations import CopyRange
 from unshard.plan.work import Tile, Unit
-from unshard.tensors.boxes import Box
+from unshard.tensors.boxes import Box, row_tile, tiles
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
-from unshard.tensors.tiles import row_tile, tiles
 from unshard.write.execute import make_tile, tile_runs
 
 __all__ = ["Archive", "Check", "Checker", "Replicas", "source_jobs"]
