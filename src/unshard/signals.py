@@ -8,6 +8,8 @@ This module imports little: what it imports is imported before there are handler
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "ignore_for_good",
     "message",
     "raise_them",
+    "uninterrupted",
 ]
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -70,6 +73,44 @@ def ignore_for_good() -> None:
     for number in _ENDING:
         if signal.getsignal(number) in (_end, _raise, _ignore):
             signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold back Ctrl-C, SIGTERM and SIGHUP from steps that they must not tear apart, to their end.
+
+    Python runs signal handlers in the main thread only; elsewhere there is nothing to hold back.
+    """
+    import threading  # not before there are handlers
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    try:
+        # one inside the other: a signal between two of them still puts the outer ones back
+        with (
+            _held_back(signal.SIGINT, came),
+            _held_back(signal.SIGTERM, came),
+            _held_back(signal.SIGHUP, came),
+        ):
+            yield
+    finally:
+        if came:
+            signal.raise_signal(came[0])
+
+
+@contextmanager
+def _held_back(number: int, came: list[int]) -> Iterator[None]:
+    before = signal.getsignal(number)
+    if before in {None, signal.SIG_IGN}:  # None: not Python's, and cannot be put back
+        yield
+        return
+    try:
+        signal.signal(number, lambda number, _frame: came.append(number))
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def exit_code(error: BaseException) -> int:

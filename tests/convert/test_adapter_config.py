@@ -14,7 +14,7 @@ from unshard.errors import ConversionError, CorruptError
 from unshard.read.beside.adapter_config import AdapterConfig, read_adapter_config
 from unshard.read.format import Location
 from unshard.read.rank_files.reader import RANK_FILES
-from unshard.write.adapter import adapter_config_json
+from unshard.write.companions import adapter_config_json
 
 PEFT = {
     "peft_type": "LORA",

@@ -16,7 +16,7 @@ from unshard.plan.layout import Layout, index_json, lay_out
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
-from unshard.write.verification.light import verify_light
+from unshard.write.verification.output import verify_light
 
 TENSORS = {"a": torch.rand(3, 2), "b": torch.rand(4)}
 

@@ -8,7 +8,7 @@ import torch
 
 import unshard
 import unshard.api.making
-import unshard.write.verification.light
+import unshard.write.verification.output
 from ranks import merged, rank_path, save_ranks, some_tensors
 from unshard import CorruptError, MergeOptions, OutputError, UsageError
 from unshard.api import merge_with
@@ -105,7 +105,7 @@ def test_replicas_that_differ_are_found_without_checksums(tmp_path: Path, name: 
 
 def damaging(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damage the output after it was written, as a faulty disk would."""
-    real = unshard.write.verification.light.verify_light
+    real = unshard.write.verification.output.verify_light
 
     def verify(directory: Path, layout: object) -> None:
         real(directory, layout)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ from unshard.read.open import Checkpoint
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DTypeKind
-from unshard.write.adapter import ADAPTER_CONFIG_NAME, adapter_config_json
+from unshard.write.companions import ADAPTER_CONFIG_NAME, adapter_config_json
 from unshard.write.execute import are_equal
 
 __all__ = [

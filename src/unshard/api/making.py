@@ -25,8 +25,8 @@ from unshard.read.beside.model_config import ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.showing import counted, is_notebook, is_terminal
 from unshard.tensors.catalog import TensorEntry
-from unshard.write.adapter import ADAPTER_NAME
 from unshard.write.companions import (
+    ADAPTER_NAME,
     state_file_names,
     write_companions,
     write_training_state,
@@ -34,10 +34,10 @@ from unshard.write.companions import (
 from unshard.write.execute import are_equal
 from unshard.write.hub import push
 from unshard.write.record import RECORD_NAME, record_json
-from unshard.write.report import Report, count_dtypes, count_operations, peak_memory
+from unshard.write.report import Report, peak_memory
 from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import refuse_sources
-from unshard.write.verification.light import verify_light
+from unshard.write.verification.output import verify_light
 
 __all__ = [
     "Prepared",
@@ -317,6 +317,9 @@ def make_report(
     """Return the report of a merge that began at `started`, by `time.monotonic()`."""
     checkpoints, plan = prepared.sources.checkpoints, prepared.plan
     training = prepared.sources.training
+    dtypes = Counter(one.dtype.name for file in plan.layout.files for one in file.tensors)
+    operations = Counter(type(one).__name__ for one in plan.tiled)
+    operations += Counter(CopyRange=len(plan.copies))
     return Report(
         output=str(target),
         source=str(checkpoints[-1].location.weights_dir),
@@ -328,8 +331,8 @@ def make_report(
         companions=(*_companion_files(prepared), *state_file_names(training)),
         tensors=len(plan.layout.weight_map),
         parameters=plan.layout.total_parameters,
-        dtypes=count_dtypes(plan.layout),
-        operations=count_operations(plan),
+        dtypes=dict(dtypes.most_common()),
+        operations=dict(sorted(operations.items())),
         bytes_read=plan.bytes_read,
         bytes_written=plan.bytes_written,
         memory_bytes=options.settings.memory_bytes,

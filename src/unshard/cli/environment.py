@@ -95,7 +95,7 @@ def _copies(scratch: Path) -> bool:
 
 def _exchanges(scratch: Path) -> bool:
     """Return whether two directories can be swapped in one step (renameat2)."""
-    from unshard.write.files import exchange
+    from unshard.write.staging.beneath import exchange
 
     for name in ("first", "second"):
         (scratch / name).mkdir()

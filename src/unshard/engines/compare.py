@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 
@@ -17,7 +17,7 @@ from unshard.progress import Listener, Stage
 from unshard.tensors.dtypes import numpy_dtype
 from unshard.write.execute import make_tile
 from unshard.write.verification.comparison import Comparison, TensorComparison, Tolerances
-from unshard.write.verification.measure import Tally, measure
+from unshard.write.verification.measure import Measures, measure
 
 __all__ = ["compare"]
 
@@ -50,7 +50,7 @@ def compare(
         for name, (mine, other) in both.items()
         if shape_of(mine.recipe) == shape_of(other.recipe)
     }
-    tallies = {name: Tally() for name in alike}
+    measured = dict.fromkeys(alike, Measures())
     size = sum(prod(shape_of(one.recipe)) * one.dtype.itemsize for one, _ in alike.values())
     listener(Stage("comparing", size))
     share = divide(resources)
@@ -61,30 +61,30 @@ def compare(
         for mine, other in pair_tiles(make_pair(*pair))
     )
     files = share.open_files
-    comparer = partial(_Comparer, tallies, threading.Lock(), tolerances, open_files=files)
+    comparer = partial(_Comparer, measured, threading.Lock(), tolerances, open_files=files)
     Pool(jobs, listener).run(workers, comparer)
     names = {tensor.name for tensor in ours}
     return Comparison(
         tolerances.atol,
         tolerances.rtol,
-        tuple(_compared(*pair, tallies.get(name)) for name, pair in both.items()),
+        tuple(_compared(*pair, measured.get(name)) for name, pair in both.items()),
         missing=tuple(name for name in wanted if name not in names),
         unexpected=tuple(tensor.name for tensor in ours if tensor.name not in wanted),
     )
 
 
 class _Comparer:
-    """Compares tiles for one thread. `lock` guards the tallies, by name, of all comparers."""
+    """Compares tiles for one thread. `lock` guards what all have measured, by name."""
 
     def __init__(
         self,
-        tallies: Mapping[str, Tally],
+        measured: dict[str, Measures],
         lock: threading.Lock,
         tolerances: Tolerances,
         *,
         open_files: int,
     ) -> None:
-        self._tallies = tallies
+        self._measured = measured
         self._lock = lock
         self._tolerances = tolerances
         self._files = OpenFiles(os.O_RDONLY, limit=open_files)
@@ -97,10 +97,9 @@ class _Comparer:
         """Compare two tiles; return the bytes of ours."""
         name, *tiles = job
         ours, theirs = map(self._elements, tiles)
-        parts = list(measure(ours, theirs, self._tolerances))
+        found = measure(ours, theirs, self._tolerances)
         with self._lock:
-            for part in parts:
-                self._tallies[name].add(part)
+            self._measured[name] += found
         return ours.nbytes
 
     def _elements(self, tile: Tile) -> Elements:
@@ -108,8 +107,8 @@ class _Comparer:
         return make_tile(tile, self._files).view(numpy_dtype(tile.operation.to))
 
 
-def _compared(ours: Converted, theirs: Converted, tally: Tally | None) -> TensorComparison:
-    values = None if tally is None else tally.values()
+def _compared(ours: Converted, theirs: Converted, found: Measures | None) -> TensorComparison:
+    values = None if found is None else found.values()
     cast = ours.dtype is not theirs.dtype and ours.dtype.castable and theirs.dtype.castable
     same_type = cast or ours.dtype is theirs.dtype
     return TensorComparison(

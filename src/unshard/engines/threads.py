@@ -19,10 +19,10 @@ from unshard.errors import CorruptError, OutputError, UnshardError, raise_all
 from unshard.plan.operations import Plan
 from unshard.plan.work import split_into_units
 from unshard.progress import Advanced, Listener
+from unshard.signals import uninterrupted
 from unshard.tensors.catalog import Catalog
 from unshard.write.execute import Executor
-from unshard.write.staging.interrupts import uninterrupted
-from unshard.write.verification.full import Check, Checker, source_jobs
+from unshard.write.verification.output import Check, Checker, source_jobs
 
 __all__ = [
     "MIN_BUFFER",

@@ -31,9 +31,8 @@ from unshard.errors import UnshardError
 from unshard.plan.operations import Plan
 from unshard.plan.work import Unit, split_into_units, unit_bytes
 from unshard.progress import Listener
-from unshard.signals import Interrupted
+from unshard.signals import Interrupted, uninterrupted
 from unshard.write.execute import Executor
-from unshard.write.staging.interrupts import uninterrupted
 from unshard.write.staging.stage import recover
 
 __all__ = ["Leader", "follow"]

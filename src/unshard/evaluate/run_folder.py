@@ -7,7 +7,7 @@ bound.
 
 A record of ours names its own inode, which a copy does not share; whatever does not is left alone.
 Devices are not compared: their numbers change when a disk is mounted again. Records carry no code
-of `write.staging.seals`: its key goes with a container, or stays on a node, while the run is on a
+of `write.staging.owners`: its key goes with a container, or stays on a node, while the run is on a
 shared disk. The next trainer there has to send what waits, and to remove the pins that fill the
 disk. Shipping a run and guessing an inode gains little: the directory of pins in that run is
 removed, or a submission in it is sent, which the server checks like any other.

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from unshard.containers.chunks import fill_box
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements, raw_dtype, read_exactly
-from unshard.plan.operations import Cast, Fuse, Gather, Reduce, StoredTensor, Target, Tiled
+from unshard.plan.operations import Cast, Fuse, Gather, Reduce, StoredTensor, Target
 from unshard.plan.work import Pair, Tile, Unit, pair_tiles
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
-from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype
 
 __all__ = ["Executor", "are_equal", "make_tile", "tile_runs"]
@@ -36,10 +35,8 @@ _NO_KERNEL_COPY = frozenset(
 class Executor:
     """Does units of work, one at a time; one executor per thread.
 
-    Args:
-        outputs: the output files, by their index in the layout; they exist, at full size.
-        open_files: how many descriptors it may keep open, at least 2.
-        buffer_bytes: how much memory it may use to copy where the kernel cannot.
+    The output files exist, at full size. At most `open_files` descriptors stay open, at least 2;
+    `buffer_bytes` are for copies that the kernel cannot make.
 
     Attributes:
         overflows: how many finite values became infinite, as float16 or in a sum, by output file
@@ -109,12 +106,18 @@ class Executor:
 
     def _count_overflows(self, tile: Tile, out: Elements) -> None:
         """Count the values of a tile that were finite before they became float16."""
-        infinite = int(np.isinf(out).sum())
+        infinite, operation = int(np.isinf(out).sum()), tile.operation
         if infinite:
-            wide = BY_NAME["float64" if _is_float64(tile.operation) else "float32"]
-            before = make_tile(replace(tile, operation=_to(tile.operation, wide)), self._sources)
-            target = tile.operation.target
-            self.overflows[target.file, target.start] += infinite - int(np.isinf(before).sum())
+            is_float64 = isinstance(operation, Cast) and operation.source.dtype.itemsize == 8
+            wide = BY_NAME["float64" if is_float64 else "float32"]
+            same = (
+                Cast(operation.target, operation.source, wide)
+                if isinstance(operation, Gather)
+                else replace(operation, to=wide)
+            )
+            before = make_tile(replace(tile, operation=same), self._sources)
+            place = operation.target.file, operation.target.start
+            self.overflows[place] += infinite - int(np.isinf(before).sum())
 
     def _count_lost_sums(self, tile: Tile, mean: Reduce, out: Elements) -> None:
         """Count the values of a tile that are not finite, though all those that made them are."""
@@ -125,24 +128,10 @@ class Executor:
             self.overflows[mean.target.file, mean.target.start] += int(lost.sum())
 
 
-def _to(operation: Tiled, dtype: DType) -> Tiled:
-    """Return the operation that makes the same values in another dtype."""
-    if isinstance(operation, Gather):
-        return Cast(operation.target, operation.source, dtype)
-    return replace(operation, to=dtype)
-
-
-def _is_float64(operation: Tiled) -> bool:
-    return isinstance(operation, Cast) and operation.source.dtype.itemsize == 8
-
-
 def tile_runs(tile: Box, target: Target, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield where in the output file the bytes of a tile go, in as few runs as possible.
+    """Yield where in the output file the row-major bytes of a tile go, in as few runs as possible.
 
-    Args:
-        tile: the tile's box in the tensor.
-        target: where the tensor goes.
-        data: the tile's bytes, row-major.
+    `tile` is its box in the tensor, and `target` where the tensor goes.
     """
     itemsize = len(data) // tile.volume
     steps = row_major_strides(target.shape)
@@ -164,11 +153,13 @@ def make_tile(tile: Tile, files: OpenFiles) -> Elements:
     """
     match tile.operation:
         case Gather(_, source):
-            raw = raw_dtype(source.dtype)
-            return _filled(np.empty(tile.box.sizes, raw), tile.box, source.chunks, raw, files)
+            out = np.empty(tile.box.sizes, raw_dtype(source.dtype))
+            fill_box(out, tile.box, source.chunks, out.dtype, files)
+            return out
         case Cast(_, source, to):
             out = np.empty(tile.box.sizes, numpy_dtype(to))
-            return _filled(out, tile.box, source.chunks, numpy_dtype(source.dtype), files)
+            fill_box(out, tile.box, source.chunks, numpy_dtype(source.dtype), files)
+            return out
         case Reduce(_, terms, to):
             total = np.zeros(tile.box.sizes, np.float32)  # as numpy's mean: -0.0 + -0.0 is 0.0
             with np.errstate(all="ignore"):
@@ -179,8 +170,15 @@ def make_tile(tile: Tile, files: OpenFiles) -> Elements:
                     total += values
                 total /= np.float32(sum(weight for weight, _ in terms))
                 return _rounded(total, to)
-        case Fuse() as fuse:
-            return _fused(fuse, tile.box, files)
+        case Fuse(_, base, a, b, rank, scale, to):  # base + scale * (b @ a)
+            *batch, row, column = tile.box.offsets
+            *batch_sizes, rows, columns = tile.box.sizes
+            of_b = Box((*batch, row, 0), (*batch_sizes, rows, rank))
+            of_a = Box((*batch, 0, column), (*batch_sizes, rank, columns))
+            delta = _float32(b, of_b, files) @ _float32(a, of_a, files)
+            delta *= np.float32(scale)
+            delta += _float32(base, tile.box, files)
+            return _rounded(delta, to)
 
 
 def are_equal(pair: Pair, files: OpenFiles) -> bool:
@@ -189,18 +187,6 @@ def are_equal(pair: Pair, files: OpenFiles) -> bool:
         make_tile(ours, files).tobytes() == make_tile(theirs, files).tobytes()
         for ours, theirs in pair_tiles(pair)
     )
-
-
-def _fused(fuse: Fuse, box: Box, files: OpenFiles) -> Elements:
-    """Return a tile of base + scale * (b @ a)."""
-    *batch, row, column = box.offsets
-    *batch_sizes, rows, columns = box.sizes
-    of_b = Box((*batch, row, 0), (*batch_sizes, rows, fuse.rank))
-    of_a = Box((*batch, 0, column), (*batch_sizes, fuse.rank, columns))
-    delta = _float32(fuse.b, of_b, files) @ _float32(fuse.a, of_a, files)
-    delta *= np.float32(fuse.scale)
-    delta += _float32(fuse.base, box, files)
-    return _rounded(delta, fuse.to)
 
 
 def _rounded(computed: NDArray[np.float32], to: DType) -> Elements:
@@ -215,14 +201,7 @@ def _rounded(computed: NDArray[np.float32], to: DType) -> Elements:
 
 def _float32(source: StoredTensor, box: Box, files: OpenFiles) -> NDArray[np.float32]:
     out = np.empty(box.sizes, np.float32)
-    _filled(out, box, source.chunks, numpy_dtype(source.dtype), files)
-    return out
-
-
-def _filled(
-    out: Elements, box: Box, chunks: ChunkTable, dtype: np.dtype[np.generic], files: OpenFiles
-) -> Elements:
-    fill_box(out, box, chunks, dtype, files)
+    fill_box(out, box, source.chunks, numpy_dtype(source.dtype), files)
     return out
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unshard.errors import OutputError, UsageError
-from unshard.write.files import is_weight_file
-from unshard.write.record import RECORD_NAME
+from unshard.write.record import RECORD_NAME, is_weight_file
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -41,22 +40,18 @@ def check_repo(repo: str, *, may_ask: bool) -> None:
         UsageError: no repository can have this name.
         OutputError: there is no token, it may not write there, or the hub cannot be reached.
     """
+    from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented
 
+    subject = f"--push-to-hub {repo}"
+    later = "; or leave --push-to-hub out, and push the output later"
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise UsageError(f"--push-to-hub {repo}: {error}", expected="NAME or OWNER/NAME") from error
-    if may_ask:
-        _check_access(repo)
-
-
-def _check_access(repo: str) -> None:
-    from huggingface_hub import HfApi, get_token
-
-    subject = f"--push-to-hub {repo}"
-    later = "; or leave --push-to-hub out, and push the output later"
+        raise UsageError(f"{subject}: {error}", expected="NAME or OWNER/NAME") from error
+    if not may_ask:
+        return
     if get_token() is None:
         raise OutputError(
             f"{subject}: there is no token", hint=f"`hf auth login`, or set HF_TOKEN{later}"
@@ -89,21 +84,12 @@ def _refusal(owner: Mapping[str, object], repo: str) -> str | None:
 
 
 def push(directory: Path, repo: str, names: Collection[str], *, private: bool, bars: bool) -> str:
-    """Upload files of a finished output to a repository, which is made if need be.
+    """Upload files of a finished output to a repository, which is made if need be; return its URL.
 
     Other weight and index files in the repository are removed, as `--overwrite` does on disk:
     otherwise transformers might load the old ones. A model card in the directory goes along;
-    where neither it nor the repository has one, one is made.
-
-    Args:
-        directory: the output.
-        repo: "NAME" or "OWNER/NAME".
-        names: the files to upload, relative to the directory.
-        private: make the repository private; an existing public one is refused.
-        bars: let huggingface_hub show its progress bars.
-
-    Returns:
-        The address of the repository.
+    where neither it nor the repository has one, one is made. An existing public repository is
+    refused if it should be private.
 
     Raises:
         OutputError: the upload failed; the output on disk is complete all the same.
@@ -207,8 +193,21 @@ def model_card(record: Mapping[str, object], *, title: str, base_model: str | No
         title: of the page.
         base_model: hub id of the model that was trained, where it is known.
     """
+    source, options, output = (_fields(record, key) for key in ("source", "options", "output"))
+    facts = {
+        "checkpoint": source.get("name"),
+        "format": source.get("format"),
+        "written by": source.get("writer"),
+        "step": "" if source.get("step") is None else str(source["step"]),
+        "ranks": source.get("world_size"),
+        "weights": " ".join(str(source[key]) for key in ("role", "weights") if source.get(key)),
+        "dtype": options.get("dtype"),
+        "tensors": output.get("tensors"),
+        "parameters": output.get("parameters"),
+        "unshard": record.get("unshard"),
+    }
     base = [] if base_model is None else [f"base_model: {json.dumps(base_model)}"]
-    rows = (f"| {name} | {_cell(value)} |" for name, value in _provenance(record) if value)
+    rows = (f"| {name} | {_cell(value)} |" for name, value in facts.items() if value)
     return "\n".join(
         [
             *("---", "library_name: transformers", *base, "tags:", "- unshard", "---", ""),
@@ -216,20 +215,6 @@ def model_card(record: Mapping[str, object], *, title: str, base_model: str | No
             *("| what | value |", "|---|---|", *rows, ""),
         ]
     )
-
-
-def _provenance(record: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    source, options, output = (_fields(record, key) for key in ("source", "options", "output"))
-    yield "checkpoint", source.get("name")
-    yield "format", source.get("format")
-    yield "written by", source.get("writer")
-    yield "step", "" if source.get("step") is None else str(source["step"])
-    yield "ranks", source.get("world_size")
-    yield "weights", " ".join(str(source[key]) for key in ("role", "weights") if source.get(key))
-    yield "dtype", options.get("dtype")
-    yield "tensors", output.get("tensors")
-    yield "parameters", output.get("parameters")
-    yield "unshard", record.get("unshard")
 
 
 def _fields(record: Mapping[str, object], key: str) -> Mapping[str, object]:

@@ -1,9 +1,10 @@
-"""`unshard.json`: what was made from what.
+"""`unshard.json`: what was made from what, and which files of an output are weights.
 
 No times, hosts or absolute paths: the same merge writes the same record.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,8 +15,7 @@ from unshard.errors import CheckpointError
 from unshard.plan.layout import INDEX_NAME, Layout
 from unshard.read.format import Location
 from unshard.read.open import Checkpoint
-from unshard.write.adapter import ADAPTER_CONFIG_NAME, ADAPTER_NAME
-from unshard.write.files import is_weight_file
+from unshard.write.companions import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from unshard.write.staging.beneath import read_file
 
 __all__ = [
@@ -23,11 +23,22 @@ __all__ = [
     "OutputRecord",
     "add_companions",
     "is_made_from",
+    "is_weight_file",
     "read_record",
     "record_json",
 ]
 
 RECORD_NAME = "unshard.json"
+
+_WEIGHTS = re.compile(
+    r"(model|pytorch_model|adapter_model)(\.[\w-]+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)"
+    r"|(model\.safetensors|pytorch_model\.bin)\.index(\.[\w-]+)?\.json"
+)
+
+
+def is_weight_file(name: str) -> bool:
+    """Return whether a file is a weight or index file by the names Hugging Face gives them."""
+    return _WEIGHTS.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +65,7 @@ class OutputRecord:
 
 
 def read_record(directory: int) -> OutputRecord | None:
-    """Return the record in a directory; None without one that unshard wrote.
-
-    Args:
-        directory: its descriptor.
-    """
+    """Return the record in an open directory; None without one that unshard wrote."""
     try:
         whole = json.loads(read_file(RECORD_NAME, within=directory))
         version, output = whole["unshard"], whole["output"]
@@ -87,15 +94,7 @@ def record_json(
     options: Mapping[str, object],
     output: Mapping[str, object],
 ) -> bytes:
-    """Return the record's bytes.
-
-    Args:
-        checkpoints: what was merged; several were averaged.
-        weights: what each of them counted.
-        layout: what was written.
-        options: those that shape the output.
-        output: what else there is to know of the output.
-    """
+    """Return the record's bytes; `output` is what else to record of the output."""
     sources = [_source(one) for one in checkpoints]
     several = [{"weight": weight, **one} for weight, one in zip(weights, sources, strict=True)]
     record: dict[str, object] = {
@@ -136,13 +135,10 @@ def is_made_from(output: Path, location: Location, options: Mapping[str, object]
             return (
                 recorded == json.loads(json.dumps(dict(options)))
                 and all(source.get(key) == value for key, value in wanted.items())
-                and all(_size(output / name) == size for name, size in files.items())
+                and all((output / name).is_file() for name in files)
+                and all((output / name).stat().st_size == size for name, size in files.items())
             )
     return False
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
 
 
 def _names_of(location: Location) -> dict[str, object]:
@@ -158,23 +154,16 @@ def _source(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the record's fields about a checkpoint."""
     catalog, location = checkpoint.catalog, checkpoint.location
     passed = checkpoint.passed_over
+    sizes = {}
+    for path in sorted({path for one in catalog.tensors.values() for path in one.chunks.paths}):
+        places = [p for p in (*location.roots, location.step_dir) if path.is_relative_to(p)]
+        if places:  # otherwise it is a file of decompressed items
+            sizes[str(path.relative_to(places[0]))] = path.stat().st_size
     return {
         **_names_of(location),
         **({"passed_over": list(map(asdict, passed))} if passed else {}),
         "format": catalog.format,
         "writer": catalog.writer,
         "world_size": catalog.world_size,
-        "files": _sizes(checkpoint),
+        "files": sizes,
     }
-
-
-def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the sizes of the checkpoint's files, by path inside its directories."""
-    location = checkpoint.location
-    entries = checkpoint.catalog.tensors.values()
-    sizes = {}
-    for path in sorted({path for entry in entries for path in entry.chunks.paths}):
-        places = [p for p in (*location.roots, location.step_dir) if path.is_relative_to(p)]
-        if places:  # otherwise it is a file of decompressed items
-            sizes[str(path.relative_to(places[0]))] = path.stat().st_size
-    return sizes

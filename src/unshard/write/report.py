@@ -2,18 +2,15 @@
 
 import resource
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.fronts import PYTHON, reword_warning
-from unshard.plan.layout import Layout
-from unshard.plan.operations import Plan
 from unshard.read.format import PassedOver
 from unshard.showing import counted
 from unshard.tensors.catalog import Skipped
 
-__all__ = ["Report", "count_dtypes", "count_operations", "peak_memory"]
+__all__ = ["Report", "peak_memory"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -85,19 +82,6 @@ class Report:
             f"({self.bytes_written:,} bytes) to {self.output!r}, from {several}"
             f"{counted(self.world_size, 'rank')}, {counted(len(self.notes), 'warning')}>"
         )
-
-
-def count_operations(plan: Plan) -> dict[str, int]:
-    """Return how many operations of each kind a plan has."""
-    kinds = Counter(type(operation).__name__ for operation in plan.tiled)
-    kinds["CopyRange"] = len(plan.copies)
-    return {kind: count for kind, count in sorted(kinds.items()) if count}
-
-
-def count_dtypes(layout: Layout) -> dict[str, int]:
-    """Return how many tensors of each dtype are written, the most frequent first."""
-    names = (tensor.dtype.name for file in layout.files for tensor in file.tensors)
-    return dict(Counter(names).most_common())
 
 
 def peak_memory() -> int:

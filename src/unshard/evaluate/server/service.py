@@ -39,7 +39,7 @@ from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
 from unshard.read.finding.discover import discover
 from unshard.read.format import Choice
-from unshard.write.files import write_whole
+from unshard.write.staging.beneath import write_whole
 
 __all__ = ["Service", "by_task"]
 

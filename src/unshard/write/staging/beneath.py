@@ -1,14 +1,16 @@
-"""Files beneath a directory that is held open: by names without a slash, and no link is followed.
+"""Steps on files beneath a directory that is held open; no link is followed.
 
 Even if another process renames or replaces directories in the meantime, these steps stay inside it.
 Staging and recovery work this way, and so does everything in a run's `_unshard`.
 """
 
+import ctypes
 import errno
 import os
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -16,9 +18,9 @@ from typing import BinaryIO
 
 __all__ = [
     "check_path",
+    "exchange",
     "folder_of",
     "names_in",
-    "open_directory",
     "open_inside",
     "open_regular",
     "opened",
@@ -26,75 +28,62 @@ __all__ = [
     "read_with_status",
     "remove",
     "status_of",
+    "sync_tree",
     "walk",
     "whole_file",
+    "write_whole",
 ]
 
 _LONGEST = 64 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_RENAME_EXCHANGE = 2
+_RENAME_SWAP = 2
+_NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 
 def check_path(path: str) -> tuple[str, ...]:
-    """Return the names that a relative path consists of.
-
-    Raises:
-        ValueError: one of them is not the name of a file or directory.
-    """
+    """Return the names that a relative path consists of; ValueError if one is not a plain name."""
     names = tuple(path.split("/"))
     if any(name in {"", ".", ".."} or "\0" in name for name in names):
         raise ValueError(f"{path!r} is not a path inside a directory")
     return names
 
 
-def open_directory(name: str, *, within: int) -> int:
-    """Open a directory; a link to one is refused.
-
-    Raises:
-        OSError: there is no such directory (ENOENT), or it is a link or something else (ELOOP).
-    """
-    (single,) = check_path(name)
-    try:
-        return os.open(single, _DIRECTORY, dir_fd=within)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENOTDIR):  # which one depends on the system
-            raise
-        why = "not a directory; links are not followed here"
-        raise OSError(errno.ELOOP, why, name) from error
-
-
 def open_inside(names: Sequence[str], *, within: int, make: bool = False) -> int:
-    """Open a directory inside another, one name after the other.
-
-    Args:
-        names: of the directories on the way, the last one included; none for `within` itself.
-        within: where it begins.
-        make: make the directories that are missing.
+    """Open a directory inside another, one name after the other; `make` makes those missing.
 
     Raises:
-        OSError: see `open_directory`; `filename` is the path from `within` to the one that failed.
+        OSError: one is missing (ENOENT), or is a link or something else (ELOOP); `filename` is the
+            path from `within` to it.
     """
     fd, passed = os.dup(within), PurePosixPath()
     try:
         for name in names:
-            passed /= name
+            (single,) = check_path(name)
+            passed /= single
             if make:
                 with suppress(FileExistsError):
-                    os.mkdir(name, dir_fd=fd)
-            inner = open_directory(name, within=fd)
+                    os.mkdir(single, dir_fd=fd)
+            inner = os.open(single, _DIRECTORY, dir_fd=fd)
             os.close(fd)
             fd = inner
-    except BaseException as error:
+    except OSError as error:
         os.close(fd)
-        if isinstance(error, OSError):
-            error.filename = str(passed)
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):  # which one depends on the system
+            why = "not a directory; links are not followed here"
+            raise OSError(errno.ELOOP, why, str(passed)) from error
+        error.filename = str(passed)
+        raise
+    except BaseException:
+        os.close(fd)
         raise
     return fd
 
 
 @contextmanager
-def opened(name: str, *, within: int) -> Iterator[int]:
-    """Yield the descriptor of a directory, as `open_directory` opens it."""
-    fd = open_directory(name, within=within)
+def opened(*names: str, within: int, make: bool = False) -> Iterator[int]:
+    """Yield the descriptor of a directory, as `open_inside` opens it."""
+    fd = open_inside(names, within=within, make=make)
     try:
         yield fd
     finally:
@@ -103,22 +92,10 @@ def opened(name: str, *, within: int) -> Iterator[int]:
 
 @contextmanager
 def folder_of(path: str, *, within: int, make: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield the directory that holds `path`, and the last name of the path.
-
-    Args:
-        path: relative to `within`; every directory in it is opened by itself.
-        within: where it begins.
-        make: make the directories that are missing.
-
-    Raises:
-        OSError: a directory is missing, or a link, or something else.
-    """
+    """Yield the directory that holds a path, as `open_inside` opens it, and the last name."""
     *folders, name = check_path(path)
-    fd = open_inside(folders, within=within, make=make)
-    try:
+    with opened(*folders, within=within, make=make) as fd:
         yield fd, name
-    finally:
-        os.close(fd)
 
 
 def status_of(path: str, *, within: int) -> os.stat_result | None:
@@ -133,12 +110,7 @@ def status_of(path: str, *, within: int) -> os.stat_result | None:
 
 
 def open_regular(path: Path | str, flags: int, *, within: int | None = None) -> int:
-    """Open a regular file that is not a link; return its descriptor.
-
-    Args:
-        path: of the file, or its name in `within`.
-        flags: of open(2).
-        within: the directory that holds it.
+    """Open a regular file by its path, or by its name in `within`; `flags` are those of open(2).
 
     Raises:
         OSError: it is missing, a link, a pipe, or anything else that is not a regular file.
@@ -156,15 +128,9 @@ def open_regular(path: Path | str, flags: int, *, within: int | None = None) -> 
 
 @contextmanager
 def whole_file(name: str, *, within: int, durable: bool) -> Iterator[BinaryIO]:
-    """Yield a new file that takes its name in one step, when it is complete.
+    """Yield a new file that takes its name, also from an earlier one, when it is complete.
 
-    Args:
-        name: of the file; an earlier one is replaced.
-        within: the directory.
-        durable: flush the file to disk before it takes its name.
-
-    Raises:
-        OSError: it cannot be written; nothing is left of it.
+    A durable one is flushed to disk before. If it cannot be written, nothing is left of it.
     """
     draft = f".{name}-{secrets.token_hex(4)}.partial"
     fd = open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, within=within)
@@ -181,17 +147,58 @@ def whole_file(name: str, *, within: int, durable: bool) -> Iterator[BinaryIO]:
         raise
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file durably in one step: readers find all of it, or what was there before."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with whole_file(path.name, within=folder, durable=True) as file:
+            file.write(data)
+    finally:
+        os.close(folder)
+
+
+def sync_tree(root: Path) -> None:
+    """Flush every file and directory below `root`, and `root`, to disk."""
+    for folder, _, names in os.walk(root, topdown=False):
+        paths = [Path(folder, name) for name in names]
+        for path in (*(one for one in paths if not one.is_symlink()), Path(folder)):
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+def exchange(first: int, first_name: str, second: int, second_name: str) -> bool:
+    """Swap two directories in one atomic step; return False where the system cannot.
+
+    Each is named by the descriptor of the directory that holds it, and its name there.
+    Sources: renameat2(2) with RENAME_EXCHANGE on Linux, renameatx_np(2) with RENAME_SWAP on macOS.
+    """
+    paths = first, os.fsencode(first_name), second, os.fsencode(second_name)
+    library = ctypes.CDLL(None, use_errno=True)
+    try:
+        if sys.platform == "darwin":
+            result = library.renameatx_np(*paths, _RENAME_SWAP)
+        else:
+            result = library.renameat2(*paths, _RENAME_EXCHANGE)
+    except AttributeError:
+        return False
+    if result == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), first_name, None, second_name)
+
+
 def read_file(name: str, *, within: int) -> bytes:
-    """Return what a small regular file contains: see `read_with_status`."""
+    """Return what a regular file of at most 64 MiB contains."""
     return read_with_status(name, within=within)[0]
 
 
 def read_with_status(name: str, *, within: int) -> tuple[bytes, os.stat_result]:
-    """Return what a small regular file contains, and its status.
-
-    Raises:
-        OSError: it is missing, a link, not a regular file, or larger than 64 MiB.
-    """
+    """Return what a regular file of at most 64 MiB contains, and its status."""
     with os.fdopen(open_regular(name, os.O_RDONLY, within=within), "rb") as stream:
         status = os.fstat(stream.fileno())
         if status.st_size > _LONGEST:
@@ -217,11 +224,7 @@ def walk(directory: int, before: str = "") -> Iterator[tuple[str, bool]]:
 
 
 def remove(name: str, *, within: int) -> None:
-    """Remove a file, or a directory with all it contains.
-
-    Raises:
-        OSError: something is left.
-    """
+    """Remove a file, or a directory with all it contains; OSError if something is left."""
     status = status_of(name, within=within)
     if status is None:
         return

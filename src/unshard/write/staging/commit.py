@@ -14,16 +14,23 @@ modification time, so a merge in place gives it back.
 import errno
 import os
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from unshard.errors import OutputError
 from unshard.plan.layout import INDEX_NAME
-from unshard.write.adapter import ADAPTER_CONFIG_NAME
-from unshard.write.companions import EXTRA_STATE_NAME, SCHEDULER_NAME
-from unshard.write.files import exchange, is_weight_file, sync_tree
-from unshard.write.record import RECORD_NAME, add_companions, read_record
-from unshard.write.staging.beneath import folder_of, opened, read_file, status_of, walk
+from unshard.write.companions import ADAPTER_CONFIG_NAME, EXTRA_STATE_NAME, SCHEDULER_NAME
+from unshard.write.record import RECORD_NAME, add_companions, is_weight_file, read_record
+from unshard.write.staging.beneath import (
+    exchange,
+    folder_of,
+    opened,
+    read_file,
+    status_of,
+    sync_tree,
+    walk,
+)
 from unshard.write.staging.journal import (
     ASIDE,
     OUTPUT,
@@ -34,11 +41,10 @@ from unshard.write.staging.journal import (
 )
 from unshard.write.staging.owners import StagingDirectory
 from unshard.write.staging.replacing import Sides, carry_over, set_aside, settle
-from unshard.write.staging.taking import (
+from unshard.write.staging.targets import (
     find_in_the_way,
     find_strangers,
     have_same_tensors,
-    may_be_same,
     refuse_strangers,
 )
 
@@ -74,7 +80,7 @@ def begin(
 
     Args:
         place: the staging directory.
-        target: what to replace, or to put files into.
+        target: what to replace, or to put files into, by `mode`.
         mode: REPLACE or IN_PLACE.
         replaced: names of companions that may replace those in a checkpoint's own directory.
         lose_strangers: whether files may be lost that unshard did not write.
@@ -83,22 +89,20 @@ def begin(
         OutputError: the target has something in the way.
     """
     with opened(target.name, within=place.parent) as old, opened(OUTPUT, within=place.fd) as new:
-        if mode is Mode.IN_PLACE:
-            journal = _in_place(target, old, new, replaced)
-            lost = journal.goes.keys() - set(replaced)
-            if not lose_strangers:
-                _check_strangers(target, old, place.path / OUTPUT, lost)
-            _list_companions(old, new, journal.place)
+        status, in_place = os.fstat(old), mode is Mode.IN_PLACE
+        placed = _in_order(target, old, new, replaced) if in_place else _paths(new)
+        goes = _replaced_or_obsolete(old, new, placed)
+        found = [] if lose_strangers else find_strangers(old, goes.keys() - set(replaced))
+        if found and not have_same_tensors(target, old, place.path / OUTPUT, found):
+            refuse_strangers(target, found)
+        _list_companions(old, new, placed)
+        journal = Journal(mode, target.name, status.st_ino, goes=goes)
+        if in_place:
+            journal = replace(journal, place=tuple(placed), mtime_ns=status.st_mtime_ns)
         else:
-            goes = _found(old, {*_paths(new), *_stale(old, new)})
-            lost = goes.keys() - set(replaced)
-            if not lose_strangers:
-                _check_strangers(target, old, place.path / OUTPUT, lost)
-            _list_companions(old, new, _paths(new))
             carried = carry_over(Sides(old, new, place.fd), leave=goes)
-            os.fchmod(new, stat.S_IMODE(os.fstat(old).st_mode))
-            inodes = os.fstat(old).st_ino, os.fstat(new).st_ino
-            journal = Journal(mode, target.name, *inodes, goes, carried)
+            os.fchmod(new, stat.S_IMODE(status.st_mode))
+            journal = replace(journal, new=os.fstat(new).st_ino, carried=carried)
     sync_tree(place.path / OUTPUT)
     return journal
 
@@ -161,24 +165,16 @@ def _paths(directory: int) -> list[str]:
     return [path for path, is_folder in walk(directory) if not is_folder]
 
 
-def _found(directory: int, paths: Iterable[str]) -> dict[str, Identity]:
-    """Return those of some paths that are in a directory, as they are."""
-    found = {path: status_of(path, within=directory) for path in sorted(paths)}
+def _replaced_or_obsolete(old: int, new: int, placed: Collection[str]) -> dict[str, Identity]:
+    """Return the files of a target that go, as they are.
+
+    Obsolete are weights, and training state of an earlier merge, that the output does not have.
+    """
+    record = read_record(old)
+    known = [*find_in_the_way(old), *(record.state if record is not None else ())]
+    obsolete = [name for name in known if status_of(name, within=new) is None]
+    found = {path: status_of(path, within=old) for path in sorted({*placed, *obsolete})}
     return {path: identity(status) for path, status in found.items() if status is not None}
-
-
-def _stale(target: int, output: int) -> list[str]:
-    """Return weights, and training state of an earlier merge, that the output does not have."""
-    record = read_record(target)
-    known = [*find_in_the_way(target), *(record.state if record is not None else ())]
-    return [name for name in known if status_of(name, within=output) is None]
-
-
-def _check_strangers(target: Path, old: int, output: Path, goes: Collection[str]) -> None:
-    """Refuse to lose what unshard did not write, unless it is what the output has."""
-    found = find_strangers(old, goes)
-    if found and not (may_be_same(old, found) and have_same_tensors(target, output, found)):
-        refuse_strangers(target, found)
 
 
 def _list_companions(old: int, new: int, placed: Collection[str]) -> None:
@@ -199,8 +195,12 @@ def _list_companions(old: int, new: int, placed: Collection[str]) -> None:
         stream.write(text)
 
 
-def _in_place(target: Path, old: int, new: int, replaced: Collection[str]) -> Journal:
-    """Weights first, then what belongs to them or is missing, then index and record."""
+def _in_order(target: Path, old: int, new: int, replaced: Collection[str]) -> list[str]:
+    """Return the files to move into a checkpoint: weights first, index and record last.
+
+    Between them are files that belong to the weights, and those that the checkpoint lacks.
+    """
+    _check_folders(target, old, new)
     paths = _paths(new)
     weights = [path for path in paths if is_weight_file(path) and path != INDEX_NAME]
     last = [path for path in (INDEX_NAME, RECORD_NAME) if path in paths]
@@ -209,14 +209,8 @@ def _in_place(target: Path, old: int, new: int, replaced: Collection[str]) -> Jo
         over.add(ADAPTER_CONFIG_NAME)
     state = [path for path in paths if path in over and path not in weights]
     known = {*weights, *state, *last}
-    _check_folders(target, old, new)
     lacking = [p for p in paths if p not in known and status_of(p, within=old) is None]
-    place = (*weights, *state, *lacking, *last)
-    goes = _found(old, {*place, *_stale(old, new)})
-    status = os.fstat(old)
-    return Journal(
-        Mode.IN_PLACE, target.name, status.st_ino, 0, goes, {}, place, status.st_mtime_ns
-    )
+    return [*weights, *state, *lacking, *last]
 
 
 def _check_folders(target: Path, old: int, new: int) -> None:
@@ -240,7 +234,7 @@ def _move_in(output: int, target: int, journal: Journal) -> list[str]:
     for path in journal.place:
         if status_of(path, within=output) is None:  # moved before a process died
             continue
-        notes += _save_others(target, path, journal)
+        notes += set_aside(target, path, unless=journal.goes.get(path))
         with (
             folder_of(path, within=output) as (source, name),
             folder_of(path, within=target, make=True) as (folder, _),
@@ -250,16 +244,8 @@ def _move_in(output: int, target: int, journal: Journal) -> list[str]:
                 os.fsync(folder)
     for path in journal.goes:
         if path not in journal.place:
-            notes += _save_others(target, path, journal)
+            notes += set_aside(target, path, unless=journal.goes.get(path))
             with folder_of(path, within=target) as (folder, name):
                 if status_of(name, within=folder) is not None:
                     os.unlink(name, dir_fd=folder)
     return notes
-
-
-def _save_others(target: int, path: str, journal: Journal) -> list[str]:
-    """Set a file aside that is not the one that may go; return a note about it."""
-    status = status_of(path, within=target)
-    if status is None or identity(status) == journal.goes.get(path):
-        return []
-    return [set_aside(target, path)]

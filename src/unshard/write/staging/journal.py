@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 
 from unshard.write.staging.beneath import check_path, read_file, whole_file
-from unshard.write.staging.owners import StagingDirectory
-from unshard.write.staging.seals import is_sealed, seal
+from unshard.write.staging.owners import StagingDirectory, is_sealed, seal
 
 __all__ = [
     "ASIDE",
@@ -104,16 +103,14 @@ def read_journal(place: StagingDirectory) -> Journal | None:
 
 def _parsed(fields: dict[str, object]) -> Journal:
     """Return the journal that its JSON describes; every path is checked."""
-    plain = {name: fields[name] for name in ("target", "old", "new", "mtime_ns")}
     goes, carried = (_identities(fields[name]) for name in ("goes", "carried"))
     place = fields["place"]
-    paths = [str(path) for path in place] if isinstance(place, list) else []
-    (target,) = check_path(str(plain["target"]))
+    paths = tuple(str(path) for path in place) if isinstance(place, list) else ()
+    (target,) = check_path(str(fields["target"]))
     for path in (*paths, *goes, *carried):
         check_path(path)
-    old, new, mtime_ns = (int(str(plain[name])) for name in ("old", "new", "mtime_ns"))
-    mode = Mode(fields["mode"])
-    return Journal(mode, target, old, new, goes, carried, tuple(paths), mtime_ns)
+    old, new, mtime_ns = (int(str(fields[name])) for name in ("old", "new", "mtime_ns"))
+    return Journal(Mode(fields["mode"]), target, old, new, goes, carried, paths, mtime_ns)
 
 
 def _identities(found: object) -> dict[str, Identity]:

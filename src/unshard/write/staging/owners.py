@@ -1,10 +1,14 @@
 """The owner of a staging directory, and whether that process is provably dead.
 
-What a tree that was copied or downloaded contains proves nothing, so two codes that only this user
-can compute must be right before anything of a staging directory is believed (see `seals`): one in
-its name, for the directory that holds it, and one in `owner.json`, for the staging directory
+What a tree that was copied or downloaded contains proves nothing, so two codes that only the holder
+of a private key can compute must be right before anything of a staging directory is believed: one
+in its name, for the directory that holds it, and one in `owner.json`, for the staging directory
 itself. Both are bound to inodes, which a copy does not share. Devices are left out: their
 numbers change when a machine starts again, which is when something is left to finish.
+
+The key is a file in the user's own state directory (`$XDG_STATE_HOME/unshard/key`, by default
+`~/.local/state/unshard/key`). Without a directory that is the user's own there is no key: nothing
+is sealed then, and nothing counts as sealed.
 
 `owner.json` names host, pid and start time, for people. What proves a death is its lock: the kernel
 drops the locks of a process that ends, however it ends. A free lock on this host is a dead owner;
@@ -12,18 +16,20 @@ of another host's owner nothing is known.
 """
 
 import fcntl
+import hmac
 import json
+import logging
 import os
 import secrets
 import socket
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.write.staging.seals import is_sealed, seal
+from unshard.write.staging.beneath import names_in, read_with_status
 
 __all__ = [
     "OWNER_NAME",
@@ -31,7 +37,9 @@ __all__ = [
     "StagingDirectory",
     "claim",
     "dead_owner",
+    "is_sealed",
     "mtime_in",
+    "seal",
     "staging_name",
 ]
 
@@ -41,6 +49,10 @@ _MTIME = "-mtime-"
 _ABANDONED_AFTER_S = 60
 _OTHERS = 0o077
 _LONGEST = 1 << 20
+_KEY = "key"
+_KEY_BYTES = 32
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +60,7 @@ class StagingDirectory:
     """A staging directory, held open.
 
     Attributes:
-        path: of it, for messages; no step depends on it.
+        path: of it, for messages; steps depend only on its name.
         parent: descriptor of the directory that holds it.
         fd: its own descriptor.
     """
@@ -57,19 +69,9 @@ class StagingDirectory:
     parent: int
     fd: int
 
-    @property
-    def name(self) -> str:
-        """Its name in its parent."""
-        return self.path.name
-
 
 def staging_name(parent: int, mtime_ns: int | None) -> str:
-    """Return a new name for a staging directory.
-
-    Args:
-        parent: descriptor of the directory that will hold it.
-        mtime_ns: modification time to give back to that directory.
-    """
+    """Return a new name for a staging directory in `parent`, whose mtime is to be given back."""
     drawn = secrets.token_hex(8)
     mtime = "" if mtime_ns is None else f"{_MTIME}{mtime_ns}"
     code = seal("name", drawn, mtime, os.fstat(parent).st_ino)
@@ -85,9 +87,7 @@ def mtime_in(name: str) -> int | None:
 def claim(staging: int, made: Sequence[Path]) -> int:
     """Write the owner file, locked from the start; return the descriptor that locks it.
 
-    Args:
-        staging: descriptor of the directory to own.
-        made: directories above it that were made for it.
+    `made` are the directories above the staging directory that were made for it.
     """
     fields: dict[str, object] = {
         "host": socket.gethostname(),
@@ -122,12 +122,17 @@ def dead_owner(place: StagingDirectory) -> Iterator[list[Path] | None]:
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(OWNER_NAME, flags, dir_fd=place.fd)
-    except FileNotFoundError:
-        yield [] if _is_abandoned(place.fd) else None
+    except FileNotFoundError:  # it died before it named itself, if nothing changes for a minute
+        is_empty = set(names_in(place.fd)) <= {f"{OWNER_NAME}.new"}
+        age = time.time() - os.fstat(place.fd).st_mtime
+        yield [] if is_empty and age > _ABANDONED_AFTER_S else None
         return
     try:
         fields = _owner(place, fd)
-        yield _made(place, fields) if _is_ours_to_lock(fd, fields) else None
+        made = fields["made"]
+        known = {str(path) for path in made} if isinstance(made, list) else set()
+        inner_first = [path for path in place.path.resolve().parents if str(path) in known]
+        yield inner_first if _is_dead(fd, fields) else None
     finally:
         os.close(fd)
 
@@ -136,7 +141,7 @@ def _check_made_here(place: StagingDirectory) -> None:
     status = os.fstat(place.fd)
     if status.st_uid != os.geteuid() or status.st_mode & _OTHERS:
         raise PermissionError("it is not a private directory of this user")
-    drawn, mark, mtime = place.name.removeprefix(PREFIX).partition(_MTIME)
+    drawn, mark, mtime = place.path.name.removeprefix(PREFIX).partition(_MTIME)
     if not is_sealed(drawn[16:], "name", drawn[:16], mark + mtime, os.fstat(place.parent).st_ino):
         raise PermissionError("its name does not prove that this user made it in this directory")
 
@@ -158,13 +163,8 @@ def _owner(place: StagingDirectory, fd: int) -> dict[str, object]:
     return fields
 
 
-def _made(place: StagingDirectory, fields: dict[str, object]) -> list[Path]:
-    made = fields["made"]
-    known = {str(path) for path in made} if isinstance(made, list) else set()
-    return [path for path in place.path.resolve().parents if str(path) in known]
-
-
-def _is_ours_to_lock(fd: int, fields: dict[str, object]) -> bool:
+def _is_dead(fd: int, fields: dict[str, object]) -> bool:
+    """Return whether the owner was a process of this host whose lock is free; it is ours then."""
     if fields["host"] != socket.gethostname():
         return False
     try:
@@ -174,7 +174,75 @@ def _is_ours_to_lock(fd: int, fields: dict[str, object]) -> bool:
     return True
 
 
-def _is_abandoned(staging: int) -> bool:
-    """Return whether a process died before it named itself, or after: unchanged for a minute."""
-    age = time.time() - os.fstat(staging).st_mtime
-    return set(os.listdir(staging)) <= {f"{OWNER_NAME}.new"} and age > _ABANDONED_AFTER_S
+def seal(*facts: object) -> str:
+    """Return the code of some JSON values; "" where there is no key."""
+    key = _key()
+    text = json.dumps(facts, sort_keys=True).encode()
+    return hmac.new(key, text, "sha256").hexdigest() if key else ""
+
+
+def is_sealed(code: object, *facts: object) -> bool:
+    """Return whether this user sealed these values with this code."""
+    right = seal(*facts)
+    if not right or not isinstance(code, str):
+        return False
+    return hmac.compare_digest(code.encode(errors="replace"), right.encode())
+
+
+def _key() -> bytes:
+    """Return the user's key, made if there is none yet; b"" where there is no place for one."""
+    try:
+        with _key_folder() as folder:
+            with suppress(FileNotFoundError):
+                return _read_key(folder)
+            _make_key(folder)
+            return _read_key(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        _log.debug("no key to seal with: %s", error)
+        return b""
+
+
+@contextmanager
+def _key_folder() -> Iterator[int]:
+    """Yield the descriptor of the folder of the key; refuse one into which others could write."""
+    named = Path(os.environ.get("XDG_STATE_HOME", ""))
+    base = named if named.is_absolute() else Path.home() / ".local" / "state"
+    there = next(path for path in (base, *base.parents) if path.exists())
+    _refuse_unless_own(there.stat(), 0)  # root must not make folders in a user's home
+    base.mkdir(parents=True, exist_ok=True)
+    (base / "unshard").mkdir(mode=0o700, exist_ok=True)
+    folder = os.open(base / "unshard", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        _refuse_unless_own(os.fstat(folder), _OTHERS)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _refuse_unless_own(status: os.stat_result, forbidden: int) -> None:
+    if status.st_uid != os.geteuid() or status.st_mode & forbidden:
+        raise PermissionError("the folder of the key is not this user's alone")
+
+
+def _read_key(folder: int) -> bytes:
+    key, status = read_with_status(_KEY, within=folder)
+    _refuse_unless_own(status, _OTHERS)
+    if len(key) != _KEY_BYTES:
+        raise PermissionError("the key is damaged")
+    return key
+
+
+def _make_key(folder: int) -> None:
+    """Make the key; of two processes that do so at once, one wins."""
+    draft = f".{_KEY}-{secrets.token_hex(8)}"
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+    try:
+        try:
+            os.write(fd, secrets.token_bytes(_KEY_BYTES))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        with suppress(FileExistsError):
+            os.link(draft, _KEY, src_dir_fd=folder, dst_dir_fd=folder)
+    finally:
+        os.unlink(draft, dir_fd=folder)

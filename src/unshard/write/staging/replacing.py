@@ -13,10 +13,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from unshard.write.staging.beneath import folder_of, open_directory, status_of, walk
+from unshard.write.staging.beneath import folder_of, opened, status_of, walk
 from unshard.write.staging.journal import Identity, Journal, identity
 
 __all__ = ["Sides", "carry_over", "set_aside", "settle"]
+
+_NOTE = "{} was saved while it was being replaced: that file is now {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,7 @@ def settle(sides: Sides, journal: Journal) -> list[str]:
 
     Return notes about files that were changed on both sides.
     """
-    notes = []
-    there = {}
+    notes, there = [], {}
     for path, status in _files(sides):
         there[path] = now = identity(status)
         if now not in (journal.goes.get(path), journal.carried.get(path)):
@@ -61,12 +62,15 @@ def settle(sides: Sides, journal: Journal) -> list[str]:
     return notes
 
 
-def set_aside(directory: int, path: str) -> str:
-    """Rename a file that must not go, although ours has its name; return what was done."""
+def set_aside(directory: int, path: str, *, unless: Identity | None) -> list[str]:
+    """Rename a file whose name ours takes, but not the one that may go; return a note."""
+    status = status_of(path, within=directory)
+    if status is None or identity(status) == unless:
+        return []
     free = next(one for one in _spare(path) if status_of(one, within=directory) is None)
     with folder_of(path, within=directory) as (folder, name):
         os.rename(name, free.rpartition("/")[2], src_dir_fd=folder, dst_dir_fd=folder)
-    return f"{path} was saved while it was being replaced: that file is now {free}"
+    return [_NOTE.format(path, free)]
 
 
 def _files(sides: Sides) -> Iterator[tuple[str, os.stat_result]]:
@@ -81,11 +85,8 @@ def _files(sides: Sides) -> Iterator[tuple[str, os.stat_result]]:
         with folder_of(path, within=sides.new, make=True) as (folder, name):
             if status_of(name, within=folder) is None:
                 os.mkdir(name, dir_fd=folder)
-                fd = open_directory(name, within=folder)
-                try:
+                with opened(name, within=folder) as fd:
                     os.fchmod(fd, stat.S_IMODE(status.st_mode))
-                finally:
-                    os.close(fd)
 
 
 def _carry_again(sides: Sides, path: str, carried: Identity | None) -> list[str]:
@@ -102,7 +103,7 @@ def _carry_again(sides: Sides, path: str, carried: Identity | None) -> list[str]
         if kept is None or kept.st_ino == now.st_ino:
             break
     _give(sides, path, to=free)
-    return [f"{path} was saved while it was being replaced: that file is now {free}"]
+    return [_NOTE.format(path, free)]
 
 
 def _is_carried(status: os.stat_result | None, carried: Identity | None) -> bool:

@@ -13,15 +13,15 @@ import logging
 import os
 import stat
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from unshard.errors import OutputError
-from unshard.write.staging.beneath import open_directory, remove, status_of
+from unshard.signals import uninterrupted
+from unshard.write.staging.beneath import names_in, opened, remove, status_of
 from unshard.write.staging.commit import begin, finish, is_begun, take_new
-from unshard.write.staging.interrupts import uninterrupted
 from unshard.write.staging.journal import JOURNAL_NAME, OUTPUT, Mode, read_journal, write_journal
 from unshard.write.staging.owners import (
     OWNER_NAME,
@@ -70,8 +70,8 @@ def _recover(path: Path, parent: int) -> None:
     if stat.S_ISDIR(status.st_mode) and status.st_uid != os.geteuid():
         _log.info("left alone: %s, which belongs to another user", path)
         return
-    place = StagingDirectory(path, parent, open_directory(path.name, within=parent))
-    try:
+    with opened(path.name, within=parent) as fd:
+        place = StagingDirectory(path, parent, fd)
         with dead_owner(place) as made:
             if made is None:
                 _log.info("left alone: %s, whose owner may be alive", path)
@@ -82,8 +82,6 @@ def _recover(path: Path, parent: int) -> None:
                     _log.warning("%s: %s", path.parent / journal.target, sentence)
             _remove(place)
             _remove_empty(made)
-    finally:
-        os.close(place.fd)
 
 
 class Staging:
@@ -139,11 +137,7 @@ class Staging:
         return self._place
 
     def check(self) -> Mode:
-        """Return how the output would take its place; touch nothing.
-
-        Raises:
-            OutputError: the target exists and may not be replaced, or something would be lost.
-        """
+        """Return how the output would take its place, as `choose_mode` does; touch nothing."""
         return choose_mode(
             self._target, self._sources, overwrite=self._overwrite, names=self._names
         )
@@ -170,7 +164,8 @@ class Staging:
             if isinstance(error, OSError):
                 raise unwritable(self._target, error) from error
         except KeyboardInterrupt as late:
-            self._say(late)
+            if self._is_complete:
+                late.args = (f"interrupted, but only after {self._target} was complete",)
             raise
 
     def commit(self, *, replaced: Collection[str] = ()) -> list[str]:
@@ -179,8 +174,8 @@ class Staging:
         Ctrl-C and the like wait until the stage is left, which then says that they came too late.
 
         Args:
-            replaced: names of companions that take the place of those in a checkpoint's own
-                directory, because they were asked for.
+            replaced: names of companions that replace those in a checkpoint's own directory,
+                because the user asked for them.
 
         Returns:
             Notes for the user: what others changed in the target in the meantime, and whether the
@@ -198,11 +193,6 @@ class Staging:
             self._quiet = quiet.pop_all()
         return notes
 
-    def _say(self, error: KeyboardInterrupt) -> None:
-        """Make an interruption report that it came too late."""
-        if self._is_complete:
-            error.args = (f"interrupted, but only after {self._target} was complete",)
-
     def _take_place(self, replaced: Collection[str]) -> list[str]:
         place = self._staging
         if self._mode is Mode.NEW:
@@ -216,29 +206,36 @@ class Staging:
             lose_strangers=self._overwrite == "all",
         )
         write_journal(place, journal)
-        for tries_left in (1, 0):
-            try:
-                return finish(place, journal) + _durable(place.parent, self._target)
-            except OSError as error:
-                if tries_left:
-                    continue
-                if not is_begun(place, journal):
-                    raise
-                self._place = None  # it is left for the next run
-                raise OutputError(
-                    f"{self._target}: not all new files could be moved there: {error}",
-                    hint=f"the others are in {place.path}; the next merge to the same place moves "
-                    "them",
-                ) from error
-        raise AssertionError
+        with suppress(OSError):  # every step may be done twice
+            return finish(place, journal) + _durable(place.parent, self._target)
+        try:
+            return finish(place, journal) + _durable(place.parent, self._target)
+        except OSError as error:
+            if not is_begun(place, journal):
+                raise
+            self._place = None  # it is left for the next run
+            raise OutputError(
+                f"{self._target}: not all new files could be moved there: {error}",
+                hint=f"the others are in {place.path}; the next merge to the same place moves them",
+            ) from error
 
     def _enter(self) -> None:
         recover(self._target.parent)
-        self._make_parents()
+        missing = [p for p in (self._target.parent, *self._target.parent.parents) if not p.exists()]
+        for parent in reversed(missing):
+            parent.mkdir(exist_ok=True)
+            self._made_parents.append(parent)
         self._mode = self.check()
         self._target = self._target.resolve()
-        if self._mode is not Mode.NEW:
-            _check_same_disk(self._target)
+        on_one_disk = (
+            self._mode is Mode.NEW
+            or self._target.stat().st_dev == self._target.parent.stat().st_dev
+        )
+        if not on_one_disk:
+            raise OutputError(
+                f"{self._target}: is a mount point, and cannot be replaced in one step",
+                hint="give a directory inside it",
+            )
         if self._mode is Mode.IN_PLACE:
             self._held.callback(os.close, _lock(self._target))
         check_space(self._target.parent, self._needed)
@@ -251,23 +248,16 @@ class Staging:
         holder = self._target.parent
         parent = os.open(holder, _DIRECTORY)
         self._held.callback(os.close, parent)
-        mtime = os.fstat(parent).st_mtime_ns if _is_inside(holder, self._sources) else None
-        name = staging_name(parent, mtime)
+        is_inside = any(holder.is_relative_to(source.resolve()) for source in self._sources)
+        name = staging_name(parent, os.fstat(parent).st_mtime_ns if is_inside else None)
         os.mkdir(name, 0o700, dir_fd=parent)
         try:
-            fd = open_directory(name, within=parent)
+            fd = self._held.enter_context(opened(name, within=parent))
         except OSError:
             os.rmdir(name, dir_fd=parent)
             raise
-        self._held.callback(os.close, fd)
         self._place = StagingDirectory(holder / name, parent, fd)
         self._held.callback(os.close, claim(fd, self._made_parents))
-
-    def _make_parents(self) -> None:
-        missing = [p for p in (self._target.parent, *self._target.parent.parents) if not p.exists()]
-        for parent in reversed(missing):
-            parent.mkdir(exist_ok=True)
-            self._made_parents.append(parent)
 
     def _clean_up(self) -> None:
         """Leave nothing, unless a commit is left for the next run."""
@@ -295,11 +285,6 @@ def unwritable(target: Path, error: OSError) -> OutputError:
     )
 
 
-def _is_inside(directory: Path, sources: Sequence[Path]) -> bool:
-    """Return whether a directory is part of the checkpoint."""
-    return any(directory.is_relative_to(source.resolve()) for source in sources)
-
-
 def _lock(directory: Path) -> int:
     """Lock a directory against other merges into it; return the descriptor that locks it."""
     fd = os.open(directory, os.O_RDONLY)
@@ -313,14 +298,6 @@ def _lock(directory: Path) -> int:
     return fd
 
 
-def _check_same_disk(target: Path) -> None:
-    if target.stat().st_dev != target.parent.stat().st_dev:
-        raise OutputError(
-            f"{target}: is a mount point, and cannot be replaced in one step",
-            hint="give a directory inside it",
-        )
-
-
 def _durable(directory: int, target: Path) -> list[str]:
     """Flush a rename; return a note if that fails: the rename itself is done."""
     try:
@@ -332,11 +309,9 @@ def _durable(directory: int, target: Path) -> list[str]:
 
 def _remove_empty(made: Sequence[Path]) -> None:
     """Remove directories that were made for an output, innermost first, while they are empty."""
-    for directory in made:
-        try:
+    with suppress(OSError):
+        for directory in made:
             directory.rmdir()
-        except OSError:
-            break
 
 
 def _remove(place: StagingDirectory) -> None:
@@ -345,11 +320,11 @@ def _remove(place: StagingDirectory) -> None:
     Its owner file goes last: until then the next run can tell that its owner is dead.
     """
     try:
-        names = os.listdir(place.fd)  # noqa: PTH208 (a descriptor)
+        names = names_in(place.fd)
         for name in sorted(names, key=lambda name: (name != JOURNAL_NAME, name == OWNER_NAME)):
             remove(name, within=place.fd)
-        os.rmdir(place.name, dir_fd=place.parent)
-        mtime = mtime_in(place.name)
+        os.rmdir(place.path.name, dir_fd=place.parent)
+        mtime = mtime_in(place.path.name)
         if mtime is not None:
             os.utime(place.parent, ns=(os.fstat(place.parent).st_atime_ns, mtime))
     except OSError as error:

@@ -1,25 +1,39 @@
-"""Where an output may go, before anything is made: what is there, what would be lost, what fits."""
+"""Where an output may go, what of that place it takes, and whether that may be lost.
+
+Only what unshard wrote there may: files that the target's `unshard.json` lists, by name and size.
+Also files of the same tensors, byte for byte, as those of the output, because nothing is lost with
+them: so a checkpoint that another tool merged in place can be merged again.
+"""
 
 import os
+import stat
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from unshard.errors import OutputError
-from unshard.write.adapter import ADAPTER_CONFIG_NAME
-from unshard.write.companions import EXTRA_STATE_NAME, SCHEDULER_NAME
-from unshard.write.files import is_weight_file
-from unshard.write.record import RECORD_NAME
+from unshard.containers.safetensors_file import HeaderEntry, read_safetensors
+from unshard.errors import CheckpointError, OutputError
+from unshard.plan.layout import INDEX_NAME
+from unshard.write.companions import ADAPTER_CONFIG_NAME, EXTRA_STATE_NAME, SCHEDULER_NAME
+from unshard.write.record import RECORD_NAME, is_weight_file, read_record
+from unshard.write.staging.beneath import status_of
 from unshard.write.staging.journal import Mode
-from unshard.write.staging.taking import (
-    find_in_the_way,
-    find_strangers,
-    may_be_same,
-    refuse_strangers,
-)
 
-__all__ = ["check_space", "choose_mode", "refuse_sources"]
+__all__ = [
+    "check_space",
+    "choose_mode",
+    "find_in_the_way",
+    "find_strangers",
+    "have_same_tensors",
+    "refuse_sources",
+    "refuse_strangers",
+]
 
 _SLACK = 1 << 20
+_SHOWN = 10
+_BLOCK = 1 << 20
+
+_Tensor = tuple[Path, int, HeaderEntry]
+"""The file of a tensor, where the data of that file begin, and the tensor's entry there."""
 
 
 def choose_mode(
@@ -29,13 +43,7 @@ def choose_mode(
     overwrite: bool | str,
     names: Collection[str] = (),
 ) -> Mode:
-    """Return how an output would take its place.
-
-    Args:
-        target: where the output goes.
-        sources: the directories of the checkpoint.
-        overwrite: whether what unshard wrote there may be replaced; "all": other files too.
-        names: the paths that the output will have.
+    """Return how an output would take its place; for the arguments see `Staging`.
 
     Raises:
         OutputError: the target exists and may not be replaced.
@@ -72,18 +80,14 @@ def _check_strangers(target: Path, mode: Mode, names: Collection[str]) -> None:
         else:
             paths |= set(names)
         found = find_strangers(fd, paths)
-        if mode is not Mode.IN_PLACE or not may_be_same(fd, found):
+        if mode is not Mode.IN_PLACE or not _may_have_tensors(fd, found):
             refuse_strangers(target, found)
     finally:
         os.close(fd)
 
 
 def refuse_sources(target: Path, files: Iterable[Path]) -> None:
-    """Refuse to replace the files that are merged.
-
-    Raises:
-        OutputError: a weight file of the output would replace one of them.
-    """
+    """Raise OutputError if weight files of the output would replace those that are merged."""
     place = target.resolve()
     own = sorted(file.name for file in files if file.resolve().parent == place)
     lost = [name for name in own if is_weight_file(name)]
@@ -95,11 +99,7 @@ def refuse_sources(target: Path, files: Iterable[Path]) -> None:
 
 
 def check_space(directory: Path, needed_bytes: int) -> None:
-    """Refuse to begin what does not fit on the file system.
-
-    Raises:
-        OutputError: there is not enough free space.
-    """
+    """Raise OutputError if the file system does not have enough free space."""
     stats = os.statvfs(directory)
     free = stats.f_bavail * stats.f_frsize
     if free < needed_bytes + _SLACK:
@@ -110,3 +110,89 @@ def check_space(directory: Path, needed_bytes: int) -> None:
             hint="free some space, or use another file system: an output elsewhere, or TMPDIR for "
             "temporary files",
         )
+
+
+def find_in_the_way(target: int) -> list[str]:
+    """Return the files that transformers would load instead of an output, or together with it.
+
+    transformers takes `model.safetensors` before an index and before `pytorch_model.bin`; with an
+    `adapter_config.json` it loads the adapter, on the base model named there. Source:
+    `_get_resolved_checkpoint_files` and `AutoModel.from_pretrained` of transformers 5.23.
+    """
+    names = os.listdir(target)
+    return sorted(name for name in names if is_weight_file(name) or name == ADAPTER_CONFIG_NAME)
+
+
+def find_strangers(target: int, paths: Iterable[str]) -> list[str]:
+    """Return those paths in a directory at which there is something that unshard did not write."""
+    record = read_record(target)
+    found = []
+    for path in sorted(set(paths)):
+        status = status_of(path, within=target)
+        if status is None:
+            continue
+        is_file = stat.S_ISREG(status.st_mode)
+        if not (is_file and record is not None and record.lists(path, status.st_size)):
+            found.append(path)
+    return found
+
+
+def refuse_strangers(target: Path, found: Sequence[str]) -> None:
+    """Raise OutputError if there are files that unshard did not write, and that would be lost."""
+    if not found:
+        return
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    raise OutputError(
+        f"{target}: has files that unshard did not write, or that were changed since: "
+        f"{', '.join(found[:_SHOWN])}{more}",
+        expected="nothing that would be lost, or loaded instead of the output or together with it",
+        hint="move them away, or give another output; to have them removed: --overwrite=all",
+    )
+
+
+def have_same_tensors(target: Path, fd: int, output: Path, paths: Sequence[str]) -> bool:
+    """Return whether files of an open target have the tensors of an output, byte for byte."""
+    if not _may_have_tensors(fd, paths):
+        return False
+    try:
+        old, new = _tensors(target, paths), _tensors(output, [one.name for one in output.iterdir()])
+    except (CheckpointError, OSError):
+        return False
+    forms = [
+        {name: (entry.dtype.name, entry.shape) for name, (_, _, entry) in tensors.items()}
+        for tensors in (old, new)
+    ]
+    return forms[0] == forms[1] and all(_same_bytes(old[name], new[name]) for name in new)
+
+
+def _may_have_tensors(fd: int, paths: Iterable[str]) -> bool:
+    """Return whether files may have an output's tensors: by their names, and if not links."""
+    return all(
+        (path == INDEX_NAME or _is_safetensors(path))
+        and (status := status_of(path, within=fd)) is not None
+        and stat.S_ISREG(status.st_mode)
+        for path in paths
+    )
+
+
+def _is_safetensors(path: str) -> bool:
+    return is_weight_file(path) and path.startswith("model") and path.endswith(".safetensors")
+
+
+def _tensors(directory: Path, names: Iterable[str]) -> dict[str, _Tensor]:
+    files = [read_safetensors(directory / name) for name in names if _is_safetensors(name)]
+    return {one.name: (file.path, file.data_start, one) for file in files for one in file.entries}
+
+
+def _same_bytes(one: _Tensor, other: _Tensor) -> bool:
+    (path, start, entry), (other_path, other_start, other_entry) = one, other
+    left = entry.end - entry.begin
+    with path.open("rb") as file, other_path.open("rb") as other_file:
+        file.seek(start + entry.begin)
+        other_file.seek(other_start + other_entry.begin)
+        while left:
+            block = file.read(min(left, _BLOCK))
+            if not block or block != other_file.read(len(block)):
+                return False
+            left -= len(block)
+    return True

@@ -1,6 +1,5 @@
 """What comparing two models found, tensor by tensor, as one object for people, JSON and callers."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 __all__ = [
@@ -182,15 +181,12 @@ class Comparison:
     @property
     def with_nan(self) -> tuple[TensorComparison, ...]:
         """Our tensors that contain NaN."""
-        return self._where(lambda values: values.nans_ours > 0)
+        return tuple(one for one in self.tensors if one.values and one.values.nans_ours)
 
     @property
     def all_zero(self) -> tuple[TensorComparison, ...]:
         """Our tensors that contain only zeros."""
-        return self._where(lambda values: values.all_zero_ours)
-
-    def _where(self, holds: Callable[[Values], bool]) -> tuple[TensorComparison, ...]:
-        return tuple(one for one in self.tensors if one.values is not None and holds(one.values))
+        return tuple(one for one in self.tensors if one.values and one.values.all_zero_ours)
 
 
 def _how_good(one: TensorComparison) -> tuple[bool, bool, float, float, str]:

@@ -33,7 +33,7 @@ _SHOWN = 20
 Shape = tuple[int, ...]
 
 
-class _Said(TypedDict):
+class _Found(TypedDict):
     """What transformers reports of a loading."""
 
     missing_keys: Iterable[str]
@@ -47,11 +47,7 @@ def forms_of(tensors: Iterable[Converted]) -> dict[str, tuple[DType, Shape]]:
 
 
 def verify_load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> Loading:
-    """Load names, dtypes and shapes into the model class that config.json names.
-
-    Args:
-        directory: contains config.json.
-        tensors: dtype and shape of every tensor, by name.
+    """Load names, dtypes and shapes into the model class that a directory's config.json names.
 
     Raises:
         UsageError: torch or transformers is not installed.
@@ -82,12 +78,8 @@ def check_class(
 ) -> None:
     """Compare every name and shape of an output with those of a model class that a user names.
 
-    The class is built on the meta device.
-
-    Args:
-        model_class: a model class of transformers, or an Auto class.
-        config: the config that will be written.
-        tensors: the output's.
+    It is a model class of transformers or an Auto class, and is built on the meta device, from the
+    config that will be written.
 
     Raises:
         ConversionError: they differ; all that do are named.
@@ -108,10 +100,7 @@ def check_class(
     problems = [
         *(f"{name}: is missing" for name in found.missing),
         *(f"{name}: is not in the model" for name in found.unexpected),
-        *(
-            f"{one.name}: shape {list(one.found)}, not {list(one.expected)}"
-            for one in found.mismatched
-        ),
+        *(f"{m.name}: shape {list(m.found)}, not {list(m.expected)}" for m in found.mismatched),
     ]
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -167,14 +156,14 @@ def _placed(
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    _, said = cast("tuple[object, _Said]", loaded)
+    _, found = cast("tuple[object, _Found]", loaded)
     return Loading(
         model_class.__name__,
-        tuple(sorted(said["missing_keys"])),
-        tuple(sorted(said["unexpected_keys"])),
+        tuple(sorted(found["missing_keys"])),
+        tuple(sorted(found["unexpected_keys"])),
         tuple(
-            Mismatch(name, tuple(found), tuple(expected))
-            for name, found, expected in sorted(said["mismatched_keys"])
+            Mismatch(name, tuple(shape), tuple(expected))
+            for name, shape, expected in sorted(found["mismatched_keys"])
         ),
     )
 

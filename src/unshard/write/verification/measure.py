@@ -1,11 +1,11 @@
 """Arithmetic of a comparison: parts of two tensors measured, and the measures united.
 
 Differences and norms are float64; differences of integers are exact before they become float64.
-Uniting depends on no order: sums of parts are added as fractions.
+Measures can be added in any order: the sums of squares are exact, as fractions, unless they are
+NaN or infinite.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import inf, isfinite, sqrt
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from unshard.containers.strided import Elements
 from unshard.write.verification.comparison import Tolerances, Values
 
-__all__ = ["Measures", "Tally", "measure"]
+__all__ = ["Measures", "measure"]
 
 _PART = 8192
 
@@ -27,34 +27,73 @@ _Flags = NDArray[np.bool_]
 class _Side:
     """One tensor's part: the sum of its squares, how many are NaN, whether any is not 0."""
 
-    squares: float
-    nans: int
-    nonzero: bool
+    squares: Fraction | float = field(default=Fraction(0))
+    nans: int = 0
+    nonzero: bool = False
+
+    def __add__(self, other: "_Side") -> "_Side":
+        both = self.squares, other.squares
+        infinite = [one for one in both if isinstance(one, float)]  # or NaN, and stays so
+        squares = sum(infinite) if infinite else sum(both)
+        return _Side(squares, self.nans + other.nans, self.nonzero or other.nonzero)
+
+    def norm(self) -> float:
+        try:
+            return sqrt(self.squares)
+        except OverflowError:
+            return inf
 
 
 @dataclass(frozen=True, slots=True)
 class Measures:
     """What as many elements of either tensor are; the attributes are as in `Values`."""
 
-    elements: int
-    ours: _Side
-    theirs: _Side
+    elements: int = 0
+    ours: _Side = field(default=_Side())
+    theirs: _Side = field(default=_Side())
     different: int = 0
     different_values: int = 0
     max_abs_diff: float = 0.0
     max_rel_diff: float = 0.0
 
+    def __add__(self, other: "Measures") -> "Measures":
+        return Measures(
+            self.elements + other.elements,
+            self.ours + other.ours,
+            self.theirs + other.theirs,
+            self.different + other.different,
+            self.different_values + other.different_values,
+            max(self.max_abs_diff, other.max_abs_diff),
+            max(self.max_rel_diff, other.max_rel_diff),
+        )
 
-def measure(ours: Elements, theirs: Elements, tolerances: Tolerances) -> Iterator[Measures]:
+    def values(self) -> Values:
+        """Return what all elements together are."""
+        return Values(
+            elements=self.elements,
+            different=self.different,
+            different_values=self.different_values,
+            max_abs_diff=self.max_abs_diff,
+            max_rel_diff=self.max_rel_diff,
+            norm_ours=self.ours.norm(),
+            norm_theirs=self.theirs.norm(),
+            nans_ours=self.ours.nans,
+            nans_theirs=self.theirs.nans,
+            all_zero_ours=self.elements > 0 and not self.ours.nonzero,
+            all_zero_theirs=self.elements > 0 and not self.theirs.nonzero,
+        )
+
+
+def measure(ours: Elements, theirs: Elements, tolerances: Tolerances) -> Measures:
     """Compare two tiles of equal shape, whose dtypes are what their elements are, in small parts.
 
     Parts stay in the processor's cache, and are cut by number of elements only.
     """
     one, other = ours.reshape(-1), theirs.reshape(-1)
-    for start in range(0, one.size, _PART):
-        part = slice(start, start + _PART)
-        with np.errstate(all="ignore"):
-            yield _measure_part(one[part], other[part], tolerances)
+    parts = (slice(start, start + _PART) for start in range(0, one.size, _PART))
+    with np.errstate(all="ignore"):
+        measured = (_measure_part(one[part], other[part], tolerances) for part in parts)
+        return sum(measured, start=Measures())
 
 
 def _measure_part(ours: Elements, theirs: Elements, tolerances: Tolerances) -> Measures:
@@ -64,32 +103,26 @@ def _measure_part(ours: Elements, theirs: Elements, tolerances: Tolerances) -> M
         side = _side(one)
         return Measures(one.size, side, side)
     other = _numbers(theirs)
-    diff = _distance(ours, theirs, one, other)
+    size, diff = np.abs(other), _distance(ours, theirs, one, other)
     same = diff == 0
     if not isfinite(diff.max()):
         same |= np.isnan(one) & np.isnan(other)
     if not tolerances.exact:
-        limit = tolerances.atol + tolerances.rtol * np.abs(other)
+        limit = tolerances.atol + tolerances.rtol * size
         apart = ~(same | ((diff <= limit) & (diff < inf)))
     else:
         apart = ~same if bits is None else bits
+    largest = float(np.fmax.reduce(diff, initial=0))  # NaN left out
+    shares = np.divide(diff, size, out=np.zeros_like(diff), where=diff > 0)
     return Measures(
         one.size,
         _side(one),
         _side(other),
         int(np.count_nonzero(apart)),
         int(np.count_nonzero(~same)),
-        float(np.fmax.reduce(diff, initial=0)),
-        _largest_relative(diff, np.abs(other)),
+        largest,
+        inf if largest == inf else float(shares.max(initial=0)),  # inf / inf would be NaN
     )
-
-
-def _largest_relative(diff: NDArray[np.float64], size: NDArray[np.float64]) -> float:
-    """Return the largest diff / size: infinite for an infinite diff or no size, NaN left out."""
-    if np.fmax.reduce(diff, initial=0) == inf:
-        return inf
-    shares = np.divide(diff, size, out=np.zeros_like(diff), where=diff > 0)
-    return float(shares.max(initial=0))
 
 
 def _different_bits(ours: Elements, theirs: Elements) -> _Flags | None:
@@ -128,66 +161,5 @@ def _side(numbers: _Numbers) -> _Side:
     sizes = np.abs(numbers) if np.iscomplexobj(numbers) else numbers
     squares = float(np.square(sizes).sum())
     nans = 0 if isfinite(squares) else int(np.count_nonzero(np.isnan(numbers)))
-    return _Side(squares, nans, squares != 0 or bool(np.any(numbers)))
-
-
-class _Sum:
-    """A sum of floats that depends on no order: exact, and NaN or infinite as soon as one is."""
-
-    def __init__(self) -> None:
-        self._finite = Fraction(0)
-        self._rest = 0.0
-
-    def add(self, value: float) -> None:
-        if isfinite(value):
-            self._finite += Fraction(value)
-        else:
-            self._rest += value
-
-    def root(self) -> float:
-        if self._rest != 0:
-            return self._rest
-        try:
-            return sqrt(self._finite)
-        except OverflowError:
-            return inf
-
-
-class Tally:
-    """Unites the parts of one tensor, in any order."""
-
-    def __init__(self) -> None:
-        self._elements = self._different = self._different_values = 0
-        self._max_abs = self._max_rel = 0.0
-        self._squares = (_Sum(), _Sum())
-        self._nans = [0, 0]
-        self._nonzero = [False, False]
-
-    def add(self, part: Measures) -> None:
-        """Take a part's measures in."""
-        self._elements += part.elements
-        self._different += part.different
-        self._different_values += part.different_values
-        self._max_abs = max(self._max_abs, part.max_abs_diff)
-        self._max_rel = max(self._max_rel, part.max_rel_diff)
-        for index, side in enumerate((part.ours, part.theirs)):
-            self._squares[index].add(side.squares)
-            self._nans[index] += side.nans
-            self._nonzero[index] |= side.nonzero
-
-    def values(self) -> Values:
-        """Return what all parts together are."""
-        some = self._elements > 0
-        return Values(
-            elements=self._elements,
-            different=self._different,
-            different_values=self._different_values,
-            max_abs_diff=self._max_abs,
-            max_rel_diff=self._max_rel,
-            norm_ours=self._squares[0].root(),
-            norm_theirs=self._squares[1].root(),
-            nans_ours=self._nans[0],
-            nans_theirs=self._nans[1],
-            all_zero_ours=some and not self._nonzero[0],
-            all_zero_theirs=some and not self._nonzero[1],
-        )
+    exact = Fraction(squares) if isfinite(squares) else squares
+    return _Side(exact, nans, squares != 0 or bool(np.any(numbers)))

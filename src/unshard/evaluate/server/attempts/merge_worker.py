@@ -19,7 +19,7 @@ from pathlib import Path
 
 from unshard.errors import ConversionError, OutputError, UnshardError
 from unshard.fronts import Command
-from unshard.write.files import write_whole
+from unshard.write.staging.beneath import write_whole
 
 __all__ = ["ANSWER_NAME", "MergeOrder", "main"]
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from unshard.evaluate.server.processes.bounded_log import BoundedLog
 from unshard.evaluate.server.processes.table import identify, list_members, send
-from unshard.write.files import write_whole
+from unshard.write.staging.beneath import write_whole
 
 __all__ = [
     "EXIT_NAME",

@@ -1,16 +1,19 @@
-"""Verify everything that was read and written, byte by byte: `--verify full`.
+"""Verify an output by reading it again from disk.
+
+`light` checks the headers, by the rules of the format. `full` also checks, byte by byte:
 
 * every storage of the source files against its CRC-32, where the file carries one;
 * every replica against the one that was used;
 * every byte of the output, read back, against its source.
 
-What is found is a problem that names file, tensor and rank.
+What is found is a problem that names file, tensor and rank. Files are not mapped, so a limit on
+address space (`ulimit -v`) may be lower than their size.
 """
 
+import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from zlib import crc32
@@ -19,54 +22,74 @@ import numpy as np
 
 from unshard.containers.chunks import first_difference, replicas
 from unshard.containers.open_files import OpenFiles
+from unshard.containers.safetensors_file import read_safetensors
 from unshard.containers.strided import raw_dtype, read_exactly
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.zip import StorageRecord
-from unshard.errors import CorruptError, OutputError, UnshardError
-from unshard.plan.layout import Layout, OutputTensor
+from unshard.errors import CheckpointError, CorruptError, OutputError, UnshardError, raise_all
+from unshard.plan.layout import INDEX_NAME, Layout, OutputFile
 from unshard.plan.operations import CopyRange
 from unshard.plan.work import Tile, Unit
-from unshard.tensors.boxes import Box, row_tile, tiles
+from unshard.tensors.boxes import row_tile, tiles
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 from unshard.write.execute import make_tile, tile_runs
 
-__all__ = ["Archive", "Check", "Checker", "Replicas", "source_jobs"]
+__all__ = ["Check", "Checker", "source_jobs", "verify_light"]
+
+Check = ByteRange | TensorEntry | Unit
+"""What to check: the checksums of a torch.save zip, the replicas of a tensor, part of an output."""
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
-    """Check the checksums of one torch.save zip among the sources."""
+def verify_light(directory: Path, layout: Layout) -> None:
+    """Check that files, headers, names, dtypes, shapes, sizes and index are what was laid out.
 
-    archive: ByteRange
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Replicas:
-    """Compare the replicas of one tensor."""
-
-    entry: TensorEntry
-
-
-Check = Archive | Replicas | Unit
+    Raises:
+        OutputError: lists every difference.
+    """
+    problems = [problem for file in layout.files for problem in _check_file(directory, file)]
+    if len(layout.files) > 1:
+        index = json.loads((directory / INDEX_NAME).read_bytes())
+        if index["weight_map"] != dict(layout.weight_map):
+            problems.append(OutputError(f"{INDEX_NAME}: its weight map is not what was laid out"))
+    raise_all(OutputError, f"{directory}: the output is not what was planned", problems)
 
 
-def source_jobs(catalogs: Sequence[Catalog]) -> Iterator[Archive | Replicas]:
+def _check_file(directory: Path, file: OutputFile) -> list[OutputError]:
+    path = directory / file.filename
+    size = path.stat().st_size
+    if size != file.size:
+        return [OutputError(f"{path}", expected=f"{file.size} bytes", found=f"{size}")]
+    problems = []
+    with path.open("rb") as opened:
+        if opened.read(len(file.header)) != file.header:
+            problems.append(OutputError(f"{path}: its header is not what was laid out"))
+    try:
+        entries = {entry.name: entry for entry in read_safetensors(path).entries}
+    except CheckpointError as error:
+        return [OutputError(f"{path}: is not a valid safetensors file: {error.subject}")]
+    if entries.keys() != {tensor.name for tensor in file.tensors}:
+        return [OutputError(f"{path}: its tensor names are not what was laid out")]
+    for tensor in file.tensors:
+        entry = entries[tensor.name]
+        found = (entry.dtype.code, entry.shape)
+        expected = (tensor.dtype.code, tensor.shape)
+        if found != expected:
+            subject = f"{path}: tensor {tensor.name}"
+            problems.append(OutputError(subject, expected=str(expected), found=str(found)))
+    return problems
+
+
+def source_jobs(catalogs: Sequence[Catalog]) -> Iterator[Check]:
     """Yield what there is to check about the sources."""
     for catalog in catalogs:
-        yield from map(Archive, catalog.archives)
-        yield from (Replicas(e) for e in catalog.tensors.values() if len(e.chunks) > 1)
+        yield from catalog.archives
+        yield from (one for one in catalog.tensors.values() if len(one.chunks) > 1)
 
 
 class Checker:
     """Does jobs of verification, one at a time; one checker per thread.
 
-    Args:
-        catalogs: what was merged; more than one, if an average was made.
-        layout: what was made of it.
-        directory: where the output files are.
-        problems: where findings go.
-        open_files: how many descriptors it may keep open, at least 2.
-        block_bytes: how much to read at a time.
+    Findings go to `problems`. At most `open_files` descriptors stay open, which is at least 2.
     """
 
     def __init__(  # noqa: PLR0913 (one worker's whole environment)
@@ -93,10 +116,10 @@ class Checker:
     def do(self, job: Check) -> int:
         """Do a job; return the bytes of output that it compared."""
         match job:
-            case Archive(archive):
-                self._check_source(archive)
-            case Replicas(entry):
-                self._check_replicas(entry)
+            case ByteRange():
+                self._check_source(job)
+            case TensorEntry():
+                self._check_replicas(job)
             case Tile():
                 return self._check_tile(job)
             case CopyRange():
@@ -130,8 +153,17 @@ class Checker:
             sizes = tuple(entry.chunks.sizes[first].tolist())
             boxes = tiles(sizes, row_tile(sizes, max(1, self._block // raw.itemsize)))
             box = first_difference(entry.chunks, (first, other), boxes, raw, self._files)
-            if box is not None:
-                self._problems.append(_differing(entry, first, other, box))
+            if box is None:
+                continue
+            ours, theirs = entry.chunks[first], entry.chunks[other]
+            what = f"tensor {entry.fqn}: the replicas of {ours.box} differ"
+            self._problems.append(
+                CorruptError(
+                    f"{what}, from their elements {box} on",
+                    expected=f"the value of rank {ours.rank}, in {ours.source.path.name}",
+                    found=f"another value on rank {theirs.rank}, in {theirs.source.path.name}",
+                )
+            )
 
     def _check_tile(self, tile: Tile) -> int:
         target = tile.operation.target
@@ -160,18 +192,11 @@ class Checker:
         return copy.size
 
     def _report(self, file: int, offset: int) -> None:
-        tensor = _tensor_at(self._layout, file, offset)
-        what = f"{self._outputs[file]}: tensor {tensor.name}: differs from its source"
+        output = self._layout.files[file]
+        ends = [len(output.header) + tensor.data_offsets[1] for tensor in output.tensors]
+        name = output.tensors[bisect_right(ends, offset)].name
+        what = f"{self._outputs[file]}: tensor {name}: differs from its source"
         self._problems.append(OutputError(what, hint="the disk may be faulty: merge again"))
-
-
-def _differing(entry: TensorEntry, first: int, other: int, box: Box) -> CorruptError:
-    ours, theirs = entry.chunks[first], entry.chunks[other]
-    return CorruptError(
-        f"tensor {entry.fqn}: the replicas of {ours.box} differ, from their elements {box} on",
-        expected=f"the value of rank {ours.rank}, in {ours.source.path.name}",
-        found=f"another value on rank {theirs.rank}, in {theirs.source.path.name}",
-    )
 
 
 def _tensors_in(catalogs: Sequence[Catalog], path: Path, record: StorageRecord) -> list[str]:
@@ -187,10 +212,3 @@ def _tensors_in(catalogs: Sequence[Catalog], path: Path, record: StorageRecord) 
             if chunks.paths[chunks.file[row]] == path
         )
     return found
-
-
-def _tensor_at(layout: Layout, file: int, offset: int) -> OutputTensor:
-    """Return the tensor that a byte of an output file belongs to."""
-    output = layout.files[file]
-    ends = [len(output.header) + tensor.data_offsets[1] for tensor in output.tensors]
-    return output.tensors[bisect_right(ends, offset)]
