@@ -19,6 +19,7 @@ from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.finding.discover import at_same_step, discover
 from unshard.read.finding.step_names import step_of
+from unshard.read.finding.writers import told_writer
 from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming, shortened
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.wrapper_names import refuse_flat_parameters, unwrapped
@@ -172,9 +173,16 @@ def _weights(location: Location, options: ReadOptions) -> Catalog:
         roots=location.roots,
         format=location.format.name,
         step=location.step,
+        writer=_writer(found.writer, location),
         tensors=tensors.value,
         notes=(*found.notes, *tensors.notes),
     )
+
+
+def _writer(shown: str, location: Location) -> str:
+    """Return who wrote a checkpoint: what its tree shows is more exact than what its files show."""
+    is_ours = shown.startswith("unshard ")
+    return shown if is_ours else told_writer(location) or shown
 
 
 def _completed(ema: Catalog, regular: Catalog) -> Catalog:

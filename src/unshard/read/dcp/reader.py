@@ -89,8 +89,9 @@ def _writer(location: Location, metadata: DcpMetadata, prefix: tuple[str, ...]) 
     if os.path.lexists(folder / "meta.pt"):
         is_trainer = is_lightning(read_torch_file(folder / "meta.pt").value)
         return _LIGHTNING if is_trainer else "Lightning Fabric"
-    if prefix == ("state", "model"):
-        return _COMPOSER
+    by_prefix = {("state", "model"): _COMPOSER, ("app", "model"): "prime-rl"}
+    if prefix in by_prefix:
+        return by_prefix[prefix]
     if folder.name == "model_and_optim":
         return "OLMo-core"
     roots = {path[0] for path in metadata.paths.values() if path}

@@ -35,6 +35,7 @@ _WEIGHT_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar", 
 _ALONE = re.compile(r".*\.ckpt|(?:ckpt|checkpoint|lit_model)\.pth?")
 _RUN_FOLDERS = ("checkpoint", "checkpoints", "outputs")
 _UPWARD = 3
+_TRIED = 3  # the highest steps of a run, of which one holds weights
 _NESTED_RUNS = 1
 
 
@@ -133,7 +134,8 @@ def _within(step_dir: Path) -> list[Location]:
     found = [_location(folder, step_dir, form) for folder, form in below.sets]
     nested = [path for steps in below.runs.values() for _, path in steps[:1]]
     found += [at for path in nested for at in _instep_of(path, sharded=True)]
-    return [at for at in found if at.format.sharded] or found or _files_in(step_dir)
+    alone = (_files_in(folder) for folder in below.folders)
+    return [at for at in found if at.format.sharded] or found or next(filter(None, alone), [])
 
 
 def _files_in(place: Path) -> list[Location]:
@@ -204,15 +206,21 @@ def _below(place: Path, choice: Choice) -> list[Location]:
         if (place / name).is_dir():
             return discover(place / name, choice)
     below = search(place)
-    if len(below.runs) == 1:
-        return discover(next(iter(below.runs)), choice)
-    roles = {run: role_in(run.relative_to(place).parts) for run in below.runs}
+    runs = [
+        run for run, steps in below.runs.items() if any(_within(at) for _, at in steps[:_TRIED])
+    ]
+    if runs == [place]:
+        return []
+    if len(runs) > 1:
+        roles = {run: role_in(run.relative_to(place).parts) for run in runs}
+        known = set() if None in roles.values() else set(roles.values())
+        wanted = choice.role or next((role for role in DEFAULT_ROLES if role in known), None)
+        runs = [run for run, role in roles.items() if role == wanted and role in known]
     if below.runs:
-        wanted = choice.role or next(
-            (role for role in DEFAULT_ROLES if role in roles.values()), None
-        )
-        runs = [run for run, role in roles.items() if role == wanted and None not in roles.values()]
         return discover(runs[0], choice) if len(runs) == 1 else []
+    numbered = (_numbered_files(folder, choice) for folder in below.folders)
+    if files := next(filter(None, numbered), []):
+        return files
     found = _within(place)
     return [choose(place, found, choice, start=place)] if found else []
 

@@ -31,6 +31,7 @@ _STATE = re.compile(
     r"|extra|trainer|training|client)(?:_states?|_args)?)(?:_\d+|_merged)?"
 )
 _OURS = "_unshard"
+_TRAINER = "trainer"  # where prime-rl has the model; files of this name are training state
 _RECORD = "unshard.json"  # written by write.record, next to what a merge made
 
 
@@ -41,11 +42,13 @@ class Below:
     Attributes:
         sets: directories that hold weights, each with its format; those nearer to the top first.
         runs: directories that hold step directories, each with its steps, the highest first.
+        folders: all that were searched, in order.
         stopped: what the search did not look at; empty if it saw all.
     """
 
     sets: list[tuple[Path, Format]] = field(default_factory=list)
     runs: dict[Path, list[tuple[int, Path]]] = field(default_factory=dict)
+    folders: list[Path] = field(default_factory=list)
     stopped: str = ""
 
 
@@ -62,6 +65,7 @@ def search(place: Path) -> Below:
             if entries > ENTRIES:
                 below.stopped = f"the search ended after {ENTRIES:,} directory entries"
                 return below
+            below.folders.append(folder)
             form = _format_of(folder)
             is_made_by_us = folder != place and _RECORD in names
             if form is not None and not is_made_by_us:
@@ -101,7 +105,9 @@ def _folders_to_search(folder: Path, place: Path) -> Iterator[Path]:
     Links to what is below the place already (`last`, `latest`) would be found twice.
     """
     for child in sorted(folder.iterdir()):
-        if child.name.startswith(".") or child.name == _OURS or is_state(child.name):
+        if child.name.startswith(".") or child.name == _OURS:
+            continue
+        if is_state(child.name) and child.name != _TRAINER:
             continue
         if child.is_dir() and not (child.is_symlink() and child.resolve().is_relative_to(place)):
             yield child

@@ -5,7 +5,7 @@ A name states a step if it ends in a number after a word that counts training (`
 (`save_100`) state one, too, but a sweep's folders look the same (`lr_3`), so they count only for
 weights that a training run alone writes.
 
-Sources: the trainers in `tests/read/trainers`.
+Sources: the trainers in `tests/trainers`.
 """
 
 import re
@@ -19,7 +19,7 @@ _STEPS = tuple(
         r".*step=(\d+).*\.ckpt",  # Lightning
         r"(?:.*[^a-z])?(?:ep|ba|it)[-_]?(\d+)",  # Composer
         r".*(?:steps?|iter(?:ation)?|checkpoint|ckpt|epoch)[-_=]?(\d+)(?:-ckpt)?",
-        r"(\d+)",  # lerobot, lingua, DINOv3
+        r"(\d{1,10})",  # lerobot, lingua, DINOv3; more digits are a time
     )
 )
 _LOOSE = re.compile(r"(?P<word>[A-Za-z][A-Za-z_-]*?)[-_](?P<step>\d+)")

@@ -51,7 +51,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     raise_all(CorruptError, f"{place}: the weights cannot be read", union.problems)
     writer, made = _origin(chosen.files)
     return Catalog(
-        writer=writer,
+        writer=union.writer or writer,
         world_size=1,
         tensors=union.tensors,
         skipped=tuple(union.skipped.values()),
@@ -73,6 +73,7 @@ class _Union:
         self.archives: list[ByteRange] = []
         self.problems: list[UnshardError] = []
         self.notes: list[str] = []
+        self.writer = ""  # where a file of torch.save shows it
         self._paths = paths
         self._allowed = allowed
 
@@ -105,6 +106,7 @@ class _Union:
         self.problems += gathered.problems
         names = {name: name for name in gathered.drafts}
         if state.under == "state.model" or is_lightning(file.value):
+            self.writer = "Composer" if state.under == "state.model" else "Lightning"
             names = without_wrapper_module(names)
         for name, draft in gathered.drafts.items():
             self._add(path, replace(draft.entry(self._paths), fqn=names[name]))

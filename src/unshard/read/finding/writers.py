@@ -1,0 +1,100 @@
+"""Which trainer wrote a checkpoint, as far as the tree around it shows.
+
+A format is written by many: the files that a trainer puts next to the weights, and the names of its
+folders, tell which. Where they do not, what the format itself shows is kept, or "unknown".
+
+Sources: the trainers in `tests/trainers`.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from unshard.read.format import Location
+
+__all__ = ["told_writer"]
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """The names around a set of weights."""
+
+    at: Location
+
+    @cached_property
+    def weights(self) -> frozenset[str]:
+        return _names(self.at.weights_dir)
+
+    @cached_property
+    def above_weights(self) -> frozenset[str]:
+        return _names(self.at.weights_dir.parent)
+
+    @cached_property
+    def step(self) -> frozenset[str]:
+        return _names(self.at.step_dir)
+
+    @cached_property
+    def run(self) -> frozenset[str]:
+        return frozenset() if self.at.step is None else _names(self.at.step_dir.parent)
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """The folders between the step directory and the weights."""
+        return self.at.weights_dir.relative_to(self.at.step_dir).parts
+
+    @property
+    def has_ranks(self) -> bool:
+        return any(name.startswith("model_world_size_") for name in self.weights)
+
+    @property
+    def has_dcp(self) -> bool:
+        return ".metadata" in self.weights
+
+    def has_step(self, pattern: str) -> bool:
+        return re.fullmatch(pattern, self.at.step_dir.name) is not None
+
+
+def _names(folder: Path) -> frozenset[str]:
+    return frozenset(one.name for one in folder.iterdir()) if folder.is_dir() else frozenset()
+
+
+_SKYRL_MARKS = {"trainer_state.pt", "latest_ckpt_global_step.txt"}
+_Rule = tuple[str, Callable[[_Tree], bool]]
+
+# The first that holds; each needs more than a name that another trainer might use.
+_RULES: tuple[_Rule, ...] = (
+    ("lerobot", lambda at: "train_config.json" in at.weights | at.above_weights),
+    ("NeMo-RL", lambda at: "training_info.json" in at.step),
+    (
+        "SkyRL",
+        lambda at: (
+            at.has_ranks and ("policy" in at.inner or bool(_SKYRL_MARKS & (at.step | at.run)))
+        ),
+    ),
+    ("LLaMA-Factory", lambda at: "CHECKPOINT_COMPLETE" in at.step),
+    ("LLaMA-Factory", lambda at: "trainer_log.jsonl" in at.run | at.step),
+    ("ms-swift", lambda at: {"args.json", "trainer_state.json"} <= at.step),
+    (
+        "VeOmni",
+        lambda at: at.has_dcp and "extra_state" in at.step and at.has_step("global_step_.*"),
+    ),
+    ("OLMo-core", lambda at: {"model_and_optim", ".metadata.json"} <= at.step),
+    ("ROLL", lambda at: at.has_dcp and at.inner[-1:] == ("dcp",) and at.has_step("checkpoint-.*")),
+    ("xtuner", lambda at: at.inner == ("weights",) and at.has_step("(?:snapshot-)?.*-step-.*")),
+    ("finetrainers", lambda at: at.has_step("finetrainers_step_.*")),
+    ("FastVideo", lambda at: at.inner == ("distributed_checkpoint",)),
+    ("AReaL", lambda at: at.has_step(r"epoch\d+epochstep\d+globalstep\d+")),
+    ("torchtune", lambda at: "recipe_state" in at.run or at.has_step(r"dist_epoch_\d+")),
+    ("NeMo AutoModel", lambda at: ".hf_metadata" in at.weights and at.has_step("epoch_.*_step_.*")),
+    ("litgpt", lambda at: "lit_model.pth" in at.weights),
+    ("MMEngine", lambda at: at.at.file is not None and "last_checkpoint" in at.weights),
+    ("lingua", lambda at: at.has_dcp and "params.json" in at.step),
+)
+
+
+def told_writer(location: Location) -> str | None:
+    """Return the trainer that the tree around the weights shows, or None."""
+    tree = _Tree(location)
+    return next((name for name, holds in _RULES if holds(tree)), None)

@@ -1,0 +1,308 @@
+"""The trees that trainers leave, with real files of their formats: one checkpoint of each.
+
+Sources, by the commit that was read: SkyRL a9564572e, prime-rl 559b44772, NeMo-RL 7ea279abf,
+lerobot 7427f3180, ms-swift 3602360a5, LLaMA-Factory ff6d4d12e, torchtune bd2a0fc7c, torchtitan
+b5bcd76c6, AReaL 4aef98d8d, ROLL 8eb27cc2, VeOmni d9774494, xtuner b934f4620, Composer 640518880,
+OLMo-core fa6c5014c, verl b178a3cd5.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tests.ranks import save_ranks
+from tests.safetensors_shards import cut, shard_path, write_shard
+from torch.distributed import checkpoint as dcp
+
+__all__ = ["TRAINERS", "Trainer", "plant"]
+
+Tensors = Mapping[str, torch.Tensor]
+Write = Callable[[Path, Tensors], list[str]]
+
+
+def ranks(place: Path, tensors: Tensors) -> list[str]:
+    save_ranks(place, tensors, 2)
+    return [f"model_world_size_2_rank_{rank}.pt" for rank in range(2)]
+
+
+def dcp_under(*prefix: str) -> Write:
+    """Return what saves DCP with the model below some keys."""
+
+    def write(place: Path, tensors: Tensors) -> list[str]:
+        state: dict[str, object] = dict(tensors)
+        for key in reversed(prefix):
+            state = {key: state}
+        place.mkdir(parents=True, exist_ok=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(state, checkpoint_id=place, no_dist=True)
+        return [".metadata", "__0_0.distcp"]
+
+    return write
+
+
+def shards(place: Path, tensors: Tensors) -> list[str]:
+    pieces = {name: cut(tensor, 2) for name, tensor in tensors.items()}
+    for rank in range(2):
+        write_shard(shard_path(place, rank), {name: cuts[rank] for name, cuts in pieces.items()})
+    return [shard_path(place, rank).name for rank in range(2)]
+
+
+def whole(place: Path, tensors: Tensors) -> list[str]:
+    from safetensors.torch import save_file
+
+    place.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), place / "model.safetensors", {"format": "pt"})
+    return ["model.safetensors"]
+
+
+def torch_file(name: str, key: str, others: Mapping[str, object] | None = None) -> Write:
+    """Return what saves one file of torch.save, with the model below a key."""
+
+    def write(place: Path, tensors: Tensors) -> list[str]:
+        place.mkdir(parents=True, exist_ok=True)
+        torch.save({key: dict(tensors), **(others or {})}, place / name)
+        return [name]
+
+    return write
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The tree of one checkpoint.
+
+    Attributes:
+        weights: the directory of the weights, below the run's.
+        write: saves the weights there and returns the names of the files that a user may name.
+        step_dir: the step's directory below the run's.
+        writer: who is reported.
+        step: its number.
+        role: whose weights are reported.
+        others: files next to the weights that only need to be there.
+        pickled: the same, but torch.save files of training state.
+    """
+
+    weights: str
+    write: Write
+    step_dir: str
+    writer: str
+    step: int = 100
+    role: str | None = None
+    others: tuple[str, ...] = ()
+    pickled: tuple[str, ...] = field(default=())
+
+
+model = dcp_under("model")
+flat = dcp_under()
+
+TRAINERS: dict[str, Trainer] = {
+    "verl": Trainer(
+        "global_step_100/actor",
+        ranks,
+        "global_step_100",
+        "verl",
+        role="actor",
+        others=("latest_checkpointed_iteration.txt", "global_step_100/actor/huggingface/x.txt"),
+        pickled=("global_step_100/data.pt", "global_step_100/actor/optim_world_size_2_rank_0.pt"),
+    ),
+    "SkyRL": Trainer(
+        "global_step_100/policy",
+        ranks,
+        "global_step_100",
+        "SkyRL",
+        role="actor",
+        others=("latest_ckpt_global_step.txt",),
+        pickled=("global_step_100/data.pt", "global_step_100/trainer_state.pt"),
+    ),
+    "lmms-engine": Trainer(
+        "checkpoint-100/pytorch_model_fsdp_0",
+        ranks,
+        "checkpoint-100",
+        "lmms-engine",
+        pickled=("checkpoint-100/optimizer/optimizer_world_size_2_rank_0.pt",),
+    ),
+    "prime-rl": Trainer(
+        "checkpoints/step_100/trainer",
+        dcp_under("app", "model"),
+        "checkpoints/step_100",
+        "prime-rl",
+        pickled=("checkpoints/step_100/dataloader/rank_0.pt",),
+    ),
+    "NeMo-RL, sharded safetensors": Trainer(
+        "step_100/policy/weights/model",
+        shards,
+        "step_100",
+        "NeMo-RL",
+        role="actor",
+        others=("step_100/training_info.json", "step_100/config.yaml"),
+        pickled=("step_100/train_dataloader.pt",),
+    ),
+    "NeMo-RL, DCP": Trainer(
+        "step_100/policy/weights",
+        model,
+        "step_100",
+        "NeMo-RL",
+        role="actor",
+        others=("step_100/training_info.json", "step_100/policy/optimizer/x.txt"),
+    ),
+    "NeMo AutoModel": Trainer(
+        "epoch_0_step_100/model",
+        shards,
+        "epoch_0_step_100",
+        "NeMo AutoModel",
+        others=("epoch_0_step_100/model/.hf_metadata/x.txt",),
+    ),
+    "lerobot": Trainer(
+        "checkpoints/005000/pretrained_model/pytorch_model_fsdp_0",
+        model,
+        "checkpoints/005000",
+        "lerobot",
+        step=5000,
+        others=("checkpoints/005000/pretrained_model/train_config.json",),
+    ),
+    "lerobot, whole": Trainer(
+        "checkpoints/005000/pretrained_model",
+        whole,
+        "checkpoints/005000",
+        "lerobot",
+        step=5000,
+        others=("checkpoints/005000/pretrained_model/train_config.json",),
+    ),
+    "HF Trainer": Trainer(
+        "checkpoint-100/pytorch_model_fsdp_0",
+        model,
+        "checkpoint-100",
+        "HF Trainer (accelerate)",
+        others=("checkpoint-100/trainer_state.json",),
+    ),
+    "accelerate": Trainer(
+        "checkpoints/checkpoint_100/pytorch_model_fsdp_0",
+        model,
+        "checkpoints/checkpoint_100",
+        "accelerate",
+    ),
+    "ms-swift": Trainer(
+        "v0-20260101-120000/checkpoint-100/pytorch_model_fsdp_0",
+        model,
+        "v0-20260101-120000/checkpoint-100",
+        "ms-swift",
+        others=(
+            "v0-20260101-120000/checkpoint-100/trainer_state.json",
+            "v0-20260101-120000/checkpoint-100/args.json",
+        ),
+    ),
+    "LLaMA-Factory": Trainer(
+        "checkpoint-100/pytorch_model_fsdp_0",
+        model,
+        "checkpoint-100",
+        "LLaMA-Factory",
+        others=("checkpoint-100/trainer_state.json", "trainer_log.jsonl"),
+    ),
+    "LLaMA-Factory 1": Trainer(
+        "checkpoint-100/model",
+        flat,
+        "checkpoint-100",
+        "LLaMA-Factory",
+        others=("checkpoint-100/metadata.json", "checkpoint-100/CHECKPOINT_COMPLETE"),
+        pickled=("checkpoint-100/scheduler.pt", "checkpoint-100/dataloader/rank_0.pt"),
+    ),
+    "torchtitan": Trainer("checkpoint/step-100", flat, "checkpoint/step-100", "torch"),
+    "torchtune": Trainer("epoch_100", model, "epoch_100", "torchtune", others=("recipe_state/x",)),
+    "Composer": Trainer("ep1-ba100", dcp_under("state", "model"), "ep1-ba100", "Composer"),
+    "OLMo-core": Trainer(
+        "step100/model_and_optim",
+        model,
+        "step100",
+        "OLMo-core",
+        others=("step100/.metadata.json",),
+        pickled=("step100/train/rank0.pt",),
+    ),
+    "VeOmni": Trainer(
+        "checkpoints/global_step_100",
+        model,
+        "checkpoints/global_step_100",
+        "VeOmni",
+        pickled=("checkpoints/global_step_100/extra_state/extra_state_rank_0.pt",),
+    ),
+    "ROLL": Trainer(
+        "actor_train/checkpoint-100/dcp",
+        flat,
+        "actor_train/checkpoint-100",
+        "ROLL",
+        role="actor",
+        others=("pipeline/checkpoint-100/pipeline/x.txt",),
+    ),
+    "AReaL, recover": Trainer(
+        "default/recover_checkpoint",
+        dcp_under("dcp", "model"),
+        "default/recover_checkpoint",
+        "torch",
+        step=-1,
+    ),
+    "AReaL": Trainer(
+        "default/epoch0epochstep9globalstep100",
+        whole,
+        "default/epoch0epochstep9globalstep100",
+        "AReaL",
+    ),
+    "xtuner": Trainer(
+        "20260101120000/checkpoints/ckpt-step-100/weights",
+        model,
+        "20260101120000/checkpoints/ckpt-step-100",
+        "xtuner",
+        others=(".xtuner",),
+    ),
+    "finetrainers": Trainer(
+        "finetrainers_step_100", model, "finetrainers_step_100", "finetrainers"
+    ),
+    "FastVideo": Trainer(
+        "checkpoint-100/distributed_checkpoint", model, "checkpoint-100", "FastVideo"
+    ),
+    "lingua": Trainer(
+        "checkpoints/0000000100",
+        model,
+        "checkpoints/0000000100",
+        "lingua",
+        others=(
+            "checkpoints/0000000100/params.json",
+            "checkpoints/0000000100/train_state_00000.json",
+        ),
+    ),
+    "DINOv3": Trainer("ckpt/100", model, "ckpt/100", "torch"),
+    "Bagel": Trainer("checkpoints/0000100", whole, "checkpoints/0000100", "unknown"),
+    "litgpt": Trainer(
+        "step-00000100", torch_file("lit_model.pth", "model"), "step-00000100", "litgpt"
+    ),
+    "Fabric": Trainer("iter-000100-ckpt", model, "iter-000100-ckpt", "torch"),
+    "MMEngine": Trainer(
+        "",
+        torch_file("iter_100.pth", "state_dict"),
+        "",
+        "MMEngine",
+        others=("last_checkpoint",),
+    ),
+    "nanoGPT": Trainer("", torch_file("ckpt.pt", "model"), "", "unknown", step=-1),
+    "Lightning, one file": Trainer(
+        "version_0/checkpoints",
+        torch_file("epoch=1-step=100.ckpt", "state_dict", {"pytorch-lightning_version": "2.5.0"}),
+        "version_0/checkpoints",
+        "Lightning",
+    ),
+    "in-house": Trainer("my_run/save_100/shards", ranks, "my_run/save_100", "unknown"),
+}
+
+
+def plant(run: Path, name: str, tensors: Tensors) -> tuple[Path, Path, list[Path]]:
+    """Write a trainer's tree; return the directories of weights and step, and the weight files."""
+    trainer = TRAINERS[name]
+    weights = run / trainer.weights
+    files = [weights / file for file in trainer.write(weights, tensors)]
+    for other in trainer.others:
+        (run / other).parent.mkdir(parents=True, exist_ok=True)
+        (run / other).write_text("{}", encoding="utf-8")
+    for state in trainer.pickled:
+        (run / state).parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"step": trainer.step}, run / state)
+    return weights, run / trainer.step_dir, files
