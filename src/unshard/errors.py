@@ -185,24 +185,18 @@ def raise_all(kind: type[UnshardError], summary: str, problems: Sequence[Unshard
         raise problems[0]
     faults: dict[tuple[str, ...], list[UnshardError]] = {}
     for problem in problems:
-        faults.setdefault(_fault(problem), []).append(problem)
-    shown = "\n".join(
-        f"- {_said_once(alike)}" for alike in islice(faults.values(), _SHOWN_PROBLEMS)
-    )
+        subject = problem.subject
+        if (of_tensor := _OF_TENSOR.match(subject)) is not None:
+            subject = _SIZES.sub("[]", subject[of_tensor.end() :])
+        fault = type(problem).__name__, subject, problem.expected, problem.found, problem.hint
+        faults.setdefault(fault, []).append(problem)
+    shown = "\n".join(f"- {_unite(alike)}" for alike in islice(faults.values(), _SHOWN_PROBLEMS))
     rest = len(faults) - _SHOWN_PROBLEMS
     more = f"\n- and {rest} more" if rest > 0 else ""
     raise kind(f"{summary} ({len(problems)} problems):\n{shown}{more}")
 
 
-def _fault(problem: UnshardError) -> tuple[str, ...]:
-    """Return a problem's texts without the name of its tensor and the sizes in the subject."""
-    subject = problem.subject
-    if (of_tensor := _OF_TENSOR.match(subject)) is not None:
-        subject = _SIZES.sub("[]", subject[of_tensor.end() :])
-    return (type(problem).__name__, subject, problem.expected, problem.found, problem.hint)
-
-
-def _said_once(alike: Sequence[UnshardError]) -> str:
+def _unite(alike: Sequence[UnshardError]) -> str:
     """Return the first of some problems that are alike, and the names of the other tensors."""
     if len(alike) == 1:
         return alike[0].text

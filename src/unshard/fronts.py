@@ -175,7 +175,10 @@ def _replaced(text: str, write: Callable[[Mention], str | None]) -> str:
 
 
 def _parsed(match: re.Match[str]) -> tuple[Mention, str]:
-    """Return the option, and what follows it in the match without belonging to it."""
+    """Return the option, and what follows it in the match without belonging to it.
+
+    The word after an option is its value, or the next word of the sentence.
+    """
     option, sep, value = match["option"], match["sep"], match["value"]
     if value is None:
         return Mention(option), ""
@@ -183,30 +186,17 @@ def _parsed(match: re.Match[str]) -> tuple[Mention, str]:
         return Mention(option, value[1:-1]), ""
     bare = value.rstrip(":;,.)…")
     rest = value[len(bare) :]
-    after = match.string[match.end() :]
-    if sep == "=" or _is_value(option, bare, rest, after):
+    is_subject = rest.startswith(":") and match.string[match.end() :][:1] in ("", " ", "\n")
+    looks_like_value = (
+        is_subject
+        or "|" in bare
+        or bare in CHOICES.get(option, ())
+        or _PLACEHOLDER.fullmatch(bare)
+        or _NO_PROSE.search(bare)
+    )
+    if sep == "=" or (bare and looks_like_value and not Mention(option).is_flag):
         return Mention(option, bare), rest
     return Mention(option), f"{sep}{value}"
-
-
-def _is_value(option: str, word: str, rest: str, after: str) -> bool:
-    """Return whether the word after an option is its value, not the next word of the sentence."""
-    if Mention(option).is_flag or not word:
-        return False
-    is_subject = rest.startswith(":") and (not after or after.startswith((" ", "\n")))
-    return (
-        is_subject
-        or "|" in word
-        or word in CHOICES.get(option, ())
-        or _PLACEHOLDER.fullmatch(word) is not None
-        or _NO_PROSE.search(word) is not None
-    )
-
-
-def _example(mention: Mention) -> str:
-    """Write an option for a line to paste: with a value."""
-    value = OPTIONS[mention.option] if mention.value is None else mention.value.split("|")[0]
-    return str(Mention(mention.option, value or None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +221,8 @@ class Command:
     def instead(self, mention: Mention) -> str:
         """Return the line of `unshard merge` with an option."""
         others = re.sub(rf" --{mention.option}(?= |$)", "", self.line)
-        return f"{others} {_example(mention)}"
+        value = OPTIONS[mention.option] if mention.value is None else mention.value.split("|")[0]
+        return f"{others} {Mention(mention.option, value or None)}"
 
 
 @dataclass(frozen=True, slots=True)

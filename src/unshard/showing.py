@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,30 +89,19 @@ def listening(
         clock: seconds that only grow.
         front: whose words warnings use.
     """
+    bar = _make_bar() if not quiet and is_terminal() else None
+    signals.raise_them()  # only now: what takes time is imported
     if quiet:
-        signals.raise_them()
         yield ignore
         return
-    with _shown(clock) as listener:
-        yield lambda event: listener(_in_words_of(front, event))
-
-
-def _in_words_of(front: Front, event: Event) -> Event:
-    return Warned(reword_warning(event.text, front)) if isinstance(event, Warned) else event
-
-
-@contextmanager
-def _shown(clock: Clock) -> Iterator[Listener]:
-    bar = _bar() if is_terminal() else None
-    signals.raise_them()
-    if bar is not None:
-        with bar as progress:
-            yield _on_terminal(progress, clock)
-    elif is_notebook():
-        with _in_notebook(clock) as listener:
-            yield listener
-    else:
-        yield _as_lines(clock)
+    with ExitStack() as stack:
+        if bar is not None:
+            show = _on_terminal(stack.enter_context(bar), clock)
+        else:
+            show = stack.enter_context(_in_notebook(clock)) if is_notebook() else _as_lines(clock)
+        yield lambda event: show(
+            Warned(reword_warning(event.text, front)) if isinstance(event, Warned) else event
+        )
 
 
 def is_terminal() -> bool:
@@ -161,10 +150,10 @@ class _Pace:
         text = f"{done} of {total}, {human_size(rate)}/s"
         if not rate:
             return text
-        return f"{text}, {_duration((1 - self.share) * self.stage.total_bytes / rate)} left"
+        return f"{text}, {_write_duration((1 - self.share) * self.stage.total_bytes / rate)} left"
 
 
-def _duration(seconds: float) -> str:
+def _write_duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -221,11 +210,11 @@ def _in_notebook(clock: Clock) -> Iterator[Listener]:
         match event:
             case Stage():
                 pace = _Pace(event, clock)
-                draw(_drawn(pace))
+                draw(_draw_bar(pace))
             case Advanced(count):
                 pace.advance(count)
                 if pace.share == 1 or clock() - drawn >= _REDRAW_S:
-                    draw(_drawn(pace))
+                    draw(_draw_bar(pace))
             case Chosen(message):
                 draw(message, end="\n")
             case Warned(message):
@@ -237,14 +226,14 @@ def _in_notebook(clock: Clock) -> Iterator[Listener]:
         draw("", end="\r")
 
 
-def _drawn(pace: _Pace) -> str:
+def _draw_bar(pace: _Pace) -> str:
     if not pace.stage.total_bytes:
         return pace.stage.name
     done = round(pace.share * _BAR_WIDTH)
     return f"{pace.stage.name:<10} [{'#' * done}{'-' * (_BAR_WIDTH - done)}] {pace}"
 
 
-def _bar() -> "Progress":
+def _make_bar() -> "Progress":
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 

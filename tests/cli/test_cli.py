@@ -38,6 +38,25 @@ def test_merge_prints_what_it_did(checkpoint: Path, tmp_path: Path) -> None:
     assert_same(merged(tmp_path / "out"), some_tensors())
 
 
+def test_a_quiet_upload_shows_no_progress_bars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+
+    def push(*_: object, bars: bool, **__: object) -> str:
+        shown.append(bars)
+        return "https://example.org"
+
+    monkeypatch.setattr("unshard.api.making.push", push)
+    monkeypatch.setattr("unshard.api.merging.check_repo", lambda *_, **__: None)
+    monkeypatch.setattr("unshard.api.making.is_terminal", lambda: True)
+    for name, *flags in (("loud",), ("quiet", "--quiet")):
+        with pytest.raises(SystemExit) as ended:
+            main(["merge", str(EXAMPLE), str(tmp_path / name), "--push-to-hub=me/model", *flags])
+        assert ended.value.code == 0
+    assert shown == [True, False]
+
+
 @pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 def test_weights_without_a_config_are_not_announced_as_a_model(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -97,12 +97,7 @@ def convert(sources: Sources, options: MergeOptions) -> Conversion:
 
 
 def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
-    """Return an adapter as PEFT loads it: its tensors, whose dtypes stay, and its small files.
-
-    Raises:
-        UsageError: there is no adapter.
-        ConversionError: PEFT needs something that neither the files nor the options say.
-    """
+    """Return an adapter as PEFT loads it: its tensors, whose dtypes stay, and its small files."""
     split = split_adapter(_as_stored(checkpoint.catalog))
     if not split.pairs:
         raise _no_adapter(checkpoint, options)
@@ -122,12 +117,7 @@ def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversi
 
 
 def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping[str, Recipe]]:
-    """Return a checkpoint's tensors, its adapter fused into them.
-
-    Raises:
-        ConversionError: it cannot be fused, or not all of it.
-        UsageError: `--lora both` was given, and there is no adapter.
-    """
+    """Return a checkpoint's tensors, its adapter fused into them."""
     split = split_adapter(_as_stored(checkpoint.catalog))
     if not split.pairs:
         if options.lora == "both":
@@ -196,11 +186,7 @@ def find_stored_ties(
     config: ModelConfig | None,
     computed: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Ties:
-    """Find tied weights by the bytes in their files; arguments as for `find_ties`.
-
-    Raises:
-        CorruptError: a file is gone or ends early.
-    """
+    """Find tied weights by the bytes in their files; arguments as for `find_ties`."""
     with OpenFiles(os.O_RDONLY, limit=16) as files:
         return find_ties(stored, computed, config, partial(equal_tensors, files=files))
 
@@ -261,9 +247,6 @@ def _average(sources: Sources, conversions: Sequence[Conversion]) -> Conversion:
     """Return the mean of several conversions, with config and companions of the last.
 
     Integers and booleans that differ, counters for example, are the last source's, and named.
-
-    Raises:
-        ConversionError: names, shapes or dtypes differ, or tensors that have no mean.
     """
     names = [str(one.location.weights_dir) for one in sources.checkpoints]
     mean = average_tensors([one.tensors for one in conversions], names, sources.weights)

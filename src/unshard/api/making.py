@@ -15,7 +15,8 @@ from unshard.containers.open_files import OpenFiles
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of, take
 from unshard.engines.threads import run_plan, verify_full
-from unshard.plan.layout import INDEX_NAME, index_json, lay_out
+from unshard.keywords import SHARD_SIZE
+from unshard.plan.layout import INDEX_NAME, index_json, lay_out, size_in_bytes
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.plan.work import make_pair
@@ -100,12 +101,13 @@ def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Pr
     read = tuple(note for one in sources.checkpoints for note in one.catalog.notes)
     if options.lora == "adapter":
         return _plan_adapter(sources, made, read)
-    base, like = sources.last.base, None
-    # The files are those of the base model, unless a size was asked for.
-    if base is not None and options.max_shard_size is None:
+    base, size, like = sources.last.base, options.max_shard_size, None
+    # The files are those of the base model, unless a size is given.
+    if base is not None and size is None:
         is_safetensors = all(one.endswith(".safetensors") for one in base.files.values())
         like = base.files if is_safetensors else None
-    plan = make_plan(lay_out(made.tensors, options.shard_bytes, like=like))
+    shard_bytes = size_in_bytes(SHARD_SIZE if size is None else str(size))
+    plan = make_plan(lay_out(made.tensors, shard_bytes, like=like))
     _log_plan(made.tensors, plan)
     config, written, notes = made.config, _find_dtype(plan), list(made.notes)
     if config is None:
@@ -164,11 +166,7 @@ def _find_dtype(plan: Plan) -> str | None:
 
 
 def stage_output(prepared: Prepared, target: Path, options: MergeOptions) -> Staging:
-    """Return the stage on which the output is made apart, to take its place in one commit.
-
-    Raises:
-        OutputError: the target contains the weights that are merged; on entering: see `Staging`.
-    """
+    """Return the stage on which the output is made apart, to take its place in one commit."""
     sources, adapter = prepared.sources, prepared.adapter
     entries = (entry for one in sources.checkpoints for entry in one.catalog.tensors.values())
     files = {id(entry.chunks.paths): entry.chunks.paths for entry in entries}  # shared by tensors
@@ -218,11 +216,7 @@ def add_files(
 def verify_output(
     prepared: Prepared, directory: Path, options: MergeOptions, listener: Listener
 ) -> None:
-    """Read the output again from disk, as far as `--verify` says.
-
-    Raises:
-        OutputError: it is not what was planned; with "full", or differs from the sources.
-    """
+    """Read the output again from disk, as far as `--verify` says."""
     if options.verify == "off":
         return
     full = options.verify == "full"

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 from unshard.convert.outputs import dtype_choice
 from unshard.engines.threads import MIN_BUFFER, Resources, default_workers
 from unshard.errors import UsageError
-from unshard.keywords import CHOICES, DEFAULTS, SHARD_SIZE, DtypeLike
+from unshard.keywords import CHOICES, DEFAULTS, DtypeLike
 from unshard.plan.layout import size_in_bytes
 from unshard.read.format import ROLES, Choice, ReadOptions
 
@@ -24,22 +24,14 @@ _FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
 def given_path(path: str | Path, what: str) -> Path:
-    """Return a path that a caller gave; `what` names it in the error: "the checkpoint".
-
-    Raises:
-        UsageError: it is empty, which `Path` would take for the current directory.
-    """
-    if path == "":
+    """Return a path that a caller gave; `what` names it in the error: "the checkpoint"."""
+    if path == "":  # `Path` would take it for the current directory
         raise UsageError(f"{what} is an empty path", hint="for the current directory, give .")
     return Path(path)
 
 
 def given_output(path: str | Path) -> Path:
-    """Return the directory that a caller wants the output in.
-
-    Raises:
-        UsageError: it is empty, or named like a file of weights.
-    """
+    """Return the directory that a caller wants the output in."""
     output = given_path(path, "the output")
     if output.suffix in _FILES and not output.is_dir():
         raise UsageError(
@@ -150,17 +142,10 @@ class MergeOptions:
     @property
     def recorded(self) -> dict[str, object]:
         """What shapes the output, for its record: without paths."""
-        base = None if self.base is None else str(self.base)
         chosen = {name: value for name, value in self.chosen.items() if name in _SHAPING}
-        if base is not None:
-            chosen["base"] = Path(base).name if Path(base).is_dir() else base
+        if self.base is not None:
+            chosen["base"] = Path(self.base).name if Path(self.base).is_dir() else str(self.base)
         return {"dtype": self.dtype, "names": self.names, **chosen}
-
-    @property
-    def shard_bytes(self) -> int:
-        """Largest weight file, bytes."""
-        size = SHARD_SIZE if self.max_shard_size is None else self.max_shard_size
-        return size_in_bytes(str(size))
 
 
 def taking(

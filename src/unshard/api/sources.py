@@ -68,11 +68,7 @@ def open_source(
 
 
 def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True) -> Checkpoint:
-    """Read the checkpoint that a path means, and the base model.
-
-    Raises:
-        UnshardError: either cannot be read.
-    """
+    """Read the checkpoint that a path means, and the base model."""
     base = None if options.base is None else read_base(str(options.base))
     reading = replace(options.reading, shapes={} if base is None else base.shapes)
     choice = replace(options.request, pass_over=pass_over)
@@ -108,11 +104,7 @@ def _log_choice(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def decompressed(sources: Sources, scratch: Path, listener: Listener) -> Sources:
-    """Return the sources decompressed, each into a file named `scratch` with a number.
-
-    Raises:
-        CorruptError: see `inflate`.
-    """
+    """Return the sources decompressed, each into a file named `scratch` with a number."""
     # A compressed item can be read only from its start to its end, tiles in any order.
     listener(Stage("decompressing"))
     checkpoints = tuple(
@@ -123,12 +115,7 @@ def decompressed(sources: Sources, scratch: Path, listener: Listener) -> Sources
 
 
 def inflated(checkpoint: Checkpoint, stack: ExitStack) -> Checkpoint:
-    """Return the checkpoint with nothing compressed; what that needs is removed by the stack.
-
-    Raises:
-        OutputError: the file system of temporary files does not have the space.
-        CorruptError: see `inflate`.
-    """
+    """Return the checkpoint with nothing compressed; what that needs is removed by the stack."""
     needed = inflated_bytes(checkpoint.catalog)
     if not needed:
         return checkpoint

@@ -119,7 +119,8 @@ def _working(*, quiet: bool, front: Front) -> Iterator[tuple[Listener, "RunPlan"
                 _log.info("%s", event.name)
             listener(event)
 
-        yield logged, api.crew()
+        # The listener itself says that nothing is shown: it must reach the upload.
+        yield logged if _log.isEnabledFor(logging.INFO) else listener, api.crew()
 
 
 @taking(MergeKeywords, but=("step", "lora", "lora_alpha", "extra_state"))

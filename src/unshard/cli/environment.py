@@ -1,10 +1,9 @@
-"""`unshard env`: what a bug report should say of the machine."""
+"""`unshard env`: the facts about the machine that a bug report needs."""
 
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -30,14 +29,15 @@ def env(
     as_json: Json = False,
 ) -> None:
     """Print versions and the machine's features, for bug reports."""
+    has_affinity = hasattr(os, "sched_getaffinity")
     found = {
         "unshard": f"{__version__} ({Path(__file__).parent.parent})",
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
-        "cores": str(_cores()),
+        "cores": str(len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1),
         "memory": human_size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-        **{name: _version(name) for name in _PACKAGES},
-        **_file_system(directory),
+        **{name: _find_version(name) for name in _PACKAGES},
+        **_try_file_system(directory),
     }
     if as_json:
         print(json.dumps(found))
@@ -46,7 +46,7 @@ def env(
         print(f"{name:<16} {text}")
 
 
-def _version(package: str) -> str:
+def _find_version(package: str) -> str:
     """Return a package's version, without importing it."""
     from importlib import metadata
 
@@ -56,13 +56,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _file_system(directory: Path) -> dict[str, str]:
+def _try_file_system(directory: Path) -> dict[str, str]:
     """Try what a merge uses, in a directory that is removed at once."""
     import tempfile
 
@@ -70,17 +64,13 @@ def _file_system(directory: Path) -> dict[str, str]:
     try:
         with tempfile.TemporaryDirectory(prefix="_unshard-", dir=directory) as scratch:
             for name, works in _FEATURES.items():
-                found[name] = _answer(works, Path(scratch))
+                try:
+                    found[name] = "yes" if works(Path(scratch)) else "no"
+                except OSError as error:
+                    found[name] = f"no: {error.strerror}"
     except OSError as error:
         found["directory"] += f": {error.strerror}"
     return found
-
-
-def _answer(works: Callable[[Path], bool], scratch: Path) -> str:
-    try:
-        return "yes" if works(scratch) else "no"
-    except OSError as error:
-        return f"no: {error.strerror}"
 
 
 def _copies(scratch: Path) -> bool:

@@ -12,7 +12,7 @@ from unshard.fronts import Python, call_of
 from unshard.progress import Chosen, Event, Listener, Warned
 
 if TYPE_CHECKING:
-    from unshard.api import MergeOptions, Prepared
+    from unshard.api import MergeOptions
 
 __all__ = ["CheckpointMerger", "FSDP2Merger", "merge_options"]
 
@@ -101,7 +101,13 @@ class FSDP2Merger(CheckpointMerger):
         from unshard.write.verification.load import check_class
 
         def check(prepared: Prepared) -> Prepared:
-            _check_place(checkpoint, prepared)
+            # By default the output is the path itself, which must not be inside a checkpoint.
+            step = prepared.checkpoint.location.step_dir
+            if checkpoint.resolve() not in (step, *step.parents):
+                raise UsageError(
+                    f"{checkpoint} is not a checkpoint directory, but something inside one",
+                    hint=f"give the checkpoint itself: {step}",
+                )
             if model_cls is not None:
                 check_class(model_cls, prepared.config, prepared.tensors)
             return as_transformers_saves(prepared)
@@ -113,22 +119,12 @@ class FSDP2Merger(CheckpointMerger):
         front = Python({"config": "config"}, call_of("unshard.merge", paths, options.chosen))
         with speaking(front), as_file(config) as file, hearing(self._listener) as heard:
             options = replace(options, config=file)
-            listener = _logging(heard)
+            listener = _add_log(heard)
             merge_with(checkpoint, target, options, listener, before=check, pass_over=False)
         return target
 
 
-def _check_place(path: Path, prepared: "Prepared") -> None:
-    """Refuse a path inside a checkpoint: the merger writes into it by default."""
-    step = prepared.checkpoint.location.step_dir
-    if path.resolve() not in (step, *step.parents):
-        raise UsageError(
-            f"{path} is not a checkpoint directory, but something inside one",
-            hint=f"give the checkpoint itself: {step}",
-        )
-
-
-def _logging(listener: Listener) -> Listener:
+def _add_log(listener: Listener) -> Listener:
     """Return a listener that also logs what is merged, and every warning."""
 
     def tell(event: Event) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -199,7 +199,14 @@ def submit(
         except UnshardError as error:
             if not jobs:
                 raise
-            _fail_after(checkpoint, jobs, error, as_json=as_json)
+            # The jobs that the server accepted come first, then why it refused the next one.
+            if as_json:
+                print(json.dumps({"jobs": jobs, "error": error_fields(error)}))
+            else:
+                print_jobs(jobs, as_json=False)
+            error.front = front_of(submit, {"checkpoint": checkpoint})
+            say(f"error: {error}")
+            raise typer.Exit(error.exit_code) from error
         if wait:
             jobs = wait_for(client, [str(job["id"]) for job in jobs])
     print_jobs(jobs, as_json=as_json)
@@ -284,19 +291,6 @@ def results(
     with connect(server, token_file) as client:
         found = client.results(run=run)
     print_results(found, run=run, as_csv=as_csv, as_json=as_json)
-
-
-def _fail_after(
-    checkpoint: Path, jobs: list[dict[str, object]], error: UnshardError, *, as_json: bool
-) -> NoReturn:
-    """Print the jobs that the server accepted, then why it refused the next one, and exit."""
-    if as_json:
-        print(json.dumps({"jobs": jobs, "error": error_fields(error)}))
-    else:
-        print_jobs(jobs, as_json=False)
-    error.front = front_of(submit, {"checkpoint": checkpoint})
-    say(f"error: {error}")
-    raise typer.Exit(error.exit_code) from error
 
 
 def _split_list(text: str) -> list[str]:

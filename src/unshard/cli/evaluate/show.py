@@ -184,10 +184,10 @@ class _Followed:
             self.job_id = str(newer)
             return self.look()
         self.has_ended = self.job["completed_at"] is not None
-        self._say_change()
+        self._report_change()
         return self.has_ended
 
-    def _say_change(self) -> None:
+    def _report_change(self) -> None:
         job, name = self.job, f"job {_shorten(self.job_id)}"
         attempts = int(str(job.get("attempts") or 0))
         over = attempts if job.get("status") == "queued" else attempts - 1
