@@ -272,8 +272,8 @@ def test_patterns_give_modules_ranks_and_alphas_of_their_own() -> None:
     ("config", "found"),
     [
         (None, "neither lora_train_meta.json nor adapter_config.json"),
-        (AdapterConfig(rank=2, fields={"lora_alpha": 0}, source="meta"), "meta says 0"),
-        (AdapterConfig(rank=2, source="meta"), "meta says nothing"),
+        (AdapterConfig(rank=2, fields={"lora_alpha": 0}, source="meta"), "meta has 0"),
+        (AdapterConfig(rank=2, source="meta"), "meta has none"),
     ],
 )
 def test_an_alpha_that_is_not_recorded_is_asked_for(
@@ -324,7 +324,7 @@ def test_more_patterns_than_any_adapter_has_are_refused() -> None:
 
 
 def test_an_alpha_of_0_in_a_pattern_is_refused() -> None:
-    with pytest.raises(ConversionError, match="alpha_pattern says 0"):
+    with pytest.raises(ConversionError, match="alpha_pattern has 0"):
         fused(linear("m.q"), AdapterConfig(alpha=8.0, alpha_pattern={"q": 0.0}))
 
 

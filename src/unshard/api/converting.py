@@ -249,14 +249,14 @@ def _average(sources: Sources, conversions: Sequence[Conversion]) -> Conversion:
     Integers and booleans that differ, counters for example, are the last source's, and named.
     """
     names = [str(one.location.weights_dir) for one in sources.checkpoints]
-    mean = average_tensors([one.tensors for one in conversions], names, sources.weights)
+    tensors, fixed = average_tensors([one.tensors for one in conversions], names, sources.weights)
     notes = dict.fromkeys(note for one in conversions for note in one.notes)
-    added = (one for one in mean.tensors if one.name not in mean.fixed)
+    added = (one for one in tensors if one.name not in fixed)
     if any(stored_dtype(one.recipe).itemsize > BY_NAME["float32"].itemsize for one in added):
         notes["float64 values are averaged in float32, and lose digits"] = None
     if not sources.compressed_bytes:  # otherwise they are compared once decompressed
-        notes |= dict.fromkeys(_compare_fixed(list(mean.fixed.values()), names))
-    return Conversion(mean.tensors, conversions[-1].config, tuple(notes))
+        notes |= dict.fromkeys(_compare_fixed(list(fixed.values()), names))
+    return Conversion(tensors, conversions[-1].config, tuple(notes))
 
 
 def _compare_fixed(fixed: Sequence[tuple[Converted, ...]], names: Sequence[str]) -> list[str]:

@@ -22,7 +22,6 @@ from unshard.fronts import Command, line_of
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions, Prepared
-    from unshard.read.beside.model_config import Fields
 
 _EMA_DIR, _MODEL_DIR = "pytorch_ema_model_fsdp_0", "pytorch_model_fsdp_0"
 _MODEL = "--model_name_or_class"
@@ -129,7 +128,7 @@ def _checkpoints(run_dir: Path, dirname: str, step: int | None) -> list[Path]:
 
 @contextmanager
 def _of_model(model: str, checkpoint: Path, options: "MergeOptions") -> Iterator["MergeOptions"]:
-    """Yield the options completed by what a directory, a hub id or a class name says."""
+    """Yield the options with the base or config that a directory, hub id or class name means."""
     if not model or _AUTO.fullmatch(model):  # how to load a model, not what it is
         yield options
     elif Path(model).is_dir():
@@ -143,23 +142,20 @@ def _of_model(model: str, checkpoint: Path, options: "MergeOptions") -> Iterator
                 error.hint += f"; or leave {_MODEL} out where the checkpoint has a config.json"
             raise
     else:
+        from unshard.api.sources import read_checkpoint
+
+        config = read_checkpoint(checkpoint, options).config
+        if config is None:
+            raise UsageError(
+                f"{_MODEL} {model}: this is the name of a class, "
+                f"but {checkpoint} has no config.json",
+                hint="give a model's directory or hub id instead",
+            )
+        fields = {**config.fields, "architectures": [model]}
         with tempfile.TemporaryDirectory(prefix="_unshard-") as scratch:
             file = Path(scratch) / "config.json"
-            fields = _config_of(checkpoint, model, options)
-            file.write_text(json.dumps({**fields, "architectures": [model]}), encoding="utf-8")
+            file.write_text(json.dumps(fields), encoding="utf-8")
             yield replace(options, config=file)
-
-
-def _config_of(checkpoint: Path, model: str, options: "MergeOptions") -> "Fields":
-    from unshard.api.sources import read_checkpoint
-
-    config = read_checkpoint(checkpoint, options).config
-    if config is None:
-        raise UsageError(
-            f"{_MODEL} {model}: this is the name of a class, but {checkpoint} has no config.json",
-            hint="give a model's directory or hub id instead",
-        )
-    return config.fields
 
 
 if __name__ == "__main__":

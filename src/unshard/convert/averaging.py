@@ -6,26 +6,13 @@ returned separately, for the caller to compare.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import LowRank, WeightedSum, shape_of, stored_dtype
 from unshard.errors import ConversionError, UsageError, raise_all
 
-__all__ = ["Averaged", "average_tensors", "ema_weights"]
-
-
-@dataclass(frozen=True, slots=True)
-class Averaged:
-    """The output's tensors, and the tensors that are not averaged.
-
-    Attributes:
-        tensors: what is written; of tensors that are not averaged the last source's.
-        fixed: those of all sources, in their order, by name.
-    """
-
-    tensors: list[Converted]
-    fixed: Mapping[str, tuple[Converted, ...]]
+__all__ = ["average_tensors", "ema_weights"]
 
 
 def ema_weights(decay: float, count: int) -> tuple[float, ...]:
@@ -45,8 +32,11 @@ def ema_weights(decay: float, count: int) -> tuple[float, ...]:
 
 def average_tensors(
     models: Sequence[Sequence[Converted]], names: Sequence[str], weights: Sequence[float]
-) -> Averaged:
+) -> tuple[list[Converted], Mapping[str, tuple[Converted, ...]]]:
     """Return (sum of weight * model) / (sum of weights), with one rounding at the end.
+
+    With it, by name, the tensors that are not averaged, in the order of the models: the last of
+    each is among the output's tensors.
 
     `models` has the tensors of each model; `names` are those of the models, for errors.
 
@@ -68,7 +58,7 @@ def average_tensors(
         else:
             tensors.append(same[-1])
             fixed[name] = same
-    return Averaged(tensors, fixed)
+    return tensors, fixed
 
 
 def _missing(

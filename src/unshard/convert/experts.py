@@ -25,7 +25,6 @@ from unshard.errors import ConversionError
 from unshard.tensors.boxes import Box
 
 __all__ = [
-    "GATE_UP",
     "ExpertPart",
     "Sizes",
     "find_part",
@@ -34,7 +33,7 @@ __all__ = [
     "split_experts",
 ]
 
-GATE_UP = "gate_up_proj"
+_GATE_UP = "gate_up_proj"
 _GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"
 _COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _HIDDEN = ("hidden_size", "moe_latent_size")
@@ -47,7 +46,7 @@ class ExpertPart:
     Attributes:
         block: the path of their module.
         experts: how their family has them.
-        name: a part's name in training, or `GATE_UP`.
+        name: a part's name in training, or `_GATE_UP`.
         index: the expert, or None if the tensor contains all of them.
     """
 
@@ -87,7 +86,7 @@ class Sizes:
 
     def _dimensions(self, part: ExpertPart) -> tuple[tuple[int, frozenset[int]], ...]:
         """Return for each dimension of [E, out, in] a factor and the sizes that are stated."""
-        rows = (2 if part.name == GATE_UP else 1, _integers(self.fields, part.experts.width))
+        rows = (2 if part.name == _GATE_UP else 1, _integers(self.fields, part.experts.width))
         columns = (1, self.hidden)
         matrix = (columns, rows) if part.name == _DOWN else (rows, columns)
         return (1, self.count), *matrix
@@ -109,7 +108,7 @@ def find_part(name: str, shape: Sequence[int], known: Sequence[Experts]) -> Expe
         if not separator:
             continue
         parts = dict(experts.parts)
-        if len(shape) == 3 and (tail in parts or (tail == GATE_UP and _GATE in parts)):
+        if len(shape) == 3 and (tail in parts or (tail == _GATE_UP and _GATE in parts)):
             return ExpertPart(block, experts, tail, None)
         one = re.fullmatch(r"(\d+)\.(\w+)\.weight", tail)
         for part, on_hub in parts.items():
@@ -128,7 +127,7 @@ def split_experts(
     """
     whole = _oriented(name, recipe, part, sizes)
     count, rows, columns = shape_of(whole)
-    if part.name != GATE_UP:
+    if part.name != _GATE_UP:
         parts = {part.name: whole}
     else:
         if rows % 2:
@@ -172,7 +171,7 @@ def join_experts(
     gate, up = parts.get(_GATE), parts.get(_UP)
     if gate is not None and up is not None and shape_of(gate[0]) == shape_of(up[0]):
         names = (*gate[1], *up[1])
-        parts[GATE_UP] = _joined(names, (gate[0], up[0]), 1, stacked=False), names
+        parts[_GATE_UP] = _joined(names, (gate[0], up[0]), 1, stacked=False), names
     return parts
 
 

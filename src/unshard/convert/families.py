@@ -1,7 +1,7 @@
 """The names of model families, as one table: in training (transformers 5) and on the hub.
 
 Since version 5 transformers keeps the experts of a layer in one tensor and nests language models,
-and turns both back when it saves. The table says the same; a test compares it with transformers.
+and turns both back when it saves. A test compares the table with transformers.
 Shapes are in elements: E experts, H hidden size, I size of an expert.
 """
 

@@ -17,7 +17,6 @@ from unshard.read.beside.model_config import ModelConfig
 from unshard.tensors.dtypes import BY_NAME, CASTS, DType
 
 __all__ = [
-    "ALIASES",
     "Converted",
     "Precision",
     "dtype_choice",
@@ -27,15 +26,14 @@ __all__ = [
     "select_tensors",
 ]
 
-ALIASES = {
+# Other names of dtypes: torch's, and those of trainers' options.
+_ALIASES = {
     "bf16": "bfloat16",
     "fp16": "float16",
     "half": "float16",
     "fp32": "float32",
     "float": "float32",
 }
-"""Other names of dtypes: torch's, and those of trainers' options."""
-
 _RULES = ("keep", "config", "base")
 
 
@@ -172,18 +170,18 @@ def finish(tensors: Mapping[str, Recipe], precision: Precision) -> list[Converte
 def dtype_choice(dtype: DtypeLike) -> str:
     """Return the choice that a dtype means: keep, config, base, or one of CASTS.
 
-    A dtype is one of these or of ALIASES, with or without `torch.`; or a dtype of numpy, ml_dtypes
-    (the type or the dtype) or torch. None of the three is imported.
+    A dtype is one of these or another name of one, with or without `torch.`; or a dtype of numpy,
+    ml_dtypes (the type or the dtype) or torch. None of the three is imported.
 
     Raises:
         UsageError: it is something else, or a dtype that nothing is cast to (int8, float64).
     """
     name = _name_of(dtype)
-    choice = ALIASES.get(name, name)
+    choice = _ALIASES.get(name, name)
     if choice not in (*_RULES, *CASTS):
         raise UsageError(
             f"--dtype {shlex.quote(name)}: unknown",
-            expected=f"{', '.join((*_RULES, *CASTS))} (or {', '.join(ALIASES)})",
+            expected=f"{', '.join((*_RULES, *CASTS))} (or {', '.join(_ALIASES)})",
         )
     return choice
 

@@ -34,7 +34,13 @@ class Connection:
     """A connection to another process of this user, which sends and receives objects."""
 
     def __init__(self, connected: socket.socket) -> None:
-        self._peer = _check_peer(connected)
+        self._peer = 0
+        if hasattr(socket, "SO_PEERCRED"):  # else not Linux: the directory alone keeps others out
+            peer = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            self._peer, uid, _ = _CREDENTIALS.unpack(peer)
+            if uid != os.geteuid():
+                connected.close()
+                raise OutputError(f"a process of another user (uid {uid}) answers for torchrun's")
         connected.settimeout(None)
         self._socket = connected
         self._file = connected.makefile("rb")
@@ -166,15 +172,3 @@ def _check_private(directory: Path) -> None:
             f"{directory}: is not a directory of this user alone",
             hint="remove it, or set TMPDIR to a directory of yours",
         )
-
-
-def _check_peer(connected: socket.socket) -> int:
-    """Refuse another user; return the id of the other process, 0 if it is not known."""
-    if not hasattr(socket, "SO_PEERCRED"):  # not Linux: the directory alone keeps others out
-        return 0
-    peer = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(peer)
-    if uid != os.geteuid():
-        connected.close()
-        raise OutputError(f"a process of another user (uid {uid}) answers for torchrun's")
-    return int(pid)

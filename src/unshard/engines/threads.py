@@ -1,4 +1,4 @@
-"""Run a plan with threads of this process: a pool of them, and the resources that each gets.
+"""Run a plan with threads of this process, and divide its resources among them.
 
 Threads are enough: moving bytes and casting release the interpreter lock.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from unshard.errors import CorruptError, OutputError, UnshardError, raise_all
 from unshard.plan.operations import Plan
@@ -27,7 +27,6 @@ from unshard.write.verification.output import Check, Checker, source_jobs
 __all__ = [
     "MIN_BUFFER",
     "Overflows",
-    "Pool",
     "Resources",
     "RunPlan",
     "Share",
@@ -37,6 +36,7 @@ __all__ = [
     "named_overflows",
     "run_plan",
     "verify_full",
+    "work_off",
 ]
 
 _T = TypeVar("_T")
@@ -91,50 +91,47 @@ class _Worker(Protocol[_Job_contra]):
         """Do a job; return the bytes of progress it makes."""
 
 
-class Pool(Generic[_T]):
-    """Threads that take jobs from one iterator until it ends or one of them fails."""
+def work_off(
+    jobs: Iterator[_T], listener: Listener, count: int, make_worker: Callable[[], _Worker[_T]]
+) -> None:
+    """Do jobs with `count` threads, each with its own worker, until they end or one fails.
 
-    def __init__(self, jobs: Iterator[_T], listener: Listener) -> None:
-        self._jobs = jobs
-        self._listener = listener
-        self._lock = threading.Lock()
-        self._errors: list[BaseException] = []
-        self._stopped = False
+    The first error is raised when all threads have ended.
+    """
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+    stopped = False
 
-    def run(self, count: int, make_worker: Callable[[], _Worker[_T]]) -> None:
-        """Work with `count` threads, each with its own worker; raise the first error."""
-        threads = [
-            threading.Thread(target=self._work, args=(make_worker,), daemon=True)
-            for _ in range(count)
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:  # Ctrl-C arrives here, in the main thread: let the others finish their job
-            self._stopped = True
-            with uninterrupted():
-                for thread in threads:
-                    if thread.ident is not None:
-                        thread.join()
-        if self._errors:
-            raise self._errors[0]
+    def next_job() -> _T | None:
+        with lock:
+            return None if stopped else next(jobs, None)
 
-    def _work(self, make_worker: Callable[[], _Worker[_T]]) -> None:
+    def work() -> None:
+        nonlocal stopped
         try:
             with closing(make_worker()) as worker:
-                while (job := self._next()) is not None:
+                while (job := next_job()) is not None:
                     done = worker.do(job)
-                    with self._lock:
-                        self._listener(Advanced(done))
+                    with lock:
+                        listener(Advanced(done))
         except BaseException as error:  # noqa: BLE001 (raised by the main thread)
-            self._errors.append(error)
-            self._stopped = True
+            errors.append(error)
+            stopped = True
 
-    def _next(self) -> _T | None:
-        with self._lock:
-            return None if self._stopped else next(self._jobs, None)
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:  # Ctrl-C arrives here, in the main thread: let the others finish their job
+        stopped = True
+        with uninterrupted():
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+    if errors:
+        raise errors[0]
 
 
 Overflows = Counter[tuple[int, int]]
@@ -165,7 +162,7 @@ def run_plan(
         )
         return executors[-1]
 
-    Pool(work, listener).run(share.workers, executor)
+    work_off(work, listener, share.workers, executor)
     return named_overflows((one.overflows for one in executors), plan)
 
 
@@ -210,7 +207,7 @@ def verify_full(
 
     limits = {"open_files": share.open_files, "block_bytes": block // 2}
     checker = partial(Checker, catalogs, plan.layout, directory, problems, **limits)
-    Pool(jobs, listener).run(share.workers, checker)
+    work_off(jobs, listener, share.workers, checker)
     for kind in (CorruptError, OutputError):
         found = sorted((p for p in problems if isinstance(p, kind)), key=str)
         raise_all(kind, "verification found differences", found)

@@ -20,12 +20,12 @@ from unshard import signals
 from unshard.engines.sockets import Connection, MeetingPlace
 from unshard.engines.threads import (
     Overflows,
-    Pool,
     Resources,
     Share,
     create_files,
     divide,
     named_overflows,
+    work_off,
 )
 from unshard.errors import UnshardError
 from unshard.plan.operations import Plan
@@ -84,7 +84,7 @@ class Leader:
             workers.append(new)
             return new
 
-        Pool(work, listener).run(share.workers, worker)
+        work_off(work, listener, share.workers, worker)
         return named_overflows((one.overflows for one in workers), plan)
 
     def dismiss(self, exit_code: int) -> None:

@@ -163,7 +163,12 @@ def _named(group: str | Group, config: Fields, layers: int) -> Iterator[str]:
     def is_in(layer: int) -> bool:
         return all(condition(config, layer) for condition in known.conditions)
 
-    for pattern in _spelled(known.names):
+    patterns = (  # with each choice of the words in their braces
+        "".join(words)
+        for pattern in known.names.split()
+        for words in product(*(part.split(",") for part in re.split(r"\{([^}]*)\}", pattern)))
+    )
+    for pattern in patterns:
         numbered = pattern.count("#")
         if not numbered:
             yield from [pattern] if is_in(0) else []
@@ -175,13 +180,6 @@ def _named(group: str | Group, config: Fields, layers: int) -> Iterator[str]:
         for layer in chosen:
             start = pattern.replace("#", str(layer), 1)
             yield from (start.replace("#", str(one), 1) for one in each)
-
-
-def _spelled(patterns: str) -> Iterator[str]:
-    """Yield every pattern with each choice of the words in its braces."""
-    for pattern in patterns.split():
-        fixed = re.split(r"\{([^}]*)\}", pattern)
-        yield from map("".join, product(*(part.split(",") for part in fixed)))
 
 
 def _count(config: Fields, key: str) -> int:

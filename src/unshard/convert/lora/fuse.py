@@ -189,7 +189,7 @@ def known_alpha(config: AdapterConfig | None, alpha: float | None) -> float:
         found = "neither lora_train_meta.json nor adapter_config.json"
     else:
         stated = config.fields.get("lora_alpha")
-        found = f"{config.source} says {'nothing' if stated is None else stated}"
+        found = f"{config.source} has {'none' if stated is None else stated}"
     raise ConversionError(
         "the LoRA adapter's alpha is not known, and its updates are scaled by alpha / rank",
         expected="a positive lora_alpha",
@@ -208,7 +208,7 @@ def scale_of(name: str, rank: int, config: AdapterConfig | None, alpha: float) -
         return alpha / rank
     own = _matched(config.alpha_pattern, name)
     if own == 0:
-        raise ConversionError(f"{config.source}: alpha_pattern says 0 for {name}")
+        raise ConversionError(f"{config.source}: alpha_pattern has 0 for {name}")
     own = alpha if own is None else own
     return own / math.sqrt(rank) if config.use_rslora else own / rank
 

@@ -104,17 +104,6 @@ class _Weight:
     module: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    """A tensor of an adapter that is not plain LoRA."""
-
-    name: str
-    reason: str
-
-
-_Named = _Matrix | _Weight | _Refused
-
-
 def split_adapter(tensors: Mapping[str, Recipe]) -> Split:
     """Separate a checkpoint's adapter from its model; without PEFT's names all is the model's.
 
@@ -123,17 +112,24 @@ def split_adapter(tensors: Mapping[str, Recipe]) -> Split:
     """
     if not any(_is_of_peft(name) for name in tensors):
         return Split(dict(tensors))
-    named = [_parsed(name) for name in tensors]
-    _refuse([one for one in named if isinstance(one, _Refused)])
-    _check_one_adapter(named)
-    pairs = _pairs([one for one in named if isinstance(one, _Matrix)], tensors)
+    matrices, weights = _parsed_names(tensors)
+    adapters = {one.adapter for one in matrices} | {one.adapter for one in weights}
+    adapters.discard(None)
+    if len(adapters) > 1:
+        raise ConversionError(
+            f"the checkpoint has {len(adapters)} adapters",
+            expected="one",
+            found=", ".join(sorted(map(str, adapters))),
+            hint="save the model with the adapter that is wanted, and no other",
+        )
+    pairs = _pairs(matrices, tensors)
     if not pairs:
         raise ConversionError(
             f"the names are PEFT's ({next(filter(_is_of_peft, tensors))} …), and no LoRA pair is "
             "among them",
             hint="merge adapters of other kinds into the model with peft, before saving",
         )
-    kept = _kept([one for one in named if isinstance(one, _Weight)])
+    kept = _kept(weights)
     base = {own: tensors[one.name] for own, one in kept.items()}
     copies = [one for one in kept.values() if one.adapter is not None]
     adapter_only = _lacks_weights(base, pairs)
@@ -153,13 +149,37 @@ def _is_of_peft(name: str) -> bool:
     return marked or f".{FRONT}" in f".{name}"
 
 
-def _parsed(name: str) -> _Named:
+def _parsed_names(names: Iterable[str]) -> tuple[list[_Matrix], list[_Weight]]:
+    """Return the adapter's matrices and the model's weights; raise an error for each reason."""
+    matrices, weights = [], []
+    refused: dict[str, list[str]] = {}
+    for name in names:
+        match _parsed(name):
+            case _Matrix() as matrix:
+                matrices.append(matrix)
+            case _Weight() as weight:
+                weights.append(weight)
+            case reason:
+                refused.setdefault(reason, []).append(name)
+    hint = "merge the adapter into the model with peft, before saving"
+    problems = [
+        ConversionError(
+            f"{len(found)} tensors ({found[0]} …) belong to an adapter that is {reason}", hint=hint
+        )
+        for reason, found in refused.items()
+    ]
+    raise_all(ConversionError, "adapters that can be neither fused nor written", problems)
+    return matrices, weights
+
+
+def _parsed(name: str) -> _Matrix | _Weight | str:
+    """Return what a name in the checkpoint declares, or why an adapter with it is refused."""
     outside, _, inside = f".{name}".partition(f".{FRONT}")
     if not inside:
         outside, inside = "", name
     front, parts = f"{outside}.".removeprefix("."), inside.split(".")
     if _TOKENS & set(parts):
-        return _Refused(name, _TRAINED_TOKENS)
+        return _TRAINED_TOKENS
     lora = next((at for at, part in enumerate(parts) if part.startswith("lora_")), None)
     if lora is not None:
         return _parsed_matrix(name, front, parts, lora)
@@ -174,20 +194,20 @@ def _parsed(name: str) -> _Named:
     return _Weight(name, inside, _own(front + inside))
 
 
-def _parsed_matrix(name: str, front: str, parts: list[str], at: int) -> _Matrix | _Refused:
-    """Return the matrix that part `at` of the name declares."""
+def _parsed_matrix(name: str, front: str, parts: list[str], at: int) -> _Matrix | str:
+    """Return the matrix that part `at` of the name declares, or why it is refused."""
     word, rest = parts[at], parts[at + 1 :]
     if word == "lora_magnitude_vector":
-        return _Refused(name, _DORA)
+        return _DORA
     if rest[-1:] == ["bias"]:
-        return _Refused(name, _BIAS)
+        return _BIAS
     if {_COPY, _ORIGINAL} & set(parts[:at]):
-        return _Refused(name, _NESTED)
+        return _NESTED
     is_embedding = word in _EMBEDDING
     adapter = rest if is_embedding else rest[:-1]
     is_weight = is_embedding or rest[-1:] == ["weight"]
     if word not in _LINEAR + _EMBEDDING or at == 0 or not is_weight or len(adapter) > 1:
-        return _Refused(name, _UNKNOWN)
+        return _UNKNOWN
     path = ".".join(parts[:at])
     return _Matrix(name, path, _own(front + path), word, adapter[0] if adapter else None)
 
@@ -197,28 +217,6 @@ def _own(name: str) -> str:
     if _WRAPPER not in name:
         return name
     return ".".join(part for part in name.split(".") if part != _WRAPPER)
-
-
-def _refuse(refused: list[_Refused]) -> None:
-    """Raise an error per reason for the tensors that cannot be read."""
-    problems = []
-    for reason in dict.fromkeys(kind.reason for kind in refused):
-        names = [kind.name for kind in refused if kind.reason == reason]
-        what = f"{len(names)} tensors ({names[0]} …) belong to an adapter that is {reason}"
-        hint = "merge the adapter into the model with peft, before saving"
-        problems.append(ConversionError(what, hint=hint))
-    raise_all(ConversionError, "adapters that can be neither fused nor written", problems)
-
-
-def _check_one_adapter(named: Iterable[_Named]) -> None:
-    adapters = {one.adapter for one in named if not isinstance(one, _Refused)} - {None}
-    if len(adapters) > 1:
-        raise ConversionError(
-            f"the checkpoint has {len(adapters)} adapters",
-            expected="one",
-            found=", ".join(sorted(map(str, adapters))),
-            hint="save the model with the adapter that is wanted, and no other",
-        )
 
 
 def _pairs(matrices: Iterable[_Matrix], tensors: Mapping[str, Recipe]) -> dict[str, LoraPair]:
