@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tests.ranks import save_ranks
-from tests.safetensors_shards import cut, shard_path, write_shard
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ranks import save_ranks
+from safetensors_shards import cut, shard_path, write_shard
 
 __all__ = ["TRAINERS", "Trainer", "plant"]
 
@@ -37,7 +38,7 @@ def dcp_under(*prefix: str) -> Write:
         place.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save(state, checkpoint_id=place, no_dist=True)
+            save(state, checkpoint_id=place, no_dist=True)
         return [".metadata", "__0_0.distcp"]
 
     return write

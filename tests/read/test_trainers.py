@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from tests.ranks import assert_same, some_tensors
-from tests.trainers import TRAINERS, plant
 
 import unshard
+from ranks import assert_same, some_tensors
+from trainers import TRAINERS, plant
 
 
 def levels(run: Path, weights: Path, step_dir: Path, files: list[Path]) -> list[Path]:
