@@ -16,12 +16,11 @@ the others are lost.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import IncompleteError, NotMergeableError, raise_all
 from unshard.read.dcp.metadata import MODEL_KEYS, DcpMetadata
-from unshard.read.format import Location, ReadOptions
+from unshard.read.format import Location, ReadOptions, find_file
 from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.table import Gathering
 from unshard.read.torch_save.values import is_tensor, items_of
@@ -205,8 +204,7 @@ def read_object(metadata: DcpMetadata, location: Location, options: ReadOptions)
 
 def _window(metadata: DcpMetadata, location: Location, name: str) -> ByteRange:
     item = metadata.items.get((name, None))
-    paths = [] if item is None else [root / item.path for root in location.roots]
-    found: Path | None = next((path for path in paths if path.is_file()), None)
+    found = None if item is None else find_file(location.roots, item.path)
     if item is None or found is None:
         raise IncompleteError(f"{location.weights_dir}: the file that contains {name} is missing")
     if item.compressed:

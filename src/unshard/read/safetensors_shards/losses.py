@@ -174,11 +174,28 @@ def _is_cut_evenly(entry: TensorEntry) -> bool:
 def _short_rows(
     config: ModelConfig | None, tensors: Mapping[str, TensorEntry]
 ) -> Iterator[IncompleteError]:
-    """Compare what has a row per hidden unit in decoder layers with the hidden size."""
-    hidden = _hidden_size(config, tensors)
-    if hidden is None:
-        return
-    size, source, hint = hidden
+    """Compare what has a row per hidden unit in decoder layers with the hidden size.
+
+    Without a config, it follows from the projections of the layers: they have a column per hidden
+    unit, and a rank has all columns of its rows.
+    """
+    stated = None if config is None else _stated(config, "hidden_size")
+    if config is not None and isinstance(stated, int):
+        size, source = stated, f"hidden_size in {config.path}"
+        hint = _HINT.format(config.path.name)
+    else:
+        found = {
+            entry.shape[1]: name
+            for name, entry in tensors.items()
+            if _HIDDEN_COLUMNS.fullmatch(name)
+            and len(entry.shape) == 2
+            and (entry.chunks.sizes[:, 1] == entry.shape[1]).all()
+        }
+        if len(found) != 1:
+            return
+        ((size, name),) = found.items()
+        source = f"the number of columns of {name}"
+        hint = "copy the missing files here from the node that wrote them"
     for name, entry in tensors.items():
         if _HIDDEN_ROWS.fullmatch(name) and 0 < entry.shape[0] < size and _is_cut_evenly(entry):
             yield IncompleteError(
@@ -188,31 +205,6 @@ def _short_rows(
                 found=f"{entry.shape[0]} rows",
                 hint=hint,
             )
-
-
-def _hidden_size(
-    config: ModelConfig | None, tensors: Mapping[str, TensorEntry]
-) -> tuple[int, str, str] | None:
-    """Return the hidden size, where it is from, and what to do if the tensors are smaller.
-
-    Without a config, it follows from the projections of the layers: they have a column per hidden
-    unit, and a rank has all columns of its rows.
-    """
-    stated = None if config is None else _stated(config, "hidden_size")
-    if config is not None and isinstance(stated, int):
-        return stated, f"hidden_size in {config.path}", _HINT.format(config.path.name)
-    found = {
-        entry.shape[1]: name
-        for name, entry in tensors.items()
-        if _HIDDEN_COLUMNS.fullmatch(name)
-        and len(entry.shape) == 2
-        and (entry.chunks.sizes[:, 1] == entry.shape[1]).all()
-    }
-    if len(found) != 1:
-        return None
-    ((size, name),) = found.items()
-    hint = "copy the missing files here from the node that wrote them"
-    return size, f"the number of columns of {name}", hint
 
 
 def _stated(config: ModelConfig, name: str) -> object:

@@ -13,8 +13,6 @@ Source: `torch.distributed.checkpoint.hf_storage`, `filesystem` and `_consolidat
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 from unshard.containers.chunks import equal_chunks, replicas
 from unshard.containers.json_file import shown
@@ -30,7 +28,7 @@ from unshard.read.hub_files import (
     size_problem,
 )
 from unshard.read.safetensors_shards.losses import loss_problems, writer_of
-from unshard.read.safetensors_shards.names import choose_shards, is_shard_name
+from unshard.read.safetensors_shards.names import ShardSet, choose_shards, is_shard_name
 from unshard.tensors.boxes import distinct
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
@@ -42,12 +40,12 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     del options
     noted = choose_shards(location)
     chosen = noted.value
-    union = _Union()
-    for number, ((index, rank), path) in enumerate(chosen.files.items()):
-        union.add(read_header(path), _Place(index, rank, number))
+    union = _Union(chosen)
+    for number in range(len(chosen.files)):
+        union.add(number)
     summary = f"{location.weights_dir}: the sharded safetensors cannot be merged"
     raise_all(CorruptError, summary, union.problems)
-    tensors = union.tensors(tuple(chosen.files.values()))
+    tensors = union.tensors()
     raise_all(CorruptError, summary, _disagreements(tensors))
     losses = loss_problems(location, chosen, tensors)
     summary = f"{location.weights_dir}: files of ranks are missing"
@@ -66,25 +64,19 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
 SAFETENSORS_SHARDS = Format("sharded safetensors", has_file(is_shard_name), _read, is_shard_name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The place of a file among all: index in the names, rank, number among the files read."""
-
-    index: int
-    rank: int
-    number: int
-
-
 class _Union:
     """Unites the pieces that the files hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, chosen: ShardSet) -> None:
         self.problems: list[UnshardError] = []
+        self._places = list(chosen.files)  # index and rank of each file
+        self._paths = tuple(chosen.files.values())
         self._drafts: dict[str, TensorDraft] = {}
-        self._firsts: dict[str, tuple[int, Path]] = {}  # index and path of the first file
+        self._firsts: dict[str, int] = {}  # the number of the first file of a tensor
 
-    def add(self, file: SafetensorsFile, place: _Place) -> None:
+    def add(self, number: int) -> None:
         """Add the pieces of one file; what is wrong with them goes to `problems`."""
+        file = read_header(self._paths[number])
         known = saved_offsets(file)
         if known is None:
             why = CorruptError(
@@ -95,12 +87,12 @@ class _Union:
             self.problems.append(why)
             return
         for entry in file.entries:
-            problem = size_problem(file.path, entry) or self._add(file, entry, known, place)
+            problem = size_problem(file.path, entry) or self._add(file, entry, known, number)
             if problem is not None:
                 self.problems.append(problem)
 
     def _add(
-        self, file: SafetensorsFile, entry: HeaderEntry, known: Mapping[str, object], place: _Place
+        self, file: SafetensorsFile, entry: HeaderEntry, known: Mapping[str, object], number: int
     ) -> CorruptError | None:
         offsets = _offsets(entry, known.get(entry.name))
         if offsets is None:
@@ -112,15 +104,16 @@ class _Union:
                 if entry.name in known
                 else "nothing about this tensor",
             )
-        draft = self._drafts.get(entry.name)
-        if draft is None:
-            draft = TensorDraft(entry.name, entry.dtype, (0,) * len(entry.shape))
-            self._drafts[entry.name] = draft
-            self._firsts[entry.name] = (place.index, file.path)
+        _, rank = self._places[number]
+        first = self._firsts.setdefault(entry.name, number)
+        if first == number:
+            shape = (0,) * len(entry.shape)
+            self._drafts[entry.name] = TensorDraft(entry.name, entry.dtype, shape)
+        draft = self._drafts[entry.name]
         if draft.dtype is not entry.dtype or len(draft.shape) != len(entry.shape):
             return CorruptError(
-                f"tensor {entry.name}: rank {place.rank} ({file.path.name}) contradicts "
-                f"{self._firsts[entry.name][1].name}",
+                f"tensor {entry.name}: rank {rank} ({file.path.name}) contradicts "
+                f"{self._paths[first].name}",
                 expected=f"{draft.dtype} of {len(draft.shape)} dimensions",
                 found=f"{entry.dtype} of {len(entry.shape)} dimensions",
                 hint="do the files belong to one save?",
@@ -128,19 +121,19 @@ class _Union:
         ends = zip(offsets, entry.shape, draft.shape, strict=True)
         draft.shape = tuple(max(start + size, end) for start, size, end in ends)
         draft.add(
-            rank=place.rank,
-            file=place.number,
+            rank=rank,
+            file=number,
             start=file.data_start + entry.begin,
             offsets=offsets,
             sizes=entry.shape,
         )
         return None
 
-    def tensors(self, paths: tuple[Path, ...]) -> dict[str, TensorEntry]:
+    def tensors(self) -> dict[str, TensorEntry]:
         """Return the tensors, ordered by the index of their file, then by name."""
-        drafts = self._drafts
-        names = sorted(drafts, key=lambda name: (self._firsts[name][0], natural_order(name)))
-        return {name: drafts[name].entry(paths) for name in names}
+        indices = {name: self._places[number][0] for name, number in self._firsts.items()}
+        names = sorted(indices, key=lambda name: (indices[name], natural_order(name)))
+        return {name: self._drafts[name].entry(self._paths) for name in names}
 
 
 def _disagreements(tensors: Mapping[str, TensorEntry]) -> list[CorruptError]:
