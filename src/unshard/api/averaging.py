@@ -10,7 +10,6 @@ from unshard.api.making import Prepared
 from unshard.api.merging import merge_with
 from unshard.api.options import MergeOptions, given_output, given_path, taking
 from unshard.api.sources import Sources, read_checkpoint
-from unshard.convert.averaging import ema_weights
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UsageError, raise_all
 from unshard.keywords import MergeKeywords
@@ -163,7 +162,12 @@ def _weights(
 ) -> tuple[float, ...]:
     """Return the weights of `count` sources."""
     if ema_decay is not None:
-        return ema_weights(ema_decay, count)
+        if not 0 < ema_decay < 1:
+            raise UsageError(f"--ema-decay {ema_decay}: must be between 0 and 1, both excluded")
+        # The average starts as the first model; every later one moves it: average =
+        # decay * average + (1 - decay) * model. These weights sum to 1.
+        later = ((1 - ema_decay) * ema_decay ** (count - 1 - at) for at in range(1, count))
+        return (ema_decay ** (count - 1), *later)
     if coefficients is None:
         return (1.0,) * count
     if len(coefficients) != count:

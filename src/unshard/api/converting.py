@@ -11,7 +11,6 @@ from unshard.api.options import MergeOptions
 from unshard.api.sources import Sources
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
-from unshard.convert.averaging import average_tensors
 from unshard.convert.expected.config_names import expected_by_config
 from unshard.convert.expected.tensors import Expected, check_expected
 from unshard.convert.heads import Ties, critic_config, find_ties, is_head, without_trl_wrapper
@@ -22,6 +21,7 @@ from unshard.convert.names import hub_names, names_of_base, training_names
 from unshard.convert.outputs import (
     Converted,
     Precision,
+    average_tensors,
     finish,
     precision,
     select_names,

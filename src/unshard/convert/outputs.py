@@ -1,4 +1,4 @@
-"""The output's tensors: those that the user selects, each with its dtype and a storable name.
+"""The output's tensors: selected by name, each with its dtype; of several models the mean.
 
 Tensors are cast only on request, and integers, booleans and 8-bit floats never. Some tensors lose
 too much in 16 bits (a router's bias is added to scores that differ in the last digits):
@@ -7,10 +7,10 @@ transformers keeps them in float32, and so does a cast here.
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from unshard.convert.recipes import Recipe, stored_dtype
+from unshard.convert.recipes import LowRank, Recipe, WeightedSum, shape_of, stored_dtype
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.keywords import DtypeLike
 from unshard.read.beside.model_config import ModelConfig
@@ -19,6 +19,7 @@ from unshard.tensors.dtypes import BY_NAME, CASTS, DType
 __all__ = [
     "Converted",
     "Precision",
+    "average_tensors",
     "dtype_choice",
     "finish",
     "precision",
@@ -246,3 +247,61 @@ def _target(choice: str, config: ModelConfig | None) -> DType | None:
 
 def _union(patterns: list[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
+
+
+def average_tensors(
+    models: Sequence[Sequence[Converted]], names: Sequence[str], weights: Sequence[float]
+) -> tuple[list[Converted], Mapping[str, tuple[Converted, ...]]]:
+    """Return (sum of weight * model) / (sum of weights), with one rounding at the end.
+
+    Floating point tensors of 16 bits and more are averaged. Integers, booleans, 8-bit floats (which
+    belong to separate scales) and complex numbers do not have a mean of their own type: the output
+    has those of the last model, and those of all models are returned too, by name. `names` are
+    those of the models, for errors.
+
+    Raises:
+        ConversionError: names, shapes or stored dtypes differ, or an adapter would have to be fused
+            on the way.
+    """
+    by_name = [{tensor.name: tensor for tensor in model} for model in models]
+    every = dict.fromkeys(name for model in by_name for name in model)
+    problems = [
+        ConversionError(f"tensor {name} is missing in {names[number]}")
+        for name in every
+        for number, model in enumerate(by_name)
+        if name not in model
+    ]
+    common = [name for name in by_name[0] if all(name in model for model in by_name)]
+    pairs = {name: tuple(model[name] for model in by_name) for name in common}
+    problems += [p for same in pairs.values() if (p := _mismatch(same, names)) is not None]
+    raise_all(ConversionError, "the checkpoints are not of one model", problems)
+    tensors, fixed = [], {}
+    for name, same in pairs.items():
+        if stored_dtype(same[0].recipe).castable:
+            terms = zip(weights, (one.recipe for one in same), strict=True)
+            tensors.append(replace(same[0], recipe=WeightedSum(tuple(terms))))
+        else:
+            tensors.append(same[-1])
+            fixed[name] = same
+    return tensors, fixed
+
+
+def _mismatch(same: Sequence[Converted], names: Sequence[str]) -> ConversionError | None:
+    """Return why the tensors of one name cannot be averaged, or None."""
+    name = same[0].name
+    forms = [f"{stored_dtype(one.recipe)} {list(shape_of(one.recipe))}" for one in same]
+    other = next((number for number, form in enumerate(forms) if form != forms[0]), None)
+    if other is not None:
+        only_dtypes = len({shape_of(one.recipe) for one in same}) == 1
+        return ConversionError(
+            f"tensor {name} differs between {names[0]} and {names[other]}",
+            expected=f"{forms[0]} as in {names[0]}",
+            found=f"{forms[other]} in {names[other]}",
+            hint="merge them to one dtype first, each by itself" if only_dtypes else "",
+        )
+    if any(isinstance(one.recipe, WeightedSum | LowRank) for one in same):
+        return ConversionError(
+            f"tensor {name} has a LoRA adapter, which is not fused while averaging",
+            hint="merge each checkpoint first, then average the merged models",
+        )
+    return None
