@@ -32,7 +32,7 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
     """Return the application of a server, which serves the requests that the rules allow."""
     app = FastAPI(
         title="unshard eval",
-        description="Evaluate checkpoints while training goes on.",
+        description="Evaluate checkpoints while training continues.",
         version=__version__,
         docs_url=None,
         redoc_url=None,
