@@ -82,7 +82,7 @@ def test_policy_is_the_actor(tmp_path: Path) -> None:
     step = tmp_path / "run" / "global_step_10"
     policy, critic = make(step / "policy"), make(step / "critic")
     for role in ("actor", "policy"):
-        found = only(step, role=MergeOptions(role=role).request.role or "")
+        found = only(step, role=MergeOptions(role=role).choice.role or "")
         assert (found.weights_dir, found.role) == (policy, "actor")
     assert only(step, role="critic").weights_dir == critic
     assert only(tmp_path / "run").weights_dir == policy

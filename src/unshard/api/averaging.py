@@ -8,7 +8,7 @@ from typing import Unpack
 
 from unshard.api.making import Prepared
 from unshard.api.merging import merge_with
-from unshard.api.options import MergeOptions, given_output, given_path, taking
+from unshard.api.options import MergeOptions, accepting, given_output, given_path
 from unshard.api.sources import Sources, read_checkpoint
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UsageError, raise_all
@@ -26,7 +26,7 @@ _CANCELS = 1e-6  # of the sum of sizes: what is left is the error of rounding
 _FAR = 1e12
 
 
-@taking(MergeKeywords)
+@accepting(MergeKeywords)
 def average(
     checkpoints: Sequence[str | Path] | str | Path,
     output: str | Path,
@@ -81,7 +81,7 @@ def average(
     def opened(heard: Listener) -> Sources:
         heard(Stage("reading"))
         if len(paths) == 1:
-            found = _steps_of(places[0], chosen, (last, every or 1), pass_over=pass_over)
+            found = _open_steps(places[0], chosen, (last, every or 1), pass_over=pass_over)
         elif (last, every) != (None, None):
             raise UsageError(
                 "--last and --every choose steps of one run, and several checkpoints were given",
@@ -89,7 +89,7 @@ def average(
             )
         else:
             found = [read_checkpoint(place, chosen) for place in places]
-        weights = _weights(coefficients, ema_decay, len(found))
+        weights = _choose_weights(coefficients, ema_decay, len(found))
         titles = ", ".join(one.title for one in found)
         heard(Chosen(f"averaging {len(found)} checkpoints: {titles}"))
         return Sources(tuple(found), weights)
@@ -117,12 +117,12 @@ def _check(
             raise UsageError(f"--{name} {count}: at least 1 is needed")
 
 
-def _steps_of(
+def _open_steps(
     run: Path, options: MergeOptions, counts: tuple[int | None, int], *, pass_over: bool
 ) -> list[Checkpoint]:
     """Open the last N, every Nth, complete steps of a run, from the highest back; lowest first."""
     last, every = counts
-    steps = all_steps(run, options.request)
+    steps = all_steps(run, options.choice)
     if not steps:
         raise UsageError(
             f"{run} is one checkpoint: there is nothing to average",
@@ -157,7 +157,7 @@ def _steps_of(
     return [*sources[:0:-1], newest]
 
 
-def _weights(
+def _choose_weights(
     coefficients: Sequence[float] | None, ema_decay: float | None, count: int
 ) -> tuple[float, ...]:
     """Return the weights of `count` sources."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from unshard.api.converting import convert
 from unshard.api.making import plan_output
-from unshard.api.options import MergeOptions, given_path, taking
+from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import Sources, read_checkpoint
 from unshard.errors import ConversionError
 from unshard.fronts import PYTHON, reword_warning
@@ -133,7 +133,7 @@ class Inspection:
         )
 
 
-@taking(ReadKeywords)
+@accepting(ReadKeywords)
 def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspection:
     """Describe a checkpoint, and what `merge` would write; nothing is written.
 
@@ -169,14 +169,14 @@ def _describe(checkpoint: Checkpoint, would_write: str, notes: tuple[str, ...]) 
         world_size=catalog.world_size,
         role=location.role,
         weights=location.weights,
-        meshes=_counted(_mesh(entry.sharding) for entry in entries if entry.sharding),
-        placements=_counted(", ".join(_placements(entry)) for entry in entries),
-        dtypes=_counted(entry.dtype.name for entry in entries),
+        meshes=_count(_describe_mesh(entry.sharding) for entry in entries if entry.sharding),
+        placements=_count(", ".join(_list_placements(entry)) for entry in entries),
+        dtypes=_count(entry.dtype.name for entry in entries),
         parameters=sum(prod(entry.shape) for entry in entries),
         size_bytes=sum(entry.size_bytes for entry in entries),
         has_ema=at_same_step(location, "ema") is not None,
         lora_tensors=sum(".lora_" in name for name in catalog.tensors),
-        shared=_shared(catalog),
+        shared=_find_shared(catalog),
         compressed=any(entry.chunks.compressed.any() for entry in entries),
         missing=tuple(path.name for path in catalog.missing),
         skipped=catalog.skipped,
@@ -189,31 +189,31 @@ def _describe(checkpoint: Checkpoint, would_write: str, notes: tuple[str, ...]) 
         would_write=would_write,
         notes=notes,
         tensors=tuple(
-            TensorInfo(one.fqn, one.dtype.name, one.shape, _placements(one), len(one.chunks))
+            TensorInfo(one.fqn, one.dtype.name, one.shape, _list_placements(one), len(one.chunks))
             for one in entries
         ),
     )
 
 
-def _counted(names: Iterator[str]) -> dict[str, int]:
+def _count(names: Iterator[str]) -> dict[str, int]:
     return dict(Counter(names).most_common())
 
 
-def _placements(entry: TensorEntry) -> tuple[str, ...]:
+def _list_placements(entry: TensorEntry) -> tuple[str, ...]:
     if entry.sharding is not None:
         return tuple(str(placement) for placement in entry.sharding.placements)
     parts = [len(set(starts)) for starts in entry.chunks.offsets.T.tolist()]
     return ("plain",) if prod(parts) <= 1 else (f"cut {' x '.join(map(str, parts))}",)
 
 
-def _mesh(sharding: Sharding) -> str:
+def _describe_mesh(sharding: Sharding) -> str:
     mesh = sharding.mesh
     if mesh.dim_names is None:
         return " x ".join(map(str, mesh.shape))
     return ", ".join(f"{n}={size}" for n, size in zip(mesh.dim_names, mesh.shape, strict=True))
 
 
-def _shared(catalog: Catalog) -> tuple[tuple[str, ...], ...]:
+def _find_shared(catalog: Catalog) -> tuple[tuple[str, ...], ...]:
     """Return the names whose first chunks are the same bytes of the same file."""
     groups: dict[tuple[int, int, int], list[str]] = {}
     for name, entry in catalog.tensors.items():

@@ -208,7 +208,7 @@ def add_files(
     if prepared.adapter is not None:
         folder = directory / _ADAPTER_FOLDER
         folder.mkdir()
-        run_plan(prepared.adapter.plan, folder, options.settings, listener)
+        run_plan(prepared.adapter.plan, folder, options.resources, listener)
         for name, text in prepared.adapter.files.items():
             (folder / name).write_bytes(text)
 
@@ -226,7 +226,7 @@ def verify_output(
         verify_light(directory / _ADAPTER_FOLDER, prepared.adapter.plan.layout)
     if full:
         catalogs = [one.catalog for one in prepared.sources.checkpoints]
-        verify_full(prepared.plan, catalogs, directory, options.settings, listener)
+        verify_full(prepared.plan, catalogs, directory, options.resources, listener)
 
 
 def compare_with_base(prepared: Prepared, listener: Listener) -> tuple[int, int] | None:
@@ -329,7 +329,7 @@ def make_report(
         operations=dict(sorted(operations.items())),
         bytes_read=plan.bytes_read,
         bytes_written=plan.bytes_written,
-        memory_bytes=options.settings.memory_bytes,
+        memory_bytes=options.resources.memory_bytes,
         seconds=round(time.monotonic() - started, 3),
         peak_memory_bytes=peak_memory(),
         dry_run=options.dry_run,

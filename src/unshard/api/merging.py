@@ -1,7 +1,7 @@
 """`merge`: a checkpoint in, a Hugging Face directory out; and `merge_all`: every step of a run."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from unshard.api.making import (
     stage_output,
     verify_output,
 )
-from unshard.api.options import MergeOptions, given_output, given_path, taking
+from unshard.api.options import MergeOptions, accepting, given_output, given_path
 from unshard.api.sources import Opening, decompressed, open_source
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import (
@@ -33,7 +33,6 @@ from unshard.errors import (
 from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.finding.discover import all_steps
-from unshard.read.format import Location
 from unshard.showing import hearing
 from unshard.write.hub import check_repo
 from unshard.write.record import is_made_from
@@ -42,7 +41,7 @@ from unshard.write.report import Report
 __all__ = ["StepResult", "merge", "merge_all", "merge_steps", "merge_with"]
 
 
-@taking(MergeKeywords)
+@accepting(MergeKeywords)
 def merge(
     checkpoint: str | Path,
     output: str | Path | None = None,
@@ -157,7 +156,7 @@ def merge_with(
             _warn(listener, [one for one in again.warnings if one not in planned.warnings])
             prepared = replace(again, files=planned.files)
         listener(Stage("writing", prepared.plan.layout.total_size))
-        overflows = engine(prepared.plan, stage.directory, options.settings, listener)
+        overflows = engine(prepared.plan, stage.directory, options.resources, listener)
         add_files(prepared, stage.directory, options, listener)
         verify_output(prepared, stage.directory, options, listener)
         changed = compare_with_base(prepared, listener)
@@ -228,9 +227,7 @@ def merge_all(
             ended with. The outputs of the others stay.
     """
     with hearing(listener) as heard:
-        results = list(
-            merge_steps(run, output, options, heard, engine, skip_existing=skip_existing)
-        )
+        results = merge_steps(run, output, options, heard, engine, skip_existing=skip_existing)
     failed = [one.error for one in results if one.error is not None and one.has_failed]
     kinds = {type(error) for error in failed}
     kind = kinds.pop() if len(kinds) == 1 else UnshardError
@@ -246,8 +243,8 @@ def merge_steps(
     engine: RunPlan,
     *,
     skip_existing: bool,
-) -> Iterator[StepResult]:
-    """Merge as `merge_all` does; yield what becomes of each step.
+) -> list[StepResult]:
+    """Merge as `merge_all` does; return what became of each step.
 
     Raises:
         UnshardError: there is no such run, or an option does not fit; nothing was made.
@@ -257,33 +254,28 @@ def merge_steps(
         raise UsageError("--all-steps with --push-to-hub: one repository cannot hold all of them")
     if chosen.step is not None:
         raise UsageError(f"--all-steps and --step {chosen.step} exclude each other")
-    steps = all_steps(given_path(run, "the run"), chosen.request)
+    steps = all_steps(given_path(run, "the run"), chosen.choice)
     if not steps:
         raise UnknownFormatError(
             f"{run} is one checkpoint, not a directory of several",
             hint="give the directory that has the steps, or merge this checkpoint alone",
         )
+    results = []
     for location in steps:
         target = location.default_output
         if output is not None:
             target = given_output(output) / target.name
+        report, error = None, None
         if skip_existing and is_made_from(target, location, chosen.recorded):
             listener(Chosen(f"skipping step {location.step}: {target} was made from it already"))
-            yield StepResult(location.step, str(location.weights_dir), str(target))
         else:
-            yield _merged(location, target, chosen, listener, engine)
-
-
-def _merged(
-    location: Location, target: Path, options: MergeOptions, listener: Listener, engine: RunPlan
-) -> StepResult:
-    places = location.step, str(location.weights_dir), str(target)
-    try:
-        report = merge_with(location.step_dir, target, options, listener, engine=engine)
-    except IncompleteError as error:
-        listener(Warned(f"passed over an incomplete step: {error.text}"))
-        return StepResult(*places, error=error)
-    except UnshardError as error:
-        listener(Warned(f"step {location.step} could not be merged: {error.text}"))
-        return StepResult(*places, error=error)
-    return StepResult(*places, report=report)
+            try:
+                report = merge_with(location.step_dir, target, chosen, listener, engine=engine)
+            except UnshardError as raised:
+                error, what = raised, f"step {location.step} could not be merged"
+                if isinstance(error, IncompleteError):
+                    what = "passed over an incomplete step"
+                listener(Warned(f"{what}: {error.text}"))
+        source = str(location.weights_dir)
+        results.append(StepResult(location.step, source, str(target), report, error))
+    return results

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, Literal, Self, TypeVar, Unpack, overl
 
 from unshard.api.converting import convert_one
 from unshard.api.loading import Loaded, Opened, fill
-from unshard.api.options import MergeOptions, given_path, taking
+from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import inflated, read_checkpoint
 from unshard.containers.strided import Elements
 from unshard.convert.outputs import Converted
@@ -255,7 +255,7 @@ def open_checkpoint(
 ) -> "OpenCheckpoint[Tensor]": ...
 
 
-@taking(OpenKeywords, names="training")
+@accepting(OpenKeywords, names="training")
 def open_checkpoint(
     path: str | Path, *, framework: str = "np", **options: Unpack[OpenKeywords]
 ) -> "OpenCheckpoint[Elements | Tensor]":
@@ -299,7 +299,7 @@ def open_checkpoint(
         return OpenCheckpoint(opened, make, stack.pop_all())
 
 
-@taking(OpenKeywords, names="training")
+@accepting(OpenKeywords, names="training")
 def load_state_dict(path: str | Path, **options: Unpack[OpenKeywords]) -> "dict[str, Tensor]":
     """Read a whole checkpoint into tensors of torch (extra `torch`), by name.
 
@@ -314,7 +314,7 @@ def load_state_dict(path: str | Path, **options: Unpack[OpenKeywords]) -> "dict[
         return {name: checkpoint.get_tensor(name) for name in checkpoint}
 
 
-@taking(OpenKeywords, names="training")
+@accepting(OpenKeywords, names="training")
 def load_into(
     model: "Module", path: str | Path, *, strict: bool = True, **options: Unpack[OpenKeywords]
 ) -> Loaded:

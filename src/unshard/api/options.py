@@ -14,7 +14,7 @@ from unshard.keywords import CHOICES, DEFAULTS, DtypeLike
 from unshard.plan.layout import size_in_bytes
 from unshard.read.format import ROLES, Choice, ReadOptions
 
-__all__ = ["MergeOptions", "given_output", "given_path", "taking"]
+__all__ = ["MergeOptions", "accepting", "given_output", "given_path"]
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -111,13 +111,13 @@ class MergeOptions:
         return {name: value for name, (value, default) in values.items() if value != default}
 
     @property
-    def request(self) -> Choice:
+    def choice(self) -> Choice:
         """Which checkpoint of several is meant."""
         role = None if self.role is None else ROLES.get(self.role, self.role)
         return Choice(self.step, role, self.weights)
 
     @property
-    def settings(self) -> Resources:
+    def resources(self) -> Resources:
         """Workers and memory."""
         memory_bytes = size_in_bytes(str(self.memory))
         if memory_bytes < MIN_BUFFER:
@@ -136,7 +136,7 @@ class MergeOptions:
             self.assume_dim0,
             self.ep_size,
             frozenset(self.allow_globals),
-            self.settings.workers,
+            self.resources.workers,
         )
 
     @property
@@ -148,7 +148,7 @@ class MergeOptions:
         return {"dtype": self.dtype, "names": self.names, **chosen}
 
 
-def taking(
+def accepting(
     keywords: type, **defaults: object
 ) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     """Return a decorator that lists a function's options in its signature, and refuses others.

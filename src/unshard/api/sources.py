@@ -71,7 +71,7 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
     """Read the checkpoint that a path means, and the base model."""
     base = None if options.base is None else read_base(str(options.base))
     reading = replace(options.reading, shapes={} if base is None else base.shapes)
-    choice = replace(options.request, pass_over=pass_over)
+    choice = replace(options.choice, pass_over=pass_over)
     checkpoint = open_latest(path, choice, reading, [Path(one) for one in options.also])
     _log_choice(path, checkpoint)
     if base is None:

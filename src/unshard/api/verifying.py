@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Unpack
 
 from unshard.api.converting import convert, expected_names, find_stored_ties
-from unshard.api.options import MergeOptions, given_path, taking
+from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import Sources, inflated, read_checkpoint
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.convert.outputs import Converted, precision
@@ -27,7 +27,7 @@ from unshard.write.verification.comparison import ByConfig, Comparison, Toleranc
 __all__ = ["verify"]
 
 
-@taking(VerifyKeywords)
+@accepting(VerifyKeywords)
 def verify(
     output: str | Path,
     against: str | Path,
@@ -67,7 +67,6 @@ def verify(
     place, other = given_path(output, "the output"), given_path(against, "--against")
     with blaming(place):
         chosen = _as_merged(place, names, options)
-    resources = chosen.settings
     with ExitStack() as stack:
         heard = stack.enter_context(hearing(listener))
         heard(Stage("reading"))
@@ -81,7 +80,7 @@ def verify(
             heard(Stage("decompressing"))
             theirs = inflated(theirs, stack)
         other_side = _cast(_choose_form(theirs, chosen, {one.name for one in mine}), dtype)
-        found = compare(mine, other_side, Tolerances(atol, rtol), resources, heard)
+        found = compare(mine, other_side, Tolerances(atol, rtol), chosen.resources, heard)
         found = replace(found, by_config=_compare_by_config(ours, chosen))
         if load:
             from unshard.write.verification.load import forms_of, verify_load

@@ -97,7 +97,7 @@ def merge(
         if not all_steps:
             report = api.merge_with(*what, listener, engine=engine)
         else:
-            steps = list(api.merge_steps(*what, listener, engine, skip_existing=skip_existing))
+            steps = api.merge_steps(*what, listener, engine, skip_existing=skip_existing)
     if not all_steps:
         print_report(report, as_json=as_json, quiet=quiet)
         return

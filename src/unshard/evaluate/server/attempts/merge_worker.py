@@ -113,7 +113,7 @@ def _merge(order: MergeOrder) -> None:
 
     options = MergeOptions(**order.options)  # type: ignore[arg-type]  # JSON
     if order.config is not None:
-        location = discover(Path(order.checkpoint), options.request)[0]
+        location = discover(Path(order.checkpoint), options.choice)[0]
         if find_companions(location, None).config is None:
             options = replace(options, config=order.config)
 
