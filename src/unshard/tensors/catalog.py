@@ -1,4 +1,4 @@
-"""The catalog: what a checkpoint holds, as tensors made of chunks at known places in files.
+"""The catalog: what a checkpoint has, as tensors made of chunks at known places in files.
 
 A chunk is one stored box of a tensor. A large model on many ranks has millions of them, so a tensor
 keeps its chunks as columns (one array row per chunk, about 60 bytes); `Chunk` is a view of a row.

@@ -32,7 +32,7 @@ __all__ = [
 
 
 class PlacementError(ValueError):
-    """The placements do not say which part of the tensor this is. The message says why."""
+    """The placements do not determine which part of the tensor this is. The message has why."""
 
 
 @dataclass(frozen=True, slots=True)

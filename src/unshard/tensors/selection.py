@@ -91,7 +91,7 @@ def select(index: Index, shape: Sequence[int]) -> Selection:
 
 
 def _filled_up(items: tuple[_Item, ...], dimensions: int) -> list[SupportsIndex | slice | None]:
-    """Return the items with one for every dimension; "..." stands for those that are not named."""
+    """Return the items with one for every dimension; "..." is for those that are not named."""
     named = sum(item is not None and item is not Ellipsis for item in items)
     if named > dimensions:
         raise IndexError(f"too many indices: {named} for a tensor of {dimensions} dimensions")

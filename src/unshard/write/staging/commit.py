@@ -78,12 +78,8 @@ def begin(
 ) -> Journal:
     """Make the output durable; return what has to be done with it. The target is as it was.
 
-    Args:
-        place: the staging directory.
-        target: what to replace, or to put files into, by `mode`.
-        mode: REPLACE or IN_PLACE.
-        replaced: names of companions that may replace those in a checkpoint's own directory.
-        lose_strangers: whether files may be lost that unshard did not write.
+    `mode` is REPLACE or IN_PLACE. Companions in `replaced` may replace those in a checkpoint's own
+    directory; `lose_strangers`: files that unshard did not write may be lost.
 
     Raises:
         OutputError: the target has something in the way.
@@ -139,10 +135,10 @@ def _replace(place: StagingDirectory, journal: Journal) -> list[str]:
     inode = None if there is None else there.st_ino
     if inode not in (None, journal.old, journal.new):
         raise _not_what_it_was(place, journal)
-    exchanged = inode == journal.old and exchange(place.fd, OUTPUT, place.parent, journal.target)
-    if inode == journal.old and not exchanged:
+    if inode == journal.old and not exchange(place.fd, OUTPUT, place.parent, journal.target):
         os.rename(journal.target, ASIDE, src_dir_fd=place.parent, dst_dir_fd=place.fd)
-    if inode != journal.new and not exchanged:
+        inode = None
+    if inode is None:
         os.rename(OUTPUT, journal.target, src_dir_fd=place.fd, dst_dir_fd=place.parent)
     os.fsync(place.parent)
     aside = status_of(ASIDE, within=place.fd)
@@ -240,8 +236,7 @@ def _move_in(output: int, target: int, journal: Journal) -> list[str]:
             folder_of(path, within=target, make=True) as (folder, _),
         ):
             os.replace(name, name, src_dir_fd=source, dst_dir_fd=folder)
-            if folder != target:
-                os.fsync(folder)
+            os.fsync(folder)
     for path in journal.goes:
         if path not in journal.place:
             notes += set_aside(target, path, unless=journal.goes.get(path))

@@ -77,7 +77,7 @@ def _files(sides: Sides) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the files of `old` with their status; its directories are made in `new`."""
     for path, is_folder in walk(sides.old):
         status = status_of(path, within=sides.old)
-        if status is None:  # removed meanwhile
+        if status is None:  # removed in the meantime
             continue
         if not is_folder:
             yield path, status
@@ -128,7 +128,7 @@ def _give(sides: Sides, path: str, *, to: str = "") -> None:
         draft = secrets.token_hex(8)
         try:
             os.link(name, free, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
-        except FileNotFoundError:  # removed meanwhile
+        except FileNotFoundError:  # removed in the meantime
             return
         except FileExistsError:
             os.link(name, draft, src_dir_fd=source, dst_dir_fd=sides.scratch, follow_symlinks=False)

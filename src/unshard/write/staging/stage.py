@@ -171,15 +171,10 @@ class Staging:
     def commit(self, *, replaced: Collection[str] = ()) -> list[str]:
         """Make everything durable and let it take the target's place.
 
-        Ctrl-C and the like wait until the stage is left, which then says that they came too late.
-
-        Args:
-            replaced: names of companions that replace those in a checkpoint's own directory,
-                because the user asked for them.
-
-        Returns:
-            Notes for the user: what others changed in the target in the meantime, and whether the
-            output might not survive a power failure.
+        Ctrl-C and the like wait until the stage is left, which then reports that they came too
+        late. Companions in `replaced` replace those in a checkpoint's own directory. Return notes:
+        what others changed in the target in the meantime, and whether the output might not survive
+        a power failure.
 
         Raises:
             OutputError: another process made the target, or not all files could be moved.
@@ -227,11 +222,8 @@ class Staging:
             self._made_parents.append(parent)
         self._mode = self.check()
         self._target = self._target.resolve()
-        on_one_disk = (
-            self._mode is Mode.NEW
-            or self._target.stat().st_dev == self._target.parent.stat().st_dev
-        )
-        if not on_one_disk:
+        is_new, disk = self._mode is Mode.NEW, self._target.parent.stat().st_dev
+        if not is_new and self._target.stat().st_dev != disk:
             raise OutputError(
                 f"{self._target}: is a mount point, and cannot be replaced in one step",
                 hint="give a directory inside it",
