@@ -20,10 +20,10 @@ from unshard.evaluate.jobs import Arguments, EvaluationError, Filters, Job, Requ
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA
 from unshard.evaluate.server.attempts.attempt import Limits
 from unshard.evaluate.server.config.profiles import Kind, Profile
+from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import Work
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.pinning import Pins
-from unshard.evaluate.server.profiles import Profiles
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.store.store import Store
 

@@ -13,15 +13,7 @@ __all__ = ["check_token", "read_token", "split_url", "without_password"]
 
 
 def read_token(file: Path, *, what: str) -> str:
-    """Return the token in a file, without white space around it.
-
-    Args:
-        file: of the token.
-        what: how an error names the file.
-
-    Raises:
-        UsageError: it cannot be read, or is not a token.
-    """
+    """Return the token in a file, which errors call `what`, without white space around it."""
     try:
         text = file.expanduser().read_bytes().decode("latin-1").strip()
     except OSError as error:
@@ -45,12 +37,9 @@ def check_token(text: str, *, what: str) -> None:
 def split_url(url: str, *, what: str) -> tuple[str, tuple[str, str] | None]:
     """Return the URL of a server without user and password, and these, if the URL has them.
 
-    Args:
-        url: `http://HOST:PORT` or `http://USER:PASSWORD@HOST:PORT`, or https.
-        what: how an error names it.
-
     Raises:
-        UsageError: it is not such a URL; the error does not show what may be a password.
+        UsageError: it is not `http(s)://[USER:PASSWORD@]HOST:PORT`; the error does not show what
+            may be a password.
     """
     try:
         parts = urlsplit(url)

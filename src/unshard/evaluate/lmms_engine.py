@@ -16,7 +16,6 @@ working client, under the name it imports: `lmms_eval.entrypoints.EvalClient`.
 """
 
 import importlib
-import logging
 import runpy
 import sys
 import time
@@ -38,8 +37,6 @@ _CONFIG = "lmms_engine.eval.config"
 _USERS = ("lmms_engine.eval", "lmms_engine.train.fsdp2.fsdp2_trainer", "lmms_engine.launch.cli")
 _DEFAULT_URL = "http://localhost:8000"
 _COMMAND = "lmms_engine.launch.cli"
-
-log = logging.getLogger(__name__)
 
 
 class UnshardEvalBackend:

@@ -15,9 +15,8 @@ from evaluation.running import whole_model
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
-from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig, profile_named
 from unshard.evaluate.server.evaluators.programs import make_evaluator
-from unshard.evaluate.server.profiles import profile_named
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.trainer.config import EvalConfig
 

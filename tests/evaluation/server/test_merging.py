@@ -21,7 +21,6 @@ from evaluation.running import (
     whole_model,
 )
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
-from unshard.api.options import MergeOptions
 from unshard.evaluate.jobs import EvaluationError, Job, Process, Status
 from unshard.evaluate.server.attempts import merging
 from unshard.evaluate.server.attempts.merge_worker import MergeOrder, _answer
@@ -43,7 +42,7 @@ def job(checkpoint: Path, weights: str = "model", pin: str | None = None) -> Job
 
 @pytest.fixture
 def merger(tmp_path: Path) -> Merger:
-    return Merger(tmp_path / "merged", MergeOptions(extra_state=False), at_once=1)
+    return Merger(tmp_path / "merged", at_once=1)
 
 
 def prepare(merger: Merger, what: Job, directory: Path, **profile: object) -> Path:
@@ -192,7 +191,7 @@ def test_a_worker_that_is_killed_may_pass_and_one_that_crashes_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, kind: type[EvaluationError]
 ) -> None:
     checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
-    merger = Merger(tmp_path / "merged", MergeOptions(), at_once=1)
+    merger = Merger(tmp_path / "merged", at_once=1)
     worker = tmp_path / "worker"
     worker.write_text(f"#!/bin/sh\nread line\n{end}\n")
     worker.chmod(0o755)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from evaluation.running import ScriptEvaluator, job_of, request, script_profile
-from unshard.api.options import MergeOptions
 from unshard.evaluate.jobs import Status
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA
 from unshard.evaluate.server.attempts.attempt import Attempt
@@ -35,7 +34,7 @@ def test_numbers_are_kept_where_earlier_attempts_cannot_be_listed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
-        merger = Merger(tmp_path / "merged", MergeOptions(), at_once=1)
+        merger = Merger(tmp_path / "merged", at_once=1)
         pins = Pins(store, (), DEFAULT_QUOTA)
         ended = Outcomes(store, merger, pins, 0.0, is_stopped=lambda: True)
         store.submit(request(tmp_path), pin=None)

@@ -35,7 +35,6 @@ from evaluation.running import (
     whole_model,
 )
 from ranks import save_ranks, some_tensors
-from unshard.api.options import MergeOptions
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Filters, Job, Phase, Process, Status
 from unshard.evaluate.pins.files import read_stamps
@@ -548,7 +547,7 @@ def test_an_evaluator_that_cannot_be_started_now_has_not_failed(
     tmp_path: Path, model: Path, number: int, kind: type[Outcome]
 ) -> None:
     store = Store(tmp_path / "jobs.sqlite")
-    merger = Merger(tmp_path / "merged", MergeOptions(), at_once=1)
+    merger = Merger(tmp_path / "merged", at_once=1)
     job, _ = store.submit(request(model), pin=None)
     attempt = Attempt(job, script_profile(), ScriptEvaluator(SCORED), (), tmp_path)
     (tmp_path / LOG_NAME).touch()
@@ -580,7 +579,7 @@ def test_a_job_is_left_to_the_next_server_where_all_were_told_to_end(
         wait_until(lambda: not is_alive(process), "its end")
         return None
 
-    merger = Merger(tmp_path / "merged", MergeOptions(), at_once=1)
+    merger = Merger(tmp_path / "merged", at_once=1)
     runner = Runner(store, merger, no_pins(store), Limits(), halt=halt)
     evaluator = ScriptEvaluator("time.sleep(600)")
     attempt = Attempt(job, script_profile(), evaluator, (), tmp_path / "attempt")
@@ -698,7 +697,7 @@ def test_a_look_at_a_checkpoint_that_hangs_is_bounded_by_the_timeout(
 ) -> None:
     """It is the same after the evaluation, and for a server that adopts the evaluator."""
     store = Store(tmp_path / "jobs.sqlite")
-    merger = Merger(tmp_path / "merged", MergeOptions(), at_once=1)
+    merger = Merger(tmp_path / "merged", at_once=1)
     job, _ = store.submit(request(model), pin=None)
     profile = script_profile(timeout_s=0.1)
     attempt = Attempt(job, profile, ScriptEvaluator(SCORED), (), tmp_path)

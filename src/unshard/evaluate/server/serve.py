@@ -17,7 +17,7 @@ from unshard.evaluate.logs import log_to_stderr
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.config.profiles import ServerConfig
 from unshard.evaluate.server.config.server_yaml import read_server_yaml
-from unshard.evaluate.server.evaluators.programs import tell_missing
+from unshard.evaluate.server.evaluators.programs import Profiles, tell_missing
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, parse_gpus
 from unshard.evaluate.server.health import HealthCheck
@@ -25,7 +25,6 @@ from unshard.evaluate.server.http.app import make_app
 from unshard.evaluate.server.http.connections import BoundedProtocol, raise_file_limit
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.pinning import Pins
-from unshard.evaluate.server.profiles import Profiles
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.store import Store

@@ -28,12 +28,17 @@ from unshard.evaluate.server.admission import (
 )
 from unshard.evaluate.server.attempts.merge_worker import MergeOrder
 from unshard.evaluate.server.attempts.merging import GoneError, merge_in_process
-from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.server.config.profiles import (
+    Kind,
+    Profile,
+    ServerConfig,
+    profile_named,
+    resolve_name,
+)
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import read_log
-from unshard.evaluate.server.profiles import profile_named, resolve_name
 from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
@@ -243,9 +248,7 @@ class Service:
     def log(self, job: Job, offset: int) -> tuple[str, int, bool]:
         """Return a part of the log of a job's last attempt, where the next begins, and if it ends.
 
-        Args:
-            job: whose.
-            offset: where to begin, bytes.
+        The offset counts bytes.
         """
         file = self.scheduler.directory_of(job) / "log.txt"
         try:

@@ -47,13 +47,7 @@ def tell_refusal(request: Request, why: str) -> None:
 
 
 def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
-    """Log how an attempt ended.
-
-    Args:
-        job: as the attempt began.
-        outcome: of the attempt.
-        now: the job as it is recorded.
-    """
+    """Log how an attempt ended: `job` is as it began, `now` as it is recorded."""
     number = f"attempt {job.attempts}"
     match now.status, outcome:
         case Status.COMPLETED, Completed(metrics):

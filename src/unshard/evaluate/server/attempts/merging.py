@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -63,13 +63,11 @@ class Merger:
 
     Args:
         directory: of the merged models, each named after its job.
-        options: of every merge, except the weights, which the job names.
         at_once: how many merges run at the same time; the others wait.
     """
 
-    def __init__(self, directory: Path, options: MergeOptions, *, at_once: int) -> None:
+    def __init__(self, directory: Path, *, at_once: int) -> None:
         self._directory = directory.absolute()
-        self._options = options
         self._turns = threading.Semaphore(at_once)
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -97,28 +95,20 @@ class Merger:
     def prepare(
         self, job: Job, profile: Profile, *, directory: Path, is_given_up: Callable[[], bool]
     ) -> Path:
-        """Return a Hugging Face directory of a job's checkpoint.
+        """Return a Hugging Face directory of a job's checkpoint: its own, if it is a whole model.
 
-        Args:
-            job: what to merge; its own directory is returned if it has a whole model.
-            profile: limits the time of the merge, and names the config of a checkpoint that
-                has none; without a config, only a command can evaluate it.
-            directory: of the attempt.
-            is_given_up: polled, also while waiting for a turn.
+        A model without a config can only be evaluated by a command. `is_given_up` is polled, also
+        while waiting for a turn.
 
         Raises:
-            GoneError: the checkpoint is missing, or was removed during the merge.
-            PassingError: it may be tried again.
-            CrashedError: its process made a mistake, or took longer than `timeout_s`.
-            GivenUpError: `is_given_up`.
-            UnshardError: it cannot be merged.
+            EvaluationError: see `merge_in_process`.
         """
         self.remove(job.id)
         source = Path(job.request.checkpoint).absolute()
         while not self._turns.acquire(timeout=_POLL_S):
             if is_given_up():
                 raise GivenUpError(f"{source}: not wanted any more")
-        options = replace(self._options, weights=job.request.weights)
+        options = MergeOptions(weights=job.request.weights, extra_state=False)
         order = MergeOrder(
             str(source),
             str(self.merged(job.id)),
@@ -167,14 +157,10 @@ def merge_in_process(
 ) -> Path:
     """Merge a checkpoint in a separate process; return where the model is.
 
-    Args:
-        order: what to merge, how, and where to.
-        directory: where the process works and leaves its log and its answer.
-        is_given_up: polled; if true, the process is ended.
-        timeout_s: how long it may take.
+    The process works in `directory`, and leaves its log and its answer there.
 
     Raises:
-        GoneError: the checkpoint is not there.
+        GoneError: the checkpoint is missing, or was removed during the merge.
         PassingError: it may be tried again.
         GivenUpError: `is_given_up`.
         CrashedError: its process made a mistake, or took longer than `timeout_s`.

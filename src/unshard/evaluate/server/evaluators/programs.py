@@ -18,7 +18,8 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -30,7 +31,7 @@ from unshard.evaluate.server.config.arguments import (
     join_arguments,
     parse_arguments,
 )
-from unshard.evaluate.server.config.profiles import Kind, Profile
+from unshard.evaluate.server.config.profiles import Kind, Profile, profile_named
 from unshard.evaluate.server.evaluators.documents import (
     check_known,
     check_tasks,
@@ -43,7 +44,7 @@ from unshard.evaluate.server.processes.launching import evaluator_environment
 from unshard.evaluate.server.telling import one_line
 from unshard.evaluate.values import Scalar
 
-__all__ = ["MODULES", "make_evaluator", "tell_missing", "why_missing"]
+__all__ = ["MODULES", "Profiles", "make_evaluator", "tell_missing", "why_missing"]
 
 MODULES: Mapping[Kind, str] = {Kind.LM_EVAL: "lm_eval", Kind.LMMS_EVAL: "lmms_eval"}
 """What an evaluator is imported as."""
@@ -69,6 +70,23 @@ def make_evaluator(profile: Profile) -> Evaluator:
         Kind.COMMAND: _Command,
     }
     return made[profile.kind]()
+
+
+@dataclass(frozen=True, slots=True)
+class Profiles:
+    """The profiles of a server, by name, and what makes their evaluators."""
+
+    configured: Mapping[str, Profile]
+    make: Callable[[Profile], Evaluator] = make_evaluator
+
+    def find(self, name: str) -> tuple[Profile, Evaluator]:
+        """Return a profile, and its evaluator.
+
+        Raises:
+            UsageError: see `profile_named`.
+        """
+        profile = profile_named(self.configured, name)
+        return profile, self.make(profile)
 
 
 class _LmEval:

@@ -81,10 +81,7 @@ def start_supervisor(*, gpus: tuple[str, ...], directory: Path) -> Child:
 def start_module(module: str, *, directory: Path, log: Path) -> "subprocess.Popen[bytes]":
     """Start a module of this package as the leader of a process group, with a pipe to its stdin.
 
-    Args:
-        module: its full name.
-        directory: of the attempt, which marks its processes, and where it works.
-        log: where its output goes.
+    The directory of the attempt, in which it works, marks its processes.
     """
     root = str(Path(unshard.__file__).parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]

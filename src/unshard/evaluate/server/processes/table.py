@@ -96,9 +96,7 @@ def list_members(process: Process) -> list[_Entry]:
 def kill_group(process: Process, *, grace_s: float) -> bool:
     """End every process of an attempt: ask, wait, then kill; return whether none is left.
 
-    Args:
-        process: its leader, which may have ended already.
-        grace_s: how long they may take to end by themselves.
+    The leader may have ended already.
     """
     send(list_members(process), signal.SIGTERM)
     deadline = time.monotonic() + grace_s

@@ -26,8 +26,8 @@ from unshard.evaluate.server.attempts.endings import (
 )
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.config.profiles import Profile
+from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.pinning import Pins
-from unshard.evaluate.server.profiles import Profiles
 from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_outcome

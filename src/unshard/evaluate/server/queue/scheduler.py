@@ -11,18 +11,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from unshard.api.options import MergeOptions
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Job, Process, Status
 from unshard.evaluate.run_folder import lock_file, unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.endings import Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger
+from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, describe_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.table import identify, is_alive
-from unshard.evaluate.server.profiles import Profiles
 from unshard.evaluate.server.queue.outcomes import Outcomes
 from unshard.evaluate.server.queue.retention import JOBS, Retention
 from unshard.evaluate.server.store.store import Store
@@ -77,8 +76,7 @@ class Scheduler:
         self._profiles = profiles
         self._settings = settings
         self._work_dir = settings.work_dir.absolute()
-        options = MergeOptions(extra_state=False)
-        self._merger = Merger(self._work_dir / "merged", options, at_once=_MERGES)
+        self._merger = Merger(self._work_dir / "merged", at_once=_MERGES)
         self._runner = Runner(store, self._merger, pins, settings.limits, halt=self._halt_of)
         self._outcomes = Outcomes(
             store,
