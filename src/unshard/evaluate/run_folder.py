@@ -5,12 +5,9 @@ are therefore opened from the run downwards, one name at a time, without followi
 used through their descriptors: see `write.staging.beneath`. Only regular files are read, up to a
 bound.
 
-A record of ours names its own inode, which a copy does not share; whatever does not is left alone.
-Devices are not compared: their numbers change when a disk is mounted again. Records carry no code
-of `write.staging.owners`: its key goes with a container, or stays on a node, while the run is on a
-shared disk. The next trainer there has to send what waits, and to remove the pins that fill the
-disk. Shipping a run and guessing an inode gains little: the directory of pins in that run is
-removed, or a submission in it is sent, which the server checks like any other.
+A record of ours names its own inode, which a copy does not share; any other is left alone.
+ARCHITECTURE says why it needs no code made with a key. Devices are not compared: their numbers
+change when a disk is mounted again.
 """
 
 import errno

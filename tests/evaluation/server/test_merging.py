@@ -70,10 +70,10 @@ def test_a_sharded_checkpoint_is_merged_and_not_touched(tmp_path: Path, merger: 
     assert model == tmp_path / "merged" / "job" == merger.model_of(job(checkpoint))
     assert_same(merged(model), some_tensors())
     assert snapshot(checkpoint) == before
-    assert merger.kept() == ["job"]
+    assert merger.list_kept() == ["job"]
     assert (tmp_path / "attempt" / "merge.log").read_text() == ""  # the worker ended well
     merger.remove("job")
-    assert merger.kept() == []
+    assert merger.list_kept() == []
 
 
 def test_the_ema_weights_are_merged_where_they_are_asked_for(
@@ -88,7 +88,7 @@ def test_the_ema_weights_are_merged_where_they_are_asked_for(
 def test_a_whole_model_is_taken_as_it_is(tmp_path: Path, merger: Merger) -> None:
     model = whole_model(tmp_path / "model")
     assert prepare(merger, job(model), tmp_path) == model
-    assert merger.kept() == []
+    assert merger.list_kept() == []
 
 
 def test_whole_weights_next_to_shards_or_without_a_config_are_merged(
@@ -113,7 +113,7 @@ def test_a_checkpoint_without_a_config_is_refused_before_it_is_merged(
     said = caught.value.text
     assert f"unshard merge {checkpoint} OUTPUT --config FILE" in said
     assert "`config` of the profile" in said
-    assert merger.kept() == []
+    assert merger.list_kept() == []
     assert_same(merged(prepare(merger, job(checkpoint), tmp_path)), some_tensors())
 
 
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_is_gone_is_told_from_a_bad_one(tmp_path: Path, merger
     with pytest.raises(EvaluationError, match="rank_1") as caught:
         prepare(merger, job(checkpoint), tmp_path)
     assert type(caught.value) is EvaluationError
-    assert merger.kept() == []
+    assert merger.list_kept() == []
 
 
 def test_a_checkpoint_that_goes_during_the_merge_is_gone(tmp_path: Path, merger: Merger) -> None:
@@ -173,7 +173,7 @@ def test_a_disk_without_space_may_pass(tmp_path: Path, merger: Merger) -> None:
     checkpoint = save_ranks(tmp_path / "ckpt", {"big": torch.zeros(500_000)}, 2)
     with largest_file(100_000), pytest.raises(PassingError, match="cannot be written"):
         prepare(merger, job(checkpoint), tmp_path)
-    assert merger.kept() == []
+    assert merger.list_kept() == []
     assert prepare(merger, job(checkpoint), tmp_path).is_dir()
 
 
@@ -271,7 +271,7 @@ def test_merges_take_turns(tmp_path: Path, merger: Merger) -> None:
     wait_until(lambda: len(found) == 2, "two merges")
     for thread in threads:
         thread.join()
-    assert sorted(merger.kept()) == ["job-0", "job-1"]
+    assert sorted(merger.list_kept()) == ["job-0", "job-1"]
 
 
 def test_shards_that_may_not_be_read_are_not_tried_again() -> None:

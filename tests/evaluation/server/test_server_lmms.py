@@ -194,7 +194,7 @@ def test_files_of_samples_are_listed(server: Live, run: Path) -> None:
 
 
 def test_metrics_with_a_slash_belong_to_their_task() -> None:
-    found = service.by_task({"mme/acc": 1.0, "mme/a/b,strict": 2.0})
+    found = service.group_by_task({"mme/acc": 1.0, "mme/a/b,strict": 2.0})
     assert found == {"mme": {"acc,none": 1.0, "a/b,strict": 2.0}}
 
 

@@ -22,7 +22,7 @@ from unshard.evaluate.server.admission import (
 )
 from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
 from unshard.evaluate.server.http.v1 import Submission
-from unshard.evaluate.server.service import _placed
+from unshard.evaluate.server.service import _place
 
 CONFIG = ServerConfig(
     gpus=("0", "1"),
@@ -457,7 +457,7 @@ def test_what_the_server_may_not_read_is_named_with_what_to_do() -> None:
         step.mkdir(parents=True)
         step.chmod(0o000)
         with another_user(), pytest.raises(UsageError, match="not allowed to read it") as caught:
-            _placed(Request(str(step), "lm", ("a",)))
+            _place(Request(str(step), "lm", ("a",)))
         assert caught.value.found == f"{step}: Permission denied"
         step.parent.chmod(0o000)
         with another_user(), pytest.raises(UsageError, match="not allowed to read it"):

@@ -46,7 +46,7 @@ from unshard.read.finding.discover import discover
 from unshard.read.format import Choice
 from unshard.write.staging.beneath import write_whole
 
-__all__ = ["Service", "by_task"]
+__all__ = ["Service", "group_by_task"]
 
 _log = logging.getLogger(__name__)
 _MOST_FILES = 1000
@@ -113,7 +113,7 @@ class Service:
         check_request(request, replace(self.config, profiles=known))
         self.unknown.check(profile.name, request.tasks)
         found = resolve_checkpoint(request.checkpoint, self.config.roots)
-        request, run = _placed(replace(request, checkpoint=str(found)))
+        request, run = _place(replace(request, checkpoint=str(found)))
         resolve_checkpoint(request.checkpoint, self.config.roots)
         given = None if pin is None else self.pins.find_client_pin(pin)
         request = self._stamp(request, given)
@@ -191,7 +191,7 @@ class Service:
         path = resolve_checkpoint(checkpoint, self.config.roots)
         if not path.exists():
             raise GoneError(f"{path} does not exist")
-        request, run = _placed(Request(str(path), "", (), weights=weights))
+        request, run = _place(Request(str(path), "", (), weights=weights))
         check_links(Path(request.checkpoint), run, self.config.roots)
         parts = Path(request.checkpoint).relative_to(run).parts
         name = "-".join(parts if weights == "model" else (*parts, weights))
@@ -216,7 +216,7 @@ class Service:
         path = self.scheduler.directory_of(job) / "lmms_results.json"
         try:
             if not path.is_file():
-                write_whole(path, json.dumps({"results": by_task(job.metrics)}).encode())
+                write_whole(path, json.dumps({"results": group_by_task(job.metrics)}).encode())
         except OSError as error:
             _log.warning("job %s: its results cannot be written again: %s", job.id, error)
             return job.results
@@ -258,7 +258,7 @@ class Service:
         return text, after, job.status.is_final and not text
 
 
-def by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def group_by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return numbers as both evaluators write them, by task and "metric,filter"."""
     found: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
@@ -268,7 +268,7 @@ def by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _placed(request: Request) -> tuple[Request, Path]:
+def _place(request: Request) -> tuple[Request, Path]:
     """Fill in what the path says: the step, and the name of the run; return its directory too.
 
     The directory of a run means its newest step.

@@ -86,7 +86,7 @@ class Attempt:
     gpus: tuple[str, ...]
     directory: Path
 
-    def work(self, model: Path) -> Work:
+    def make_work(self, model: Path) -> Work:
         """Return the input of the evaluator."""
         output = self.directory / "output"
         return Work(model, output, self.directory, self.job.request, self.profile)
@@ -139,7 +139,7 @@ class Runner:
         )
         if model == self._merger.merged(job.id):
             tell(job, "merged")
-        return self._fail_if_rewritten(attempt) or self._evaluate(attempt, attempt.work(model))
+        return self._fail_if_rewritten(attempt) or self._evaluate(attempt, attempt.make_work(model))
 
     def _catch(self, job: Job, attempted: Callable[[], Outcome]) -> Outcome:
         """Return an outcome, or what an error means that ended the attempt."""
@@ -159,7 +159,7 @@ class Runner:
     def resume(self, attempt: Attempt, process: Process) -> Outcome:
         """Continue an attempt of an earlier server, as if this one had begun it."""
         was_alive = is_alive(process)
-        work = attempt.work(self._merger.model_of(attempt.job))
+        work = attempt.make_work(self._merger.model_of(attempt.job))
         outcome = self._catch(attempt.job, lambda: self._conclude(attempt, work, process))
         is_lost = not was_alive and read_exit(attempt.directory) is None
         match outcome:

@@ -80,7 +80,7 @@ class Merger:
         merged = self.merged(job.id)
         return merged if merged.exists() else Path(job.pin or job.request.checkpoint).absolute()
 
-    def kept(self) -> list[str]:
+    def list_kept(self) -> list[str]:
         """Return the jobs whose merged models are there."""
         return [path.name for path in self._directory.iterdir() if path.name[:1] not in "._"]
 

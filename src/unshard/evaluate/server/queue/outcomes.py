@@ -129,7 +129,7 @@ class Outcomes:
         """Remove the merged models that an earlier server should have removed."""
         self._merger.recover()
         running = {job.id for job in self._store.running()}
-        for job_id in set(self._merger.kept()) - running:
+        for job_id in set(self._merger.list_kept()) - running:
             job = self._store.get(job_id)
             if job is None or job.status is not Status.COMPLETED:
                 self._merger.remove(job_id)
