@@ -12,6 +12,9 @@ DEFAULT_ROLES = ("actor", "policy", "model", "trainer")
 """The roles that are taken, the first first, where several sets are there and none was chosen."""
 
 
+_LISTED = 12
+
+
 def choose(place: Path, found: list[Location], choice: Choice, *, start: Path) -> Location:
     """Return the one set of weights that is meant.
 
@@ -67,12 +70,13 @@ def _of_role(place: Path, found: list[Location], role: Role | None, start: Path)
         kept = next((sets for sets in known if sets), kept)
     if len(kept) > 1:
         names = [_called(place, at) for at in kept]
-        is_enough = all(sum(at.is_called(name) for at in kept) == 1 for name in names)
-        choices = f"choose with --role '{'|'.join(names)}', or " if is_enough else ""
+        can_choose = all(sum(at.is_called(name) for at in kept) == 1 for name in names)
+        role = f"choose with --role '{'|'.join(names)}', or " if can_choose else ""
+        one = f"give one of them: {', '.join(str(at.weights_dir) for at in kept[:_LISTED])}"
         raise UsageError(
             f"{place} has {len(kept)} sets of weights, and none of them is the default",
             found=_listed(place, kept),
-            hint=f"{choices}give the directory of one",
+            hint=f"{role}{one}",
         )
     if kept[0].role == "critic" and role is None and not start.is_relative_to(kept[0].weights_dir):
         raise UsageError(
@@ -89,7 +93,8 @@ def _called(place: Path, at: Location) -> str:
 
 
 def _listed(place: Path, found: list[Location]) -> str:
-    return ", ".join(f"{_called(place, at)} ({human_size(_size(at.place))})" for at in found)
+    shown = (f"{_called(place, at)} ({human_size(_size(at.place))})" for at in found[:_LISTED])
+    return ", ".join(shown) + (f" and {len(found) - _LISTED} more" if len(found) > _LISTED else "")
 
 
 def _size(place: Path) -> int:

@@ -6,12 +6,12 @@ what is no model at all.
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from unshard.errors import UnknownFormatError
-from unshard.read.finding.search import DEPTH, Below, is_state, search
-from unshard.read.format import shortened
+from unshard.read.finding.search import DEPTH, FORMATS, is_state, search
+from unshard.read.finding.step_names import is_unfinished
 
 __all__ = ["nothing_found"]
 
@@ -19,7 +19,6 @@ _LISTED = 12
 _SHOWN = 6
 _MOST_PATHS = 10_000
 _ONE_RANK = re.compile(r"(?:.*[_.-])?rank[_-]?\d+[_.-].*")
-_HUB_CACHE = re.compile(r"(?:models|datasets)--.+")
 
 _Sign = tuple[Callable[[str], bool], str]
 
@@ -30,10 +29,7 @@ def _named(pattern: str) -> Callable[[str], bool]:
 
 # Each with what a name of it means; the nearest miss first.
 _SIGNS: tuple[_Sign, ...] = (
-    (
-        _named(r"(?:te?mp[-_.]|old[-_]).*|.*\.(?:tmp|incomplete)"),
-        "a save that was not finished: the trainer renames it when it is",
-    ),
+    (is_unfinished, "a save that was not finished: the trainer renames it when it is"),
     (
         _named(r"latest_checkpointed_iteration\.txt|latest_ckpt_global_step\.txt|latest"),
         "a marker of the latest step, without the step's directory",
@@ -82,28 +78,29 @@ def nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
     """
     folder = path if path.is_dir() else path.parent
     below = search(folder)
+    runs = sorted({run if run == folder else _child(folder, run) for run in below.runs})
+    if len(runs) > 1:
+        more = f" and {len(runs) - _LISTED} more" if len(runs) > _LISTED else ""
+        listed = ", ".join(map(str, runs[:_LISTED])) + more
+        return UnknownFormatError(
+            f"{path}: no checkpoint found, but {len(runs)} runs that have some",
+            hint=f"give one of the runs below it: {listed}",
+        )
     steps = [place for run in below.runs.values() for step, place in run if wanted in (None, step)]
-    nearest = steps[0] if len(below.runs) == 1 and steps else folder
+    nearest = steps[0] if steps else folder
     there = sorted(child.name + ("/" if child.is_dir() else "") for child in nearest.iterdir())
-    shown = shortened(there, _LISTED) if len(there) <= _LISTED else _first(there)
-    seen = _seen(nearest)
+    more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
+    shown = ", ".join(there[:_LISTED]) + more
+    stopped = [below.stopped] if below.stopped else []
     return UnknownFormatError(
         f"{nearest if steps else path}: no checkpoint found",
         expected="model_world_size_W_rank_R.pt (verl, lmms-engine), .metadata and *.distcp (torch "
         "DCP), pytorch_model_fsdp_0/ (accelerate, HF Trainer), shard-*-model-*.safetensors or "
         f"model.safetensors, here or up to {DEPTH} levels below, in step directories "
         "(global_step_N, checkpoint-N, step-N) or without them",
-        found="\n            ".join([shown or "an empty directory", *seen, *_bound(below)]),
-        hint=_what_to_give(folder, below),
+        found="\n            ".join([shown or "an empty directory", *_seen(nearest), *stopped]),
+        hint=_what_to_give(folder),
     )
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:_LISTED]) + f" and {len(names) - _LISTED} more"
-
-
-def _bound(below: Below) -> list[str]:
-    return [below.stopped] if below.stopped else []
 
 
 def _seen(folder: Path) -> list[str]:
@@ -113,7 +110,7 @@ def _seen(folder: Path) -> list[str]:
         if number > _MOST_PATHS:
             break
         kind = next((at for at, (is_meant, _) in enumerate(_SIGNS) if is_meant(path.name)), None)
-        if kind is not None:
+        if kind is not None and not any(one.claims(path.name) for one in FORMATS):
             found.setdefault(kind, path)
     shown = sorted(found.items())[:_SHOWN]
     return [f"{path.relative_to(folder)}: {_SIGNS[kind][1]}" for kind, path in shown]
@@ -137,16 +134,9 @@ def _paths(folder: Path) -> list[Path]:
     return found
 
 
-def _what_to_give(folder: Path, below: Below) -> str:
-    """Return which path near a directory without a checkpoint may be the one that is meant."""
-    if below.runs:
-        runs = sorted({run if run == folder else _child(folder, run) for run in below.runs})
-        more = f" and {len(runs) - _LISTED} more" if len(runs) > _LISTED else ""
-        if runs != [folder]:
-            return f"give one of the runs below it: {', '.join(map(str, runs[:_LISTED]))}{more}"
+def _what_to_give(folder: Path) -> str:
+    """Return which file of a directory without a checkpoint may be the one that is meant."""
     for child in sorted(folder.iterdir()):
-        if _HUB_CACHE.fullmatch(child.name):
-            return f"this is a cache of the hub; give a snapshot: {child / 'snapshots'}/…"
         if child.suffix and _may_be_weights(child):
             return f"give the file itself: {child}"
     return ""
@@ -158,5 +148,6 @@ def _child(folder: Path, run: Path) -> Path:
 
 def _may_be_weights(path: Path) -> bool:
     suffixes = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar")
-    is_other = is_state(path.name.partition(".")[0]) or _ONE_RANK.fullmatch(path.name)
+    stem = path.name.partition(".")[0]
+    is_other = is_state(stem) or stem == "adapter_model" or _ONE_RANK.fullmatch(path.name)
     return path.is_file() and path.suffix.lower() in suffixes and not is_other

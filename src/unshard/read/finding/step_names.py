@@ -11,7 +11,7 @@ Sources: the trainers in `tests/trainers`.
 import re
 from pathlib import Path
 
-__all__ = ["family", "loose_step_of", "step_of", "step_of_parents"]
+__all__ = ["family", "is_unfinished", "loose_step_of", "step_of", "step_of_parents"]
 
 _STEPS = tuple(
     re.compile(pattern)
@@ -23,7 +23,7 @@ _STEPS = tuple(
     )
 )
 _LOOSE = re.compile(r"(?P<word>[A-Za-z][A-Za-z_-]*?)[-_](?P<step>\d+)")
-_UNFINISHED = re.compile(r"(?:\.|te?mp[-_.]|old[-_]|best[-_]).*|.*\.(?:tmp|incomplete)")
+_UNFINISHED = re.compile(r"(?:\.|te?mp[-_.]|old[-_]).*|.*\.(?:tmp|incomplete)")
 _NO_COUNTERS = frozenset(
     """
     rank node gpu host worker process part shard stage run exp experiment seed trial fold version v
@@ -35,9 +35,14 @@ _HOLDS_STEPS = re.compile(r"(?:.*[-_])?(?:checkpoints?|ckpts?)", re.IGNORECASE)
 _UPWARD = 4
 
 
+def is_unfinished(name: str) -> bool:
+    """Return whether a trainer gives a directory this name until it is complete, or replaced."""
+    return _UNFINISHED.fullmatch(name) is not None
+
+
 def step_of(name: str) -> int | None:
     """Return the training step that a directory's name states."""
-    if _UNFINISHED.fullmatch(name):
+    if is_unfinished(name) or name.startswith("best"):
         return None
     matches = (pattern.fullmatch(name) for pattern in _STEPS)
     return next((int(match[1]) for match in matches if match), None)
@@ -46,7 +51,7 @@ def step_of(name: str) -> int | None:
 def loose_step_of(name: str) -> int | None:
     """Return the step that a name of any other word and one number may state."""
     match = _LOOSE.fullmatch(name)
-    if match is None or _UNFINISHED.fullmatch(name) or match["word"].lower() in _NO_COUNTERS:
+    if match is None or is_unfinished(name) or match["word"].lower() in _NO_COUNTERS:
         return None
     return int(match["step"])
 
