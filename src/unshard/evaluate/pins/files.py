@@ -1,26 +1,38 @@
-"""Which files of a checkpoint a pin keeps, and a listing of them that shows whether it changed.
+"""What a pin keeps of a checkpoint: a listing that shows whether it changed, and hard links to it.
 
 A pin keeps weights of every kind, config and tokenizer. It leaves out the state of optimizer,
 dataloader and random generators, and files whose names are not text. The names are those of the
-writers that `read.finding.discover` lists. No file is opened.
+writers that `read.finding.discover` lists. No file is opened to list it.
 """
 
+import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from unshard.containers.json_file import is_text
+from unshard.errors import UnshardError
 from unshard.evaluate.run_folder import STATE
+from unshard.read.beside.companions import Companions, companions_in, find_companions
+from unshard.read.finding.discover import discover
+from unshard.read.format import Choice
 
 __all__ = [
+    "ExpiredError",
     "Identity",
     "Listing",
+    "PinError",
     "changed_files",
+    "explain",
     "fingerprint",
     "identity",
+    "link_all",
+    "link_companions",
     "list_checkpoint",
     "read_stamps",
 ]
@@ -43,7 +55,30 @@ _LEFT_OUT_FILES = re.compile(
 
 _WEIGHTS = frozenset({".bin", ".ckpt", ".distcp", ".pt", ".pth", ".safetensors"})
 
+_ATTEMPTS = 5
+_SHOWN = 5
+_CONFIG = "config.json"
+_REFUSED = {
+    errno.EXDEV: "the run's directory is on another file system than the checkpoint",
+    errno.EPERM: "the file system has no hard links, or the file is another user's",
+    errno.EACCES: "no permission to link the file",
+    errno.EMLINK: "the file has as many links as the file system allows",
+    errno.ENOTSUP: "the file system has no hard links",
+    errno.ENOSYS: "the file system has no hard links",
+    errno.EROFS: "the file system is mounted read-only",
+    errno.ENOSPC: "no space left for directories",
+    errno.EDQUOT: "the disk quota is used up",
+}
+
 Identity = tuple[int, int, int]  # inode, size in bytes, mtime in ns
+
+
+class PinError(UnshardError):
+    """A checkpoint cannot be kept by hard links."""
+
+
+class ExpiredError(UnshardError):
+    """A checkpoint was removed before it was evaluated, or while it was pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,41 +103,6 @@ def identity(path: Path) -> Identity:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def changed_files(checkpoint: Path, files: Mapping[str, Identity]) -> list[str]:
-    """Return the files that were rewritten in place, replaced or removed.
-
-    Some mounts give files other inode numbers, or coarser times. If no file has its inode number,
-    sizes and times decide; a time that was rounded down to a coarser grain counts as equal.
-
-    Args:
-        checkpoint: a directory, or a file that is one.
-        files: what they were, by path relative to the checkpoint.
-    """
-    is_folder = checkpoint.is_dir()
-    now = {name: _identity_of(checkpoint / name if is_folder else checkpoint) for name in files}
-    is_numbered = any(found and found[0] == files[name][0] for name, found in now.items())
-    return [
-        name
-        for name, found in now.items()
-        if found is None or not _is_same(found, files[name], is_numbered=is_numbered)
-    ]
-
-
-def _identity_of(path: Path) -> Identity | None:
-    try:
-        return identity(path)
-    except OSError:
-        return None
-
-
-def _is_same(now: Identity, was: Identity, *, is_numbered: bool) -> bool:
-    (inode, size, mtime), (old_inode, old_size, old_mtime) = now, was
-    is_file = inode == old_inode or not is_numbered
-    earlier, later = sorted((mtime, old_mtime))
-    is_time = any(earlier == later // grain * grain for grain in _GRAINS_NS)
-    return is_file and size == old_size and is_time
-
-
 def list_checkpoint(checkpoint: Path) -> Listing:
     """List a checkpoint: a directory, or a file that is one (then named by its own name).
 
@@ -115,8 +115,63 @@ def list_checkpoint(checkpoint: Path) -> Listing:
     left, seen = [PurePosixPath()], set[int]()
     while left:
         inside = left.pop()
-        left += _list_folder(checkpoint / inside, inside, listing, seen=seen)
+        status = (checkpoint / inside).stat()
+        if status.st_ino not in seen:  # else a link back up
+            seen.add(status.st_ino)
+            listing.folders[str(inside)] = status.st_mtime_ns
+            left += _list_folder(checkpoint / inside, inside, listing)
     return listing
+
+
+def _list_folder(folder: Path, inside: PurePosixPath, into: Listing) -> list[PurePosixPath]:
+    """List what a pin keeps of a folder; return the folders in it."""
+    with os.scandir(folder) as entries:
+        found = sorted((one for one in entries if is_text(one.name)), key=lambda one: one.name)
+    folders = []
+    for entry in found:
+        place = inside / entry.name
+        is_lost = entry.is_symlink() and not Path(entry.path).exists()  # to nothing, or to itself
+        is_folder = not is_lost and entry.is_dir()
+        if (_LEFT_OUT_FOLDERS if is_folder else _LEFT_OUT_FILES).fullmatch(entry.name):
+            continue
+        if is_folder:
+            folders.append(place)
+        elif not is_lost:
+            into.files[str(place)] = identity(folder / entry.name)
+        elif place.suffix in _WEIGHTS:
+            into.lost.append(str(place))
+    return folders
+
+
+def changed_files(checkpoint: Path, files: Mapping[str, Identity]) -> list[str]:
+    """Return the files that were rewritten in place, replaced or removed.
+
+    Some mounts give files other inode numbers, or coarser times. If no file has its inode number,
+    sizes and times decide; a time that was rounded down to a coarser grain counts as equal.
+
+    Args:
+        checkpoint: a directory, or a file that is one.
+        files: what they were, by path relative to the checkpoint.
+    """
+    is_folder = checkpoint.is_dir()
+    now: dict[str, Identity] = {}
+    for name in files:
+        with suppress(OSError):  # it is gone
+            now[name] = identity(checkpoint / name if is_folder else checkpoint)
+    is_numbered = any(found[0] == files[name][0] for name, found in now.items())
+    return [
+        name
+        for name, was in files.items()
+        if name not in now or not _is_same(now[name], was, is_numbered=is_numbered)
+    ]
+
+
+def _is_same(now: Identity, was: Identity, *, is_numbered: bool) -> bool:
+    (inode, size, mtime), (old_inode, old_size, old_mtime) = now, was
+    is_file = inode == old_inode or not is_numbered
+    earlier, later = sorted((mtime, old_mtime))
+    is_time = any(earlier == later // grain * grain for grain in _GRAINS_NS)
+    return is_file and size == old_size and is_time
 
 
 def read_stamps(checkpoint: Path) -> dict[str, list[int]]:
@@ -128,8 +183,11 @@ def read_stamps(checkpoint: Path) -> dict[str, list[int]]:
         files = list_checkpoint(checkpoint).files
     except OSError:
         return {}
-    paths = {name: [size, mtime] for name, (_, size, mtime) in files.items()}
-    return {name: of for name, of in paths.items() if PurePosixPath(name).suffix in _WEIGHTS}
+    return {
+        name: [size, mtime]
+        for name, (_, size, mtime) in files.items()
+        if PurePosixPath(name).suffix in _WEIGHTS
+    }
 
 
 def fingerprint(stamped: Mapping[str, Sequence[int]]) -> str:
@@ -142,38 +200,99 @@ def fingerprint(stamped: Mapping[str, Sequence[int]]) -> str:
     return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16] if stamps else ""
 
 
-def _list_folder(
-    folder: Path, inside: PurePosixPath, into: Listing, *, seen: set[int]
-) -> list[PurePosixPath]:
-    """List a folder; return the folders in it."""
-    status, folders = folder.stat(), []
-    if status.st_ino in seen:
-        return []  # a link back up
-    seen.add(status.st_ino)
-    into.folders[str(inside)] = status.st_mtime_ns
-    for entry, is_folder in _entries(folder):
-        if is_folder is None:
-            if (inside / entry).suffix in _WEIGHTS:
-                into.lost.append(str(inside / entry))
-        elif is_folder:
-            folders.append(inside / entry)
-        else:
-            into.files[str(inside / entry)] = identity(folder / entry)
-    return folders
+def link_all(checkpoint: Path, target: Path) -> dict[str, Identity]:
+    """Link the files that a pin keeps, and return their identities.
+
+    A trainer may be removing them, so the checkpoint is listed again afterwards. New files are
+    linked, too. If a file has gone, the checkpoint is being removed, and may have lost others
+    before the first listing.
+    """
+    linked: dict[str, Identity] = {}
+    before = list_checkpoint(checkpoint)
+    if not before.files:
+        raise ExpiredError(f"{checkpoint}: nothing to evaluate in it", found="no file")
+    if before.lost:
+        raise ExpiredError(f"{checkpoint}: links to nothing", found=", ".join(before.lost[:_SHOWN]))
+    for _ in range(_ATTEMPTS):
+        linked = _link_listed(checkpoint, target, before, linked)
+        after = list_checkpoint(checkpoint)
+        if not linked.keys() <= after.files.keys():
+            raise ExpiredError(
+                f"{checkpoint}: was removed while it was pinned",
+                hint="keep more checkpoints, or submit before the trainer removes old ones",
+            )
+        # The same files may have grown since: a link shares that.
+        old, new = ({key: one[0] for key, one in each.files.items()} for each in (before, after))
+        if old == new and before.folders == after.folders:
+            break
+        before = after
+    else:
+        linked = _link_listed(checkpoint, target, before, linked)
+    _link_neighbours(checkpoint, target.parent)
+    return linked
 
 
-def _entries(folder: Path) -> Iterator[tuple[str, bool | None]]:
-    """Yield names of a folder that a pin keeps, and whether they are folders: see `_is_folder`."""
-    with os.scandir(folder) as entries:
-        found = sorted((one.name, _is_folder(one)) for one in entries if is_text(one.name))
-    for name, is_folder in found:
-        left_out = _LEFT_OUT_FOLDERS if is_folder else _LEFT_OUT_FILES
-        if not left_out.fullmatch(name):
-            yield name, is_folder
+def _link_listed(
+    checkpoint: Path, target: Path, listing: Listing, linked: Mapping[str, Identity]
+) -> dict[str, Identity]:
+    """Link the files of a listing that are not linked yet; return the links' identities."""
+    is_folder = checkpoint.is_dir()
+    found = {}
+    for name, (inode, _, _) in listing.files.items():
+        source, link = (checkpoint / name, target / name) if is_folder else (checkpoint, target)
+        if name not in linked or linked[name][0] != inode:
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.unlink(missing_ok=True)
+            os.link(source.resolve(strict=True), link)
+        found[name] = identity(link)
+    return found
 
 
-def _is_folder(entry: "os.DirEntry[str]") -> bool | None:
-    """Return whether an entry is a folder; None: a link to nothing, or to itself."""
-    if entry.is_symlink() and not Path(entry.path).exists():
-        return None
-    return entry.is_dir()
+def _link_neighbours(checkpoint: Path, partial: Path) -> None:
+    """Link the companions next to a checkpoint, where readers look for them.
+
+    verl has `global_step_N/huggingface/` next to the weights in `global_step_N/actor`.
+    """
+    try:
+        location = discover(checkpoint, Choice(None, None, None))[0]
+    except (UnshardError, OSError):
+        return
+    step = checkpoint.parent
+    if location.step_dir == step:
+        for name, path in _with_config(find_companions(location, None)).items():
+            inside = path.relative_to(step) if path.is_relative_to(step) else Path(name)
+            if not path.is_relative_to(checkpoint):
+                _link_small(path, partial / inside)
+
+
+def link_companions(run: Path, partial: Path) -> None:
+    """Link config and tokenizer from the run's own directory."""
+    if not (partial / _CONFIG).exists():  # the step has its own, which wins
+        for name, path in _with_config(companions_in(run)).items():
+            _link_small(path, partial / name)
+
+
+def _with_config(found: Companions) -> dict[str, Path]:
+    """Return all companions by their names."""
+    return {**found.files, **({} if found.config is None else {_CONFIG: found.config})}
+
+
+def _link_small(path: Path, link: Path) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)  # never write into what is a link already
+    try:
+        os.link(path.resolve(strict=True), link)
+    except OSError:
+        shutil.copyfile(path, link)  # small, and often a link to another file system
+
+
+def explain(path: Path, error: OSError) -> UnshardError:
+    """Return the error for a checkpoint that cannot be pinned."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return ExpiredError(f"{path}: is gone", hint="submit it before the trainer removes it")
+    why = _REFUSED.get(error.errno or 0, "it cannot be linked")
+    return PinError(
+        f"{path}: cannot be kept by hard links: {why}",
+        found=str(error),
+        hint="merge it at once, before the trainer removes it, or let the trainer keep more",
+    )

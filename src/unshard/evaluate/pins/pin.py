@@ -1,6 +1,6 @@
 """Keep the bytes of a checkpoint while it waits for its evaluation: hard links in its run.
 
-`<run>/_unshard/pins/<random>/` holds `pin.json` and a directory of links named like the checkpoint;
+`<run>/_unshard/pins/<random>/` has `pin.json` and a directory of links named like the checkpoint;
 companions of the run's own directory are next to it, where a reader looks for them. A pin is made
 under another name and renamed, so that it is whole or not there. Nothing is copied, and the mtimes
 of the run's and the checkpoint's directories stay what they were, because trainers remove the
@@ -20,17 +20,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.errors import CorruptError
-from unshard.evaluate.pins.files import Identity
-from unshard.evaluate.pins.links import (
+from unshard.evaluate.pins.files import (
     ExpiredError,
+    Identity,
     PinError,
+    changed_files,
     explain,
     link_all,
     link_companions,
 )
-from unshard.evaluate.pins.records import Pin, fields_of, parse_pin
-from unshard.evaluate.run_folder import PINS, RunFolder, leave_alone, read_record, write_record
-from unshard.write.staging.beneath import names_in, remove
+from unshard.evaluate.run_folder import (
+    PINS,
+    RunFolder,
+    RunRecord,
+    leave_alone,
+    read_record,
+    write_record,
+)
+from unshard.write.staging.beneath import check_path, names_in, remove
 from unshard.write.staging.beneath import opened as opened_in
 
 __all__ = [
@@ -51,8 +58,48 @@ _RECORD = "pin.json"
 _PARTIAL = ".partial"
 _ABANDONED = 3600.0  # seconds after which a pin that is not finished is abandoned
 _STEP = re.compile(r"(\d+)(?:\.\w+)?$")
+_LATEST = 2.0**40  # seconds since the epoch
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A checkpoint that is kept.
+
+    Attributes:
+        path: the linked checkpoint: what is merged and evaluated.
+        run: the directory of the run that it belongs to.
+        checkpoint: the original, which may have been removed.
+        step: the training step, if it is known.
+        created: seconds since the epoch.
+        files: inode, size and mtime in ns of each file, by path relative to `path`.
+        owner: the server that made it; empty: a client.
+        is_ours: whether this user made it in that place; else it is never removed.
+    """
+
+    path: Path
+    run: Path
+    checkpoint: Path
+    step: int | None
+    created: float
+    files: Mapping[str, Identity]
+    owner: str = ""
+    is_ours: bool = True
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the pin, which has its record and the linked checkpoint."""
+        return self.path.parent
+
+    @property
+    def name(self) -> str:
+        """The name that the pin has among those of its run."""
+        return self.directory.name
+
+    def changed(self) -> list[str]:
+        """Return the files that have changed since: see `files.changed_files`."""
+        return changed_files(self.path, self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +141,7 @@ def pin_checkpoint(
         checkpoint: the step directory, or a file that is a checkpoint.
         quota: what pins of such an owner may keep of the run; the oldest others make room.
         step: the training step; else the number at the end of the checkpoint's name.
-        run: the run's directory; else the one that holds the checkpoint.
+        run: the run's directory; else the one that contains the checkpoint.
         spare: the names of pins that are not removed to make room.
 
     Raises:
@@ -104,14 +151,29 @@ def pin_checkpoint(
     checkpoint = checkpoint.resolve()
     run = checkpoint.parent if run is None else run.resolve()
     path = RunFolder(run).pins / secrets.token_hex(8) / checkpoint.name
-    step = _step_in(checkpoint.name) if step is None else step
+    if step is None and (match := _STEP.search(checkpoint.name)) is not None:
+        step = int(match[1])
     with _being_made(run, path.parent, quota.owner) as (partial, folder):
         try:
             files = link_all(checkpoint, partial / checkpoint.name)
-            _check_size(checkpoint, files, quota)
+            if quota.is_exceeded([files]):
+                raise PinError(
+                    f"{checkpoint}: not kept, because the quota of pins has no room for it",
+                    expected=f"at most {quota.bytes} bytes, {quota.count} pins",
+                    found=f"{sum(size for _, size, _ in files.values())} bytes",
+                    hint="raise the quota, or merge at once",
+                )
             link_companions(run, partial)
             pin = Pin(path, run, checkpoint, step, time.time(), files, quota.owner)
-            write_record(folder, _RECORD, fields_of(pin))
+            fields = {
+                "checkpoint": str(checkpoint),
+                "name": checkpoint.name,
+                "step": step,
+                "created": pin.created,
+                "files": files,
+                "owner": pin.owner,
+            }
+            write_record(folder, _RECORD, fields)
         except OSError as error:
             raise explain(checkpoint, error) from error
     enforce_quota(run, quota, spare={*spare, pin.name})
@@ -137,11 +199,6 @@ def _being_made(run: Path, directory: Path, owner: str) -> Iterator[tuple[Path, 
         raise explain(run, error) from error
 
 
-def _step_in(name: str) -> int | None:
-    match = _STEP.search(name)
-    return int(match[1]) if match else None
-
-
 def read_pin(path: Path) -> Pin:
     """Return the pin of a directory of pins, or of the linked checkpoint in it.
 
@@ -161,62 +218,92 @@ def read_pin(path: Path) -> Pin:
 
 def _read(pins: int, run: Path, directory: Path) -> Pin:
     with opened_in(directory.name, within=pins) as folder:
-        return parse_pin(read_record(folder, _RECORD), run, directory)
+        return _parse(read_record(folder, _RECORD), run, directory)
+
+
+def _parse(record: RunRecord, run: Path, directory: Path) -> Pin:
+    """Return the pin that a record describes; another user or an archive may have put it there."""
+    match record.fields:
+        case {
+            "checkpoint": str(checkpoint),
+            "name": str(name),
+            "step": int() | None as step,
+            "created": int() | float() as created,
+            "files": dict(files),
+            "owner": str(owner),
+        } if _is_inside(name) and "/" not in name and 0 <= created < _LATEST and step is not True:
+            found = {inside: _parse_identity(inside, values) for inside, values in files.items()}
+            path, original = directory / name, Path(checkpoint)
+            return Pin(path, run, original, step, created, found, owner, record.is_ours)
+    raise CorruptError("not the record of a pin")
+
+
+def _parse_identity(inside: str, values: object) -> Identity:
+    match values:
+        case [int(inode), int(size), int(mtime)] if _is_inside(inside):
+            return inode, size, mtime
+    raise CorruptError(f"not a file of a pin: {inside!r:.100}")
+
+
+def _is_inside(path: str) -> bool:
+    try:
+        check_path(path)
+    except ValueError:
+        return False
+    return True
 
 
 def list_pins(run: Path) -> list[Pin]:
     """Return the whole and readable pins of a run, the oldest first."""
-    pins = []
-    with _pins_in(run) as (folder, names):
-        for name in names:
-            directory = RunFolder(run).pins / name
-            if directory.suffix != _PARTIAL:
-                try:
-                    pins.append(_read(folder, run, directory))
-                except FileNotFoundError as error:
-                    if error.filename == _RECORD:  # else another process has just removed it
-                        leave_alone(f"{directory}: not a pin, it has no {_RECORD}")
-                except (OSError, CorruptError) as error:
-                    leave_alone(f"{directory}: not a pin: {error}")
-    return sorted(pins, key=lambda pin: (pin.created, pin.name))
+    found = []
+    for pins, directory in _directories(run, partial=False):
+        try:
+            found.append(_read(pins, run, directory))
+        except FileNotFoundError as error:
+            if error.filename == _RECORD:  # else another process has just removed it
+                leave_alone(f"{directory}: not a pin, it has no {_RECORD}")
+        except (OSError, CorruptError) as error:
+            leave_alone(f"{directory}: not a pin: {error}")
+    return sorted(found, key=lambda pin: (pin.created, pin.name))
 
 
-@contextmanager
-def _pins_in(run: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the descriptor of a run's directory of pins, and the names in it; -1 if missing."""
+def _directories(run: Path, *, partial: bool) -> Iterator[tuple[int, Path]]:
+    """Yield the directories of pins, unfinished ones or whole, each with the fd of its parent."""
     try:
-        with RunFolder(run).opened(PINS) as folder:
-            yield folder, names_in(folder)
-            return
+        with RunFolder(run).opened(PINS) as pins:
+            for name in names_in(pins):
+                if name.endswith(_PARTIAL) == partial:
+                    yield pins, RunFolder(run).pins / name
     except FileNotFoundError:
-        pass
+        return
     except OSError as error:
         leave_alone(str(error))
-    yield -1, []
 
 
-def unpin(pin: Pin) -> bool:
-    """Remove a pin if this user made it; return whether it is gone.
+def unpin(pin: Pin) -> None:
+    """Remove a pin if this user made it.
 
     It is renamed first, so no reader sees a partial one; a missing pin is ignored.
     """
     with suppress(FileNotFoundError), RunFolder(pin.run).opened(PINS) as pins:
-        return _remove(pins, pin.directory)
-    return True
+        _remove(pins, pin.directory)
 
 
-def _remove(pins: int, directory: Path) -> bool:
-    """Remove a pin, or what is left of one, if this user made it; return whether it is gone."""
+def _remove(pins: int, directory: Path) -> None:
+    """Remove a pin, or what is left of one, if this user made it or it is empty."""
     with opened_in(directory.name, within=pins) as folder:
-        if not _is_ours(folder):
+        try:
+            is_ours = read_record(folder, _RECORD).is_ours
+        except (OSError, CorruptError):
+            is_ours = not names_in(folder)
+        if not is_ours:
             leave_alone(f"{directory}: not a pin that this user made there")
-            return False
+            return
         doomed = directory.name
-        if not _is_half_removed(doomed):
+        if "-" not in doomed:  # else its removal has begun
             doomed = f"{doomed.removesuffix(_PARTIAL)}-{secrets.token_hex(4)}{_PARTIAL}"
             os.rename(directory.name, doomed, src_dir_fd=pins, dst_dir_fd=pins)
         _remove_opened(pins, doomed, folder)
-    return True
 
 
 def _remove_opened(pins: int, name: str, folder: int) -> None:
@@ -231,18 +318,6 @@ def _remove_opened(pins: int, name: str, folder: int) -> None:
         os.rmdir(name, dir_fd=pins)
 
 
-def _is_ours(folder: int) -> bool:
-    """Return whether a directory is empty, or has a record that this user wrote there."""
-    try:
-        return read_record(folder, _RECORD).is_ours
-    except (OSError, CorruptError):
-        return not names_in(folder)
-
-
-def _is_half_removed(name: str) -> bool:
-    return "-" in name
-
-
 def sweep(run: Path, owner: str = "") -> None:
     """Remove what killed processes left of pins that they were making, or removing.
 
@@ -251,16 +326,15 @@ def sweep(run: Path, owner: str = "") -> None:
         owner: a server that is not making a pin now: those that it had begun are removed whatever
             their age.
     """
-    with _pins_in(run) as (pins, names):
-        for directory in (RunFolder(run).pins / name for name in names):
-            if directory.suffix == _PARTIAL:
-                try:
-                    if _is_half_removed(directory.name) or _is_abandoned(pins, directory, owner):
-                        _remove(pins, directory)
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    leave_alone(f"{directory}: {error.strerror}")
+    for pins, directory in _directories(run, partial=True):
+        try:
+            # With a dash it is half removed: see `_remove`.
+            if "-" in directory.name or _is_abandoned(pins, directory, owner):
+                _remove(pins, directory)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            leave_alone(f"{directory}: {error.strerror}")
 
 
 def _is_abandoned(pins: int, directory: Path, owner: str) -> bool:
@@ -283,8 +357,8 @@ def enforce_quota(run: Path, quota: Quota, *, spare: Collection[str] = ()) -> li
         spare: the names of pins that stay whatever their age.
     """
     is_servers = bool(quota.owner)
-    ours = [pin for pin in list_pins(run) if pin.is_ours]
-    kept, removed = [pin for pin in ours if bool(pin.owner) == is_servers], []
+    kept = [pin for pin in list_pins(run) if pin.is_ours and bool(pin.owner) == is_servers]
+    removed = []
     for pin in [pin for pin in kept if pin.name not in spare]:
         if not quota.is_exceeded([one.files for one in kept]):
             break
@@ -294,14 +368,3 @@ def enforce_quota(run: Path, quota: Quota, *, spare: Collection[str] = ()) -> li
         removed.append(pin)
     sweep(run)
     return removed
-
-
-def _check_size(checkpoint: Path, files: Mapping[str, Identity], quota: Quota) -> None:
-    if quota.is_exceeded([files]):
-        size = sum(size for _, size, _ in files.values())
-        raise PinError(
-            f"{checkpoint}: not kept, because the quota of pins has no room for it",
-            expected=f"at most {quota.bytes} bytes, {quota.count} pins",
-            found=f"{size} bytes",
-            hint="raise the quota, or merge at once",
-        )
