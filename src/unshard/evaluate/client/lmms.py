@@ -11,15 +11,50 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Protocol, Self, TypeVar
 
 import httpx
 
-from unshard.evaluate.client.connecting import DEFAULT_URL, Answer, Connected, parse_server
+from unshard.evaluate.credentials import check_token, split_url
 
-__all__ = ["AsyncEvalClient", "LmmsClient"]
+__all__ = ["DEFAULT_URL", "Answer", "AsyncEvalClient", "LmmsClient", "given", "parse_server"]
+
+DEFAULT_URL = "http://localhost:8000"
+
+Answer = dict[str, object]
 
 log = logging.getLogger(__name__)
+
+
+class Connected(Protocol):
+    """A client with an open connection.
+
+    Attributes:
+        base_url: of the server, without a user, a password or a slash at its end.
+        client: the connection, which authenticates each request.
+    """
+
+    base_url: str
+    client: httpx.Client
+
+
+_Client = TypeVar("_Client", bound=Connected)
+_Value = TypeVar("_Value")
+
+
+def parse_server(url: str, token: str | None) -> tuple[str, dict[str, str], tuple[str, str] | None]:
+    """Return the address of a server, and headers, user and password that authenticate requests.
+
+    Raises:
+        UsageError: the URL or the token cannot be one. The error does not show token or password.
+    """
+    base_url, user = split_url(url.rstrip("/"), what="base_url")
+    headers = {}
+    if token:
+        token = token.strip()  # the line break at the end of a file
+        check_token(token, what="token")
+        headers["Authorization"] = f"Bearer {token}"
+    return base_url, headers, user
 
 
 class LmmsClient:
@@ -37,26 +72,23 @@ class LmmsClient:
     """
 
     def __init__(
-        self,
-        base_url: str = DEFAULT_URL,
-        timeout: float | None = None,
-        token: str | None = None,
+        self, base_url: str = DEFAULT_URL, timeout: float | None = None, token: str | None = None
     ) -> None:
-        self.base_url, credentials = parse_server(base_url, token)
-        self.client = httpx.Client(timeout=timeout, **credentials)
+        self.base_url, headers, user = parse_server(base_url, token)
+        self.client = httpx.Client(timeout=timeout, headers=headers, auth=user)
 
-    def __enter__(self) -> Self:
+    def __enter__(self: _Client) -> _Client:  # noqa: PYI019  (`v1.EvalClient` has it, too)
         return self
 
     def __exit__(
-        self,
+        self: Connected,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self.client.close()
 
-    def close(self) -> None:
+    def close(self: Connected) -> None:
         """Close the connections."""
         self.client.close()
 
@@ -115,7 +147,7 @@ class LmmsClient:
             "output_dir": output_dir,
             "lmms_engine_kwargs": lmms_engine_kwargs,
         }
-        return _request(self, "POST", "/evaluate", _given(payload))
+        return _request(self, "POST", "/evaluate", given(payload))
 
     def get_job(self: Connected, job_id: str) -> Answer:
         """Return a job: `status`, `result`, `error` and more."""
@@ -141,9 +173,8 @@ class LmmsClient:
         start = time.monotonic()
         while True:
             job = _request(self, "GET", f"/jobs/{job_id}")
-            if _is_over(job, job_id, level=logging.INFO if verbose else logging.DEBUG):
+            if _completed(job, job_id, start=start, timeout=timeout, verbose=verbose):
                 return job
-            _check_time(job_id, start, timeout)
             time.sleep(poll_interval)
 
     def get_queue_status(self: Connected) -> Answer:
@@ -169,13 +200,10 @@ class AsyncEvalClient:
     """The client of lmms-eval's protocol for asyncio."""
 
     def __init__(
-        self,
-        base_url: str = DEFAULT_URL,
-        timeout: float | None = None,
-        token: str | None = None,
+        self, base_url: str = DEFAULT_URL, timeout: float | None = None, token: str | None = None
     ) -> None:
-        self.base_url, credentials = parse_server(base_url, token)
-        self.client = httpx.AsyncClient(timeout=timeout, **credentials)
+        self.base_url, headers, user = parse_server(base_url, token)
+        self.client = httpx.AsyncClient(timeout=timeout, headers=headers, auth=user)
 
     async def __aenter__(self) -> Self:
         return self
@@ -199,7 +227,7 @@ class AsyncEvalClient:
     async def evaluate(self, model: str, tasks: Sequence[str], **arguments: object) -> Answer:
         """Submit a job; the arguments are those of `EvalClient.evaluate`."""
         payload = {"model": model, "tasks": list(tasks), **arguments}
-        return await self._request("POST", "/evaluate", _given(payload))
+        return await self._request("POST", "/evaluate", given(payload))
 
     async def get_job(self, job_id: str) -> Answer:
         """Return a job."""
@@ -220,9 +248,8 @@ class AsyncEvalClient:
         start = time.monotonic()
         while True:
             job = await self.get_job(job_id)
-            if _is_over(job, job_id, level=logging.INFO if verbose else logging.DEBUG):
+            if _completed(job, job_id, start=start, timeout=timeout, verbose=verbose):
                 return job
-            _check_time(job_id, start, timeout)
             await asyncio.sleep(poll_interval)
 
     async def get_queue_status(self) -> Answer:
@@ -242,7 +269,8 @@ def _request(
     return _answer(client.client.request(method, f"{client.base_url}{endpoint}", json=payload))
 
 
-def _given(payload: Mapping[str, object]) -> dict[str, object]:
+def given(payload: Mapping[str, _Value | None]) -> dict[str, _Value]:
+    """Return the fields of a payload that have a value."""
     return {name: value for name, value in payload.items() if value is not None}
 
 
@@ -257,14 +285,16 @@ def _names(answer: Answer, key: str) -> list[str]:
     return [str(name) for name in found] if isinstance(found, list) else []
 
 
-def _is_over(job: Answer, job_id: str, *, level: int) -> bool:
-    status = job.get("status")
+def _completed(
+    job: Answer, job_id: str, *, start: float, timeout: float | None, verbose: bool
+) -> Answer | None:
+    """Return a job that is completed, None for one to wait for; raise for any other."""
+    status, level = job.get("status"), logging.INFO if verbose else logging.DEBUG
     log.log(level, "job %s: %s, position %s", job_id, status, job.get("position_in_queue"))
     if status in {"failed", "cancelled", "expired"}:
         raise RuntimeError(f"Job {status}: {job.get('error') or 'Unknown error'}")
-    return status == "completed"
-
-
-def _check_time(job_id: str, start: float, timeout: float | None) -> None:
+    if status == "completed":
+        return job
     if timeout and time.monotonic() - start > timeout:
         raise TimeoutError(f"Timeout waiting for job {job_id}")
+    return None

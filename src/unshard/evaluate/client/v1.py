@@ -9,19 +9,17 @@ UnshardError
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Self, Unpack
+from typing import Unpack
 from urllib.parse import quote
 
 import httpx
 
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.client.connecting import DEFAULT_URL, Answer, parse_server
-from unshard.evaluate.client.lmms import LmmsClient
+from unshard.evaluate.client.lmms import DEFAULT_URL, Answer, LmmsClient, given, parse_server
 from unshard.evaluate.jobs import ArgumentFields, EvaluationError
 from unshard.evaluate.values import Scalar
 
-__all__ = ["EvalClient", "RefusedError", "ServerAwayError"]
+__all__ = ["Answer", "EvalClient", "RefusedError", "ServerAwayError"]
 
 _PREFIX = "/api/v1"
 _AWAY = frozenset({408, 425, 429, 502, 503, 504})
@@ -65,28 +63,14 @@ class EvalClient:
     """
 
     def __init__(
-        self,
-        base_url: str = DEFAULT_URL,
-        timeout: float | None = None,
-        token: str | None = None,
+        self, base_url: str = DEFAULT_URL, timeout: float | None = None, token: str | None = None
     ) -> None:
-        self.base_url, credentials = parse_server(base_url, token)
-        self.client = httpx.Client(timeout=timeout, **credentials)
+        self.base_url, headers, user = parse_server(base_url, token)
+        self.client = httpx.Client(timeout=timeout, headers=headers, auth=user)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections."""
-        self.client.close()
+    __enter__ = LmmsClient.__enter__
+    __exit__ = LmmsClient.__exit__
+    close = LmmsClient.close
 
     # The methods of lmms-eval's client, so that this class takes the place of that one, too.
     health = LmmsClient.health
@@ -114,8 +98,15 @@ class EvalClient:
     ) -> Answer:
         """Submit a job and return it; the same request again returns the same job.
 
-        `pin` is the linked checkpoint, if it is pinned; `arguments` are those of the evaluator,
-        as `Arguments` describes them.
+        Args:
+            checkpoint: its path, as the server knows it.
+            step: the training step; None if it is not known.
+            profile: the evaluator that the server is configured with.
+            tasks: names of the tasks to evaluate.
+            weights: "model" or "ema".
+            run: the name of the training run; None: that of the run's directory.
+            pin: the linked checkpoint, if the client has pinned it; None: the server pins it.
+            arguments: those of the evaluator, as `Arguments` describes them.
         """
         body: dict[str, object] = {
             "checkpoint": checkpoint,
@@ -127,7 +118,7 @@ class EvalClient:
             "pin": pin,
             **arguments,
         }
-        return self.submit_body({key: value for key, value in body.items() if value is not None})
+        return self.submit_body(given(body))
 
     def submit_body(self, body: Mapping[str, object]) -> Answer:
         """Submit a job as the protocol writes it; see `submit`."""
@@ -156,7 +147,7 @@ class EvalClient:
     ) -> list[Answer]:
         """Return the matching results, one per metric, in the order of runs and steps."""
         query = {"run": run, "step": step, "profile": profile}
-        return sorted(self._list("results", query, "after", None), key=_place)
+        return sorted(self._list("results", query, "after", None), key=_run_and_step)
 
     def problems(self) -> list[str]:
         """Return why the server does not accept jobs now: a sentence per reason, if any."""
@@ -164,8 +155,12 @@ class EvalClient:
             answer = self.client.get(f"{self.base_url}/health")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _away(self.base_url, error) from error
-        found = _object(answer).get("problems")
-        return [_sentence(one) for one in found] if isinstance(found, list) else []
+        found, parts = _object(answer).get("problems"), ("message", "found", "hint")
+        return [
+            "; ".join(str(one[part]) for part in parts if one.get(part))
+            for one in (found if isinstance(found, list) else [])
+            if isinstance(one, dict)
+        ]
 
     def cancel(self, job_id: str) -> Answer:
         """Cancel a job, queued or running; return it with its new status."""
@@ -193,17 +188,18 @@ class EvalClient:
         self, what: str, query: Mapping[str, Scalar | None], cursor: str, most: int | None
     ) -> list[Answer]:
         """Return a list page by page: `next` of an answer is the `cursor` of the next page."""
-        listed, place = list[Answer](), None
+        listed: list[Answer] = []
+        asked = dict(query)
         while True:
-            limit = None if most is None else min(most - len(listed), _LARGEST_PAGE)
-            asked = {**query, cursor: place, "limit": limit}
+            asked["limit"] = None if most is None else min(most - len(listed), _LARGEST_PAGE)
             answer = self._call("GET", f"/{what}", query=asked)
-            found, place = answer.get(what), _cursor(answer.get("next"))
+            found, after = answer.get(what), answer.get("next")
             if not isinstance(found, list):
                 raise EvaluationError(f"{self.base_url}: answer without {what}", found=str(found))
             listed += found
-            if place is None or not found or len(listed) == most:
+            if not isinstance(after, int | str) or not found or len(listed) == most:
                 return listed
+            asked[cursor] = after
 
     def _call(
         self,
@@ -214,9 +210,8 @@ class EvalClient:
         body: Mapping[str, object] | None = None,
     ) -> Answer:
         url = f"{self.base_url}{_PREFIX}{endpoint}"
-        given = {key: value for key, value in (query or {}).items() if value is not None}
         try:
-            answer = self.client.request(method, url, params=given, json=body)
+            answer = self.client.request(method, url, params=given(query or {}), json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _away(self.base_url, error) from error
         if answer.is_error:
@@ -224,18 +219,14 @@ class EvalClient:
         return _object(answer)
 
 
-def _cursor(found: object) -> Scalar | None:
-    return found if isinstance(found, int | str) else None
-
-
-def _place(result: Answer) -> tuple[str, bool, int]:
-    """Return what results are sorted by: run and step, those without a step first."""
+def _run_and_step(result: Answer) -> tuple[str, bool, int]:
+    """Return what results are sorted by; those without a step come first."""
     step = result.get("step")
     return str(result.get("run")), isinstance(step, int), step if isinstance(step, int) else 0
 
 
 def _part(text: str) -> str:
-    """Return a text as one part of a path, whatever it holds."""
+    """Return a text as one part of a path, whatever it contains."""
     return quote(text, safe="") if text.strip(".") else "-"
 
 
@@ -251,13 +242,6 @@ def _object(answer: httpx.Response) -> Answer:
             found=f"{answer.status_code} {answer.text[:_SHOWN]}",
         )
     return found
-
-
-def _sentence(problem: object) -> str:
-    """Return the parts of an error that say what is wrong and what to do, on one line."""
-    fields = problem if isinstance(problem, dict) else {}
-    parts = [fields.get(name) for name in ("message", "found", "hint")]
-    return "; ".join(str(part) for part in parts if part)
 
 
 def _raise_for(answer: httpx.Response) -> None:

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from unshard.errors import UnshardError
-from unshard.evaluate.client.connecting import Answer
-from unshard.evaluate.client.v1 import EvalClient, RefusedError, ServerAwayError
+from unshard.evaluate.client.v1 import Answer, EvalClient, RefusedError, ServerAwayError
 from unshard.evaluate.jobs import EvaluationError, Status, backoff
 from unshard.evaluate.pins.pin import ExpiredError, list_pins, read_pin, sweep, unpin
 from unshard.evaluate.run_folder import leave_alone
