@@ -21,8 +21,7 @@ from unshard.evaluate.pins.pin import (
     unpin,
 )
 from unshard.evaluate.run_folder import RunFolder, opened, read_record, write_record
-from unshard.evaluate.sinks.base import Marks
-from unshard.evaluate.sinks.jsonl import JsonlSink
+from unshard.evaluate.sinks.base import JsonlSink, Marks
 from unshard.evaluate.trainer.courier import release
 from unshard.evaluate.trainer.spool import Spool
 

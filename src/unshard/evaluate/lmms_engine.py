@@ -24,10 +24,8 @@ from pathlib import Path
 from types import ModuleType
 
 from unshard.evaluate.client.lmms import AsyncEvalClient, LmmsClient
-from unshard.evaluate.sinks.base import PREFIX, PacedSink
-from unshard.evaluate.sinks.trainers import open_wandb
+from unshard.evaluate.sinks.base import PREFIX, PacedSink, ignoring_errors, open_wandb
 from unshard.evaluate.trainer.config import EvalConfig
-from unshard.evaluate.trainer.courier import ignoring_errors
 from unshard.evaluate.trainer.submitter import Submitter
 
 __all__ = ["UnshardEvalBackend", "UnshardEvalConfig", "install", "install_client"]

@@ -15,8 +15,8 @@ from evaluation.servers import SCORE, Live, live, unshard
 from evaluation.wandb_file import history, run_record
 from unshard.errors import UsageError
 from unshard.evaluate.sinks import export as exporting
+from unshard.evaluate.sinks.base import JsonlSink
 from unshard.evaluate.sinks.export import Destination, Exported, Target, export, export_all
-from unshard.evaluate.sinks.jsonl import JsonlSink
 
 pytestmark = pytest.mark.xdist_group("eval-export")  # one server for all
 
@@ -169,7 +169,7 @@ def test_a_run_cannot_name_another_place(tmp_path: Path, name: str) -> None:
 def test_what_was_written_before_a_failure_is_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unshard.evaluate.sinks.jsonl import JsonlSink
+    from unshard.evaluate.sinks.base import JsonlSink
 
     rows = [{**ROW, "job_id": str(n), "step": n, "metric": "acc"} for n in range(4)]
     log, to = JsonlSink.log, Destination(Target.JSONL, tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unshard.evaluate.trainer.spool import Spool, pins_in
+from unshard.evaluate.trainer.spool import Spool
 
 
 def test_submissions_come_back_in_order_in_another_process(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_job_that_was_accepted_twice_keeps_both_pins(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     spool.accept(spool.add({"step": 1, "pins": ["/one"]}), "abc")
     job = spool.accept(spool.add({"step": 1, "pins": ["/two"]}), "abc")
-    assert pins_in(job.fields) == ["/one", "/two"]
+    assert job.pins == ["/one", "/two"]
 
 
 def test_a_forgotten_job_goes_to_the_end_of_the_queue(tmp_path: Path) -> None:

@@ -18,17 +18,17 @@ import pytest
 from damage import in_time
 from evaluation.running import largest_file
 from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine, save_again
-from evaluation.servers import Stub, free_port, scores, serving
+from evaluation.servers import Fields, Stub, free_port, scores, serving
 from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA, list_pins, pin_checkpoint
-from unshard.evaluate.sinks.jsonl import JsonlSink
+from unshard.evaluate.sinks.base import JsonlSink
 from unshard.evaluate.trainer import courier as courier_module
 from unshard.evaluate.trainer import recorder
 from unshard.evaluate.trainer import submitter as submitter_module
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.courier import Courier
 from unshard.evaluate.trainer.recorder import Recording
-from unshard.evaluate.trainer.spool import Fields, Spool
+from unshard.evaluate.trainer.spool import Spool
 from unshard.evaluate.trainer.submitter import Submitter, is_first_rank
 from waiting import LIMIT_S
 from waiting import wait_until as until

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from evaluation.running import whole_model
 from ranks import save_ranks, some_tensors
-from unshard.evaluate.trainer.completeness import Watcher, why_incomplete
+from unshard.evaluate.trainer.completeness import CheckpointFinder, why_incomplete
 from unshard.read.finding.discover import discover
 from unshard.read.format import Choice, Location
 from unshard.read.whole_files.reader import WHOLE_FILES
@@ -20,8 +20,8 @@ def why(place: Path) -> str | None:
     return why_incomplete(discover(place, Choice(None, None, "model"))[0])
 
 
-def steps(watcher: Watcher) -> list[int | None]:
-    return [location.step for location in watcher.look()]
+def steps(finder: CheckpointFinder) -> list[int | None]:
+    return [location.step for location in finder.look()]
 
 
 def lmms(run: Path, step: int) -> Path:
@@ -36,26 +36,26 @@ def lmms(run: Path, step: int) -> Path:
 
 
 def test_a_checkpoint_is_returned_once_and_not_before_it_rests(tmp_path: Path) -> None:
-    watcher = Watcher(tmp_path)
-    assert steps(watcher) == []
+    finder = CheckpointFinder(tmp_path)
+    assert steps(finder) == []
     lmms(tmp_path, 10)
     lmms(tmp_path, 5)
-    assert steps(watcher) == []
-    assert steps(watcher) == [5, 10]
-    assert steps(watcher) == []
+    assert steps(finder) == []
+    assert steps(finder) == [5, 10]
+    assert steps(finder) == []
 
 
 def test_files_that_grow_or_are_written_in_place_are_waited_for(tmp_path: Path) -> None:
     place = lmms(tmp_path, 5)
-    watcher = Watcher(tmp_path)
+    finder = CheckpointFinder(tmp_path)
     for number in range(3):
-        assert steps(watcher) == []
+        assert steps(finder) == []
         with (place / "trainer.log").open("a") as growing:
             growing.write("more")
-        assert steps(watcher) == []
+        assert steps(finder) == []
         os.utime(place / "config.json", ns=(number, number))
-    assert steps(watcher) == []
-    assert steps(watcher) == [5]
+    assert steps(finder) == []
+    assert steps(finder) == [5]
 
 
 @pytest.mark.parametrize("folder", ["pytorch_model_fsdp_0", "dataloader_state"])
@@ -111,8 +111,8 @@ def test_a_step_without_the_weights_keeps_back_no_other(
         place = lmms(tmp_path, step)
         if step != 10:
             save_ranks(place / "pytorch_ema_model_fsdp_0", some_tensors(), 2)
-    watcher = Watcher(tmp_path, weights="ema")
-    assert [steps(watcher) for _ in range(3)] == [[], [5, 15], []]
+    finder = CheckpointFinder(tmp_path, weights="ema")
+    assert [steps(finder) for _ in range(3)] == [[], [5, 15], []]
     assert caplog.text.count("step 10 is not submitted yet") == 1
 
 
@@ -120,9 +120,9 @@ def test_a_step_with_a_critic_only_keeps_back_no_actor(tmp_path: Path) -> None:
     for step, roles in ((5, ("actor", "critic")), (10, ("critic",)), (15, ("actor",))):
         for role in roles:
             save_ranks(tmp_path / f"global_step_{step}" / role, some_tensors(), 2)
-    watcher = Watcher(tmp_path)
-    assert steps(watcher) == []
-    assert [(one.step, one.role) for one in watcher.look()] == [(5, "actor"), (15, "actor")]
+    finder = CheckpointFinder(tmp_path)
+    assert steps(finder) == []
+    assert [(one.step, one.role) for one in finder.look()] == [(5, "actor"), (15, "actor")]
 
 
 def test_verl_says_itself_what_is_complete(tmp_path: Path) -> None:
@@ -176,11 +176,11 @@ def test_dcp_needs_its_metadata(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_rotated_away_meanwhile_is_passed_over(tmp_path: Path) -> None:
     place = lmms(tmp_path, 5)
-    watcher = Watcher(tmp_path)
-    assert steps(watcher) == []
+    finder = CheckpointFinder(tmp_path)
+    assert steps(finder) == []
     place.rename(tmp_path / "gone")
-    assert steps(watcher) == []
-    assert steps(Watcher(tmp_path / "nowhere")) == []
+    assert steps(finder) == []
+    assert steps(CheckpointFinder(tmp_path / "nowhere")) == []
 
 
 def test_reasons_name_the_step_that_they_are_about(
@@ -190,8 +190,8 @@ def test_reasons_name_the_step_that_they_are_about(
     (tmp_path / "checkpoint-10").mkdir()
     (tmp_path / "checkpoint-10" / "notes.txt").touch()
     lmms(tmp_path, 20)
-    watcher = Watcher(tmp_path, weights="ema")
-    assert [steps(watcher) for _ in range(3)] == [[], [], []]
+    finder = CheckpointFinder(tmp_path, weights="ema")
+    assert [steps(finder) for _ in range(3)] == [[], [], []]
     first, second = (record.message for record in caplog.records)
     assert first.startswith(
         f"step 10 is not submitted yet: {tmp_path}/checkpoint-10: no checkpoint"
@@ -202,8 +202,8 @@ def test_reasons_name_the_step_that_they_are_about(
     caplog.clear()
     place = lmms(tmp_path, 30)
     (place / "pytorch_model_fsdp_0" / "model_world_size_2_rank_1.pt").unlink()
-    watcher = Watcher(tmp_path)
-    assert [steps(watcher) for _ in range(3)] == [[], [20], []]
+    finder = CheckpointFinder(tmp_path)
+    assert [steps(finder) for _ in range(3)] == [[], [20], []]
     (said,) = (record.message for record in caplog.records)
     assert said == "step 30 is not complete yet: pytorch_model_fsdp_0: rank 1 of 2 is missing"
 
@@ -211,8 +211,8 @@ def test_reasons_name_the_step_that_they_are_about(
 def test_a_directory_without_checkpoints_is_told_what_is_looked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watcher = Watcher(tmp_path)
-    assert [steps(watcher) for _ in range(2)] == [[], []]
+    finder = CheckpointFinder(tmp_path)
+    assert [steps(finder) for _ in range(2)] == [[], []]
     (said,) = (record.message for record in caplog.records)
     assert said.startswith(f"no checkpoint yet: {tmp_path}: ")
     assert "checkpoint-N" in said
@@ -223,5 +223,5 @@ def test_the_final_model_of_a_run_hides_no_step(tmp_path: Path) -> None:
     whole_model(tmp_path)
     place = whole_model(tmp_path / "checkpoint-7")
     (place / "trainer_state.json").write_text('{"global_step": 7}')
-    watcher = Watcher(tmp_path)
-    assert [steps(watcher) for _ in range(2)] == [[], [7]]
+    finder = CheckpointFinder(tmp_path)
+    assert [steps(finder) for _ in range(2)] == [[], [7]]

@@ -17,11 +17,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 
-from unshard.evaluate.sinks.base import PacedSink, Sink
-from unshard.evaluate.sinks.trainers import open_sinks
+from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors, open_sinks
 from unshard.evaluate.trainer.completeness import why_unfinished
 from unshard.evaluate.trainer.config import EvalConfig
-from unshard.evaluate.trainer.courier import ignoring_errors
 from unshard.evaluate.trainer.submitter import Submitter
 
 __all__ = ["UnshardEvalCallback"]
@@ -58,9 +56,7 @@ class UnshardEvalCallback(Callback):
             paced: list[PacedSink] = []
             if trainer.is_global_zero:
                 with ignoring_errors("trackers get no results"):
-                    found, paced = open_sinks(
-                        tensorboard_dir=_tensorboard_dir(trainer), mlflow_run=_mlflow_run(trainer)
-                    )
+                    found, paced = _open_sinks(trainer)
             savers = [
                 one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)
             ]
@@ -130,13 +126,6 @@ class _Saves:
 
     def finished(self) -> list[tuple[Path, int]]:
         """Return path and step of the checkpoints completed since the last call."""
-        self._look()
-        # The newest is looked at first: what was saved before it can only have become whole since.
-        done = [one for one in reversed(self._unfinished) if _is_whole(one[0])]
-        self._unfinished = [one for one in self._unfinished if one not in done]
-        return done[::-1]
-
-    def _look(self) -> None:
         for number, (saver, before, known) in enumerate(self._seen):
             now, paths = _last_save(saver), _paths(saver)
             self._seen[number] = (saver, now, paths)
@@ -145,6 +134,10 @@ class _Saves:
                 self._steps.add(step)
                 new = sorted(paths - known)  # the next save overwrites `last.ckpt`
                 self._unfinished.append((Path(new[0] if new else path), step))
+        # The newest is looked at first: what was saved before it can only have become whole since.
+        done = [one for one in reversed(self._unfinished) if _is_whole(one[0])]
+        self._unfinished = [one for one in self._unfinished if one not in done]
+        return done[::-1]
 
 
 def _last_save(saver: ModelCheckpoint) -> tuple[int, str]:
@@ -163,14 +156,12 @@ def _is_whole(path: Path) -> bool:
     return False
 
 
-def _mlflow_run(trainer: Trainer) -> tuple[str, str] | None:
-    """Return run and tracking URI of Lightning's logger, which makes no run the active one."""
+def _open_sinks(trainer: Trainer) -> tuple[list[Sink], list[PacedSink]]:
+    """Open the sinks of the trainer's loggers, and of the trackers that this process has open."""
+    logs, run = None, None
     for one in trainer.loggers:
-        if isinstance(one, MLFlowLogger) and one.run_id:
-            return one.run_id, one._tracking_uri  # noqa: SLF001  (no public name)
-    return None
-
-
-def _tensorboard_dir(trainer: Trainer) -> Path | None:
-    found = [one for one in trainer.loggers if isinstance(one, TensorBoardLogger)]
-    return Path(found[0].log_dir) if found else None
+        if isinstance(one, TensorBoardLogger):
+            logs = logs or Path(one.log_dir)
+        elif isinstance(one, MLFlowLogger) and one.run_id:  # it makes no run the active one
+            run = run or (one.run_id, one._tracking_uri)  # noqa: SLF001  (no public name)
+    return open_sinks(tensorboard_dir=logs, mlflow_run=run)

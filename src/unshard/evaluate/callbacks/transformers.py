@@ -19,10 +19,8 @@ from pathlib import Path
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from unshard.evaluate.sinks.base import PacedSink, Sink
-from unshard.evaluate.sinks.trainers import open_sinks
+from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors, open_sinks
 from unshard.evaluate.trainer.config import EvalConfig
-from unshard.evaluate.trainer.courier import ignoring_errors
 from unshard.evaluate.trainer.submitter import Submitter
 from unshard.read.beside.companions import companions_in
 
@@ -90,14 +88,11 @@ class UnshardEvalCallback(TrainerCallback):
             checkpoint = run / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             with ignoring_errors("what is evaluated may lack its config"):
                 _complete(checkpoint, run, model, processing_class)
-                self._warn_of_tokenizer(checkpoint, run)
+                found = {*companions_in(checkpoint).files, *companions_in(run).files}
+                if not found - {_GENERATION} and not self._has_warned:
+                    self._has_warned = True
+                    log.warning("no tokenizer in %s: give the Trainer one (processing_class)", run)
             self.submitter.submit(checkpoint, state.global_step)
-
-    def _warn_of_tokenizer(self, *places: Path) -> None:
-        found = {name for place in places for name in companions_in(place).files}
-        if not found - {_GENERATION} and not self._has_warned:
-            self._has_warned = True
-            log.warning("no tokenizer in %s: give the Trainer one (processing_class)", places[1])
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object

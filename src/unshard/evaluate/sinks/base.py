@@ -1,9 +1,22 @@
-"""Sinks: where results are written, under which names, and which results each has already."""
+"""Sinks: where results are written, under which names, and which results each has already.
+
+The sink that every run has is a file with lines of JSON:
+
+    {"job": "…", "step": 500, "metrics": {"unshard_eval/mmlu/acc": 0.5}, "logged_at": 1790000000.0}
+
+The trackers that a training process has open are found without importing any: a tracker that the
+process has not imported is not in use.
+"""
 
 import hashlib
+import json
+import logging
 import os
 import re
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Protocol
@@ -11,12 +24,36 @@ from typing import Protocol
 from unshard.evaluate.run_folder import opened
 from unshard.write.staging.beneath import open_regular
 
-__all__ = ["PREFIX", "STEP_METRIC", "Marks", "PacedSink", "Sink", "name_metrics"]
+__all__ = [
+    "PREFIX",
+    "STEP_METRIC",
+    "JsonlSink",
+    "Marks",
+    "PacedSink",
+    "Sink",
+    "ignoring_errors",
+    "name_metrics",
+    "open_sinks",
+    "open_wandb",
+]
 
 PREFIX = "unshard_eval"
-_LONGEST_NAME = 200  # bytes; file systems take 255
-_MODES = {os.O_RDONLY: "r", os.O_RDWR: "r+"}
 STEP_METRIC = f"{PREFIX}/step"
+_LONGEST_NAME = 200  # bytes; file systems take 255
+_LONGEST_LINE = 64 << 20  # bytes
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
+_MODES = {os.O_RDONLY: "r", os.O_RDWR: "r+"}
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def ignoring_errors(what: str) -> Iterator[None]:
+    """Log any exception and go on: evaluation must never hurt a training."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  (the one place where this is the contract)
+        log.warning("%s: %s: %s", what, type(error).__name__, error)
 
 
 class Sink(Protocol):
@@ -57,14 +94,6 @@ def name_metrics(metrics: Mapping[str, float], *, weights: str) -> dict[str, flo
     return {f"{start}/{name}": float(value) for name, value in metrics.items()}
 
 
-def _file_name(name: str) -> str:
-    """Return the name of a file for a sink; the sink's own name may be a long path."""
-    plain = re.sub(r"[^\w.-]", "_", name)
-    if len(plain.encode()) <= _LONGEST_NAME:
-        return plain
-    return f"{plain:.40}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
-
-
 class Marks:
     """The ids of the jobs that were written to a sink, in a file that survives the process.
 
@@ -74,14 +103,13 @@ class Marks:
     """
 
     def __init__(self, directory: Path, name: str) -> None:
-        self._directory = directory
-        self._name = f"{_file_name(name)}.txt"
+        plain = re.sub(r"[^\w.-]", "_", name)
+        if len(plain.encode()) > _LONGEST_NAME:  # of a tracker in a long path
+            plain = f"{plain:.40}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+        self._directory, self._name = directory, f"{plain}.txt"
         self._known: set[str] = set()
-        try:
-            with self._opened(os.O_RDONLY) as file:
-                self._known.update(file.read().decode("utf-8", "replace").split())
-        except FileNotFoundError:
-            pass
+        with suppress(FileNotFoundError), self._opened(os.O_RDONLY) as file:
+            self._known.update(file.read().decode("utf-8", "replace").split())
 
     def __contains__(self, job_id: str) -> bool:
         return job_id in self._known
@@ -94,10 +122,100 @@ class Marks:
         """Mark a job with one write, so that a killed process leaves a whole line or none."""
         self._known.add(job_id)
         self._directory.mkdir(parents=True, exist_ok=True)
-        with self._opened(os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:
+        with self._opened(_APPEND) as file:
             file.write(f"{job_id}\n".encode())
 
     def _opened(self, flags: int) -> FileIO:
         """Open the file; neither it nor its directory may be a link: see `run_folder`."""
         with opened(self._directory.parent, self._directory.name) as folder:
             return FileIO(open_regular(self._name, flags, within=folder), _MODES[flags & os.O_RDWR])
+
+
+class JsonlSink:
+    """Appends lines of JSON to a file.
+
+    A job that the file has is not written again, and a line that a killed process left incomplete
+    is ended first.
+
+    Args:
+        path: of the file; made with its directory when the first result comes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = f"jsonl-{path.name}"
+        self._path = path
+        self._known: set[str] = set()
+        with (
+            suppress(FileNotFoundError),
+            os.fdopen(open_regular(path, os.O_RDONLY), "rb") as stream,
+        ):
+            while line := stream.readline(_LONGEST_LINE):
+                # A line may be torn, or not ours.
+                with suppress(ValueError, KeyError, TypeError, RecursionError):
+                    self._known.add(str(json.loads(line)["job"]))
+
+    def log(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
+        """Append a line."""
+        if job_id in self._known:
+            return
+        fields = {"job": job_id, "step": step, "metrics": dict(metrics), "logged_at": time.time()}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(open_regular(self._path, _APPEND), "r+b") as stream:
+            is_torn = False
+            if stream.seek(0, os.SEEK_END):
+                stream.seek(-1, os.SEEK_END)
+                is_torn = stream.read(1) != b"\n"
+            stream.write((b"\n" if is_torn else b"") + json.dumps(fields).encode() + b"\n")
+        self._known.add(job_id)
+
+    def close(self) -> None:
+        """Do nothing: every line is written at once."""
+
+
+def open_sinks(
+    *, tensorboard_dir: Path | None = None, mlflow_run: tuple[str, str | None] | None = None
+) -> tuple[list[Sink], list[PacedSink]]:
+    """Return the sinks of the trackers open in this process: those for any thread, and paced ones.
+
+    Results go to the trainer's own run. A tracker that cannot be written to is left out with a
+    warning.
+
+    Args:
+        tensorboard_dir: of the trainer's event files, if it writes any.
+        mlflow_run: id and tracking URI of the trainer's run, if it is not the active one.
+    """
+    sinks: list[Sink] = []
+    paced: list[PacedSink] = []
+    failure = "a tracker gets no results"
+    with ignoring_errors(failure):
+        if tensorboard_dir is not None:
+            from unshard.evaluate.sinks.tensorboard import TensorBoardSink
+
+            sinks.append(TensorBoardSink(tensorboard_dir))
+    with ignoring_errors(failure):
+        mlflow = sys.modules.get("mlflow") if mlflow_run is None else None
+        if mlflow is not None and (active := mlflow.active_run()) is not None:
+            mlflow_run = active.info.run_id, None
+        if mlflow_run is not None:
+            from unshard.evaluate.sinks.mlflow import MlflowSink
+
+            sinks.append(MlflowSink(*mlflow_run))
+    with ignoring_errors(failure):
+        variables = sys.modules.get("trackio.context_vars")
+        if variables is not None and (run := variables.current_run.get()) is not None:
+            from unshard.evaluate.sinks.trackio import TrackioSink
+
+            paced.append(TrackioSink(run))
+    with ignoring_errors(failure):
+        paced += filter(None, [open_wandb()])
+    return sinks, paced
+
+
+def open_wandb() -> PacedSink | None:
+    """Return the sink of W&B's run, if this process has one open."""
+    wandb = sys.modules.get("wandb")
+    if wandb is None or wandb.run is None:
+        return None
+    from unshard.evaluate.sinks.wandb import TrainerWandbSink
+
+    return TrainerWandbSink(wandb.run)

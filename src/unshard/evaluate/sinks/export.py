@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.sinks.base import Marks, Sink, name_metrics
+from unshard.evaluate.sinks.base import JsonlSink, Marks, Sink, name_metrics
 
 __all__ = ["Destination", "Exported", "Target", "export", "export_all"]
 
@@ -55,10 +55,6 @@ class Destination:
         if self.target not in _FILES and not self.project:
             raise UsageError(f"--to {self.target}", expected="--project NAME")
 
-    def place(self, run: str) -> Path:
-        """Return the directory of a run's files."""
-        return self.directory if self.is_for_one else self.directory / run
-
 
 @dataclass(frozen=True, slots=True)
 class Exported:
@@ -87,10 +83,16 @@ class _Measured:
 def export_all(results: Iterable[Mapping[str, object]], to: Destination) -> list[Exported]:
     """Write results as the server lists them; see `export`."""
     to.check()
-    runs: dict[str, list[Mapping[str, object]]] = {}
-    for one in results:
-        runs.setdefault(str(one["run"]), []).append(one)
-    return [export(run, runs[run], to) for run in sorted(runs)]
+    return [export(run, rows, to) for run, rows in sorted(_grouped(results, "run").items())]
+
+
+def _grouped(
+    rows: Iterable[Mapping[str, object]], key: str
+) -> dict[str, list[Mapping[str, object]]]:
+    found: dict[str, list[Mapping[str, object]]] = {}
+    for row in rows:
+        found.setdefault(str(row[key]), []).append(row)
+    return found
 
 
 def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -> Exported:
@@ -101,7 +103,10 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
     """
     if run in {"", ".", ".."} or Path(run).name != run:
         raise UsageError(f"run {run!r}: cannot name a file")
-    named = filter(None, [to.target, _owner(to.target), to.project, run])
+    # The same project of another owner or server is another place; a URL may contain a password.
+    owner = os.environ.get(_OWNERS.get(to.target, ""), "")
+    owner = hashlib.sha256(owner.encode()).hexdigest()[:8] if owner else ""
+    named = filter(None, [to.target, owner, to.project, run])
     marks = Marks(to.directory / _MARKS, "-".join(named))
     jobs = _by_job(results)
     fitting = [job for job in jobs if job.step is not None or to.target is Target.JSONL]
@@ -122,18 +127,13 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
 
 def _by_job(results: Sequence[Mapping[str, object]]) -> list[_Measured]:
     """Return the results of each job, by step; for one step in the order of completion."""
-    metrics: dict[str, dict[str, float]] = {}
-    about: dict[str, Mapping[str, object]] = {}
-    for one in results:
-        job = str(one["job_id"])
-        about[job] = one
-        metrics.setdefault(job, {})[f"{one['task']}/{one['metric']}"] = float(str(one["value"]))
-    found = []
-    for job, one in about.items():
-        step = one["step"]
-        named = name_metrics(metrics[job], weights=str(one["weights"]))
-        found.append(_Measured(job, step if isinstance(step, int) else None, named))
-    return sorted(found, key=lambda one: (one.step is None, one.step or 0))
+    jobs = []
+    for job, rows in _grouped(results, "job_id").items():
+        step, weights = rows[-1]["step"], str(rows[-1]["weights"])
+        metrics = {f"{row['task']}/{row['metric']}": float(str(row["value"])) for row in rows}
+        named = name_metrics(metrics, weights=weights)
+        jobs.append(_Measured(job, step if isinstance(step, int) else None, named))
+    return sorted(jobs, key=lambda one: (one.step is None, one.step or 0))
 
 
 def _write(sink: Sink, jobs: Sequence[_Measured], marks: Marks) -> None:
@@ -149,12 +149,6 @@ def _write(sink: Sink, jobs: Sequence[_Measured], marks: Marks) -> None:
             marks.add(job_id)
 
 
-def _owner(target: Target) -> str:
-    """Return a hash of the project's owner or server: the same name there is another project."""
-    owner = os.environ.get(_OWNERS.get(target, ""), "")  # may hold a password
-    return hashlib.sha256(owner.encode()).hexdigest()[:8] if owner else ""
-
-
 def _sink(run: str, to: Destination) -> Sink:
     """Open a tracker; only this one is imported."""
     try:
@@ -162,10 +156,8 @@ def _sink(run: str, to: Destination) -> Sink:
             case Target.TENSORBOARD:
                 from unshard.evaluate.sinks.tensorboard import TensorBoardSink
 
-                return TensorBoardSink(to.place(run))
+                return TensorBoardSink(to.directory if to.is_for_one else to.directory / run)
             case Target.JSONL:
-                from unshard.evaluate.sinks.jsonl import JsonlSink
-
                 return JsonlSink(to.directory / f"{run}.jsonl")
             case Target.WANDB:
                 from unshard.evaluate.sinks.wandb import WandbSink

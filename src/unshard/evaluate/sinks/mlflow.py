@@ -31,6 +31,7 @@ class MlflowSink:
     """
 
     def __init__(self, run_id: str, tracking_uri: str | None = None) -> None:
+        self.name = f"mlflow-{run_id}"
         self._run_id = run_id
         self._client = mlflow.MlflowClient(tracking_uri=tracking_uri)
 
@@ -40,20 +41,13 @@ class MlflowSink:
 
         The same names again continue that run, on the server of the process's tracking URI.
         """
-        client, name = mlflow.MlflowClient(), f"{group}-eval"
-        experiment = client.get_experiment_by_name(project)
-        place = (
-            client.create_experiment(project) if experiment is None else experiment.experiment_id
-        )
+        client = mlflow.MlflowClient()
+        found = client.get_experiment_by_name(project)
+        place = client.create_experiment(project) if found is None else found.experiment_id
         tagged = [run for run in client.search_runs([place]) if run.data.tags.get(_TAG) == group]
-        if tagged:
-            return cls(tagged[0].info.run_id)
-        return cls(client.create_run(place, run_name=name, tags={_TAG: group}).info.run_id)
-
-    @property
-    def name(self) -> str:
-        """Return the sink's name."""
-        return f"mlflow-{self._run_id}"
+        if not tagged:
+            tagged = [client.create_run(place, run_name=f"{group}-eval", tags={_TAG: group})]
+        return cls(tagged[0].info.run_id)
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write the metrics under names that MLflow takes; up to 1,000 are written as a whole."""
@@ -70,22 +64,13 @@ class MlflowSink:
 
 def _fitting(names: Collection[str]) -> dict[str, str]:
     """Return names that MLflow takes, all different, by the original names."""
-    plain = {name: _plain(name) for name in names}
-    counts = Counter(plain.values())
-    return {
-        name: fit if _is_kept(name, fit, counts) else _cut(fit, name) for name, fit in plain.items()
-    }
-
-
-def _is_kept(name: str, fit: str, counts: Mapping[str, int]) -> bool:
-    return len(fit) <= _LONGEST_NAME and (fit == name or counts[fit] == 1)
-
-
-def _plain(name: str) -> str:
-    parts = _NOT_ALLOWED.sub("_", name).split("/")
-    return "/".join("_" if part in {"", ".", ".."} else part for part in parts)
-
-
-def _cut(fit: str, name: str) -> str:
-    digest = hashlib.sha256(name.encode("utf-8", "backslashreplace")).hexdigest()[:12]
-    return f"{fit[: _LONGEST_NAME - 13]}-{digest}"
+    fitting = {}
+    for name in names:
+        parts = _NOT_ALLOWED.sub("_", name).split("/")
+        fitting[name] = "/".join("_" if part in {"", ".", ".."} else part for part in parts)
+    counts = Counter(fitting.values())
+    for name, fit in fitting.items():
+        if len(fit) > _LONGEST_NAME or (fit != name and counts[fit] > 1):
+            digest = hashlib.sha256(name.encode("utf-8", "backslashreplace")).hexdigest()[:12]
+            fitting[name] = f"{fit[: _LONGEST_NAME - 13]}-{digest}"
+    return fitting

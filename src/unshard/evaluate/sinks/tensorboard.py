@@ -27,13 +27,9 @@ class TensorBoardSink:
     """
 
     def __init__(self, log_dir: Path) -> None:
+        self.name = f"tensorboard-{log_dir}"
         self._directory = log_dir / PREFIX
         self._writer: EventFileWriter | None = None
-
-    @property
-    def name(self) -> str:
-        """Return the sink's name."""
-        return f"tensorboard-{self._directory.parent}"
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write one event and flush it."""

@@ -21,7 +21,10 @@ class TrackioSink:
         run: what `trackio.init` returned; its owner finishes it, even before the last result.
     """
 
+    is_ready = True  # always, because a result is a row of its own
+
     def __init__(self, run: Run) -> None:
+        self.name = f"trackio-{run.project}-{run.name}"
         self._run = run
 
     @classmethod
@@ -36,16 +39,6 @@ class TrackioSink:
         )
         context_vars.current_run.set(current)  # else `close` would leave the new run open
         return cls(run)
-
-    @property
-    def name(self) -> str:
-        """Return the sink's name."""
-        return f"trackio-{self._run.project}-{self._run.name}"
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it can take a result now: always, because a result is a row of its own."""
-        return True
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write the metrics; trackio sends them from its own thread."""

@@ -3,7 +3,7 @@
 W&B's internal step only rises, and rows that are logged with a lower one are dropped silently. So
 results never carry `step=`. Their step is a metric, and each metric is defined by its exact name to
 be drawn over it (a pattern loses against the trainer's own `*`). In the trainer's run a result is
-added to the row that the trainer commits next (`commit=False`). A row holds one value of the step,
+added to the row that the trainer commits next (`commit=False`). A row has one value of the step,
 so the caller of `log` adds one result at most to each.
 """
 
@@ -25,14 +25,10 @@ class TrainerWandbSink:
     """
 
     def __init__(self, run: wandb.Run) -> None:
+        self.name = f"wandb-{run.id}"
         self._run = run
         self._defined: set[str] = set()
         self._waiting_at: int | None = None  # W&B's step of the row with a result
-
-    @property
-    def name(self) -> str:
-        """Return the sink's name."""
-        return f"wandb-{self._run.id}"
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Add a result to the row that the trainer commits next."""
@@ -80,12 +76,8 @@ class WandbSink:
             resume="allow",
             reinit="create_new",
         )
+        self.name = f"wandb-{self._run.id}"
         self._defined: set[str] = set()
-
-    @property
-    def name(self) -> str:
-        """Return the sink's name."""
-        return f"wandb-{self._run.id}"
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write a row."""

@@ -10,6 +10,7 @@ is there; safetensors files when the set is complete and each file is as long as
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from unshard.read.finding.discover import all_steps, step_numbers
 from unshard.read.format import Choice, Location
 from unshard.read.hub_files import weight_map
 
-__all__ = ["Watcher", "why_incomplete", "why_unfinished"]
+__all__ = ["CheckpointFinder", "why_incomplete", "why_unfinished"]
 
 _RANK_FILE = re.compile(r".*world_size_(\d+)_rank_(\d+)\.\w+")
 _SHARD = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
@@ -33,13 +34,11 @@ _END_SIZE = 22  # without the comment, whose length is its last two bytes (APPNO
 _MOST_COMMENT = 65535
 _ZIPS = frozenset({".pt", ".bin"})
 
-Stamps = dict[str, tuple[int, int]]
-
 log = logging.getLogger(__name__)
 
 
-class Watcher:
-    """Looks at a run again and again; every complete checkpoint is returned once.
+class CheckpointFinder:
+    """Looks at a run again and again, and returns every complete checkpoint once.
 
     Args:
         run: the directory of the steps.
@@ -50,7 +49,7 @@ class Watcher:
     def __init__(self, run: Path, *, weights: str = "model", role: str | None = None) -> None:
         self._run = run
         self._choice = Choice(None, role, weights)
-        self._stamps: dict[Path, Stamps] = {}
+        self._before: dict[Path, dict[Path, tuple[int, int]]] = {}  # sizes and mtimes
         self._seen: set[Path] = set()
         self._warned: set[str] = set()
 
@@ -97,9 +96,12 @@ class Watcher:
 
     def _is_ready(self, location: Location) -> bool:
         """Return whether nothing has changed since the last look, and nothing is missing."""
-        before = self._stamps.get(location.step_dir)
+        place = location.step_dir
+        before = self._before.get(place)
         try:
-            now = self._stamps[location.step_dir] = _stamps(location.step_dir)
+            files = {path: path.stat() for path in place.rglob("*") if path.is_file()}
+            now = {path: (one.st_size, one.st_mtime_ns) for path, one in files.items()}
+            self._before[place] = now
             why = why_incomplete(location)
         except OSError:  # the trainer has just removed it
             return False
@@ -122,21 +124,15 @@ def why_incomplete(location: Location) -> str | None:
         return f"{latest.name} has {written or 'nothing'}"
     state = location.step_dir / _TRAINER_STATE
     if state.is_file():
-        return None if _step_of(state) == step else f"{state.name} is of another step"
+        with suppress(CorruptError):
+            if JsonFields(state, json_object(state)).count("global_step") == step:
+                return None
+        return f"{state.name} is of another step"
     names = {path.name for path in location.weights_dir.iterdir()}
     if any(name.endswith(".distcp") for name in names):
         has_metadata = ".metadata" in names and ".metadata.tmp" not in names
         return None if has_metadata else ".metadata is missing"
-    whys = (_why_ranks(location), _why_shards(location.weights_dir, names))
-    ranks_or_shards = next((why for why in whys if why is not None), None)
-    return ranks_or_shards or _why_cut(location.weights_dir.glob("*.safetensors"))
-
-
-def _step_of(state: Path) -> int | None:
-    try:
-        return JsonFields(state, json_object(state)).count("global_step")
-    except CorruptError:
-        return None
+    return _why_ranks(location) or _why_shards(location.weights_dir, names)
 
 
 def _why_ranks(location: Location) -> str | None:
@@ -171,7 +167,7 @@ def _why_not_all(folder: Path, worlds: Mapping[int, set[int]]) -> str | None:
 
 
 def _why_shards(folder: Path, names: set[str]) -> str | None:
-    """Return which file of a set of safetensors files a folder lacks."""
+    """Return which safetensors file a folder lacks, or which is shorter than its header says."""
     wanted = {
         f"{match[1]}-{number:0{len(match[2])}}-of-{match[2]}.safetensors"
         for match in map(_SHARD.fullmatch, names)
@@ -183,8 +179,14 @@ def _why_shards(folder: Path, names: set[str]) -> str | None:
             wanted |= set(weight_map(folder / _INDEX).values())
         except CorruptError:
             return f"{_INDEX} is not finished"
-    missing = sorted(wanted - names)
-    return f"{missing[0]} is missing" if missing else None
+    if missing := sorted(wanted - names):
+        return f"{missing[0]} is missing"
+    for path in folder.glob("*.safetensors"):
+        try:
+            read_safetensors(path)
+        except UnshardError:
+            return f"{path.name} is not finished"
+    return None
 
 
 def why_unfinished(files: Iterable[Path]) -> str | None:
@@ -194,30 +196,9 @@ def why_unfinished(files: Iterable[Path]) -> str | None:
             head = stream.read(4)
             stream.seek(max(0, path.stat().st_size - _END_SIZE - _MOST_COMMENT))
             tail = stream.read()
-        has_end = head[:2] != b"PK" or _has_end(tail)
-        if not head.strip(b"\0") or not has_end:
+        at = tail.rfind(_END_OF_ZIP)
+        comment = int.from_bytes(tail[at + _END_SIZE - 2 : at + _END_SIZE], "little")
+        has_end = at >= 0 and len(tail) >= at + _END_SIZE + comment
+        if not head.strip(b"\0") or (head[:2] == b"PK" and not has_end):
             return f"{path.name} is not finished"
     return None
-
-
-def _has_end(tail: bytes) -> bool:
-    """Return whether a zip ends with its end record, and that is whole."""
-    at = tail.rfind(_END_OF_ZIP)
-    comment = int.from_bytes(tail[at + _END_SIZE - 2 : at + _END_SIZE], "little")
-    return at >= 0 and len(tail) >= at + _END_SIZE + comment
-
-
-def _why_cut(files: Iterable[Path]) -> str | None:
-    """Return which safetensors file is shorter than its header says."""
-    for path in files:
-        try:
-            read_safetensors(path)
-        except UnshardError:
-            return f"{path.name} is not finished"
-    return None
-
-
-def _stamps(folder: Path) -> Stamps:
-    """Return size and mtime of every file."""
-    found = {str(path): path.stat() for path in folder.rglob("*") if path.is_file()}
-    return {name: (status.st_size, status.st_mtime_ns) for name, status in found.items()}

@@ -41,27 +41,12 @@ from unshard.evaluate.values import Whole, expects, validated
 __all__ = ["EvalConfig"]
 
 _TRAINER = ("eval_strategy", "eval_steps", "save_steps")
-_UNUSED = ("device", "log_samples", "predict_only", "output_dir")
-_LIFTED = (  # not `seed`: models have an argument of that name
-    "num_gpus",
-    "batch_size",
-    "num_fewshot",
-    "limit",
-    "gen_kwargs",
-    "device",
-    "log_samples",
-    "predict_only",
-)
+_UNUSED = ("device", "log_samples", "predict_only")
+# Not `seed`: models have an argument of that name.
+_LIFTED = ("num_gpus", "batch_size", "num_fewshot", "limit", "gen_kwargs", *_UNUSED)
 _NEEDED = {"server_url": "server_url", "profile": "profile (or model)", "tasks": "tasks"}
-_MEANT = {
-    *_TRAINER,
-    "server_url",
-    "tasks",
-    "checkpoint_key",
-    "poll_interval",
-    "profile",
-    "path_map",
-}
+# Those of a trainer's many arguments that can only mean an evaluation.
+_OUR_KEYS = {*_TRAINER, *_NEEDED, "checkpoint_key", "poll_interval", "path_map"}
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +58,6 @@ def _subject(key: str) -> str:
 def _url(text: str) -> str:
     split_url(text, what=_subject("server_url"))
     return text
-
-
-def _no(value: object) -> object:
-    """Return `no` for what YAML 1.1 makes of a bare `no`."""
-    return "no" if value is False else value
 
 
 def _names(value: object) -> object:
@@ -127,7 +107,8 @@ Interval = Annotated[
 ]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), expects("a number")]
 Steps = Annotated[Whole | None, BeforeValidator(_steps)]
-Strategy = Annotated[Text, BeforeValidator(_no)]
+# YAML 1.1 makes False of a bare `no`.
+Strategy = Annotated[Text, BeforeValidator(lambda value: "no" if value is False else value)]
 Url = Annotated[Text, AfterValidator(_url)]
 Argument = Annotated[
     str | int | Annotated[float, Field(allow_inf_nan=False)] | bool,
@@ -211,7 +192,10 @@ class EvalConfig:
             UsageError: it cannot be read, or is not a configuration.
         """
         try:
-            is_text = isinstance(source, str) and _is_text(source)
+            # The name of a file may have a colon, too.
+            is_text = isinstance(source, str) and (
+                "\n" in source or (":" in source and not Path(source).is_file())
+            )
             text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
             found = yaml.safe_load(text)
         except (OSError, ValueError, yaml.YAMLError) as error:
@@ -238,11 +222,21 @@ class EvalConfig:
                 expected=", ".join(_NEEDED.values()),
                 found=", ".join(sorted(key for key in flat if flat[key])) or "nothing",
             )
-        _warn_of_unknown(flat)
         names = {one.name for one in fields(cls)}
+        without_effect = {*_UNUSED, "output_dir"}
+        if unknown := sorted(flat.keys() - names - {"model"} - without_effect):
+            log.warning("keys of eval_config that are ignored: %s", ", ".join(unknown))
+        if unused := sorted(flat.keys() & without_effect):
+            log.info("the server decides by itself: %s", ", ".join(unused))
         known = {key: flat[key] for key in names & flat.keys() if flat[key] is not None}
         config = validated(_CONFIG, known, subject=_subject)
-        _warn_of_steps(config)
+        if config.eval_steps and config.save_steps and config.eval_steps != config.save_steps:
+            log.warning(
+                "eval_steps %s differs from save_steps %s: only saved checkpoints can be "
+                "evaluated, the first at or after each evaluation step",
+                config.eval_steps,
+                config.save_steps,
+            )
         return config
 
     @property
@@ -305,28 +299,18 @@ def _mapping(given: Mapping[str, object], key: str) -> dict[str, object]:
     return {str(name): value for name, value in found.items()}
 
 
-def _is_text(source: str) -> bool:
-    """Return whether a text is YAML itself, not the name of a file: that may hold a colon, too."""
-    return "\n" in source or (":" in source and not Path(source).is_file())
-
-
 def _flat(given: Mapping[str, object]) -> dict[str, object]:
     """Return all keys of `eval_config`, with those of the trainer that matter, in one mapping."""
     trainer = _mapping(given, "trainer_args") if "trainer_args" in given else dict(given)
     if "eval_config" not in trainer and "eval_config" in given:
         log.warning("eval_config belongs in trainer_args; using the one at the top level")
         trainer["eval_config"] = given["eval_config"]
+    ours = {key: value for key, value in trainer.items() if key in _OUR_KEYS}
     if "eval_config" not in trainer:
-        return trainer if trainer == dict(given) else _ours(trainer)
+        return trainer if trainer == dict(given) else ours
     flat = _mapping(trainer, "eval_config")
-    ours = {key: value for key, value in _ours(trainer).items() if key != "eval_config"}
     _lift(ours, tuple(key for key in ours if key not in _TRAINER), flat, "trainer_args")
     return {**flat, **{key: trainer[key] for key in _TRAINER if key in trainer}}
-
-
-def _ours(trainer: Mapping[str, object]) -> dict[str, object]:
-    """Return those of a trainer's many arguments that can only mean an evaluation."""
-    return {key: value for key, value in trainer.items() if key in _MEANT}
 
 
 def _lift(source: dict[str, object], keys: tuple[str, ...], to: dict[str, object], of: str) -> None:
@@ -338,21 +322,3 @@ def _lift(source: dict[str, object], keys: tuple[str, ...], to: dict[str, object
         log.warning("%s belongs in eval_config itself, not in %s", key, of)
         if to.get(key) is None:
             to[key] = value
-
-
-def _warn_of_unknown(flat: Mapping[str, object]) -> None:
-    known = {one.name for one in fields(EvalConfig)} | {"model", *_UNUSED}
-    if unknown := sorted(set(flat) - known):
-        log.warning("keys of eval_config that are ignored: %s", ", ".join(unknown))
-    if unused := sorted(set(flat) & set(_UNUSED)):
-        log.info("the server decides by itself: %s", ", ".join(unused))
-
-
-def _warn_of_steps(config: EvalConfig) -> None:
-    if config.eval_steps and config.save_steps and config.eval_steps != config.save_steps:
-        log.warning(
-            "eval_steps %s differs from save_steps %s: only saved checkpoints can be evaluated, "
-            "the first at or after each evaluation step",
-            config.eval_steps,
-            config.save_steps,
-        )

@@ -7,8 +7,7 @@ The server may be away, may have forgotten a job (then it is submitted again), o
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from unshard.errors import UnshardError
@@ -19,9 +18,9 @@ from unshard.evaluate.run_folder import leave_alone
 from unshard.evaluate.sinks.base import name_metrics
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.recorder import Recording
-from unshard.evaluate.trainer.spool import Entry, Fields, Spool, pins_in
+from unshard.evaluate.trainer.spool import Entry, Spool
 
-__all__ = ["Courier", "ignoring_errors", "release"]
+__all__ = ["Courier", "release"]
 
 _TIMEOUT = 10.0  # seconds for a request
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds between attempts while the server is away
@@ -32,17 +31,6 @@ _RESUBMISSIONS = 3
 _ABANDONED = 3600.0  # seconds after which a pin that no submission names is removed
 
 log = logging.getLogger(__name__)
-
-
-@contextmanager
-def ignoring_errors(what: str, then: Callable[[], None] | None = None) -> Iterator[None]:
-    """Log any exception and go on: evaluation must never hurt a training."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  (the one place where this is the contract)
-        log.warning("%s: %s: %s", what, type(error).__name__, error)
-        if then is not None:
-            then()
 
 
 class Courier:
@@ -168,18 +156,12 @@ class Courier:
         client = self._connected()  # slow: the step may have been saved again by then
         if not entry.path.exists():
             return
-        job = client.submit_body(self._body(entry.fields))
-        accepted = self._spool.accept(entry, str(job.get("id", "")))
+        checkpoint = self._config.served(str(entry.request.get("checkpoint")))
+        body = {**entry.request, "checkpoint": checkpoint}
+        if entry.pins:
+            body["pin"] = self._config.served(entry.pins[-1])
+        accepted = self._spool.accept(entry, str(client.submit_body(body).get("id", "")))
         log.info("step %s: job %s", accepted.step, accepted.name)
-
-    def _body(self, fields: Fields) -> Fields:
-        """Return the body of a submission, with the paths that the server knows."""
-        request = fields.get("request")
-        body: Fields = dict(request) if isinstance(request, dict) else {}
-        body["checkpoint"] = self._config.served(str(body.get("checkpoint")))
-        if pins := pins_in(fields):
-            body["pin"] = self._config.served(pins[-1])
-        return body
 
     def _back_off(self, error: Exception) -> float:
         level = logging.DEBUG if self._failures else logging.WARNING  # once per absence
@@ -196,10 +178,10 @@ class Courier:
         self._spool.requeue(Entry(entry.path, {**entry.fields, "submitted_again": times}))
 
     def _look_at(self, entry: Entry, job: Answer) -> None:
-        status, request = job.get("status"), entry.request
+        status = job.get("status")
         if status in (Status.QUEUED, Status.RUNNING):
             return
-        self.failures.pop(request, None)
+        self.failures.pop(entry.key, None)
         why = f"step {entry.step}: job {entry.name} {status}: {job.get('error')}"
         if status == Status.COMPLETED:
             self._take(_recording(self._spool.arrive(entry, {"metrics": _metrics(job)})))
@@ -207,10 +189,10 @@ class Courier:
             log.info("%s", why)
         else:
             log.warning("%s", why)
-            self.failures[request] = why
+            self.failures[entry.key] = why
         # Last, because what is no longer pending has been taken: see `Submitter.pending`.
         self._spool.remove(entry)
-        release(pins_in(entry.fields), self._spool)
+        release(entry.pins, self._spool)
 
 
 def release(pins: Iterable[str], spool: Spool) -> None:
@@ -234,20 +216,16 @@ def _resubmissions(entry: Entry) -> int:
     return times if isinstance(times, int) else 0
 
 
-def _metrics(job: Answer) -> dict[str, float]:
-    found = job.get("metrics")
-    if not isinstance(found, dict):
-        return {}
-    return {str(key): float(value) for key, value in found.items() if _is_number(value)}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _metrics(fields: Mapping[str, object]) -> dict[str, float]:
+    """Return the numbers in a job, or in an entry that has its result."""
+    found = fields.get("metrics")
+    return {
+        str(key): float(value)
+        for key, value in (found.items() if isinstance(found, dict) else ())
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def _recording(entry: Entry) -> Recording:
-    fields = entry.fields
-    request = fields.get("request")
-    weights = str(request.get("weights", "model")) if isinstance(request, dict) else "model"
-    metrics = name_metrics(_metrics(fields), weights=weights)
-    return Recording(entry.name, entry.step, metrics)
+    weights = str(entry.request.get("weights", "model"))
+    return Recording(entry.name, entry.step, name_metrics(_metrics(entry.fields), weights=weights))

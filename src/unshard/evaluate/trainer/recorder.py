@@ -9,13 +9,12 @@ has it. The spool keeps results that are not recorded when the process ends.
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.evaluate.jobs import backoff
-from unshard.evaluate.sinks.base import Marks, PacedSink, Sink
+from unshard.evaluate.sinks.base import Marks, PacedSink, Sink, ignoring_errors
 
 __all__ = ["Recorder", "Recording"]
 
@@ -60,13 +59,15 @@ class _Outlet:
         self.not_before = float("-inf")
 
     def has(self, job_id: str) -> bool:
+        """Return whether a result is written and committed."""
         return job_id in self._marks
 
     def lacks(self, job_id: str) -> bool:
+        """Return whether a result is to be written."""
         return self.awaits(job_id) and job_id not in self._uncommitted
 
     def awaits(self, job_id: str) -> bool:
-        """Return whether a result is neither written nor set aside."""
+        """Return whether a result is neither committed nor set aside."""
         return job_id not in self._marks and self.refusals(job_id) < _MOST_REFUSALS
 
     def refusals(self, job_id: str) -> int:
@@ -76,9 +77,8 @@ class _Outlet:
 
     def log_failures(self) -> None:
         """Log which results were not written, and why."""
-        for failure in self._failures.values():
-            name, step = self._sink.name, failure.step
-            log.warning("%s: step %s was not written: %s", name, step, failure.why)
+        for one in self._failures.values():
+            log.warning("%s: step %s was not written: %s", self._sink.name, one.step, one.why)
 
     def write(self, recording: Recording, write: Write) -> bool:
         """Write a result if that is possible now; return whether it was written."""
@@ -90,14 +90,14 @@ class _Outlet:
                 self._uncommitted.append(recording.job_id)
                 self._mark()
             except Exception as error:  # noqa: BLE001  (no tracker may end a training)
-                self._failed(recording, error)
+                self._note_failure(recording, error)
                 return False
             self._in_vain = 0
             self._taken += 1
             self._failures.pop(recording.job_id, None)
             return True
 
-    def _failed(self, recording: Recording, error: Exception) -> None:
+    def _note_failure(self, recording: Recording, error: Exception) -> None:
         wait_s = backoff(self._in_vain, first_s=_FIRST_WAIT, most_s=_LONGEST_WAIT)
         self._in_vain += 1
         self.not_before = time.monotonic() + wait_s
@@ -115,11 +115,9 @@ class _Outlet:
             self._mark()
 
     def close(self) -> None:
-        try:
+        with ignoring_errors(f"{self._sink.name}: not closed"):
             self._sink.close()
             self.commit()
-        except Exception as error:  # noqa: BLE001  (a tracker must not end a training)
-            log.warning("%s: not closed: %s", self._sink.name, error)
 
     def _mark(self) -> None:
         while self._uncommitted and getattr(self._sink, "is_ready", True):
@@ -145,14 +143,12 @@ class Recorder:
         marks: Path,
         on_recorded: Callable[[str], None],
     ) -> None:
-        self._sinks = tuple(sinks)
-        self._paced = tuple(paced)
-        self._outlets = {
-            sink.name: _Outlet(sink, Marks(marks, sink.name)) for sink in (*sinks, *paced)
-        }
+        outlets = {sink.name: _Outlet(sink, Marks(marks, sink.name)) for sink in (*sinks, *paced)}
+        self._outlets = tuple(outlets.values())
+        self._sinks = [(sink, outlets[sink.name]) for sink in sinks]
+        self._paced = [(sink, outlets[sink.name]) for sink in paced]
         self._on_recorded = on_recorded
         self._late: dict[str, Recording] = {}  # by job: results that a sink lacks
-        self._queue: deque[Recording] = deque()  # results that a paced sink lacks
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._work, name="unshard-trackers", daemon=True)
@@ -163,17 +159,16 @@ class Recorder:
         if recording.job_id in self._late:
             return
         self._late[recording.job_id] = recording
-        for sink in self._sinks[:1]:
-            self._outlets[sink.name].write(recording, sink.log)
-        self._queue.append(recording)
+        for sink, outlet in self._sinks[:1]:
+            outlet.write(recording, sink.log)
         self._report_recorded()
         self._wake.set()
 
     def tick(self) -> None:
         """Write one queued result to the paced sinks, in the trainer's thread; never waits."""
-        for sink in self._paced:
-            self._outlets[sink.name].commit()
-        if all(sink.is_ready for sink in self._paced):
+        for _, outlet in self._paced:
+            outlet.commit()
+        if all(sink.is_ready for sink, _ in self._paced):
             self._write_next(lambda sink: sink.log)
         self._report_recorded()
 
@@ -185,16 +180,16 @@ class Recorder:
         end = time.monotonic() + timeout
         self._stop.set()
         self._wake.set()
-        for sink in self._paced:
-            self._outlets[sink.name].not_before = float("-inf")
+        for _, outlet in self._paced:
+            outlet.not_before = float("-inf")
         while self._write_next(lambda sink: sink.log_now) and time.monotonic() < end:
             pass
-        for sink in self._paced:
-            self._outlets[sink.name].close()
+        for _, outlet in self._paced:
+            outlet.close()
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
             log.warning("a tracker is slow to take results; it gets them when training goes on")
-        for outlet in self._outlets.values():
+        for outlet in self._outlets:
             outlet.log_failures()
         self._report_recorded()
 
@@ -203,36 +198,38 @@ class Recorder:
         while not self._stop.is_set():
             self._wake.wait(self._write_late())
             self._wake.clear()
-        for sink in self._sinks:
-            self._outlets[sink.name].not_before = float("-inf")
+        for _, outlet in self._sinks:
+            outlet.not_before = float("-inf")
         self._write_late()
-        for sink in self._sinks:
-            self._outlets[sink.name].close()
+        for _, outlet in self._sinks:
+            outlet.close()
 
     def _write_late(self) -> float | None:
         """Write the results that sinks lack; return the seconds after which to try again."""
         late = list(self._late.values())
-        for sink in self._sinks:
-            outlet = self._outlets[sink.name]
+        for sink, outlet in self._sinks:
             # Results that it refused come last, so that they do not hold up the others.
             for recording in sorted(late, key=lambda one: outlet.refusals(one.job_id)):
                 outlet.write(recording, sink.log)
         self._report_recorded()
         lacking = [
             outlet.not_before
-            for outlet in (self._outlets[sink.name] for sink in self._sinks)
+            for _, outlet in self._sinks
             if any(outlet.awaits(recording.job_id) for recording in late)
         ]
         return max(0.0, min(lacking) - time.monotonic()) if lacking else None
 
     def _write_next(self, how: Callable[[PacedSink], Write]) -> bool:
-        """Write the next result that a paced sink lacks; return whether there was one."""
-        for _ in range(len(self._queue)):
-            recording = self._queue.popleft()
-            outlets = [(self._outlets[sink.name], how(sink)) for sink in self._paced]
-            written = [outlet.write(recording, write) for outlet, write in outlets]
-            if any(outlet.lacks(recording.job_id) for outlet, _ in outlets):
-                self._queue.append(recording)
+        """Write the next result that a paced sink lacks; return whether there was one.
+
+        As in `_write_late`, results that a sink refused come last.
+        """
+
+        def refusals(recording: Recording) -> int:
+            return sum(outlet.refusals(recording.job_id) for _, outlet in self._paced)
+
+        for recording in sorted(self._late.values(), key=refusals):
+            written = [outlet.write(recording, how(sink)) for sink, outlet in self._paced]
             if any(written):
                 return True
         return False
@@ -240,7 +237,7 @@ class Recorder:
     def _report_recorded(self) -> None:
         """Report every result that all sinks have."""
         for job_id in list(self._late):
-            is_everywhere = all(outlet.has(job_id) for outlet in self._outlets.values())
+            is_everywhere = all(outlet.has(job_id) for outlet in self._outlets)
             # Two threads come here; one of them reports.
             if is_everywhere and self._late.pop(job_id, None) is not None:
                 self._on_recorded(job_id)

@@ -14,7 +14,8 @@ import os
 import re
 import secrets
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,42 +24,57 @@ from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.run_folder import SPOOL, RunFolder, leave_alone, read_record, write_record
 from unshard.write.staging.beneath import names_in
 
-__all__ = ["Entry", "Fields", "Spool", "pins_in"]
+__all__ = ["Entry", "EntryFields", "Spool", "request_key"]
 
 _JOB_ID = re.compile(r"[\w-][\w.-]{0,127}")  # it becomes the name of a file
-
-Fields = dict[str, object]
-
 _SUFFIX = ".json"
+
+EntryFields = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of the spool and its fields."""
+    """A file of the spool and its fields; what another version wrote there may be missing."""
 
     path: Path
-    fields: Fields
+    fields: EntryFields
 
     @property
     def name(self) -> str:
-        """Return the name of the file; a job's is its id."""
+        """The name of the file; a job's is its id."""
         return self.path.stem
 
     @property
     def step(self) -> int:
-        """Return the training step of the checkpoint."""
+        """The training step of the checkpoint."""
         return int(str(self.fields["step"]))
 
     @property
-    def request(self) -> str:
-        """Return the request that was submitted, as canonical JSON."""
-        return json.dumps(self.fields.get("request"), sort_keys=True)
+    def request(self) -> dict[str, object]:
+        """The request that was submitted, with the paths of this machine."""
+        found = self.fields.get("request")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def key(self) -> str:
+        """What is equal for equal requests."""
+        return request_key(self.request)
+
+    @property
+    def pins(self) -> list[str]:
+        """The pins that the submission or job needs, the newest last."""
+        found = self.fields.get("pins")
+        return [str(pin) for pin in found] if isinstance(found, list) else []
 
 
-def pins_in(fields: Fields) -> list[str]:
-    """Return the pins that a submission or a job needs."""
-    pins = fields.get("pins")
-    return [str(pin) for pin in pins] if isinstance(pins, list) else []
+def request_key(request: Mapping[str, object]) -> str:
+    """Return a request as canonical JSON."""
+    return json.dumps(request, sort_keys=True)
+
+
+def _last_in_queue() -> str:
+    """Return the name of an entry behind all others."""
+    return f"{time.time_ns():020d}-{secrets.token_hex(4)}"
 
 
 def _job_name(job_id: str) -> str:
@@ -79,17 +95,16 @@ class Spool:
         self._folder = RunFolder(run)
         self._written: set[Path] = set()  # by this process: these are ours in any case
 
-    def add(self, fields: Fields) -> Entry:
+    def add(self, fields: EntryFields) -> Entry:
         """Add a submission, with its step, behind all others."""
-        name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
-        return self._write("queue", name, fields)
+        return self._write("queue", _last_in_queue(), fields)
 
     def supersede(self, newer: Entry) -> list[str]:
         """Remove older submissions of the same request that are not sent yet; return their pins."""
         pins = []
         for older in (*self.waiting(), *self.refused()):
-            if older.request == newer.request and older.name < newer.name:
-                pins += pins_in(older.fields)
+            if older.key == newer.key and older.name < newer.name:
+                pins += older.pins
                 self.remove(older)
         return pins
 
@@ -109,7 +124,7 @@ class Spool:
         """Return the submissions that the server refused."""
         return self._entries("refused")
 
-    def follow(self, job_id: str, fields: Fields) -> Entry:
+    def follow(self, job_id: str, fields: EntryFields) -> Entry:
         """Add a job that another client submitted.
 
         Raises:
@@ -125,34 +140,30 @@ class Spool:
         """
         job_id = _job_name(job_id)
         known = [one for one in self.pending() if one.name == job_id]
-        named = [pin for one in (*known, entry) for pin in pins_in(one.fields)]
-        pins = list(dict.fromkeys(named))  # the newest last
-        return self._move(entry, "jobs", job_id, {**entry.fields, "pins": pins})
+        pins = dict.fromkeys(pin for one in (*known, entry) for pin in one.pins)
+        return self._move(entry, "jobs", job_id, {**entry.fields, "pins": list(pins)})
 
     def requeue(self, entry: Entry) -> Entry:
         """Put a job that the server forgot, or a refused submission, back into the queue."""
-        return self._move(entry, "queue", f"{time.time_ns():020d}-{secrets.token_hex(4)}")
+        return self._move(entry, "queue", _last_in_queue(), entry.fields)
 
     def refuse(self, entry: Entry, why: str) -> Entry:
         """Record that the server refused a submission."""
         return self._move(entry, "refused", entry.name, {**entry.fields, "error": why})
 
-    def arrive(self, entry: Entry, fields: Fields) -> Entry:
+    def arrive(self, entry: Entry, fields: EntryFields) -> Entry:
         """Record the result of a job; the job's own entry stays until it is removed."""
         return self._write("results", entry.name, {**entry.fields, **fields})
 
     def remove(self, entry: Entry) -> None:
         """Remove an entry."""
-        try:
-            with self._opened(entry.path.parent.name) as folder:
-                os.unlink(entry.path.name, dir_fd=folder)
-        except FileNotFoundError:
-            return
+        with suppress(FileNotFoundError), self._opened(entry.path.parent.name) as folder:
+            os.unlink(entry.path.name, dir_fd=folder)
 
     def is_pin_needed(self, pin: str) -> bool:
         """Return whether a submission or a job still needs a pin."""
         entries = (*self.waiting(), *self.pending(), *self.refused())
-        return any(pin in pins_in(entry.fields) for entry in entries)
+        return any(pin in entry.pins for entry in entries)
 
     def _opened(self, folder: str, *, make: bool = False) -> AbstractContextManager[int]:
         return self._folder.opened(SPOOL, folder, make=make)
@@ -190,13 +201,13 @@ class Spool:
             return [Entry(path, record.fields)]
         return []
 
-    def _move(self, entry: Entry, folder: str, name: str, fields: Fields | None = None) -> Entry:
+    def _move(self, entry: Entry, folder: str, name: str, fields: EntryFields) -> Entry:
         """Write the new entry first: after a crash an entry may be done twice, but is not lost."""
-        moved = self._write(folder, name, entry.fields if fields is None else fields)
+        moved = self._write(folder, name, fields)
         self.remove(entry)
         return moved
 
-    def _write(self, folder: str, name: str, fields: Fields) -> Entry:
+    def _write(self, folder: str, name: str, fields: EntryFields) -> Entry:
         path = self._folder.spool / folder / f"{name}{_SUFFIX}"
         self.run.mkdir(parents=True, exist_ok=True)
         with self._opened(folder, make=True) as opened_folder:

@@ -19,12 +19,11 @@ from pathlib import Path
 
 from unshard.evaluate.pins.pin import ExpiredError, PinError, pin_checkpoint
 from unshard.evaluate.run_folder import RunFolder, unlock
-from unshard.evaluate.sinks.base import PacedSink, Sink
-from unshard.evaluate.sinks.jsonl import JsonlSink
+from unshard.evaluate.sinks.base import JsonlSink, PacedSink, Sink, ignoring_errors
 from unshard.evaluate.trainer.config import EvalConfig
-from unshard.evaluate.trainer.courier import Courier, ignoring_errors, release
+from unshard.evaluate.trainer.courier import Courier, release
 from unshard.evaluate.trainer.recorder import Recorder, Recording
-from unshard.evaluate.trainer.spool import Fields, Spool
+from unshard.evaluate.trainer.spool import Spool
 
 __all__ = ["Submitter", "is_first_rank"]
 
@@ -34,7 +33,7 @@ _GRACE = 2.0  # seconds that a thread has to end, if there is no time left
 
 log = logging.getLogger(__name__)
 
-Completed = tuple[int, dict[str, float]]
+StepMetrics = tuple[int, dict[str, float]]
 
 
 def is_first_rank() -> bool:
@@ -49,8 +48,8 @@ class Submitter:
 
     Args:
         config: what is evaluated, when, and by which server.
-        run_dir: the run's directory, which holds its checkpoints and the spool.
-        sinks: where results are written as they come, besides `<run>/_unshard/results.jsonl`.
+        run_dir: the run's directory, which contains its checkpoints and the spool.
+        sinks: where results are written as they come, next to `<run>/_unshard/results.jsonl`.
         paced: where they are written by `tick`, in the trainer's thread.
         acts: whether this process is the one that submits; only global rank 0 is.
         logs_refusals: whether what the server refuses is an error in the log; see `Courier`.
@@ -69,8 +68,7 @@ class Submitter:
         self.config = config
         self.run_dir = Path(run_dir).absolute()
         self.acts = is_first_rank() if acts is None else acts
-        self._results: deque[Completed] = deque()
-        self._logs_refusals = logs_refusals
+        self._results: deque[StepMetrics] = deque()
         self._previous: int | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -86,7 +84,7 @@ class Submitter:
         self._lock: int | None = None
         self._polled = self._send_at = float("-inf")
         if self.acts:
-            self._start()
+            self._start(logs_refusals=logs_refusals)
 
     def submit(
         self, checkpoint_dir: str | Path, step: int, weights: Sequence[str] | None = None
@@ -111,12 +109,9 @@ class Submitter:
             self._wake.set()
         return is_spooled
 
-    def completed(self) -> list[Completed]:
+    def completed(self) -> list[StepMetrics]:
         """Return the results that came since the last call: step, metrics by their own names."""
-        found: list[Completed] = []
-        while self._results:
-            found.append(self._results.popleft())
-        return found
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     def tick(self) -> None:
         """Write at most one result to the paced sinks: once per training log call."""
@@ -198,16 +193,12 @@ class Submitter:
             )
         return missing
 
-    def _start(self) -> None:
+    def _start(self, *, logs_refusals: bool) -> None:
         self.acts = False
         with ignoring_errors("checkpoints are not evaluated"):
-            self._spool = Spool(self.run_dir)
-            self._courier = Courier(
-                self.config, self._spool, self._take, logs_refusals=self._logs_refusals
-            )
-            self._thread = threading.Thread(
-                target=self._work, name="unshard-evaluation", daemon=True
-            )
+            self._spool = spool = Spool(self.run_dir)
+            self._courier = Courier(self.config, spool, self._take, logs_refusals=logs_refusals)
+            self._thread = threading.Thread(None, self._work, "unshard-evaluation", daemon=True)
             self._thread.start()
             self.acts = True
 
@@ -240,7 +231,7 @@ class Submitter:
             self._spool.follow(job_id, {"step": step, "pins": [], "request": asked})
             self._wake.set()
 
-    def request(self, step: int) -> Fields:
+    def request(self, step: int) -> dict[str, object]:
         """Return the request for the checkpoint of a step, without the weights."""
         config = self.config
         return {
@@ -304,22 +295,19 @@ class Submitter:
     def _take_over(self) -> bool:
         """Become the process that sends what is in the run's spool; return whether this one is."""
         if self._lock is None and self._folder.state.is_dir():
-            with ignoring_errors("submissions wait", then=self._unlock):
+            with ignoring_errors("submissions wait"):
                 self._lock = self._folder.lock("spool.lock")
-                if self._lock is not None:
-                    self._begin()
-                elif not self._is_second:
+                if self._lock is None and not self._is_second:
                     log.warning("%s: another process sends this run's submissions", self.run_dir)
                     log.warning("and takes the results of all; this one only spools")
                 self._is_second = self._lock is None
+                if not self._is_second:
+                    sinks = [JsonlSink(self._folder.results), *self._sinks]
+                    marks, forget = self._folder.exports, self._forget
+                    self._recorder = Recorder(sinks, self._paced, marks=marks, on_recorded=forget)
+            if self._recorder is None:
+                self._unlock()  # the results cannot be written now, but perhaps in the next round
+            else:
+                with ignoring_errors("what an earlier process left is not taken up"):
+                    self._courier.begin()
         return self._recorder is not None
-
-    def _begin(self) -> None:
-        self._recorder = Recorder(
-            [JsonlSink(self._folder.results), *self._sinks],
-            self._paced,
-            marks=self._folder.exports,
-            on_recorded=self._forget,
-        )
-        with ignoring_errors("what an earlier process left is not taken up"):
-            self._courier.begin()

@@ -10,10 +10,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from unshard.errors import UnshardError, UsageError
@@ -23,10 +21,10 @@ from unshard.evaluate.pins.files import fingerprint, list_checkpoint, read_stamp
 from unshard.evaluate.pins.pin import list_pins
 from unshard.evaluate.run_folder import RunFolder, unlock
 from unshard.evaluate.sinks.base import Marks
-from unshard.evaluate.trainer.completeness import Watcher
+from unshard.evaluate.trainer.completeness import CheckpointFinder
 from unshard.evaluate.trainer.config import EvalConfig
-from unshard.evaluate.trainer.spool import Fields, Spool
-from unshard.evaluate.trainer.submitter import Completed, Submitter
+from unshard.evaluate.trainer.spool import Spool, request_key
+from unshard.evaluate.trainer.submitter import StepMetrics, Submitter
 from unshard.read.finding.discover import discover, step_numbers
 from unshard.read.format import Choice, Location
 
@@ -76,14 +74,14 @@ class Watching:
         self._every = config.eval_steps if config.eval_strategy == "steps" else None
         if config.eval_strategy == "no":
             log.warning("eval_strategy is no: nothing is submitted")
-        self._watchers = {weights: Watcher(self.run, weights=weights) for weights in config.weights}
+        self._finders = {one: CheckpointFinder(self.run, weights=one) for one in config.weights}
         self._complete: dict[Path, set[str]] = {}
         self._ready: list[Location] = []
         self._marks = Marks(RunFolder(self.run).state, "watched")
         self._spool = Spool(self.run)
         # Why each request was refused, as `decisions` reported last; None if it has no answer yet.
         left = (*self._spool.waiting(), *self._spool.refused())
-        self._unanswered: dict[str, str | None] = {entry.request: None for entry in left}
+        self._unanswered: dict[str, str | None] = {entry.key: None for entry in left}
         self._client = EvalClient(config.server_url, timeout=_TIMEOUT, token=config.token())
         always = replace(config, eval_strategy="steps", eval_steps=None, save_steps=None)
         # `decisions` returns the refusals.
@@ -92,12 +90,7 @@ class Watching:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def look(self) -> list[tuple[int, tuple[str, ...]]]:
@@ -112,19 +105,20 @@ class Watching:
         submitted = []
         while self._ready and self._has_room(_checkpoint(self._ready[0])):
             location = self._ready[0]
+            checkpoint, step = _checkpoint(location), location.step or 0
             weights = self._unknown(location)
-            if weights and not self._submitter.submit(
-                _checkpoint(location), location.step or 0, weights
-            ):
-                if _checkpoint(location).exists():
+            if weights and not self._submitter.submit(checkpoint, step, weights):
+                if checkpoint.exists():
                     break  # it could not be spooled, so it is tried again
                 weights = None  # it is gone, and the log says so
             self._ready.pop(0)
             if weights is not None:
                 self._mark(location)
             if weights:
-                submitted.append((location.step or 0, weights))
-                self._unanswered |= {self._asked_of(location, one): None for one in weights}
+                submitted.append((step, weights))
+                asked = {**self._submitter.request(step), "checkpoint": str(checkpoint)}
+                keys = [request_key({**asked, "weights": one}) for one in weights]
+                self._unanswered |= dict.fromkeys(keys)
         return submitted
 
     @property
@@ -132,7 +126,7 @@ class Watching:
         """How many complete checkpoints wait until the pins have room."""
         return len(self._ready)
 
-    def completed(self) -> list[Completed]:
+    def completed(self) -> list[StepMetrics]:
         """Return the results that came since the last call: step, metrics by their own names."""
         return self._submitter.completed()
 
@@ -151,18 +145,18 @@ class Watching:
         """
         # Refusals are read twice: a submission may go back to the queue between the two reads.
         before = self._refusals()
-        waiting = {entry.request for entry in self._spool.waiting()}
+        waiting = {entry.key for entry in self._spool.waiting()}
         refused = before | self._refusals()
         found: dict[tuple[int, str | None], list[str]] = {}
-        for asked, reported in list(self._unanswered.items()):
-            why = refused.get(asked)
-            if asked in waiting or (why is not None and why == reported):
+        for key, reported in list(self._unanswered.items()):
+            why = refused.get(key)
+            if key in waiting or (why is not None and why == reported):
                 continue
             if why is None:
-                del self._unanswered[asked]
+                del self._unanswered[key]
             else:
-                self._unanswered[asked] = why
-            request = json.loads(asked)
+                self._unanswered[key] = why
+            request = json.loads(key)
             found.setdefault((int(request["step"]), why), []).append(request["weights"])
         return [Decision(step, tuple(weights), why) for (step, why), weights in found.items()]
 
@@ -172,12 +166,7 @@ class Watching:
         return bool(self._spool.refused())
 
     def _refusals(self) -> dict[str, str]:
-        return {one.request: str(one.fields.get("error")) for one in self._spool.refused()}
-
-    def _asked_of(self, location: Location, weights: str) -> str:
-        request = self._submitter.request(location.step or 0)
-        asked = {**request, "checkpoint": str(_checkpoint(location)), "weights": weights}
-        return json.dumps(asked, sort_keys=True)  # as `Entry.request` has it
+        return {one.key: str(one.fields.get("error")) for one in self._spool.refused()}
 
     def close(self) -> None:
         """Stop; the next process that watches goes on with what is not final."""
@@ -198,32 +187,27 @@ class Watching:
 
     def _collect(self) -> None:
         """Queue the checkpoints that are complete with all sets of weights."""
-        for weights, watcher in self._watchers.items():
-            for location in watcher.look():
+        for weights, finder in self._finders.items():
+            for location in finder.look():
                 there = self._complete.setdefault(location.step_dir, set())
                 there.add(weights)
-                if len(there) == len(self._watchers):
+                if len(there) == len(self._finders):
                     self._ready.append(location)
         self._ready.sort(key=lambda location: location.step or 0)
 
     def _unknown(self, location: Location) -> tuple[str, ...] | None:
         """Return the weights that were not submitted yet; None if the step is not evaluated."""
         step = location.step
-        if step is None or self._config.eval_strategy == "no" or not self._is_due(step):
+        if step is None or self._config.eval_strategy == "no":
+            return None
+        window = self._window(step)
+        is_new = window is not None and f"{window}/{step}" not in self._marks
+        # Of a window the first checkpoint is evaluated; of the window before `eval_steps` none is.
+        if window is not None and is_new and (window.startswith("0/") or window in self._marks):
             return None
         version = fingerprint(read_stamps(_checkpoint(location)))
         sets = self._config.weights
         return tuple(one for one in sets if not self._find_job(location, step, version, one))
-
-    def _is_due(self, step: int) -> bool:
-        """Return whether no other checkpoint is evaluated for the same window of steps."""
-        window = self._window(step)
-        own = f"{window}/{step}"
-        return (
-            window is None
-            or own in self._marks
-            or (not window.startswith("0/") and window not in self._marks)
-        )
 
     def _window(self, step: int) -> str | None:
         return f"{step // self._every}/{self._every}/{self._hash('')}" if self._every else None
@@ -234,7 +218,9 @@ class Watching:
         A job that another client submitted is followed, so that its result is fetched, too.
         """
         entries = (*self._spool.waiting(), *self._spool.pending(), *self._spool.refused())
-        if any(self._is_same(entry.fields, step, weights) for entry in entries):
+        # The checkpoint may be known by another path.
+        asked = {**self._submitter.request(step), "weights": weights, "checkpoint": None}
+        if any({**entry.request, "checkpoint": None} == asked for entry in entries):
             return True
         place, own = f"{step}/{version}/", f"{step}/{version}/{self._hash(weights)}"
         name = self._config.run or RunFolder(self.run).name
@@ -242,27 +228,25 @@ class Watching:
             jobs = self._client.jobs(run=name, step=step, weights=weights)
         except (ServerAwayError, EvaluationError):
             return own in self._marks
-        known = next((job for job in jobs if self._is_like(job, version)), None)
-        # The answer does not have a job's arguments, but our own marks have them.
+        tasks, profile = set(self._config.tasks), f":{self._config.profile}"
+        known = next(
+            (
+                job
+                for job in jobs
+                if f":{job.get('profile')}".endswith(profile)  # or it is a type of model
+                and isinstance(found := job.get("tasks"), list)
+                and {*map(str, found)} == tasks
+                and job.get("fingerprint") == version
+            ),
+            None,
+        )
         if known is None:
             return False
+        # The answer does not have a job's arguments, but our own marks have them.
         if self._marks.starting(place):
             return own in self._marks
         self._submitter.follow(str(known.get("id")), _checkpoint(location), step, weights)
         return True
-
-    def _is_like(self, job: Fields, version: str) -> bool:
-        """Return whether a job on the server has our profile (or its type of model) and tasks."""
-        is_ours = f":{job.get('profile')}".endswith(f":{self._config.profile}")
-        same = (_names(job.get("tasks")), job.get("fingerprint"))
-        return is_ours and same == (set(self._config.tasks), version)
-
-    def _is_same(self, fields: Fields, step: int, weights: str) -> bool:
-        request = fields.get("request")
-        if not isinstance(request, dict):
-            return False
-        asked = {key: value for key, value in request.items() if key != "checkpoint"}
-        return asked == {**self._submitter.request(step), "weights": weights}
 
     def _mark(self, location: Location) -> None:
         step, version = location.step or 0, fingerprint(read_stamps(_checkpoint(location)))
@@ -277,7 +261,7 @@ class Watching:
         tasks = sorted(self._config.tasks)
         asked = {**self._submitter.request(0), "tasks": tasks, "weights": weights}
         asked["server"] = self._config.server_url
-        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(request_key(asked).encode()).hexdigest()[:12]
 
     def _has_room(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint can be pinned without the loss of another pin."""
@@ -294,7 +278,3 @@ class Watching:
 def _checkpoint(location: Location) -> Path:
     """Return the directory to submit: the step, or the role's part of it (verl)."""
     return location.step_dir if location.role is None else location.weights_dir
-
-
-def _names(found: object) -> set[str]:
-    return set(map(str, found)) if isinstance(found, Sequence) else set()
