@@ -193,7 +193,7 @@ def test_the_same_names_elsewhere_are_another_place(
     to = Destination(Target.WANDB, tmp_path, "p")
     one = {"job_id": "1", "run": "a", "task": "t", "metric": "m", "weights": "model"}
     found: list[dict[str, object]] = [{**one, "value": 1.0, "step": 1}]
-    monkeypatch.setattr(exporting, "_sink", lambda run, to: JsonlSink(tmp_path / "lines"))  # noqa: ARG005
+    monkeypatch.setattr(exporting, "_open_sink", lambda run, to: JsonlSink(tmp_path / "lines"))  # noqa: ARG005
     for entity, written in (("one", 1), ("other", 1), ("one", 0)):
         monkeypatch.setenv("WANDB_ENTITY", entity)
         assert export("a", found, to).written == written

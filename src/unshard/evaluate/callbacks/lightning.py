@@ -120,14 +120,14 @@ class _Saves:
     """The checkpoints that `ModelCheckpoint` callbacks have saved, found from their attributes."""
 
     def __init__(self, savers: Sequence[ModelCheckpoint]) -> None:
-        self._seen = [(saver, _last_save(saver), _paths(saver)) for saver in savers]
+        self._seen = [(saver, _last_save(saver), _saved_paths(saver)) for saver in savers]
         self._steps: set[int] = set()
         self._unfinished: list[tuple[Path, int]] = []
 
     def finished(self) -> list[tuple[Path, int]]:
         """Return path and step of the checkpoints completed since the last call."""
         for number, (saver, before, known) in enumerate(self._seen):
-            now, paths = _last_save(saver), _paths(saver)
+            now, paths = _last_save(saver), _saved_paths(saver)
             self._seen[number] = (saver, now, paths)
             step, path = now
             if now != before and path and step not in self._steps:
@@ -144,7 +144,7 @@ def _last_save(saver: ModelCheckpoint) -> tuple[int, str]:
     return saver._last_global_step_saved, saver._last_checkpoint_saved  # noqa: SLF001  (no public name)
 
 
-def _paths(saver: ModelCheckpoint) -> set[str]:
+def _saved_paths(saver: ModelCheckpoint) -> set[str]:
     found = {saver.best_model_path, saver.kth_best_model_path, *saver.best_k_models}
     return found - {"", saver.last_model_path}
 

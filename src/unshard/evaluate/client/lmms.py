@@ -105,11 +105,11 @@ class LmmsClient:
 
     def list_tasks(self: Connected) -> list[str]:
         """Return the tasks that the server knows."""
-        return _names(_request(self, "GET", "/tasks"), "tasks")
+        return _read_names(_request(self, "GET", "/tasks"), "tasks")
 
     def list_models(self: Connected) -> list[str]:
         """Return the types of models that the server knows."""
-        return _names(_request(self, "GET", "/models"), "models")
+        return _read_names(_request(self, "GET", "/models"), "models")
 
     def evaluate(
         self: Connected,
@@ -260,13 +260,13 @@ class AsyncEvalClient:
         self, method: str, endpoint: str, payload: Mapping[str, object] | None = None
     ) -> Answer:
         url = f"{self.base_url}{endpoint}"
-        return _answer(await self.client.request(method, url, json=payload))
+        return _read_answer(await self.client.request(method, url, json=payload))
 
 
 def _request(
     client: Connected, method: str, endpoint: str, payload: Mapping[str, object] | None = None
 ) -> Answer:
-    return _answer(client.client.request(method, f"{client.base_url}{endpoint}", json=payload))
+    return _read_answer(client.client.request(method, f"{client.base_url}{endpoint}", json=payload))
 
 
 def given(payload: Mapping[str, _Value | None]) -> dict[str, _Value]:
@@ -274,13 +274,13 @@ def given(payload: Mapping[str, _Value | None]) -> dict[str, _Value]:
     return {name: value for name, value in payload.items() if value is not None}
 
 
-def _answer(response: httpx.Response) -> Answer:
+def _read_answer(response: httpx.Response) -> Answer:
     response.raise_for_status()
     answer: Answer = response.json()
     return answer
 
 
-def _names(answer: Answer, key: str) -> list[str]:
+def _read_names(answer: Answer, key: str) -> list[str]:
     found = answer.get(key, [])
     return [str(name) for name in found] if isinstance(found, list) else []
 

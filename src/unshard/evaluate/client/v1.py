@@ -126,7 +126,7 @@ class EvalClient:
 
     def job(self, job_id: str) -> Answer:
         """Return a job."""
-        return self._call("GET", f"/jobs/{_part(job_id)}")
+        return self._call("GET", f"/jobs/{_quote_part(job_id)}")
 
     def jobs(
         self,
@@ -147,7 +147,7 @@ class EvalClient:
     ) -> list[Answer]:
         """Return the matching results, one per metric, in the order of runs and steps."""
         query = {"run": run, "step": step, "profile": profile}
-        return sorted(self._list("results", query, "after", None), key=_run_and_step)
+        return sorted(self._list("results", query, "after", None), key=_sort_key)
 
     def problems(self) -> list[str]:
         """Return why the server does not accept jobs now: a sentence per reason, if any."""
@@ -155,7 +155,7 @@ class EvalClient:
             answer = self.client.get(f"{self.base_url}/health")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _away(self.base_url, error) from error
-        found, parts = _object(answer).get("problems"), ("message", "found", "hint")
+        found, parts = _read_object(answer).get("problems"), ("message", "found", "hint")
         return [
             "; ".join(str(one[part]) for part in parts if one.get(part))
             for one in (found if isinstance(found, list) else [])
@@ -164,11 +164,11 @@ class EvalClient:
 
     def cancel(self, job_id: str) -> Answer:
         """Cancel a job, queued or running; return it with its new status."""
-        return self._call("DELETE", f"/jobs/{_part(job_id)}")
+        return self._call("DELETE", f"/jobs/{_quote_part(job_id)}")
 
     def log(self, job_id: str, offset: int = 0) -> Answer:
         """Return the evaluator's log from a byte on: `text`, `offset` of the next part, `ended`."""
-        return self._call("GET", f"/jobs/{_part(job_id)}/log", query={"offset": offset})
+        return self._call("GET", f"/jobs/{_quote_part(job_id)}/log", query={"offset": offset})
 
     def events(self, since: int = 0) -> Iterator[Answer]:
         """Yield changes of jobs after the event `since`, as they happen, until no more are sent."""
@@ -180,7 +180,7 @@ class EvalClient:
                 if answer.is_error:
                     answer.read()
                     _raise_for(answer)
-                yield from _events(answer.iter_lines())
+                yield from _parse_events(answer.iter_lines())
         except (httpx.TransportError, httpx.StreamError) as error:
             raise _away(url, error) from error
 
@@ -216,21 +216,21 @@ class EvalClient:
             raise _away(self.base_url, error) from error
         if answer.is_error:
             _raise_for(answer)
-        return _object(answer)
+        return _read_object(answer)
 
 
-def _run_and_step(result: Answer) -> tuple[str, bool, int]:
+def _sort_key(result: Answer) -> tuple[str, bool, int]:
     """Return what results are sorted by; those without a step come first."""
     step = result.get("step")
     return str(result.get("run")), isinstance(step, int), step if isinstance(step, int) else 0
 
 
-def _part(text: str) -> str:
+def _quote_part(text: str) -> str:
     """Return a text as one part of a path, whatever it contains."""
     return quote(text, safe="") if text.strip(".") else "-"
 
 
-def _object(answer: httpx.Response) -> Answer:
+def _read_object(answer: httpx.Response) -> Answer:
     try:
         found = answer.json()
     except ValueError:
@@ -265,7 +265,7 @@ def _raise_for(answer: httpx.Response) -> None:
     raise error
 
 
-def _events(lines: Iterator[str]) -> Iterator[Answer]:
+def _parse_events(lines: Iterator[str]) -> Iterator[Answer]:
     """Yield the objects of a stream of server-sent events."""
     data: list[str] = []
     for line in lines:

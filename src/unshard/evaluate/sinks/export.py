@@ -83,12 +83,10 @@ class _Measured:
 def export_all(results: Iterable[Mapping[str, object]], to: Destination) -> list[Exported]:
     """Write results as the server lists them; see `export`."""
     to.check()
-    return [export(run, rows, to) for run, rows in sorted(_grouped(results, "run").items())]
+    return [export(run, rows, to) for run, rows in sorted(_group(results, "run").items())]
 
 
-def _grouped(
-    rows: Iterable[Mapping[str, object]], key: str
-) -> dict[str, list[Mapping[str, object]]]:
+def _group(rows: Iterable[Mapping[str, object]], key: str) -> dict[str, list[Mapping[str, object]]]:
     found: dict[str, list[Mapping[str, object]]] = {}
     for row in rows:
         found.setdefault(str(row[key]), []).append(row)
@@ -108,12 +106,12 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
     owner = hashlib.sha256(owner.encode()).hexdigest()[:8] if owner else ""
     named = filter(None, [to.target, owner, to.project, run])
     marks = Marks(to.directory / _MARKS, "-".join(named))
-    jobs = _by_job(results)
+    jobs = _group_by_job(results)
     fitting = [job for job in jobs if job.step is not None or to.target is Target.JSONL]
     new = [job for job in fitting if job.job_id not in marks]
     if new:
         try:
-            _write(_sink(run, to), new, marks)
+            _write(_open_sink(run, to), new, marks)
         except (UnshardError, OSError):
             raise
         except Exception as error:  # whatever a tracker raises
@@ -125,10 +123,10 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
     return Exported(run, len(new), len(fitting) - len(new), len(jobs) - len(fitting))
 
 
-def _by_job(results: Sequence[Mapping[str, object]]) -> list[_Measured]:
+def _group_by_job(results: Sequence[Mapping[str, object]]) -> list[_Measured]:
     """Return the results of each job, by step; for one step in the order of completion."""
     jobs = []
-    for job, rows in _grouped(results, "job_id").items():
+    for job, rows in _group(results, "job_id").items():
         step, weights = rows[-1]["step"], str(rows[-1]["weights"])
         metrics = {f"{row['task']}/{row['metric']}": float(str(row["value"])) for row in rows}
         named = name_metrics(metrics, weights=weights)
@@ -149,7 +147,7 @@ def _write(sink: Sink, jobs: Sequence[_Measured], marks: Marks) -> None:
             marks.add(job_id)
 
 
-def _sink(run: str, to: Destination) -> Sink:
+def _open_sink(run: str, to: Destination) -> Sink:
     """Open a tracker; only this one is imported."""
     try:
         match to.target:

@@ -52,7 +52,7 @@ class MlflowSink:
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write the metrics under names that MLflow takes; up to 1,000 are written as a whole."""
         del job_id
-        now, names = int(time.time() * 1000), _fitting(metrics)
+        now, names = int(time.time() * 1000), _fit_names(metrics)
         batch = [Metric(names[name], value, now, step) for name, value in metrics.items()]
         for start in range(0, len(batch), _LARGEST_BATCH):
             part = batch[start : start + _LARGEST_BATCH]
@@ -62,7 +62,7 @@ class MlflowSink:
         """Do nothing: every batch is written at once."""
 
 
-def _fitting(names: Collection[str]) -> dict[str, str]:
+def _fit_names(names: Collection[str]) -> dict[str, str]:
     """Return names that MLflow takes, all different, by the original names."""
     fitting = {}
     for name in names:

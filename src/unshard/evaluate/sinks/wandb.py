@@ -33,7 +33,7 @@ class TrainerWandbSink:
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Add a result to the row that the trainer commits next."""
         del job_id
-        self._run.log(_row(self._run, self._defined, step, metrics), commit=False)
+        self._run.log(_make_row(self._run, self._defined, step, metrics), commit=False)
         self._waiting_at = self._run.step
 
     @property
@@ -45,7 +45,7 @@ class TrainerWandbSink:
         """Write a result as a separate row when the trainer logs no more."""
         del job_id
         self.close()
-        self._run.log(_row(self._run, self._defined, step, metrics), commit=True)
+        self._run.log(_make_row(self._run, self._defined, step, metrics), commit=True)
 
     def close(self) -> None:
         """Commit the row with the last result, if it waits; the run stays open."""
@@ -82,14 +82,14 @@ class WandbSink:
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write a row."""
         del job_id
-        self._run.log(_row(self._run, self._defined, step, metrics), commit=True)
+        self._run.log(_make_row(self._run, self._defined, step, metrics), commit=True)
 
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
 
 
-def _row(
+def _make_row(
     run: wandb.Run, defined: set[str], step: int, metrics: Mapping[str, float]
 ) -> dict[str, float | int]:
     """Return a row with its step; new metrics are defined first."""

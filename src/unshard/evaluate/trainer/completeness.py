@@ -138,17 +138,17 @@ def why_incomplete(location: Location) -> str | None:
 def _why_ranks(location: Location) -> str | None:
     """Return which rank file is missing, or which file that lmms-engine writes after them."""
     folder, loader = location.weights_dir, location.step_dir / "dataloader_state"
-    worlds = _ranks_in(folder)
-    why = _why_not_all(folder, worlds)
+    worlds = _find_ranks(folder)
+    why = _why_not_every_rank(folder, worlds)
     if why is None and worlds and loader.is_dir():
-        why = _why_not_all(loader, _ranks_in(loader) or {world: set() for world in worlds})
+        why = _why_not_every_rank(loader, _find_ranks(loader) or {world: set() for world in worlds})
     is_lmms = bool(worlds) and folder.name in _LMMS_ENGINE
     if why is None and is_lmms and not (location.step_dir / "config.json").is_file():
         return "config.json is missing"  # the last that it writes
     return why
 
 
-def _ranks_in(folder: Path) -> dict[int, set[int]]:
+def _find_ranks(folder: Path) -> dict[int, set[int]]:
     """Return the ranks whose files are in a folder, by world size."""
     found: dict[int, set[int]] = {}
     for match in (_RANK_FILE.fullmatch(path.name) for path in folder.iterdir()):
@@ -157,7 +157,7 @@ def _ranks_in(folder: Path) -> dict[int, set[int]]:
     return found
 
 
-def _why_not_all(folder: Path, worlds: Mapping[int, set[int]]) -> str | None:
+def _why_not_every_rank(folder: Path, worlds: Mapping[int, set[int]]) -> str | None:
     """Return which rank's file a folder lacks, or which is not finished."""
     for world, there in worlds.items():
         missing = sorted(set(range(world)) - there)

@@ -55,19 +55,19 @@ def _subject(key: str) -> str:
     return f"{key} of the evaluation"
 
 
-def _url(text: str) -> str:
+def _check_url(text: str) -> str:
     split_url(text, what=_subject("server_url"))
     return text
 
 
-def _names(value: object) -> object:
+def _split_names(value: object) -> object:
     """Return a list of names; a text is a list of one, or of several with commas."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
 
 
-def _steps(value: object, info: ValidationInfo) -> object:
+def _drop_ratio(value: object, info: ValidationInfo) -> object:
     """Leave out a ratio of all steps (transformers), with a warning."""
     if isinstance(value, float) and 0 < value < 1:
         log.warning("%s %s: a ratio of all steps means nothing here", info.field_name, value)
@@ -75,7 +75,7 @@ def _steps(value: object, info: ValidationInfo) -> object:
     return value
 
 
-def _absolute(text: str) -> str:
+def _check_absolute(text: str) -> str:
     if not PurePosixPath(text).is_absolute():
         raise ValueError
     return text
@@ -87,7 +87,7 @@ class _QuotaKeys(TypedDict, total=False):
     bytes: Whole | None
 
 
-def _quota(value: object) -> Quota:
+def _read_quota(value: object) -> Quota:
     """Return a quota of pins: a key that is not given has its default, null is no limit."""
     if isinstance(value, Quota):
         return value
@@ -95,32 +95,33 @@ def _quota(value: object) -> Quota:
 
 
 Text = Annotated[str, expects("text")]
-Names = Annotated[tuple[str, ...], BeforeValidator(_names), expects("a list of names")]
+Names = Annotated[tuple[str, ...], BeforeValidator(_split_names), expects("a list of names")]
 WeightSets = Annotated[
     tuple[Annotated[str, Field(pattern="^(model|ema)$")], ...],
     Field(min_length=1),
-    BeforeValidator(_names),
+    BeforeValidator(_split_names),
     expects("model, ema"),
 ]
 Interval = Annotated[
     float, Field(strict=True, gt=0, allow_inf_nan=False), expects("seconds, above 0")
 ]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), expects("a number")]
-Steps = Annotated[Whole | None, BeforeValidator(_steps)]
+Steps = Annotated[Whole | None, BeforeValidator(_drop_ratio)]
 # YAML 1.1 makes False of a bare `no`.
 Strategy = Annotated[Text, BeforeValidator(lambda value: "no" if value is False else value)]
-Url = Annotated[Text, AfterValidator(_url)]
+Url = Annotated[Text, AfterValidator(_check_url)]
 Argument = Annotated[
     str | int | Annotated[float, Field(allow_inf_nan=False)] | bool,
     expects("a text, a number or a boolean", or_boolean=True),
 ]
+Absolute = Annotated[str, AfterValidator(_check_absolute)]
 PathMap = Annotated[
-    dict[Annotated[str, AfterValidator(_absolute)], Annotated[str, AfterValidator(_absolute)]],
+    dict[Absolute, Absolute],
     expects("absolute paths here: what the server calls them"),
 ]
 PinQuota = Annotated[
     Quota,
-    BeforeValidator(_quota),
+    BeforeValidator(_read_quota),
     expects("count and bytes, each a whole number or null for no limit"),
 ]
 
@@ -211,8 +212,8 @@ class EvalConfig:
         Raises:
             UsageError: a key is missing, or a value is not what it should be.
         """
-        flat = _flat(given)
-        model_args = _mapping(flat, "model_args")
+        flat = _flatten(given)
+        model_args = _copy_mapping(flat, "model_args")
         _lift(model_args, _LIFTED, flat, "model_args")
         model_args.pop(str(flat.get("checkpoint_key") or "model"), None)
         flat |= {"model_args": model_args, "profile": flat.get("profile") or flat.get("model")}
@@ -289,7 +290,7 @@ _INTERVAL = TypeAdapter(dict[str, Interval])
 _CONFIG = TypeAdapter(EvalConfig)
 
 
-def _mapping(given: Mapping[str, object], key: str) -> dict[str, object]:
+def _copy_mapping(given: Mapping[str, object], key: str) -> dict[str, object]:
     """Return a copy of the mapping under a key; an empty one if there is none."""
     found = given.get(key)
     if found is None:
@@ -299,16 +300,16 @@ def _mapping(given: Mapping[str, object], key: str) -> dict[str, object]:
     return {str(name): value for name, value in found.items()}
 
 
-def _flat(given: Mapping[str, object]) -> dict[str, object]:
+def _flatten(given: Mapping[str, object]) -> dict[str, object]:
     """Return all keys of `eval_config`, with those of the trainer that matter, in one mapping."""
-    trainer = _mapping(given, "trainer_args") if "trainer_args" in given else dict(given)
+    trainer = _copy_mapping(given, "trainer_args") if "trainer_args" in given else dict(given)
     if "eval_config" not in trainer and "eval_config" in given:
         log.warning("eval_config belongs in trainer_args; using the one at the top level")
         trainer["eval_config"] = given["eval_config"]
     ours = {key: value for key, value in trainer.items() if key in _OUR_KEYS}
     if "eval_config" not in trainer:
         return trainer if trainer == dict(given) else ours
-    flat = _mapping(trainer, "eval_config")
+    flat = _copy_mapping(trainer, "eval_config")
     _lift(ours, tuple(key for key in ours if key not in _TRAINER), flat, "trainer_args")
     return {**flat, **{key: trainer[key] for key in _TRAINER if key in trainer}}
 

@@ -59,7 +59,7 @@ class Courier:
         self._spool = spool
         self._take = take
         self._client: EvalClient | None = None
-        self._failures = 0
+        self._in_vain = 0
         self._failed_on = Counter[str]()
         self._again = time.monotonic() + _REFUSED_AGAIN
         self.failures: dict[str, str] = {}
@@ -94,14 +94,14 @@ class Courier:
                 failure = error
         if failure is not None:
             return self._back_off(failure)
-        self._failures = 0
+        self._in_vain = 0
         return 0.0
 
     def poll(self) -> None:
         """Ask for every pending job; fetch the results of those that are final."""
         for entry in self._spool.pending():
             try:
-                job = self._connected().job(entry.name)
+                job = self._connect().job(entry.name)
             except ServerAwayError as error:
                 log.debug("the evaluation server does not answer: %s", error)
                 return
@@ -126,7 +126,7 @@ class Courier:
         and old pins without a submission (of a process that was killed) are removed.
         """
         for entry in self._spool.arrived():
-            self._take(_recording(entry))
+            self._take(_to_recording(entry))
         for entry in self._spool.refused():
             self._spool.requeue(entry)
         for pin in list_pins(self._spool.run.resolve()):  # as its submission names it
@@ -143,17 +143,17 @@ class Courier:
     def _send_refused(self) -> None:
         """Put refused submissions back into the queue, unless they were forgotten too often."""
         for entry in self._spool.refused():
-            if _resubmissions(entry) < _RESUBMISSIONS:
+            if _count_resubmissions(entry) < _RESUBMISSIONS:
                 self._spool.requeue(entry)
 
-    def _connected(self) -> EvalClient:
+    def _connect(self) -> EvalClient:
         if self._client is None:
             config = self._config
             self._client = EvalClient(config.server_url, timeout=_TIMEOUT, token=config.token())
         return self._client
 
     def _send(self, entry: Entry) -> None:
-        client = self._connected()  # slow: the step may have been saved again by then
+        client = self._connect()  # slow: the step may have been saved again by then
         if not entry.path.exists():
             return
         checkpoint = self._config.served(str(entry.request.get("checkpoint")))
@@ -164,13 +164,13 @@ class Courier:
         log.info("step %s: job %s", accepted.step, accepted.name)
 
     def _back_off(self, error: Exception) -> float:
-        level = logging.DEBUG if self._failures else logging.WARNING  # once per absence
+        level = logging.DEBUG if self._in_vain else logging.WARNING  # once per absence
         log.log(level, "submissions wait until the evaluation server takes them: %s", error)
-        self._failures += 1
-        return backoff(self._failures - 1, first_s=_FIRST_WAIT, most_s=_LONGEST_WAIT)
+        self._in_vain += 1
+        return backoff(self._in_vain - 1, first_s=_FIRST_WAIT, most_s=_LONGEST_WAIT)
 
     def _submit_again(self, entry: Entry) -> None:
-        times = _resubmissions(entry) + 1
+        times = _count_resubmissions(entry) + 1
         if times > _RESUBMISSIONS:
             self._spool.refuse(entry, "the server forgets this job again and again")
             return
@@ -184,7 +184,7 @@ class Courier:
         self.failures.pop(entry.key, None)
         why = f"step {entry.step}: job {entry.name} {status}: {job.get('error')}"
         if status == Status.COMPLETED:
-            self._take(_recording(self._spool.arrive(entry, {"metrics": _metrics(job)})))
+            self._take(_to_recording(self._spool.arrive(entry, {"metrics": _read_metrics(job)})))
         elif status == Status.SUPERSEDED:
             log.info("%s", why)
         else:
@@ -210,13 +210,13 @@ def release(pins: Iterable[str], spool: Spool) -> None:
                 leave_alone(f"{pin}: not a pin of {run}")
 
 
-def _resubmissions(entry: Entry) -> int:
+def _count_resubmissions(entry: Entry) -> int:
     """Return how often a job was submitted again because the server had forgotten it."""
     times = entry.fields.get("submitted_again")
     return times if isinstance(times, int) else 0
 
 
-def _metrics(fields: Mapping[str, object]) -> dict[str, float]:
+def _read_metrics(fields: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers in a job, or in an entry that has its result."""
     found = fields.get("metrics")
     return {
@@ -226,6 +226,7 @@ def _metrics(fields: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-def _recording(entry: Entry) -> Recording:
+def _to_recording(entry: Entry) -> Recording:
     weights = str(entry.request.get("weights", "model"))
-    return Recording(entry.name, entry.step, name_metrics(_metrics(entry.fields), weights=weights))
+    metrics = name_metrics(_read_metrics(entry.fields), weights=weights)
+    return Recording(entry.name, entry.step, metrics)

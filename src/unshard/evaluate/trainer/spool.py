@@ -72,12 +72,12 @@ def request_key(request: Mapping[str, object]) -> str:
     return json.dumps(request, sort_keys=True)
 
 
-def _last_in_queue() -> str:
+def _new_name() -> str:
     """Return the name of an entry behind all others."""
     return f"{time.time_ns():020d}-{secrets.token_hex(4)}"
 
 
-def _job_name(job_id: str) -> str:
+def _check_job_id(job_id: str) -> str:
     if not _JOB_ID.fullmatch(job_id):
         raise EvaluationError("the server's answer names no job", found=f"{job_id!r:.200}")
     return job_id
@@ -97,7 +97,7 @@ class Spool:
 
     def add(self, fields: EntryFields) -> Entry:
         """Add a submission, with its step, behind all others."""
-        return self._write("queue", _last_in_queue(), fields)
+        return self._write("queue", _new_name(), fields)
 
     def supersede(self, newer: Entry) -> list[str]:
         """Remove older submissions of the same request that are not sent yet; return their pins."""
@@ -130,7 +130,7 @@ class Spool:
         Raises:
             EvaluationError: `job_id` is not a job's id.
         """
-        return self._write("jobs", _job_name(job_id), fields)
+        return self._write("jobs", _check_job_id(job_id), fields)
 
     def accept(self, entry: Entry, job_id: str) -> Entry:
         """Record that the server took a submission; it may have had the same job before.
@@ -138,14 +138,14 @@ class Spool:
         Raises:
             EvaluationError: `job_id` is not a job's id.
         """
-        job_id = _job_name(job_id)
+        job_id = _check_job_id(job_id)
         known = [one for one in self.pending() if one.name == job_id]
         pins = dict.fromkeys(pin for one in (*known, entry) for pin in one.pins)
         return self._move(entry, "jobs", job_id, {**entry.fields, "pins": list(pins)})
 
     def requeue(self, entry: Entry) -> Entry:
         """Put a job that the server forgot, or a refused submission, back into the queue."""
-        return self._move(entry, "queue", _last_in_queue(), entry.fields)
+        return self._move(entry, "queue", _new_name(), entry.fields)
 
     def refuse(self, entry: Entry, why: str) -> Entry:
         """Record that the server refused a submission."""

@@ -105,7 +105,7 @@ class Submitter:
             self._previous = step
             if is_due:
                 place = Path(checkpoint_dir).absolute()
-                is_spooled = self._spooled(place, step, weights or self.config.weights)
+                is_spooled = self._pin_and_spool(place, step, weights or self.config.weights)
             self._wake.set()
         return is_spooled
 
@@ -202,7 +202,7 @@ class Submitter:
             self._thread.start()
             self.acts = True
 
-    def _spooled(self, checkpoint: Path, step: int, sets: Sequence[str]) -> bool:
+    def _pin_and_spool(self, checkpoint: Path, step: int, sets: Sequence[str]) -> bool:
         """Pin a checkpoint and add its submissions to the spool."""
         pins: list[str] = []
         try:
