@@ -41,9 +41,9 @@ from unshard.evaluate.values import Whole, expects, validated
 __all__ = ["EvalConfig"]
 
 _TRAINER = ("eval_strategy", "eval_steps", "save_steps")
-_UNUSED = ("device", "log_samples", "predict_only")
-# Not `seed`: models have an argument of that name.
-_LIFTED = ("num_gpus", "batch_size", "num_fewshot", "limit", "gen_kwargs", *_UNUSED)
+_UNUSED = ("device", "log_samples", "predict_only", "output_dir")
+# Not `seed` and `output_dir`: models may have arguments of these names.
+_LIFTED = ("num_gpus", "batch_size", "num_fewshot", "limit", "gen_kwargs", *_UNUSED[:-1])
 _NEEDED = {"server_url": "server_url", "profile": "profile (or model)", "tasks": "tasks"}
 # Those of a trainer's many arguments that can only mean an evaluation.
 _OUR_KEYS = {*_TRAINER, *_NEEDED, "checkpoint_key", "poll_interval", "path_map"}
@@ -224,10 +224,9 @@ class EvalConfig:
                 found=", ".join(sorted(key for key in flat if flat[key])) or "nothing",
             )
         names = {one.name for one in fields(cls)}
-        without_effect = {*_UNUSED, "output_dir"}
-        if unknown := sorted(flat.keys() - names - {"model"} - without_effect):
+        if unknown := sorted(flat.keys() - names - {"model", *_UNUSED}):
             log.warning("keys of eval_config that are ignored: %s", ", ".join(unknown))
-        if unused := sorted(flat.keys() & without_effect):
+        if unused := sorted(flat.keys() & set(_UNUSED)):
             log.info("the server decides by itself: %s", ", ".join(unused))
         known = {key: flat[key] for key in names & flat.keys() if flat[key] is not None}
         config = validated(_CONFIG, known, subject=_subject)
