@@ -273,3 +273,62 @@ def test_companions_are_written_as_they_are_and_the_config_keeps_its_order(tmp_p
     assert (output / "additional_chat_templates" / "tools.jinja").exists()
     assert list(json.loads((output / "config.json").read_text())) == ["z", "a"]
     assert "ü" in (output / "config.json").read_text(encoding="utf-8")
+
+
+# trainer: the weights and the step below the run, where its config and its tokenizer are
+PLACES = {
+    "SkyRL": ("global_step_1/policy", "global_step_1", "global_step_1/policy/huggingface", None),
+    "NeMo-RL": (
+        *("step_1/policy/weights/model", "step_1"),
+        *("step_1/policy/weights/model/.hf_metadata", "step_1/policy/tokenizer"),
+    ),
+    "LLaMA-Factory": ("checkpoint-1/model", "checkpoint-1", "checkpoint-1/hf_model", None),
+    "ROLL": ("checkpoint-1/dcp", "checkpoint-1", "checkpoint-1", None),
+    "VeOmni": (*("checkpoints/global_step_1", "checkpoints/global_step_1", "model_assets", None),),
+    "VeOmni's export": (
+        *("checkpoints/global_step_1", "checkpoints/global_step_1"),
+        *("checkpoints/global_step_1/hf_ckpt", None),
+    ),
+    "a run's root": ("checkpoints/step_1/trainer", "checkpoints/step_1", ".", None),
+}
+
+
+@pytest.mark.parametrize("trainer", PLACES)
+def test_config_and_tokenizer_are_found_where_trainers_put_them(
+    tmp_path: Path, trainer: str
+) -> None:
+    weights, step, config, tokenizer = PLACES[trainer]
+    at = location(tmp_path / weights, tmp_path / step)
+    write(tmp_path / (tokenizer or config), "tokenizer.json", "tokenizer_config.json")
+    write(tmp_path / config)
+    (tmp_path / config / "config.json").write_text('{"model_type": "qwen3"}')
+    found = find_companions(at, None)
+    assert found.config == tmp_path / config / "config.json"
+    assert set(found.files) == {"tokenizer.json", "tokenizer_config.json"}
+
+
+# What a trainer writes of the base model, in which file.
+NAMING = {
+    "adapter_config.json": '{"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-8B"}',
+    "args.json": '{\n "model": "x",\n "model_id_or_path": "Qwen/Qwen3-8B"\n}',
+    "axolotl.yaml": "# base_model: no/no\nbase_model: Qwen/Qwen3-8B  # the base\n",
+    "config.yaml": "actor_rollout_ref:\n  model:\n    path: Qwen/Qwen3-8B\n    lora: 0\n",
+    "run.toml": '[model]\nattn = "flash"\nname = "Qwen/Qwen3-8B"\n',
+    "policy.yml": "policy:\n  model_name: 'Qwen/Qwen3-8B'\n",
+}
+
+
+@pytest.mark.parametrize("name", NAMING)
+def test_the_warning_says_which_base_a_trainers_file_names(tmp_path: Path, name: str) -> None:
+    step = tmp_path / "run" / "global_step_1"
+    save_ranks(step / "actor", some_tensors(), 2)
+    (tmp_path / "run" / name).write_text(NAMING[name], encoding="utf-8")
+    found = " ".join(unshard.inspect(step).warnings)
+    assert f"give it with base='Qwen/Qwen3-8B', which {name} names" in found
+
+
+@pytest.mark.parametrize("text", ["model_name: null", "base_model: ${oc.env:M}", "model_name: x"])
+def test_what_is_not_a_model_is_not_named_as_one(tmp_path: Path, text: str) -> None:
+    save_ranks(tmp_path / "run" / "step_1" / "actor", some_tensors(), 2)
+    (tmp_path / "run" / "config.yaml").write_text(text, encoding="utf-8")
+    assert "or base=" in " ".join(unshard.inspect(tmp_path / "run").warnings)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.plan.work import make_pair
 from unshard.progress import Listener, Stage, ignore
+from unshard.read.beside.base_name import find_base_name
 from unshard.read.beside.companions import Companions
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.open import Checkpoint
@@ -136,10 +138,13 @@ def _plan_adapter(sources: Sources, made: Conversion, notes: tuple[str, ...]) ->
 
 def without_config(checkpoint: Checkpoint) -> str:
     """Return the warning for a checkpoint that has no config."""
+    named = find_base_name(checkpoint.location)
+    give = "--config FILE|DIR or --base MODEL"
+    if named is not None:
+        give = f"--base {shlex.quote(named.name)}, which {named.file.name} names"
     return (
         f"no config.json was found in or next to {checkpoint.location.weights_dir}: the "
-        "weights are complete, but transformers needs one to load them; give it with "
-        "--config FILE|DIR or --base MODEL"
+        f"weights are complete, but transformers needs one to load them; give it with {give}"
     )
 
 

@@ -2,8 +2,9 @@
 
 Never weights, optimizer or random state. Sources: transformers' file name constants; for the
 places, verl's history (next to the shards in 0.4.0, in `huggingface/` before and after, not at all
-in 0.3.0), lmms-engine (in the checkpoint's own directory), NeMo AutoModel (`.hf_metadata/`), and
-axolotl and others, which write them once, at the start, into the run's directory.
+in 0.3.0), lmms-engine (in the checkpoint's own directory), NeMo AutoModel (`.hf_metadata/`),
+NeMo-RL (`tokenizer/`), VeOmni (`model_assets/`), and axolotl and others, which write them once, at
+the start, into the run's directory.
 """
 
 import shlex
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from unshard.errors import CorruptError, UsageError
 from unshard.read.beside.model_config import ModelConfig, read_config
+from unshard.read.finding.step_names import holds_steps
 from unshard.read.format import Location
 
 __all__ = ["Companions", "companions_in", "completed", "find_companions"]
@@ -29,6 +31,8 @@ _NAMES = frozenset(
     """.split()
 )
 _SUFFIXES = (".tiktoken", ".py")
+_EXPORTS = ("hf_model", "hf_ckpt", "hf_meta")  # LLaMA-Factory, VeOmni
+_OF_RUN = ("model_assets", "huggingface", "hf_meta")  # VeOmni
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -72,7 +76,24 @@ def find_companions(location: Location, config: Path | None) -> Companions:
             found = here
         if here.config:
             break
+    if not any(_kind(name) == "tokenizer" for name in found.files):
+        found = completed(found, _tokenizer_folder(location))
     return Companions(config, found.files) if config else found
+
+
+def _tokenizer_folder(location: Location) -> Companions:
+    """Return what a folder of the tokenizer alone has, as NeMo-RL writes it next to the weights."""
+    for folder in (location.weights_dir, *_between(location), location.step_dir):
+        here = companions_in(folder / "tokenizer")
+        if here.files:
+            return Companions(None, here.files)
+    return Companions()
+
+
+def _between(location: Location) -> list[Path]:
+    """Return the directories between the weights and the step's directory, the nearest first."""
+    step = location.step_dir
+    return [one for one in location.weights_dir.parents if one != step and step in one.parents]
 
 
 def _places(location: Location) -> Iterator[tuple[Path, bool]]:
@@ -83,11 +104,16 @@ def _places(location: Location) -> Iterator[tuple[Path, bool]]:
         yield root, True
         yield root / "model" / "huggingface", True
     step = location.step_dir
-    if step != location.weights_dir:
-        yield step / "huggingface", True
-        yield step, False
+    own = [one for one in (*_between(location), step) if one != location.weights_dir]
+    for folder in own:
+        yield folder / "huggingface", True
+        yield folder, False
+    yield from ((folder / name, True) for folder in (*own, step) for name in _EXPORTS)
     if location.step is not None:
-        yield step.parent, False
+        runs = [step.parent, *([step.parent.parent] if holds_steps(step.parent.name) else [])]
+        for run in runs:
+            yield run, False
+            yield from ((run / name, False) for name in _OF_RUN)
 
 
 def _in_run(folder: Path) -> Companions:

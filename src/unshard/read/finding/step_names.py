@@ -11,7 +11,7 @@ Sources: the trainers in `tests/trainers`.
 import re
 from pathlib import Path
 
-__all__ = ["family", "is_unfinished", "loose_step_of", "step_of", "step_of_parents"]
+__all__ = ["family", "holds_steps", "is_unfinished", "loose_step_of", "step_of", "step_of_parents"]
 
 _STEPS = tuple(
     re.compile(pattern)
@@ -48,6 +48,11 @@ def step_of(name: str) -> int | None:
     return next((int(match[1]) for match in matches if match), None)
 
 
+def holds_steps(name: str) -> bool:
+    """Return whether trainers call a folder of a run that has its steps by this name."""
+    return _HOLDS_STEPS.fullmatch(name) is not None
+
+
 def loose_step_of(name: str) -> int | None:
     """Return the step that a name of any other word and one number may state."""
     match = _LOOSE.fullmatch(name)
@@ -71,7 +76,7 @@ def step_of_parents(place: Path, *, sharded: bool) -> tuple[Path, int] | None:
         is_bare = at.name.isdecimal()
         if step is not None and is_bare:
             is_meant = at.name[0] == "0" and len(at.name) > _UPWARD
-            step = step if is_meant or _HOLDS_STEPS.fullmatch(at.parent.name) else None
+            step = step if is_meant or holds_steps(at.parent.name) else None
         if step is None and sharded and at in (place, place.parent):
             step = loose_step_of(at.name)
         if step is not None:
