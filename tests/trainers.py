@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ranks import save_ranks
 from safetensors_shards import cut, shard_path, write_shard
 
-__all__ = ["TRAINERS", "Trainer", "plant"]
+__all__ = ["TRAINERS", "Trainer", "dcp_under", "plant"]
 
 Tensors = Mapping[str, torch.Tensor]
 Write = Callable[[Path, Tensors], list[str]]

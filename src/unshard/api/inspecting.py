@@ -17,6 +17,7 @@ from unshard.errors import ConversionError
 from unshard.fronts import PYTHON, reword_warning
 from unshard.keywords import ReadKeywords
 from unshard.read.finding.discover import at_same_step
+from unshard.read.finding.markers import find_markers
 from unshard.read.open import Checkpoint
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, Skipped, TensorEntry
@@ -77,6 +78,8 @@ class Inspection:
             format states boxes, into how many parts each dimension is cut: "cut 4 x 1".
         dtypes: dtypes, with tensor counts.
         parameters: number of elements; `size_bytes`: bytes of the full tensors.
+        latest: the latest step that each marker of the run states, by the marker's name; None for
+            a marker without a number.
         has_ema: whether there are EMA weights next to these.
         lora_tensors: number of LoRA tensors among them.
         shared: groups of names that are stored once (tied weights).
@@ -104,6 +107,7 @@ class Inspection:
     dtypes: dict[str, int]
     parameters: int
     size_bytes: int
+    latest: dict[str, int | None]
     has_ema: bool
     lora_tensors: int
     shared: tuple[tuple[str, ...], ...]
@@ -174,6 +178,7 @@ def _describe(checkpoint: Checkpoint, would_write: str, notes: tuple[str, ...]) 
         dtypes=_count(entry.dtype.name for entry in entries),
         parameters=sum(prod(entry.shape) for entry in entries),
         size_bytes=sum(entry.size_bytes for entry in entries),
+        latest=dict(find_markers(location.step_dir.parent)),
         has_ema=at_same_step(location, "ema") is not None,
         lora_tensors=sum(".lora_" in name for name in catalog.tensors),
         shared=_find_shared(catalog),

@@ -129,6 +129,10 @@ def print_inspection(found: "Inspection", front: Front) -> None:
         "parameters": f"{found.parameters:,} in {counted(len(found.tensors), 'tensor')}, "
         f"{human_size(found.size_bytes)}",
         "config": f"names {found.config_dtype}" if found.config_dtype else "",
+        "latest": "; ".join(
+            f"{name} names {'no step' if step is None else f'step {step}'}"
+            for name, step in found.latest.items()
+        ),
         "EMA": "present (--weights ema)" if found.has_ema and found.weights != "ema" else "",
         "LoRA": counted(found.lora_tensors, "tensor") if found.lora_tensors else "",
         "tied": "; ".join(" = ".join(tied) for tied in found.shared),

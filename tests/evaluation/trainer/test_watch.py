@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,14 @@ import torch
 from safetensors.torch import save_file
 
 from evaluation.running import whole_model
-from ranks import save_ranks, some_tensors
+from ranks import rank_path, save_ranks, some_tensors
+from trainers import dcp_under
 from unshard.evaluate.trainer.completeness import CheckpointFinder, why_incomplete
 from unshard.read.finding.discover import discover
 from unshard.read.format import Choice, Location
 from unshard.read.whole_files.reader import WHOLE_FILES
+
+save_dcp = dcp_under("model")
 
 
 def why(place: Path) -> str | None:
@@ -134,6 +138,74 @@ def test_verl_says_itself_what_is_complete(tmp_path: Path) -> None:
     for text in ("20", "30\n"):
         latest.write_text(text)
         assert why(place) is None
+
+
+def skyrl(run: Path) -> Path:
+    (run / "latest_ckpt_global_step.txt").write_text("5")
+    return save_ranks(run / "global_step_7" / "policy", some_tensors(), 2).parent
+
+
+def olmo(run: Path) -> Path:
+    save_dcp(run / "step7" / "model_and_optim", some_tensors())
+    return run / "step7"
+
+
+def llama_factory(run: Path) -> Path:
+    for step in (5, 7):
+        save_dcp(run / f"checkpoint-{step}" / "model", some_tensors())
+    (run / "checkpoint-5" / "CHECKPOINT_COMPLETE").write_text("")
+    return run / "checkpoint-7"
+
+
+def lerobot(run: Path) -> Path:
+    for step in ("005000", "007000"):
+        save_dcp(run / step / "pretrained_model" / "pytorch_model_fsdp_0", some_tensors())
+    (run / "last").symlink_to("005000")
+    return run / "007000"
+
+
+# trainer: what it leaves before its mark, the mark's file, and why the step is not complete
+MARKS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
+    "SkyRL": (skyrl, "latest_ckpt_global_step.txt", "latest_ckpt_global_step.txt has 5"),
+    "OLMo-core": (olmo, "step7/.metadata.json", ".metadata.json is missing"),
+    "LLaMA-Factory": (
+        *(llama_factory, "checkpoint-7/CHECKPOINT_COMPLETE"),
+        "CHECKPOINT_COMPLETE is missing",
+    ),
+    "lerobot": (lerobot, "last", "last has 5000"),
+}
+
+
+@pytest.mark.parametrize("trainer", MARKS)
+def test_a_trainers_mark_is_waited_for(tmp_path: Path, trainer: str) -> None:
+    plant, mark, reason = MARKS[trainer]
+    step = plant(tmp_path)
+    assert why(step) == reason
+    if (tmp_path / mark).is_symlink():
+        (tmp_path / mark).unlink()
+        (tmp_path / mark).symlink_to(step.name)
+    else:
+        (tmp_path / mark).write_text("7")
+    assert why(step) is None
+
+
+def test_a_step_that_is_renamed_when_it_is_complete_does_not_exist_before(tmp_path: Path) -> None:
+    """NeMo-RL writes `tmp_step_N` and moves the step that was there to `old_step_N`."""
+    save_ranks(tmp_path / "step_5" / "policy" / "weights", some_tensors(), 2)
+    for name in ("tmp_step_7", "old_step_3"):
+        save_ranks(tmp_path / name / "policy" / "weights", some_tensors(), 2)
+    finder = CheckpointFinder(tmp_path)
+    assert [steps(finder) for _ in range(2)] == [[], [5]]
+    (tmp_path / "tmp_step_7").rename(tmp_path / "step_7")
+    assert [steps(finder) for _ in range(2)] == [[], [7]]
+
+
+def test_a_mark_of_an_earlier_run_is_not_believed(tmp_path: Path) -> None:
+    place = save_ranks(tmp_path / "global_step_20" / "actor", some_tensors(), 2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("900")
+    assert why(place.parent) is None
+    rank_path(place, 2, 1).unlink()
+    assert "rank 1 of 2 is missing" in str(why(place.parent))
 
 
 def test_transformers_says_at_the_end_which_step_it_was(tmp_path: Path) -> None:

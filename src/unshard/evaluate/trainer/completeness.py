@@ -1,15 +1,17 @@
 """Watch a run's directory for checkpoints that are complete, for trainers without hooks.
 
 A checkpoint is complete when its writer has left its mark, and its files have kept their sizes and
-times since the last look: verl's `latest_checkpointed_iteration.txt`, transformers'
-`trainer_state.json`, DCP's `.metadata`. Rank files without a mark (lmms-engine) are complete when
-every rank's are there, in the folder of the dataloader too, every zip has its end, and the config
-is there; safetensors files when the set is complete and each file is as long as its header says.
+times since the last look: the latest step of verl, SkyRL and lerobot, `CHECKPOINT_COMPLETE` of
+LLaMA-Factory, transformers' `trainer_state.json`, OLMo-core's `.metadata.json`, DCP's `.metadata`.
+A directory that is renamed when it is complete (NeMo-RL, xtuner) has no step until then. Rank files
+without a mark (lmms-engine) are complete when every rank's are there, in the folder of the
+dataloader too, every zip has its end, and the config is there; safetensors files when the set is
+complete and each file is as long as its header says.
 """
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,8 @@ from unshard.containers.json_file import JsonFields, json_object
 from unshard.containers.safetensors_file import read_safetensors
 from unshard.errors import CorruptError, UnshardError, UsageError
 from unshard.read.finding.discover import all_steps, step_numbers
+from unshard.read.finding.markers import find_markers
+from unshard.read.finding.search import steps_in
 from unshard.read.format import Choice, Location
 from unshard.read.hub_files import weight_map
 
@@ -27,7 +31,9 @@ _RANK_FILE = re.compile(r".*world_size_(\d+)_rank_(\d+)\.\w+")
 _SHARD = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
 _INDEX = "model.safetensors.index.json"
 _LMMS_ENGINE = ("pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0")
-_LATEST = "latest_checkpointed_iteration.txt"
+_LATEST = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt", "last")
+_COMPLETE = ("CHECKPOINT_COMPLETE", "COMPLETED")  # LLaMA-Factory, open-instruct
+_OLMO = ".metadata.json"
 _TRAINER_STATE = "trainer_state.json"
 _END_OF_ZIP = b"PK\x05\x06"
 _END_SIZE = 22  # without the comment, whose length is its last two bytes (APPNOTE.TXT 4.3.16)
@@ -116,23 +122,44 @@ def why_incomplete(location: Location) -> str | None:
     Raises:
         OSError: it has vanished.
     """
-    step, latest = location.step, location.step_dir.parent / _LATEST
-    if latest.is_file():
-        written = latest.read_text(encoding="ascii", errors="replace").strip()
-        if step is None or (written.isdecimal() and int(written) >= step):
-            return None
-        return f"{latest.name} has {written or 'nothing'}"
-    state = location.step_dir / _TRAINER_STATE
-    if state.is_file():
-        with suppress(CorruptError):
-            if JsonFields(state, json_object(state)).count("global_step") == step:
-                return None
-        return f"{state.name} is of another step"
+    marks = [*_look_at_run(location), *_look_at_step(location)]
+    if marks:
+        return marks[0] or None
     names = {path.name for path in location.weights_dir.iterdir()}
     if any(name.endswith(".distcp") for name in names):
         has_metadata = ".metadata" in names and ".metadata.tmp" not in names
         return None if has_metadata else ".metadata is missing"
     return _why_ranks(location) or _why_shards(location.weights_dir, names)
+
+
+def _look_at_run(location: Location) -> Iterator[str]:
+    """Yield what the run's marks of the latest step say of this one: what is wrong, or ""."""
+    step, run = location.step, location.step_dir.parent
+    for latest in find_markers(run):
+        if latest.name not in _LATEST or step is None:
+            continue
+        if latest.step is None or latest.step < step:
+            yield f"{latest.name} has {'nothing' if latest.step is None else latest.step}"
+        elif latest.step in (found for found, _ in steps_in(run)):  # else an earlier run left it
+            yield ""
+
+
+def _look_at_step(location: Location) -> Iterator[str]:
+    """Yield what the marks in the step's own directory say: what is wrong, or ""."""
+    step_dir = location.step_dir
+    for name in _COMPLETE:
+        if (step_dir / name).is_file():
+            yield ""
+        elif next(step_dir.parent.glob(f"*/{name}"), None) is not None:  # other steps have it
+            yield f"{name} is missing"
+    state = step_dir / _TRAINER_STATE
+    if state.is_file():
+        with suppress(CorruptError):
+            if JsonFields(state, json_object(state)).count("global_step") == location.step:
+                yield ""
+        yield f"{state.name} is of another step"
+    if location.weights_dir.name == "model_and_optim" and not (step_dir / _OLMO).is_file():
+        yield f"{_OLMO} is missing"
 
 
 def _why_ranks(location: Location) -> str | None:
