@@ -25,7 +25,7 @@ from unshard.errors import (
     NotMergeableError,
     UnsafeError,
 )
-from unshard.read.dcp.metadata import DcpMetadata, Item, StoredTensor, read_metadata
+from unshard.read.dcp.metadata import DcpMetadata, DescribedTensor, Item, read_metadata
 from unshard.tensors.dtypes import BY_NAME
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
@@ -67,7 +67,7 @@ def read(directory: Path, value: object) -> DcpMetadata:
 
 
 EXPECTED = DcpMetadata(
-    tensors={"model.w": StoredTensor(FLOAT32, (3, 3), TWO)},
+    tensors={"model.w": DescribedTensor(FLOAT32, (3, 3), TWO)},
     objects={"step": None},
     paths={"model.w": ("model", "w"), "step": ("step",)},
     items={
@@ -152,7 +152,7 @@ def test_tensors_without_dimensions_or_elements_are_read(
 ) -> None:
     chunk = ((0,) * len(shape), shape)
     found = read(tmp_path, whole(state_dict_metadata={"model.w": tensor(shape, [chunk])}))
-    assert found.tensors["model.w"] == StoredTensor(FLOAT32, shape, [chunk])
+    assert found.tensors["model.w"] == DescribedTensor(FLOAT32, shape, [chunk])
 
 
 def test_the_metadata_of_ranks_are_united(tmp_path: Path) -> None:

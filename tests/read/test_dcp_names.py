@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from unshard.errors import NotMergeableError
-from unshard.read.dcp.metadata import DcpMetadata, StoredTensor
+from unshard.read.dcp.metadata import DcpMetadata, DescribedTensor
 from unshard.read.dcp.model import ModelNames, model_names
 from unshard.tensors.dtypes import BY_NAME
 
@@ -21,7 +21,7 @@ def metadata(
     )
     return DcpMetadata(
         tensors={
-            ".".join(path): StoredTensor(BY_NAME["float32"], shape, [])
+            ".".join(path): DescribedTensor(BY_NAME["float32"], shape, [])
             for path, shape in shapes.items()
         },
         objects={".".join(path): None for path in objects},

@@ -26,7 +26,7 @@ __all__ = ["Renamed", "hub_names", "names_of_base", "training_names"]
 
 _Shape = tuple[int, ...]
 _Config = ModelConfig | None
-_Piece = tuple[str, Recipe]
+_NamedRecipe = tuple[str, Recipe]
 _FAMILY_OF = {one: family for family in FAMILIES for one in family.model_types.split()}
 
 
@@ -96,7 +96,7 @@ def names_of_base(
     for new, (recipe, names) in united.items():
         begun.setdefault(names[0], {})[new] = recipe
 
-    def pieces(name: str, recipe: Recipe) -> Iterable[_Piece]:
+    def pieces(name: str, recipe: Recipe) -> Iterable[_NamedRecipe]:
         if name in straight:
             return [(straight[name], recipe)]
         if name in spent:
@@ -127,7 +127,7 @@ def _rules(config: _Config) -> _NamingRules:
     )
 
 
-def _on_hub(name: str, recipe: Recipe, rules: _NamingRules) -> Iterator[_Piece]:
+def _on_hub(name: str, recipe: Recipe, rules: _NamingRules) -> Iterator[_NamedRecipe]:
     """Yield a tensor under its hub name, or the tensors of the single experts in it."""
     part = _part(name, recipe, rules)
     if part is None or part.index is not None or part.experts.stored is Stored.FUSED:
@@ -139,7 +139,7 @@ def _on_hub(name: str, recipe: Recipe, rules: _NamingRules) -> Iterator[_Piece]:
 
 def _split_for_base(
     name: str, recipe: Recipe, base: frozenset[str], rules: _NamingRules
-) -> Iterator[_Piece]:
+) -> Iterator[_NamedRecipe]:
     """Yield a tensor as the base has it: as single experts if it does, else as on the hub."""
     part = _part(name, recipe, rules)
     pieces = _on_hub(name, recipe, rules)
@@ -235,7 +235,7 @@ def _forms(name: str, rules: _NamingRules) -> Iterator[str]:
 
 
 def _renamed(
-    named: Iterable[tuple[str, Iterable[_Piece]]],
+    named: Iterable[tuple[str, Iterable[_NamedRecipe]]],
     rules: _NamingRules,
     base: frozenset[str] | None = None,
 ) -> Renamed:

@@ -65,7 +65,7 @@ class TorchZip:
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class _ZipEntry:
     """An entry of the central directory; `header` is relative to the window."""
 
     name: str
@@ -144,7 +144,7 @@ class _Reader:
             raise IncompleteError(f"{self.path}: cannot read {count} bytes at {start}: truncated")
         return data
 
-    def directory(self) -> Iterator[_Record]:
+    def directory(self) -> Iterator[_ZipEntry]:
         """Yield the central directory; sizes and offsets are checked against the window."""
         start, size, count = self.find_directory()
         if size > count * _MAX_ENTRY:
@@ -163,7 +163,7 @@ class _Reader:
             at += 46 + name_size + extra_size + comment_size
             plain, stored, header = self.widen(extra, plain, stored, header)
             name = raw_name.decode("utf-8", "replace")
-            yield _Record(name, raw_name, header, plain, crc, method != 0 or plain != stored)
+            yield _ZipEntry(name, raw_name, header, plain, crc, method != 0 or plain != stored)
         if at != len(data):
             raise self.corrupt(f"its directory has more than the {count} entries it counts")
 
@@ -208,7 +208,7 @@ class _Reader:
             raise self.corrupt(f"its directory [{start}, {start + size}) overlaps its end at {end}")
         return start, size, count
 
-    def data_start(self, record: _Record) -> int:
+    def data_start(self, record: _ZipEntry) -> int:
         """Return where a record's data starts: only its local header knows."""
         if record.is_compressed:
             what = f"record {record.name} is compressed; torch.save never compresses"
@@ -234,7 +234,7 @@ class _Reader:
                 raise self.corrupt(what)
         return int(start)
 
-    def root(self, records: list[_Record]) -> str:
+    def root(self, records: list[_ZipEntry]) -> str:
         """Return the folder that all records are in, with its slash."""
         if any(record.name.endswith("/constants.pkl") for record in records):
             raise NotMergeableError(

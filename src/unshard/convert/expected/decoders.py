@@ -14,7 +14,10 @@ from unshard.read.beside.model_config import Fields
 __all__ = ["DECODERS", "Group", "Groups", "NotKnownError", "flag", "integer", "is_not", "when"]
 
 Condition = Callable[[Fields, int], bool]
-"""Return whether a layer has a group, by the config of its component and the layer's number."""
+"""Decide whether a layer has a group, by its number and the config of its component.
+
+Raises NotKnownError where the config leaves it open.
+"""
 
 
 class NotKnownError(Exception):
@@ -50,25 +53,25 @@ def is_not(condition: Condition) -> Condition:
 def flag(key: str, *, default: bool = False) -> Condition:
     """Return the condition that a key is true; the default is that of transformers."""
 
-    def holds(config: Fields, _layer: int) -> bool:
+    def decide(config: Fields, _layer: int) -> bool:
         value = config.get(key, default)
         if not isinstance(value, bool):
             raise NotKnownError
         return value
 
-    return holds
+    return decide
 
 
 def _given(key: str) -> Condition:
     """Return the condition that a size is above 0; a config without the key decides nothing."""
 
-    def holds(config: Fields, _layer: int) -> bool:
+    def decide(config: Fields, _layer: int) -> bool:
         value = config.get(key, "")  # a missing key is as unclear as a text
         if value is not None and type(value) is not int:
             raise NotKnownError
         return bool(value)
 
-    return holds
+    return decide
 
 
 def integer(config: Fields, key: str, default: int | None = None) -> int:
@@ -83,8 +86,8 @@ def integer(config: Fields, key: str, default: int | None = None) -> int:
     return value
 
 
-def _qwen_sparse(config: Fields, layer: int) -> bool:
-    """Return whether a layer of Qwen has experts: every Nth layer, except those listed as dense."""
+def _decide_qwen_sparse(config: Fields, layer: int) -> bool:
+    """Decide whether a layer of Qwen has experts: every Nth layer, except those listed as dense."""
     dense = config.get("mlp_only_layers")
     step = integer(config, "decoder_sparse_step", 1)
     if not isinstance(dense, list | None) or not step:
@@ -92,15 +95,15 @@ def _qwen_sparse(config: Fields, layer: int) -> bool:
     return layer not in (dense or ()) and (layer + 1) % step == 0
 
 
-def _deepseek_sparse(config: Fields, layer: int) -> bool:
-    """Return whether a layer has experts where only the first few layers do not."""
+def _decide_deepseek_sparse(config: Fields, layer: int) -> bool:
+    """Decide whether a layer has experts where only the first few layers do not."""
     if config.get("moe_layer_freq", 1) != 1:
         raise NotKnownError
     return layer >= integer(config, "first_k_dense_replace")
 
 
-def _llama4_sparse(config: Fields, layer: int) -> bool:
-    """Return whether a layer of Llama 4 has experts."""
+def _decide_llama4_sparse(config: Fields, layer: int) -> bool:
+    """Decide whether a layer of Llama 4 has experts."""
     layers = config.get("moe_layers")
     if layers is None:
         step = integer(config, "interleave_moe_layer_step")
@@ -110,8 +113,8 @@ def _llama4_sparse(config: Fields, layer: int) -> bool:
     return layer in layers
 
 
-def _linear_attention(config: Fields, layer: int) -> bool:
-    """Return whether a layer has linear attention instead of full attention."""
+def _decide_linear_attention(config: Fields, layer: int) -> bool:
+    """Decide whether a layer has linear attention instead of full attention."""
     types = config.get("layer_types")
     if types is None:
         interval = integer(config, "full_attention_interval", 4)
@@ -149,16 +152,18 @@ _MLP_BIASED = when(_MLP_BIAS, flag("mlp_bias"))
 _GLM_BIASED = when(_QKV_BIAS, flag("attention_bias", default=True))
 _BLOCK = (_EMBEDDED, _NORMS, _ATTENTION)
 _LLAMA = (*_BLOCK, _MLP)
-_QWEN_DENSE = when(_MLP, is_not(_qwen_sparse))
-_QWEN_MOE = (when(_EACH, _qwen_sparse), _QWEN_DENSE)
-_HAS_SHARED = (_deepseek_sparse, _given("n_shared_experts"))
+_QWEN_DENSE = when(_MLP, is_not(_decide_qwen_sparse))
+_QWEN_MOE = (when(_EACH, _decide_qwen_sparse), _QWEN_DENSE)
+_HAS_SHARED = (_decide_deepseek_sparse, _given("n_shared_experts"))
 _ROUTED = (
-    when(_EACH, _deepseek_sparse),
+    when(_EACH, _decide_deepseek_sparse),
     when("layers.#.mlp.shared_experts.{gate,up,down}_proj.weight", *_HAS_SHARED),
-    when(_MLP, is_not(_deepseek_sparse)),
+    when(_MLP, is_not(_decide_deepseek_sparse)),
 )
 # A buffer: transformers fills it with zeros where it is missing.
-_CORRECTED = Group("layers.#.mlp.gate.e_score_correction_bias", (_deepseek_sparse,), optional=True)
+_CORRECTED = Group(
+    "layers.#.mlp.gate.e_score_correction_bias", (_decide_deepseek_sparse,), optional=True
+)
 _LATENT = (
     _EMBEDDED,
     _NORMS,
@@ -173,12 +178,12 @@ _HYBRID = (
     _NORMS,
     when(
         "layers.#.self_attn.{q_proj,k_proj,v_proj,o_proj,q_norm,k_norm}.weight",
-        is_not(_linear_attention),
+        is_not(_decide_linear_attention),
     ),
-    when(_ATTENTION_BIAS, is_not(_linear_attention), _BIAS),
-    when(_LINEAR, _linear_attention),
+    when(_ATTENTION_BIAS, is_not(_decide_linear_attention), _BIAS),
+    when(_LINEAR, _decide_linear_attention),
 )
-_SPLIT_LINEAR = when("layers.#.linear_attn.in_proj_{qkv,z,b,a}.weight", _linear_attention)
+_SPLIT_LINEAR = when("layers.#.linear_attn.in_proj_{qkv,z,b,a}.weight", _decide_linear_attention)
 
 _TABLE: Mapping[str, Groups] = {
     "llama granite smollm3": (*_LLAMA, _BIASED, _MLP_BIASED),
@@ -232,10 +237,16 @@ _TABLE: Mapping[str, Groups] = {
         *_BLOCK,
         when(_QKV_BIAS, flag("qkv_bias", default=True)),
         *_QWEN_MOE,
-        when(_SHARED, _qwen_sparse),
+        when(_SHARED, _decide_qwen_sparse),
     ),
     "qwen3_moe": (*_BLOCK, _BIASED, _QK_NORM, *_QWEN_MOE),
-    "qwen3_vl_moe_text": (*_BLOCK, _BIASED, _QK_NORM, when(_FUSED, _qwen_sparse), _QWEN_DENSE),
+    "qwen3_vl_moe_text": (
+        *_BLOCK,
+        _BIASED,
+        _QK_NORM,
+        when(_FUSED, _decide_qwen_sparse),
+        _QWEN_DENSE,
+    ),
     "mixtral": (
         *_BLOCK,
         "layers.#.block_sparse_moe.gate.weight layers.#.block_sparse_moe.experts.#.w{1,2,3}.weight",
@@ -244,7 +255,7 @@ _TABLE: Mapping[str, Groups] = {
     "deepseek_v2": (
         *_LATENT,
         *_ROUTED,
-        when(_MLP_BIAS, is_not(_deepseek_sparse), flag("mlp_bias")),
+        when(_MLP_BIAS, is_not(_decide_deepseek_sparse), flag("mlp_bias")),
         when(
             "layers.#.mlp.shared_experts.{gate,up,down}_proj.bias", *_HAS_SHARED, flag("mlp_bias")
         ),
@@ -271,15 +282,15 @@ _TABLE: Mapping[str, Groups] = {
             "layers.#.feed_forward.experts.{gate_up,down}_proj "
             "layers.#.feed_forward.router.weight "
             "layers.#.feed_forward.shared_expert.{gate,up,down}_proj.weight",
-            _llama4_sparse,
+            _decide_llama4_sparse,
         ),
-        when("layers.#.feed_forward.{gate,up,down}_proj.weight", is_not(_llama4_sparse)),
+        when("layers.#.feed_forward.{gate,up,down}_proj.weight", is_not(_decide_llama4_sparse)),
     ),
     "qwen3_next": (
         *_HYBRID,
-        when("layers.#.linear_attn.in_proj_{qkvz,ba}.weight", _linear_attention),
+        when("layers.#.linear_attn.in_proj_{qkvz,ba}.weight", _decide_linear_attention),
         *_QWEN_MOE,
-        when(_SHARED, _qwen_sparse),
+        when(_SHARED, _decide_qwen_sparse),
     ),
     "qwen3_5_text": (*_HYBRID, _SPLIT_LINEAR, _MLP),
     "qwen3_5_moe_text": (*_HYBRID, _SPLIT_LINEAR, _EACH, _SHARED),

@@ -26,7 +26,7 @@ from unshard.read.torch_save.values import (
 )
 from unshard.tensors.dtypes import DType
 
-__all__ = ["MODEL_KEYS", "DcpMetadata", "Item", "StoredTensor", "read_metadata"]
+__all__ = ["MODEL_KEYS", "DcpMetadata", "DescribedTensor", "Item", "read_metadata"]
 
 _MAX_BYTES = 1 << 30
 _MAX_OFFSET = 1 << 62
@@ -57,8 +57,8 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor as the metadata has it."""
+class DescribedTensor:
+    """A tensor as the metadata describes it."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -76,7 +76,7 @@ class DcpMetadata:
         items: where each chunk and each object is stored.
     """
 
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    tensors: dict[str, DescribedTensor] = field(default_factory=dict)
     objects: dict[str, None] = field(default_factory=dict)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     items: dict[_Index, Item] = field(default_factory=dict)
@@ -117,7 +117,7 @@ def _add(whole: DcpMetadata, path: Path, value: Value) -> None:
         if _is(one, "BytesStorageMetadata"):
             whole.objects[name] = None
         elif _is(one, "TensorStorageMetadata"):
-            tensor = _stored_tensor(name, one)
+            tensor = _described_tensor(name, one)
             first = whole.tensors.setdefault(name, tensor)
             if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
                 raise CorruptError(
@@ -182,7 +182,7 @@ def _named(value: Value) -> dict[str, Value]:
     return value
 
 
-def _stored_tensor(name: str, described: Value) -> StoredTensor:
+def _described_tensor(name: str, described: Value) -> DescribedTensor:
     fields = state_of(described)
     properties = member(fields, "properties")
     chunks = member(fields, "chunks")
@@ -210,7 +210,7 @@ def _stored_tensor(name: str, described: Value) -> StoredTensor:
                 f"shape {list(shape)}"
             )
         boxes.append((offsets, sizes))
-    return StoredTensor(dtype_named(dtype), shape, boxes)
+    return DescribedTensor(dtype_named(dtype), shape, boxes)
 
 
 def _index(index: Value) -> _Index:
@@ -236,7 +236,9 @@ def _item(source: Path, info: Value) -> Item:
         )
     if not 0 <= offset < _MAX_OFFSET or not 0 <= length < _MAX_OFFSET:
         raise TensorFormError(f"an item of impossible size or place in {path}")
-    return Item(path, offset, length, _is_compressed(source, fields.get("transform_descriptors")))
+    return Item(
+        path, offset, length, _read_compression(source, fields.get("transform_descriptors"))
+    )
 
 
 def _leaves(path: str) -> bool:
@@ -247,7 +249,8 @@ def _leaves(path: str) -> bool:
     return len(path) > 1024 or any(len(part.encode()) > 255 for part in parts)
 
 
-def _is_compressed(source: Path, transforms: Value) -> bool:
+def _read_compression(source: Path, transforms: Value) -> bool:
+    """Return whether an item is compressed; raise if it was transformed in any other way."""
     match transforms:
         case None | []:
             return False

@@ -40,7 +40,6 @@ __all__ = ["DCP"]
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 _UNFINISHED = re.compile(r"(?:__\d+)?\.metadata\.tmp")
 _ITEMS = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
-_Ints = tuple[int, ...]
 _LIGHTNING, _COMPOSER = "Lightning", "Composer"
 _TRAINING_STATE = """
     optimizer_* optim scheduler.bin scheduler.pt random_states_*.pkl rng_state*.pth sampler*.bin
@@ -135,12 +134,12 @@ def _rank(path: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _DeclaredChunk:
     """A declared chunk of a tensor and the item that should hold it."""
 
     flat: str
-    offsets: _Ints
-    sizes: _Ints
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
     item: Item
     file: int
     path: Path
@@ -184,7 +183,7 @@ def _tensors(
 
 def _declared(
     metadata: DcpMetadata, names: Iterable[str]
-) -> Iterator[tuple[str, _Ints, _Ints, Item | None]]:
+) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Item | None]]:
     """Yield the chunks of tensors: flat name, offsets, sizes and item."""
     for flat in names:
         for offsets, sizes in dict.fromkeys(metadata.tensors[flat].chunks):
@@ -196,7 +195,7 @@ def _pieces(
     names: Iterable[str],
     roots: tuple[Path, ...],
     problems: list[UnshardError],
-) -> tuple[list[_Piece], tuple[Path, ...]]:
+) -> tuple[list[_DeclaredChunk], tuple[Path, ...]]:
     """Return the declared chunks of tensors, and the files that contain them."""
     used = dict.fromkeys(one.path for *_, one in _declared(metadata, names) if one is not None)
     files = {name: find_file(roots, name) for name in used}
@@ -212,7 +211,7 @@ def _pieces(
         name: (number, path, path.stat().st_size)
         for number, (name, path) in enumerate(zip(files, paths, strict=True))
     }
-    pieces: list[_Piece] = []
+    pieces: list[_DeclaredChunk] = []
     for flat, offsets, sizes, item in _declared(metadata, names):
         if item is None:
             what = f"tensor {flat}: the metadata has no item for its chunk {list(offsets)}"
@@ -220,7 +219,7 @@ def _pieces(
             continue
         number, path, size = known[item.path]
         if item.offset + item.length <= size:
-            pieces.append(_Piece(flat, offsets, sizes, item, number, path))
+            pieces.append(_DeclaredChunk(flat, offsets, sizes, item, number, path))
             continue
         truncated = IncompleteError(
             f"{path}: truncated: tensor {flat} is outside its {size} bytes",
@@ -232,7 +231,7 @@ def _pieces(
 
 
 def _add_stored(
-    draft: TensorDraft, piece: _Piece, stored: StoredItem | UnshardError
+    draft: TensorDraft, piece: _DeclaredChunk, stored: StoredItem | UnshardError
 ) -> UnshardError | None:
     """Add a chunk as it is stored, or return why it is not the one that is declared."""
     if isinstance(stored, UnshardError):

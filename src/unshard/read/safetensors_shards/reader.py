@@ -40,7 +40,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     del options
     noted = choose_shards(location)
     chosen = noted.value
-    union = _Union(chosen)
+    union = _UnitedShards(chosen)
     for number in range(len(chosen.files)):
         union.add(number)
     summary = f"{location.weights_dir}: the sharded safetensors cannot be merged"
@@ -64,7 +64,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
 SAFETENSORS_SHARDS = Format("sharded safetensors", has_file(is_shard_name), _read, is_shard_name)
 
 
-class _Union:
+class _UnitedShards:
     """Unites the pieces that the files hold."""
 
     def __init__(self, chosen: ShardSet) -> None:

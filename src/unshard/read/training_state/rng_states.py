@@ -22,7 +22,7 @@ from unshard.tensors.dtypes import numpy_dtype
 
 __all__ = ["RankState", "StateWriter", "rank_state", "unite"]
 
-_Fields = dict[str, Plain]
+_StateFields = dict[str, Plain]
 
 _OF_PROCESS = ("cpu", "numpy", "random")
 _SCHEDULER = "lr_scheduler"
@@ -50,8 +50,8 @@ class StateWriter(Enum):
 class RankState:
     """What one rank saved: `rng` by the names above, its devices as it saved them; the rest."""
 
-    rng: _Fields
-    others: _Fields
+    rng: _StateFields
+    others: _StateFields
 
 
 def rank_state(writer: StateWriter, value: Plain) -> RankState | None:
@@ -93,14 +93,14 @@ def _numbers(key: Plain, value: Plain) -> Plain:
     return value
 
 
-def unite(states: Sequence[RankState | None]) -> tuple[_Fields, tuple[str, ...]]:
+def unite(states: Sequence[RankState | None]) -> tuple[_StateFields, tuple[str, ...]]:
     """Return the state of a checkpoint, and notes for the user.
 
     A state is None for a rank whose file is missing or cannot be read.
     """
     present = {rank: state for rank, state in enumerate(states) if state is not None}
     rng, notes = _rng(present, len(states))
-    found: _Fields = {}
+    found: _StateFields = {}
     for key in dict.fromkeys(key for state in present.values() for key in state.others):
         values = [None if state is None else state.others.get(key) for state in states]
         first = next(iter(present.values())).others
@@ -116,13 +116,13 @@ def unite(states: Sequence[RankState | None]) -> tuple[_Fields, tuple[str, ...]]
     return found, tuple(notes)
 
 
-def _rng(present: Mapping[int, RankState], world_size: int) -> tuple[_Fields, list[str]]:
+def _rng(present: Mapping[int, RankState], world_size: int) -> tuple[_StateFields, list[str]]:
     """Return the random state by name, devices in rank order."""
     with_rng = {rank: state.rng for rank, state in present.items() if state.rng}
     if not with_rng:
         return {}, []
     first, own = next(iter(with_rng.items()))
-    rng: _Fields = {}
+    rng: _StateFields = {}
     notes = [f"rng is that of rank {first}: rank 0 saved none"] if first else []
     for name in dict.fromkeys(name for one in with_rng.values() for name in one):
         if name in _OF_PROCESS:

@@ -39,7 +39,7 @@ _PATHS = (("model",), ("state_dict",), ("module",), ("state", "model"))
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
     chosen = choose_files(location)
-    union = _Union(chosen.files, options.allowed_globals)
+    union = _UnitedFiles(chosen.files, options.allowed_globals)
     for number, path in enumerate(chosen.files):
         if path.suffix == ".safetensors":
             union.add_safetensors(number, path)
@@ -63,7 +63,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
 WHOLE_FILES = Format("whole files", has_file(is_whole_file), _read, is_part_of_set, sharded=False)
 
 
-class _Union:
+class _UnitedFiles:
     """Unites what the files contain; `holders` has the file of each tensor."""
 
     def __init__(self, paths: tuple[Path, ...], allowed: frozenset[str]) -> None:
