@@ -53,6 +53,21 @@ def test_it_speaks_lmms_evals_protocol(server: Stub, kind: Kind) -> None:
 
 
 @BOTH
+def test_every_argument_of_an_evaluation_is_sent_under_its_name(server: Stub, kind: Kind) -> None:
+    names = list(inspect.signature(kind.evaluate).parameters)[1:]
+    values = ("m", ["t"], {"a": 1}, 2, "auto", "cuda", 0.5, "g", False, True, 3, "/o", {"b": "c"})
+    with kind(server.url) as client:
+        client.evaluate(*values)
+    assert server.evaluations == [dict(zip(names, values, strict=True))]
+
+
+def test_both_clients_have_the_same_methods_of_lmms_eval() -> None:
+    for name, method in inspect.getmembers(LmmsClient, inspect.isfunction):
+        if not name.startswith("_"):
+            assert inspect.signature(getattr(EvalClient, name)) == inspect.signature(method)
+
+
+@BOTH
 def test_its_lmms_methods_raise_what_the_original_raises(server: Stub, kind: Kind) -> None:
     client = kind(server.url)
     with pytest.raises(httpx.HTTPStatusError):

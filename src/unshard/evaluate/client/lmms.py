@@ -11,13 +11,13 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Literal, Protocol, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import httpx
 
 from unshard.evaluate.credentials import check_token, split_url
 
-__all__ = ["DEFAULT_URL", "Answer", "AsyncEvalClient", "LmmsClient", "given", "parse_server"]
+__all__ = ["DEFAULT_URL", "Answer", "AsyncEvalClient", "LmmsClient", "given"]
 
 DEFAULT_URL = "http://localhost:8000"
 
@@ -25,24 +25,12 @@ Answer = dict[str, object]
 
 log = logging.getLogger(__name__)
 
-
-class Connected(Protocol):
-    """A client with an open connection.
-
-    Attributes:
-        base_url: of the server, without a user, a password or a slash at its end.
-        client: the connection, which authenticates each request.
-    """
-
-    base_url: str
-    client: httpx.Client
-
-
-_Client = TypeVar("_Client", bound=Connected)
 _Value = TypeVar("_Value")
 
 
-def parse_server(url: str, token: str | None) -> tuple[str, dict[str, str], tuple[str, str] | None]:
+def _parse_server(
+    url: str, token: str | None
+) -> tuple[str, dict[str, str], tuple[str, str] | None]:
     """Return the address of a server, and headers, user and password that authenticate requests.
 
     Raises:
@@ -60,12 +48,14 @@ def parse_server(url: str, token: str | None) -> tuple[str, dict[str, str], tupl
 class LmmsClient:
     """The client of lmms-eval's protocol.
 
-    Its methods take any client that is connected: `v1.EvalClient` has them, too.
-
     Args:
         base_url: where the server listens; `http://user:password@host:port` works, too.
         timeout: seconds for a request; None for no limit.
         token: sent with every request, if there is one.
+
+    Attributes:
+        base_url: of the server, without a user, a password or a slash at its end.
+        client: the connection, which authenticates each request.
 
     Raises:
         UsageError: the URL or the token cannot be one. No error shows token or password.
@@ -74,45 +64,45 @@ class LmmsClient:
     def __init__(
         self, base_url: str = DEFAULT_URL, timeout: float | None = None, token: str | None = None
     ) -> None:
-        self.base_url, headers, user = parse_server(base_url, token)
+        self.base_url, headers, user = _parse_server(base_url, token)
         self.client = httpx.Client(timeout=timeout, headers=headers, auth=user)
 
-    def __enter__(self: _Client) -> _Client:  # noqa: PYI019  (`v1.EvalClient` has it, too)
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self: Connected,
+        self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.client.close()
+        self.close()
 
-    def close(self: Connected) -> None:
+    def close(self) -> None:
         """Close the connections."""
         self.client.close()
 
-    def health(self: Connected) -> Answer:
+    def health(self) -> Answer:
         """Return the state of the server."""
-        return _request(self, "GET", "/health")
+        return self._request("GET", "/health")
 
-    def is_healthy(self: Connected) -> bool:
+    def is_healthy(self) -> bool:
         """Return whether the server answers that it is healthy."""
         try:
-            return _request(self, "GET", "/health").get("status") == "healthy"
+            return self._request("GET", "/health").get("status") == "healthy"
         except (httpx.HTTPError, httpx.InvalidURL, ValueError):
             return False
 
-    def list_tasks(self: Connected) -> list[str]:
+    def list_tasks(self) -> list[str]:
         """Return the tasks that the server knows."""
-        return _read_names(_request(self, "GET", "/tasks"), "tasks")
+        return _read_names(self._request("GET", "/tasks"), "tasks")
 
-    def list_models(self: Connected) -> list[str]:
+    def list_models(self) -> list[str]:
         """Return the types of models that the server knows."""
-        return _read_names(_request(self, "GET", "/models"), "models")
+        return _read_names(self._request("GET", "/models"), "models")
 
     def evaluate(
-        self: Connected,
+        self,
         model: str,
         tasks: Sequence[str],
         model_args: Mapping[str, object] | None = None,
@@ -147,18 +137,18 @@ class LmmsClient:
             "output_dir": output_dir,
             "lmms_engine_kwargs": lmms_engine_kwargs,
         }
-        return _request(self, "POST", "/evaluate", given(payload))
+        return self._request("POST", "/evaluate", given(payload))
 
-    def get_job(self: Connected, job_id: str) -> Answer:
+    def get_job(self, job_id: str) -> Answer:
         """Return a job: `status`, `result`, `error` and more."""
-        return _request(self, "GET", f"/jobs/{job_id}")
+        return self._request("GET", f"/jobs/{job_id}")
 
-    def cancel_job(self: Connected, job_id: str) -> Answer:
+    def cancel_job(self, job_id: str) -> Answer:
         """Cancel a job."""
-        return _request(self, "DELETE", f"/jobs/{job_id}")
+        return self._request("DELETE", f"/jobs/{job_id}")
 
     def wait_for_job(
-        self: Connected,
+        self,
         job_id: str,
         poll_interval: float = 5.0,
         timeout: float | None = None,
@@ -172,17 +162,17 @@ class LmmsClient:
         """
         start = time.monotonic()
         while True:
-            job = _request(self, "GET", f"/jobs/{job_id}")
+            job = self._request("GET", f"/jobs/{job_id}")
             if _completed(job, job_id, start=start, timeout=timeout, verbose=verbose):
                 return job
             time.sleep(poll_interval)
 
-    def get_queue_status(self: Connected) -> Answer:
+    def get_queue_status(self) -> Answer:
         """Return the queue: its size, the job that is running, the ids that wait."""
-        return _request(self, "GET", "/queue")
+        return self._request("GET", "/queue")
 
     def merge_checkpoint(
-        self: Connected,
+        self,
         checkpoint_path: str,
         output_path: str | None = None,
         checkpoint_type: Literal["regular", "ema"] = "regular",
@@ -193,7 +183,13 @@ class LmmsClient:
             "output_path": output_path,
             "checkpoint_type": checkpoint_type,
         }
-        return _request(self, "POST", "/merge", payload)
+        return self._request("POST", "/merge", payload)
+
+    def _request(
+        self, method: str, endpoint: str, payload: Mapping[str, object] | None = None
+    ) -> Answer:
+        url = f"{self.base_url}{endpoint}"
+        return _read_answer(self.client.request(method, url, json=payload))
 
 
 class AsyncEvalClient:
@@ -202,7 +198,7 @@ class AsyncEvalClient:
     def __init__(
         self, base_url: str = DEFAULT_URL, timeout: float | None = None, token: str | None = None
     ) -> None:
-        self.base_url, headers, user = parse_server(base_url, token)
+        self.base_url, headers, user = _parse_server(base_url, token)
         self.client = httpx.AsyncClient(timeout=timeout, headers=headers, auth=user)
 
     async def __aenter__(self) -> Self:
@@ -261,12 +257,6 @@ class AsyncEvalClient:
     ) -> Answer:
         url = f"{self.base_url}{endpoint}"
         return _read_answer(await self.client.request(method, url, json=payload))
-
-
-def _request(
-    client: Connected, method: str, endpoint: str, payload: Mapping[str, object] | None = None
-) -> Answer:
-    return _read_answer(client.client.request(method, f"{client.base_url}{endpoint}", json=payload))
 
 
 def given(payload: Mapping[str, _Value | None]) -> dict[str, _Value]:
