@@ -162,7 +162,7 @@ def test_a_link_that_leads_nowhere_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_gone_cannot_be_pinned(tmp_path: Path) -> None:
-    with pytest.raises(ExpiredError, match="is gone"):
+    with pytest.raises(ExpiredError, match="does not exist"):
         pin_checkpoint(tmp_path / "checkpoint-5", quota=ANY)
     (tmp_path / "checkpoint-6").mkdir()
     with pytest.raises(ExpiredError, match="nothing to evaluate"):

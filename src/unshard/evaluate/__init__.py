@@ -1,11 +1,11 @@
-"""Evaluate every checkpoint while training goes on. Core commands never import this room.
+"""Evaluate every checkpoint while training continues. Core commands never import this room.
 
     from unshard.evaluate import EvalClient
 
     with EvalClient("http://127.0.0.1:8000") as client:
         client.submit("/runs/a/checkpoint-1000", step=1000, profile="lm-eval", tasks=["gsm8k"])
 
-The names below are imported on first use.
+Each name below is imported when it is first used.
 """
 
 from importlib import import_module

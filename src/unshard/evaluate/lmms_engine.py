@@ -90,7 +90,7 @@ class UnshardEvalBackend:
     def check_and_get_completed(self) -> list[tuple[int, dict[str, float]]]:
         """Return new results: step and metrics, under lmms-engine's names.
 
-        While training goes on it is one at a time, and all of them when the trainer only waits.
+        While training continues it is one at a time, and all of them when the trainer only waits.
         With W&B the list is empty: lmms-engine would log each result as a separate row, which
         raises W&B's step, so the trainer's own rows would be dropped. Results are added to the
         trainer's rows instead.

@@ -146,7 +146,7 @@ def test_a_pin_comes_before_the_checkpoint(tmp_path: Path, merger: Merger) -> No
 
 
 def test_a_checkpoint_that_is_gone_is_told_from_a_bad_one(tmp_path: Path, merger: Merger) -> None:
-    with pytest.raises(GoneError, match="is gone"):
+    with pytest.raises(GoneError, match="does not exist"):
         prepare(merger, job(tmp_path / "nothing"), tmp_path)
     checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
     (checkpoint / "model_world_size_2_rank_1.pt").write_bytes(b"")

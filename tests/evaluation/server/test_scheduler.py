@@ -396,7 +396,7 @@ def test_a_checkpoint_that_is_gone_is_expired(tmp_path: Path) -> None:
     server.start()
     gone = wait_for(store, job.id, Status.EXPIRED)
     server.stop(end=True)
-    assert "is gone" in str(gone.error)
+    assert "does not exist" in str(gone.error)
     assert gone.attempts == 1
 
 

@@ -109,15 +109,15 @@ def test_a_pin_that_is_gone_with_its_checkpoint_expires(server: Live) -> None:
     shutil.rmtree(run / "checkpoint-5")
     unpin(pin)
     job = server.submit(pin.path, step=5, run="expired", pin=str(pin.path))
-    assert "is gone" in str(server.ended(job, "expired")["error"])
+    assert "does not exist" in str(server.ended(job, "expired")["error"])
     found = server.call("GET", f"/jobs/{job['id']}").json()
-    assert (found["status"], "is gone" in found["error"]) == ("failed", True)
+    assert (found["status"], "does not exist" in found["error"]) == ("failed", True)
 
 
 def test_a_checkpoint_that_is_gone_before_it_is_pinned_expires(server: Live) -> None:
     run = checkpoint(server.root / "early", 5).parent
     job = server.submit(run / "checkpoint-4", step=4, run="early")
-    assert "is gone" in str(server.ended(job, "expired")["error"])
+    assert "does not exist" in str(server.ended(job, "expired")["error"])
     nowhere = {"pretrained": str(server.root / "nowhere" / "checkpoint-4")}
     body = {"model": "script", "tasks": ["score"], "model_args": nowhere}
     answer = server.call("POST", "/evaluate", json=body)
@@ -249,7 +249,7 @@ def test_a_killed_server_is_followed_by_one_that_goes_on(tmp_path: Path) -> None
         server.go()
         assert server.ended(running)["attempts"] == 1
         assert server.ended(waiting)["status"] == "completed"
-        assert "is gone" in str(server.ended(lost, "expired")["error"])
+        assert "does not exist" in str(server.ended(lost, "expired")["error"])
     finally:
         assert server.stop() == 0
 

@@ -253,7 +253,7 @@ def test_a_refusal_says_what_is_wrong(server: Live, run: Path) -> None:
     error = error_of(server.call("POST", "/api/v1/jobs", json={**body, "extra": 1}))
     assert error.message.startswith("extra:")
     error = error_of(server.call("POST", "/api/v1/jobs", json={**body, "profile": "lm_eval"}))
-    assert "'lm_eval': no profile of this name" in error.message
+    assert "unknown profile 'lm_eval'" in error.message
     assert "script" in error.expected
     gone = {**body, "profile": "script", "checkpoint": str(run / "other" / "checkpoint-99")}
     answer = server.call("POST", "/api/v1/jobs", json=gone)

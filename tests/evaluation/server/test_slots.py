@@ -27,9 +27,9 @@ def test_the_cpu_has_one_slot(gpus: tuple[str, ...], count: int) -> None:
     assert slots.adopt(())
 
 
-def test_what_is_not_lent_cannot_be_given_back() -> None:
+def test_what_is_not_in_use_cannot_be_given_back() -> None:
     for slots, gpus in ((Slots("01"), ("0",)), (Slots("0"), ("5",)), (Slots(()), ())):
-        with pytest.raises(RuntimeError, match="not lent"):
+        with pytest.raises(RuntimeError, match="not in use"):
             slots.give_back(gpus)
 
 

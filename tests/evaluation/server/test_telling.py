@@ -123,7 +123,7 @@ def test_a_server_tells_the_way_of_each_job(server: Live) -> None:
     ]  # fmt: skip
     assert "nothing was measured" not in of(failed["id"])[-1]
     told = [line for line in lines if line.startswith("refused")]
-    assert told[0].startswith("refused r/1 (nobody: a): 'nobody': no profile of this name")
+    assert told[0].startswith("refused r/1 (nobody: a): unknown profile 'nobody'")
     assert told[1].startswith("refused my-run/checkpoint-5 (script: ../x; job 1: evaluated): ")
     assert told[2].startswith("refused: POST /api/v1/jobs: weights: ")
     assert told[3].startswith("refused - (m: t): model_args: no checkpoint")

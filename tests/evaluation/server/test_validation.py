@@ -431,7 +431,7 @@ def test_a_path_without_a_checkpoint_and_without_a_run_is_refused(
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "file").touch()
-    with pytest.raises(UsageError, match="it does not exist, nor the run") as caught:
+    with pytest.raises(UsageError, match="neither does the directory of its run") as caught:
         check_there(tmp_path / path, is_step=is_step)
     assert caught.value.found == str(tmp_path / path)
     assert "check the path" in caught.value.hint
@@ -456,13 +456,13 @@ def test_what_the_server_may_not_read_is_named_with_what_to_do() -> None:
         step = root / "run" / "checkpoint-10"
         step.mkdir(parents=True)
         step.chmod(0o000)
-        with another_user(), pytest.raises(UsageError, match="not allowed to read it") as caught:
+        with another_user(), pytest.raises(UsageError, match="not allowed to read") as caught:
             _place(Request(str(step), "lm", ("a",)))
         assert caught.value.found == f"{step}: Permission denied"
         step.parent.chmod(0o000)
-        with another_user(), pytest.raises(UsageError, match="not allowed to read it"):
+        with another_user(), pytest.raises(UsageError, match="not allowed to read"):
             resolve_checkpoint(str(step), [root])
-        with another_user(), pytest.raises(UsageError, match="not allowed to read it") as caught:
+        with another_user(), pytest.raises(UsageError, match="not allowed to read") as caught:
             check_there(step, is_step=True)
         assert "the right to read and enter" in caught.value.hint
         step.parent.chmod(0o700)

@@ -289,7 +289,9 @@ def _link_small(path: Path, link: Path) -> None:
 def explain(path: Path, error: OSError) -> UnshardError:
     """Return the error for a checkpoint that cannot be pinned."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return ExpiredError(f"{path}: is gone", hint="submit it before the trainer removes it")
+        return ExpiredError(
+            f"checkpoint {path} does not exist", hint="submit it before the trainer removes it"
+        )
     why = _REFUSED.get(error.errno or 0, "it cannot be linked")
     return PinError(
         f"{path}: cannot be kept by hard links: {why}",

@@ -170,7 +170,7 @@ def check_there(checkpoint: Path, *, is_step: bool) -> None:
     except PermissionError as error:
         raise not_readable(error) from error
     raise UsageError(
-        "checkpoint: it does not exist, nor the run that it would be a step of",
+        "the checkpoint does not exist, and neither does the directory of its run",
         expected="a checkpoint, or the directory of a run, as the server sees the path",
         found=str(checkpoint),
         hint="check the path; where the server sees the disk under another name, give that name",
@@ -180,7 +180,7 @@ def check_there(checkpoint: Path, *, is_step: bool) -> None:
 def not_readable(error: PermissionError) -> UsageError:
     """Return the error for a checkpoint, or its run, that the server may not read."""
     return UsageError(
-        "checkpoint: the server is not allowed to read it",
+        "the server is not allowed to read the checkpoint",
         found=f"{error.filename}: {error.strerror}",
         hint=f"give the server's user (uid {os.geteuid()}) the right to read and enter the "
         "directories of the run, or start the server as their owner",

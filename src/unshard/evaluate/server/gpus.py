@@ -1,4 +1,4 @@
-"""The GPUs of a server: which it may use, and which are lent to jobs.
+"""The GPUs of a server: which it may use, and which jobs use.
 
 A GPU is a name that CUDA_VISIBLE_DEVICES takes: its number, or NVIDIA's id of a GPU (`GPU-...`) or
 of a part of one (`MIG-...`).
@@ -103,7 +103,7 @@ def find_gpus() -> tuple[str, ...]:
 
 
 class Slots:
-    """GPUs and one slot of the CPU, and which are free: each is lent to one job at a time.
+    """GPUs and one slot of the CPU, and which are free: one job at a time uses each.
 
     Any thread may use it.
 
@@ -150,7 +150,7 @@ class Slots:
             return chosen
 
     def adopt(self, gpus: tuple[str, ...]) -> bool:
-        """Take exactly these, which an earlier server lent; return whether they were free."""
+        """Take exactly these, for a job of an earlier server; return whether they were free."""
         with self._lock:
             if not gpus:
                 return self._take_cpu()
@@ -162,9 +162,9 @@ class Slots:
     def give_back(self, gpus: tuple[str, ...]) -> None:
         """Give back what `take` returned or `adopt` took."""
         with self._lock:
-            lent = set(self._all) - self._free
-            if not lent.issuperset(gpus) or (not gpus and self._cpu_is_free):
-                raise RuntimeError(f"slots {_shown(gpus)} are not lent")
+            in_use = set(self._all) - self._free
+            if not in_use.issuperset(gpus) or (not gpus and self._cpu_is_free):
+                raise RuntimeError(f"slots {_shown(gpus)} are not in use")
             self._free.update(gpus)
             self._cpu_is_free = self._cpu_is_free or not gpus
 

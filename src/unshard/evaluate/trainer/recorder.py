@@ -188,7 +188,7 @@ class Recorder:
             outlet.close()
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
-            log.warning("a tracker is slow to take results; it gets them when training goes on")
+            log.warning("a tracker is slow; it gets the remaining results when training resumes")
         for outlet in self._outlets:
             outlet.log_failures()
         self._report_recorded()

@@ -308,6 +308,6 @@ class Submitter:
             if self._recorder is None:
                 self._unlock()  # the results cannot be written now, but perhaps in the next round
             else:
-                with ignoring_errors("what an earlier process left is not taken up"):
+                with ignoring_errors("the work of an earlier process is not resumed"):
                     self._courier.begin()
         return self._recorder is not None

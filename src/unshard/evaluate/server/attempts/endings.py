@@ -98,7 +98,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Its result is not wanted any more; its processes are gone."""
+    """Its result is no longer needed; its processes have ended."""
 
 
 @dataclass(frozen=True, slots=True)

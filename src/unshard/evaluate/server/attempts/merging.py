@@ -55,7 +55,7 @@ class CrashedError(EvaluationError):
 
 
 class GivenUpError(EvaluationError):
-    """A merge was interrupted because its result is not wanted any more."""
+    """A merge was interrupted because its result is no longer needed."""
 
 
 class Merger:
@@ -107,7 +107,7 @@ class Merger:
         source = Path(job.request.checkpoint).absolute()
         while not self._turns.acquire(timeout=_POLL_S):
             if is_given_up():
-                raise GivenUpError(f"{source}: not wanted any more")
+                raise GivenUpError(f"the merge of {source} was given up before it started")
         options = MergeOptions(weights=job.request.weights, extra_state=False)
         order = MergeOrder(
             str(source),
@@ -137,7 +137,7 @@ class _Patience:
     began: float = field(default_factory=time.monotonic)
 
     def check(self) -> None:
-        """Raise CrashedError if it takes too long, GivenUpError if its result is not wanted."""
+        """Raise CrashedError if it takes too long, GivenUpError if its result is not needed."""
         if time.monotonic() - self.began > self.timeout_s:
             raise CrashedError(
                 f"{self.what} took more than {self.timeout_s:g} s",
@@ -145,7 +145,7 @@ class _Patience:
                 "`timeout` in the profile",
             )
         if self.is_given_up():
-            raise GivenUpError(f"{self.what} is not wanted any more")
+            raise GivenUpError(f"{self.what} was given up: its result is no longer needed")
 
 
 def merge_in_process(
@@ -232,7 +232,7 @@ def _judge(source: str, directory: Path, returncode: int) -> Path:
         return Path(answer["model"])
     if answer["is_gone"]:
         raise GoneError(
-            f"{answer['checkpoint']}: is gone, or the path is wrong",
+            f"checkpoint {answer['checkpoint']} does not exist (removed, or the path is wrong)",
             hint="check the path; pin checkpoints when they are submitted, or let more of them "
             "stay",
         )

@@ -294,7 +294,7 @@ def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
     base, _, model = name.partition(":")
     if base not in profiles:
         known = ", ".join(sorted(profiles)) or "none"
-        raise UsageError(f"profile {base!r:.200}: unknown", expected=f"one of: {known}")
+        raise UsageError(f"unknown profile {base!r:.200}", expected=f"one of: {known}")
     profile = profiles[base]
     if name == base:
         return profile
@@ -334,8 +334,8 @@ def resolve_name(profiles: Mapping[str, Profile], name: str) -> str:
         return fitting[0]
     known = ", ".join(sorted(profiles)) or "none"
     raise UsageError(
-        f"{name!r:.200}: no profile of this name"
-        + (", and no type of model that one for lmms-eval allows" if lmms else ""),
+        f"unknown profile {name!r:.200}"
+        + (", and no profile for lmms-eval allows this type of model" if lmms else ""),
         expected=f"one of: {known}",
         hint="a profile can allow more types of model by `allowed_models`" if lmms else "",
     )

@@ -1,1 +1,1 @@
-"""Which job runs when, on which GPUs, and what becomes of it."""
+"""Which job runs when, on which GPUs, and how it ends."""

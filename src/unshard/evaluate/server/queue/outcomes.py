@@ -1,4 +1,4 @@
-"""What becomes of a job and its merged model when an attempt has ended."""
+"""How a job continues, and whether its merged model stays, when an attempt has ended."""
 
 import logging
 import shutil
@@ -68,7 +68,7 @@ class Outcomes:
         self._tidying = threading.Lock()
 
     def record(self, attempt: Attempt, outcome: Outcome) -> None:
-        """Record what became of an attempt, whose processes are gone.
+        """Record the outcome of an attempt, whose processes have ended.
 
         If that is not possible, the job fails.
         """
@@ -83,7 +83,7 @@ class Outcomes:
             try:
                 self._persist(step)
             except Exception as error:  # noqa: BLE001  otherwise the job would run forever
-                _log.exception("job %s: what became of it cannot be recorded", job_id)
+                _log.exception("the outcome of job %s cannot be recorded", job_id)
                 self._persist(partial(self._store.fail, job_id, repr(error), None))
         now = self._job(job_id)
         if now is not None:

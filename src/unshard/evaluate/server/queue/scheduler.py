@@ -1,4 +1,4 @@
-"""The loop: claim a job when slots are free, run it in a thread, record what became of it."""
+"""The loop: claim a job when slots are free, run it in a thread, record the outcome."""
 
 import json
 import logging
@@ -187,7 +187,7 @@ class Scheduler:
                 while (job := self._store.due(time.time())) is not None and self._begin(job):
                     pass
             except Exception:  # noqa: BLE001  the jobs after it must not wait forever
-                _log.exception("jobs cannot be begun; trying again")
+                _log.exception("no job can be started; trying again")
             self._wake.wait(self._settings.limits.poll_s)
 
     def _sweep(self) -> None:
@@ -234,8 +234,8 @@ class Scheduler:
         try:
             self._spawn(lambda: self._perform(attempt, None), f"job {job.id}")
         except RuntimeError as error:  # too many processes or threads of this user
-            _log.exception("job %s cannot be begun", job.id)
-            self._close(attempt, Postponed(f"it could not be begun: {error}"))
+            _log.exception("job %s cannot be started", job.id)
+            self._close(attempt, Postponed(f"its thread could not be started: {error}"))
             return False
         return True
 
@@ -288,7 +288,7 @@ class Scheduler:
             self._close(attempt, outcome)
 
     def _close(self, attempt: Attempt, outcome: Outcome) -> None:
-        """Record what became of an attempt, and give its slots back."""
+        """Record the outcome of an attempt, and give its slots back."""
         if isinstance(outcome, Failed) and outcome.unknown is not None:
             self._settings.unknown.add(attempt.profile.name, outcome.unknown)
         try:

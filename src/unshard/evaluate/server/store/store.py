@@ -36,7 +36,7 @@ _AGAIN = (Status.FAILED, Status.CANCELLED, Status.EXPIRED, Status.SUPERSEDED)
 
 
 class Store:
-    """The jobs, and what became of them, in the database at a path; made if it is missing."""
+    """The jobs and their outcomes, in the database at a path; made if it is missing."""
 
     def __init__(self, path: Path) -> None:
         self._connections = Connections(path)
