@@ -21,9 +21,9 @@ __all__ = [
     "ArgumentFields",
     "Arguments",
     "EvaluationError",
-    "Event",
     "Filters",
     "Job",
+    "JobEvent",
     "Phase",
     "Process",
     "Request",
@@ -256,7 +256,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class JobEvent:
     """A change of a job; numbers rise."""
 
     number: int

@@ -16,7 +16,7 @@ from evaluation.wandb_file import history, run_record
 from unshard.errors import UsageError
 from unshard.evaluate.sinks import export as exporting
 from unshard.evaluate.sinks.base import JsonlSink
-from unshard.evaluate.sinks.export import Destination, Exported, Target, export, export_all
+from unshard.evaluate.sinks.export import Destination, Exported, Tracker, export, export_all
 
 pytestmark = pytest.mark.xdist_group("eval-export")  # one server for all
 
@@ -142,7 +142,7 @@ def test_a_tracker_that_is_not_set_up_is_reported(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
     with pytest.raises(UsageError, match="--to mlflow: nothing can be written") as caught:
-        export("a", [{**ROW, "metric": "acc"}], Destination(Target.MLFLOW, tmp_path, "p"))
+        export("a", [{**ROW, "metric": "acc"}], Destination(Tracker.MLFLOW, tmp_path, "p"))
     assert "Exception" in caught.value.found
 
 
@@ -151,7 +151,7 @@ ROW = {"run": "a", "job_id": "1", "step": 3, "weights": "ema", "task": "t", "val
 
 def test_weights_and_filters_are_in_the_names(tmp_path: Path) -> None:
     rows = [{**ROW, "metric": "acc"}, {**ROW, "metric": "acc,strict"}]
-    to = Destination(Target.JSONL, tmp_path)
+    to = Destination(Tracker.JSONL, tmp_path)
     assert export("a", rows, to) == Exported("a", 1, 0, 0)
     (line,) = (tmp_path / "a.jsonl").read_text().splitlines()
     assert json.loads(line)["metrics"] == {
@@ -163,7 +163,7 @@ def test_weights_and_filters_are_in_the_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "..", ""])
 def test_a_run_cannot_name_another_place(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="cannot name a file"):
-        export_all([{**ROW, "run": name, "metric": "acc"}], Destination(Target.JSONL, tmp_path))
+        export_all([{**ROW, "run": name, "metric": "acc"}], Destination(Tracker.JSONL, tmp_path))
 
 
 def test_what_was_written_before_a_failure_is_remembered(
@@ -172,7 +172,7 @@ def test_what_was_written_before_a_failure_is_remembered(
     from unshard.evaluate.sinks.base import JsonlSink
 
     rows = [{**ROW, "job_id": str(n), "step": n, "metric": "acc"} for n in range(4)]
-    log, to = JsonlSink.log, Destination(Target.JSONL, tmp_path)
+    log, to = JsonlSink.log, Destination(Tracker.JSONL, tmp_path)
 
     def failing(self: JsonlSink, step: int | None, metrics: dict[str, float], job: str) -> None:
         if step == 2:
@@ -190,7 +190,7 @@ def test_what_was_written_before_a_failure_is_remembered(
 def test_the_same_names_elsewhere_are_another_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    to = Destination(Target.WANDB, tmp_path, "p")
+    to = Destination(Tracker.WANDB, tmp_path, "p")
     one = {"job_id": "1", "run": "a", "task": "t", "metric": "m", "weights": "model"}
     found: list[dict[str, object]] = [{**one, "value": 1.0, "step": 1}]
     monkeypatch.setattr(exporting, "_open_sink", lambda run, to: JsonlSink(tmp_path / "lines"))  # noqa: ARG005
@@ -202,6 +202,6 @@ def test_the_same_names_elsewhere_are_another_place(
 def test_the_later_of_two_results_of_a_step_is_written_last(tmp_path: Path) -> None:
     """A step may be saved again when its first save has been evaluated already."""
     rows = [{**ROW, "job_id": job, "metric": "acc", "value": 0.5} for job in ("b", "a")]
-    assert export("a", rows, Destination(Target.JSONL, tmp_path)).written == 2
+    assert export("a", rows, Destination(Tracker.JSONL, tmp_path)).written == 2
     lines = (tmp_path / "a.jsonl").read_text().splitlines()
     assert [json.loads(line)["job"] for line in lines] == ["b", "a"]

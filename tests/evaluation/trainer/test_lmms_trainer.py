@@ -26,7 +26,7 @@ from evaluation.servers import Live, free_port, started
 from evaluation.wandb_file import history
 from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.pins.pin import list_pins
-from unshard.evaluate.sinks.export import Destination, Target, export_all
+from unshard.evaluate.sinks.export import Destination, Tracker, export_all
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
 from unshard.evaluate.trainer.submitter import Submitter
@@ -171,8 +171,8 @@ def test_the_last_result_reaches_every_tracker_that_results_are_exported_to(
         monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
     with EvalClient(trained.url, timeout=LIMIT_S) as client:
         rows = client.results(run="there")
-    for target in (Target.JSONL, Target.TENSORBOARD, Target.MLFLOW, Target.TRACKIO):
-        export_all(rows, Destination(target, tmp_path, "project"))
+    for tracker in (Tracker.JSONL, Tracker.TENSORBOARD, Tracker.MLFLOW, Tracker.TRACKIO):
+        export_all(rows, Destination(tracker, tmp_path, "project"))
     found: dict[str, list[tuple[int, float]]] = {}
     lines = (tmp_path / "there.jsonl").read_text().splitlines()
     found["jsonl"] = [(one["step"], one["metrics"][NAME]) for one in map(json.loads, lines)]

@@ -139,11 +139,11 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write each result into a tracker once, under its own step."""
-    from unshard.evaluate.sinks.export import Destination, Target, export_all
+    from unshard.evaluate.sinks.export import Destination, Tracker, export_all
 
-    if to not in list(Target):
-        raise UsageError(f"--to {to}: unknown", expected=", ".join(Target))
-    destination = Destination(Target(to), directory, project, is_for_one=run is not None)
+    if to not in list(Tracker):
+        raise UsageError(f"--to {to}: unknown", expected=", ".join(Tracker))
+    destination = Destination(Tracker(to), directory, project, is_for_one=run is not None)
     destination.check()
     with connect(server or URL, token_file) as client:
         found = client.results(run=run)

@@ -14,12 +14,12 @@ from pathlib import Path
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.sinks.base import JsonlSink, Marks, Sink, name_metrics
 
-__all__ = ["Destination", "Exported", "Target", "export", "export_all"]
+__all__ = ["Destination", "Exported", "Tracker", "export", "export_all"]
 
 _MARKS = "unshard_exports"
 
 
-class Target(StrEnum):
+class Tracker(StrEnum):
     """A tracker that results can be exported to."""
 
     TENSORBOARD = "tensorboard"
@@ -29,9 +29,9 @@ class Target(StrEnum):
     JSONL = "jsonl"
 
 
-_FILES = frozenset({Target.TENSORBOARD, Target.JSONL})
-_OWNERS = {Target.MLFLOW: "MLFLOW_TRACKING_URI", Target.WANDB: "WANDB_ENTITY"}
-_PACKAGES = {Target.MLFLOW: "mlflow or mlflow-skinny"}
+_FILES = frozenset({Tracker.TENSORBOARD, Tracker.JSONL})
+_OWNERS = {Tracker.MLFLOW: "MLFLOW_TRACKING_URI", Tracker.WANDB: "WANDB_ENTITY"}
+_PACKAGES = {Tracker.MLFLOW: "mlflow or mlflow-skinny"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +39,21 @@ class Destination:
     """Where results are written.
 
     Attributes:
-        target: the kind of tracker.
+        tracker: its kind.
         directory: of the files, and of the record of what has been exported.
         project: of W&B or trackio; MLflow's experiment.
         is_for_one: whether one run is exported, into `directory` itself, or each into its own.
     """
 
-    target: Target
+    tracker: Tracker
     directory: Path
     project: str = ""
     is_for_one: bool = True
 
     def check(self) -> None:
-        """Raise UsageError if the target needs a project and has none."""
-        if self.target not in _FILES and not self.project:
-            raise UsageError(f"--to {self.target}", expected="--project NAME")
+        """Raise UsageError if the tracker needs a project and has none."""
+        if self.tracker not in _FILES and not self.project:
+            raise UsageError(f"--to {self.tracker}", expected="--project NAME")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,12 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
     if run in {"", ".", ".."} or Path(run).name != run:
         raise UsageError(f"run {run!r}: cannot name a file")
     # The same project of another owner or server is another place; a URL may contain a password.
-    owner = os.environ.get(_OWNERS.get(to.target, ""), "")
+    owner = os.environ.get(_OWNERS.get(to.tracker, ""), "")
     owner = hashlib.sha256(owner.encode()).hexdigest()[:8] if owner else ""
-    named = filter(None, [to.target, owner, to.project, run])
+    named = filter(None, [to.tracker, owner, to.project, run])
     marks = Marks(to.directory / _MARKS, "-".join(named))
     jobs = _group_by_job(results)
-    fitting = [job for job in jobs if job.step is not None or to.target is Target.JSONL]
+    fitting = [job for job in jobs if job.step is not None or to.tracker is Tracker.JSONL]
     new = [job for job in fitting if job.job_id not in marks]
     if new:
         try:
@@ -116,7 +116,7 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
             raise
         except Exception as error:  # whatever a tracker raises
             raise UsageError(
-                f"--to {to.target}: nothing can be written to it",
+                f"--to {to.tracker}: nothing can be written to it",
                 found=f"{type(error).__name__}: {error}",
                 hint="is it set up for this user? (wandb login, MLFLOW_TRACKING_URI)",
             ) from error
@@ -150,27 +150,27 @@ def _write(sink: Sink, jobs: Sequence[_Measured], marks: Marks) -> None:
 def _open_sink(run: str, to: Destination) -> Sink:
     """Open a tracker; only this one is imported."""
     try:
-        match to.target:
-            case Target.TENSORBOARD:
+        match to.tracker:
+            case Tracker.TENSORBOARD:
                 from unshard.evaluate.sinks.tensorboard import TensorBoardSink
 
                 return TensorBoardSink(to.directory if to.is_for_one else to.directory / run)
-            case Target.JSONL:
+            case Tracker.JSONL:
                 return JsonlSink(to.directory / f"{run}.jsonl")
-            case Target.WANDB:
+            case Tracker.WANDB:
                 from unshard.evaluate.sinks.wandb import WandbSink
 
                 return WandbSink(to.project, run)
-            case Target.MLFLOW:
+            case Tracker.MLFLOW:
                 from unshard.evaluate.sinks.mlflow import MlflowSink
 
                 return MlflowSink.open(to.project, run)
-            case Target.TRACKIO:
+            case Tracker.TRACKIO:
                 from unshard.evaluate.sinks.trackio import TrackioSink
 
                 return TrackioSink.open(to.project, run)
     except ImportError as error:
-        needed = _PACKAGES.get(to.target, str(to.target))
+        needed = _PACKAGES.get(to.tracker, str(to.tracker))
         raise UsageError(
-            f"--to {to.target}: {error}", hint=f"install {needed} next to unshard"
+            f"--to {to.tracker}: {error}", hint=f"install {needed} next to unshard"
         ) from error

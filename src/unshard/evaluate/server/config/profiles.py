@@ -29,11 +29,11 @@ __all__ = [
     "Keep",
     "Kind",
     "Launcher",
+    "NonEmptyText",
     "Place",
     "Places",
     "Profile",
     "ServerConfig",
-    "Text",
     "default_profiles",
     "model_of",
     "profile_named",
@@ -127,7 +127,7 @@ def _is_below_output(text: str) -> bool:
 
 
 Bare = Annotated[str, Field(strict=True, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
-Text = Annotated[Bare, expects("a string that is not empty")]
+NonEmptyText = Annotated[Bare, expects("a string that is not empty")]
 Texts = Annotated[tuple[Bare, ...], BeforeValidator(_list), expects("a list of strings")]
 Place = Annotated[Path, BeforeValidator(_absolute), expects("a string that is not empty")]
 Places = Annotated[tuple[Place, ...], BeforeValidator(_list), expects("a list of strings")]
@@ -142,7 +142,7 @@ ModelArgs = Annotated[
     Mapping[Annotated[str, Field(min_length=1)], Scalar],
     expects("a mapping of names to strings, numbers or booleans"),
 ]
-ModelConfig = Annotated[
+ConfigPath = Annotated[
     Place, expects("a config.json, or a directory with config.json and tokenizer", _is_model_config)
 ]
 Timeout = Annotated[
@@ -187,11 +187,11 @@ class Profile:
 
     name: str
     kind: Annotated[Kind, expects(", ".join(Kind))]
-    interpreter: Annotated[Text, AfterValidator(_program)] = sys.executable
+    interpreter: Annotated[NonEmptyText, AfterValidator(_program)] = sys.executable
     environment: Environment = field(default_factory=dict)
     include_paths: Annotated[Places, expects("directories that exist", _are_folders)] = ()
-    model: Text = "hf"
-    checkpoint_key: Text = "pretrained"
+    model: NonEmptyText = "hf"
+    checkpoint_key: NonEmptyText = "pretrained"
     model_args: ModelArgs = field(default_factory=dict)
     allowed_model_args: Texts = ()
     allowed_models: Texts = MODEL_TYPES
@@ -200,13 +200,13 @@ class Profile:
     retries: Annotated[int, whole(0, 100)] = 1
     gpus: Annotated[int, whole(0)] = 0
     keep: Annotated[Keep, expects(", ".join(Keep))] = Keep.NONE
-    best_metric: Text | None = None
+    best_metric: NonEmptyText | None = None
     launcher: Annotated[Launcher, expects(", ".join(Launcher))] = Launcher.ACCELERATE
-    config: ModelConfig | None = None
+    config: ConfigPath | None = None
     command: Annotated[Texts, expects(COMMAND_EXPECTED, _is_command), AfterValidator(_started)] = ()
-    results: Annotated[Text, expects("a file below the output directory", _is_below_output)] = (
-        "results.json"
-    )
+    results: Annotated[
+        NonEmptyText, expects("a file below the output directory", _is_below_output)
+    ] = "results.json"
     results_bytes: Annotated[int, whole(1)] = 64 << 20
 
 

@@ -21,11 +21,11 @@ from unshard.evaluate.server.config.profiles import (
     PROFILE_KEYS,
     Keep,
     Kind,
+    NonEmptyText,
     Place,
     Places,
     Profile,
     ServerConfig,
-    Text,
     default_profiles,
     model_of,
 )
@@ -72,7 +72,7 @@ def _gpu_names(value: object) -> object:
     return value
 
 
-class PinQuota(TypedDict, total=False):
+class PinQuotaKeys(TypedDict, total=False):
     """How much the pins of a run may keep."""
 
     count: Annotated[int, whole(0)] | None
@@ -88,11 +88,11 @@ class ServerKeys(TypedDict, total=False):
         BeforeValidator(_gpu_names),
         expects("how many, or a list of their numbers or ids"),
     ]
-    host: Text
+    host: NonEmptyText
     port: Annotated[int, whole(0, 65535)]
     token_file: Place
     work_directory: Place
-    pin_quota: Annotated[PinQuota, BeforeValidator(_given)]
+    pin_quota: Annotated[PinQuotaKeys, BeforeValidator(_given)]
     keep_days: Annotated[int, whole(1)] | None
     profiles: dict[
         Annotated[str, Field(pattern=_NAME)], Annotated[Profile, BeforeValidator(_fields_given)]
@@ -178,7 +178,7 @@ def _unknown_keys(path: Path, document: object) -> Iterator[UsageError]:
     quota = _mapping(document).get("pin_quota")
     places = [
         (str(path), document, SERVER_KEYS),
-        (f"{path}: pin_quota", quota, frozenset(PinQuota.__annotations__)),
+        (f"{path}: pin_quota", quota, frozenset(PinQuotaKeys.__annotations__)),
     ]
     for name, one in _profiles_in(document).items():
         if (kind := _kind_in(one)) is not None:

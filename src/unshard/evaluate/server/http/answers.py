@@ -17,13 +17,13 @@ from unshard.errors import UnshardError
 from unshard.evaluate.server.admission import MOST_TASKS
 from unshard.evaluate.server.service import Service
 
-__all__ = ["ErrorBody", "ErrorFields", "Served", "Tasks", "Text", "answer", "answer_page"]
+__all__ = ["BoundedText", "ErrorBody", "ErrorFields", "Served", "Tasks", "answer", "answer_page"]
 
 _PAGE_BYTES = 1 << 20
 _JSON = "application/json"
 
-Text = Annotated[str, Field(max_length=4096)]
-Tasks = Annotated[list[Text], Field(min_length=1, max_length=MOST_TASKS)]
+BoundedText = Annotated[str, Field(max_length=4096)]
+Tasks = Annotated[list[BoundedText], Field(min_length=1, max_length=MOST_TASKS)]
 
 
 async def _service_of(connection: HTTPConnection) -> Service:  # async: it needs no thread

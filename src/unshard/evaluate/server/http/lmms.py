@@ -17,7 +17,7 @@ from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Arguments, Job, Request, Status
 from unshard.evaluate.server.attempts.merging import GivenUpError, GoneError
 from unshard.evaluate.server.health import UnhealthyError
-from unshard.evaluate.server.http.answers import ErrorFields, Served, Tasks, Text, answer
+from unshard.evaluate.server.http.answers import BoundedText, ErrorFields, Served, Tasks, answer
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.telling import tell_refusal
 from unshard.evaluate.values import Scalar, validated
@@ -50,7 +50,7 @@ class Health(BaseModel):
 class EvaluateRequest(BaseModel):
     """A job to queue (lmms-eval's protocol); unknown keys are ignored."""
 
-    model: Text
+    model: BoundedText
     tasks: Tasks
     model_args: dict[str, Scalar | None] | None = None
     num_fewshot: int | None = None
@@ -119,8 +119,8 @@ class Message(BaseModel):
 class MergeRequest(BaseModel):
     """A checkpoint to merge (lmms-eval's protocol)."""
 
-    checkpoint_path: Text
-    output_path: Text | None = None
+    checkpoint_path: BoundedText
+    output_path: BoundedText | None = None
     checkpoint_type: Literal["regular", "ema"] = "regular"
 
 

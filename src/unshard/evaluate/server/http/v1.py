@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unshard.evaluate.jobs import Arguments, Filters, Job, Request, Status
 from unshard.evaluate.server.http.answers import (
+    BoundedText,
     ErrorBody,
     Served,
     Tasks,
-    Text,
     answer,
     answer_page,
 )
@@ -46,7 +46,7 @@ _POLL_S = 0.5
 _HEARTBEAT_S = 5.0
 _OF_REQUEST = frozenset({"run", "step", "weights", "profile", "tasks", "checkpoint", "fingerprint"})
 
-Weights = Literal["model", "ema"]
+WeightsName = Literal["model", "ema"]
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
@@ -55,13 +55,13 @@ class Submission(Arguments):
 
     model_config = ConfigDict(extra="forbid")
 
-    checkpoint: Text
-    profile: Text
+    checkpoint: BoundedText
+    profile: BoundedText
     tasks: Tasks
     step: Whole | None = None
-    run: Text = ""
-    weights: Weights = "model"
-    pin: Text | None = None
+    run: BoundedText = ""
+    weights: WeightsName = "model"
+    pin: BoundedText | None = None
 
     def request(self) -> Request:
         """Return it as the value that the server works with."""
@@ -107,10 +107,10 @@ class JobView(BaseModel):
 class ResultPage(BaseModel):
     """Which results to list, and where to continue."""
 
-    run: Text | None = None
+    run: BoundedText | None = None
     step: Number | None = None
-    weights: Weights | None = None
-    profile: Text | None = None
+    weights: WeightsName | None = None
+    profile: BoundedText | None = None
     after: Number = 0
     limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
 
@@ -118,12 +118,12 @@ class ResultPage(BaseModel):
 class JobPage(BaseModel):
     """Which jobs to list, and where to continue."""
 
-    run: Text | None = None
+    run: BoundedText | None = None
     step: Number | None = None
-    weights: Weights | None = None
-    profile: Text | None = None
+    weights: WeightsName | None = None
+    profile: BoundedText | None = None
     status: Status | None = None
-    before: Text | None = None
+    before: BoundedText | None = None
     limit: Annotated[int, Field(ge=1, le=1000)] = 100
 
 

@@ -10,9 +10,9 @@ from itertools import chain, count
 
 from unshard.evaluate.jobs import (
     Arguments,
-    Event,
     Filters,
     Job,
+    JobEvent,
     Phase,
     Process,
     Request,
@@ -124,10 +124,10 @@ def gpus_as_json(gpus: tuple[str, ...]) -> str:
     return json.dumps([int(gpu) if gpu.isdecimal() else gpu for gpu in gpus])
 
 
-def as_event(row: sqlite3.Row) -> Event:
+def as_event(row: sqlite3.Row) -> JobEvent:
     """Return an event from a row of its table."""
     status, phase = Status(row["status"]), _as_phase(row["phase"])
-    return Event(row["number"], row["job_id"], status, phase, row["at"])
+    return JobEvent(row["number"], row["job_id"], status, phase, row["at"])
 
 
 def as_result(row: sqlite3.Row) -> Result:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from unshard.evaluate.jobs import Event, Filters, Job, Phase, Process, Request, Result, Status
+from unshard.evaluate.jobs import Filters, Job, JobEvent, Phase, Process, Request, Result, Status
 from unshard.evaluate.server.store.schema import Connections
 from unshard.evaluate.server.store.statements import (
     CLAIMABLE,
@@ -375,7 +375,7 @@ class Store:
         )
         return map(as_result, rows)
 
-    def events(self, since: int) -> list[Event]:
+    def events(self, since: int) -> list[JobEvent]:
         """Return the changes after the one of this number, the oldest first, 1,000 at most."""
         rows = self._rows("SELECT * FROM events WHERE number > ? ORDER BY 1 LIMIT 1000", since)
         return list(map(as_event, rows))
