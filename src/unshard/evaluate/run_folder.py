@@ -23,7 +23,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from unshard.containers.json_file import is_text, parsed_object
-from unshard.write.staging.beneath import open_inside, open_regular, read_with_status, whole_file
+from unshard.write.staging.beneath import (
+    open_inside,
+    open_regular,
+    read_with_status,
+    try_lock,
+    whole_file,
+)
 
 __all__ = [
     "PINS",
@@ -202,13 +208,13 @@ def lock_file(path: Path | str, *, within: int | None = None) -> int | None:
     """
     fd = open_regular(path, os.O_RDWR | os.O_CREAT, within=within)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
+        is_ours = try_lock(fd)
     except OSError:
-        pass  # there are no locks here
-    return fd
+        is_ours = True  # there are no locks here
+    if is_ours:
+        return fd
+    os.close(fd)
+    return None
 
 
 def unlock(fd: int) -> None:

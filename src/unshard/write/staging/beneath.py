@@ -6,6 +6,7 @@ Staging and recovery work this way, and so does everything in a run's `_unshard`
 
 import ctypes
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -29,6 +30,7 @@ __all__ = [
     "remove",
     "status_of",
     "sync_tree",
+    "try_lock",
     "walk",
     "whole_file",
     "write_whole",
@@ -124,6 +126,21 @@ def open_regular(path: Path | str, flags: int, *, within: int | None = None) -> 
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return fd
+
+
+def try_lock(fd: int) -> bool:
+    """Lock an open file or directory; return False if another process has locked it.
+
+    The lock is released when the file is closed, however its process ends.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

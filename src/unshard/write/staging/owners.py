@@ -15,7 +15,6 @@ drops the locks of a process that ends, however it ends. A free lock on this hos
 of another host's owner nothing is known.
 """
 
-import fcntl
 import hmac
 import json
 import logging
@@ -29,7 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.write.staging.beneath import names_in, read_with_status
+from unshard.write.staging.beneath import names_in, read_with_status, try_lock
 
 __all__ = [
     "OWNER_NAME",
@@ -100,7 +99,7 @@ def claim(staging: int, made: Sequence[Path]) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(draft, flags, 0o600, dir_fd=staging)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try_lock(fd)  # it succeeds: no other process opens the draft
         os.write(fd, json.dumps(fields).encode())
         os.rename(draft, OWNER_NAME, src_dir_fd=staging, dst_dir_fd=staging)
     except BaseException:
@@ -168,10 +167,9 @@ def _is_dead(fd: int, fields: dict[str, object]) -> bool:
     if fields["host"] != socket.gethostname():
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return try_lock(fd)
     except OSError:
         return False
-    return True
 
 
 def seal(*facts: object) -> str:

@@ -8,7 +8,6 @@ to give back to the directory that holds both.
 """
 
 import errno
-import fcntl
 import logging
 import os
 import stat
@@ -20,7 +19,7 @@ from typing import Self
 
 from unshard.errors import OutputError
 from unshard.signals import uninterrupted
-from unshard.write.staging.beneath import names_in, opened, remove, status_of
+from unshard.write.staging.beneath import names_in, opened, remove, status_of, try_lock
 from unshard.write.staging.commit import begin, finish, is_begun, take_new
 from unshard.write.staging.journal import JOURNAL_NAME, OUTPUT, Mode, read_journal, write_journal
 from unshard.write.staging.owners import (
@@ -281,13 +280,14 @@ def _lock(directory: Path) -> int:
     """Lock a directory against other merges into it; return the descriptor that locks it."""
     fd = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise OutputError(f"{directory}: another merge into it is under way") from error
+        is_ours = try_lock(fd)
     except OSError as error:  # a file system without locks
         _log.debug("%s cannot be locked: %s", directory, error)
-    return fd
+        is_ours = True
+    if is_ours:
+        return fd
+    os.close(fd)
+    raise OutputError(f"{directory}: another merge into it is under way")
 
 
 def _durable(directory: int, target: Path) -> list[str]:
