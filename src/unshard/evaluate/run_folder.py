@@ -23,6 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from unshard.containers.json_file import is_text, parsed_object
+from unshard.read.finding.step_names import STATE_FOLDER
 from unshard.write.staging.beneath import (
     open_inside,
     open_regular,
@@ -34,7 +35,9 @@ from unshard.write.staging.beneath import (
 __all__ = [
     "PINS",
     "SPOOL",
-    "STATE",
+    "SPOOL_LOCK",
+    "WATCHED",
+    "WATCH_LOCK",
     "RunFolder",
     "RunRecord",
     "leave_alone",
@@ -45,14 +48,20 @@ __all__ = [
     "write_record",
 ]
 
-STATE = "_unshard"
-"""The directory of a run that holds everything of ours."""
-
 PINS = "pins"
-"""The directory of a run's pins, in `STATE`."""
+"""The directory of a run's pins, in `STATE_FOLDER`."""
 
 SPOOL = "spool"
-"""The directory of a run's submissions and results on their way, in `STATE`."""
+"""The directory of a run's submissions and results on their way, in `STATE_FOLDER`."""
+
+SPOOL_LOCK = "spool.lock"
+"""The file in `STATE_FOLDER` that the process locks which sends what is in the spool."""
+
+WATCH_LOCK = "watch.lock"
+"""The file in `STATE_FOLDER` that the process locks which watches the run."""
+
+WATCHED = "watched"
+"""The name of the `Marks` in `STATE_FOLDER` of what was submitted by watching."""
 
 _INODE = "inode"
 
@@ -72,7 +81,7 @@ class RunFolder:
     @classmethod
     def of_pin(cls, directory: Path) -> "RunFolder | None":
         """Return the run of a pin's directory; None if it is not a `RUN/_unshard/pins/NAME`."""
-        is_one = directory.parts[-3:-1] == (STATE, PINS)
+        is_one = directory.parts[-3:-1] == (STATE_FOLDER, PINS)
         return cls(directory.parents[2]) if is_one else None
 
     @property
@@ -89,7 +98,7 @@ class RunFolder:
     @property
     def state(self) -> Path:
         """Return the directory of everything of ours, `_unshard/`."""
-        return self.path / STATE
+        return self.path / STATE_FOLDER
 
     @property
     def pins(self) -> Path:
@@ -133,7 +142,7 @@ class RunFolder:
                 self.state.mkdir()
                 # Trainers remove the run or checkpoint that is "oldest" by its mtime.
                 os.utime(self.path, ns=(before.st_atime_ns, before.st_mtime_ns))
-        with opened(self.path, STATE, *names, make=make) as folder:
+        with opened(self.path, STATE_FOLDER, *names, make=make) as folder:
             yield folder
 
     def lock(self, name: str) -> int | None:

@@ -17,9 +17,9 @@ from pathlib import Path, PurePosixPath
 
 from unshard.containers.json_file import is_text
 from unshard.errors import UnshardError
-from unshard.evaluate.run_folder import STATE
 from unshard.read.beside.companions import Companions, companions_in, find_companions
 from unshard.read.finding.discover import discover
+from unshard.read.finding.step_names import STATE_FOLDER
 from unshard.read.format import Choice
 
 __all__ = [
@@ -43,7 +43,7 @@ _LEFT_OUT_FOLDERS = re.compile(
     r"optim(?:izer)?(?:_\d+)?"  # NeMo AutoModel, lmms-engine, accelerate
     r"|extra_state|dataloader(?:_state)?"  # lmms-engine, NeMo AutoModel
     r"|train|rng|eval"  # OLMo-core, NeMo AutoModel; results of lmms-engine
-    r"|merged|" + STATE + r"|\.cache"
+    r"|merged|" + STATE_FOLDER + r"|\.cache"
 )
 _LEFT_OUT_FILES = re.compile(
     r"optim(?:izer)?(?:_.*)?\.(?:pt|pth|bin|safetensors)"

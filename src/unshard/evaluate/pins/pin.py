@@ -37,6 +37,7 @@ from unshard.evaluate.run_folder import (
     read_record,
     write_record,
 )
+from unshard.read.finding.step_names import STATE_FOLDER
 from unshard.write.staging.beneath import check_path, names_in, remove
 from unshard.write.staging.beneath import opened as opened_in
 
@@ -213,7 +214,7 @@ def read_pin(path: Path) -> Pin:
                     return _read(pins, run.path, directory)
             except (OSError, CorruptError) as error:
                 raise ExpiredError(f"{path}: not a pin", found=str(error)) from error
-    raise ExpiredError(f"{path}: not a pin", expected="a path below RUN/_unshard/pins")
+    raise ExpiredError(f"{path}: not a pin", expected=f"a path below RUN/{STATE_FOLDER}/{PINS}")
 
 
 def _read(pins: int, run: Path, directory: Path) -> Pin:

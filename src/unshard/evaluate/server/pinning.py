@@ -25,9 +25,10 @@ from unshard.evaluate.pins.pin import (
     sweep,
     unpin,
 )
-from unshard.evaluate.run_folder import PINS, STATE, RunFolder
+from unshard.evaluate.run_folder import PINS, RunFolder
 from unshard.evaluate.server.admission import resolve_checkpoint
 from unshard.evaluate.server.store.store import Store
+from unshard.read.finding.step_names import STATE_FOLDER
 
 __all__ = ["Pins"]
 
@@ -60,7 +61,9 @@ class Pins:
         path = resolve_checkpoint(pin, self.roots)
         if RunFolder.of_pin(path.parent) is None:
             raise UsageError(
-                "pin cannot be accepted", expected="RUN/_unshard/pins/NAME/CHECKPOINT", found=pin
+                "pin cannot be accepted",
+                expected=f"RUN/{STATE_FOLDER}/{PINS}/NAME/CHECKPOINT",
+                found=pin,
             )
         try:
             found = read_pin(path)
@@ -138,7 +141,9 @@ class Pins:
     def _places(self) -> Iterator[Path]:
         for root in self.roots:
             for depth in _DEPTHS:
-                yield from (place.parents[1] for place in root.glob(f"{depth}{STATE}/{PINS}"))
+                yield from (
+                    place.parents[1] for place in root.glob(f"{depth}{STATE_FOLDER}/{PINS}")
+                )
         yield from map(Path, self.store.pinned_runs())
         yield from _runs_of(pin for _, pin in self.store.pins_below())
 

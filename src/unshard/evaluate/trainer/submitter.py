@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unshard.evaluate.pins.pin import ExpiredError, PinError, pin_checkpoint
-from unshard.evaluate.run_folder import RunFolder, unlock
+from unshard.evaluate.run_folder import SPOOL_LOCK, RunFolder, unlock
 from unshard.evaluate.sinks.base import JsonlSink, PacedSink, Sink, ignoring_errors
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.courier import Courier, release
@@ -296,7 +296,7 @@ class Submitter:
         """Become the process that sends what is in the run's spool; return whether this one is."""
         if self._lock is None and self._folder.state.is_dir():
             with ignoring_errors("submissions wait"):
-                self._lock = self._folder.lock("spool.lock")
+                self._lock = self._folder.lock(SPOOL_LOCK)
                 if self._lock is None and not self._is_second:
                     log.warning("%s: another process sends this run's submissions", self.run_dir)
                     log.warning("and takes the results of all; this one only spools")

@@ -19,7 +19,7 @@ from unshard.evaluate.client.v1 import EvalClient, ServerAwayError
 from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.pins.files import fingerprint, list_checkpoint, read_stamps
 from unshard.evaluate.pins.pin import list_pins
-from unshard.evaluate.run_folder import RunFolder, unlock
+from unshard.evaluate.run_folder import WATCH_LOCK, WATCHED, RunFolder, unlock
 from unshard.evaluate.sinks.base import Marks
 from unshard.evaluate.trainer.completeness import CheckpointFinder
 from unshard.evaluate.trainer.config import EvalConfig
@@ -66,7 +66,7 @@ class Watching:
     def __init__(self, run: Path, config: EvalConfig) -> None:
         self.run = run.absolute()
         self._check_is_run()
-        held = RunFolder(self.run).lock("watch.lock")
+        held = RunFolder(self.run).lock(WATCH_LOCK)
         if held is None:
             raise UsageError(f"{run}: another process watches this run")
         self._lock = held
@@ -77,7 +77,7 @@ class Watching:
         self._finders = {one: CheckpointFinder(self.run, weights=one) for one in config.weights}
         self._complete: dict[Path, set[str]] = {}
         self._ready: list[Location] = []
-        self._marks = Marks(RunFolder(self.run).state, "watched")
+        self._marks = Marks(RunFolder(self.run).state, WATCHED)
         self._spool = Spool(self.run)
         # Why each request was refused, as `decisions` reported last; None if it has no answer yet.
         left = (*self._spool.waiting(), *self._spool.refused())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.read.dcp.reader import DCP
-from unshard.read.finding.step_names import is_unfinished, loose_step_of, step_of
+from unshard.read.finding.step_names import STATE_FOLDER, is_unfinished, loose_step_of, step_of
 from unshard.read.format import DEEPSPEED, MEGATRON, Format
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
@@ -30,7 +30,6 @@ _STATE = re.compile(
     r"(?:(?:lr_|train_)?(?:optim(?:izer)?s?|scheduler|sampler|scaler|data(?:loader)?|rng|random"
     r"|extra|trainer|training|client)(?:_states?|_args)?)(?:_\d+|_merged)?"
 )
-_OURS = "_unshard"
 _TRAINER = "trainer"  # where prime-rl has the model; files of this name are training state
 _RECORD = "unshard.json"  # written by write.record, next to what a merge made
 
@@ -105,7 +104,7 @@ def _folders_to_search(folder: Path, place: Path) -> Iterator[Path]:
     Links to what is below the place already (`last`, `latest`) would be found twice.
     """
     for child in sorted(folder.iterdir()):
-        if is_unfinished(child.name) or child.name == _OURS:
+        if is_unfinished(child.name) or child.name == STATE_FOLDER:
             continue
         if is_state(child.name) and child.name != _TRAINER:
             continue

@@ -5,13 +5,26 @@ A name states a step if it ends in a number after a word that counts training (`
 (`save_100`) state one, too, but a sweep's folders look the same (`lr_3`), so they count only for
 weights that a training run alone writes.
 
+The folder of ours in a run has its name here, too: a search passes over it.
+
 Sources: the trainers in `tests/trainers`.
 """
 
 import re
 from pathlib import Path
 
-__all__ = ["family", "holds_steps", "is_unfinished", "loose_step_of", "step_of", "step_of_parents"]
+__all__ = [
+    "STATE_FOLDER",
+    "family",
+    "holds_steps",
+    "is_unfinished",
+    "loose_step_of",
+    "step_of",
+    "step_of_parents",
+]
+
+STATE_FOLDER = "_unshard"
+"""The directory of a run that has everything of ours: see `evaluate.run_folder`."""
 
 _STEPS = tuple(
     re.compile(pattern)

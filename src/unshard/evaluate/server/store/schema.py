@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from unshard.errors import UsageError
+from unshard.evaluate.run_folder import PINS
 from unshard.evaluate.server.store.statements import as_request
+from unshard.read.finding.step_names import STATE_FOLDER
 
 __all__ = ["Connections", "connect"]
 
@@ -87,8 +89,7 @@ _ADDITIONS = (
 _PINNED_RUNS = (
     "CREATE TABLE IF NOT EXISTS pinned_runs (run TEXT PRIMARY KEY)",
     """INSERT OR IGNORE INTO pinned_runs
-    SELECT substr(pin, 1, instr(pin, '/_unshard/pins/') - 1) FROM jobs
-    WHERE instr(pin, '/_unshard/pins/')""",
+    SELECT substr(pin, 1, instr(pin, :pins) - 1) FROM jobs WHERE instr(pin, :pins)""",
 )
 
 _COLUMNS = {
@@ -160,7 +161,7 @@ def _bring_up_to_date(connection: sqlite3.Connection) -> None:
     if not connection.execute("PRAGMA table_info(pinned_runs)").fetchall():
         with _writing(connection):
             for statement in _PINNED_RUNS:
-                connection.execute(statement)
+                connection.execute(statement, {"pins": f"/{STATE_FOLDER}/{PINS}/"})
     lacking = "SELECT id, request FROM jobs WHERE alike IS NULL"
     if connection.execute(f"{lacking} LIMIT 1").fetchall():
         with _writing(connection):
