@@ -204,9 +204,12 @@ def test_a_config_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_merge_reads_the_config_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
-    (step / "config.json").write_text('{"model_type": "llama", "dtype": "float16"}')
+@pytest.mark.parametrize("place", ["run/global_step_1", "run"])
+def test_a_merge_reads_the_config_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    step = save_ranks(tmp_path / "run" / "global_step_1", some_tensors(), 2)
+    (tmp_path / place / "config.json").write_text('{"model_type": "llama", "dtype": "float16"}')
     read: list[Path] = []
 
     def counted(path: Path) -> ModelConfig:
@@ -215,7 +218,7 @@ def test_a_merge_reads_the_config_once(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(companions, "read_config", counted)
     unshard.merge(step, tmp_path / "out", dtype="config", allow_missing=True, allow_unexpected=True)
-    assert read == [step / "config.json"]
+    assert read == [tmp_path / place / "config.json"]
 
 
 def written(fields: Fields, dtype: str) -> Fields:

@@ -9,7 +9,7 @@ the start, into the run's directory.
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from unshard.read.beside.model_config import ModelConfig, read_config
 from unshard.read.finding.step_names import holds_steps
 from unshard.read.format import Location
 
-__all__ = ["Companions", "companions_in", "completed", "find_companions"]
+__all__ = ["Companions", "ConfigFile", "companions_in", "completed", "find_companions"]
 
 _CONFIG = "config.json"
 _NAMES = frozenset(
@@ -37,21 +37,38 @@ _TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
+class ConfigFile:
+    """A config.json; all `Companions` that have it share what was read."""
+
+    path: Path
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        """What the file says, read once, at its first use: see `read_config`."""
+        return read_config(self.path)
+
+
+@dataclass(frozen=True, slots=True)
 class Companions:
     """The files that make weights a model: config, tokenizer, processor, custom code.
 
     Attributes:
-        config: the model's config.json, or None.
+        config_file: the model's config.json, or None.
         files: every other file to copy, by its name in the output.
     """
 
-    config: Path | None = None
+    config_file: ConfigFile | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
 
-    @cached_property
+    @property
+    def config(self) -> Path | None:
+        """The path of config.json, or None."""
+        return None if self.config_file is None else self.config_file.path
+
+    @property
     def model(self) -> ModelConfig | None:
-        """What config.json says, read once, at its first use (see `read_config`); None if none."""
-        return None if self.config is None else read_config(self.config)
+        """What config.json says: see `ConfigFile.model`; None without one."""
+        return None if self.config_file is None else self.config_file.model
 
 
 def find_companions(location: Location, config: Path | None) -> Companions:
@@ -78,7 +95,7 @@ def find_companions(location: Location, config: Path | None) -> Companions:
             break
     if not any(_kind(name) == "tokenizer" for name in found.files):
         found = completed(found, _tokenizer_folder(location))
-    return Companions(config, found.files) if config else found
+    return replace(found, config_file=ConfigFile(config)) if config else found
 
 
 def _tokenizer_folder(location: Location) -> Companions:
@@ -86,7 +103,7 @@ def _tokenizer_folder(location: Location) -> Companions:
     for folder in (location.weights_dir, *_between(location), location.step_dir):
         here = companions_in(folder / "tokenizer")
         if here.files:
-            return Companions(None, here.files)
+            return replace(here, config_file=None)
     return Companions()
 
 
@@ -131,7 +148,7 @@ def _in_run(folder: Path) -> Companions:
     if "auto_map" in config.fields:
         return here
     files = {name: path for name, path in here.files.items() if not name.endswith(".py")}
-    return Companions(here.config, files)
+    return replace(here, files=files)
 
 
 def companions_in(folder: Path) -> Companions:
@@ -151,7 +168,7 @@ def companions_in(folder: Path) -> Companions:
     config = folder / _CONFIG
     # A pipe is refused when it is read: passed over, the output would silently lack a config.
     is_there = config.exists() and not config.is_dir()
-    return Companions(config if is_there else None, files)
+    return Companions(ConfigFile(config) if is_there else None, files)
 
 
 _TOKENIZER = (
@@ -168,7 +185,7 @@ def completed(own: Companions, base: Companions) -> Companions:
     """
     have = {_kind(name) for name in own.files}
     added = {name: path for name, path in base.files.items() if _kind(name) not in have}
-    return Companions(own.config or base.config, {**own.files, **added})
+    return Companions(own.config_file or base.config_file, {**own.files, **added})
 
 
 def _kind(name: str) -> str:

@@ -37,7 +37,7 @@ from unshard.read.hub_files import weight_map
 from unshard.read.safetensors_shards.names import ShardSet
 from unshard.tensors.catalog import TensorEntry
 
-__all__ = ["loss_problems", "writer_of"]
+__all__ = ["loss_problems", "nearest_config", "writer_of"]
 
 _INDEX = "model.safetensors.index.json"
 _NEMO = ".hf_metadata"
@@ -60,15 +60,17 @@ _SHOWN = 4
 
 
 def loss_problems(
-    location: Location, chosen: ShardSet, tensors: Mapping[str, TensorEntry]
+    location: Location,
+    chosen: ShardSet,
+    tensors: Mapping[str, TensorEntry],
+    config: ModelConfig | None,
 ) -> Noted[Sequence[UnshardError]]:
     """Return what shows that files of ranks are missing, and what to say of evidence not used.
 
-    The tensors' tables of chunks have the chosen files, in their order.
+    The tensors' tables of chunks have the chosen files, in their order. The config is the nearest.
     """
     problems: list[UnshardError] = []
     notes: list[str] = []
-    config = _config(location)
     # Whole files of the same shards are next to them, or above the folder `sharded`.
     places = [*location.roots, *(r.parent for r in location.roots if r.name == "sharded")]
     for path in (place / _INDEX for place in places if (place / _INDEX).is_file()):
@@ -89,17 +91,16 @@ def loss_problems(
     return Noted(_gaps(chosen, tensors) or problems, tuple(notes))
 
 
-def writer_of(location: Location) -> str:
+def writer_of(location: Location, config: ModelConfig | None) -> str:
     """Return the tool that wrote the shards, as far as the files next to them show."""
     if any((root / _NEMO).is_dir() for root in location.roots):
         return "NeMo AutoModel"
-    config = _config(location)
     if config is None or config.path.parent not in location.roots:
         return "unknown"
     return "transformers" if "transformers_version" in config.fields else "unknown"
 
 
-def _config(location: Location) -> ModelConfig | None:
+def nearest_config(location: Location) -> ModelConfig | None:
     """Return the nearest config.json that can be read."""
     folders = [*location.roots, *(root / _NEMO for root in location.roots)]
     folders += [root.parent for root in location.roots]

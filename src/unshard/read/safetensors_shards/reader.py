@@ -27,7 +27,7 @@ from unshard.read.hub_files import (
     saved_offsets,
     size_problem,
 )
-from unshard.read.safetensors_shards.losses import loss_problems, writer_of
+from unshard.read.safetensors_shards.losses import loss_problems, nearest_config, writer_of
 from unshard.read.safetensors_shards.names import ShardSet, choose_shards, is_shard_name
 from unshard.tensors.boxes import distinct
 from unshard.tensors.catalog import Catalog, TensorEntry
@@ -47,12 +47,13 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     raise_all(CorruptError, summary, union.problems)
     tensors = union.tensors()
     raise_all(CorruptError, summary, _disagreements(tensors))
-    losses = loss_problems(location, chosen, tensors)
+    config = nearest_config(location)
+    losses = loss_problems(location, chosen, tensors, config)
     summary = f"{location.weights_dir}: files of ranks are missing"
     raise_all(IncompleteError, summary, losses.value)
     missing = chosen.missing()
     return Catalog(
-        writer=writer_of(location),
+        writer=writer_of(location, config),
         world_size=chosen.ranks,
         tensors=tensors,
         missing=tuple(missing),
