@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from item_files import save_item_files
 from ranks import save_ranks
 from safetensors_shards import cut, shard_path, write_shard
 
@@ -49,6 +50,16 @@ def shards(place: Path, tensors: Tensors) -> list[str]:
     for rank in range(2):
         write_shard(shard_path(place, rank), {name: cuts[rank] for name, cuts in pieces.items()})
     return [shard_path(place, rank).name for rank in range(2)]
+
+
+def items(place: Path, tensors: Tensors) -> list[str]:
+    save_item_files(place, tensors, 2)
+    return ["metadata.pkl", "model_0.pt", "model_1.pt", "train_state_1.pt"]
+
+
+def items_of_safetensors(place: Path, tensors: Tensors) -> list[str]:
+    save_item_files(place, tensors, 2, suffix=".safetensors")
+    return ["metadata.pkl", "model_0.safetensors", "model_1.safetensors"]
 
 
 def whole(place: Path, tensors: Tensors) -> list[str]:
@@ -210,6 +221,12 @@ TRAINERS: dict[str, Trainer] = {
         pickled=("checkpoint-100/scheduler.pt", "checkpoint-100/dataloader/rank_0.pt"),
     ),
     "torchtitan": Trainer("checkpoint/step-100", flat, "checkpoint/step-100", "torch"),
+    "torch_checkpointing": Trainer(
+        "outputs/checkpoint/step-100", items, "outputs/checkpoint/step-100", "torch_checkpointing"
+    ),
+    "torch_checkpointing, safetensors": Trainer(
+        "step-100", items_of_safetensors, "step-100", "torch_checkpointing"
+    ),
     "torchtune": Trainer("epoch_100", model, "epoch_100", "torchtune", others=("recipe_state/x",)),
     "Composer": Trainer("ep1-ba100", dcp_under("state", "model"), "ep1-ba100", "Composer"),
     "OLMo-core": Trainer(

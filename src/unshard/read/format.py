@@ -28,6 +28,7 @@ __all__ = [
     "Role",
     "Weights",
     "blaming",
+    "by_name",
     "files_in",
     "find_file",
     "has_file",
@@ -154,7 +155,7 @@ class Location:
     @property
     def place(self) -> Path:
         """The directory of the weights, or the one file that is the whole checkpoint."""
-        is_alone = self.file is not None and not self.format.claims(self.file.name)
+        is_alone = self.file is not None and not self.format.claims(self.file)
         return self.file if self.file is not None and is_alone else self.weights_dir
 
     @property
@@ -190,7 +191,7 @@ class Format:
         read: reads them. Of the catalog, `read.open` sets what the location says: `roots`, `format`
             and `step`.
         sharded: whether ranks have parts; they are preferred to whole weights next to them.
-        claims: returns whether a file of this name is a part of such a set, not a checkpoint.
+        claims: returns whether a file, by its name, is a part of such a set, not a checkpoint.
 
     `read` raises a `CheckpointError` for everything that is wrong with the files.
     """
@@ -198,7 +199,7 @@ class Format:
     name: str
     holds: Callable[[Path], bool]
     read: Callable[[Location, ReadOptions], Catalog]
-    claims: Callable[[str], bool]
+    claims: Callable[[Path], bool]
     sharded: bool = True
 
     def __str__(self) -> str:
@@ -214,6 +215,11 @@ def role_in(folders: Sequence[str]) -> Role | None:
 def has_file(is_meant: Callable[[str], bool]) -> Callable[[Path], bool]:
     """Return a function that returns whether a directory has a file whose name is meant."""
     return lambda directory: any(is_meant(path.name) for path in directory.iterdir())
+
+
+def by_name(is_meant: Callable[[str], bool]) -> Callable[[Path], bool]:
+    """Return a function that returns whether a file's name is meant."""
+    return lambda path: is_meant(path.name)
 
 
 @contextmanager
@@ -293,7 +299,7 @@ MEGATRON = Format(
     "Megatron-core distributed checkpoint",
     _holds_megatron,
     _refuse_megatron,
-    lambda name: name in _MEGATRON_LEGACY,
+    lambda path: path.name in _MEGATRON_LEGACY,
 )
 
 
@@ -315,6 +321,6 @@ DEEPSPEED = Format(
     "DeepSpeed ZeRO checkpoint",
     has_file(_is_deepspeed),
     _refuse_deepspeed,
-    _is_deepspeed,
+    by_name(_is_deepspeed),
     sharded=False,  # after whole files: a whole model next to the partitions can be read
 )

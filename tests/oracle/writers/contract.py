@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
+from item_files import save_item
 from oracle.writers.dcp_saving import dcp_writer
 from oracle.writers.model import Mixed
 from oracle.writers.saving import accelerate_rank_file, rank_file
@@ -35,6 +36,8 @@ __all__ = [
     "fsdp2_bins",
     "fsdp2_ranks",
     "hub_shards",
+    "item_files",
+    "item_files_of_safetensors",
     "whole_bin",
     "whole_file",
     "whole_files",
@@ -109,6 +112,16 @@ def hub_shards(rank: int, world: int, directory: Path) -> None:
     state = {name: tensor.detach().clone() for name, tensor in _fsdp2(world).items()}
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
     state_dict_saver.save(state, storage_writer=writer)
+
+
+def item_files(rank: int, world: int, directory: Path) -> None:
+    """The files of torch_checkpointing, as torch saves them."""
+    save_item(directory, {**_fsdp2(world), "note": "text"}, rank)
+
+
+def item_files_of_safetensors(rank: int, world: int, directory: Path) -> None:
+    """The same as safetensors, which have no place for other values."""
+    save_item(directory, _fsdp2(world), rank, suffix=".safetensors")
 
 
 def whole_file(rank: int, world: int, directory: Path) -> None:

@@ -46,6 +46,7 @@ CHECKPOINT = "checkpoint-7/pytorch_model_fsdp_0"
 RANKS, DCP, HUB, WHOLE = "FSDP rank files", "torch DCP", "sharded safetensors", "whole files"
 RANK_FILE = f"model_world_size_{WORLD}_rank_1.pt"
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
+ITEMS = "torch_checkpointing"
 FORMS = {
     "rank files, FSDP2": Form(
         writers.fsdp2_ranks,
@@ -126,6 +127,23 @@ FORMS = {
         (".", "step-7", f"step-7/{SHARD}"),
         ordered=False,
         unnoticed=("shard-00003-model-00001-of-00001.safetensors",),
+    ),
+    "torch_checkpointing": Form(
+        writers.item_files,
+        "step-7",
+        ITEMS,
+        "merged/step-7",
+        (".", "step-7", "step-7/metadata.pkl", "step-7/model_1.pt"),
+        ("note",),
+        unnoticed=("metadata.pkl",),  # which repeats what the files of torch.save state
+    ),
+    "torch_checkpointing, safetensors": Form(
+        writers.item_files_of_safetensors,
+        "step-7",
+        ITEMS,
+        "merged/step-7",
+        (".", "step-7", "step-7/metadata.pkl", "step-7/model_1.safetensors"),
+        ordered=False,
     ),
     "safetensors, one file": Form(
         writers.whole_file,

@@ -25,6 +25,7 @@ from unshard.read.format import (
     Format,
     Location,
     ReadOptions,
+    by_name,
     files_in,
     find_file,
     has_file,
@@ -76,7 +77,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     )
 
 
-DCP = Format("torch DCP", has_file(_claims), _read, _claims)
+DCP = Format("torch DCP", has_file(_claims), _read, by_name(_claims))
 
 
 def _writer(location: Location, metadata: DcpMetadata, prefix: tuple[str, ...]) -> str:

@@ -76,7 +76,7 @@ def is_checkpoint_file(path: Path) -> bool:
     is_weights = path.is_file() and path.suffix.lower() in _WEIGHT_FILES
     if path.suffix and is_state(path.name.partition(".")[0]):
         return False
-    return is_weights and not any(one.claims(path.name) for one in FORMATS)
+    return is_weights and not any(one.claims(path) for one in FORMATS)
 
 
 def _alone(file: Path) -> Location:

@@ -95,7 +95,8 @@ def nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
     return UnknownFormatError(
         f"{nearest if steps else path}: no checkpoint found",
         expected="model_world_size_W_rank_R.pt (verl, lmms-engine), .metadata and *.distcp (torch "
-        "DCP), pytorch_model_fsdp_0/ (accelerate, HF Trainer), shard-*-model-*.safetensors or "
+        "DCP), model_R.pt with metadata.pkl (torch_checkpointing), pytorch_model_fsdp_0/ "
+        "(accelerate, HF Trainer), shard-*-model-*.safetensors or "
         f"model.safetensors, here or up to {DEPTH} levels below, in step directories "
         "(global_step_N, checkpoint-N, step-N) or without them",
         found="\n            ".join([shown or "an empty directory", *_seen(nearest), *stopped]),
@@ -110,7 +111,7 @@ def _seen(folder: Path) -> list[str]:
         if number > _MOST_PATHS:
             break
         kind = next((at for at, (is_meant, _) in enumerate(_SIGNS) if is_meant(path.name)), None)
-        if kind is not None and not any(one.claims(path.name) for one in FORMATS):
+        if kind is not None and not any(one.claims(path) for one in FORMATS):
             found.setdefault(kind, path)
     shown = sorted(found.items())[:_SHOWN]
     return [f"{path.relative_to(folder)}: {_SIGNS[kind][1]}" for kind, path in shown]

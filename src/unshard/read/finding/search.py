@@ -15,11 +15,20 @@ from unshard.read.finding.step_names import STATE_FOLDER, is_unfinished, loose_s
 from unshard.read.format import DEEPSPEED, MEGATRON, Format
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
+from unshard.read.torch_checkpointing.reader import TORCH_CHECKPOINTING
 from unshard.read.whole_files.reader import WHOLE_FILES
 
 __all__ = ["DEPTH", "ENTRIES", "FORMATS", "Below", "format_in", "is_state", "search", "steps_in"]
 
-FORMATS = (RANK_FILES, SAFETENSORS_SHARDS, MEGATRON, DCP, WHOLE_FILES, DEEPSPEED)
+FORMATS = (
+    RANK_FILES,
+    SAFETENSORS_SHARDS,
+    MEGATRON,
+    DCP,
+    TORCH_CHECKPOINTING,
+    WHOLE_FILES,
+    DEEPSPEED,
+)
 """All formats, in the order in which a directory is searched for them."""
 DEPTH = 4
 """How many levels of folders are searched."""

@@ -8,8 +8,8 @@ plain tensors.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard.containers.json_file import JsonFields, json_object
@@ -21,13 +21,21 @@ from unshard.errors import (
     raise_all,
 )
 from unshard.noted import Noted
-from unshard.read.format import Format, Location, ReadOptions, files_in, has_file, shortened
+from unshard.read.format import (
+    Format,
+    Location,
+    ReadOptions,
+    by_name,
+    files_in,
+    has_file,
+    shortened,
+)
 from unshard.read.rank_files.copies import resolve_experts, resolve_plain
 from unshard.read.rank_files.workers import read_rank_files
 from unshard.read.torch_save.table import Gathering
 from unshard.tensors.catalog import ByteRange, Catalog
 
-__all__ = ["RANK_FILES"]
+__all__ = ["RANK_FILES", "catalog_of"]
 
 _NAMED = re.compile(r"model_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _UNNAMED = re.compile(r"pytorch_model_fsdp(?:_(?P<model>\d+))?_rank(?P<rank>\d+)\.bin")
@@ -68,7 +76,7 @@ def _claims(name: str) -> bool:
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
     noted = _choose(location)
-    chosen, notes = noted.value, list(noted.notes)
+    chosen = noted.value
     gathered = Gathering()
     stated = 1
     for table in read_rank_files(
@@ -77,35 +85,59 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
         gathered.add(table)
         stated = max(stated, table.world_size)
     world = chosen.world_size or max(stated, *chosen.files, 0)
-    paths = tuple(chosen.files.values())
+    gathered.problems += _name_problems(gathered, chosen.files)
+    catalog = catalog_of(gathered, chosen.files, world, location, options)
+    return replace(
+        catalog,
+        writer=_writer(location),
+        training_state=_training_state(location),
+        notes=(*noted.notes, *catalog.notes),
+    )
+
+
+RANK_FILES = Format("FSDP rank files", has_file(_is_rank_file), _read, by_name(_claims))
+
+
+def catalog_of(
+    gathered: Gathering,
+    files: Mapping[int, Path],
+    world: int,
+    location: Location,
+    options: ReadOptions,
+) -> Catalog:
+    """Return what the files of ranks have together; `files` are by rank, as they were read.
+
+    Raises:
+        NotMergeableError: a tensor cannot be read, or nothing says what it is.
+    """
+    paths = tuple(files.values())
     tensors = {name: draft.entry(paths) for name, draft in gathered.drafts.items()}
-    problems = [*gathered.problems, *_name_problems(gathered, chosen.files)]
+    problems = list(gathered.problems)
     copies = {draft.fqn: tensors[draft.fqn] for draft in gathered.plain}
     plain = resolve_plain(copies, options, problems)
     summary = f"{location.weights_dir}: the rank files cannot be merged"
     raise_all(NotMergeableError, summary, problems)
-    missing = tuple(rank for rank in range(world) if rank not in chosen.files)
-    if missing:
-        ranks = ", ".join(map(str, missing))
-        notes.append(f"the file of rank {ranks} is missing; replicas have what it contained")
+    missing = tuple(rank for rank in range(world) if rank not in files)
+    ranks = ", ".join(map(str, missing))
+    note = f"the file of rank {ranks} is missing; replicas have what it contained"
     experts = resolve_experts({**tensors, **plain.value}, location, options)
     return Catalog(
-        writer=_writer(location),
+        writer="unknown",
         world_size=world,
         tensors=experts.value,
         skipped=tuple(gathered.skipped.values()),
-        archives=tuple(ByteRange(path, 0, path.stat().st_size) for path in paths),
-        training_state=_training_state(location),
+        archives=tuple(
+            ByteRange(path, 0, path.stat().st_size)
+            for path in paths
+            if path.suffix != ".safetensors"
+        ),
         missing=tuple(
-            location.weights_dir / re.sub(r"(rank_?)\d+", rf"\g<1>{rank}", paths[0].name)
+            location.weights_dir / re.sub(r"\d+(?=\.\w+$)", str(rank), paths[0].name)
             for rank in missing
         ),
         missing_ranks=missing,
-        notes=(*notes, *plain.notes, *experts.notes),
+        notes=(*((note,) if missing else ()), *plain.notes, *experts.notes),
     )
-
-
-RANK_FILES = Format("FSDP rank files", has_file(_is_rank_file), _read, _claims)
 
 
 def _choose(location: Location) -> Noted[_Set]:

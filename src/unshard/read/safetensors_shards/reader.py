@@ -19,7 +19,7 @@ from unshard.containers.json_file import shown
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.safetensors_file import HeaderEntry, SafetensorsFile
 from unshard.errors import CorruptError, IncompleteError, UnshardError, raise_all
-from unshard.read.format import Format, Location, ReadOptions, has_file
+from unshard.read.format import Format, Location, ReadOptions, by_name, has_file
 from unshard.read.hub_files import (
     MAX_INTEGER,
     natural_order,
@@ -62,7 +62,9 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     )
 
 
-SAFETENSORS_SHARDS = Format("sharded safetensors", has_file(is_shard_name), _read, is_shard_name)
+SAFETENSORS_SHARDS = Format(
+    "sharded safetensors", has_file(is_shard_name), _read, by_name(is_shard_name)
+)
 
 
 class _UnitedShards:

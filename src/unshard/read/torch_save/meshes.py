@@ -21,7 +21,7 @@ from unshard.read.torch_save.values import (
 )
 from unshard.tensors.placements import DeviceMesh
 
-__all__ = ["read_mesh"]
+__all__ = ["piece_numbers", "read_mesh"]
 
 _MAX_AXES = 64
 _ReadInts = Callable[[Value], tuple[int, ...]]
@@ -51,7 +51,12 @@ def read_mesh(fields: dict[str, Value], rank: int, read_ints: _ReadInts) -> tupl
     inside = len(at) == len(shape) and all(0 <= c < n for c, n in zip(at, shape, strict=True))
     if not inside:
         raise TensorFormError(f"coordinates {at} do not fit a mesh of shape {shape}")
-    mesh = DeviceMesh(shape, _names(fields), _piece_numbers(fields, shape, ranks, at))
+    if fields.get("_preserve_rank_order") and list(ranks) != sorted(ranks):
+        raise TensorFormError(
+            f"a device mesh with preserved, non-ascending rank order {list(ranks)}: "
+            "how torch cuts there is not known"
+        )
+    mesh = DeviceMesh(shape, _names(fields), piece_numbers(shape, ranks, at))
     return mesh, max(ranks, default=0) + 1
 
 
@@ -92,20 +97,15 @@ def _grid_of_tensor(
     return shape, ranks
 
 
-def _piece_numbers(
-    fields: dict[str, Value],
-    shape: tuple[int, ...],
-    ranks: tuple[int, ...],
-    at: tuple[int, ...],
+def piece_numbers(
+    shape: tuple[int, ...], ranks: tuple[int, ...], at: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return which piece this rank has per mesh dimension: its place in the sorted group."""
+    """Return which piece the rank at these coordinates has per mesh dimension.
+
+    It is its place in the sorted group; `ranks` are those of the mesh, in row-major order.
+    """
     if list(ranks) == sorted(ranks):
         return at
-    if fields.get("_preserve_rank_order"):
-        raise TensorFormError(
-            f"a device mesh with preserved, non-ascending rank order {list(ranks)}: "
-            "how torch cuts there is not known"
-        )
     steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(c * step for c, step in zip(at, steps, strict=True))
     numbers = []

@@ -1,7 +1,7 @@
 """Read one torch.save file: where every tensor of its state dict is. No weights are read."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from operator import mul
@@ -20,7 +20,7 @@ from unshard.tensors.chunk_rows import chunk_row
 from unshard.tensors.dtypes import numpy_dtype
 from unshard.tensors.placements import PlacementError, place
 
-__all__ = ["read_rank_file", "tensors_of"]
+__all__ = ["read_rank_file", "table_of", "tensors_of"]
 
 
 def read_rank_file(path: Path, *, rank: int, file: int, allowed: frozenset[str]) -> RankTable:
@@ -62,20 +62,37 @@ def tensors_of(
         NotMergeableError: the values are FSDP1's flat parameters, which nothing can cut apart.
     """
     refuse_flat_parameters(archive.path, items)
-    table = RankTable(rank, file_number)
     decoder = TensorDecoder(rank, partial(_integers, archive), allowed)
+    tensors = {
+        name: partial(decoder.decode, value) for name, value in items.items() if is_tensor(value)
+    }
+    table = table_of(archive, tensors, rank=rank, file_number=file_number)
+    table.skipped = {name: _describe(value) for name, value in items.items() if name not in tensors}
+    table.world_size = decoder.world_size
+    return table
+
+
+def table_of(
+    archive: TorchFile,
+    tensors: Mapping[str, Callable[[], LocalTensor]],
+    *,
+    rank: int,
+    file_number: int,
+) -> RankTable:
+    """Return where some tensors of a file are; `tensors` has what decodes each, by name."""
+    table = RankTable(rank, file_number)
     forms: dict[TensorForm, int] = {}
     count = 0
-    for name, value in items.items():
-        if not is_tensor(value):
-            table.skipped[name] = _describe(value)
-            continue
+    for name, decode in tensors.items():
         try:
-            tensor = decoder.decode(value)
+            tensor = decode()
             chunks = _chunks(archive, tensor)
         except (TensorFormError, PlacementError, _ShortStorageError) as error:
             where = f"tensor {name}: rank {rank} ({archive.path.name})"
             table.problems.append(_problem(error, where))
+            continue
+        except CorruptError as error:
+            table.problems.append(error)
             continue
         itemsize = tensor.form.dtype.itemsize
         for number, (start, offsets, sizes, strides) in enumerate(chunks, count):
@@ -88,7 +105,6 @@ def tensors_of(
         table.forms.append(forms.setdefault(tensor.form, len(forms)))
         table.counts.append(len(chunks))
     table.form_table = list(forms)
-    table.world_size = decoder.world_size
     return table
 
 

@@ -16,7 +16,7 @@ from unshard.containers.json_file import json_object, shown
 from unshard.containers.pickles.records import Global, Record, Value
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CheckpointError, CorruptError, NotMergeableError, UnshardError, raise_all
-from unshard.read.format import Format, Location, ReadOptions, has_file, shortened
+from unshard.read.format import Format, Location, ReadOptions, by_name, has_file, shortened
 from unshard.read.hub_files import (
     natural_order,
     read_header,
@@ -60,7 +60,9 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     )
 
 
-WHOLE_FILES = Format("whole files", has_file(is_whole_file), _read, is_part_of_set, sharded=False)
+WHOLE_FILES = Format(
+    "whole files", has_file(is_whole_file), _read, by_name(is_part_of_set), sharded=False
+)
 
 
 class _UnitedFiles:

@@ -1,0 +1,1 @@
+"""Torch's successor of DCP: `<item>_<rank>.pt` or `.safetensors`, and `metadata.pkl`."""
