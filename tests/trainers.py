@@ -275,9 +275,7 @@ TRAINERS: dict[str, Trainer] = {
     "finetrainers": Trainer(
         "finetrainers_step_100", model, "finetrainers_step_100", "finetrainers"
     ),
-    "FastVideo": Trainer(
-        "checkpoint-100/distributed_checkpoint", model, "checkpoint-100", "FastVideo"
-    ),
+    "FastVideo": Trainer("checkpoint-100/distributed_checkpoint", model, "checkpoint-100", "torch"),
     "lingua": Trainer(
         "checkpoints/0000000100",
         model,

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import unshard
 from ranks import assert_same, merged, rank_path, save_ranks, snapshot, some_tensors
@@ -120,3 +121,14 @@ def test_options_that_contradict_all_steps_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=r"merge_all (with|and)"):
         unshard.merge_all(run, options=MergeOptions(**option))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*the weights were taken from:unshard.UnshardWarning")
+def test_files_that_are_steps_are_merged_each_under_its_own_name(tmp_path: Path) -> None:
+    """MMEngine writes one file a step."""
+    for step in (100, 200):
+        torch.save({"state_dict": some_tensors(step)}, tmp_path / f"iter_{step}.pth")
+    reports = unshard.merge_all(tmp_path, tmp_path / "out")
+    assert [report.step for report in reports] == [100, 200]
+    for step in (100, 200):
+        assert_same(merged(tmp_path / "out" / f"iter_{step}"), some_tensors(step))

@@ -6,6 +6,7 @@ import pytest
 
 from unshard.api import MergeOptions
 from unshard.errors import IncompleteError, NotMergeableError, UnknownFormatError, UsageError
+from unshard.read.finding import search
 from unshard.read.finding.discover import discover
 from unshard.read.format import Choice, Location, ReadOptions
 from unshard.read.open import open_latest
@@ -261,3 +262,96 @@ def test_a_symbolic_link_to_a_checkpoint_means_the_checkpoint(verl: Path, tmp_pa
     link = tmp_path / "latest"
     link.symlink_to(verl / "global_step_9")
     assert only(link).step == 9
+
+
+def test_runs_whose_names_end_in_numbers_are_not_steps(tmp_path: Path) -> None:
+    for run in ("0", "1"):
+        make(tmp_path / "multirun" / run / "global_step_10")
+        make(tmp_path / "sweep" / f"lr_{run}")
+    for place in ("multirun", "sweep"):
+        with pytest.raises(UsageError, match="runs"):
+            discover(tmp_path / place, Choice())
+
+
+def test_parts_of_a_step_are_not_steps(tmp_path: Path) -> None:
+    for part in ("agent_0", "agent_1"):
+        make(tmp_path / "global_step_100" / part)
+    with pytest.raises(UsageError, match="2 sets of weights"):
+        discover(tmp_path, Choice())
+    found = only(tmp_path / "global_step_100" / "agent_1")
+    assert (found.step, found.weights_dir.name) == (100, "agent_1")
+
+
+@pytest.mark.parametrize("export", ["hf_global_step_20", "merged-checkpoint-20", "eval_step_20"])
+def test_an_export_is_not_a_step(tmp_path: Path, export: str) -> None:
+    make(tmp_path / "global_step_10")
+    (tmp_path / export).mkdir()
+    (tmp_path / export / "model.safetensors").write_bytes(b"")
+    assert only(tmp_path).step == 10
+
+
+@pytest.mark.parametrize("role", ["value", "ref", "reward"])
+def test_only_an_actor_is_taken_unnamed(tmp_path: Path, role: str) -> None:
+    place = make(tmp_path / "step_10" / role)
+    with pytest.raises(UsageError, match=f"only a {role}"):
+        discover(tmp_path, Choice())
+    assert only(tmp_path, role=role).weights_dir == place
+    policy = tmp_path / "step_10" / "policy" / "weights"
+    policy.mkdir(parents=True)
+    (policy / "model.safetensors").write_bytes(b"")
+    assert only(tmp_path).weights_dir == policy
+
+
+@pytest.mark.parametrize("folder", ["ema", "EMA", "model_ema"])
+def test_an_average_is_never_taken_unnamed(tmp_path: Path, folder: str) -> None:
+    place = make(tmp_path / "step_10" / folder)
+    with pytest.raises(UsageError, match="only EMA weights"):
+        discover(tmp_path, Choice())
+    model = make(tmp_path / "step_10" / "model")
+    assert only(tmp_path).weights_dir == model
+    assert only(tmp_path, weights="ema").weights_dir == place
+
+
+def test_files_of_several_folders_need_a_choice(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "iter_100.pth").write_bytes(b"x")
+    with pytest.raises(UsageError, match="2 sets of weights"):
+        discover(tmp_path, Choice())
+    assert only(tmp_path / "a").step == 100
+
+
+def test_a_search_that_was_cut_short_takes_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "a_run" / "step-10")
+    (tmp_path / "images").mkdir()
+    for number in range(8):
+        (tmp_path / "images" / f"{number}.png").write_bytes(b"")
+    assert only(tmp_path).step == 10
+    monkeypatch.setattr(search, "ENTRIES", 4)
+    with pytest.raises(UnknownFormatError, match="the search ended after 4 directory entries"):
+        discover(tmp_path, Choice())
+
+
+def test_the_output_next_to_a_run_is_not_another_run(tmp_path: Path) -> None:
+    make(tmp_path / "run" / "global_step_10")
+    output = tmp_path / "run" / "merged" / "global_step_10"
+    output.mkdir(parents=True)
+    for name in ("unshard.json", "model.safetensors"):
+        (output / name).write_text("{}")
+    assert only(tmp_path).weights_dir == tmp_path / "run" / "global_step_10"
+
+
+def test_a_link_to_another_step_is_not_a_second_set(tmp_path: Path) -> None:
+    make(tmp_path / "step_10" / "shards")
+    place = make(tmp_path / "step_20" / "shards")
+    (tmp_path / "step_20" / "prev").symlink_to(tmp_path / "step_10")
+    (tmp_path / "step_20" / "loop").symlink_to(tmp_path / "step_20")
+    assert discover(tmp_path, Choice())[0].weights_dir == place
+
+
+def test_a_run_may_save_epochs_and_steps(tmp_path: Path) -> None:
+    for name in ("epoch_1", "step_500"):
+        make(tmp_path / name)
+    assert discover(tmp_path, Choice())[0].step == 500

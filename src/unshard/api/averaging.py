@@ -136,7 +136,7 @@ def _open_steps(
             break
         try:
             chosen = replace(options, role=location.role or options.role)
-            source = read_checkpoint(location.step_dir, chosen)
+            source = read_checkpoint(location.path, chosen)
         except IncompleteError as error:
             if not pass_over:
                 raise IncompleteError(

@@ -270,7 +270,7 @@ def merge_steps(
             listener(Chosen(f"skipping step {location.step}: {target} was made from it already"))
         else:
             try:
-                report = merge_with(location.step_dir, target, chosen, listener, engine=engine)
+                report = merge_with(location.path, target, chosen, listener, engine=engine)
             except UnshardError as raised:
                 error, what = raised, f"step {location.step} could not be merged"
                 if isinstance(error, IncompleteError):

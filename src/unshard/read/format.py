@@ -159,6 +159,11 @@ class Location:
         return self.file if self.file is not None and is_alone else self.weights_dir
 
     @property
+    def path(self) -> Path:
+        """What to give to mean this checkpoint again: its directory, or its one file."""
+        return self.step_dir if self.place == self.weights_dir else self.place
+
+    @property
     def title(self) -> str:
         """Which weights these are, for people: path, step, role, model or EMA."""
         step = "" if self.step is None else f"step {self.step}, "

@@ -297,3 +297,15 @@ def test_the_final_model_of_a_run_hides_no_step(tmp_path: Path) -> None:
     (place / "trainer_state.json").write_text('{"global_step": 7}')
     finder = CheckpointFinder(tmp_path)
     assert [steps(finder) for _ in range(2)] == [[], [7]]
+
+
+def test_files_that_are_steps_are_watched_one_by_one(tmp_path: Path) -> None:
+    """MMEngine writes one file a step."""
+    for step in (100, 200):
+        torch.save({"state_dict": some_tensors()}, tmp_path / f"iter_{step}.pth")
+    whole = (tmp_path / "iter_200.pth").read_bytes()
+    (tmp_path / "iter_200.pth").write_bytes(whole[: len(whole) // 2])
+    finder = CheckpointFinder(tmp_path)
+    assert [steps(finder) for _ in range(3)] == [[], [100], []]
+    (tmp_path / "iter_200.pth").write_bytes(whole)
+    assert [steps(finder) for _ in range(2)] == [[], [200]]

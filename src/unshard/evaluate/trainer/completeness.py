@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 from unshard.containers.json_file import JsonFields, json_object
@@ -21,7 +23,7 @@ from unshard.containers.safetensors_file import read_safetensors
 from unshard.errors import CorruptError, UnshardError, UsageError
 from unshard.read.finding.discover import all_steps, step_numbers
 from unshard.read.finding.markers import find_markers
-from unshard.read.finding.search import steps_in
+from unshard.read.finding.step_names import step_of
 from unshard.read.format import Choice, Location
 from unshard.read.hub_files import weight_map
 
@@ -33,12 +35,13 @@ _INDEX = "model.safetensors.index.json"
 _LMMS_ENGINE = ("pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0")
 _LATEST = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt", "last")
 _COMPLETE = ("CHECKPOINT_COMPLETE", "COMPLETED")  # LLaMA-Factory, open-instruct
+_MOST_OTHERS = 4  # steps of the run that show whether its trainer leaves such a file
 _OLMO = ".metadata.json"
 _TRAINER_STATE = "trainer_state.json"
 _END_OF_ZIP = b"PK\x05\x06"
 _END_SIZE = 22  # without the comment, whose length is its last two bytes (APPNOTE.TXT 4.3.16)
 _MOST_COMMENT = 65535
-_ZIPS = frozenset({".pt", ".bin"})
+_ZIPS = frozenset({".pt", ".bin", ".pth", ".ckpt"})
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +66,8 @@ class CheckpointFinder:
         """Return the checkpoints that are complete since the last look, the lowest step first."""
         found = []
         for location in self._steps():
-            if location.step_dir not in self._seen and self._is_ready(location):
-                self._seen.add(location.step_dir)
+            if location.path not in self._seen and self._is_ready(location):
+                self._seen.add(location.path)
                 found.append(location)
         return found
 
@@ -102,18 +105,21 @@ class CheckpointFinder:
 
     def _is_ready(self, location: Location) -> bool:
         """Return whether nothing has changed since the last look, and nothing is missing."""
-        place = location.step_dir
+        place = location.path
         before = self._before.get(place)
         try:
-            files = {path: path.stat() for path in place.rglob("*") if path.is_file()}
+            inside = [place] if place.is_file() else place.rglob("*")
+            files = {path: path.stat() for path in inside if path.is_file()}
             now = {path: (one.st_size, one.st_mtime_ns) for path, one in files.items()}
             self._before[place] = now
+            if before != now:
+                return False
             why = why_incomplete(location)
         except OSError:  # the trainer has just removed it
             return False
-        if before == now and why is not None:
+        if why is not None:
             self._warn(f"step {location.step} is not complete yet: {why}")
-        return before == now and why is None
+        return why is None
 
 
 def why_incomplete(location: Location) -> str | None:
@@ -125,6 +131,8 @@ def why_incomplete(location: Location) -> str | None:
     marks = [*_look_at_run(location), *_look_at_step(location)]
     if marks:
         return marks[0] or None
+    if location.path.is_file():
+        return why_unfinished([location.path])
     names = {path.name for path in location.weights_dir.iterdir()}
     if any(name.endswith(".distcp") for name in names):
         has_metadata = ".metadata" in names and ".metadata.tmp" not in names
@@ -140,17 +148,26 @@ def _look_at_run(location: Location) -> Iterator[str]:
             continue
         if latest.step is None or latest.step < step:
             yield f"{latest.name} has {'nothing' if latest.step is None else latest.step}"
-        elif latest.step in (found for found, _ in steps_in(run)):  # else an earlier run left it
+        elif latest.step in _list_steps(run, run.stat().st_mtime_ns):  # else an earlier run's
             yield ""
+
+
+@lru_cache(maxsize=8)
+def _list_steps(run: Path, changed: int) -> dict[int, str]:
+    """Return the names of a run's steps by number; its directory was last `changed` then, in ns."""
+    del changed
+    found = {step_of(path.name): path.name for path in run.iterdir()}
+    return {step: name for step, name in found.items() if step is not None}
 
 
 def _look_at_step(location: Location) -> Iterator[str]:
     """Yield what the marks in the step's own directory say: what is wrong, or ""."""
-    step_dir = location.step_dir
+    step_dir, run = location.step_dir, location.step_dir.parent
+    others = _list_steps(run, run.stat().st_mtime_ns).values()
     for name in _COMPLETE:
         if (step_dir / name).is_file():
             yield ""
-        elif next(step_dir.parent.glob(f"*/{name}"), None) is not None:  # other steps have it
+        elif any((run / other / name).is_file() for other in islice(others, _MOST_OTHERS)):
             yield f"{name} is missing"
     state = step_dir / _TRAINER_STATE
     if state.is_file():

@@ -276,5 +276,5 @@ class Watching:
 
 
 def _checkpoint(location: Location) -> Path:
-    """Return the directory to submit: the step, or the role's part of it (verl)."""
-    return location.step_dir if location.role is None else location.weights_dir
+    """Return what to submit: the step, its one file, or the role's part of it (verl)."""
+    return location.path if location.role is None else location.weights_dir

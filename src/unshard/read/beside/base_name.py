@@ -1,10 +1,12 @@
 """Which base model the files of a trainer name: for a hint, never to be loaded unasked."""
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from unshard.read.finding.step_names import holds_steps
 from unshard.read.format import Location
 
 __all__ = ["BaseName", "find_base_name"]
@@ -13,7 +15,6 @@ _FILES = ("adapter_config.json", "args.json", "train_config.json", "config.yaml"
 _SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 _LARGEST = 1 << 20
 _MOST_FILES = 64
-_UPWARD = 2
 # ms-swift, PEFT, axolotl, LLaMA-Factory, NeMo-RL, slime, and what configs of transformers have.
 _KEY = re.compile(
     r"""(?:^[^\S\n]*|[{,]\s*)["']?(?:base_model_name_or_path|model_name_or_path|base_model
@@ -59,10 +60,13 @@ def _files(location: Location) -> Iterator[Path]:
     between = [one for one in location.weights_dir.parents if one.is_relative_to(step)]
     folders = dict.fromkeys([location.weights_dir, *between])
     if location.step is not None:
-        folders |= dict.fromkeys(list(step.parents)[:_UPWARD])
+        run = step.parent.parent if holds_steps(step.parent.name) else step.parent
+        folders |= dict.fromkeys([step.parent, run])
     for folder in folders:
         for place in (folder, folder / ".hydra"):
-            children = sorted(place.iterdir()) if place.is_dir() else []
+            can_list = os.access(place, os.R_OK | os.X_OK) and place.is_dir()
+            children = sorted(place.iterdir()) if can_list else []
             found = [one for one in children if one.suffix in _SUFFIXES and one.is_file()]
             found.sort(key=lambda one: one.name not in _FILES)
-            yield from (one for one in found[:_MOST_FILES] if one.stat().st_size <= _LARGEST)
+            small = (one for one in found[:_MOST_FILES] if one.stat().st_size <= _LARGEST)
+            yield from (one for one in small if os.access(one, os.R_OK))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from unshard.errors import IncompleteError, UnknownFormatError, UsageError
-from unshard.read.format import Choice, Location, Role
+from unshard.read.format import Choice, Location, Role, role_in
 from unshard.showing import human_size
 
 __all__ = ["DEFAULT_ROLES", "choose"]
@@ -78,10 +78,12 @@ def _of_role(place: Path, found: list[Location], role: Role | None, start: Path)
             found=_listed(place, kept),
             hint=f"{role}{one}",
         )
-    if kept[0].role == "critic" and role is None and not start.is_relative_to(kept[0].weights_dir):
+    only, at = kept[0].role, kept[0]
+    is_meant = start.is_relative_to(at.weights_dir) or role_in(start.parts[::-1]) == only
+    if only not in (None, "actor") and role is None and not is_meant:
         raise UsageError(
-            f"{place} has only a critic, which is not the model that was trained",
-            hint="if you want the critic: --role 'critic'",
+            f"{place} has only a {only}, which is not the model that was trained",
+            hint=f"if you want the {only}: --role '{only}'",
         )
     return kept[0]
 

@@ -20,7 +20,7 @@ from unshard.read.finding.choosing import DEFAULT_ROLES, choose
 from unshard.read.finding.near_misses import nothing_found
 from unshard.read.finding.search import FORMATS, format_in, is_state, search, steps_in
 from unshard.read.finding.step_names import family, step_of, step_of_parents
-from unshard.read.format import ROLES, Choice, Format, Location, Weights, role_in
+from unshard.read.format import ROLES, Choice, Format, Location, Weights, blaming, role_in
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.whole_files.reader import WHOLE_FILES
 
@@ -29,12 +29,14 @@ __all__ = ["all_steps", "at_same_step", "discover", "step_numbers"]
 _MODEL_DIR, _EMA_DIR = "pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0"
 _FSDP_FOLDER = re.compile(r"pytorch_(?:ema_)?model_fsdp_\d+")
 _FOLDERS = ("model", "model_and_optim", "sharded")
-_EMA = re.compile(r"ema(?:[-_].*)?")
+_EMA = re.compile(r"(?:.*[-_])?ema(?:[-_].*)?", re.IGNORECASE)
 _WEIGHT_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar", "")
 # Files that are a checkpoint by their name alone: of Lightning, nanoGPT, litgpt.
 _ALONE = re.compile(r".*\.ckpt|(?:ckpt|checkpoint|lit_model)\.pth?")
+_EPOCHS = re.compile(r"(?:dist_)?epoch_#")
 _RUN_FOLDERS = ("checkpoint", "checkpoints", "outputs")
 _UPWARD = 3
+_LISTED = 12
 _TRIED = 3  # the highest steps of a run, of which one holds weights
 _NESTED_RUNS = 1
 
@@ -82,14 +84,16 @@ def is_checkpoint_file(path: Path) -> bool:
 def _alone(file: Path) -> Location:
     """Return where a file is that is a checkpoint of its own."""
     location = _location(file.parent, file.parent, WHOLE_FILES)
-    step = step_of(file.stem) if location.step is None else location.step
-    return replace(location, step=step, weights="model", file=file)
+    own = step_of(file.stem)
+    return replace(location, step=location.step if own is None else own, weights="model", file=file)
 
 
 def _nearby(place: Path, choice: Choice, *, sharded: bool) -> list[Location]:
     """Return the sets of weights of a place in it and its known folders; of a role, in all."""
     found = _instep_of(place, sharded=sharded)
-    if not found or choice.role is None or any(at.is_called(choice.role) for at in found):
+    has_role = choice.role is None or any(at.is_called(choice.role) for at in found)
+    has_weights = choice.weights is None or any(at.weights == choice.weights for at in found)
+    if not found or (has_role and has_weights):
         return found
     known = {at.weights_dir for at in found}
     return found + [at for at in _within(place) if at.weights_dir not in known]
@@ -135,7 +139,9 @@ def _within(step_dir: Path) -> list[Location]:
     nested = [path for steps in below.runs.values() for _, path in steps[:1]]
     found += [at for path in nested for at in _instep_of(path, sharded=True)]
     alone = (_files_in(folder) for folder in below.folders)
-    return [at for at in found if at.format.sharded] or found or next(filter(None, alone), [])
+    sharded = {at.role for at in found if at.format.sharded}
+    kept = [at for at in found if at.format.sharded or at.role not in sharded]
+    return kept or [at for files in alone for at in files]
 
 
 def _files_in(place: Path) -> list[Location]:
@@ -158,27 +164,43 @@ def _in_run(run: Path, choice: Choice, *, depth: int) -> list[Location]:
             raise UnknownFormatError(f"{run} has no step {choice.step}", found=f"steps {there}")
     locations: list[Location] = []
     empty: list[Path] = []
-    for _, place in steps:
+    runs: list[Path] = []
+    for step, place in steps:
         found = _nearby(place, choice, sharded=True) or _nearby(place, choice, sharded=False)
         inner = replace(choice, step=None)
         if found:
             locations.append(choose(place, found, choice, start=run))
         elif depth and (nested := _in_run(place, inner, depth=depth - 1)):
             locations += nested
+            runs += [place] if any(at.step != step for at in nested) else []
         elif within := _within(place):
             locations.append(choose(place, within, choice, start=run))
         elif not locations:
             empty.append(place)
+    if len(runs) > 1:
+        raise UsageError(
+            f"{run} has the steps of {len(runs)} runs",
+            hint=f"give one of them: {', '.join(map(str, runs[:_LISTED]))}",
+        )
     _refuse_two_runs(run, locations)
     return [replace(at, empty=tuple(empty)) for at in locations] or _numbered_files(run, choice)
 
 
 def _refuse_two_runs(run: Path, locations: list[Location]) -> None:
     """Refuse steps that are named in two ways: the highest number may be another run's."""
+    unsure = [at for at in locations if at.step is None or step_of(at.step_dir.name) is None]
+    if len(unsure) > 1:
+        raise UsageError(
+            f"{run} has {len(unsure)} folders that may be steps, or runs",
+            found=", ".join(at.step_dir.name for at in unsure[:_LISTED]),
+            hint="give one of them, or its --step N",
+        )
     kinds: dict[str, Location] = {}
     for at in locations:
         if at.step_dir.parent == run and at.format.sharded:
             kinds.setdefault(family(at.step_dir.name), at)
+    if any("epoch" not in kind for kind in kinds):  # a trainer may save at both
+        kinds = {kind: at for kind, at in kinds.items() if not _EPOCHS.fullmatch(kind)}
     if len(kinds) > 1:
         raise UsageError(
             f"{run} has the steps of two runs: their names differ",
@@ -211,18 +233,25 @@ def _below(place: Path, choice: Choice) -> list[Location]:
     ]
     if runs == [place]:
         return []
-    if len(runs) > 1:
-        roles = {run: role_in(run.relative_to(place).parts) for run in runs}
-        known = set() if None in roles.values() else set(roles.values())
-        wanted = choice.role or next((role for role in DEFAULT_ROLES if role in known), None)
-        runs = [run for run, role in roles.items() if role == wanted and role in known]
-    if below.runs:
-        return discover(runs[0], choice) if len(runs) == 1 else []
-    numbered = (_numbered_files(folder, choice) for folder in below.folders)
-    if files := next(filter(None, numbered), []):
-        return files
-    found = _within(place)
+    if runs:
+        meant = runs if len(runs) == 1 else _runs_of_role(place, runs, choice)
+        is_certain = len(meant) == 1 and not below.is_cut  # else others may not have been seen
+        return discover(meant[0], choice) if is_certain else []
+    if below.sets:
+        return [choose(place, _within(place), choice, start=place)]
+    numbered = [found for one in below.folders if (found := _numbered_files(one, choice))]
+    if len(numbered) == 1:
+        return numbered[0]
+    found = [at for files in numbered for at in files[:1]] or _within(place)
     return [choose(place, found, choice, start=place)] if found else []
+
+
+def _runs_of_role(place: Path, runs: list[Path], choice: Choice) -> list[Path]:
+    """Return the runs of the role that is meant, where each run is of one (ROLL)."""
+    roles = {run: role_in(run.relative_to(place).parts) for run in runs}
+    known = set() if None in roles.values() else set(roles.values())
+    wanted = choice.role or next((role for role in DEFAULT_ROLES if role in known), None)
+    return [run for run, role in roles.items() if role == wanted and role in known]
 
 
 def _around(start: Path, choice: Choice) -> list[Location]:
@@ -255,9 +284,10 @@ def all_steps(run: Path, choice: Choice) -> list[Location]:
     Raises:
         CheckpointError: see `discover`.
     """
-    place = run.resolve()
-    found = [one for one in discover(run, choice) if place in one.step_dir.parents]
-    return (found or _in_run(place, choice, depth=_NESTED_RUNS))[::-1]
+    with blaming(run):
+        place = run.resolve()
+        found = [one for one in discover(run, choice) if place in one.step_dir.parents]
+        return (found or _in_run(place, choice, depth=_NESTED_RUNS))[::-1]
 
 
 def step_numbers(run: Path) -> list[int]:

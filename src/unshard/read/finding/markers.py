@@ -6,6 +6,7 @@ name a step that was removed.
 Sources: the trainers in `tests/trainers`.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -39,8 +40,9 @@ def find_markers(run: Path) -> list[Marker]:
     found: list[Marker] = []
     for path in (run / name for name in dict.fromkeys((*_NAMES, *_LINKS))):
         if path.is_symlink() and path.name in _LINKS:
-            found.append(Marker(path.name, step_of(path.readlink().name)))
-        elif path.is_file():
+            step = step_of(path.readlink().name)
+            found += [] if step is None else [Marker(path.name, step)]
+        elif path.is_file() and os.access(path, os.R_OK):
             with path.open(encoding="utf-8", errors="replace") as stream:
                 text = stream.read(_LONGEST).strip()
             number = _NUMBER.search(text) if text.isascii() else None

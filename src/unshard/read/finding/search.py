@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.read.dcp.reader import DCP
-from unshard.read.finding.step_names import STATE_FOLDER, is_unfinished, loose_step_of, step_of
+from unshard.read.finding.step_names import (
+    STATE_FOLDER,
+    is_unfinished,
+    loose_step_of,
+    step_of,
+    step_of_parents,
+)
 from unshard.read.format import DEEPSPEED, MEGATRON, Format
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
@@ -52,12 +58,14 @@ class Below:
         runs: directories that hold step directories, each with its steps, the highest first.
         folders: all that were searched, in order.
         stopped: what the search did not look at; empty if it saw all.
+        is_cut: whether there may be others next to what was found: there are too many entries.
     """
 
     sets: list[tuple[Path, Format]] = field(default_factory=list)
     runs: dict[Path, list[tuple[int, Path]]] = field(default_factory=dict)
     folders: list[Path] = field(default_factory=list)
     stopped: str = ""
+    is_cut: bool = False
 
 
 def search(place: Path) -> Below:
@@ -68,10 +76,13 @@ def search(place: Path) -> Below:
     for depth in range(DEPTH + 1):
         following: list[Path] = []
         for folder in level:
-            names = {one.name for one in folder.iterdir()} if os.access(folder, os.R_OK) else set()
+            if not os.access(folder, os.R_OK | os.X_OK):
+                continue
+            names = {one.name for one in folder.iterdir()}
             entries += len(names)
             if entries > ENTRIES:
                 below.stopped = f"the search ended after {ENTRIES:,} directory entries"
+                below.is_cut = True
                 return below
             below.folders.append(folder)
             form = _format_of(folder)
@@ -81,6 +92,8 @@ def search(place: Path) -> Below:
             if is_made_by_us or (form is not None and form.sharded):
                 continue  # what is deeper belongs to these weights
             steps = steps_in(folder)
+            if folder != place:
+                steps = [one for one in steps if not (one[1] / _RECORD).is_file()]
             if steps:
                 below.runs[folder] = steps
             taken = {path for _, path in steps}
@@ -110,14 +123,16 @@ def is_state(name: str) -> bool:
 def _folders_to_search(folder: Path, place: Path) -> Iterator[Path]:
     """Yield the folders of a directory that may hold weights, in the order of their names.
 
-    Links to what is below the place already (`last`, `latest`) would be found twice.
+    Links to what is below the place already (`last`, `latest`), or to another step of its run,
+    would be found twice.
     """
+    whole = place.parent if step_of(place.name) is not None else place
     for child in sorted(folder.iterdir()):
         if is_unfinished(child.name) or child.name == STATE_FOLDER:
             continue
         if is_state(child.name) and child.name != _TRAINER:
             continue
-        if child.is_dir() and not (child.is_symlink() and child.resolve().is_relative_to(place)):
+        if child.is_dir() and not (child.is_symlink() and child.resolve().is_relative_to(whole)):
             yield child
 
 
@@ -131,7 +146,7 @@ def steps_in(run: Path) -> list[tuple[int, Path]]:
         return []
     folders = [child for child in run.iterdir() if child.is_dir()]
     found = [(step, one) for one in folders if (step := step_of(one.name)) is not None]
-    if not found:
+    if not found and step_of_parents(run, sharded=False) is None:  # else a step's own parts
         loose = [(step, one) for one in folders if (step := loose_step_of(one.name)) is not None]
         found = [(step, one) for step, one in loose if _holds_shards(one)]
     return sorted(found, reverse=True)
@@ -139,5 +154,8 @@ def steps_in(run: Path) -> list[tuple[int, Path]]:
 
 def _holds_shards(folder: Path) -> bool:
     """Return whether there are sharded weights in a folder, or one level below it."""
-    places = [folder, *_folders_to_search(folder, folder)]
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return False
+    inner = [one for one in _folders_to_search(folder, folder) if step_of(one.name) is None]
+    places = [one for one in (folder, *inner) if os.access(one, os.R_OK | os.X_OK)]
     return any(format_in(place, sharded=True) is not None for place in places)

@@ -26,17 +26,25 @@ __all__ = [
 STATE_FOLDER = "_unshard"
 """The directory of a run that has everything of ours: see `evaluate.run_folder`."""
 
+_COUNTERS = "steps?|iter(?:ation)?|checkpoint|ckpt|epoch|save|snapshot|update|batch|round"
 _STEPS = tuple(
     re.compile(pattern)
     for pattern in (
         r".*step=(\d+).*\.ckpt",  # Lightning
-        r"(?:.*[^a-z])?(?:ep|ba|it)[-_]?(\d+)",  # Composer
-        r".*(?:steps?|iter(?:ation)?|checkpoint|ckpt|epoch)[-_=]?(\d+)(?:-ckpt)?",
+        r"ep\d+-ba(\d+)",  # Composer
+        rf"(?:.*[^a-z])??(?:global|dist|epoch)?(?:{_COUNTERS})[-_=]?(\d+)(?:-ckpt)?",
         r"(\d{1,10})",  # lerobot, lingua, DINOv3; more digits are a time
     )
 )
 _LOOSE = re.compile(r"(?P<word>[A-Za-z][A-Za-z_-]*?)[-_](?P<step>\d+)")
 _UNFINISHED = re.compile(r"(?:\.|te?mp[-_.]|old[-_]).*|.*\.(?:tmp|incomplete)")
+# What is not a step of training although it has the number of one.
+_EXPORTED = frozenset(
+    """
+    hf eval evals evaluation merged merge export exported exports rollout rollouts data dataset log
+    logs result results best old tmp temp converted fused consolidated samples generated ema
+    """.split()
+)
 _NO_COUNTERS = frozenset(
     """
     rank node gpu host worker process part shard stage run exp experiment seed trial fold version v
@@ -55,7 +63,7 @@ def is_unfinished(name: str) -> bool:
 
 def step_of(name: str) -> int | None:
     """Return the training step that a directory's name states."""
-    if is_unfinished(name) or name.startswith("best"):
+    if is_unfinished(name) or not _EXPORTED.isdisjoint(re.split(r"[^a-z]+", name.lower())):
         return None
     matches = (pattern.fullmatch(name) for pattern in _STEPS)
     return next((int(match[1]) for match in matches if match), None)
@@ -76,7 +84,7 @@ def loose_step_of(name: str) -> int | None:
 
 def family(name: str) -> str:
     """Return what the names of one run's steps have in common: the name without its numbers."""
-    return re.sub(r"\d+", "#", name)
+    return re.sub(r"\d+", "#", re.sub(r"-v\d+(?=\.|$)", "", name))  # Lightning's versions
 
 
 def step_of_parents(place: Path, *, sharded: bool) -> tuple[Path, int] | None:
@@ -90,8 +98,9 @@ def step_of_parents(place: Path, *, sharded: bool) -> tuple[Path, int] | None:
         if step is not None and is_bare:
             is_meant = at.name[0] == "0" and len(at.name) > _UPWARD
             step = step if is_meant or holds_steps(at.parent.name) else None
-        if step is None and sharded and at in (place, place.parent):
-            step = loose_step_of(at.name)
         if step is not None:
+            return at, step
+    for at in (place, place.parent) if sharded else ():
+        if (step := loose_step_of(at.name)) is not None:
             return at, step
     return None

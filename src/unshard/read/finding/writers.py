@@ -16,6 +16,8 @@ from unshard.read.format import Location
 
 __all__ = ["told_writer"]
 
+_UPWARD = 3
+
 
 @dataclass(frozen=True)
 class _Tree:
@@ -52,6 +54,13 @@ class _Tree:
     def has_dcp(self) -> bool:
         return ".metadata" in self.weights
 
+    def is_file_of(self, suffix: str) -> bool:
+        return self.at.file is not None and self.at.file.suffix == suffix
+
+    def is_below(self, name: str) -> bool:
+        """Return whether a file is in one of the directories above the step."""
+        return any((above / name).is_file() for above in list(self.at.step_dir.parents)[:_UPWARD])
+
     def has_step(self, pattern: str) -> bool:
         return re.fullmatch(pattern, self.at.step_dir.name) is not None
 
@@ -65,32 +74,38 @@ _Rule = tuple[str, Callable[[_Tree], bool]]
 
 # The first that holds; each needs more than a name that another trainer might use.
 _RULES: tuple[_Rule, ...] = (
-    ("lerobot", lambda at: "train_config.json" in at.weights | at.above_weights),
+    (
+        "lerobot",
+        lambda at: (
+            "pretrained_model" in at.inner and "train_config.json" in at.weights | at.above_weights
+        ),
+    ),
     ("NeMo-RL", lambda at: "training_info.json" in at.step),
     (
         "SkyRL",
         lambda at: (
-            at.has_ranks and ("policy" in at.inner or bool(_SKYRL_MARKS & (at.step | at.run)))
+            at.has_ranks
+            and at.inner in {("policy",), ("critic",)}
+            and bool(_SKYRL_MARKS & (at.step | at.run))
         ),
     ),
     ("LLaMA-Factory", lambda at: "CHECKPOINT_COMPLETE" in at.step),
-    ("LLaMA-Factory", lambda at: "trainer_log.jsonl" in at.run | at.step),
-    ("ms-swift", lambda at: {"args.json", "trainer_state.json"} <= at.step),
     (
-        "VeOmni",
-        lambda at: at.has_dcp and "extra_state" in at.step and at.has_step("global_step_.*"),
+        "LLaMA-Factory",
+        lambda at: "trainer_state.json" in at.step and "trainer_log.jsonl" in at.run | at.step,
     ),
+    ("ms-swift", lambda at: {"args.json", "trainer_state.json"} <= at.step),
+    ("VeOmni", lambda at: at.has_dcp and at.has_step("global_.*") and "extra_state" in at.step),
     ("OLMo-core", lambda at: {"model_and_optim", ".metadata.json"} <= at.step),
-    ("ROLL", lambda at: at.has_dcp and at.inner[-1:] == ("dcp",) and at.has_step("checkpoint-.*")),
-    ("xtuner", lambda at: at.inner == ("weights",) and at.has_step("(?:snapshot-)?.*-step-.*")),
+    ("ROLL", lambda at: at.has_dcp and at.inner[-1:] == ("dcp",) and at.at.role is not None),
+    ("xtuner", lambda at: at.inner == ("weights",) and at.is_below(".xtuner")),
     ("finetrainers", lambda at: at.has_step("finetrainers_step_.*")),
-    ("FastVideo", lambda at: at.inner == ("distributed_checkpoint",)),
     ("AReaL", lambda at: at.has_step(r"epoch\d+epochstep\d+globalstep\d+")),
     ("torchtune", lambda at: "recipe_state" in at.run or at.has_step(r"dist_epoch_\d+")),
     ("NeMo AutoModel", lambda at: ".hf_metadata" in at.weights and at.has_step("epoch_.*_step_.*")),
     ("litgpt", lambda at: "lit_model.pth" in at.weights),
-    ("MMEngine", lambda at: at.at.file is not None and "last_checkpoint" in at.weights),
-    ("lingua", lambda at: at.has_dcp and "params.json" in at.step),
+    ("MMEngine", lambda at: at.is_file_of(".pth") and "last_checkpoint" in at.weights),
+    ("lingua", lambda at: at.has_dcp and {"params.json", "train_state_00000.json"} <= at.step),
 )
 
 

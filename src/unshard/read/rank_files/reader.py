@@ -246,7 +246,9 @@ def _writer(location: Location) -> str:
     if directory.name in ("pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0"):
         return "lmms-engine"
     marks = ("fsdp_config.json", "huggingface", "optim_world_size_*", "extra_state_world_size_*")
-    if location.role or any(next(directory.glob(mark), None) for mark in marks):
+    if directory.name in {"actor", "critic"} or any(
+        next(directory.glob(mark), None) for mark in marks
+    ):
         return "verl"
     return "unknown"
 
