@@ -189,9 +189,9 @@ def test_the_last_result_reaches_every_tracker_that_results_are_exported_to(
     with closing(sqlite3.connect(database)) as connection:
         written = connection.execute("SELECT step, metrics FROM metrics").fetchall()
     found["trackio"] = [(step, json.loads(text)[NAME]) for step, text in written]
-    for tracker, points in found.items():
-        assert sorted(dict(points)) == list(STEPS), tracker
-        assert trained.is_last("there", dict(points)[LAST]), tracker
+    for name, points in found.items():
+        assert sorted(dict(points)) == list(STEPS), name
+        assert trained.is_last("there", dict(points)[LAST]), name
 
 
 def test_what_a_server_missed_for_longer_than_the_training_waits_comes_later(
