@@ -15,8 +15,8 @@ import yaml
 
 from evaluation.running import child_environment
 from evaluation.servers import Live, started
-from unshard.evaluate.server.config.profiles import PROFILE_KEYS, Kind
-from unshard.evaluate.server.config.server_yaml import SERVER_KEYS, read_server_yaml
+from unshard.evaluate.server.config.profiles import Kind
+from unshard.evaluate.server.config.server_yaml import PROFILE_KEYS, SERVER_KEYS, read_server_yaml
 from unshard.evaluate.trainer import config
 from unshard.evaluate.trainer.config import EvalConfig
 from waiting import LIMIT_S

@@ -169,6 +169,8 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         ("profiles: {a: {}}", "profiles.a: kind cannot be read"),
         ("profiles: {a: {kind: other}}", "expected: lm-eval, lmms-eval, command"),
         ("profiles: {a: lm-eval}", "profiles.a cannot be read"),
+        ("profiles: {a: 2026-01-01}", "profiles.a cannot be read\n  expected: a mapping"),
+        ("profiles: {a: {kind: [1]}}", r"profiles.a: kind cannot be read\n.*\n  found:    \[1\]"),
         (
             PROFILE % "modle: x",
             r"\(kind lm-eval\) has the unknown key 'modle'[^$]*mean 'model'",
@@ -198,7 +200,8 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         (PROFILE % "environment: [A]", "environment cannot be read"),
         (PROFILE % "model_args: {a: [1]}", "model_args cannot be read"),
         (LMMS % "model_args: {a: 'b,c'}", "model_args: 'a' cannot be handed over"),
-        (LMMS % "include_paths: [., .]", "expected: at most 1"),
+        (LMMS % "include_paths: [., .]", r"expected: at most 1.*\n  found:    \['\.', '\.'\]"),
+        (PROFILE % "on: x", r"\(kind lm-eval\) has the unknown key 'True'"),
         (COMMAND % "timeout: 1", r"command is missing\n  expected: a list of arguments"),
         (COMMAND % "command: ['{chekpoint}']", "command cannot be read"),
         (COMMAND % "command: []", "command cannot be read"),
@@ -219,10 +222,12 @@ def test_what_cannot_be(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_everything_that_is_wrong_is_named_in_one_error(tmp_path: Path) -> None:
-    text = "rots: [a]\nport: 70000\nprofiles: {a: {kind: lm-eval, modle: x, retries: -1}, b: {}}"
+    text = "rots: [a]\nport: 70000\nprofiles: {a: {kind: lm-eval, modle: x, retries: -1}, b: {}, "
+    text += "c: {kind: command, comand: [x]}}"
     with pytest.raises(UsageError) as caught:
         read(tmp_path, text)
-    for problem in ("'rots'", "port", "'modle'", "retries", "profiles.b: kind"):
+    named = ("'rots'", "port", "'modle'", "retries", "profiles.b: kind", "'comand'", "command is")
+    for problem in named:
         assert problem in str(caught.value)
 
 

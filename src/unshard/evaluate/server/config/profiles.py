@@ -1,37 +1,26 @@
 """The configuration of the evaluation server as values: its roots, GPUs and evaluators (profiles).
 
 Everything that decides which program runs, with which code, is here, on the server; a client only
-chooses a profile by its name. The types of a profile's fields say what `server_yaml` accepts.
+chooses a profile by its name.
 """
 
 import re
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
-
-from unshard.errors import CheckpointError, UsageError
-from unshard.evaluate.server.config.arguments import PLACEHOLDERS, placeholders_in
+from unshard.errors import UsageError
 from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
 from unshard.evaluate.server.gpus import find_gpus
-from unshard.evaluate.values import Scalar, expected, expects, whole
-from unshard.read.beside.model_config import read_config
+from unshard.evaluate.values import Scalar
 
 __all__ = [
-    "COMMAND_EXPECTED",
-    "PROFILE_KEYS",
     "Keep",
     "Kind",
     "Launcher",
-    "NonEmptyText",
-    "Place",
-    "Places",
     "Profile",
     "ServerConfig",
     "default_profiles",
@@ -41,12 +30,6 @@ __all__ = [
 ]
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
-
-COMMAND_EXPECTED = (
-    "a list of arguments, which may have "
-    + ", ".join(f"{{{name}}}" for name in sorted(PLACEHOLDERS))
-    + "; {{ and }} are braces"
-)
 
 
 class Kind(StrEnum):
@@ -75,81 +58,6 @@ class Launcher(StrEnum):
 
     ACCELERATE = "accelerate"
     NONE = "none"
-
-
-def _list(value: object) -> object:
-    return value if isinstance(value, list) else [value]
-
-
-def _absolute(value: object, info: ValidationInfo[Path]) -> Path:
-    """Return a path; a relative one starts at the directory of the file, which is the context."""
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise ValueError
-    return info.context.parent / Path(value).expanduser()
-
-
-def _program(text: str, info: ValidationInfo[Path]) -> str:
-    """Return a program that exists. A link is not resolved: it is what names an environment."""
-    program = str(_absolute(text, info)) if "/" in text else text
-    if shutil.which(program) is None:
-        raise expected("a program that can be run")
-    return program
-
-
-def _started(command: tuple[str, ...], info: ValidationInfo[Path]) -> tuple[str, ...]:
-    """Return a command whose program exists, if it is a path: others may be in another PATH."""
-    return (_program(command[0], info), *command[1:]) if "/" in command[0] else command
-
-
-def _as_text(value: object) -> object:
-    """Return a number as text; not a boolean, because YAML makes one of yes, no, on and off."""
-    return str(value) if type(value) in {int, float} else value
-
-
-def _is_model_config(path: Path) -> bool:
-    try:
-        read_config(path / "config.json" if path.is_dir() else path)
-    except (CheckpointError, OSError):
-        return False
-    return True
-
-
-def _are_folders(paths: tuple[Path, ...]) -> bool:
-    return all(path.is_dir() for path in paths)
-
-
-def _is_command(command: tuple[str, ...]) -> bool:
-    return command != () and placeholders_in(command) <= PLACEHOLDERS
-
-
-def _is_below_output(text: str) -> bool:
-    return not Path(text).is_absolute() and ".." not in Path(text).parts
-
-
-Bare = Annotated[str, Field(strict=True, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
-NonEmptyText = Annotated[Bare, expects("a string that is not empty")]
-Texts = Annotated[tuple[Bare, ...], BeforeValidator(_list), expects("a list of strings")]
-Place = Annotated[Path, BeforeValidator(_absolute), expects("a string that is not empty")]
-Places = Annotated[tuple[Place, ...], BeforeValidator(_list), expects("a list of strings")]
-Environment = Annotated[
-    Mapping[
-        Annotated[str, Field(strict=True, pattern=r"^[^=\x00]+$")],
-        Annotated[str, BeforeValidator(_as_text), Field(strict=True, pattern=r"^[^\x00]*$")],
-    ],
-    expects('a mapping of names to strings or numbers (`"true"` in quotes)'),
-]
-ModelArgs = Annotated[
-    Mapping[Annotated[str, Field(min_length=1)], Scalar],
-    expects("a mapping of names to strings, numbers or booleans"),
-]
-ConfigPath = Annotated[
-    Place, expects("a config.json, or a directory with config.json and tokenizer", _is_model_config)
-]
-Timeout = Annotated[
-    float,
-    Field(alias="timeout", strict=True, gt=0, le=1e9),
-    expects("seconds, above zero"),
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,43 +94,26 @@ class Profile:
     """
 
     name: str
-    kind: Annotated[Kind, expects(", ".join(Kind))]
-    interpreter: Annotated[NonEmptyText, AfterValidator(_program)] = sys.executable
-    environment: Environment = field(default_factory=dict)
-    include_paths: Annotated[Places, expects("directories that exist", _are_folders)] = ()
-    model: NonEmptyText = "hf"
-    checkpoint_key: NonEmptyText = "pretrained"
-    model_args: ModelArgs = field(default_factory=dict)
-    allowed_model_args: Texts = ()
-    allowed_models: Texts = MODEL_TYPES
-    allowed_tasks: Texts = ()
-    timeout_s: Timeout = 24 * 3600.0
-    retries: Annotated[int, whole(0, 100)] = 1
-    gpus: Annotated[int, whole(0)] = 0
-    keep: Annotated[Keep, expects(", ".join(Keep))] = Keep.NONE
-    best_metric: NonEmptyText | None = None
-    launcher: Annotated[Launcher, expects(", ".join(Launcher))] = Launcher.ACCELERATE
-    config: ConfigPath | None = None
-    command: Annotated[Texts, expects(COMMAND_EXPECTED, _is_command), AfterValidator(_started)] = ()
-    results: Annotated[
-        NonEmptyText, expects("a file below the output directory", _is_below_output)
-    ] = "results.json"
-    results_bytes: Annotated[int, whole(1)] = 64 << 20
-
-
-_COMMON_KEYS = frozenset(
-    "kind environment allowed_tasks timeout retries gpus keep best_metric results_bytes "
-    "config".split()
-)
-_HARNESS_KEYS = _COMMON_KEYS.union(
-    "interpreter model checkpoint_key model_args allowed_model_args launcher include_paths".split()
-)
-PROFILE_KEYS = {
-    Kind.LM_EVAL: _HARNESS_KEYS,
-    Kind.LMMS_EVAL: _HARNESS_KEYS | {"allowed_models"},
-    Kind.COMMAND: _COMMON_KEYS | {"command", "results"},
-}
-"""The keys of a profile in the file, by its kind."""
+    kind: Kind
+    interpreter: str = sys.executable
+    environment: Mapping[str, str] = field(default_factory=dict)
+    include_paths: tuple[Path, ...] = ()
+    model: str = "hf"
+    checkpoint_key: str = "pretrained"
+    model_args: Mapping[str, Scalar] = field(default_factory=dict)
+    allowed_model_args: tuple[str, ...] = ()
+    allowed_models: tuple[str, ...] = MODEL_TYPES
+    allowed_tasks: tuple[str, ...] = ()
+    timeout_s: float = 24 * 3600.0
+    retries: int = 1
+    gpus: int = 0
+    keep: Keep = Keep.NONE
+    best_metric: str | None = None
+    launcher: Launcher = Launcher.ACCELERATE
+    config: Path | None = None
+    command: tuple[str, ...] = ()
+    results: str = "results.json"
+    results_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +155,9 @@ class ServerConfig:
         return cls(gpus=gpus, profiles=default_profiles(gpus))
 
 
-def model_of(kind: object) -> str:
+def model_of(kind: Kind) -> str:
     """Return the type of model of a profile that does not name one."""
-    return "huggingface" if kind == Kind.LMMS_EVAL else "hf"
+    return "huggingface" if kind is Kind.LMMS_EVAL else "hf"
 
 
 def default_profiles(gpus: tuple[str, ...]) -> dict[str, Profile]:
