@@ -78,6 +78,7 @@ bench: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python benchmarks/torchrun_against_alone.py
 	$(TEST_VENV)/bin/python benchmarks/trainer_step.py
 	$(TEST_VENV)/bin/python benchmarks/submissions.py
+	$(TEST_VENV)/bin/python benchmarks/long_run.py
 
 # A real server and its processes, killed at random moments; then the tests of what once went wrong
 # only now and then, again and again with busy loops next to them. Half an hour on two idle cores.

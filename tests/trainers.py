@@ -3,7 +3,8 @@
 Sources, by the commit that was read: SkyRL a9564572e, prime-rl 559b44772, NeMo-RL 7ea279abf,
 lerobot 7427f3180, ms-swift 3602360a5, LLaMA-Factory ff6d4d12e, torchtune bd2a0fc7c, torchtitan
 b5bcd76c6, AReaL 4aef98d8d, ROLL 8eb27cc2, VeOmni d9774494, xtuner b934f4620, Composer 640518880,
-OLMo-core fa6c5014c, verl b178a3cd5.
+OLMo-core fa6c5014c, verl b178a3cd5, RLinf 716c59e2b. Those of cosmos-rl and RLinf were read in its
+sources; those of cosmos-predict, DINOv3, lingua, Bagel, FastVideo and finetrainers are from memory.
 """
 
 import warnings
@@ -27,6 +28,13 @@ Write = Callable[[Path, Tensors], list[str]]
 def ranks(place: Path, tensors: Tensors) -> list[str]:
     save_ranks(place, tensors, 2)
     return [f"model_world_size_2_rank_{rank}.pt" for rank in range(2)]
+
+
+def cosmos_ranks(place: Path, tensors: Tensors) -> list[str]:
+    names = [f"model_rank_{rank}.pth" for rank in range(2)]
+    for old, new in zip(ranks(place, tensors), names, strict=True):
+        (place / old).rename(place / new)
+    return names
 
 
 def dcp_under(*prefix: str) -> Write:
@@ -306,6 +314,57 @@ TRAINERS: dict[str, Trainer] = {
         "version_0/checkpoints",
         "Lightning",
     ),
+    "RLinf": Trainer(
+        "experiment/checkpoints/global_step_100/actor/dcp_checkpoint",
+        dcp_under("fsdp_checkpoint", "model"),
+        "experiment/checkpoints/global_step_100",
+        "RLinf",
+        role="actor",
+        pickled=("experiment/checkpoints/global_step_100/actor/model_state_dict/full_weights.pt",),
+    ),
+    "cosmos-rl": Trainer(
+        "20260101120000/checkpoints/step_100/policy",
+        cosmos_ranks,
+        "20260101120000/checkpoints/step_100",
+        "cosmos-rl",
+        role="actor",
+        others=("20260101120000/checkpoints/step_100/policy/cosmos_config",),
+        pickled=(
+            "20260101120000/checkpoints/step_100/policy/optimizer_rank_0.pth",
+            "20260101120000/checkpoints/step_100/policy/extra_info_rank_0.pth",
+        ),
+    ),
+    "cosmos-predict": Trainer(
+        "checkpoints/iter_000000100/model",
+        flat,
+        "checkpoints/iter_000000100",
+        "torch",
+        others=("checkpoints/latest_checkpoint.txt", "checkpoints/iter_000000100/optim/x.txt"),
+        pickled=("checkpoints/iter_000000100/trainer/0.pt",),
+    ),
+    "Lightning": Trainer(
+        "version_0/checkpoints/epoch=1-step=100.ckpt",
+        dcp_under("state_dict"),
+        "version_0/checkpoints/epoch=1-step=100.ckpt",
+        "Lightning",
+        pickled=("version_0/checkpoints/epoch=1-step=100.ckpt/meta.pt",),
+    ),
+    "TRL": Trainer(
+        "checkpoint-100/pytorch_model_fsdp_0",
+        model,
+        "checkpoint-100",
+        "HF Trainer (accelerate)",
+        others=("checkpoint-100/trainer_state.json", "README.md"),
+        pickled=("checkpoint-100/training_args.bin",),
+    ),
+    "axolotl": Trainer(
+        "checkpoint-100/pytorch_model_fsdp_0",
+        model,
+        "checkpoint-100",
+        "HF Trainer (accelerate)",
+        others=("checkpoint-100/trainer_state.json", "debug.log", "tokenizer.json"),
+    ),
+    "torchforge": Trainer("checkpoint/step-100", flat, "checkpoint/step-100", "torch"),
     "in-house": Trainer("my_run/save_100/shards", ranks, "my_run/save_100", "unknown"),
 }
 
@@ -320,5 +379,5 @@ def plant(run: Path, name: str, tensors: Tensors) -> tuple[Path, Path, list[Path
         (run / other).write_text("{}", encoding="utf-8")
     for state in trainer.pickled:
         (run / state).parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"step": trainer.step}, run / state)
+        torch.save({"step": trainer.step, "pytorch-lightning_version": "2.5.0"}, run / state)
     return weights, run / trainer.step_dir, files

@@ -42,6 +42,11 @@ _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 _UNFINISHED = re.compile(r"(?:__\d+)?\.metadata\.tmp")
 _ITEMS = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
 _LIGHTNING, _COMPOSER = "Lightning", "Composer"
+_BY_PREFIX = {  # the keys under which they save the model
+    ("state", "model"): _COMPOSER,
+    ("app", "model"): "prime-rl",
+    ("fsdp_checkpoint", "model"): "RLinf",
+}
 _TRAINING_STATE = """
     optimizer_* optim scheduler.bin scheduler.pt random_states_*.pkl rng_state*.pth sampler*.bin
     trainer_state.json meta.pt train
@@ -89,9 +94,8 @@ def _writer(location: Location, metadata: DcpMetadata, prefix: tuple[str, ...]) 
     if os.path.lexists(folder / "meta.pt"):
         is_trainer = is_lightning(read_torch_file(folder / "meta.pt").value)
         return _LIGHTNING if is_trainer else "Lightning Fabric"
-    by_prefix = {("state", "model"): _COMPOSER, ("app", "model"): "prime-rl"}
-    if prefix in by_prefix:
-        return by_prefix[prefix]
+    if prefix in _BY_PREFIX:
+        return _BY_PREFIX[prefix]
     if folder.name == "model_and_optim":
         return "OLMo-core"
     roots = {path[0] for path in metadata.paths.values() if path}

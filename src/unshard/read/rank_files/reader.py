@@ -25,9 +25,7 @@ from unshard.read.format import (
     Format,
     Location,
     ReadOptions,
-    by_name,
     files_in,
-    has_file,
     shortened,
 )
 from unshard.read.rank_files.copies import resolve_experts, resolve_plain
@@ -39,6 +37,8 @@ __all__ = ["RANK_FILES", "catalog_of"]
 
 _NAMED = re.compile(r"model_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _UNNAMED = re.compile(r"pytorch_model_fsdp(?:_(?P<model>\d+))?_rank(?P<rank>\d+)\.bin")
+_COSMOS_RL = re.compile(r"model_rank_(?P<rank>\d+)\.pth")
+_COSMOS_CONFIG = "cosmos_config"
 _SIBLINGS = re.compile(
     r"(?:optim|optimizer|extra_state|data|dataloader_state)_(?:world_size_)?.*\.pt"
     r"|optimizer_\d+_rank.*"
@@ -67,11 +67,19 @@ class _Set:
 
 
 def _is_rank_file(name: str) -> bool:
-    return bool(_NAMED.fullmatch(name) or _UNNAMED.fullmatch(name))
+    patterns = (_NAMED, _UNNAMED, _COSMOS_RL)
+    return any(pattern.fullmatch(name) for pattern in patterns)
 
 
-def _claims(name: str) -> bool:
-    return _is_rank_file(name) or bool(_SIBLINGS.fullmatch(name))
+def _holds(directory: Path) -> bool:
+    """Return whether a directory has rank files; cosmos-rl's name is too plain to tell alone."""
+    return any(_is_rank_file(path.name) and _claims(path) for path in directory.iterdir())
+
+
+def _claims(path: Path) -> bool:
+    if _COSMOS_RL.fullmatch(path.name):
+        return path.with_name(_COSMOS_CONFIG).is_file()
+    return _is_rank_file(path.name) or bool(_SIBLINGS.fullmatch(path.name))
 
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
@@ -95,7 +103,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     )
 
 
-RANK_FILES = Format("FSDP rank files", has_file(_is_rank_file), _read, by_name(_claims))
+RANK_FILES = Format("FSDP rank files", _holds, _read, _claims)
 
 
 def catalog_of(
@@ -188,6 +196,8 @@ def _sets(paths: Iterable[Path]) -> Iterable[_Set]:
             named[int(match["world"])][int(match["rank"])] = path
         elif match := _UNNAMED.fullmatch(path.name):
             unnamed[int(match["model"] or 0)][int(match["rank"])] = path
+        elif match := _COSMOS_RL.fullmatch(path.name):
+            unnamed[0][int(match["rank"])] = path
     for world, files in sorted(named.items()):
         yield _Set(f"world size {world}", dict(sorted(files.items())), world)
     for model, files in sorted(unnamed.items()):
@@ -245,6 +255,8 @@ def _writer(location: Location) -> str:
         return "accelerate"
     if directory.name in ("pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0"):
         return "lmms-engine"
+    if (directory / _COSMOS_CONFIG).is_file():
+        return "cosmos-rl"
     marks = ("fsdp_config.json", "huggingface", "optim_world_size_*", "extra_state_world_size_*")
     if directory.name in {"actor", "critic"} or any(
         next(directory.glob(mark), None) for mark in marks
