@@ -273,6 +273,12 @@ def test_runs_whose_names_end_in_numbers_are_not_steps(tmp_path: Path) -> None:
             discover(tmp_path / place, Choice())
 
 
+def test_in_house_names_count_if_their_numbers_grow_as_saves_do(tmp_path: Path) -> None:
+    for name in ("weights_500", "weights_1000", "weights_1500"):
+        make(tmp_path / name)
+    assert [at.step for at in discover(tmp_path, Choice())] == [1500, 1000, 500]
+
+
 def test_parts_of_a_step_are_not_steps(tmp_path: Path) -> None:
     for part in ("agent_0", "agent_1"):
         make(tmp_path / "global_step_100" / part)

@@ -19,7 +19,7 @@ from unshard.errors import UnknownFormatError, UsageError
 from unshard.read.finding.choosing import DEFAULT_ROLES, choose
 from unshard.read.finding.near_misses import nothing_found
 from unshard.read.finding.search import FORMATS, format_in, is_state, search, steps_in
-from unshard.read.finding.step_names import family, step_of, step_of_parents
+from unshard.read.finding.step_names import count_steps, family, step_of, step_of_parents
 from unshard.read.format import ROLES, Choice, Format, Location, Weights, blaming, role_in
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.whole_files.reader import WHOLE_FILES
@@ -189,7 +189,7 @@ def _in_run(run: Path, choice: Choice, *, depth: int) -> list[Location]:
 def _refuse_two_runs(run: Path, locations: list[Location]) -> None:
     """Refuse steps that are named in two ways: the highest number may be another run's."""
     unsure = [at for at in locations if at.step is None or step_of(at.step_dir.name) is None]
-    if len(unsure) > 1:
+    if len(unsure) > 1 and not count_steps([at.step for at in unsure]):
         raise UsageError(
             f"{run} has {len(unsure)} folders that may be steps, or runs",
             found=", ".join(at.step_dir.name for at in unsure[:_LISTED]),

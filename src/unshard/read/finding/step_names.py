@@ -11,10 +11,13 @@ Sources: the trainers in `tests/trainers`.
 """
 
 import re
+from collections.abc import Sequence
+from math import gcd
 from pathlib import Path
 
 __all__ = [
     "STATE_FOLDER",
+    "count_steps",
     "family",
     "holds_steps",
     "is_unfinished",
@@ -50,10 +53,12 @@ _NO_COUNTERS = frozenset(
     rank node gpu host worker process part shard stage run exp experiment seed trial fold version v
     lr bs job task group split pp tp dp cp sdp replica ft-replica model fsdp pytorch_model_fsdp
     pytorch_ema_model_fsdp optimizer optim scheduler sampler layer phase mp_rank random_states
+    ctx context seq len length dim hidden width depth size tokens
     """.split()
 )
 _HOLDS_STEPS = re.compile(r"(?:.*[-_])?(?:checkpoints?|ckpts?)", re.IGNORECASE)
 _UPWARD = 4
+_MANY_STEPS, _SAVED_EVERY = 100, 10
 
 
 def is_unfinished(name: str) -> bool:
@@ -80,6 +85,16 @@ def loose_step_of(name: str) -> int | None:
     if match is None or is_unfinished(name) or match["word"].lower() in _NO_COUNTERS:
         return None
     return int(match["step"])
+
+
+def count_steps(numbers: Sequence[int | None]) -> bool:
+    """Return whether numbers grow as those of saved steps do (500, 1000), not as a sweep's (1, 2).
+
+    Trainers save every so many steps, so the numbers are multiples of one that is not small.
+    """
+    known = [number for number in numbers if number is not None]
+    is_whole = len(known) == len(numbers)
+    return is_whole and max(known) >= _MANY_STEPS and gcd(*known) >= _SAVED_EVERY
 
 
 def family(name: str) -> str:
