@@ -223,6 +223,21 @@ def test_a_merge_ends_in_time_and_leaves_nothing(tmp_path: Path, merger: Merger)
     assert list((tmp_path / "merged").iterdir()) == []
 
 
+def test_a_merge_that_is_complete_when_it_is_given_up_leaves_nothing(
+    tmp_path: Path, merger: Merger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = job(save_ranks(tmp_path / "ckpt", some_tensors(), 2))
+    (tmp_path / "attempt").mkdir()
+    output = merger.merged(checkpoint.id)
+    worker = tmp_path / "worker"
+    worker.write_text(f"#!/bin/sh\nread line\nmkdir -p '{output}'\nexec sleep 1000\n")
+    worker.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(worker))
+    with pytest.raises(GivenUpError):
+        prepare_in(merger, checkpoint, tmp_path / "attempt", output.is_dir)
+    assert list((tmp_path / "merged").iterdir()) == []
+
+
 def test_a_worker_that_cannot_be_ended_is_not_waited_for(
     tmp_path: Path, merger: Merger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,12 +118,17 @@ class Merger:
             pin=job.pin,
             may_be_whole=True,
         )
+        is_made = False
         try:
-            return merge_in_process(
+            model = merge_in_process(
                 order, directory=directory, is_given_up=is_given_up, timeout_s=profile.timeout_s
             )
+            is_made = True
+            return model
         finally:
             self.recover()
+            if not is_made:  # it may have been complete just before its process was ended
+                self.remove(job.id)
             self._turns.release()
 
 
