@@ -18,7 +18,14 @@ from pathlib import Path
 from unshard.errors import UnknownFormatError, UsageError
 from unshard.read.finding.choosing import DEFAULT_ROLES, choose
 from unshard.read.finding.near_misses import nothing_found
-from unshard.read.finding.search import FORMATS, format_in, is_state, search, steps_in
+from unshard.read.finding.search import (
+    FORMATS,
+    WEIGHT_SUFFIXES,
+    format_in,
+    is_state,
+    search,
+    steps_in,
+)
 from unshard.read.finding.step_names import count_steps, family, step_of, step_of_parents
 from unshard.read.format import ROLES, Choice, Format, Location, Weights, blaming, role_in
 from unshard.read.rank_files.reader import RANK_FILES
@@ -30,7 +37,6 @@ _MODEL_DIR, _EMA_DIR = "pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0"
 _FSDP_FOLDER = re.compile(r"pytorch_(?:ema_)?model_fsdp_\d+")
 _FOLDERS = ("model", "model_and_optim", "sharded")
 _EMA = re.compile(r"(?:.*[-_])?ema(?:[-_].*)?", re.IGNORECASE)
-_WEIGHT_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar", "")
 # Files that are a checkpoint by their name alone: of Lightning, nanoGPT, litgpt.
 _ALONE = re.compile(r".*\.ckpt|(?:ckpt|checkpoint|lit_model)\.pth?")
 _EPOCHS = re.compile(r"(?:dist_)?epoch_#")
@@ -66,16 +72,15 @@ def discover(path: Path, choice: Choice) -> list[Location]:
         # The reader takes the set of files that the named one belongs to.
         found = [replace(at, file=named) if at.weights_dir == place else at for at in found]
         return [choose(place, found, choice, start=start)]
-    return steps or _below(place, choice) or _around(start, choice) or _nothing(path, choice)
-
-
-def _nothing(path: Path, choice: Choice) -> list[Location]:
-    raise nothing_found(path, choice.step)
+    found = steps or _below(place, choice) or _around(start, choice)
+    if not found:
+        raise nothing_found(path, choice.step)
+    return found
 
 
 def is_checkpoint_file(path: Path) -> bool:
     """Return whether a path is a file of weights that is not a part of a larger set."""
-    is_weights = path.is_file() and path.suffix.lower() in _WEIGHT_FILES
+    is_weights = path.is_file() and path.suffix.lower() in {*WEIGHT_SUFFIXES, ""}
     if path.suffix and is_state(path.name.partition(".")[0]):
         return False
     return is_weights and not any(one.claims(path) for one in FORMATS)

@@ -1,7 +1,7 @@
 """Say what a directory without a checkpoint holds, and what to do with it.
 
 Told by names alone, the nearest miss first: what a step lacks, then what other tools read, then
-what is no model at all.
+what is not a model.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from unshard.errors import UnknownFormatError
-from unshard.read.finding.search import DEPTH, FORMATS, is_state, search
+from unshard.read.finding.search import DEPTH, FORMATS, WEIGHT_SUFFIXES, is_state, search
 from unshard.read.finding.step_names import is_unfinished
 
 __all__ = ["nothing_found"]
@@ -148,7 +148,6 @@ def _child(folder: Path, run: Path) -> Path:
 
 
 def _may_be_weights(path: Path) -> bool:
-    suffixes = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar")
     stem = path.name.partition(".")[0]
     is_other = is_state(stem) or stem == "adapter_model" or _ONE_RANK.fullmatch(path.name)
-    return path.is_file() and path.suffix.lower() in suffixes and not is_other
+    return path.is_file() and path.suffix.lower() in WEIGHT_SUFFIXES and not is_other

@@ -24,7 +24,17 @@ from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
 from unshard.read.torch_checkpointing.reader import TORCH_CHECKPOINTING
 from unshard.read.whole_files.reader import WHOLE_FILES
 
-__all__ = ["DEPTH", "ENTRIES", "FORMATS", "Below", "format_in", "is_state", "search", "steps_in"]
+__all__ = [
+    "DEPTH",
+    "ENTRIES",
+    "FORMATS",
+    "WEIGHT_SUFFIXES",
+    "Below",
+    "format_in",
+    "is_state",
+    "search",
+    "steps_in",
+]
 
 FORMATS = (
     RANK_FILES,
@@ -36,6 +46,8 @@ FORMATS = (
     DEEPSPEED,
 )
 """All formats, in the order in which a directory is searched for them."""
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar")
+"""Of files that may be a checkpoint of their own, which may also have none."""
 DEPTH = 4
 """How many levels of folders are searched."""
 ENTRIES = 10_000
