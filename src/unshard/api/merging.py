@@ -129,8 +129,7 @@ def merge_with(
         checkpoint: as for `merge`; or a function that opens several, to be averaged.
         output, options, listener: as for `merge`.
         engine: what writes the files; see `unshard.engines.crew`.
-        before: called with the plan before anything is written; returns it, perhaps with more small
-            files, and what it raises ends the merge.
+        before: called with the plan before writing; may add small files, or raise to end the merge.
         pass_over: whether an older step may be taken, with a warning, for one that is not complete,
             or that is an error, as it is for the tools that `unshard.compat` replaces.
     """

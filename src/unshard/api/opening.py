@@ -183,7 +183,7 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
         """Return a tensor of which nothing is read before it is indexed.
 
         Raises:
-            NoSuchTensorError: there is no tensor of this name; it is a `KeyError`, too.
+            NoSuchTensorError: no tensor has this name; also a `KeyError`.
         """
         if name not in self._tensors:
 
