@@ -2,17 +2,17 @@
 
 from unshard.api.averaging import average
 from unshard.api.inspecting import Inspection, inspect
-from unshard.api.loading import Loaded
 from unshard.api.making import Prepared
 from unshard.api.merging import StepResult, merge, merge_all, merge_steps, merge_with
-from unshard.api.opening import (
+from unshard.api.options import MergeOptions
+from unshard.api.unmerged.loading import Loaded
+from unshard.api.unmerged.opening import (
     LazyTensor,
     OpenCheckpoint,
     load_into,
     load_state_dict,
     open_checkpoint,
 )
-from unshard.api.options import MergeOptions
 from unshard.api.verifying import verify
 from unshard.engines.crew import crew
 from unshard.write.report import Report

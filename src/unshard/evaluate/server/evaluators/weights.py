@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from unshard.api.opening import LazyTensor, OpenCheckpoint, open_checkpoint
+from unshard.api.unmerged.opening import LazyTensor, OpenCheckpoint, open_checkpoint
 from unshard.containers.strided import Elements
 from unshard.errors import UnshardError, UsageError
 from unshard.fronts import Command

@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Literal, Self, TypeVar, Unpack, overload
 
 from unshard.api.converting import convert_one
-from unshard.api.loading import Loaded, Opened, fill
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import inflated, read_checkpoint
+from unshard.api.unmerged.loading import Loaded, Opened, fill
 from unshard.containers.strided import Elements
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of
