@@ -5,6 +5,7 @@ A new format is one more entry of `contract_forms.FORMS`, and must pass the same
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import unshard
+from file_opens import opens_of
 from oracle.writers.contract import contract_tensors
 from oracle.writers.contract_forms import FORMS, WORLD, Form
 from oracle.writers.samples import Samples
@@ -68,6 +70,24 @@ class TestEveryFormat:
         assert snapshot(run) == before
         assert report.tensors == len(TRUTH)
         assert report.dtypes == DTYPES
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="inotify counts")
+    @pytest.mark.parametrize("place", ["next to the weights", "in the run"])
+    def test_a_merge_opens_config_json_once(
+        self, samples: Samples, tmp_path: Path, name: str, place: str
+    ) -> None:
+        form, run = FORMS[name], tmp_path / "run"
+        if place == "in the run" and form.step is None:
+            pytest.skip("a file that is a checkpoint of its own has no run")
+        shutil.copytree(samples.form(name), run)
+        config = (run if place == "in the run" else run / form.place) / "config.json"
+        fields = {"model_type": "x", "dtype": "bfloat16", "transformers_version": "5.0.0"}
+        config.write_text(json.dumps(fields))
+        with opens_of(config) as count:
+            unshard.merge(run / form.levels[0], tmp_path / "out", dtype="config")
+            assert count() == 1
+        written = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert written == fields
 
     def test_the_bytes_are_those_that_safetensors_writes(
         self, samples: Samples, expected: Expected, tmp_path: Path, name: str

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 import unshard
 from ranks import save_ranks, some_tensors
 from unshard.errors import CorruptError, UsageError
-from unshard.read.beside import companions
 from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.beside.model_config import Fields, ModelConfig, read_config
 from unshard.read.format import Location
@@ -202,23 +201,6 @@ def test_a_config_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match=r"config\.json: cannot be read: not a regular file"):
         unshard.merge(model, tmp_path / "out", allow_missing=True, allow_unexpected=True)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("place", ["run/global_step_1", "run"])
-def test_a_merge_reads_the_config_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    step = save_ranks(tmp_path / "run" / "global_step_1", some_tensors(), 2)
-    (tmp_path / place / "config.json").write_text('{"model_type": "llama", "dtype": "float16"}')
-    read: list[Path] = []
-
-    def counted(path: Path) -> ModelConfig:
-        read.append(path)
-        return read_config(path)
-
-    monkeypatch.setattr(companions, "read_config", counted)
-    unshard.merge(step, tmp_path / "out", dtype="config", allow_missing=True, allow_unexpected=True)
-    assert read == [tmp_path / place / "config.json"]
 
 
 def written(fields: Fields, dtype: str) -> Fields:

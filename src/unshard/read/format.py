@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+from unshard.read.beside.model_config import ConfigFile
 from unshard.tensors.catalog import Catalog
 
 __all__ = [
@@ -106,6 +107,7 @@ class ReadOptions:
         allowed_globals: tensor subclasses to read as the plain tensors they store.
         shapes: shapes of tensors that are known from elsewhere (the base model), by name.
         processes: how many processes may read, where there is much to read.
+        config_file: the config.json that was found for the checkpoint, to be read once.
     """
 
     config: Path | None = None
@@ -114,6 +116,7 @@ class ReadOptions:
     allowed_globals: frozenset[str] = frozenset()
     processes: int = 1
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    config_file: ConfigFile | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class Checkpoint:
 
     @property
     def config(self) -> ModelConfig | None:
-        """The model's config.json, read once, at its first use; None without one."""
+        """The model's config.json; None without one."""
         return self.companions.model
 
     @property
@@ -149,10 +149,12 @@ def _part_in(other: Path, location: Location) -> Path:
 
 
 def _read(location: Location, options: ReadOptions) -> Checkpoint:
+    # Before the weights: two readers use the config, and it is read once.
+    companions = find_companions(location, options.config)
+    options = replace(options, config_file=companions.config_file)
     catalog = _weights(location, options)
     if location.weights == "ema" and (regular := at_same_step(location, "model")) is not None:
         catalog = _completed(catalog, _weights(regular, options))
-    companions = find_companions(location, options.config)
     _check(catalog)
     return Checkpoint(location, catalog, companions)
 

@@ -107,7 +107,7 @@ def _holds_weights(directory: Path) -> bool:
 
 def _with_weights(spec: str, directory: Path, companions: Companions) -> Base:
     place = Location(directory, directory, None, None, "model", WHOLE_FILES)
-    tensors = WHOLE_FILES.read(place, ReadOptions()).tensors
+    tensors = WHOLE_FILES.read(place, ReadOptions(config_file=companions.config_file)).tensors
     files = {
         name: entry.chunks.paths[entry.chunks.file[0]].name
         for name, entry in tensors.items()

@@ -10,15 +10,14 @@ the start, into the run's directory.
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 from unshard.errors import CorruptError, UsageError
-from unshard.read.beside.model_config import ModelConfig, read_config
+from unshard.read.beside.model_config import ConfigFile, ModelConfig
 from unshard.read.finding.step_names import holds_steps
 from unshard.read.format import Location
 
-__all__ = ["Companions", "ConfigFile", "companions_in", "completed", "find_companions"]
+__all__ = ["Companions", "companions_in", "completed", "find_companions"]
 
 _CONFIG = "config.json"
 _NAMES = frozenset(
@@ -34,18 +33,6 @@ _SUFFIXES = (".tiktoken", ".py")
 _EXPORTS = ("hf_model", "hf_ckpt", "hf_meta")  # LLaMA-Factory, VeOmni
 _OF_RUN = ("model_assets", "huggingface", "hf_meta")  # VeOmni
 _TEMPLATES = "additional_chat_templates"
-
-
-@dataclass(frozen=True)
-class ConfigFile:
-    """A config.json; all `Companions` that have it share what was read."""
-
-    path: Path
-
-    @cached_property
-    def model(self) -> ModelConfig:
-        """What the file says, read once, at its first use: see `read_config`."""
-        return read_config(self.path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from unshard.containers.json_file import JsonFields, json_object
+from unshard.errors import CorruptError
 from unshard.tensors.dtypes import CASTS
 
-__all__ = ["Fields", "ModelConfig", "read_config"]
+__all__ = ["ConfigFile", "Fields", "ModelConfig", "config_at", "read_config"]
 
 Fields = Mapping[str, object]
 
@@ -138,6 +139,27 @@ def read_config(path: Path) -> ModelConfig:
         one.text("model_type")
         one.names("architectures")
     return ModelConfig(fields, path)
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """A config.json, read once for all that have this object."""
+
+    path: Path
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        """What the file says, read at its first use: see `read_config`."""
+        return read_config(self.path)
+
+
+def config_at(path: Path, known: ConfigFile | None) -> ModelConfig | None:
+    """Return what a config.json says, from `known` if that is the file; None if it is damaged."""
+    file = known if known is not None and known.path == path else ConfigFile(path)
+    try:
+        return file.model
+    except CorruptError:
+        return None  # the error is raised where the config is needed
 
 
 def _inside(fields: Fields) -> Iterator[Fields]:

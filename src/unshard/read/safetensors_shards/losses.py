@@ -22,16 +22,15 @@ Sources: torchtitan's `last_save_in_hf`, NeMo AutoModel's `ConsolidatedHFAddon`,
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from unshard.containers.json_file import json_object
-from unshard.errors import CorruptError, IncompleteError, UnshardError
+from unshard.errors import IncompleteError, UnshardError
 from unshard.noted import Noted
-from unshard.read.beside.model_config import ModelConfig, read_config
+from unshard.read.beside.model_config import ConfigFile, ModelConfig, config_at
 from unshard.read.format import Location, shortened
 from unshard.read.hub_files import weight_map
 from unshard.read.safetensors_shards.names import ShardSet
@@ -100,16 +99,13 @@ def writer_of(location: Location, config: ModelConfig | None) -> str:
     return "transformers" if "transformers_version" in config.fields else "unknown"
 
 
-def nearest_config(location: Location) -> ModelConfig | None:
-    """Return the nearest config.json that can be read."""
+def nearest_config(location: Location, known: ConfigFile | None) -> ModelConfig | None:
+    """Return the nearest config.json that can be read; `known` may be it."""
     folders = [*location.roots, *(root / _NEMO for root in location.roots)]
     folders += [root.parent for root in location.roots]
-    for folder in folders:
-        path = folder / "config.json"
-        if path.is_file():
-            with suppress(CorruptError):
-                return read_config(path)
-    return None
+    paths = (folder / "config.json" for folder in folders)
+    found = (config_at(path, known) for path in paths if path.is_file())
+    return next((one for one in found if one is not None), None)
 
 
 def _absent_names(

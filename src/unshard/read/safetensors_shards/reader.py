@@ -37,7 +37,6 @@ __all__ = ["SAFETENSORS_SHARDS"]
 
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
-    del options
     noted = choose_shards(location)
     chosen = noted.value
     union = _UnitedShards(chosen)
@@ -47,7 +46,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     raise_all(CorruptError, summary, union.problems)
     tensors = union.tensors()
     raise_all(CorruptError, summary, _disagreements(tensors))
-    config = nearest_config(location)
+    config = nearest_config(location, options.config_file)
     losses = loss_problems(location, chosen, tensors, config)
     summary = f"{location.weights_dir}: files of ranks are missing"
     raise_all(IncompleteError, summary, losses.value)

@@ -16,6 +16,7 @@ from unshard.containers.json_file import json_object, shown
 from unshard.containers.pickles.records import Global, Record, Value
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CheckpointError, CorruptError, NotMergeableError, UnshardError, raise_all
+from unshard.read.beside.model_config import ConfigFile, config_at
 from unshard.read.format import Format, Location, ReadOptions, by_name, has_file, shortened
 from unshard.read.hub_files import (
     natural_order,
@@ -49,7 +50,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     union.problems += problems
     place = location.file or location.weights_dir
     raise_all(CorruptError, f"{place}: the weights cannot be read", union.problems)
-    writer, made = _origin(chosen.files)
+    writer, made = _origin(chosen.files, options.config_file)
     return Catalog(
         writer=union.writer or writer,
         world_size=1,
@@ -232,10 +233,13 @@ def _compare(
     return problems, [what] if rest else []
 
 
-def _origin(files: tuple[Path, ...]) -> tuple[str, list[str]]:
+def _origin(files: tuple[Path, ...], known: ConfigFile | None) -> tuple[str, list[str]]:
     """Return the tool that wrote the files, and what is known of where they come from."""
     directory = files[0].parent
-    record = _fields(directory / _RECORD)
+    try:
+        record = json_object(directory / _RECORD)
+    except CheckpointError:
+        record = {}
     match record:
         case {"output": {"files": dict(named)}, "source": dict(source)} if all(
             path.name in named for path in files
@@ -243,8 +247,9 @@ def _origin(files: tuple[Path, ...]) -> tuple[str, list[str]]:
             return f"unshard {_word(record.get('unshard'))}", [_made_from(source)]
     if files[0].name == "pytorch_model_fsdp.bin":
         return "accelerate", []
-    known = "transformers_version" in _fields(directory / "config.json")
-    return ("transformers" if known else "unknown"), []
+    config = config_at(directory / "config.json", known)
+    is_saved = config is not None and "transformers_version" in config.fields
+    return ("transformers" if is_saved else "unknown"), []
 
 
 def _made_from(source: Mapping[str, object]) -> str:
@@ -261,11 +266,3 @@ def _made_from(source: Mapping[str, object]) -> str:
 
 def _word(value: object) -> str:
     return value if isinstance(value, str) else shown(value)
-
-
-def _fields(path: Path) -> dict[str, object]:
-    """Return the fields of a file that may say where weights come from, if it can be read."""
-    try:
-        return json_object(path)
-    except CheckpointError:
-        return {}
