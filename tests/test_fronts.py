@@ -25,7 +25,7 @@ from unshard.cli.running import front_of
 from unshard.compat import convert_checkpoint_simple, convert_fsdp_to_hf, merge_fsdp, verl
 from unshard.errors import speaking
 from unshard.fronts import (
-    OPTIONS,
+    MERGE_OPTIONS,
     PYTHON,
     Command,
     Front,
@@ -142,13 +142,13 @@ def test_the_walk_finds_the_messages() -> None:
 
 def test_all_options_of_a_merge_are_known_and_are_flags_or_not_as_its_parser_says() -> None:
     merge = {parameter.opts[0]: parameter for parameter in _merge_parameters()}
-    assert {f"--{option}" for option in OPTIONS} <= merge.keys()
-    for option, placeholder in OPTIONS.items():
+    assert {f"--{option}" for option in MERGE_OPTIONS} <= merge.keys()
+    for option, placeholder in MERGE_OPTIONS.items():
         parameter = merge[f"--{option}"]
         may_be_bare = (parameter.metavar or "").startswith("[")  # --overwrite, or --overwrite=all
         assert (parameter.is_flag or may_be_bare) is (placeholder == ""), option
     given = {one.name for one in fields(MergeOptions)} - {"allow_globals", "extra_state"}
-    assert {name.replace("_", "-") for name in given} <= OPTIONS.keys()
+    assert {name.replace("_", "-") for name in given} <= MERGE_OPTIONS.keys()
 
 
 def _merge_parameters() -> list[typer.core.TyperOption]:
@@ -182,7 +182,7 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
         strangers = {
             str(Mention(one.option))
             for one in mentions(text)
-            if one.option not in OPTIONS and one.option != "missing"
+            if one.option not in MERGE_OPTIONS and one.option != "missing"
         }
         assert strangers <= also, place
 
@@ -202,7 +202,7 @@ def test_a_command_of_ours_names_options_that_it_has(name: str) -> None:
 def check(front: Front, text: str, options: set[str], place: str) -> None:
     """Every option of merge in a text is one that the front has, or in a line to use instead."""
     for mention in mentions(text):
-        if mention.option not in OPTIONS:
+        if mention.option not in MERGE_OPTIONS:
             continue
         written = front.name(mention)
         if written is None:
@@ -223,7 +223,7 @@ def test_python_names_parameters_that_its_functions_have() -> None:
             if written is not None and not written.startswith("unshard."):
                 assert written.partition("=")[0] in known, place
                 assert written in rendered, place
-        assert not {one.option for one in mentions(rendered)} & OPTIONS.keys(), place
+        assert not {one.option for one in mentions(rendered)} & MERGE_OPTIONS.keys(), place
 
 
 @pytest.mark.parametrize("name", DROP_INS)

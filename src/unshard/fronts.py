@@ -16,7 +16,7 @@ from unshard.keywords import CHOICES, MergeKeywords
 
 __all__ = [
     "COMMAND_LINE",
-    "OPTIONS",
+    "MERGE_OPTIONS",
     "PYTHON",
     "Command",
     "Front",
@@ -49,7 +49,7 @@ def spell(keyword: str) -> str:
     return _SPELLED.get(keyword, keyword.replace("_", "-"))
 
 
-OPTIONS = {
+MERGE_OPTIONS = {
     spell(name): "" if kind in (bool, bool | str) else _VALUES.get(name, name.upper())
     for name, kind in MergeKeywords.__annotations__.items()
 } | {"all-steps": ""}
@@ -87,7 +87,7 @@ class Mention:
     @property
     def is_flag(self) -> bool:
         """Whether the option takes no value."""
-        return not (OPTIONS | _OTHERS).get(self.option, "?")
+        return not (MERGE_OPTIONS | _OTHERS).get(self.option, "?")
 
     def __str__(self) -> str:
         """Write it for a shell."""
@@ -151,8 +151,8 @@ def reword(text: str, front: Front) -> str:
 
 def advice(text: str, front: Front) -> list[str]:
     """Return the lines to use for what a text names and a front does not have, each once."""
-    missing = (one for one in mentions(text) if one.option in OPTIONS and front.name(one) is None)
-    return list(dict.fromkeys(front.instead(mention) for mention in missing))
+    known = (one for one in mentions(text) if one.option in MERGE_OPTIONS)
+    return list(dict.fromkeys(front.instead(one) for one in known if front.name(one) is None))
 
 
 def reword_warning(text: str, front: Front) -> str:
@@ -221,7 +221,9 @@ class Command:
     def instead(self, mention: Mention) -> str:
         """Return the line of `unshard merge` with an option."""
         others = re.sub(rf" --{mention.option}(?= |$)", "", self.line)
-        value = OPTIONS[mention.option] if mention.value is None else mention.value.split("|")[0]
+        value = (
+            MERGE_OPTIONS[mention.option] if mention.value is None else mention.value.split("|")[0]
+        )
         return f"{others} {Mention(mention.option, value or None)}"
 
 
@@ -239,7 +241,7 @@ class Python:
 
     def name(self, mention: Mention) -> str | None:
         """Return how Python writes an option, or None if the function does not have it."""
-        if mention.option not in OPTIONS | _OTHERS:
+        if mention.option not in MERGE_OPTIONS | _OTHERS:
             return None
         if self.own is None:
             return _as_keyword(mention, "…")
@@ -263,7 +265,7 @@ def _as_value(mention: Mention, unknown: str) -> str:
     value = mention.value
     if value is None and mention.is_flag:
         return str(mention.option != "no-extra-state")
-    if value in (None, (OPTIONS | _OTHERS)[mention.option], "FILE|DIR"):
+    if value in (None, (MERGE_OPTIONS | _OTHERS)[mention.option], "FILE|DIR"):
         return unknown
     if _NUMBER.fullmatch(value or ""):
         return str(value)

@@ -14,7 +14,13 @@ from safetensors.torch import save_file
 import unshard
 from ranks import save_ranks, some_tensors
 from unshard import CorruptError, UnshardError
-from unshard.containers.json_file import MAX_DEPTH, MAX_JSON, JsonFields, json_object, parsed_object
+from unshard.containers.json_file import (
+    MAX_JSON,
+    MAX_JSON_DEPTH,
+    JsonFields,
+    json_object,
+    parsed_object,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -71,7 +77,7 @@ REFUSED = {
     "digits": (b'{"a": ' + b"9" * 5000 + b"}", "a number of too many digits"),
     "half a pair": (b'{"a": ["\\ud800"]}', ": a: half a surrogate pair"),
     "half a pair as a key": (b'{"a": {"\\ud800": 1}}', ": a: half a surrogate pair"),
-    "deep": (json.dumps(nested(MAX_DEPTH + 1)).encode(), "top: nested too deep"),
+    "deep": (json.dumps(nested(MAX_JSON_DEPTH + 1)).encode(), "top: nested too deep"),
     "900 deep": (json.dumps(nested(900)).encode(), "top: nested too deep"),
     "deeper than the stack": (b'{"a": ' + b"[" * 100_000, "nested too deep"),
 }
@@ -86,7 +92,7 @@ def test_what_is_wrong_is_reported(kind: str) -> None:
 
 
 def test_real_depths_are_taken() -> None:
-    assert parsed_object(json.dumps(nested(MAX_DEPTH)).encode(), "x") == nested(MAX_DEPTH)
+    assert parsed_object(json.dumps(nested(MAX_JSON_DEPTH)).encode(), "x") == nested(MAX_JSON_DEPTH)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])

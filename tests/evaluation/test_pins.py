@@ -12,7 +12,6 @@ import pytest
 from transformers.trainer_utils import rotate_checkpoints
 
 from evaluation.runs import files_in, lmms_checkpoint, rotate_like_lmms_engine
-from unshard.evaluate.pins.files import identity
 from unshard.evaluate.pins.pin import (
     ExpiredError,
     PinError,
@@ -26,6 +25,7 @@ from unshard.evaluate.pins.pin import (
 from unshard.read.beside.companions import find_companions
 from unshard.read.finding.discover import discover
 from unshard.read.format import Choice
+from unshard.write.staging.beneath import Identity, identity
 
 ANY = Quota(count=None, bytes=None)
 
@@ -271,11 +271,12 @@ def test_another_machine_may_number_files_by_itself_and_know_coarser_times(
     for name in ("a.pt", "b.pt"):
         (tmp_path / "checkpoint-1" / name).write_bytes(b"weights")
     pin = pin_checkpoint(tmp_path / "checkpoint-1", quota=ANY)
-    more = dict(zip(("a.pt", "b.pt"), numbers, strict=True))
+    inodes = ((pin.path / name).stat().st_ino for name in ("a.pt", "b.pt"))
+    more = dict(zip(inodes, numbers, strict=True))
 
-    def elsewhere(path: Path) -> tuple[int, int, int]:
-        inode, size, mtime = identity(path)
-        return inode + more[path.name], size, mtime // grain * grain
+    def elsewhere(status: os.stat_result) -> Identity:
+        inode, size, mtime = identity(status)
+        return inode + more[inode], size, mtime // grain * grain
 
     monkeypatch.setattr("unshard.evaluate.pins.files.identity", elsewhere)
     assert bool(pin.changed()) == is_changed

@@ -71,8 +71,8 @@ def average(
         UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
     """
     chosen = replace(options or MergeOptions(), **keywords)
-    _check(chosen, coefficients, ema_decay, (last, every))
     paths = [checkpoints] if isinstance(checkpoints, str | Path) else list(checkpoints)
+    _check(chosen, coefficients, ema_decay, (last, every), are_several=len(paths) > 1)
     places = [given_path(path, "a checkpoint") for path in paths]
     target = given_output(output)
     if not paths:
@@ -82,11 +82,6 @@ def average(
         heard(Stage("reading"))
         if len(paths) == 1:
             found = _open_steps(places[0], chosen, (last, every or 1), pass_over=pass_over)
-        elif (last, every) != (None, None):
-            raise UsageError(
-                "--last and --every choose steps of one run, and several checkpoints were given",
-                hint="give the run alone",
-            )
         else:
             found = [read_checkpoint(place, chosen) for place in places]
         weights = _choose_weights(coefficients, ema_decay, len(found))
@@ -103,6 +98,8 @@ def _check(
     coefficients: Sequence[float] | None,
     ema_decay: float | None,
     counts: tuple[int | None, int | None],
+    *,
+    are_several: bool,
 ) -> None:
     if options.lora != "fuse" or options.step is not None:
         raise UsageError(
@@ -115,6 +112,11 @@ def _check(
     for name, count in zip(("last", "every"), counts, strict=True):
         if count is not None and count < 1:
             raise UsageError(f"--{name} {count}: at least 1 is needed")
+    if are_several and counts != (None, None):
+        raise UsageError(
+            "--last and --every choose steps of one run, and several checkpoints were given",
+            hint="give the run alone",
+        )
 
 
 def _open_steps(

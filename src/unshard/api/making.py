@@ -17,7 +17,7 @@ from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of, take
 from unshard.engines.threads import run_plan, verify_full
 from unshard.keywords import SHARD_SIZE
-from unshard.plan.layout import INDEX_NAME, index_json, lay_out, size_in_bytes
+from unshard.plan.layout import index_json, lay_out, size_in_bytes
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.plan.work import make_pair
@@ -25,6 +25,7 @@ from unshard.progress import Listener, Stage, ignore
 from unshard.read.beside.base_name import find_base_name
 from unshard.read.beside.companions import Companions
 from unshard.read.beside.model_config import ModelConfig
+from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
 from unshard.read.open import Checkpoint
 from unshard.showing import counted, is_notebook, is_terminal
 from unshard.tensors.catalog import TensorEntry
@@ -36,7 +37,7 @@ from unshard.write.companions import (
 )
 from unshard.write.execute import are_equal
 from unshard.write.hub import push
-from unshard.write.record import RECORD_NAME, record_json
+from unshard.write.record import record_json
 from unshard.write.report import Report, peak_memory
 from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import refuse_sources
@@ -315,7 +316,6 @@ def make_report(
 ) -> Report:
     """Return the report of a merge that began at `started`, by `time.monotonic()`."""
     checkpoints, plan = prepared.sources.checkpoints, prepared.plan
-    training = prepared.sources.training
     dtypes = Counter(one.dtype.name for file in plan.layout.files for one in file.tensors)
     operations = Counter(type(one).__name__ for one in plan.tiled)
     operations += Counter(CopyRange=len(plan.copies))
@@ -327,7 +327,7 @@ def make_report(
         passed_over=tuple(passed for one in checkpoints for passed in one.passed_over),
         world_size=checkpoints[-1].catalog.world_size,
         files={file.filename: file.size for file in plan.layout.files},
-        companions=(*_companion_files(prepared), *state_file_names(training)),
+        companions=(*_companion_files(prepared), *state_file_names(prepared.sources.training)),
         tensors=len(plan.layout.weight_map),
         parameters=plan.layout.total_parameters,
         dtypes=dict(dtypes.most_common()),

@@ -135,8 +135,7 @@ def merge_with(
     """
     started = time.monotonic()
     if not callable(checkpoint):
-        path = given_path(checkpoint, "the checkpoint")
-        checkpoint = partial(open_source, path, options, pass_over=pass_over)
+        checkpoint = partial(open_source, checkpoint, options, pass_over=pass_over)
     target = None if output is None else given_output(output)
     if options.push_to_hub is not None:
         check_repo(options.push_to_hub, may_ask=not options.dry_run)
@@ -150,10 +149,10 @@ def merge_with(
         return make_report(prepared, target, options, started)
     with stage:
         if sources.compressed_bytes:  # only now can values be compared, and be read anywhere
-            sources, planned = decompressed(sources, stage.scratch, listener), prepared
+            sources = decompressed(sources, stage.scratch, listener)
             again = plan_output(sources, convert(sources, options), options)
-            _warn(listener, [one for one in again.warnings if one not in planned.warnings])
-            prepared = replace(again, files=planned.files)
+            _warn(listener, [one for one in again.warnings if one not in prepared.warnings])
+            prepared = replace(again, files=prepared.files)
         listener(Stage("writing", prepared.plan.layout.total_size))
         overflows = engine(prepared.plan, stage.directory, options.resources, listener)
         add_files(prepared, stage.directory, options, listener)

@@ -17,7 +17,7 @@ from unshard.read.format import ROLES, Choice, ReadOptions
 __all__ = ["MergeOptions", "accepting", "given_output", "given_path"]
 
 P = ParamSpec("P")
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 _SHAPING = {"keep_fp32", "base", "include", "exclude", "lora", "lora_alpha", "ep_size"}
 _FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
@@ -150,7 +150,7 @@ class MergeOptions:
 
 def accepting(
     keywords: type, **defaults: object
-) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+) -> Callable[[Callable[P, Returned]], Callable[P, Returned]]:
     """Return a decorator that lists a function's options in its signature, and refuses others.
 
     Args:
@@ -165,12 +165,12 @@ def accepting(
         for name, kind in keywords.__annotations__.items()
     ]
 
-    def shown(function: Callable[P, Result]) -> Callable[P, Result]:
+    def shown(function: Callable[P, Returned]) -> Callable[P, Returned]:
         *own, _ = inspect.signature(function).parameters.values()
         signature = inspect.signature(function).replace(parameters=[*own, *listed])
 
         @functools.wraps(function)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> Result:
+        def checked(*args: P.args, **kwargs: P.kwargs) -> Returned:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from unshard.api.options import MergeOptions
+from unshard.api.options import MergeOptions, given_path
 from unshard.convert.lora.names import split_adapter
 from unshard.convert.recipes import take
 from unshard.progress import Chosen, Listener, Stage
@@ -55,9 +55,10 @@ Opening = Callable[[Listener], Sources]
 
 
 def open_source(
-    path: Path, options: MergeOptions, listener: Listener, *, pass_over: bool
+    given: str | Path, options: MergeOptions, listener: Listener, *, pass_over: bool
 ) -> Sources:
-    """Open the checkpoint that a path means, with its training state."""
+    """Open the checkpoint that a given path means, with its training state."""
+    path = given_path(given, "the checkpoint")
     listener(Stage("reading"))
     checkpoint = read_checkpoint(path, options, pass_over=pass_over)
     listener(Chosen(f"merging {checkpoint.title}"))

@@ -19,9 +19,9 @@ from unshard.plan.work import as_stored
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.dcp.items import inflated_bytes
 from unshard.read.format import blaming
+from unshard.read.hub_files import RECORD_NAME
 from unshard.read.open import Checkpoint, open_whole
 from unshard.showing import hearing
-from unshard.write.record import RECORD_NAME
 from unshard.write.verification.comparison import ByConfig, Comparison, Tolerances
 
 __all__ = ["verify"]

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHECKPOINT",
-    "OUTPUT",
     "CheckpointArgument",
     "Grouped",
     "Json",
@@ -39,7 +38,7 @@ Option = tuple[object, OptionInfo]
 """The type of a value, and the option as typer has it, with its default."""
 
 CHECKPOINT = "Checkpoint"
-OUTPUT = "Output"
+_OUTPUT = "Output"
 
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
@@ -119,7 +118,7 @@ CheckpointArgument = Annotated[
 ]
 OutputOption = Annotated[
     Path | None,
-    option("OUTPUT", "The same as the argument OUTPUT.", OUTPUT, "--output", "-o"),
+    option("OUTPUT", "The same as the argument OUTPUT.", _OUTPUT, "--output", "-o"),
 ]
 Json = Annotated[
     bool, flag("--json", "Print one JSON object on stdout; everything else goes to stderr.")
@@ -193,7 +192,7 @@ _TABLE: dict[str, dict[str, _Row]] = {
         ),
         "allow_unexpected": _Row(bool, "Also write tensors that neither of them has."),
     },
-    OUTPUT: {
+    _OUTPUT: {
         "config": _Row(
             Path,
             "A config.json to use instead, or a directory with config, tokenizer and the like.",

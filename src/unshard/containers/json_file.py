@@ -18,8 +18,8 @@ from typing import TypeVar
 from unshard.errors import CorruptError
 
 __all__ = [
-    "MAX_DEPTH",
     "MAX_JSON",
+    "MAX_JSON_DEPTH",
     "JsonFields",
     "is_text",
     "json_object",
@@ -33,7 +33,7 @@ MAX_JSON = 100_000_000
 """The most bytes of a JSON file: what safetensors allows its headers. The longest index known has
 a fifth of it."""
 
-MAX_DEPTH = 64
+MAX_JSON_DEPTH = 64
 """The most objects and lists inside one another. Real configs have up to 6."""
 
 
@@ -65,8 +65,8 @@ def parsed_object(text: bytes, what: str) -> dict[str, object]:
     It is UTF-8, with or without a byte order mark. NaN and Infinity are read: Python writes them.
 
     Raises:
-        CorruptError: it is not UTF-8, not JSON, not an object, nested deeper than `MAX_DEPTH`, or
-            has a key twice or a string that is not text.
+        CorruptError: it is not UTF-8, not JSON, not an object, nested deeper than
+            `MAX_JSON_DEPTH`, or has a key twice or a string that is not text.
     """
     try:
         fields = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique)
@@ -104,12 +104,12 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _check(fields: dict[str, object], what: str) -> None:
     """Check depth and text, level by level: recursion would itself need a bound."""
     level: list[_Inside] = [("", fields)]
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_JSON_DEPTH):
         level = [below for key, value in level for below in _below(key, value, what)]
         if not level:
             return
     raise CorruptError(
-        f"{what}: {level[0][0]}: nested too deep", expected=f"at most {MAX_DEPTH} levels"
+        f"{what}: {level[0][0]}: nested too deep", expected=f"at most {MAX_JSON_DEPTH} levels"
     )
 
 

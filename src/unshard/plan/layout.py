@@ -19,7 +19,6 @@ from unshard.errors import ConversionError, UsageError
 from unshard.tensors.dtypes import DType
 
 __all__ = [
-    "INDEX_NAME",
     "Layout",
     "OutputFile",
     "OutputTensor",
@@ -28,7 +27,6 @@ __all__ = [
     "size_in_bytes",
 ]
 
-INDEX_NAME = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}  # transformers 4 refuses files without it
 # safetensors' Rust writer sorts by its dtype enum, then by name.
 _FILE_ORDER = """

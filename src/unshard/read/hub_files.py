@@ -13,7 +13,9 @@ from unshard.containers.safetensors_file import HeaderEntry, SafetensorsFile, re
 from unshard.errors import CorruptError
 
 __all__ = [
+    "INDEX_NAME",
     "MAX_INTEGER",
+    "RECORD_NAME",
     "file_names",
     "natural_order",
     "read_header",
@@ -21,6 +23,10 @@ __all__ = [
     "size_problem",
     "weight_map",
 ]
+
+INDEX_NAME = "model.safetensors.index.json"
+RECORD_NAME = "unshard.json"
+"""What a merge records next to the weights that it made: see `write.record`."""
 
 MAX_INTEGER = (1 << 63) - 1
 """The largest size or offset that a column of chunks can hold."""

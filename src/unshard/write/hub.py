@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unshard.errors import OutputError, UsageError
-from unshard.write.record import RECORD_NAME, is_weight_file
+from unshard.read.hub_files import RECORD_NAME
+from unshard.write.record import is_weight_file
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

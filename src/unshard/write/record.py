@@ -12,14 +12,14 @@ from pathlib import Path
 from unshard._version import __version__
 from unshard.containers.json_file import json_object
 from unshard.errors import CheckpointError
-from unshard.plan.layout import INDEX_NAME, Layout
+from unshard.plan.layout import Layout
 from unshard.read.format import Location
+from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
 from unshard.read.open import Checkpoint
 from unshard.write.companions import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from unshard.write.staging.beneath import read_file
 
 __all__ = [
-    "RECORD_NAME",
     "OutputRecord",
     "add_companions",
     "is_made_from",
@@ -27,8 +27,6 @@ __all__ = [
     "read_record",
     "record_json",
 ]
-
-RECORD_NAME = "unshard.json"
 
 _WEIGHTS = re.compile(
     r"(model|pytorch_model|adapter_model)(\.[\w-]+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)"

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LazyTensor",
-    "Names",
     "OpenCheckpoint",
+    "TensorNames",
     "load_into",
     "load_state_dict",
     "open_checkpoint",
@@ -89,7 +89,7 @@ class LazyTensor(Generic[_Array_co]):
         return make_operation(target, self._tensor.recipe, self._tensor.dtype)
 
 
-class Names(KeysView[str]):
+class TensorNames(KeysView[str]):
     """The names of a checkpoint's tensors: a set, as of a dict, that can be indexed like a list."""
 
     @overload
@@ -144,9 +144,9 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
         """Close all files, and remove what was decompressed; nothing can be read afterwards."""
         self._close()
 
-    def keys(self) -> Names:
+    def keys(self) -> TensorNames:
         """Return the names of all tensors, in the order of the state dict."""
-        return Names(self)
+        return TensorNames(self)
 
     def __getitem__(self, name: str) -> _Array_co:
         """Read a whole tensor, as `get_tensor` does."""

@@ -19,7 +19,7 @@ from unshard.errors import UnshardError, UsageError, how_to_install
 if TYPE_CHECKING:
     from unshard.evaluate.client.v1 import EvalClient
 
-__all__ = ["FAILED", "URL", "Seed", "TokenFile", "app", "check_installed", "connect"]
+__all__ = ["FAILED", "URL", "RandomSeed", "TokenFile", "app", "check_installed", "connect"]
 
 URL = "http://127.0.0.1:8000"
 FAILED = 1
@@ -38,7 +38,7 @@ def _group() -> None:
     signals.raise_them()  # each of these commands prints what continues without it
 
 
-Url = Annotated[
+ServerUrl = Annotated[
     str,
     typer.Option(
         "--server", metavar="URL", envvar="UNSHARD_EVAL_SERVER", help="URL of the server."
@@ -53,7 +53,7 @@ TokenFile = Annotated[
     ),
 ]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, or its beginning.")]
-Seed = Annotated[
+RandomSeed = Annotated[
     int | None,
     typer.Option(
         min=0,
@@ -174,7 +174,7 @@ def submit(
     weights: Annotated[
         str, typer.Option(metavar="model,ema", help="Which weights; one job for each.")
     ] = "model",
-    seed: Seed = None,
+    seed: RandomSeed = None,
     wait: Annotated[
         bool,
         typer.Option(
@@ -183,7 +183,7 @@ def submit(
             "completed.",
         ),
     ] = False,
-    server: Url = URL,
+    server: ServerUrl = URL,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
@@ -224,7 +224,7 @@ def status(
         ),
     ] = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Only jobs of this run.")] = None,
-    server: Url = URL,
+    server: ServerUrl = URL,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
@@ -243,7 +243,7 @@ def status(
 @app.command()
 @guarded
 def cancel(
-    job: JobId, server: Url = URL, token_file: TokenFile = None, as_json: Json = False
+    job: JobId, server: ServerUrl = URL, token_file: TokenFile = None, as_json: Json = False
 ) -> None:
     """Cancel a job, queued or running."""
     with connect(server, token_file) as client:
@@ -257,7 +257,7 @@ def logs(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Keep printing until the job ends.")
     ] = False,
-    server: Url = URL,
+    server: ServerUrl = URL,
     token_file: TokenFile = None,
 ) -> None:
     """Print a job's log."""
@@ -283,7 +283,7 @@ def results(
         str | None, typer.Option(metavar="RUN", help="Only results of this run.")
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
-    server: Url = URL,
+    server: ServerUrl = URL,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unshard.cli.evaluate.commands import FAILED, URL, Seed, TokenFile, check_installed, connect
+from unshard.cli.evaluate.commands import (
+    FAILED,
+    URL,
+    RandomSeed,
+    TokenFile,
+    check_installed,
+    connect,
+)
 from unshard.cli.evaluate.show import on_one_line
 from unshard.cli.options import Json, one_of
 from unshard.cli.running import say
@@ -62,7 +69,7 @@ def watch(
     run: Annotated[
         str | None, typer.Option(help="The training run.  [default: the directory's name]")
     ] = None,
-    seed: Seed = None,
+    seed: RandomSeed = None,
     config: Annotated[
         Path | None,
         typer.Option(

@@ -21,16 +21,15 @@ from unshard.read.beside.companions import Companions, companions_in, find_compa
 from unshard.read.finding.discover import discover
 from unshard.read.finding.step_names import STATE_FOLDER
 from unshard.read.format import Choice
+from unshard.write.staging.beneath import Identity, identity
 
 __all__ = [
     "ExpiredError",
-    "Identity",
     "Listing",
     "PinError",
     "changed_files",
     "explain",
     "fingerprint",
-    "identity",
     "link_all",
     "link_companions",
     "list_checkpoint",
@@ -70,8 +69,6 @@ _REFUSED = {
     errno.EDQUOT: "the disk quota is used up",
 }
 
-Identity = tuple[int, int, int]  # inode, size in bytes, mtime in ns
-
 
 class PinError(UnshardError):
     """A checkpoint cannot be kept by hard links."""
@@ -97,12 +94,6 @@ class Listing:
     lost: list[str]
 
 
-def identity(path: Path) -> Identity:
-    """Return what distinguishes a file from one that replaced it or was rewritten in place."""
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def list_checkpoint(checkpoint: Path) -> Listing:
     """List a checkpoint: a directory, or a file that is one (then named by its own name).
 
@@ -110,7 +101,7 @@ def list_checkpoint(checkpoint: Path) -> Listing:
         FileNotFoundError: it is gone, or a file went while it was listed.
     """
     if not checkpoint.is_dir():
-        return Listing({checkpoint.name: identity(checkpoint)}, {}, [])
+        return Listing({checkpoint.name: identity(checkpoint.stat())}, {}, [])
     listing = Listing({}, {}, [])
     left, seen = [PurePosixPath()], set[int]()
     while left:
@@ -137,7 +128,7 @@ def _list_folder(folder: Path, inside: PurePosixPath, into: Listing) -> list[Pur
         if is_folder:
             folders.append(place)
         elif not is_lost:
-            into.files[str(place)] = identity(folder / entry.name)
+            into.files[str(place)] = identity((folder / entry.name).stat())
         elif place.suffix in _WEIGHTS:
             into.lost.append(str(place))
     return folders
@@ -157,7 +148,7 @@ def changed_files(checkpoint: Path, files: Mapping[str, Identity]) -> list[str]:
     now: dict[str, Identity] = {}
     for name in files:
         with suppress(OSError):  # it is gone
-            now[name] = identity(checkpoint / name if is_folder else checkpoint)
+            now[name] = identity((checkpoint / name if is_folder else checkpoint).stat())
     is_numbered = any(found[0] == files[name][0] for name, found in now.items())
     return [
         name
@@ -244,7 +235,7 @@ def _link_listed(
             link.parent.mkdir(parents=True, exist_ok=True)
             link.unlink(missing_ok=True)
             os.link(source.resolve(strict=True), link)
-        found[name] = identity(link)
+        found[name] = identity(link.stat())
     return found
 
 

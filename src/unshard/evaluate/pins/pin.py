@@ -22,7 +22,6 @@ from pathlib import Path
 from unshard.errors import CorruptError
 from unshard.evaluate.pins.files import (
     ExpiredError,
-    Identity,
     PinError,
     changed_files,
     explain,
@@ -38,7 +37,7 @@ from unshard.evaluate.run_folder import (
     write_record,
 )
 from unshard.read.finding.step_names import STATE_FOLDER
-from unshard.write.staging.beneath import check_path, names_in, remove
+from unshard.write.staging.beneath import Identity, check_path, names_in, remove
 from unshard.write.staging.beneath import opened as opened_in
 
 __all__ = [

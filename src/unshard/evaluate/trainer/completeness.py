@@ -25,13 +25,12 @@ from unshard.read.finding.discover import all_steps, step_numbers
 from unshard.read.finding.markers import find_markers
 from unshard.read.finding.step_names import step_of
 from unshard.read.format import Choice, Location
-from unshard.read.hub_files import weight_map
+from unshard.read.hub_files import INDEX_NAME, weight_map
 
 __all__ = ["CheckpointFinder", "why_incomplete", "why_unfinished"]
 
 _RANK_FILE = re.compile(r".*world_size_(\d+)_rank_(\d+)\.\w+")
 _SHARD = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
-_INDEX = "model.safetensors.index.json"
 _LMMS_ENGINE = ("pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0")
 _LATEST = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt", "last")
 _COMPLETE = ("CHECKPOINT_COMPLETE", "COMPLETED")  # LLaMA-Factory, open-instruct
@@ -218,11 +217,11 @@ def _why_shards(folder: Path, names: set[str]) -> str | None:
         if match is not None
         for number in range(1, int(match[2]) + 1)
     }
-    if _INDEX in names:
+    if INDEX_NAME in names:
         try:
-            wanted |= set(weight_map(folder / _INDEX).values())
+            wanted |= set(weight_map(folder / INDEX_NAME).values())
         except CorruptError:
-            return f"{_INDEX} is not finished"
+            return f"{INDEX_NAME} is not finished"
     if missing := sorted(wanted - names):
         return f"{missing[0]} is missing"
     for path in folder.glob("*.safetensors"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from unshard.errors import ConversionError, IncompleteError
 from unshard.read.beside.companions import Companions, companions_in
 from unshard.read.format import Location, ReadOptions, blaming
-from unshard.read.hub_files import file_names, weight_map
+from unshard.read.hub_files import INDEX_NAME, file_names, weight_map
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_CODE, DType
@@ -22,7 +22,6 @@ __all__ = ["Base", "read_base"]
 
 _SMALL = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py", "tokenizer*", "vocab*"]
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,10 +73,10 @@ def read_base(spec: str, *, needs_weights: bool = False) -> Base:
     # The names are in the headers of the files on the hub, or else in the index.
     if not is_local and (found := _from_headers(spec, companions)) is not None:
         return found
-    index = directory / _INDEX
+    index = directory / INDEX_NAME
     if not index.is_file():
         raise ConversionError(
-            f"--base {shlex.quote(spec)}: has neither weights nor {_INDEX}",
+            f"--base {shlex.quote(spec)}: has neither weights nor {INDEX_NAME}",
             found=str(directory),
             hint="give a directory with a whole Hugging Face model",
         )

@@ -19,6 +19,7 @@ from unshard.read.finding.step_names import (
     step_of_parents,
 )
 from unshard.read.format import DEEPSPEED, MEGATRON, Format
+from unshard.read.hub_files import RECORD_NAME
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
 from unshard.read.torch_checkpointing.reader import TORCH_CHECKPOINTING
@@ -58,7 +59,6 @@ _STATE = re.compile(
     r"|extra|trainer|training|client)(?:_states?|_args)?)(?:_\d+|_merged)?"
 )
 _TRAINER = "trainer"  # where prime-rl has the model; files of this name are training state
-_RECORD = "unshard.json"  # written by write.record, next to what a merge made
 
 
 @dataclass(slots=True)
@@ -98,14 +98,14 @@ def search(place: Path) -> Below:
                 return below
             below.folders.append(folder)
             form = _format_of(folder)
-            is_made_by_us = folder != place and _RECORD in names
+            is_made_by_us = folder != place and RECORD_NAME in names
             if form is not None and not is_made_by_us:
                 below.sets.append((folder, form))
             if is_made_by_us or (form is not None and form.sharded):
                 continue  # what is deeper belongs to these weights
             steps = steps_in(folder)
             if folder != place:
-                steps = [one for one in steps if not (one[1] / _RECORD).is_file()]
+                steps = [one for one in steps if not (one[1] / RECORD_NAME).is_file()]
             if steps:
                 below.runs[folder] = steps
             taken = {path for _, path in steps}

@@ -32,13 +32,12 @@ from unshard.errors import IncompleteError, UnshardError
 from unshard.noted import Noted
 from unshard.read.beside.model_config import ConfigFile, ModelConfig, config_at
 from unshard.read.format import Location, shortened
-from unshard.read.hub_files import weight_map
+from unshard.read.hub_files import INDEX_NAME, weight_map
 from unshard.read.safetensors_shards.names import ShardSet
 from unshard.tensors.catalog import TensorEntry
 
 __all__ = ["loss_problems", "nearest_config", "writer_of"]
 
-_INDEX = "model.safetensors.index.json"
 _NEMO = ".hf_metadata"
 _NEMO_NAMES = "fqn_to_file_index_mapping.json"
 _EMBEDDING = ".embed_tokens.weight"
@@ -72,7 +71,7 @@ def loss_problems(
     notes: list[str] = []
     # Whole files of the same shards are next to them, or above the folder `sharded`.
     places = [*location.roots, *(r.parent for r in location.roots if r.name == "sharded")]
-    for path in (place / _INDEX for place in places if (place / _INDEX).is_file()):
+    for path in (place / INDEX_NAME for place in places if (place / INDEX_NAME).is_file()):
         listed = set(weight_map(path))
         if not tensors.keys() <= listed:
             notes.append(f"{path} is about other weights, and was not used")

@@ -19,6 +19,7 @@ from unshard.errors import CheckpointError, CorruptError, NotMergeableError, Uns
 from unshard.read.beside.model_config import ConfigFile, config_at
 from unshard.read.format import Format, Location, ReadOptions, by_name, has_file, shortened
 from unshard.read.hub_files import (
+    RECORD_NAME,
     natural_order,
     read_header,
     saved_offsets,
@@ -34,7 +35,6 @@ from unshard.tensors.chunk_rows import TensorDraft
 
 __all__ = ["WHOLE_FILES"]
 
-_RECORD = "unshard.json"  # written by write.record, next to what a merge made
 _PATHS = (("model",), ("state_dict",), ("module",), ("state", "model"))
 
 
@@ -237,7 +237,7 @@ def _origin(files: tuple[Path, ...], known: ConfigFile | None) -> tuple[str, lis
     """Return the tool that wrote the files, and what is known of where they come from."""
     directory = files[0].parent
     try:
-        record = json_object(directory / _RECORD)
+        record = json_object(directory / RECORD_NAME)
     except CheckpointError:
         record = {}
     match record:

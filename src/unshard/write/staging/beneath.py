@@ -18,9 +18,11 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 __all__ = [
+    "Identity",
     "check_path",
     "exchange",
     "folder_of",
+    "identity",
     "names_in",
     "open_inside",
     "open_regular",
@@ -41,6 +43,9 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _RENAME_EXCHANGE = 2
 _RENAME_SWAP = 2
 _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
+
+Identity = tuple[int, int, int]
+"""What distinguishes a file from a later one of its name: inode, bytes, modification time in ns."""
 
 
 def check_path(path: str) -> tuple[str, ...]:
@@ -109,6 +114,11 @@ def status_of(path: str, *, within: int) -> os.stat_result | None:
         if error.errno not in (errno.ENOENT, errno.ELOOP):
             raise
         return None
+
+
+def identity(status: os.stat_result) -> Identity:
+    """Return what changes if a file is replaced, or rewritten in place."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def open_regular(path: Path | str, flags: int, *, within: int | None = None) -> int:

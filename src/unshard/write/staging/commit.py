@@ -19,12 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from unshard.errors import OutputError
-from unshard.plan.layout import INDEX_NAME
+from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
 from unshard.write.companions import ADAPTER_CONFIG_NAME, EXTRA_STATE_NAME, SCHEDULER_NAME
-from unshard.write.record import RECORD_NAME, add_companions, is_weight_file, read_record
+from unshard.write.record import add_companions, is_weight_file, read_record
 from unshard.write.staging.beneath import (
+    Identity,
     exchange,
     folder_of,
+    identity,
     opened,
     read_file,
     status_of,
@@ -34,10 +36,8 @@ from unshard.write.staging.beneath import (
 from unshard.write.staging.journal import (
     ASIDE,
     OUTPUT,
-    Identity,
     Journal,
     Mode,
-    identity,
 )
 from unshard.write.staging.owners import StagingDirectory
 from unshard.write.staging.replacing import Sides, carry_over, set_aside, settle

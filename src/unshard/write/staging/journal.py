@@ -10,17 +10,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
-from unshard.write.staging.beneath import check_path, read_file, whole_file
+from unshard.write.staging.beneath import Identity, check_path, read_file, whole_file
 from unshard.write.staging.owners import StagingDirectory, is_sealed, seal
 
 __all__ = [
     "ASIDE",
     "JOURNAL_NAME",
     "OUTPUT",
-    "Identity",
     "Journal",
     "Mode",
-    "identity",
     "read_journal",
     "write_journal",
 ]
@@ -28,9 +26,6 @@ __all__ = [
 JOURNAL_NAME = "journal.json"
 OUTPUT = "output"
 ASIDE = "aside"
-
-Identity = tuple[int, int, int]
-"""What tells whether a file was saved again: inode, size, modification time in ns."""
 
 
 class Mode(Enum):
@@ -64,11 +59,6 @@ class Journal:
     carried: Mapping[str, Identity] = field(default_factory=dict)
     place: tuple[str, ...] = ()
     mtime_ns: int = 0
-
-
-def identity(status: os.stat_result) -> Identity:
-    """Return what tells a file from a later one of the same name."""
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def write_journal(place: StagingDirectory, journal: Journal) -> None:

@@ -32,7 +32,7 @@ from unshard.write.staging.beneath import names_in, read_with_status, try_lock
 
 __all__ = [
     "OWNER_NAME",
-    "PREFIX",
+    "STAGING_PREFIX",
     "StagingDirectory",
     "claim",
     "dead_owner",
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 OWNER_NAME = "owner.json"
-PREFIX = "_unshard-partial-"
+STAGING_PREFIX = "_unshard-partial-"
 _MTIME = "-mtime-"
 _ABANDONED_AFTER_S = 60
 _OTHERS = 0o077
@@ -74,7 +74,7 @@ def staging_name(parent: int, mtime_ns: int | None) -> str:
     drawn = secrets.token_hex(8)
     mtime = "" if mtime_ns is None else f"{_MTIME}{mtime_ns}"
     code = seal("name", drawn, mtime, os.fstat(parent).st_ino)
-    return f"{PREFIX}{drawn}{code}{mtime}"
+    return f"{STAGING_PREFIX}{drawn}{code}{mtime}"
 
 
 def mtime_in(name: str) -> int | None:
@@ -140,7 +140,7 @@ def _check_made_here(place: StagingDirectory) -> None:
     status = os.fstat(place.fd)
     if status.st_uid != os.geteuid() or status.st_mode & _OTHERS:
         raise PermissionError("it is not a private directory of this user")
-    drawn, mark, mtime = place.path.name.removeprefix(PREFIX).partition(_MTIME)
+    drawn, mark, mtime = place.path.name.removeprefix(STAGING_PREFIX).partition(_MTIME)
     if not is_sealed(drawn[16:], "name", drawn[:16], mark + mtime, os.fstat(place.parent).st_ino):
         raise PermissionError("its name does not prove that this user made it in this directory")
 

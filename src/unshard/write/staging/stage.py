@@ -24,7 +24,7 @@ from unshard.write.staging.commit import begin, finish, is_begun, take_new
 from unshard.write.staging.journal import JOURNAL_NAME, OUTPUT, Mode, read_journal, write_journal
 from unshard.write.staging.owners import (
     OWNER_NAME,
-    PREFIX,
+    STAGING_PREFIX,
     StagingDirectory,
     claim,
     dead_owner,
@@ -48,7 +48,7 @@ def recover(directory: Path) -> None:
     downloaded checkpoint may contain one.
     """
     try:
-        names = sorted(path.name for path in directory.glob(PREFIX + "*"))
+        names = sorted(path.name for path in directory.glob(STAGING_PREFIX + "*"))
         parent = os.open(directory, _DIRECTORY) if names else -1
     except OSError as error:
         _log.debug("nothing to recover: %s", error)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from unshard.containers.safetensors_file import HeaderEntry, read_safetensors
 from unshard.errors import CheckpointError, OutputError
-from unshard.plan.layout import INDEX_NAME
+from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
 from unshard.write.companions import ADAPTER_CONFIG_NAME, EXTRA_STATE_NAME, SCHEDULER_NAME
-from unshard.write.record import RECORD_NAME, is_weight_file, read_record
+from unshard.write.record import is_weight_file, read_record
 from unshard.write.staging.beneath import status_of
 from unshard.write.staging.journal import Mode
 

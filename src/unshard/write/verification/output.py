@@ -27,9 +27,10 @@ from unshard.containers.strided import raw_dtype, read_exactly
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.zip import StorageRecord
 from unshard.errors import CheckpointError, CorruptError, OutputError, UnshardError, raise_all
-from unshard.plan.layout import INDEX_NAME, Layout, OutputFile
+from unshard.plan.layout import Layout, OutputFile
 from unshard.plan.operations import CopyRange
 from unshard.plan.work import Tile, Unit
+from unshard.read.hub_files import INDEX_NAME
 from unshard.tensors.boxes import row_tile, tiles
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 from unshard.write.execute import make_tile, tile_runs
