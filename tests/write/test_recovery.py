@@ -58,7 +58,7 @@ def strangers_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
             path = parent / staging_name(fd, None)
             path.mkdir(mode=0o700)
             inside = os.open(path, os.O_RDONLY)
-            os.close(claim(inside, [Path("/")]))
+            os.close(claim(StagingDirectory(path, fd, inside), [Path("/")]))
             (path / "output").mkdir()
             for name in place:
                 (path / "output" / Path(name).name).write_text("theirs")

@@ -1,5 +1,7 @@
 """Staging and commit: whole or not at all."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -32,6 +34,22 @@ def test_a_commit_makes_the_target_whole_and_leaves_nothing_next_to_it(tmp_path:
 def test_without_a_commit_nothing_is_left_not_even_parents(tmp_path: Path) -> None:
     with Staging(tmp_path / "deep" / "er" / "out", 10) as stage:
         (stage.directory / "a").write_text("1")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_refused_by_name_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OutputError) as caught, Staging(tmp_path / "deep" / "out", 10):
+        pass
+    reason = f"{tmp_path / 'deep'}: files cannot be locked there: {os.strerror(code)}"
+    assert caught.value.subject == reason
+    assert "write the output to another file system" in caught.value.hint
     assert list(tmp_path.iterdir()) == []
 
 

@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from unshard.errors import OutputError
 from unshard.write.staging.beneath import names_in, read_with_status, try_lock
 
 __all__ = [
@@ -83,10 +84,13 @@ def mtime_in(name: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def claim(staging: int, made: Sequence[Path]) -> int:
+def claim(place: StagingDirectory, made: Sequence[Path]) -> int:
     """Write the owner file, locked from the start; return the descriptor that locks it.
 
     `made` are the directories above the staging directory that were made for it.
+
+    Raises:
+        OutputError: the file system has no locks.
     """
     fields: dict[str, object] = {
         "host": socket.gethostname(),
@@ -94,18 +98,31 @@ def claim(staging: int, made: Sequence[Path]) -> int:
         "started": time.time(),
         "made": [str(path.resolve()) for path in made],
     }
-    fields["seal"] = seal("owner", fields, os.fstat(staging).st_ino)
+    fields["seal"] = seal("owner", fields, os.fstat(place.fd).st_ino)
     draft = f"{OWNER_NAME}.new"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(draft, flags, 0o600, dir_fd=staging)
+    fd = os.open(draft, flags, 0o600, dir_fd=place.fd)
     try:
-        try_lock(fd)  # it succeeds: no other process opens the draft
+        _lock(fd, place.path.parent)
         os.write(fd, json.dumps(fields).encode())
-        os.rename(draft, OWNER_NAME, src_dir_fd=staging, dst_dir_fd=staging)
+        os.rename(draft, OWNER_NAME, src_dir_fd=place.fd, dst_dir_fd=place.fd)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _lock(draft: int, directory: Path) -> None:
+    """Lock the draft of an owner file, which no other process opens, in this directory."""
+    try:
+        try_lock(draft)
+    except OSError as error:
+        raise OutputError(
+            f"{directory}: files cannot be locked there: {error.strerror}",
+            expected="a file system with locks, by which a later merge knows whether this one died",
+            hint="write the output to another file system, such as a local disk, and copy it here; "
+            "or mount this one with locks (Lustre: mount -o flock)",
+        ) from error
 
 
 @contextmanager

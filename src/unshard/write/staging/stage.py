@@ -95,7 +95,8 @@ class Staging:
         names: the paths that the output will have, to refuse at once what would be refused later.
 
     Raises:
-        OutputError: on entering: the target exists, is not writable, or there is no space.
+        OutputError: on entering: the target exists, is not writable or has no space, or its file
+            system has no locks.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class Staging:
             os.rmdir(name, dir_fd=parent)
             raise
         self._place = StagingDirectory(holder / name, parent, fd)
-        self._held.callback(os.close, claim(fd, self._made_parents))
+        self._held.callback(os.close, claim(self._place, self._made_parents))
 
     def _clean_up(self) -> None:
         """Leave nothing, unless a commit is left for the next run."""
