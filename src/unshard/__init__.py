@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         MergeOptions,
         OpenCheckpoint,
         Report,
+        VirtualFiles,
         average,
         inspect,
         load_into,
@@ -41,12 +42,14 @@ if TYPE_CHECKING:
         merge_all,
         open_checkpoint,
         verify,
+        virtual,
     )
     from unshard.errors import (
         CheckpointError,
         ConversionError,
         CorruptError,
         IncompleteError,
+        NoSuchFileError,
         NoSuchTensorError,
         NotMergeableError,
         OutputError,
@@ -67,6 +70,7 @@ __all__ = [
     "LazyTensor",
     "Loaded",
     "MergeOptions",
+    "NoSuchFileError",
     "NoSuchTensorError",
     "NotMergeableError",
     "OpenCheckpoint",
@@ -77,6 +81,7 @@ __all__ = [
     "UnshardError",
     "UnshardWarning",
     "UsageError",
+    "VirtualFiles",
     "__version__",
     "average",
     "inspect",
@@ -86,6 +91,7 @@ __all__ = [
     "merge_all",
     "open_checkpoint",
     "verify",
+    "virtual",
 ]
 
 

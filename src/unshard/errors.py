@@ -2,7 +2,8 @@
 
     UnshardError                     exit code
     ├── UsageError                   2   the request itself makes no sense
-    │   └── NoSuchTensorError            no tensor of that name; a KeyError too
+    │   ├── NoSuchTensorError            no tensor of that name; a KeyError too
+    │   └── NoSuchFileError              no file of that name; a KeyError too
     ├── CheckpointError              3   something is wrong with the checkpoint
     │   ├── UnknownFormatError           nothing here that unshard can read
     │   ├── IncompleteError              files or ranks are missing, empty or truncated
@@ -29,6 +30,7 @@ __all__ = [
     "ConversionError",
     "CorruptError",
     "IncompleteError",
+    "NoSuchFileError",
     "NoSuchTensorError",
     "NotMergeableError",
     "OutputError",
@@ -121,6 +123,10 @@ class UsageError(UnshardError):
 
 class NoSuchTensorError(UsageError, KeyError):
     """No tensor has that name."""
+
+
+class NoSuchFileError(UsageError, KeyError):
+    """A merge would write no file of that name."""
 
 
 class CheckpointError(UnshardError):

@@ -16,6 +16,7 @@ __all__ = [
     "OpenKeywords",
     "ReadKeywords",
     "VerifyKeywords",
+    "VirtualKeywords",
 ]
 
 
@@ -84,8 +85,8 @@ class VerifyKeywords(ReadKeywords, total=False):
     memory: str | int
 
 
-class MergeKeywords(OpenKeywords, total=False):
-    """Everything that can be chosen for a merge."""
+class VirtualKeywords(OpenKeywords, total=False):
+    """Everything that shapes the files of a merge."""
 
     dtype: DtypeLike
     keep_fp32: str | None
@@ -96,6 +97,11 @@ class MergeKeywords(OpenKeywords, total=False):
     allow_unexpected: bool
     extra_state: bool
     max_shard_size: str | int | None
+
+
+class MergeKeywords(VirtualKeywords, total=False):
+    """Everything that can be chosen for a merge."""
+
     overwrite: bool | str
     push_to_hub: str | None
     private: bool

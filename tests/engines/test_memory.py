@@ -49,6 +49,23 @@ before = peak_memory()
 unshard.load_into(model, sys.argv[1])
 print(peak_memory() - before, float(model[3].weight.sum()))
 """
+VIRTUAL = """
+import sys
+import unshard
+from unshard.engines.files import CACHE_BYTES
+from unshard.write.report import peak_memory
+
+small = unshard.virtual(sys.argv[2], dtype=sys.argv[3])["model.safetensors"]
+assert small.read()  # what is imported at the first use
+before = peak_memory()
+file = unshard.virtual(sys.argv[1], dtype=sys.argv[3])["model.safetensors"]
+block, total = bytearray(1 << 20), 0
+while count := file.readinto(block):
+    total += count
+file.seek(file.size // 2)
+file.readinto(block)
+print(peak_memory() - before - CACHE_BYTES, total - file.size)
+"""
 SLACK = 16_000_000  # tiles of 4 MiB, and what numpy and the allocator need
 
 
@@ -76,6 +93,18 @@ def test_reading_takes_the_memory_of_what_is_asked_for(large: Path, index: str) 
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     grown, wanted = map(int, done.stdout.split())
     assert grown < wanted + SLACK
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+def test_files_that_are_not_written_take_the_memory_of_their_cache(
+    large: Path, tmp_path: Path, dtype: str
+) -> None:
+    save_ranks(tmp_path / "small", {"weight": torch.ones(2, 2)}, 1)
+    command = [sys.executable, "-c", VIRTUAL, str(large), str(tmp_path / "small"), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    grown, lost = map(int, done.stdout.split())
+    assert grown < SLACK
+    assert lost == 0
 
 
 def test_loading_into_a_model_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.beside.model_config import Fields, ModelConfig, read_config
 from unshard.read.format import Location
 from unshard.read.rank_files.reader import RANK_FILES
-from unshard.write.companions import write_companions
+from unshard.write.companions import companion_files, write_files
 
 
 def location(weights: Path, step: Path | None = None) -> Location:
@@ -251,7 +251,8 @@ def test_companions_are_written_as_they_are_and_the_config_keeps_its_order(tmp_p
         "tokenizer.json": source / "tokenizer.json",
         "additional_chat_templates/tools.jinja": source / "additional_chat_templates/tools.jinja",
     }
-    write_companions(Companions(None, files), ModelConfig({"z": "ü", "a": 1}), output)
+    made = companion_files(Companions(None, files), ModelConfig({"z": "ü", "a": 1}))
+    write_files(made, output)
     found = {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()}
     assert found == {"config.json", *files}
     assert (output / "tokenizer.json").read_bytes() == b'{"a":\r\n1}'

@@ -13,6 +13,7 @@ from unshard.api.unmerged.opening import (
     load_state_dict,
     open_checkpoint,
 )
+from unshard.api.unmerged.virtual import VirtualFiles, virtual
 from unshard.api.verifying import verify
 from unshard.engines.crew import crew
 from unshard.write.report import Report
@@ -28,6 +29,7 @@ __all__ = [
     "Prepared",
     "Report",
     "StepResult",
+    "VirtualFiles",
     "average",
     "crew",
     "inspect",
@@ -39,4 +41,5 @@ __all__ = [
     "merge_with",
     "open_checkpoint",
     "verify",
+    "virtual",
 ]

@@ -31,8 +31,9 @@ from unshard.showing import counted, is_notebook, is_terminal
 from unshard.tensors.catalog import TensorEntry
 from unshard.write.companions import (
     ADAPTER_NAME,
+    companion_files,
     state_file_names,
-    write_companions,
+    write_files,
     write_training_state,
 )
 from unshard.write.execute import are_equal
@@ -44,14 +45,17 @@ from unshard.write.staging.targets import refuse_sources
 from unshard.write.verification.output import verify_light
 
 __all__ = [
+    "ADAPTER_FOLDER",
     "Prepared",
     "add_files",
     "compare_with_base",
     "late_notes",
+    "make_record",
     "make_report",
     "named_companions",
     "plan_output",
     "push_output",
+    "small_files",
     "stage_output",
     "verify_output",
     "without_config",
@@ -61,7 +65,8 @@ _log = logging.getLogger(__name__)
 
 _ONE_FILE = 1 << 62
 _COMPANION_ALLOWANCE = 64 * 1024
-_ADAPTER_FOLDER = "lora_adapter"
+ADAPTER_FOLDER = "lora_adapter"
+"""Where an adapter is written that is written by itself too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,27 +201,36 @@ def add_files(
     prepared: Prepared, directory: Path, options: MergeOptions, listener: Listener
 ) -> None:
     """Write all files but the weights: companions, index, training state, record, adapter."""
-    sources, layout = prepared.sources, prepared.plan.layout
-    write_companions(prepared.checkpoint.companions, prepared.config, directory)
-    if len(layout.files) > 1:
-        (directory / INDEX_NAME).write_bytes(index_json(layout))
-    for name, text in prepared.files.items():
-        (directory / name).write_bytes(text)
-    write_training_state(sources.training, directory)
+    write_files(small_files(prepared), directory)
+    (directory / RECORD_NAME).write_bytes(make_record(prepared, options))
+    write_training_state(prepared.sources.training, directory)
+    if prepared.adapter is not None:
+        run_plan(prepared.adapter.plan, directory / ADAPTER_FOLDER, options.resources, listener)
+
+
+def small_files(prepared: Prepared) -> dict[str, bytes | Path]:
+    """Return all files but weights, training state and record: the bytes, or a file to copy."""
+    files = companion_files(prepared.checkpoint.companions, prepared.config)
+    if len(prepared.plan.layout.files) > 1:
+        files[INDEX_NAME] = index_json(prepared.plan.layout)
+    files |= prepared.files
+    if prepared.adapter is not None:
+        added = prepared.adapter.files.items()
+        files |= {f"{ADAPTER_FOLDER}/{name}": text for name, text in added}
+    return files
+
+
+def make_record(prepared: Prepared, options: MergeOptions) -> bytes:
+    """Return the output's `unshard.json`; a commit adds what is not weights to it."""
+    sources = prepared.sources
     state = state_file_names(sources.training)
     output: dict[str, object] = {
         "loadable": prepared.loadable,
         "names_checked": prepared.names_checked,
     }
     output |= {"training_state": list(state)} if state else {}
-    record = record_json(sources.checkpoints, sources.weights, layout, options.recorded, output)
-    (directory / RECORD_NAME).write_bytes(record)
-    if prepared.adapter is not None:
-        folder = directory / _ADAPTER_FOLDER
-        folder.mkdir()
-        run_plan(prepared.adapter.plan, folder, options.resources, listener)
-        for name, text in prepared.adapter.files.items():
-            (folder / name).write_bytes(text)
+    checkpoints, layout = sources.checkpoints, prepared.plan.layout
+    return record_json(checkpoints, sources.weights, layout, options.recorded, output)
 
 
 def verify_output(
@@ -229,7 +243,7 @@ def verify_output(
     listener(Stage("verifying", prepared.plan.layout.total_size if full else 0))
     verify_light(directory, prepared.plan.layout)
     if prepared.adapter is not None:
-        verify_light(directory / _ADAPTER_FOLDER, prepared.adapter.plan.layout)
+        verify_light(directory / ADAPTER_FOLDER, prepared.adapter.plan.layout)
     if full:
         catalogs = [one.catalog for one in prepared.sources.checkpoints]
         verify_full(prepared.plan, catalogs, directory, options.resources, listener)
@@ -360,5 +374,5 @@ def _weight_files(prepared: Prepared) -> list[str]:
         files.append(INDEX_NAME)
     if prepared.adapter is not None:
         names = [file.filename for file in prepared.adapter.plan.layout.files]
-        files += [f"{_ADAPTER_FOLDER}/{name}" for name in (*names, *prepared.adapter.files)]
+        files += [f"{ADAPTER_FOLDER}/{name}" for name in (*names, *prepared.adapter.files)]
     return files

@@ -20,7 +20,15 @@ from unshard.read.open import Checkpoint, open_latest
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.write.staging.targets import check_space
 
-__all__ = ["Opening", "Sources", "decompressed", "inflated", "open_source", "read_checkpoint"]
+__all__ = [
+    "Opening",
+    "Sources",
+    "decompressed",
+    "inflated",
+    "open_source",
+    "read_checkpoint",
+    "scratch_directory",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +128,13 @@ def inflated(checkpoint: Checkpoint, stack: ExitStack) -> Checkpoint:
     needed = inflated_bytes(checkpoint.catalog)
     if not needed:
         return checkpoint
+    scratch = scratch_directory(stack)
+    check_space(scratch, needed)
+    return replace(checkpoint, catalog=inflate(checkpoint.catalog, scratch / "items"))
+
+
+def scratch_directory(stack: ExitStack) -> Path:
+    """Make a temporary directory, which the stack removes."""
     scratch, owner = Path(tempfile.mkdtemp(prefix="_unshard-")), os.getpid()
 
     def remove() -> None:
@@ -127,5 +142,4 @@ def inflated(checkpoint: Checkpoint, stack: ExitStack) -> Checkpoint:
             shutil.rmtree(scratch, ignore_errors=True)
 
     stack.callback(remove)
-    check_space(scratch, needed)
-    return replace(checkpoint, catalog=inflate(checkpoint.catalog, scratch / "items"))
+    return scratch

@@ -21,8 +21,9 @@ __all__ = [
     "EXTRA_STATE_NAME",
     "SCHEDULER_NAME",
     "adapter_config_json",
+    "companion_files",
     "state_file_names",
-    "write_companions",
+    "write_files",
     "write_training_state",
 ]
 
@@ -42,15 +43,24 @@ _PLAIN: Mapping[str, object] = {
 }
 
 
-def write_companions(companions: Companions, config: ModelConfig | None, directory: Path) -> None:
-    """Write config.json and copy all other companions."""
+def companion_files(companions: Companions, config: ModelConfig | None) -> dict[str, bytes | Path]:
+    """Return config.json, and every other companion as the file to copy, by name."""
+    files: dict[str, bytes | Path] = {}
     if config is not None:
         text = json.dumps(config.fields, indent=2, ensure_ascii=False) + "\n"
-        (directory / "config.json").write_text(text, encoding="utf-8")
-    for name, source in companions.files.items():
+        files["config.json"] = text.encode()
+    return {**files, **companions.files}
+
+
+def write_files(files: Mapping[str, bytes | Path], directory: Path) -> None:
+    """Write files into a directory, by name: bytes, or a file to copy."""
+    for name, source in files.items():
         target = directory / name
         target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(source, target)
+        if isinstance(source, bytes):
+            target.write_bytes(source)
+        else:
+            shutil.copyfile(source, target)
 
 
 def state_file_names(state: TrainingState) -> tuple[str, ...]:

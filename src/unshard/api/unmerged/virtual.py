@@ -1,0 +1,197 @@
+"""`virtual`: the files that a merge would write, as file objects; nothing is written."""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self, Unpack
+
+from unshard.api.converting import convert
+from unshard.api.making import (
+    ADAPTER_FOLDER,
+    Prepared,
+    make_record,
+    plan_output,
+    small_files,
+)
+from unshard.api.options import MergeOptions, accepting, given_path
+from unshard.api.sources import inflated, open_source, scratch_directory
+from unshard.engines.files import PieceReader, PlannedFile
+from unshard.errors import NoSuchFileError
+from unshard.keywords import VirtualKeywords
+from unshard.plan.pieces import Contents, contents_of
+from unshard.progress import Listener, Stage, Warned
+from unshard.showing import counted, hearing, human_size
+from unshard.write.companions import state_file_names, write_training_state
+from unshard.write.record import RECORD_NAME, add_companions
+
+__all__ = ["VirtualFiles", "open_files", "plan_files", "virtual"]
+
+
+class VirtualFiles(Mapping[str, PlannedFile]):
+    """The files that a merge would write, by their names; nothing is written.
+
+    `unshard.virtual` returns it. It is a context manager, and a mapping of names to files, of which
+    each look-up opens one more. It is equal only to itself. Several threads may read, from one
+    file or from several.
+
+    Args:
+        path: that of the checkpoint.
+        contents: what each file consists of.
+        reader: reads it.
+        stack: what to close.
+    """
+
+    def __init__(
+        self, path: Path, contents: Mapping[str, Contents], reader: PieceReader, stack: ExitStack
+    ) -> None:
+        self._path = path
+        self._contents = contents
+        self._reader = reader
+        self._close = weakref.finalize(self, stack.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the checkpoint, and remove what was decompressed; no file can be read then."""
+        self._close()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every file, bytes, by name."""
+        return {name: one.size for name, one in self._contents.items()}
+
+    def open(self, name: str) -> PlannedFile:
+        """Open a file for reading, at its first byte.
+
+        Raises:
+            NoSuchFileError: a merge would write no file of this name; also a `KeyError`.
+        """
+        contents = self._contents.get(name)
+        if contents is None:
+            hint = f"there are {', '.join(self)}"
+            raise NoSuchFileError(f"{self._path}: its merge has no file {name}", hint=hint)
+
+        def read(at: int, out: memoryview) -> None:  # keeps this open
+            self._reader.read(contents, at, out)
+
+        return PlannedFile(name, contents.size, read)
+
+    def check_sources(self) -> None:
+        """Check that the files of the checkpoint are those that were opened.
+
+        Call it after reading: what was read is then of one state of the checkpoint.
+
+        Raises:
+            CorruptError: one is gone, was replaced, or was written to.
+        """
+        self._reader.check_sources()
+
+    def __getitem__(self, name: str) -> PlannedFile:
+        """Open a file, as `open` does."""
+        return self.open(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._contents)
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._contents
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by identity: comparing contents would read all of them."""
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        """Return one line: of what, how many files, how many bytes."""
+        state = "" if self._close.alive else ", closed"
+        size = human_size(sum(self.sizes.values()))
+        return f"<VirtualFiles of {str(self._path)!r}: {counted(len(self), 'file')}, {size}{state}>"
+
+
+@accepting(VirtualKeywords)
+def virtual(
+    checkpoint: str | Path,
+    *,
+    listener: Listener | None = None,
+    **options: Unpack[VirtualKeywords],
+) -> VirtualFiles:
+    """Open the files that `merge` would write, byte for byte the same, without writing them.
+
+    Each is a binary file object, read-only and seekable. Weights are copied straight from the
+    files of the checkpoint, or cast, gathered and fused in pieces when they are read; the pieces
+    made last (32 MiB) are kept. Nothing is written, except that compressed items are decompressed,
+    and training state is written, into a temporary directory until the files are closed.
+
+    Args:
+        checkpoint: as for `merge`.
+        listener: as for `merge`.
+        options: as for `merge`; those about writing an output do not apply.
+
+    Raises:
+        UnshardError: as `merge` raises it before it writes.
+    """
+    with hearing(listener) as heard, ExitStack() as stack:
+        chosen = MergeOptions(**options)
+        prepared = plan_files(given_path(checkpoint, "the checkpoint"), chosen, heard, stack)
+        return open_files(prepared, chosen, stack)
+
+
+def plan_files(
+    checkpoint: Path, options: MergeOptions, listener: Listener, stack: ExitStack
+) -> Prepared:
+    """Return everything about a merge before its first byte; the stack removes what is temporary.
+
+    Its notes are given to the listener.
+    """
+    sources = open_source(checkpoint, options, listener, pass_over=True)
+    if sources.compressed_bytes:
+        listener(Stage("decompressing"))
+        sources = replace(sources, checkpoints=(inflated(sources.last, stack),))
+    prepared = plan_output(sources, convert(sources, options), options)
+    for note in prepared.warnings:
+        listener(Warned(note))
+    return prepared
+
+
+def open_files(prepared: Prepared, options: MergeOptions, stack: ExitStack) -> VirtualFiles:
+    """Return the files of a merge, weights first; closing them closes what the stack has."""
+    files = dict(contents_of(prepared.plan))
+    weights = set(files)
+    if prepared.adapter is not None:
+        adapter = contents_of(prepared.adapter.plan)
+        files |= {f"{ADAPTER_FOLDER}/{name}": one for name, one in adapter}
+    for name, source in small_files(prepared).items():
+        files[name] = _as_contents(source)
+    names = state_file_names(prepared.sources.training)
+    if names:
+        scratch = scratch_directory(stack)
+        write_training_state(prepared.sources.training, scratch)
+        files |= {name: _as_contents(scratch / name) for name in names}
+    listed = {name: files[name].size for name in sorted(files.keys() - weights)}
+    files[RECORD_NAME] = _as_contents(add_companions(make_record(prepared, options), listed))
+    path = prepared.checkpoint.location.weights_dir
+    reader = PieceReader(path, files)
+    stack.callback(reader.close)
+    return VirtualFiles(path, files, reader, stack.pop_all())
+
+
+def _as_contents(source: bytes | Path) -> Contents:
+    if isinstance(source, bytes):
+        return Contents.of_bytes(source)
+    return Contents.of_file(source, source.stat().st_size)

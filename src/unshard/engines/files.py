@@ -1,0 +1,224 @@
+"""Files that a plan would write, read without writing them: a part at a time, from anywhere.
+
+Memory: the bytes that are asked for, `CACHE_BYTES` of what was made last, and one slab.
+"""
+
+import io
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unshard.containers.chunks import view
+from unshard.containers.open_files import OpenFiles
+from unshard.containers.strided import raw_dtype, read_exactly
+from unshard.errors import CorruptError, UsageError
+from unshard.plan.pieces import Contents, Run, Slab, slab_tiles
+from unshard.write.execute import make_tile
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+__all__ = ["CACHE_BYTES", "PieceReader", "PlannedFile"]
+
+CACHE_BYTES = 32 * 1024 * 1024
+_OPEN_FILES = 64
+_BLOCK = 1024 * 1024
+
+_Identity = tuple[int, int, int, int]
+
+
+class PieceReader:
+    """Reads what output files consist of; several threads may, and one piece is read at a time.
+
+    Args:
+        path: that of the checkpoint, for errors.
+        files: what will be read; their sources must not change from now on.
+    """
+
+    def __init__(self, path: Path, files: Mapping[str, Contents]) -> None:
+        self._path = path
+        self._lock = Lock()
+        self._sources = OpenFiles(os.O_RDONLY, limit=_OPEN_FILES)
+        self._made: OrderedDict[tuple[int, tuple[int, ...]], memoryview] = OrderedDict()
+        self._closed = False
+        paths = set[Path]().union(*(one.sources() for one in files.values()))
+        self._identities = {path: _identity(path) for path in sorted(paths)}
+
+    def close(self) -> None:
+        """Close all files; nothing can be read afterwards."""
+        with self._lock:
+            self._closed = True
+            self._made.clear()
+            self._sources.close()
+
+    def check_sources(self) -> None:
+        """Check that every source file is the one that it was in the beginning.
+
+        Raises:
+            CorruptError: one is gone, was replaced, or was written to.
+        """
+        for path, identity in self._identities.items():
+            if _identity(path) != identity:
+                raise CorruptError(
+                    f"{path}: has changed while it was being read",
+                    hint="what was read since may be of either state: open the checkpoint again",
+                )
+
+    def read(self, contents: Contents, at: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a file from `at` on; the file has as many.
+
+        Raises:
+            CorruptError: a source file is gone or ends early.
+            UsageError: the reader is closed.
+        """
+        while out:
+            with self._lock:  # given up between blocks, for others who read
+                if self._closed:
+                    what = f"{self._path}: the files of the checkpoint were closed"
+                    raise UsageError(what, hint="open it again")
+                piece, skip = contents.find(at)
+                block = out[:_BLOCK]
+                match piece:
+                    case Run(source, start, length):
+                        block = block[: length - skip]
+                        read_exactly(self._sources.fd(source), start + skip, block)
+                    case Slab():
+                        block = block[: piece.length - skip]
+                        block[:] = self._bytes_of(piece)[skip : skip + len(block)]
+                    case _:
+                        block = block[: len(piece) - skip]
+                        block[:] = piece[skip : skip + len(block)]
+            at, out = at + len(block), out[len(block) :]
+
+    def _bytes_of(self, slab: Slab) -> memoryview:
+        """Return the bytes of a slab: of one made lately, or made now."""
+        key = id(slab.operation), slab.box.offsets
+        found = self._made.pop(key, None)
+        if found is None:
+            found = self._make(slab)
+            held = sum(map(len, self._made.values()))
+            while self._made and held + len(found) > CACHE_BYTES:
+                held -= len(self._made.popitem(last=False)[1])
+        self._made[key] = found  # now the last to go
+        return found
+
+    def _make(self, slab: Slab) -> memoryview:
+        out = np.empty(slab.box.sizes, raw_dtype(slab.operation.to))
+        for place, tile in slab_tiles(slab):
+            view(out, place)[...] = make_tile(tile, self._sources).view(out.dtype)
+        return out.reshape(-1).view(np.uint8).data
+
+
+def _identity(path: Path) -> _Identity:
+    """Return what changes with a file; a hard link, as a pin makes one, does not change it."""
+    try:
+        status = path.stat()
+    except FileNotFoundError as error:
+        hint = "the checkpoint was removed while it was being read"
+        raise CorruptError(f"{path}: no longer exists", hint=hint) from error
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class PlannedFile(io.BufferedIOBase):
+    """A file that a merge would write, open for reading: as `open(path, "rb")` returns it.
+
+    Its bytes are read, or made, when they are asked for. Several threads may use it; they share its
+    position, but not that of another one for the same file.
+
+    Attributes:
+        name: of the file, in the directory that a merge would make.
+        size: how many bytes it has.
+        mode: "rb".
+    """
+
+    mode = "rb"
+
+    def __init__(self, name: str, size: int, read: Callable[[int, memoryview], None]) -> None:
+        self.name = name
+        self.size = size
+        self._read = read
+        self._lock = Lock()
+        self._at = 0
+
+    def __repr__(self) -> str:
+        """Return name and size."""
+        return f"<PlannedFile {self.name!r}: {self.size:,} bytes>"
+
+    def readable(self) -> bool:
+        """Return True."""
+        self._check_open()
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        self._check_open()
+        return True
+
+    def tell(self) -> int:
+        """Return the position, bytes."""
+        self._check_open()
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move the position, as for any file; return it."""
+        self._check_open()
+        with self._lock:
+            base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}.get(whence)
+            if base is None or base + offset < 0:
+                raise ValueError(f"seek({offset}, {whence}): there is no such position")
+            self._at = base + offset
+            return self._at
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read up to `size` bytes from the position on; all that are left if it is negative.
+
+        Raises:
+            CorruptError: a source file is gone or ends early.
+            UsageError: the checkpoint was closed.
+            ValueError: this file was closed.
+        """
+        self._check_open()
+        with self._lock:
+            left = max(0, self.size - self._at)
+            wanted = left if size is None or size < 0 else min(size, left)
+            whole = io.BytesIO()  # its value is not copied, as a bytearray would be
+            block = memoryview(bytearray(min(wanted, _BLOCK)))
+            for done in range(0, wanted, _BLOCK):
+                part = block[: wanted - done]
+                self._read(self._at + done, part)
+                whole.write(part)
+            self._at += wanted
+        return whole.getvalue()
+
+    def read1(self, size: int = -1, /) -> bytes:
+        """Read as `read` does."""
+        return self.read(size)
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        """Fill a buffer from the position on; return how many bytes were left for it.
+
+        Raises:
+            CorruptError: a source file is gone or ends early.
+            UsageError: the checkpoint was closed.
+            ValueError: this file was closed.
+        """
+        self._check_open()
+        with self._lock:
+            out = memoryview(buffer).cast("B")
+            out = out[: max(0, self.size - self._at)]
+            self._read(self._at, out)
+            self._at += len(out)
+            return len(out)
+
+    def readinto1(self, buffer: "WriteableBuffer", /) -> int:
+        """Fill a buffer as `readinto` does."""
+        return self.readinto(buffer)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"{self.name}: the file is closed")

@@ -1,0 +1,161 @@
+"""Where the bytes of an output file come from, found by offset, without making the file. Pure.
+
+A file consists of its header, runs of bytes that are stored as they are, and slabs of tensors that
+are made in memory: whole rows, so that the bytes of a slab follow one another in the file.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unshard.plan.operations import COPY_ROW, Fuse, Plan, Tiled, stored_tensors
+from unshard.plan.work import Tile, tile_shape
+from unshard.tensors.boxes import Box, Ints, row_major_strides, row_tile, tiles
+
+__all__ = ["Contents", "Piece", "Run", "Slab", "contents_of", "slab_tiles"]
+
+_SLAB_BYTES = 1024 * 1024
+_TURNED_BYTES = 4 * 1024 * 1024  # columns of the source become rows: longer runs are read
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes of an output file that are stored: `length` of them, from `start` of `source` on."""
+
+    source: Path
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slab:
+    """A box of the tensor that an operation makes: the next `length` bytes of the output file."""
+
+    operation: Tiled
+    box: Box
+    length: int
+
+
+Piece = memoryview | Run | Slab
+
+
+class Contents:
+    """What an output file of `size` bytes consists of.
+
+    Args:
+        size: bytes of the whole file.
+        header: its first bytes.
+        copies: rows of `COPY_ROW`, in the order of their targets.
+        paths: the source files that `copies` refers to.
+        tiled: the operations that go through memory.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        header: bytes,
+        copies: NDArray[np.void],
+        paths: Sequence[Path],
+        tiled: Sequence[Tiled],
+    ) -> None:
+        self.size = size
+        self._header = memoryview(header)
+        self._rows = copies[(copies["length"] > 0) & (copies["count"] > 0)]
+        self._paths = paths
+        self._tiled = tiled
+        # The runs of a tensor that is cut along a later dimension are interleaved: rows whose spans
+        # overlap form one group, and groups and tensors follow one another.
+        ends = self._rows["target"] + self._rows["length"]
+        ends += (self._rows["count"] - 1) * self._rows["target_stride"]
+        fresh = np.ones(len(self._rows), bool)
+        fresh[1:] = self._rows["target"][1:] >= np.maximum.accumulate(ends)[:-1]
+        first = np.flatnonzero(fresh)
+        starts = [*self._rows["target"][first].tolist(), *(one.target.start for one in tiled)]
+        order = np.argsort(np.asarray(starts, np.int64))
+        self._starts: Ints = np.asarray(starts, np.int64)[order]
+        self._numbers = np.concatenate([np.arange(len(first)), ~np.arange(len(tiled))])[order]
+        self._bounds = np.append(first, len(self._rows))
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> "Contents":
+        """Return the contents of a file that is known."""
+        return cls(len(data), data, np.empty(0, COPY_ROW), (), ())
+
+    @classmethod
+    def of_file(cls, path: Path, size: int) -> "Contents":
+        """Return the contents of a copy of a file."""
+        return cls(size, b"", np.array([(0, 0, 0, 0, size, 1, size)], COPY_ROW), (path,), ())
+
+    def sources(self) -> set[Path]:
+        """Return the files that are read."""
+        found = {self._paths[number] for number in np.unique(self._rows["source"]).tolist()}
+        for table in (one.chunks for tiled in self._tiled for one in stored_tensors(tiled)):
+            found |= {table.paths[number] for number in np.unique(table.file).tolist()}
+        return found
+
+    def find(self, at: int) -> tuple[Piece, int]:
+        """Return the piece that has the byte `at` of the file, and how many of its own are before.
+
+        The piece is found by bisection: a model of a million pieces has the same speed.
+        """
+        if at < len(self._header):
+            return self._header, at
+        number = int(self._numbers[np.searchsorted(self._starts, at, side="right") - 1])
+        return self._find_run(number, at) if number >= 0 else _find_slab(self._tiled[~number], at)
+
+    def _find_run(self, group: int, at: int) -> tuple[Run, int]:
+        rows = self._rows[self._bounds[group] : self._bounds[group + 1]]
+        past = at - rows["target"]
+        # A row of one run has a stride that means nothing, perhaps smaller than the run.
+        runs = np.minimum(past // rows["target_stride"], rows["count"] - 1)
+        skips = past - runs * rows["target_stride"]
+        which = int(np.argmax((past >= 0) & (skips < rows["length"])))
+        row, length = rows[which], int(rows["length"][which])
+        start = int(row["start"]) + int(runs[which]) * length
+        return Run(self._paths[row["source"]], start, length), int(skips[which])
+
+
+def contents_of(plan: Plan) -> Iterator[tuple[str, Contents]]:
+    """Yield the name of each file that a plan makes, and what the file consists of."""
+    for number, file in enumerate(plan.layout.files):
+        copies = plan.copies[plan.copies["file"] == number]
+        tiled = [one for one in plan.tiled if one.target.file == number]
+        yield file.filename, Contents(file.size, file.header, copies, plan.paths, tiled)
+
+
+def _find_slab(operation: Tiled, at: int) -> tuple[Slab, int]:
+    target, itemsize = operation.target, operation.to.itemsize
+    place = np.unravel_index((at - target.start) // itemsize, target.shape)
+    shape = _slab_shape(operation)
+    offsets = tuple(int(one) - int(one) % size for one, size in zip(place, shape, strict=True))
+    ends = zip(offsets, shape, target.shape, strict=True)
+    box = Box(offsets, tuple(min(size, whole - one) for one, size, whole in ends))
+    steps = zip(offsets, row_major_strides(target.shape), strict=True)
+    start = target.start + sum(one * step for one, step in steps) * itemsize
+    return Slab(operation, box, box.volume * itemsize), at - start
+
+
+def _slab_shape(operation: Tiled) -> tuple[int, ...]:
+    """Return how large slabs are: leading dimensions 1, then a range, then whole dimensions."""
+    shape, sources = operation.target.shape, stored_tensors(operation)
+    if isinstance(operation, Fuse):
+        return (*tile_shape(operation, _SLAB_BYTES)[:-1], shape[-1])
+    turned = any(source.chunks.strides is not None for source in sources)
+    widest = max(operation.to.itemsize, *(source.dtype.itemsize for source in sources))
+    return row_tile(shape, (_TURNED_BYTES if turned else _SLAB_BYTES) // widest)
+
+
+def slab_tiles(slab: Slab) -> Iterator[tuple[Box, Tile]]:
+    """Yield the tiles that make a slab, each with its place in the slab.
+
+    Those of a LoRA fuse are the tiles of a merge: sums depend on how tiles are cut.
+    """
+    sizes, tile = slab.box.sizes, slab.box.sizes
+    if isinstance(slab.operation, Fuse):
+        tile = tile_shape(slab.operation, _SLAB_BYTES)
+    for place in tiles(sizes, tile):
+        moved = zip(place.offsets, slab.box.offsets, strict=True)
+        yield place, Tile(slab.operation, Box(tuple(map(sum, moved)), place.sizes))
