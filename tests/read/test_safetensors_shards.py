@@ -1,6 +1,6 @@
 """Sharded safetensors, as torch's HuggingFaceStorageWriter saves them: read, merged and refused.
 
-Files of several real ranks stand in `tests/oracle`; here they are made in one process, in the same
+Files of several real ranks are in `tests/oracle`; here they are made in one process, in the same
 form (a test compares it with the real writer's).
 """
 

@@ -109,7 +109,7 @@ def merge(
 
 @contextmanager
 def _working(*, quiet: bool, front: Front) -> Iterator[tuple[Listener, "RunPlan"]]:
-    """Yield who listens and who makes the files: all processes of a torchrun, if there is one."""
+    """Yield the listener, and what makes the files: all processes of torchrun, if it is running."""
     from unshard import api
 
     with listening(quiet=quiet, front=front) as listener:

@@ -130,7 +130,7 @@ class UnshardEvalBackend:
         self._undelivered += [] if self._wandb is not None else results
 
     def close(self) -> None:
-        """Stop without waiting; the next trainer goes on with what is not final."""
+        """Stop without waiting; the next trainer continues with the jobs that are not final."""
         if self._submitter is not None:
             self._submitter.close(0.0)
 

@@ -1,4 +1,4 @@
-"""A run's `_unshard/`: where everything of ours in it is, and how it is opened, read and written.
+"""A run's `_unshard/`: where our files in it are, and how they are opened, read and written.
 
 A run may have been copied or unpacked from elsewhere, and other users may write to it. Directories
 are therefore opened from the run downwards, one name at a time, without following links, and are
@@ -97,7 +97,7 @@ class RunFolder:
 
     @property
     def state(self) -> Path:
-        """Return the directory of everything of ours, `_unshard/`."""
+        """Return `_unshard/`, the directory of all our files."""
         return self.path / STATE_FOLDER
 
     @property

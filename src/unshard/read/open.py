@@ -19,7 +19,7 @@ from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.finding.discover import at_same_step, discover
 from unshard.read.finding.step_names import step_of
-from unshard.read.finding.writers import told_writer
+from unshard.read.finding.writers import writer_by_tree
 from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming, shortened
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.wrapper_names import refuse_flat_parameters, unwrapped
@@ -182,9 +182,9 @@ def _weights(location: Location, options: ReadOptions) -> Catalog:
 
 
 def _writer(shown: str, location: Location) -> str:
-    """Return who wrote a checkpoint: what its tree shows is more exact than what its files show."""
+    """Return the tool that wrote a checkpoint; its tree shows this more exactly than its files."""
     is_ours = shown.startswith("unshard ")
-    return shown if is_ours else told_writer(location) or shown
+    return shown if is_ours else writer_by_tree(location) or shown
 
 
 def _completed(ema: Catalog, regular: Catalog) -> Catalog:

@@ -1,7 +1,7 @@
 """What unpickling yields: inert records of what a pickle *says*, never the objects it asks for.
 
-Nothing is ever imported, so the list of dangerous names is not what makes unpickling safe: it tells
-a user that a checkpoint was made to run commands, which must not pass as a value that was skipped.
+Nothing is ever imported, so the list of dangerous names is not what makes unpickling safe. The user
+must know that a checkpoint was made to run commands; it must not pass as a value that was skipped.
 """
 
 from dataclasses import dataclass, field

@@ -47,7 +47,7 @@ class UnshardEvalCallback(Callback):
         self._sinks = tuple(sinks)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin, and go on with what an earlier process submitted."""
+        """Begin, and continue with what an earlier process submitted."""
         del pl_module
         with ignoring_errors("checkpoints are not evaluated"):
             if self.submitter is not None:  # of a training that was interrupted

@@ -52,7 +52,7 @@ class UnshardEvalCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Begin, and go on with what an earlier process submitted."""
+        """Begin, and continue with what an earlier process submitted."""
         del control
         with ignoring_errors("checkpoints are not evaluated"):
             if self.submitter is not None:  # of a training that was interrupted

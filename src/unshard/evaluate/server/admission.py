@@ -148,7 +148,7 @@ def _files(checkpoint: Path, run: Path) -> Iterator[Path]:
 
 
 def check_there(checkpoint: Path, *, is_step: bool) -> None:
-    """Raise if the checkpoint does not exist, unless a trainer may have removed it meanwhile.
+    """Raise if the checkpoint does not exist, unless a trainer may have removed it since.
 
     Args:
         checkpoint: its path.

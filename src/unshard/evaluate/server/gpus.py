@@ -53,7 +53,7 @@ def parse_gpus(text: str) -> tuple[str, ...]:
 
 
 def gpus_expected(there: int) -> str:
-    """Return, for an error, how many GPUs a job may ask for on a server with so many."""
+    """Return, for an error, how many GPUs a job may ask for on a server that has `there`."""
     if not there:
         return "0: the server has no GPUs"
     return f"0 to {there}, which is how many GPUs the server has"

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def ignoring_errors(what: str) -> Iterator[None]:
-    """Log any exception and go on: evaluation must never hurt a training."""
+    """Log any exception and continue: evaluation must never hurt a training."""
     try:
         yield
     except Exception as error:  # noqa: BLE001  (the one place where this is the contract)

@@ -120,7 +120,7 @@ class Courier:
                 self._look_at(entry, job)
 
     def begin(self) -> None:
-        """Go on with what an earlier process left.
+        """Continue with what an earlier process left.
 
         Results that it fetched are taken again, submissions that the server refused are sent again,
         and old pins without a submission (of a process that was killed) are removed.

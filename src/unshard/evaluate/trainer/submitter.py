@@ -4,7 +4,7 @@ In the trainer's thread only hard links and small files are made. A background t
 server: it sends what is spooled, in order, polls what is pending, and puts results into a queue;
 another writes them to trackers.
 The server may be away for an hour and the trainer may be killed: the spool keeps all submissions,
-and the next trainer on the same directory goes on with them. Of several processes on a run (a
+and the next trainer on the same directory continues with them. Of several processes on a run (a
 trainer and `watch`) the first sends for all, and takes all results: its background thread holds a
 lock on a file of the run. No public method raises.
 """

@@ -169,7 +169,7 @@ class Watching:
         return {one.key: str(one.fields.get("error")) for one in self._spool.refused()}
 
     def close(self) -> None:
-        """Stop; the next process that watches goes on with what is not final."""
+        """Stop; the next process that watches continues with the jobs that are not final."""
         self._submitter.stop()
         self._client.close()
         unlock(self._lock)

@@ -5,7 +5,7 @@ A name states a step if it ends in a number after a word that counts training (`
 (`save_100`) state one, too, but a sweep's folders look the same (`lr_3`), so they count only for
 weights that a training run alone writes.
 
-The folder of ours in a run has its name here, too: a search passes over it.
+The name of our own folder in a run is here, too, because a search ignores that folder.
 
 Sources: the trainers in `tests/trainers`.
 """
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 STATE_FOLDER = "_unshard"
-"""The directory of a run that has everything of ours: see `evaluate.run_folder`."""
+"""The directory in a run that contains all our files: see `evaluate.run_folder`."""
 
 _COUNTERS = "steps?|iter(?:ation)?|checkpoint|ckpt|epoch|save|snapshot|update|batch|round"
 _STEPS = tuple(

@@ -1,7 +1,7 @@
 """Which trainer wrote a checkpoint, as far as the tree around it shows.
 
-A format is written by many: the files that a trainer puts next to the weights, and the names of its
-folders, tell which. Where they do not, what the format itself shows is kept, or "unknown".
+Several trainers write each format. The files that a trainer puts next to the weights, and the names
+of its folders, show which one it was; otherwise what the format itself shows is kept, or "unknown".
 
 Sources: the trainers in `tests/trainers`.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from unshard.read.format import Location
 
-__all__ = ["told_writer"]
+__all__ = ["writer_by_tree"]
 
 _UPWARD = 3
 
@@ -109,7 +109,7 @@ _RULES: tuple[_Rule, ...] = (
 )
 
 
-def told_writer(location: Location) -> str | None:
+def writer_by_tree(location: Location) -> str | None:
     """Return the trainer that the tree around the weights shows, or None."""
     tree = _Tree(location)
     return next((name for name, holds in _RULES if holds(tree)), None)

@@ -116,7 +116,7 @@ def catalog_of(
     """Return what the files of ranks have together; `files` are by rank, as they were read.
 
     Raises:
-        NotMergeableError: a tensor cannot be read, or nothing says what it is.
+        NotMergeableError: a tensor cannot be read, or its kind cannot be found out.
     """
     paths = tuple(files.values())
     tensors = {name: draft.entry(paths) for name, draft in gathered.drafts.items()}
@@ -230,7 +230,7 @@ def _stated_world(location: Location) -> int | None:
 
 
 def _name_problems(gathered: Gathering, files: dict[int, Path]) -> list[CorruptError]:
-    """Every rank saves every name in this format; say which ranks lack which."""
+    """Return which ranks do not have which names: in this format, every rank saves all."""
     lacking: dict[int, list[str]] = {}
     contradicted = {problem.subject.split(":")[0] for problem in gathered.problems}
     for name, ranks in gathered.ranks.items():

@@ -216,13 +216,14 @@ class _Row:
         entry: the tensor.
         index: of the files that hold it.
         ranks: that hold its pieces, in the order of the pieces.
-        may_go_on: the pieces leave no hole, and neither an empty nor a smaller one ends the tensor.
+        may_continue: more pieces may follow: there is no hole, and the last is as large as the
+            others.
     """
 
     entry: TensorEntry
     index: int
     ranks: tuple[int, ...]
-    may_go_on: bool
+    may_continue: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +296,7 @@ def _missing_pieces(
     """
     larger = next((one.entry for one in others if _is_larger(one.entry, row.entry)), None)
     alike = any(one.entry.shape == row.entry.shape for one in others)
-    if not row.may_go_on or not lacking or (alike and larger is None):
+    if not row.may_continue or not lacking or (alike and larger is None):
         return
     have = len(row.ranks)
     for cut in cuts:

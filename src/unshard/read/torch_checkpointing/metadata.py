@@ -3,8 +3,8 @@
 A pickle of builtins. It lists the items that can be resharded; an item's tensors are listed by
 their path in its state dict (as JSON), each with the meshes that it is on.
 
-A plain tensor is listed as a replica on an unnamed mesh of all ranks, whoever has it: whether its
-copies are equal is left to be compared.
+A plain tensor is listed as a replica on an unnamed mesh of all ranks, even if only some have it.
+Whether its copies are equal is not stated.
 
 Source: torch_checkpointing 0.1.1, `distributed_metadata`, `dtensor_metadata`, `checkpoint_layout`.
 """

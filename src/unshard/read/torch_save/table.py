@@ -63,7 +63,7 @@ class RankTable:
     """The tensors of one rank file.
 
     Attributes:
-        rank: who wrote it; `file`: its number among the files being read.
+        rank: the one that wrote it; `file`: its number among the files being read.
         names: of the tensors, in order.
         forms: number of each tensor's form in `form_table`.
         counts: how many chunks each tensor has here.

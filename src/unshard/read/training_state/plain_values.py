@@ -201,7 +201,7 @@ class _Decoder:
         return SavedTensor(view.dtype, view.sizes, bytes(data))
 
     def _tell(self, at: str, what: str) -> None:
-        """Note what was left out, but not without end."""
+        """Note what was left out, up to a limit."""
         if len(self.left_out) < _MAX_TOLD:
             self.left_out.append(f"{at.lstrip('.')[-_MAX_PLACE:] or 'all'}: {what}")
 

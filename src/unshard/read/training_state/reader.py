@@ -137,7 +137,7 @@ class StateFiles:
     """The files of one writer.
 
     Attributes:
-        writer: who wrote them.
+        writer: the tool that wrote them.
         world_size: how many ranks should have one.
         ranks: the file of each rank that has one, ascending.
         schedulers: files of schedulers, in their order.
@@ -161,10 +161,10 @@ class StateFiles:
 def find_state_files(location: Location, world_size: int) -> StateFiles | None:
     """Return the files of scheduler and random state of a checkpoint; None if there are none."""
     steps = _step_dirs(location)
-    beside = _files_in((*location.roots, *(step / "extra_state" for step in steps)))
+    near = _files_in((*location.roots, *(step / "extra_state" for step in steps)))
     in_step = _files_in(steps)
     layouts = (
-        _extra_state(beside, world_size),
+        _extra_state(near, world_size),
         _accelerate(in_step, world_size),
         _trainer(in_step, world_size),
     )

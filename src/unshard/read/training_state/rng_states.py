@@ -39,7 +39,7 @@ _DEVICE_SEED = re.compile(r"torch_(\w+)_manual_seed")
 
 
 class StateWriter(Enum):
-    """Who wrote the files, and so what is in them."""
+    """The tool that wrote the files, which decides what is in them."""
 
     EXTRA_STATE = "extra_state files"
     ACCELERATE = "accelerate's files"
@@ -145,7 +145,7 @@ def _as_list(value: Plain) -> list[Plain]:
 
 
 def _why_no_order(per_rank: Mapping[int, Plain], world_size: int) -> str:
-    """Say why the states of a device cannot be brought into rank order; empty if they can."""
+    """Return why the states of a device cannot be put into rank order; empty if they can."""
     lacking = [rank for rank in range(world_size) if rank not in per_rank]
     if lacking:
         more = " …" if len(lacking) > _SHOWN else ""

@@ -69,7 +69,7 @@ class Limits:
 
 
 class Halt(Enum):
-    """Why an attempt should not go on."""
+    """Why an attempt must stop."""
 
     CANCELLED = auto()
     LEAVE = auto()

@@ -43,7 +43,7 @@ _SPACE_BYTES = 8 << 20  # with less an evaluator's failure is taken for the disk
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """It measured something."""
+    """The evaluator measured something."""
 
     metrics: Mapping[str, float]
     results: Path | None
@@ -51,7 +51,13 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It did not work; `may_retry`: it might another time; `unknown`: tasks the evaluator lacks."""
+    """The attempt failed.
+
+    Attributes:
+        error: why.
+        may_retry: another attempt might succeed.
+        unknown: names tasks that the evaluator does not have.
+    """
 
     error: str
     may_retry: bool
@@ -76,7 +82,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Postponed:
-    """It did not fail by itself; it is tried again, but not for ever."""
+    """The attempt did not fail by itself; there is another, up to a limit."""
 
     why: str
     cause: Cause = Cause.HINDERED
@@ -91,19 +97,19 @@ class Expired:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """It did not end, for a reason outside of it."""
+    """The attempt was given up, for a reason outside of it."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Its result is no longer needed; its processes have ended."""
+    """The result is no longer needed; the processes have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """It continues without this server; the next one adopts it."""
+    """The attempt continues without this server; the next server adopts it."""
 
 
 Outcome = Completed | Failed | Postponed | Expired | Lost | Cancelled | Left

@@ -295,9 +295,9 @@ def _why_no_module(profile: Profile, directory: Path) -> str | None:
     if done.returncode == 0:
         return None
     if done.returncode != _MISSING:
-        said = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         ended = f"{python} ended with code {done.returncode}"
-        return f"{_CANNOT}: {ended}: {said or 'it said nothing'}"
+        return f"{_CANNOT}: {ended}: {last or 'it printed nothing'}"
     return (
         f"{_CANNOT}: {module} is not installed for {python}; install it ({python} -m pip install "
         f'"{_PACKAGES[profile.kind]}"), or set `interpreter` to a Python that has it'

@@ -121,7 +121,7 @@ class BoundedProtocol(H11Protocol):
             self.unread = 0
 
     def _make_room(self, size: int) -> None:
-        """Drop the slowest readers until an answer of so many bytes fits."""
+        """Drop the slowest readers until an answer of `size` bytes fits."""
         unread = [one for one in self._others() if one.unread and one is not self]
         size += sum(one.unread for one in unread)
         while unread and size > _UNREAD:

@@ -114,7 +114,7 @@ def evaluator_environment(
 
     Args:
         own: what its profile sets; wins over the server's, secrets included.
-        program: what is started: only this interpreter gets what tells it where its modules are.
+        program: what is started; only this interpreter gets the variables that name its modules.
         gpus: all that it can see, whatever its profile sets; none: it sees no GPU.
         directory: of the attempt.
     """

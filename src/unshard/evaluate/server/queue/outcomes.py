@@ -204,7 +204,7 @@ class Outcomes:
                 self._merger.remove(other)
 
     def _persist(self, record: Callable[[], object]) -> None:
-        """Try until the database takes it; after a stop the next server finds out by itself."""
+        """Try until the database accepts it; after a stop the next server finds out by itself."""
         while True:
             try:
                 record()

@@ -179,7 +179,7 @@ class Store:
         return self._end(job_id, Status.COMPLETED, changes, metrics)
 
     def fail(self, job_id: str, error: str, retry_at: float | None) -> bool:
-        """End the open attempt as failed; None: for good, else the job is due again then."""
+        """End the open attempt as failed; the job is due again at `retry_at`, or failed if None."""
         changes = (
             change_to_final(Status.FAILED, error)
             if retry_at is None
