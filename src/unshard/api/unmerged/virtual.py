@@ -23,9 +23,10 @@ from unshard.errors import NoSuchFileError
 from unshard.keywords import VirtualKeywords
 from unshard.plan.pieces import Contents, contents_of
 from unshard.progress import Listener, Stage, Warned
+from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted, hearing, human_size
 from unshard.write.companions import state_file_names, write_training_state
-from unshard.write.record import RECORD_NAME, add_companions
+from unshard.write.record import add_companions
 
 __all__ = ["VirtualFiles", "open_files", "plan_files", "virtual"]
 
