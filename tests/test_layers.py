@@ -206,8 +206,10 @@ KINDS = {"typing.Protocol", "typing.TypedDict", "typing_extensions.TypedDict"}
 # Users of lmms-engine have subclasses of this one.
 PROMISED = {
     "unshard.merger.fsdp2.CheckpointMerger",
-    # In pydantic's way, its fields are keys of the same JSON object as those of a submission.
+    # In pydantic's way, their fields are keys of the same JSON or YAML object as those of the heir.
     "unshard.evaluate.jobs.Arguments",
+    "unshard.evaluate.server.config.profiles.CommonKeys",
+    "unshard.evaluate.server.config.profiles.HarnessKeys",
 }
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ import waiting
 from unshard.evaluate.jobs import Arguments, EvaluationError, Filters, Job, Request, Status
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA
 from unshard.evaluate.server.attempts.attempt import Limits
-from unshard.evaluate.server.config.profiles import Kind, Profile
+from unshard.evaluate.server.config.profiles import CommandProfile, Profile
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import Work
 from unshard.evaluate.server.gpus import Slots
@@ -39,10 +39,8 @@ def done(**metrics):
 
 
 def script_profile(**changed: object) -> Profile:
-    profile = Profile(
-        "script", Kind.COMMAND, command=("x",), timeout_s=waiting.LIMIT_S, retries=0, gpus=1
-    )
-    return replace(profile, **changed)  # type: ignore[arg-type]  # the fields' own types
+    profile = CommandProfile(command=("x",), timeout=waiting.LIMIT_S, retries=0, gpus=1)
+    return profile.model_copy(update=changed)
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def scheduler(
     """Return a store and a scheduler, not started, in a directory."""
     store = Store(work_dir / "jobs.sqlite")
     chosen = profile or script_profile()
-    profiles = Profiles({chosen.name: chosen}, lambda _: ScriptEvaluator(script))
+    profiles = Profiles({"script": chosen}, lambda _: ScriptEvaluator(script))
     pins = Pins(store, (), DEFAULT_QUOTA)
     known = {"limits": Limits(grace_s=0.5, poll_s=0.02), "backoff_s": 0.05} | settings
     made = SchedulerSettings(work_dir, **known)  # type: ignore[arg-type]

@@ -28,7 +28,8 @@ from starlette.types import ASGIApp
 from evaluation.running import child_environment
 from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.pins.files import fingerprint, read_stamps
-from unshard.evaluate.server.config.profiles import Profile, ServerConfig
+from unshard.evaluate.server.config.profiles import Profile
+from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.http import app as application
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.serve import make_service

@@ -9,7 +9,7 @@ import pytest
 
 from evaluation.local_tasks import run_evaluator, work_at
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
-from unshard.evaluate.server.config.profiles import Kind, Profile
+from unshard.evaluate.server.config.profiles import CommandProfile
 from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.evaluators.work import Work
 
@@ -22,7 +22,7 @@ pathlib.Path(output, "results.json").write_text('{{"gsm8k": {{"exact_match": 0.5
 
 
 def attempt(tmp_path: Path, *tasks: str, command: tuple[str, ...] = ("true",)) -> Work:
-    profile = Profile("own", Kind.COMMAND, command=command)
+    profile = CommandProfile(command=command)
     request = Request("/a", "own", tasks, step=300, run="a run; rm -rf $HOME", weights="ema")
     return work_at(tmp_path / "attempt", tmp_path / "a model", request, profile)
 
@@ -56,21 +56,21 @@ def test_the_program_gets_each_value_in_the_argument_that_names_it(tmp_path: Pat
     ],
 )
 def test_braces_that_stay_are_doubled(tmp_path: Path, part: str, expected: str) -> None:
-    profile = Profile("own", Kind.COMMAND, command=("x", part))
+    profile = CommandProfile(command=("x", part))
     request = Request("/a", "own", ("t",), run="{run}", weights="ema")
     work = work_at(tmp_path, tmp_path, request, profile)
     assert make_evaluator(profile).command(work) == ["x", expected]
 
 
 def test_options_that_the_client_chose_are_filled_in_and_others_are_empty(tmp_path: Path) -> None:
-    profile = Profile("own", Kind.COMMAND, command=("x", "{limit}", "{num_fewshot}", "{seed}"))
+    profile = CommandProfile(command=("x", "{limit}", "{num_fewshot}", "{seed}"))
     request = Request("/a", "own", ("t",), arguments=Arguments(limit=0.5, seed=0))
     work = work_at(tmp_path, tmp_path, request, profile)
     assert make_evaluator(profile).command(work) == ["x", "0.5", "", "0"]
 
 
 def test_what_is_filled_in_is_not_filled_in_again(tmp_path: Path) -> None:
-    profile = Profile("own", Kind.COMMAND, command=("x", "{run}"))
+    profile = CommandProfile(command=("x", "{run}"))
     work = work_at(tmp_path, tmp_path, Request("/a", "own", ("t",), run="{output}"), profile)
     assert make_evaluator(profile).command(work) == ["x", "{output}"]
 
@@ -101,7 +101,7 @@ def test_every_task_needs_a_number(tmp_path: Path, document: dict[str, object]) 
 
 def test_results_that_are_too_large_are_not_read(tmp_path: Path) -> None:
     work = attempt(tmp_path, "a")
-    small = replace(work, profile=replace(work.profile, results_bytes=100))
+    small = replace(work, profile=work.profile.model_copy(update={"results_bytes": 100}))
     with pytest.raises(EvaluationError, match=r"too large.*\n.*at most 100 bytes\n.*found: +1009"):
         measured(small, {"a": "x" * 1000})
     assert measured(small, {"a": 1}) == {"a/score": 1.0}

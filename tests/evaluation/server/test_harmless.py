@@ -4,7 +4,6 @@ import ast
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,25 +14,37 @@ from evaluation.running import whole_model
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
-from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig, profile_named
+from unshard.evaluate.server.config.profiles import (
+    LmEvalProfile,
+    LmmsEvalProfile,
+    Profile,
+    profile_named,
+)
+from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.trainer.config import EvalConfig
 
-PROFILES = {
-    "images": Profile("images", Kind.LMMS_EVAL, model="huggingface"),
-    "more": Profile("more", Kind.LMMS_EVAL, model="qwen3_vl", allowed_models=("vllm*",)),
-    "fast": Profile("fast", Kind.LMMS_EVAL, model="vllm", checkpoint_key="own"),
-    "text": Profile("text", Kind.LM_EVAL),
+PROFILES: dict[str, Profile] = {
+    "images": LmmsEvalProfile(model="huggingface"),
+    "more": LmmsEvalProfile(model="qwen3_vl", allowed_models=("vllm*",)),
+    "fast": LmmsEvalProfile(model="vllm", checkpoint_key="own"),
+    "text": LmEvalProfile(),
 }
 
 
+def chosen(name: str) -> LmmsEvalProfile:
+    profile = profile_named(PROFILES, name)
+    assert isinstance(profile, LmmsEvalProfile)
+    return profile
+
+
 def test_a_type_takes_the_checkpoint_as_it_calls_it() -> None:
-    assert profile_named(PROFILES, "images:qwen2_vl").checkpoint_key == "pretrained"
+    assert chosen("images:qwen2_vl").checkpoint_key == "pretrained"
     for name in ("more:vllm", "more:vllm_generate"):
-        assert profile_named(PROFILES, name).checkpoint_key == "model"
-    assert profile_named(PROFILES, "fast:vllm") == PROFILES["fast"]
-    assert profile_named(PROFILES, "fast:qwen2_vl").checkpoint_key == "pretrained"
+        assert chosen(name).checkpoint_key == "model"
+    assert chosen("fast:vllm") == PROFILES["fast"]
+    assert chosen("fast:qwen2_vl").checkpoint_key == "pretrained"
 
 
 @pytest.mark.parametrize("name", ["images:qwen3_vl", "images:dummy", "more:qwen2_vl", "more:x/y"])
@@ -90,10 +101,12 @@ def test_a_guarded_type_trusts_what_its_argument_says(models: Path) -> None:
 
 def test_lmms_engines_documented_yaml_and_a_server_without_a_configuration(tmp_path: Path) -> None:
     config = EvalConfig.from_yaml(DOCUMENTED)
-    server = replace(ServerConfig.default(tuple("01234567")), roots=(tmp_path,))
+    server = ServerConfig(
+        gpus=tuple("01234567"), roots=(tmp_path,), work_directory=tmp_path / "work"
+    )
     python = os.environ.get("UNSHARD_LMMS_EVAL_PYTHON", "python3")
-    here = replace(server.profiles["lmms-eval"], interpreter=python)  # where lmms-eval is installed
-    server = replace(server, work_directory=tmp_path / "work", profiles={"lmms-eval": here})
+    lmms_eval = server.profiles["lmms-eval"].model_copy(update={"interpreter": python})
+    server = server.model_copy(update={"profiles": {"lmms-eval": lmms_eval}})
     service = make_service(server)
     place = whole_model(tmp_path / "run" / "checkpoint-500")
     asked = Request(str(place), config.profile, config.tasks, arguments=config.arguments)
@@ -109,8 +122,8 @@ def test_lmms_engines_documented_yaml_and_a_server_without_a_configuration(tmp_p
 
 
 def test_a_type_that_the_configuration_allows_is_trusted() -> None:
-    assert profile_named(PROFILES, "more:vllm").model_args == {}
-    assert profile_named(PROFILES, "images:vllm").model_args == {"trust_remote_code": False}
+    assert chosen("more:vllm").model_args == {}
+    assert chosen("images:vllm").model_args == {"trust_remote_code": False}
     with pytest.raises(UsageError, match="is not allowed"):
         profile_named(PROFILES, "more:qwen_vl")
 

@@ -8,12 +8,12 @@ import yaml
 
 from evaluation.local_tasks import lm_eval_tasks, run_evaluator, save_tiny_model, work_at
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
-from unshard.evaluate.server.config.profiles import Kind, Profile
+from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile
 from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 
-LM_EVAL = Profile("lm", Kind.LM_EVAL)
+LM_EVAL = LmEvalProfile()
 
 
 def attempt(tmp_path: Path, *tasks: str, profile: Profile = LM_EVAL, **asked: object) -> Work:
@@ -30,7 +30,7 @@ def test_what_lm_eval_measures_is_read(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 120) / ("e" * 120)
     model = save_tiny_model(deep / "model")
     paths = (lm_eval_tasks(tmp_path / "tasks"),)
-    profile = Profile("lm", Kind.LM_EVAL, include_paths=paths, model_args={"dtype": "float32"})
+    profile = LmEvalProfile(include_paths=paths, model_args={"dtype": "float32"})
     chosen = Arguments(limit=2, batch_size=2, num_fewshot=0, seed=7)
     request = Request("/a", "lm", ("sights", "dim"), arguments=chosen)
     work = work_at(tmp_path / "attempt", model, request, profile)
@@ -68,7 +68,7 @@ def test_an_unknown_task_is_an_error(tmp_path: Path) -> None:
 
 def test_the_configuration_holds_values_as_they_are(tmp_path: Path) -> None:
     """Nothing in a value can become another argument."""
-    profile = Profile("lm", Kind.LM_EVAL, model_args={"dtype": "a,trust_remote_code=true"}, gpus=1)
+    profile = LmEvalProfile(model_args={"dtype": "a,trust_remote_code=true"}, gpus=1)
     work = attempt(tmp_path, "a", "b", profile=profile, gen_kwargs="temperature=0.5,do_sample=true",
                    model_args={"revision": "yes"}, limit=0.5, batch_size="auto:4")  # fmt: skip
     command = make_evaluator(profile).command(work)

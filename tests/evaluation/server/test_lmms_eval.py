@@ -13,13 +13,13 @@ import pytest
 from evaluation.local_tasks import lmms_eval_tasks, run_evaluator, work_at
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
-from unshard.evaluate.server.config.profiles import Kind, Profile
+from unshard.evaluate.server.config.profiles import LmmsEvalProfile, Profile
 from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 
 PYTHON = os.environ.get("UNSHARD_LMMS_EVAL_PYTHON", "")
-LMMS_EVAL = Profile("lmms", Kind.LMMS_EVAL, interpreter=PYTHON or "python", model="dummy")
+LMMS_EVAL = LmmsEvalProfile(interpreter=PYTHON or "python", model="dummy")
 needs_lmms_eval = pytest.mark.skipif(
     not PYTHON, reason="UNSHARD_LMMS_EVAL_PYTHON names no interpreter with lmms_eval 0.7.3"
 )
@@ -40,7 +40,9 @@ def write_results(work: Work, document: object) -> None:
 def test_what_lmms_eval_measures_is_read(tmp_path: Path) -> None:
     """The dummy model says the same to every question; one of three answers is right."""
     tasks = lmms_eval_tasks(tmp_path / "tasks")
-    profile = replace(LMMS_EVAL, include_paths=(tasks,), model_args={"response": "blue"})
+    profile = LMMS_EVAL.model_copy(
+        update={"include_paths": (tasks,), "model_args": {"response": "blue"}}
+    )
     work = attempt(tmp_path, "sights", profile=profile, seed=0, gen_kwargs="temperature=0")
     evaluator = make_evaluator(profile)
     done = run_evaluator(evaluator.command(work), work.directory)
@@ -107,7 +109,8 @@ def test_a_group_of_itself_has_no_numbers(tmp_path: Path) -> None:
 
 
 def test_the_command_has_one_argument_per_option(tmp_path: Path) -> None:
-    profile = replace(LMMS_EVAL, model="qwen2_5_vl", model_args={"max_pixels": 100}, gpus=1)
+    changed = {"model": "qwen2_5_vl", "model_args": {"max_pixels": 100}, "gpus": 1}
+    profile = LMMS_EVAL.model_copy(update=changed)
     work = attempt(tmp_path, "mme", "ai2d", profile=profile, limit=8, num_fewshot=0, batch_size=2)
     assert make_evaluator(profile).command(work) == [
         profile.interpreter,

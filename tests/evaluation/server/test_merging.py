@@ -31,8 +31,10 @@ from unshard.evaluate.server.attempts.merging import (
     Merger,
     PassingError,
 )
-from unshard.evaluate.server.config.profiles import Kind
+from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile
 from unshard.evaluate.server.processes.table import is_alive, kill_group
+
+SCRIPT, HASTY = script_profile(), script_profile(timeout=0.0)
 
 
 def job(checkpoint: Path, weights: str = "model", pin: str | None = None) -> Job:
@@ -45,10 +47,10 @@ def merger(tmp_path: Path) -> Merger:
     return Merger(tmp_path / "merged", at_once=1)
 
 
-def prepare(merger: Merger, what: Job, directory: Path, **profile: object) -> Path:
+def prepare(merger: Merger, what: Job, directory: Path, profile: Profile = SCRIPT) -> Path:
     attempt = directory / "attempt"
     attempt.mkdir(exist_ok=True)
-    return prepare_in(merger, what, attempt, lambda: False, **profile)
+    return prepare_in(merger, what, attempt, profile=profile)
 
 
 def prepare_in(
@@ -56,11 +58,10 @@ def prepare_in(
     what: Job,
     attempt: Path,
     is_given_up: Callable[[], bool] = lambda: False,
-    **profile: object,
+    *,
+    profile: Profile = SCRIPT,
 ) -> Path:
-    return merger.prepare(
-        what, script_profile(**profile), directory=attempt, is_given_up=is_given_up
-    )
+    return merger.prepare(what, profile, directory=attempt, is_given_up=is_given_up)
 
 
 def test_a_sharded_checkpoint_is_merged_and_not_touched(tmp_path: Path, merger: Merger) -> None:
@@ -108,7 +109,7 @@ def test_a_checkpoint_without_a_config_is_refused_before_it_is_merged(
     """An evaluator could not load it; a command may want the weights alone."""
     checkpoint = save_ranks(tmp_path / "checkpoint-5" / "pytorch_model_fsdp_0", some_tensors(), 2)
     with pytest.raises(EvaluationError, match=r"no config\.json was found") as caught:
-        prepare(merger, job(checkpoint), tmp_path, kind=Kind.LM_EVAL)
+        prepare(merger, job(checkpoint), tmp_path, LmEvalProfile())
     assert type(caught.value) is EvaluationError
     said = caught.value.text
     assert f"unshard merge {checkpoint} OUTPUT --config FILE" in said
@@ -126,12 +127,11 @@ def test_the_config_of_the_profile_is_for_checkpoints_that_have_none(
     (given / "tokenizer.json").write_text("{}")
     checkpoint = save_ranks(tmp_path / "checkpoint-5" / "pytorch_model_fsdp_0", some_tensors(), 2)
     for place, files in ((given, {"tokenizer.json"}), (given / "config.json", set[str]())):
-        chosen = {"config": place, "kind": Kind.LM_EVAL}
-        model = prepare(merger, job(checkpoint), tmp_path, **chosen)
+        model = prepare(merger, job(checkpoint), tmp_path, LmEvalProfile(config=place))
         assert json.loads((model / "config.json").read_bytes())["model_type"] == "given"
         assert {path.name for path in model.glob("tokenizer*")} == files
     (checkpoint.parent / "config.json").write_text('{"model_type": "own"}')
-    model = prepare(merger, job(checkpoint), tmp_path, config=given, kind=Kind.LM_EVAL)
+    model = prepare(merger, job(checkpoint), tmp_path, LmEvalProfile(config=given))
     assert json.loads((model / "config.json").read_bytes())["model_type"] == "own"
     assert not (model / "tokenizer.json").exists()
 
@@ -218,7 +218,7 @@ def test_a_merge_ends_in_time_and_leaves_nothing(tmp_path: Path, merger: Merger)
     (tmp_path / "attempt").mkdir()
     left = leave_staging(tmp_path / "merged")
     with pytest.raises(CrashedError, match="more than 0 s"):
-        prepare_in(merger, job(checkpoint), tmp_path / "attempt", timeout_s=0.0)
+        prepare_in(merger, job(checkpoint), tmp_path / "attempt", profile=HASTY)
     assert not left.exists()
     assert list((tmp_path / "merged").iterdir()) == []
 
@@ -252,7 +252,7 @@ def test_a_worker_that_cannot_be_ended_is_not_waited_for(
     monkeypatch.setattr(merging, "kill_group", fails)
     monkeypatch.setattr(sys, "executable", str(hanging_worker(tmp_path)))
     with pytest.raises(CrashedError, match="more than 0 s"):
-        prepare_in(merger, job(checkpoint), tmp_path / "attempt", timeout_s=0.0)
+        prepare_in(merger, job(checkpoint), tmp_path / "attempt", profile=HASTY)
     assert is_alive(left[0])
     assert kill_group(left[0], grace_s=0)
 
@@ -267,7 +267,7 @@ def test_a_whole_model_on_a_disk_that_does_not_answer_is_bounded(
     with pytest.raises(GivenUpError):
         prepare_in(merger, model, tmp_path / "attempt", lambda: True)
     with pytest.raises(CrashedError, match="more than 0 s"):
-        prepare_in(merger, model, tmp_path / "attempt", timeout_s=0.0)
+        prepare_in(merger, model, tmp_path / "attempt", profile=HASTY)
 
 
 def test_merges_take_turns(tmp_path: Path, merger: Merger) -> None:

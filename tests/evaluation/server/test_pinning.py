@@ -16,7 +16,7 @@ from unshard.evaluate.jobs import Job, Request
 from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota, list_pins, pin_checkpoint, unpin
 from unshard.evaluate.server import service as service_module
 from unshard.evaluate.server.admission import check_links
-from unshard.evaluate.server.config.profiles import ServerConfig
+from unshard.evaluate.server.config.server_yaml import PinQuota, ServerConfig
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.service import Service
@@ -34,8 +34,7 @@ def service_in(run: Path, quota: Quota = DEFAULT_QUOTA, name: str = "work") -> S
     config = ServerConfig(
         roots=(run.parent,),
         work_directory=run.parents[1] / name,
-        pin_count=quota.count,
-        pin_bytes=quota.bytes,
+        pin_quota=PinQuota(count=quota.count, bytes=quota.bytes),
         profiles={"script": script_profile(gpus=0)},
     )
     return make_service(config)

@@ -10,7 +10,13 @@ import pytest
 from evaluation.running import wait_for, whole_model
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Request, Status
-from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.server.config.profiles import (
+    CommandProfile,
+    LmEvalProfile,
+    LmmsEvalProfile,
+    Profile,
+)
+from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.evaluators import programs, work
 from unshard.evaluate.server.evaluators.programs import tell_missing, why_missing
 from unshard.evaluate.server.evaluators.work import UnknownTasks, UnknownTasksError
@@ -31,9 +37,9 @@ def test_a_module_is_looked_for_and_not_imported(tmp_path: Path) -> None:
     bare = tmp_path / "python"  # has no packages: it is not its environment's python
     bare.symlink_to(Path(sys.base_prefix) / "bin" / "python3")
     there = {"PYTHONPATH": str(packages)}
-    profile = Profile("lm", Kind.LM_EVAL, interpreter=str(bare), environment=there)
+    profile = LmEvalProfile(interpreter=str(bare), environment=there)
     assert why_missing(profile, tmp_path) is None
-    missing = why_missing(Profile("lm", Kind.LMMS_EVAL, interpreter=str(bare)), tmp_path)
+    missing = why_missing(LmmsEvalProfile(interpreter=str(bare)), tmp_path)
     assert missing is not None
     assert f"lmms_eval is not installed for {bare}" in missing
     assert f'{bare} -m pip install "lmms_eval"' in missing
@@ -45,12 +51,12 @@ def test_what_cannot_be_run_is_reported_with_what_to_do(
     monkeypatch.setattr(programs, "_TIMEOUT_S", 0.2)
     broken = script(tmp_path / "broken", "echo first >&2", "echo no libpython >&2", "exit 127")
     slow = script(tmp_path / "slow", "exec sleep 600")
-    profiles = {
-        "gone": Profile("gone", Kind.LM_EVAL, interpreter=str(tmp_path / "none")),
-        "broken": Profile("broken", Kind.LM_EVAL, interpreter=broken),
-        "slow": Profile("slow", Kind.LMMS_EVAL, interpreter=slow),
-        "own": Profile("own", Kind.COMMAND, command=("no-such-program", "{tasks}")),
-        "good": Profile("good", Kind.COMMAND, command=("sh", "{tasks}")),
+    profiles: dict[str, Profile] = {
+        "gone": LmEvalProfile(interpreter=str(tmp_path / "none")),
+        "broken": LmEvalProfile(interpreter=broken),
+        "slow": LmmsEvalProfile(interpreter=slow),
+        "own": CommandProfile(command=("no-such-program", "{tasks}")),
+        "good": CommandProfile(command=("sh", "{tasks}")),
     }
     with caplog.at_level(logging.WARNING):
         tell_missing(profiles, tmp_path)
@@ -69,7 +75,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
     """A server whose lm-eval says what lm_eval 0.4.13 says of a task that it does not know."""
     line = 'case "$*" in *run*) echo "ValueError: Tasks not found: nope, other"; exit 1;; esac'
     python = script(tmp_path / "python", line)
-    profile = Profile("lm", Kind.LM_EVAL, interpreter=python, retries=3)
+    profile = LmEvalProfile(interpreter=python, retries=3)
     config = ServerConfig(
         roots=(tmp_path,), work_directory=tmp_path / "work", profiles={"lm": profile}
     )

@@ -7,8 +7,14 @@ import pytest
 import yaml
 
 from unshard.errors import UsageError
-from unshard.evaluate.server.config.profiles import Keep, Kind, Launcher, Profile, ServerConfig
-from unshard.evaluate.server.config.server_yaml import read_server_yaml
+from unshard.evaluate.server.config.profiles import (
+    CommandProfile,
+    Keep,
+    Launcher,
+    LmEvalProfile,
+    LmmsEvalProfile,
+)
+from unshard.evaluate.server.config.server_yaml import ServerConfig, read_server_yaml
 from unshard.evaluate.server.serve import Given, configure
 
 WHOLE = """
@@ -66,7 +72,7 @@ def test_a_quota_of_null_is_not_a_limit(
     tmp_path: Path, quota: str, expected: tuple[int | None, int | None]
 ) -> None:
     config = read(tmp_path, f"pin_quota: {quota}")
-    assert (config.pin_count, config.pin_bytes) == expected
+    assert (config.pin_quota.count, config.pin_quota.bytes) == expected
 
 
 @pytest.mark.parametrize(
@@ -88,16 +94,14 @@ def test_everything_that_can_be_said(tmp_path: Path) -> None:
     assert (config.host, config.port) == ("0.0.0.0", 9000)  # noqa: S104 - read, not bound
     assert config.token_file == tmp_path / "secret" / "token"
     assert config.work_directory == tmp_path / "work"
-    assert (config.pin_count, config.pin_bytes) == (3, 1_000_000)
-    assert config.profiles["math"] == Profile(
-        "math",
-        Kind.LM_EVAL,
+    assert (config.pin_quota.count, config.pin_quota.bytes) == (3, 1_000_000)
+    assert config.profiles["math"] == LmEvalProfile(
         environment={"HF_HOME": "/data/hf", "OMP_NUM_THREADS": "4"},
         include_paths=(tmp_path / "tasks",),
         model="vllm",
         model_args={"dtype": "bfloat16", "gpu_memory_utilization": 0.8, "enforce_eager": True},
         allowed_tasks=("gsm8k", "mmlu*"),
-        timeout_s=3600.0,
+        timeout=3600.0,
         keep=Keep.BEST,
         best_metric="-gsm8k/loss",
         retries=0,
@@ -105,11 +109,11 @@ def test_everything_that_can_be_said(tmp_path: Path) -> None:
         launcher=Launcher.NONE,
         config=tmp_path / "model",
     )
-    images = Profile("images", Kind.LMMS_EVAL, model="qwen2_5_vl", checkpoint_key="model", gpus=1)
+    images = LmmsEvalProfile(model="qwen2_5_vl", checkpoint_key="model", gpus=1)
     assert config.profiles["images"] == images
     own = ("evaluate", "--model", "{checkpoint}", "--out={output}")
-    assert config.profiles["own"] == Profile(
-        "own", Kind.COMMAND, command=own, results="out/numbers.json", gpus=1, results_bytes=1000
+    assert config.profiles["own"] == CommandProfile(
+        command=own, results="out/numbers.json", gpus=1, results_bytes=1000
     )
 
 
@@ -119,13 +123,13 @@ def test_an_empty_file_says_what_no_file_says(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     config = read(tmp_path, text)
-    assert config == ServerConfig.default()
+    assert config == ServerConfig()
     assert config.gpus == ("1", "3")
     assert config.roots == ()
     assert config.host == "127.0.0.1"
-    assert config.profiles["lm-eval"] == Profile("lm-eval", Kind.LM_EVAL, gpus=1)
-    assert config.profiles["lm-eval"].interpreter == sys.executable
-    assert config.profiles["lmms-eval"].model == "huggingface"
+    assert config.profiles["lm-eval"] == LmEvalProfile(gpus=1)
+    assert LmEvalProfile().interpreter == sys.executable
+    assert LmmsEvalProfile().model == "huggingface"
     assert {name: str(one.kind) for name, one in config.profiles.items()} == {
         name: name for name in ("lm-eval", "lmms-eval", "command")
     }
@@ -188,6 +192,10 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
             "gpus: 0\nprofiles: {a: {kind: lm-eval, gpus: 1}}",
             "gpus cannot be read\n  expected: 0: the server has no GPUs",
         ),
+        (
+            "gpus: [a]\nprofiles: {a: {kind: lm-eval, gpus: 1}}",
+            "yaml: gpus cannot be read\n  expected: how many",
+        ),
         (PROFILE % "launcher: torchrun", "expected: accelerate, none"),
         (PROFILE % "interpreter: /nowhere/python", "interpreter cannot be read"),
         (PROFILE % "interpreter: no-such-python", "interpreter cannot be read"),
@@ -240,7 +248,7 @@ def test_a_program_that_is_a_path_starts_at_the_files_directory(tmp_path: Path) 
     (tmp_path / "run.sh").touch(mode=0o755)
     config = read(tmp_path, COMMAND % "command: [./run.sh, ./run.sh, 'awk {{print}}']")
     own = (str(tmp_path / "run.sh"), "./run.sh", "awk {{print}}")
-    assert config.profiles["a"].command == own
+    assert config.profiles["a"] == CommandProfile(command=own)
 
 
 @pytest.mark.parametrize("gpus", [None, 2, [4, 5, 6]])
@@ -264,4 +272,5 @@ def test_an_interpreter_is_not_replaced_by_what_it_links_to(tmp_path: Path) -> N
     """The link is what makes it the interpreter of its environment."""
     (tmp_path / "python").symlink_to(sys.executable)
     text = yaml.safe_dump({"profiles": {"a": {"kind": "lm-eval", "interpreter": "./python"}}})
-    assert read(tmp_path, text).profiles["a"].interpreter == str(tmp_path / "python")
+    own = LmEvalProfile(interpreter=str(tmp_path / "python"))
+    assert read(tmp_path, text).profiles["a"] == own

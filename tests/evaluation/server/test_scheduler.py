@@ -313,7 +313,7 @@ def test_an_evaluator_that_ends_its_own_supervisor_fails_in_the_end(
 
 def test_a_timeout_is_a_failure(tmp_path: Path, model: Path) -> None:
     for timeout_s in (2, 20, 200):  # the worker that looks for shards has the same timeout
-        profile = script_profile(timeout_s=timeout_s)
+        profile = script_profile(timeout=timeout_s)
         store, server = scheduler(tmp_path / f"work-{timeout_s}", SLEEPS, profile=profile)
         job = submit(store, server, model)
         server.start()
@@ -331,7 +331,7 @@ def test_a_merge_that_hangs_fails_after_its_retries(
 ) -> None:
     checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
     monkeypatch.setattr(sys, "executable", str(hanging_worker(tmp_path)))
-    profile = script_profile(timeout_s=0.1, retries=1)
+    profile = script_profile(timeout=0.1, retries=1)
     store, server = scheduler(tmp_path / "work", SCORED, profile=profile)
     job = submit(store, server, checkpoint)
     server.start()
@@ -699,7 +699,7 @@ def test_a_look_at_a_checkpoint_that_hangs_is_bounded_by_the_timeout(
     store = Store(tmp_path / "jobs.sqlite")
     merger = Merger(tmp_path / "merged", at_once=1)
     job, _ = store.submit(request(model), pin=None)
-    profile = script_profile(timeout_s=0.1)
+    profile = script_profile(timeout=0.1)
     attempt = Attempt(job, profile, ScriptEvaluator(SCORED), (), tmp_path)
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / "metrics.json").write_text('{"task/acc": 1}')

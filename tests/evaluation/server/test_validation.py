@@ -20,22 +20,25 @@ from unshard.evaluate.server.admission import (
     check_there,
     resolve_checkpoint,
 )
-from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.server.config.profiles import (
+    CommandProfile,
+    LmEvalProfile,
+    LmmsEvalProfile,
+)
+from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.http.v1 import Submission
 from unshard.evaluate.server.service import _place
 
 CONFIG = ServerConfig(
     gpus=("0", "1"),
     profiles={
-        "lm": Profile("lm", Kind.LM_EVAL, model_args={"dtype": "bfloat16"}),
-        "few": Profile(
-            "few",
-            Kind.LMMS_EVAL,
+        "lm": LmEvalProfile(model_args={"dtype": "bfloat16"}),
+        "few": LmmsEvalProfile(
             interpreter="python3",
             allowed_tasks=("mme", "mmlu_*"),
             allowed_model_args=("codec_*", "revision"),
         ),
-        "own": Profile("own", Kind.COMMAND, command=("x",)),
+        "own": CommandProfile(command=("x",)),
     },
 )
 GOOD = Request(
@@ -307,24 +310,23 @@ def test_more_gpus_than_there_are_are_refused_with_their_number() -> None:
         check_request(changed(num_gpus=3), CONFIG)
     assert "0 to 2, which is how many GPUs the server has" in str(caught.value)
     with pytest.raises(UsageError, match="num_gpus cannot be accepted") as caught:
-        check_request(changed(num_gpus=1), replace(CONFIG, gpus=()))
+        check_request(changed(num_gpus=1), CONFIG.model_copy(update={"gpus": ()}))
     assert "0: the server has no GPUs" in str(caught.value)
 
 
 def test_an_evaluator_that_the_servers_python_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "find_spec", {"lm_eval": "there"}.get)
-    profiles = {kind.value: Profile(kind.value, kind) for kind in Kind}
-    here = replace(CONFIG, profiles=profiles)
+    here = ServerConfig(gpus=("0",))
     check_request(Request("/a", "lm-eval", ("a",)), here)
-    check_request(Request("/a", "command", ("a",)), here)
+    check_request(Request("/a", "command", ("size",)), here)
     with pytest.raises(UsageError, match="lmms_eval is not installed") as caught:
         check_request(Request("/a", "lmms-eval", ("a",)), here)
     assert "interpreter" in caught.value.hint
 
 
 def test_a_command_takes_the_options_that_it_has_placeholders_for() -> None:
-    own = Profile("own", Kind.COMMAND, command=("x", "--limit={limit}", "{batch_size}"))
-    config = replace(CONFIG, profiles={"own": own})
+    own = CommandProfile(command=("x", "--limit={limit}", "{batch_size}"))
+    config = ServerConfig(gpus=CONFIG.gpus, profiles={"own": own})
     asked = Request("/a", "own", ("a",), arguments=Arguments(limit=5, batch_size="auto"))
     check_request(asked, config)
     with pytest.raises(UsageError, match="num_fewshot cannot be accepted") as caught:

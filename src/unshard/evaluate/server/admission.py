@@ -20,7 +20,8 @@ from unshard.evaluate.jobs import OPTIONS, Arguments, Request
 from unshard.evaluate.pins.files import list_checkpoint
 from unshard.evaluate.server.config.arguments import has_separator, parse_arguments, placeholders_in
 from unshard.evaluate.server.config.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
-from unshard.evaluate.server.config.profiles import Kind, Profile, ServerConfig
+from unshard.evaluate.server.config.profiles import CommandProfile, Profile, base_of
+from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.evaluators.programs import MODULES
 from unshard.evaluate.server.gpus import gpus_expected
 from unshard.evaluate.values import LARGEST, Scalar
@@ -61,7 +62,7 @@ def check_request(request: Request, config: ServerConfig) -> None:
     if profile is None:
         raise _wrong("profile", request.profile, expected=", ".join(config.profiles) or "none")
     problems = [
-        *_installed(profile),
+        *_installed(base_of(request.profile), profile),
         *_tasks(request, profile),
         *_arguments(request.arguments, profile),
     ]
@@ -187,12 +188,14 @@ def not_readable(error: PermissionError) -> UsageError:
     )
 
 
-def _installed(profile: Profile) -> Iterator[UsageError]:
+def _installed(name: str, profile: Profile) -> Iterator[UsageError]:
     """Check the server's own interpreter only: the others are probed when the server starts."""
-    module = MODULES.get(profile.kind)
-    if module is not None and profile.interpreter == sys.executable and find_spec(module) is None:
+    if isinstance(profile, CommandProfile) or profile.interpreter != sys.executable:
+        return
+    module = MODULES[profile.kind]
+    if find_spec(module) is None:
         yield UsageError(
-            f"profile {profile.name}: {module} is not installed for the server's Python",
+            f"profile {name}: {module} is not installed for the server's Python",
             found=sys.executable,
             hint="install it there, or name another `interpreter` in the server's configuration",
         )
@@ -218,7 +221,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _arguments(chosen: Arguments, profile: Profile) -> Iterator[UsageError]:
-    if profile.kind is Kind.COMMAND:
+    if isinstance(profile, CommandProfile):
         taken = {"num_gpus", *placeholders_in(profile.command)}
         for name, value in chosen.given().items():
             if name not in taken:  # it would be ignored silently

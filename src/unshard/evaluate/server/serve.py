@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -15,8 +15,7 @@ from anyio import to_thread
 from unshard.errors import UsageError
 from unshard.evaluate.logs import log_to_stderr
 from unshard.evaluate.pins.pin import Quota
-from unshard.evaluate.server.config.profiles import ServerConfig
-from unshard.evaluate.server.config.server_yaml import read_server_yaml
+from unshard.evaluate.server.config.server_yaml import ServerConfig, read_server_yaml
 from unshard.evaluate.server.evaluators.programs import Profiles, tell_missing
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, parse_gpus
@@ -60,24 +59,26 @@ def configure(given: Given) -> ServerConfig:
     """
     gpus = None if given.gpus is None else parse_gpus(given.gpus)
     if given.config is None:
-        config = ServerConfig.default(gpus)
+        config = ServerConfig.model_validate({"gpus": gpus})
     else:
         config = read_server_yaml(given.config, gpus)
-    return replace(
-        config,
-        roots=tuple(root.absolute() for root in given.roots or config.roots or (Path.cwd(),)),
-        host=given.host or config.host,
-        port=config.port if given.port is None else given.port,
-        token_file=given.token_file or config.token_file,
-        work_directory=(given.work_dir or config.work_directory or _WORK_DIR).absolute(),
-    )
+    roots = given.roots or config.roots or (Path.cwd(),)
+    work = given.work_dir or config.work_directory or _WORK_DIR
+    chosen = {
+        "roots": tuple(root.absolute() for root in roots),
+        "host": given.host or config.host,
+        "port": config.port if given.port is None else given.port,
+        "token_file": given.token_file or config.token_file,
+        "work_directory": work.absolute(),
+    }
+    return config.model_copy(update=chosen)
 
 
 def make_service(config: ServerConfig) -> Service:
     """Return what a server does: its jobs, and a scheduler that has not begun."""
     work = _make_private((config.work_directory or _WORK_DIR).absolute())
     store = Store(work / _DATABASE)
-    pins = Pins(store, config.roots, Quota(config.pin_count, config.pin_bytes))
+    pins = Pins(store, config.roots, Quota(config.pin_quota.count, config.pin_quota.bytes))
     unknown = UnknownTasks()
     settings = SchedulerSettings(work, keep_days=config.keep_days, unknown=unknown)
     scheduler = Scheduler(store, Slots(config.gpus), Profiles(config.profiles), pins, settings)

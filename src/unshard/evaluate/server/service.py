@@ -29,12 +29,13 @@ from unshard.evaluate.server.admission import (
 from unshard.evaluate.server.attempts.merge_worker import MergeOrder
 from unshard.evaluate.server.attempts.merging import GoneError, merge_in_process
 from unshard.evaluate.server.config.profiles import (
-    Kind,
+    CommandProfile,
     Profile,
-    ServerConfig,
+    base_of,
     profile_named,
     resolve_name,
 )
+from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.pinning import Pins
@@ -110,8 +111,8 @@ class Service:
         profile = profile_named(self.profiles, name)
         request = replace(request, profile=name)
         known = {**self.profiles, request.profile: profile}
-        check_request(request, replace(self.config, profiles=known))
-        self.unknown.check(profile.name, request.tasks)
+        check_request(request, self.config.model_copy(update={"profiles": known}))
+        self.unknown.check(base_of(name), request.tasks)
         found = resolve_checkpoint(request.checkpoint, self.config.roots)
         request, run = _place(replace(request, checkpoint=str(found)))
         resolve_checkpoint(request.checkpoint, self.config.roots)
@@ -210,8 +211,8 @@ class Service:
         """
         if job.status is not Status.COMPLETED or job.results is None:
             return None
-        profile = self.profiles.get(job.request.profile.partition(":")[0])
-        if profile is None or profile.kind is not Kind.COMMAND:
+        profile = self.profiles.get(base_of(job.request.profile))
+        if not isinstance(profile, CommandProfile):
             return job.results
         path = self.scheduler.directory_of(job) / "lmms_results.json"
         try:

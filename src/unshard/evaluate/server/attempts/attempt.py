@@ -184,7 +184,7 @@ class Runner:
         job = attempt.job
         files = ask_disk(
             lambda: self._pins.list_changed(job),
-            timeout_s=attempt.profile.timeout_s,
+            timeout_s=attempt.profile.timeout,
             is_given_up=lambda: self._halt(job.id) is not None,
         )
         if not files:
@@ -203,7 +203,7 @@ class Runner:
         )
         limits = self._limits
         order = Order(
-            command, environment, directory, profile.timeout_s, limits.grace_s, limits.log_bytes
+            command, environment, directory, profile.timeout, limits.grace_s, limits.log_bytes
         )
         child = start_supervisor(gpus=attempt.gpus, directory=attempt.directory)
         try:
@@ -213,7 +213,7 @@ class Runner:
             child.reap()  # without an order: nothing runs that the database does not have
             raise
         child.give(order)
-        what = f"attempt {attempt.job.attempts}, {profile.name}"
+        what = f"attempt {attempt.job.attempts}, {attempt.job.request.profile}"
         tell(attempt.job, f"started: {what} on {describe_slots(attempt.gpus)}")
         outcome: Outcome | None = None
         try:
@@ -228,7 +228,7 @@ class Runner:
     def _conclude(self, attempt: Attempt, work: Work, process: Process) -> Outcome:
         """Wait for a process, leave nothing of it behind, and judge what it did."""
         # The supervisor keeps to the timeout; this is for one that cannot.
-        allowed_s = attempt.profile.timeout_s + 2 * self._limits.grace_s + _MARGIN_S
+        allowed_s = attempt.profile.timeout + 2 * self._limits.grace_s + _MARGIN_S
         deadline = time.monotonic() + allowed_s
         halt: Halt | None = None
         try:

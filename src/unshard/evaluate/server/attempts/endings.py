@@ -119,7 +119,7 @@ def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:
     """Return the outcome of an attempt whose evaluator ended like this."""
     match done.reason:
         case "timeout":
-            why = f"timed out after {work.profile.timeout_s:g} s"
+            why = f"timed out after {work.profile.timeout:g} s"
             return Failed(add_log(why, work.directory), may_retry=True)
         case "stopped":
             return Postponed("the evaluator was stopped by a signal to its supervisor")

@@ -19,7 +19,7 @@ from typing import TypeVar
 from unshard.api.options import MergeOptions
 from unshard.evaluate.jobs import EvaluationError, Job
 from unshard.evaluate.server.attempts.merge_worker import ANSWER_NAME, MergeOrder
-from unshard.evaluate.server.config.profiles import Kind, Profile
+from unshard.evaluate.server.config.profiles import CommandProfile, Profile
 from unshard.evaluate.server.processes.launching import start_module
 from unshard.evaluate.server.processes.table import identify, kill_group
 from unshard.write.staging.stage import recover
@@ -114,14 +114,14 @@ class Merger:
             str(self.merged(job.id)),
             asdict(options),
             None if profile.config is None else str(profile.config),
-            needs_config=profile.kind is not Kind.COMMAND,
+            needs_config=not isinstance(profile, CommandProfile),
             pin=job.pin,
             may_be_whole=True,
         )
         is_made = False
         try:
             model = merge_in_process(
-                order, directory=directory, is_given_up=is_given_up, timeout_s=profile.timeout_s
+                order, directory=directory, is_given_up=is_given_up, timeout_s=profile.timeout
             )
             is_made = True
             return model

@@ -1,43 +1,143 @@
-"""The configuration of the evaluation server as values: its roots, GPUs and evaluators (profiles).
+"""The evaluators that a server is configured with (profiles), and which one a client's name means.
 
 Everything that decides which program runs, with which code, is here, on the server; a client only
-chooses a profile by its name.
+chooses a profile by its name. A profile is what server.yaml has below that name. When a file is
+read, it is pydantic's context: relative paths start at its directory, and programs must exist.
 """
 
 import re
+import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Annotated, Literal
 
-from unshard.errors import UsageError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+from unshard.errors import CheckpointError, UsageError
+from unshard.evaluate.server.config.arguments import PLACEHOLDERS, placeholders_in
 from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
-from unshard.evaluate.server.gpus import find_gpus
-from unshard.evaluate.values import Scalar
+from unshard.evaluate.values import Scalar, expected, expects, whole
+from unshard.read.beside.model_config import read_config
 
 __all__ = [
+    "COMMAND_EXPECTED",
+    "KINDS",
+    "CommandProfile",
+    "HarnessKeys",
+    "HarnessProfile",
     "Keep",
-    "Kind",
     "Launcher",
+    "LmEvalProfile",
+    "LmmsEvalProfile",
+    "NonEmptyText",
+    "Place",
+    "Places",
     "Profile",
-    "ServerConfig",
+    "ProfileKeys",
+    "base_of",
     "default_profiles",
-    "model_of",
+    "drop_nulls",
     "profile_named",
     "resolve_name",
 ]
 
+COMMAND_EXPECTED = (
+    "a list of arguments, which may have "
+    + ", ".join(f"{{{name}}}" for name in sorted(PLACEHOLDERS))
+    + "; {{ and }} are braces"
+)
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
+_NULL_MEANS_NO_LIMIT = frozenset({"keep_days", "count", "bytes"})
 
 
-class Kind(StrEnum):
-    """The kinds of evaluators."""
+def drop_nulls(value: object) -> object:
+    """Leave out keys without a value, but for those of which null means something."""
+    if isinstance(value, BaseModel):
+        return value
+    if not isinstance(value, dict):
+        raise expected("a mapping")
+    kept = _NULL_MEANS_NO_LIMIT  # keys become texts, because YAML makes a boolean of a bare `on`
+    return {str(key): one for key, one in value.items() if one is not None or key in kept}
 
-    LM_EVAL = "lm-eval"
-    LMMS_EVAL = "lmms-eval"
-    COMMAND = "command"
+
+def _list(value: object) -> object:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _absolute(value: object, info: ValidationInfo[Path | None]) -> Path:
+    if isinstance(value, Path):
+        return value
+    if info.context is None or not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ValueError
+    return info.context.absolute().parent / Path(value).expanduser()
+
+
+def _program(text: str, info: ValidationInfo[Path | None]) -> str:
+    """Return a program that exists. A link is not resolved: it is what names an environment."""
+    if info.context is None:
+        return text
+    program = str(_absolute(text, info)) if "/" in text else text
+    if shutil.which(program) is None:
+        raise expected("a program that can be run")
+    return program
+
+
+def _started(command: tuple[str, ...], info: ValidationInfo[Path | None]) -> tuple[str, ...]:
+    """Return a command whose program exists, if it is a path: others may be in another PATH."""
+    return (_program(command[0], info), *command[1:]) if "/" in command[0] else command
+
+
+def _as_text(value: object) -> object:
+    """Return a number as text; not a boolean, because YAML makes one of yes, no, on and off."""
+    return str(value) if type(value) in {int, float} else value
+
+
+def _is_model_config(path: Path) -> bool:
+    try:
+        read_config(path / "config.json" if path.is_dir() else path)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _are_folders(paths: tuple[Path, ...]) -> bool:
+    return all(path.is_dir() for path in paths)
+
+
+def _is_command(command: tuple[str, ...]) -> bool:
+    return command != () and placeholders_in(command) <= PLACEHOLDERS
+
+
+def _is_below_output(text: str) -> bool:
+    return not Path(text).is_absolute() and ".." not in Path(text).parts
+
+
+Bare = Annotated[str, Field(strict=True, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
+NonEmptyText = Annotated[Bare, expects("a string that is not empty")]
+Texts = Annotated[tuple[Bare, ...], BeforeValidator(_list), expects("a list of strings")]
+Place = Annotated[Path, BeforeValidator(_absolute), expects("a string that is not empty")]
+Places = Annotated[tuple[Place, ...], BeforeValidator(_list), expects("a list of strings")]
+Folders = Annotated[Places, expects("directories that exist", _are_folders)]
+Environment = Annotated[
+    Mapping[
+        Annotated[str, Field(strict=True, pattern=r"^[^=\x00]+$")],
+        Annotated[str, BeforeValidator(_as_text), Field(strict=True, pattern=r"^[^\x00]*$")],
+    ],
+    expects('a mapping of names to strings or numbers (`"true"` in quotes)'),
+]
+ModelConfig = Annotated[
+    Place,
+    expects("a config.json, or a directory with config.json and tokenizer", _is_model_config),
+]
+ModelArgs = Annotated[
+    Mapping[Annotated[str, Field(min_length=1)], Scalar],
+    expects("a mapping of names to strings, numbers or booleans"),
+]
+Command = Annotated[Texts, expects(COMMAND_EXPECTED, _is_command), AfterValidator(_started)]
 
 
 class Keep(StrEnum):
@@ -49,131 +149,132 @@ class Keep(StrEnum):
 
 
 class Launcher(StrEnum):
-    """How a job with several GPUs uses them.
-
-    Attributes:
-        ACCELERATE: one process per GPU, each with the whole model and a part of the data.
-        NONE: one process, whose model spreads over them by itself (vllm).
-    """
+    """How a job with several GPUs uses them."""
 
     ACCELERATE = "accelerate"
+    """One process per GPU, each with the whole model and a part of the data."""
     NONE = "none"
+    """One process, whose model spreads over them by itself (vllm)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """An evaluator, as the server is configured with it.
-
-    Attributes:
-        name: what clients call it.
-        kind: which program's command line and results it has.
-        interpreter: the Python that has the evaluator installed.
-        environment: variables that it gets in addition to the server's.
-        include_paths: directories with further tasks.
-        model: the type of model, as the evaluator calls it.
-        checkpoint_key: the argument of the model that takes the checkpoint.
-        model_args: arguments of the model that no client can change.
-        allowed_model_args: shell patterns of the arguments, of the model and of generation, that
-            clients may choose in addition to those known to be harmless.
-        allowed_models: kind lmms-eval: shell patterns of the other types of model that clients may
-            choose.
-        allowed_tasks: shell patterns, one of which a task must match; empty: every task may run.
-        timeout_s: seconds after which an attempt is ended.
-        retries: how many more attempts a failed one gets.
-        gpus: how many a job gets that does not choose.
-        keep: which merged models are kept after evaluation.
-        best_metric: what "best" is measured by, "task/metric"; after a "-" the lowest value is
-            the best.
-        launcher: how several GPUs are used.
-        command: kind command: the arguments, with {checkpoint}, {output}, {tasks}, {step},
-            {weights} and {run}; no shell reads them.
-        config: a config.json, or a directory with config and tokenizer, for checkpoints without
-            one; None: only `kind: command` can evaluate those.
-        results: kind command: the file below {output} that it writes its numbers to.
-        results_bytes: the largest file of results that is read.
-    """
-
-    name: str
-    kind: Kind
-    interpreter: str = sys.executable
-    environment: Mapping[str, str] = field(default_factory=dict)
-    include_paths: tuple[Path, ...] = ()
-    model: str = "hf"
-    checkpoint_key: str = "pretrained"
-    model_args: Mapping[str, Scalar] = field(default_factory=dict)
-    allowed_model_args: tuple[str, ...] = ()
-    allowed_models: tuple[str, ...] = MODEL_TYPES
-    allowed_tasks: tuple[str, ...] = ()
-    timeout_s: float = 24 * 3600.0
-    retries: int = 1
-    gpus: int = 0
-    keep: Keep = Keep.NONE
-    best_metric: str | None = None
-    launcher: Launcher = Launcher.ACCELERATE
-    config: Path | None = None
-    command: tuple[str, ...] = ()
-    results: str = "results.json"
-    results_bytes: int = 64 << 20
+def _needed(metric: str | None, info: ValidationInfo) -> str | None:
+    if metric is None and info.data.get("keep") is Keep.BEST:
+        because = "TASK/METRIC, because of `keep: best`"
+        raise PydanticCustomError("missing", "missing", {"expected": because})
+    return metric
 
 
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """The server's configuration.
+class CommonKeys(BaseModel):
+    """Keys of every profile; those that its kind does not have are refused."""
 
-    Attributes:
-        roots: checkpoints must be under one of these; without any, no checkpoint is accepted.
-        gpus: the GPUs that jobs may have, by number or id.
-        host, port: where it listens.
-        token_file: the file with the token that clients must show.
-        work_directory: where jobs have their directories; None: the server's default.
-        pin_count, pin_bytes: how many checkpoints of a run, and how much of its disk, are kept from
-            rotation at most; None: no limit.
-        keep_days: how long the directories of ended jobs are kept, with their logs; None: for ever.
-        profiles: the evaluators, by name.
-    """
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    roots: tuple[Path, ...] = ()
-    gpus: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 8000
-    token_file: Path | None = None
-    work_directory: Path | None = None
-    pin_count: int | None = 8
-    pin_bytes: int | None = None
-    keep_days: int | None = 30
-    profiles: Mapping[str, Profile] = field(default_factory=dict)
-
-    @classmethod
-    def default(cls, gpus: tuple[str, ...] | None = None) -> "ServerConfig":
-        """Return the configuration without a file: this machine's GPUs, a profile of every kind.
-
-        lm-eval and lmms-eval are those of this Python, if it has them; the command measures the
-        weights themselves. It has no roots: the caller must add some. `gpus` replaces this
-        machine's.
-        """
-        gpus = find_gpus() if gpus is None else gpus
-        return cls(gpus=gpus, profiles=default_profiles(gpus))
+    environment: Environment = {}
+    """Variables that the evaluator gets in addition to the server's."""
+    allowed_tasks: Texts = ()
+    """Shell patterns, one of which a task must match; empty: every task may run."""
+    timeout: Annotated[float, Field(strict=True, gt=0, le=1e9), expects("seconds, above zero")] = (
+        24 * 3600.0
+    )
+    """Seconds after which an attempt is ended."""
+    retries: Annotated[int, whole(0, 100)] = 1
+    """How many more attempts a failed one gets."""
+    gpus: Annotated[int, whole(0)] = 0
+    """How many a job gets that does not choose; in a file: 1, if the server has any."""
+    keep: Annotated[Keep, expects(", ".join(Keep))] = Keep.NONE
+    """Which merged models are kept after evaluation."""
+    best_metric: Annotated[
+        NonEmptyText | None, Field(validate_default=True), AfterValidator(_needed)
+    ] = None
+    """What "best" is measured by, "task/metric"; after a "-" the lowest value is the best."""
+    config: ModelConfig | None = None
+    """A config.json, or a directory with config and tokenizer, for checkpoints without one; None:
+    only a command can evaluate those."""
+    results_bytes: Annotated[int, whole(1)] = 64 << 20
+    """The largest file of results that is read."""
 
 
-def model_of(kind: Kind) -> str:
-    """Return the type of model of a profile that does not name one."""
-    return "huggingface" if kind is Kind.LMMS_EVAL else "hf"
+class HarnessKeys(CommonKeys):
+    """Keys of the profiles of lm-eval and lmms-eval."""
+
+    interpreter: Annotated[NonEmptyText, AfterValidator(_program)] = sys.executable
+    """The Python that has the evaluator installed."""
+    include_paths: Folders = ()
+    """Directories with further tasks."""
+    model: NonEmptyText
+    """The type of model, as the evaluator calls it."""
+    checkpoint_key: NonEmptyText = "pretrained"
+    """The argument of the model that takes the checkpoint."""
+    model_args: ModelArgs = {}
+    """Arguments of the model that no client can change."""
+    allowed_model_args: Texts = ()
+    """Shell patterns of the arguments, of the model and of generation, that clients may choose in
+    addition to those known to be harmless."""
+    launcher: Annotated[Launcher, expects(", ".join(Launcher))] = Launcher.ACCELERATE
+    """How several GPUs are used."""
+
+
+class LmEvalProfile(HarnessKeys):
+    """A profile of lm-eval."""
+
+    kind: Literal["lm-eval"] = "lm-eval"
+    model: NonEmptyText = "hf"
+
+
+class LmmsEvalProfile(HarnessKeys):
+    """A profile of lmms-eval."""
+
+    kind: Literal["lmms-eval"] = "lmms-eval"
+    include_paths: Annotated[Folders, Field(max_length=1)] = ()
+    model: NonEmptyText = "huggingface"
+    allowed_models: Texts = MODEL_TYPES
+    """Shell patterns of the other types of model that clients may choose."""
+
+
+class CommandProfile(CommonKeys):
+    """A profile of any other program."""
+
+    kind: Literal["command"] = "command"
+    command: Command
+    """The arguments, with placeholders such as {checkpoint}; no shell reads them."""
+    results: Annotated[
+        NonEmptyText, expects("a file below the output directory", _is_below_output)
+    ] = "results.json"
+    """The file below {output} that the command writes its numbers to."""
+
+
+HarnessProfile = LmEvalProfile | LmmsEvalProfile
+Profile = HarnessProfile | CommandProfile
+ProfileKeys = Annotated[Profile, Field(discriminator="kind"), BeforeValidator(drop_nulls)]
+"""A profile in a file, where `kind` must be given."""
+KINDS: Mapping[str, type[Profile]] = {
+    "lm-eval": LmEvalProfile,
+    "lmms-eval": LmmsEvalProfile,
+    "command": CommandProfile,
+}
 
 
 def default_profiles(gpus: tuple[str, ...]) -> dict[str, Profile]:
-    """Return a profile of every kind, for a server with these GPUs."""
-    harnesses = [
-        Profile(kind.value, kind, model=model_of(kind), gpus=min(1, len(gpus)))
-        for kind in (Kind.LM_EVAL, Kind.LMMS_EVAL)
-    ]
+    """Return a profile of every kind, for a server with these GPUs.
+
+    lm-eval and lmms-eval are those of this Python, if it has them; the command measures the weights
+    themselves.
+    """
     program = (sys.executable, "-m", "unshard.evaluate.server.evaluators.weights")
-    own = Profile(
-        Kind.COMMAND.value,
-        Kind.COMMAND,
-        command=(*program, "{checkpoint}", "{output}/results.json", "{tasks}"),
-        allowed_tasks=("size", "values"),
-    )
-    return {one.name: one for one in (*harnesses, own)}
+    return {
+        "lm-eval": LmEvalProfile(gpus=min(1, len(gpus))),
+        "lmms-eval": LmmsEvalProfile(gpus=min(1, len(gpus))),
+        "command": CommandProfile(
+            command=(*program, "{checkpoint}", "{output}/results.json", "{tasks}"),
+            allowed_tasks=("size", "values"),
+            gpus=0,
+        ),
+    }
+
+
+def base_of(name: str) -> str:
+    """Return the profile's own name in "profile:type", which names a type of model, too."""
+    return name.partition(":")[0]
 
 
 def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
@@ -189,7 +290,7 @@ def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
     profile = profiles[base]
     if name == base:
         return profile
-    if profile.kind is not Kind.LMMS_EVAL:
+    if not isinstance(profile, LmmsEvalProfile):
         raise UsageError(f"profile {base}: its model cannot be chosen", found=f"{name!r:.200}")
     if model == profile.model:
         return profile
@@ -201,10 +302,10 @@ def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
             "`allowed_models`",
         )
     key = CHECKPOINT_KEYS.get(model, "pretrained")
+    changed: dict[str, object] = {"model": model, "checkpoint_key": key}
     if not _is_trusted(profile, model):
-        guarded = {**profile.model_args, "trust_remote_code": False}
-        profile = replace(profile, model_args=guarded)
-    return replace(profile, model=model, checkpoint_key=key)
+        changed["model_args"] = {**profile.model_args, "trust_remote_code": False}
+    return profile.model_copy(update=changed)
 
 
 def resolve_name(profiles: Mapping[str, Profile], name: str) -> str:
@@ -218,7 +319,7 @@ def resolve_name(profiles: Mapping[str, Profile], name: str) -> str:
     """
     if ":" in name or name in profiles:
         return name
-    lmms = {key: one for key, one in profiles.items() if one.kind is Kind.LMMS_EVAL}
+    lmms = {key: one for key, one in profiles.items() if isinstance(one, LmmsEvalProfile)}
     fitting = [key for key, profile in lmms.items() if profile.model == name]
     fitting += [f"{key}:{name}" for key, profile in lmms.items() if _allows_model(profile, name)]
     if fitting:
@@ -232,11 +333,11 @@ def resolve_name(profiles: Mapping[str, Profile], name: str) -> str:
     )
 
 
-def _allows_model(profile: Profile, model: str) -> bool:
+def _allows_model(profile: LmmsEvalProfile, model: str) -> bool:
     """Return whether a client may choose a type of model."""
     is_default = profile.allowed_models == MODEL_TYPES
     return _is_trusted(profile, model) or (is_default and model in GUARDED_TYPES)
 
 
-def _is_trusted(profile: Profile, model: str) -> bool:
+def _is_trusted(profile: LmmsEvalProfile, model: str) -> bool:
     return any(fnmatchcase(model, pattern) for pattern in profile.allowed_models)

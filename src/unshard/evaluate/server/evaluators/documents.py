@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from unshard.evaluate.jobs import EvaluationError
-from unshard.evaluate.server.config.profiles import Kind
+from unshard.evaluate.server.config.profiles import HarnessProfile
 from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME
@@ -33,13 +33,13 @@ __all__ = [
 _NOT_METRICS = frozenset({"alias", "name", "sample_len", "samples", "sample_count"})
 _LOG_LINES = 100
 _NOT_FOUND = re.compile(r"Tasks not found: (.*?)(?:\. Try .*)?$", re.MULTILINE)
-_LISTING = {Kind.LM_EVAL: "lm_eval ls tasks", Kind.LMMS_EVAL: "lmms_eval --tasks list"}
+_LISTING = {"lm-eval": "lm_eval ls tasks", "lmms-eval": "lmms_eval --tasks list"}
 _LOG = "the log of the job says why"
 _MOST_METRICS = 10_000
 _MOST_NAMES = 1 << 20  # bytes of all names together: a job is one answer of the server
 
 
-def check_known(work: Work) -> None:
+def check_known(work: Work, profile: HarnessProfile) -> None:
     """Raise if the evaluator's log says that it does not know a task that it was asked for.
 
     Both evaluators end in the line "ValueError: Tasks not found: a, b" (lm_eval 0.4.13,
@@ -51,7 +51,7 @@ def check_known(work: Work) -> None:
         raise UnknownTasksError(
             work.program,
             unknown,
-            hint=f"see `{work.profile.interpreter} -m {_LISTING[work.profile.kind]}`; files of "
+            hint=f"see `{profile.interpreter} -m {_LISTING[profile.kind]}`; files of "
             "further tasks belong in a directory of the profile's `include_paths`",
         )
 

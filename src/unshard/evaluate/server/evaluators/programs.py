@@ -31,7 +31,14 @@ from unshard.evaluate.server.config.arguments import (
     join_arguments,
     parse_arguments,
 )
-from unshard.evaluate.server.config.profiles import Kind, Profile, profile_named
+from unshard.evaluate.server.config.profiles import (
+    CommandProfile,
+    HarnessProfile,
+    LmEvalProfile,
+    LmmsEvalProfile,
+    Profile,
+    profile_named,
+)
 from unshard.evaluate.server.evaluators.documents import (
     check_known,
     check_tasks,
@@ -46,10 +53,10 @@ from unshard.evaluate.values import Scalar
 
 __all__ = ["MODULES", "Profiles", "make_evaluator", "tell_missing", "why_missing"]
 
-MODULES: Mapping[Kind, str] = {Kind.LM_EVAL: "lm_eval", Kind.LMMS_EVAL: "lmms_eval"}
+MODULES = {"lm-eval": "lm_eval", "lmms-eval": "lmms_eval"}
 """What an evaluator is imported as."""
 
-_PACKAGES: Mapping[Kind, str] = {Kind.LM_EVAL: "lm_eval[hf]", Kind.LMMS_EVAL: "lmms_eval"}
+_PACKAGES = {"lm-eval": "lm_eval[hf]", "lmms-eval": "lmms_eval"}
 _TIMEOUT_S = 30.0
 _MISSING = 3
 _CANNOT = "jobs cannot run"
@@ -64,12 +71,13 @@ _log = logging.getLogger(__name__)
 
 def make_evaluator(profile: Profile) -> Evaluator:
     """Return the evaluator of a profile."""
-    made: dict[Kind, type[Evaluator]] = {
-        Kind.LM_EVAL: _LmEval,
-        Kind.LMMS_EVAL: _LmmsEval,
-        Kind.COMMAND: _Command,
-    }
-    return made[profile.kind]()
+    match profile:
+        case LmEvalProfile():
+            return _LmEval(profile)
+        case LmmsEvalProfile():
+            return _LmmsEval(profile)
+        case CommandProfile():
+            return _Command(profile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +97,11 @@ class Profiles:
         return profile, self.make(profile)
 
 
+@dataclass(frozen=True, slots=True)
 class _LmEval:
     """Runs lm-eval's own command line."""
+
+    profile: LmEvalProfile
 
     def command(self, work: Work) -> list[str]:
         """Write the keys of lm_eval/config/evaluate_config.py that differ from their defaults.
@@ -101,25 +112,25 @@ class _LmEval:
         """
         _demand_empty(work.output)
         options: dict[str, object] = {
-            "model": work.profile.model,
-            "model_args": _model_args(work, work.model),
+            "model": self.profile.model,
+            "model_args": _model_args(self.profile, work, work.model),
             "tasks": list(work.request.tasks),
             "output_path": str(work.output / "results.json"),
             "log_samples": True,
             **work.request.arguments.options(),
             "gen_kwargs": _generation(work) or None,
-            "include_path": [str(path) for path in work.profile.include_paths] or None,
+            "include_path": [str(path) for path in self.profile.include_paths] or None,
             "device": None if work.gpus else "cpu",
         }
         given = {key: value for key, value in options.items() if value is not None}
         path = work.directory / "job.yaml"
         path.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
-        return [*_module_command(work), "run", f"--config={path}"]
+        return [*_module_command(self.profile, work), "run", f"--config={path}"]
 
     def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
         """Return the numbers of all tasks and groups."""
         if returncode != 0:
-            check_known(work)
+            check_known(work, self.profile)
         results = self.results_file(work)
         document = read_results(work, results, returncode, expected="results_TIME.json")
         tasks = replace_tags(document, work.request.tasks)
@@ -130,8 +141,11 @@ class _LmEval:
         return find_newest(work.output, "results_*.json")
 
 
+@dataclass(frozen=True, slots=True)
 class _LmmsEval:
     """Runs lmms-eval's own command line."""
+
+    profile: LmmsEvalProfile
 
     def command(self, work: Work) -> list[str]:
         """Return the command; each option is one argument, so no value can become another option.
@@ -144,26 +158,28 @@ class _LmmsEval:
             model = work.directory / "model"
             model.symlink_to(work.model)
         join_arguments({"output_path": str(work.output)}, what=work.program)
-        model_args = join_arguments(_model_args(work, model), what=f"{work.program}: model_args")
+        model_args = join_arguments(
+            _model_args(self.profile, work, model), what=f"{work.program}: model_args"
+        )
         generation = join_arguments(_generation(work), what=f"{work.program}: gen_kwargs")
         options: dict[str, object] = {
-            "model": work.profile.model,
+            "model": self.profile.model,
             "model_args": model_args,
             "tasks": ",".join(work.request.tasks),
             "output_path": work.output,
             **work.request.arguments.options(),
             "gen_kwargs": generation or None,
-            "include_path": next(iter(work.profile.include_paths), None),
+            "include_path": next(iter(self.profile.include_paths), None),
             "device": None if work.gpus else "cpu",
         }
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        return [*_module_command(work), *given, "--log_samples"]
+        return [*_module_command(self.profile, work), *given, "--log_samples"]
 
     def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
         """Return the numbers of all tasks and groups."""
         results = self.results_file(work)
         if results is None:
-            check_known(work)
+            check_known(work, self.profile)
         document = read_results(work, results, returncode, expected="TIME_results.json")
         return check_tasks(document, work.request.tasks, program=work.program)
 
@@ -172,8 +188,11 @@ class _LmmsEval:
         return find_newest(work.output, "*_results.json")
 
 
+@dataclass(frozen=True, slots=True)
 class _Command:
     """Runs the command of the profile, without a shell."""
+
+    profile: CommandProfile
 
     def command(self, work: Work) -> list[str]:
         """Fill in the profile's arguments; each stays one argument, whatever is filled in."""
@@ -189,12 +208,12 @@ class _Command:
             **dict.fromkeys(OPTIONS, ""),
             **{name: str(value) for name, value in request.arguments.options().items()},
         }
-        return [fill(part, values) for part in work.profile.command]
+        return [fill(part, values) for part in self.profile.command]
 
     def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
         """Return the numbers of all tasks, whatever form the program chose."""
         results_file, tasks = self.results_file(work), work.request.tasks
-        document = read_results(work, results_file, returncode, expected=work.profile.results)
+        document = read_results(work, results_file, returncode, expected=self.profile.results)
         results: dict[str, dict[str, object]] = {}
         for name, value in document.items():
             if isinstance(value, Mapping):
@@ -211,7 +230,7 @@ class _Command:
 
     def results_file(self, work: Work) -> Path | None:
         """Return the file that the profile names, if it is there."""
-        path = work.output / work.profile.results
+        path = work.output / self.profile.results
         return path if path.is_file() else None
 
 
@@ -223,22 +242,21 @@ def _demand_empty(directory: Path) -> None:
         )
 
 
-def _module_command(work: Work) -> list[str]:
+def _module_command(profile: HarnessProfile, work: Work) -> list[str]:
     """Return the beginning of the command line of lm-eval or lmms-eval, on all GPUs of the work.
 
     `accelerate launch` is left out for one process: it would start it without the variables that
     `Accelerator()` then asks for. Port 0 lets it choose a free one, so that jobs do not meet.
     """
-    start = [work.profile.interpreter, "-m"]
-    if work.gpus > 1 and work.profile.launcher == "accelerate":
+    start = [profile.interpreter, "-m"]
+    if work.gpus > 1 and profile.launcher == "accelerate":
         start += ["accelerate.commands.launch", "--multi_gpu", f"--num_processes={work.gpus}"]
         start += ["--num_machines=1", "--main_process_port=0", "-m"]
-    return [*start, MODULES[work.profile.kind]]
+    return [*start, MODULES[profile.kind]]
 
 
-def _model_args(work: Work, model: Path) -> dict[str, Scalar]:
+def _model_args(profile: HarnessProfile, work: Work, model: Path) -> dict[str, Scalar]:
     """Return the arguments of the model; the profile's win over the client's."""
-    profile = work.profile
     chosen = work.request.arguments.model_args
     return {**chosen, **profile.model_args, profile.checkpoint_key: str(model)}
 
@@ -260,7 +278,7 @@ def tell_missing(profiles: Mapping[str, Profile], directory: Path) -> None:
 
 def why_missing(profile: Profile, directory: Path) -> str | None:
     """Return that jobs cannot run, or may not, why, and what to do; None if nothing is wrong."""
-    if profile.kind is not Kind.COMMAND:
+    if not isinstance(profile, CommandProfile):
         return _why_no_module(profile, directory)
     program = profile.command[0]
     path = profile.environment.get("PATH", os.environ.get("PATH", os.defpath))
@@ -269,7 +287,7 @@ def why_missing(profile: Profile, directory: Path) -> str | None:
     return None
 
 
-def _why_no_module(profile: Profile, directory: Path) -> str | None:
+def _why_no_module(profile: HarnessProfile, directory: Path) -> str | None:
     module, python = MODULES[profile.kind], profile.interpreter
     environment = evaluator_environment(
         profile.environment, program=python, gpus=(), directory=str(directory)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError, Request
-from unshard.evaluate.server.config.profiles import Kind, Profile
+from unshard.evaluate.server.config.profiles import CommandProfile, Profile
 
 __all__ = ["Evaluator", "UnknownTasks", "UnknownTasksError", "Work"]
 
@@ -50,8 +50,8 @@ class Work:
     @property
     def program(self) -> str:
         """What errors call the evaluator."""
-        is_named = self.profile.kind is Kind.COMMAND
-        return self.profile.name if is_named else self.profile.kind.value
+        is_named = isinstance(self.profile, CommandProfile)
+        return self.request.profile if is_named else self.profile.kind
 
 
 class Evaluator(Protocol):

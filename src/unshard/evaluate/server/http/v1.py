@@ -263,9 +263,9 @@ def runs(service: Served) -> RunList:
 @router.get("/profiles")
 def profiles(service: Served) -> ProfileList:
     """List the profiles."""
-    known = service.profiles.values()
+    known = service.profiles.items()
     return ProfileList(
-        profiles=[ProfileView(name=one.name, kind=one.kind, gpus=one.gpus) for one in known]
+        profiles=[ProfileView(name=name, kind=one.kind, gpus=one.gpus) for name, one in known]
     )
 
 

@@ -17,6 +17,7 @@ from unshard.evaluate.run_folder import lock_file, unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.endings import Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger
+from unshard.evaluate.server.config.profiles import base_of
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, describe_slots
@@ -290,7 +291,7 @@ class Scheduler:
     def _close(self, attempt: Attempt, outcome: Outcome) -> None:
         """Record the outcome of an attempt, and give its slots back."""
         if isinstance(outcome, Failed) and outcome.unknown is not None:
-            self._settings.unknown.add(attempt.profile.name, outcome.unknown)
+            self._settings.unknown.add(base_of(attempt.job.request.profile), outcome.unknown)
         try:
             self._outcomes.record(attempt, outcome)
         finally:
