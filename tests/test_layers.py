@@ -38,6 +38,7 @@ HEAVY = {"torch", "transformers", "accelerate", "ray"}
 ON_DEMAND = {
     "write.verification.load",
     "engines.into_torch",
+    "engines.into_transformers",
     "evaluate.callbacks.transformers",
 }
 

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ranks import assert_same
+
 __all__ = [
     "TINY_FAMILIES",
     "Fields",
+    "assert_same_model",
     "logits",
     "model_class",
     "tiny_config",
@@ -235,6 +238,29 @@ def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model.train(mode=False)(input_ids=ids).logits
     return found
+
+
+def assert_same_model(found: Any, expected: Any) -> None:
+    """Same class, parameters, buffers and ties, bit for bit; same config and generation config."""
+    assert type(found) is type(expected)
+    assert_same(found.state_dict(), expected.state_dict())
+    assert_same(dict(found.named_buffers()), dict(expected.named_buffers()))
+    ours, theirs = (
+        # Of tied parameters only the first name is listed.
+        {name: one.requires_grad for name, one in model.named_parameters()}
+        for model in (found, expected)
+    )
+    assert ours == theirs
+    assert found.training is expected.training is False
+    assert _plain(found.config) == _plain(expected.config)
+    assert found.can_generate() == expected.can_generate()
+    if expected.can_generate():
+        assert found.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
+def _plain(config: Any) -> dict[str, object]:
+    """Return a config's fields, but for the place it was read from."""
+    return {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
 
 
 def tiny_tokenizer() -> Any:

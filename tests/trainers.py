@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from item_files import save_item_files
@@ -37,7 +39,7 @@ def cosmos_ranks(place: Path, tensors: Tensors) -> list[str]:
     return names
 
 
-def dcp_under(*prefix: str) -> Write:
+def dcp_under(*prefix: str, compressed: bool = False) -> Write:
     """Return what saves DCP with the model below some keys."""
 
     def write(place: Path, tensors: Tensors) -> list[str]:
@@ -47,7 +49,8 @@ def dcp_under(*prefix: str) -> Write:
         place.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            save(state, checkpoint_id=place, no_dist=True)
+            writer = FileSystemWriter(place, _extensions=[ZStandard()] if compressed else [])
+            save(state, storage_writer=writer, no_dist=True)
         return [".metadata", "__0_0.distcp"]
 
     return write

@@ -14,7 +14,9 @@ __all__ = [
     "DtypeLike",
     "MergeKeywords",
     "OpenKeywords",
+    "PretrainedKeywords",
     "ReadKeywords",
+    "SavedConfig",
     "VerifyKeywords",
     "VirtualKeywords",
 ]
@@ -52,6 +54,13 @@ DtypeLike = str | type | ElementType
 """What callers may give as a dtype: a name, or a dtype of numpy, ml_dtypes or torch."""
 
 
+class SavedConfig(Protocol):
+    """A config object of transformers."""
+
+    def save_pretrained(self, save_directory: str | Path) -> object:
+        """Write config.json into a directory."""
+
+
 class ReadKeywords(TypedDict, total=False):
     """Which checkpoint is meant, and how to read it."""
 
@@ -71,6 +80,16 @@ class OpenKeywords(ReadKeywords, total=False):
     base: str | Path | None
     lora_alpha: float | None
     config: str | Path | None
+
+
+class PretrainedKeywords(ReadKeywords, total=False):
+    """How to read a checkpoint that transformers loads, and what may differ from its model."""
+
+    base: str | Path | None
+    lora_alpha: float | None
+    config: str | Path | SavedConfig | None
+    allow_missing: bool
+    allow_unexpected: bool
 
 
 class VerifyKeywords(ReadKeywords, total=False):

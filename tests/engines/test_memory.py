@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ranks import save_ranks
+from tiny_models import tiny_model
 
 # A gigabyte is written once, not once per worker.
 pytestmark = pytest.mark.xdist_group("memory")
@@ -116,6 +117,40 @@ def test_loading_into_a_model_takes_the_memory_of_one_tensor(tmp_path: Path) -> 
     grown, total = map(float, done.stdout.split())
     assert grown < 80_000_000 + SLACK
     assert total == 20_000_000
+
+
+PRETRAINED = """
+import sys
+import torch
+import unshard
+from unshard.write.report import peak_memory
+
+def written():
+    lines = open("/proc/self/io").read().splitlines()
+    return int(next(line for line in lines if line.startswith("wchar")).split()[1])
+
+unshard.from_pretrained(sys.argv[2])  # what transformers needs when it first loads something
+before, at_first = peak_memory(), written()
+model = unshard.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[3]))
+size = sum(one.nbytes for one in model.parameters())
+print(peak_memory() - before, size, written() - at_first)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_of_transformers_takes_300_mb_more_than_the_model_and_no_disk(
+    tmp_path: Path, dtype: str
+) -> None:
+    for name, width in (("ckpt", 1024), ("small", 16)):
+        sizes = {"vocab_size": width * 20, "hidden_size": width, "intermediate_size": width * 4}
+        model = tiny_model("qwen2", **sizes, num_hidden_layers=4)
+        model.config.save_pretrained(save_ranks(tmp_path / name, model.state_dict(), 2))
+    command = [sys.executable, "-c", PRETRAINED, str(tmp_path / "ckpt"), str(tmp_path / "small")]
+    done = subprocess.run([*command, dtype], capture_output=True, text=True, check=True)
+    grown, size, written = map(int, done.stdout.split())
+    assert size > 150_000_000
+    assert grown < size + 300_000_000
+    assert written < 1_000_000
 
 
 @pytest.mark.parametrize("dtype", ["keep", "bfloat16"])

@@ -23,7 +23,7 @@ from oracle.writers.saving import truth_file
 from oracle.writers.workers import WorkerPool
 from ranks import assert_same, merged, save_ranks
 from recipe_values import evaluate
-from tiny_models import TINY_FAMILIES, logits, tiny_model
+from tiny_models import TINY_FAMILIES, assert_same_model, logits, tiny_model
 from unshard.convert.families import FAMILIES
 from unshard.convert.names import Renamed, hub_names, names_of_base
 from unshard.convert.recipes import Recipe, shape_of, take
@@ -145,6 +145,18 @@ def test_a_merge_loads_and_gives_the_same_logits(
     assert torch.equal(logits(loaded), logits(model))
 
 
+@pytest.mark.parametrize("model_type", TINY_FAMILIES)
+def test_a_model_from_the_shards_is_the_one_from_the_merge(
+    tiny: Callable[[str], Any], saved: Callable[[str], Path], tmp_path: Path, model_type: str
+) -> None:
+    model, directory = tiny(model_type), saved(model_type)
+    checkpoint = save_ranks(tmp_path / "ckpt", model.state_dict(), 2)
+    unshard.merge(checkpoint, tmp_path / "out", config=directory)
+    found = unshard.from_pretrained(checkpoint, config=directory)
+    assert_same_model(found, type(model).from_pretrained(tmp_path / "out"))
+    assert torch.equal(logits(found), logits(model))
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gemma3"])
 def test_names_of_training_stay_if_they_are_asked_for(
     tiny: Callable[[str], Any], saved: Callable[[str], Path], tmp_path: Path, model_type: str
@@ -170,6 +182,8 @@ def test_a_model_sharded_by_real_ranks_is_saved_as_by_transformers(
     truth_file(checkpoint).unlink()
     unshard.merge(checkpoint, tmp_path / "out", config=saved(model_type))
     assert_same(merged(tmp_path / "out"), load_file(saved(model_type) / "model.safetensors"))
+    found = unshard.from_pretrained(checkpoint, config=saved(model_type))
+    assert_same_model(found, type(found).from_pretrained(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("model_type", MEASURED)

@@ -13,6 +13,7 @@ from unshard.api.unmerged.opening import (
     load_state_dict,
     open_checkpoint,
 )
+from unshard.api.unmerged.pretrained import from_pretrained
 from unshard.api.unmerged.virtual import VirtualFiles, virtual
 from unshard.api.verifying import verify
 from unshard.engines.crew import crew
@@ -32,6 +33,7 @@ __all__ = [
     "VirtualFiles",
     "average",
     "crew",
+    "from_pretrained",
     "inspect",
     "load_into",
     "load_state_dict",

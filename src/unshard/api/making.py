@@ -13,7 +13,7 @@ from unshard.api.converting import Conversion
 from unshard.api.options import MergeOptions
 from unshard.api.sources import Sources
 from unshard.containers.open_files import OpenFiles
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import Converted, main_dtype
 from unshard.convert.recipes import shape_of, take
 from unshard.engines.threads import run_plan, verify_full
 from unshard.keywords import SHARD_SIZE
@@ -49,6 +49,7 @@ __all__ = [
     "Prepared",
     "add_files",
     "compare_with_base",
+    "kept_dtype",
     "late_notes",
     "make_record",
     "make_report",
@@ -117,12 +118,11 @@ def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Pr
     shard_bytes = size_in_bytes(SHARD_SIZE if size is None else str(size))
     plan = make_plan(lay_out(made.tensors, shard_bytes, like=like))
     _log_plan(made.tensors, plan)
-    config, written, notes = made.config, _find_dtype(plan), list(made.notes)
+    config, written, notes = made.config, main_dtype(made.tensors), list(made.notes)
     if config is None:
         notes.append(without_config(sources.last))
-    elif options.dtype == "keep" and config.dtype and written and config.dtype != written:
-        what = f"the weights are {written} and are kept so, but config.json names {config.dtype}"
-        notes.append(f"{what}; to cast them: --dtype config")
+    elif options.dtype == "keep" and (note := kept_dtype(config, written)) is not None:
+        notes.append(f"{note}; to cast them: --dtype config")
     return Prepared(
         sources,
         made.tensors,
@@ -140,6 +140,13 @@ def _plan_adapter(sources: Sources, made: Conversion, notes: tuple[str, ...]) ->
     alone = replace(sources, checkpoints=(replace(sources.last, companions=Companions()),))
     plan = make_plan(lay_out(made.tensors, _ONE_FILE, pattern=ADAPTER_NAME))
     return Prepared(alone, made.tensors, plan, None, notes, made.files)
+
+
+def kept_dtype(config: ModelConfig, written: str | None) -> str | None:
+    """Return a note if the weights have another dtype than their config names."""
+    if not config.dtype or not written or config.dtype == written:
+        return None
+    return f"the weights are {written} and are kept so, but config.json names {config.dtype}"
 
 
 def without_config(checkpoint: Checkpoint) -> str:
@@ -164,16 +171,6 @@ def _log_plan(tensors: Sequence[Converted], plan: Plan) -> None:
     )
     for one in tensors:
         _log.debug("plan %s: %s, %s", one.name, one.dtype.name, type(one.recipe).__name__)
-
-
-def _find_dtype(plan: Plan) -> str | None:
-    """Return the dtype of most of the floating point bytes; None if there are none."""
-    sizes: Counter[str] = Counter()
-    for file in plan.layout.files:
-        for tensor in file.tensors:
-            if tensor.dtype.castable:
-                sizes[tensor.dtype.name] += tensor.data_offsets[1] - tensor.data_offsets[0]
-    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def stage_output(prepared: Prepared, target: Path, options: MergeOptions) -> Staging:

@@ -149,12 +149,13 @@ class MergeOptions:
 
 
 def accepting(
-    keywords: type, **defaults: object
+    keywords: type, *, others: bool = False, **defaults: object
 ) -> Callable[[Callable[P, Returned]], Callable[P, Returned]]:
     """Return a decorator that lists a function's options in its signature, and refuses others.
 
     Args:
         keywords: the options, a TypedDict.
+        others: whether the function takes any other keyword too.
         defaults: those that differ from the defaults of `MergeOptions`.
     """
     known = {one.name: one.default for one in fields(MergeOptions)} | defaults
@@ -166,8 +167,9 @@ def accepting(
     ]
 
     def shown(function: Callable[P, Returned]) -> Callable[P, Returned]:
-        *own, _ = inspect.signature(function).parameters.values()
-        signature = inspect.signature(function).replace(parameters=[*own, *listed])
+        *own, rest = inspect.signature(function).parameters.values()
+        parameters = [*own, *listed, *([rest] if others else [])]
+        signature = inspect.signature(function).replace(parameters=parameters)
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> Returned:

@@ -7,8 +7,10 @@ transformers keeps them in float32, and so does a cast here.
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from unshard.convert.recipes import LowRank, Recipe, WeightedSum, shape_of, stored_dtype
 from unshard.errors import ConversionError, UsageError, raise_all
@@ -22,6 +24,7 @@ __all__ = [
     "average_tensors",
     "dtype_choice",
     "finish",
+    "main_dtype",
     "precision",
     "select_names",
     "select_tensors",
@@ -197,6 +200,15 @@ def _name_of(dtype: DtypeLike) -> str:
         return dtype.__name__ if hasattr(dtype, "itemsize") else f"builtins.{dtype.__name__}"
     name = getattr(dtype, "name", None) if hasattr(dtype, "itemsize") else None
     return name if isinstance(name, str) else repr(dtype)
+
+
+def main_dtype(tensors: Iterable[Converted]) -> str | None:
+    """Return the dtype of most of the floating point bytes; None if there are none."""
+    sizes: Counter[str] = Counter()
+    for one in tensors:
+        if one.dtype.castable:
+            sizes[one.dtype.name] += prod(shape_of(one.recipe)) * one.dtype.itemsize
+    return sizes.most_common(1)[0][0] if sizes else None
 
 
 def precision(

@@ -1,7 +1,7 @@
 """Into torch: tensors of bits in memory, and the parameters and buffers of a module.
 
-This module and `write.verification.load` are the only ones that import torch (the extra `torch`),
-inside functions, when they are used.
+This module, `engines.into_transformers` and `write.verification.load` are the only ones that import
+torch (the extra `torch`), inside functions, when they are used.
 """
 
 from collections.abc import Callable, Iterator

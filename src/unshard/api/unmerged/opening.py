@@ -25,6 +25,7 @@ from unshard.plan.operations import Target, Tiled
 from unshard.plan.planner import make_operation
 from unshard.plan.work import as_stored
 from unshard.progress import Warned
+from unshard.read.open import Checkpoint
 from unshard.showing import counted, hearing
 from unshard.tensors.dtypes import DType, numpy_dtype
 from unshard.tensors.selection import Index, Selection, select
@@ -39,6 +40,7 @@ __all__ = [
     "load_into",
     "load_state_dict",
     "open_checkpoint",
+    "read_unmerged",
 ]
 
 _Array_co = TypeVar("_Array_co", covariant=True)
@@ -283,11 +285,7 @@ def open_checkpoint(
     names = options.setdefault("names", "training")
     chosen = MergeOptions(**options)
     with ExitStack() as stack:
-        stored = read_checkpoint(given_path(path, "the checkpoint"), chosen)
-        with hearing(None) as heard:
-            for note in stored.catalog.notes:
-                heard(Warned(note))
-        checkpoint = inflated(stored, stack)
+        checkpoint = read_unmerged(path, chosen, stack)
         found = (
             as_stored(checkpoint.catalog)
             if names == "training"
@@ -297,6 +295,18 @@ def open_checkpoint(
         stack.callback(reader.close)
         opened = Opened(checkpoint, chosen, {one.name: one for one in found}, reader)
         return OpenCheckpoint(opened, make, stack.pop_all())
+
+
+def read_unmerged(path: str | Path, options: MergeOptions, stack: ExitStack) -> Checkpoint:
+    """Read a checkpoint and warn of its notes.
+
+    Nothing in it is compressed any more: what was decompressed is removed by the stack.
+    """
+    stored = read_checkpoint(given_path(path, "the checkpoint"), options)
+    with hearing(None) as heard:
+        for note in stored.catalog.notes:
+            heard(Warned(note))
+    return inflated(stored, stack)
 
 
 @accepting(OpenKeywords, names="training")

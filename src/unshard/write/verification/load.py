@@ -4,14 +4,14 @@ The class that config.json names is built on the meta device and given tensors w
 and shapes are checked by transformers' own loading, which knows its renamings, ties and buffers; no
 byte of the weights is read, and no code of the output runs.
 
-The only module that imports transformers, and with `engines.into_torch` the only one that imports
-torch (the extra `torch`); only when it is used.
+This module and `engines.into_transformers` are the only ones that import transformers, and with
+`engines.into_torch` the only ones that import torch (the extra `torch`); only when they are used.
 """
 
 import json
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
@@ -26,14 +26,14 @@ from unshard.write.verification.comparison import Loading, Mismatch
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["check_class", "forms_of", "verify_load"]
+__all__ = ["Found", "check_class", "forms_of", "named_class", "need_transformers", "verify_load"]
 
 _SHOWN = 20
 
 Shape = tuple[int, ...]
 
 
-class _Found(TypedDict):
+class Found(TypedDict):
     """What transformers reports of a loading."""
 
     missing_keys: Iterable[str]
@@ -53,7 +53,7 @@ def verify_load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> 
         UsageError: torch or transformers is not installed.
         OutputError: config.json is missing, names no class of transformers, or does not fit it.
     """
-    _need_transformers("--load")
+    need_transformers("--load")
     if not (directory / "config.json").is_file():
         raise OutputError(
             f"--load: {directory} has no config.json", hint="merge again with --config FILE|DIR"
@@ -114,7 +114,7 @@ def _load_as(
     model_class: type, directory: Path, tensors: Mapping[str, tuple[DType, Shape]]
 ) -> Loading:
     """Load names, dtypes and shapes into a class, on the meta device."""
-    _need_transformers("model_cls")
+    need_transformers("model_cls")
     import torch
     from transformers import AutoConfig, PreTrainedModel
 
@@ -156,7 +156,7 @@ def _placed(
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    _, found = cast("tuple[object, _Found]", loaded)
+    _, found = cast("tuple[object, Found]", loaded)
     return Loading(
         model_class.__name__,
         tuple(sorted(found["missing_keys"])),
@@ -168,7 +168,12 @@ def _placed(
     )
 
 
-def _need_transformers(option: str) -> None:
+def need_transformers(option: str) -> None:
+    """Check that transformers and torch are installed; `option` is what needs them.
+
+    Raises:
+        UsageError: one of them is not.
+    """
     try:
         import torch  # noqa: F401 (without it, transformers offers no models)
         import transformers  # noqa: F401
@@ -177,13 +182,22 @@ def _need_transformers(option: str) -> None:
         raise UsageError(what, hint=how_to_install("torch transformers", "torch")) from error
 
 
-def _model_class(directory: Path, architectures: list[str]) -> "type[PreTrainedModel]":
+def named_class(architectures: Sequence[str]) -> "type[PreTrainedModel] | None":
+    """Return the model class of transformers that a config names first; None if it has none."""
     import transformers
 
     for name in architectures[:1]:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
+    return None
+
+
+def _model_class(directory: Path, architectures: list[str]) -> "type[PreTrainedModel]":
+    import transformers
+
+    if (found := named_class(architectures)) is not None:
+        return found
     raise OutputError(
         f"{directory}/config.json: names no model class of transformers {transformers.__version__}",
         expected="architectures: [a class that transformers has]",

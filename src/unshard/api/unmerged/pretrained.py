@@ -1,0 +1,173 @@
+"""A checkpoint as a model of transformers, loaded by transformers from the shards."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, cast
+
+from unshard.api.converting import Conversion, convert
+from unshard.api.making import kept_dtype, without_config
+from unshard.api.options import MergeOptions, accepting
+from unshard.api.sources import Sources
+from unshard.api.unmerged.opening import LazyTensor, read_unmerged
+from unshard.convert.outputs import Converted, main_dtype
+from unshard.engines.arrays import TensorReader
+from unshard.engines.into_torch import as_tensor
+from unshard.engines.into_transformers import (
+    GENERATION_NAME,
+    choose_loader,
+    config_object,
+    load_pretrained,
+    need_lazy_loading,
+    refuse_differences,
+    set_generation,
+)
+from unshard.errors import UnshardError, UsageError, speaking
+from unshard.fronts import Python, spell
+from unshard.keywords import MergeKeywords, PretrainedKeywords
+from unshard.plan.operations import Tiled
+from unshard.progress import Warned
+from unshard.read.beside.model_config import ModelConfig
+from unshard.read.open import Checkpoint
+from unshard.showing import hearing
+from unshard.tensors.selection import Selection
+
+if TYPE_CHECKING:
+    from unshard.engines.into_torch import Tensor
+    from unshard.engines.into_transformers import PreTrainedConfig, PreTrainedModel
+
+__all__ = ["from_pretrained"]
+
+_OWN = tuple(PretrainedKeywords.__annotations__)
+_REFUSED = (MergeKeywords.__annotations__.keys() - {*_OWN, "dtype"}) | {
+    "pretrained_model_name_or_path",
+    "state_dict",
+    "output_loading_info",
+}
+
+
+@accepting(PretrainedKeywords, others=True)
+def from_pretrained(
+    checkpoint: str | Path, auto_class: type | None = None, **kwargs: object
+) -> "PreTrainedModel":
+    """Load a checkpoint into a model of transformers (extra `torch`, transformers 5), unmerged.
+
+    transformers' own `from_pretrained` builds the model, and reads each tensor from the shards when
+    it needs it: the same model, bit for bit, that it loads from the directory that `merge` writes.
+    No tensor is written to disk, except that the items of a compressed checkpoint are decompressed
+    into a temporary directory. Memory is the model plus a few buffers.
+
+    Config and generation config are those of the checkpoint, or of `base`. As after a merge, the
+    model has the dtype of the weights unless `dtype` is given. Code that a config names is run only
+    with `trust_remote_code=True`. Notes (adapters that were fused) are `UnshardWarning`s.
+
+    Args:
+        checkpoint: at any level of its tree; any format that `merge` reads.
+        auto_class: a class of transformers with `from_pretrained`: a model class or an Auto class.
+            The default is the class that the config names (`architectures`), or else
+            `AutoModelForCausalLM`.
+        kwargs: options for reading, as for `merge`: weights, role, step, also, ep_size,
+            assume_dim0, allow_globals, base, lora_alpha, config, allow_missing, allow_unexpected.
+            `config` may also be a config object of transformers, which the model is then built
+            from as it is. All other keywords (device_map, dtype, quantization_config,
+            attn_implementation, …) are those of transformers' `from_pretrained`.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+        ConversionError: names cannot be resolved; or tensors are missing or unexpected, or have
+            other shapes than those of the model.
+        UsageError: an option is not valid, there is no config, the class does not fit it, or torch
+            or transformers 5 is not installed.
+        Exception: what transformers raises for its own keywords.
+    """
+    for name in kwargs:
+        if name in _REFUSED:
+            raise TypeError(f"from_pretrained() got an unexpected keyword argument {name!r}")
+    own = {spell(name): name for name in _OWN}
+    with speaking(Python(own, f"unshard.merge({str(checkpoint)!r}, output")), ExitStack() as stack:
+        need_lazy_loading()
+        ours = {name: kwargs.pop(name) for name in _OWN if name in kwargs}
+        given = config_object(ours.get("config"))
+        if given is not None:
+            ours["config"] = _saved(given, stack)
+        options = MergeOptions(**cast("MergeKeywords", ours))
+        source = read_unmerged(checkpoint, options, stack)
+        made = convert(Sources((source,)), options)
+        config = _choose_config(source, made, given, kwargs)
+        loader, built, rest = choose_loader(auto_class, config, kwargs)
+        with _reading(source, made.tensors) as tensors:
+            model, found = load_pretrained(loader, tensors, built, rest)
+        allowed = {
+            "allow_missing": options.allow_missing,
+            "allow_unexpected": options.allow_unexpected,
+        }
+        refuse_differences(model, found, **allowed)
+    files = source.companions.files
+    generation = files.get(GENERATION_NAME, source.companions.config if given is None else None)
+    if kwargs.get("generation_config") is None and generation is not None:
+        set_generation(model, generation)
+    model.name_or_path = model.config.name_or_path = str(source.location.place)
+    return model
+
+
+def _saved(config: "PreTrainedConfig", stack: ExitStack) -> Path:
+    """Return a file with a config, for as long as the stack is open."""
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="_unshard-")))
+    config.save_pretrained(folder)
+    return folder / "config.json"
+
+
+def _choose_config(
+    source: Checkpoint,
+    made: Conversion,
+    given: "PreTrainedConfig | None",
+    kwargs: dict[str, object],
+) -> "ModelConfig | PreTrainedConfig":
+    """Return the config to build the model from, which is true of its weights; warn of notes.
+
+    An object that the caller gave is used as it is. If neither names a dtype, that of the weights
+    is added to the keywords.
+    """
+    if made.config is None:
+        raise UsageError(without_config(source))
+    written, notes = main_dtype(made.tensors), list(made.notes)
+    asks_dtype = not kwargs.keys().isdisjoint(("dtype", "torch_dtype"))
+    if given is None and not asks_dtype and (note := kept_dtype(made.config, written)) is not None:
+        notes.append(f"{note}; to cast them, give dtype")
+    with hearing(None) as heard:
+        for note in notes:
+            heard(Warned(note))
+    if given is None:
+        return made.config.as_written(written)
+    if not asks_dtype and given.dtype is None:
+        kwargs["dtype"] = written  # transformers would look for it in the tensors
+    return given
+
+
+@contextmanager
+def _reading(
+    source: Checkpoint, tensors: Sequence[Converted]
+) -> "Iterator[dict[str, LazyTensor[Tensor]]]":
+    """Yield tensors by name, of which nothing is read before they are indexed.
+
+    What reading raises is raised at the end: transformers makes a problem of conversion of it.
+    """
+    reader, failures = TensorReader(source.location.weights_dir), list[UnshardError]()
+
+    def read(operation: Tiled, selection: Selection) -> "Tensor":
+        try:
+            return as_tensor(reader.read(operation, selection), operation.to)
+        except UnshardError as error:
+            failures.append(error)
+            raise
+
+    try:
+        yield {one.name: LazyTensor(one, read) for one in tensors}
+    finally:
+        reader.close()
+        if failures:
+            raise failures[0]
