@@ -5,7 +5,7 @@ keeps one checkpoint. The callback pins and submits; the server, a process of it
 runs the real lm-eval, offline, two jobs at once. While both are evaluated the server and the first
 job's evaluator are killed with -9. The second job's evaluator goes on without a server, the trainer
 saves its next checkpoint without one, and removes the others. Then the server is back: the second
-result comes first.
+result comes first. All of this happens with merges, and again without any.
 """
 
 import json
@@ -54,6 +54,7 @@ class Place:
 
     root: Path
     port: int
+    is_direct: bool
 
     @property
     def run(self) -> Path:
@@ -82,11 +83,11 @@ class Place:
         return "\n".join(f"{file}:\n{file.read_text(errors='replace')[-9000:]}" for file in files)
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
+@pytest.fixture(params=["merged", "direct"])
+def place(tmp_path: Path, request: pytest.FixtureRequest) -> Place:
     (tmp_path / "runs").mkdir()
     tasks = surprise_task(tmp_path / "tasks")
-    place = Place(tmp_path, free_port())
+    place = Place(tmp_path, free_port(), is_direct=request.param == "direct")
     profile = {
         "kind": "lm-eval",
         "interpreter": sys.executable,
@@ -94,6 +95,7 @@ def place(tmp_path: Path) -> Place:
         "environment": {**OFFLINE, "OMP_NUM_THREADS": "1"},
         "gpus": 1,
         "timeout": PATIENCE_S,
+        "weights": request.param,
     }
     config = {
         "roots": [str(tmp_path / "runs")],
@@ -250,7 +252,10 @@ def check_end(place: Place) -> None:
     assert list_pins(place.run) == []
     spool = Spool(place.run)
     assert [*spool.waiting(), *spool.pending(), *spool.arrived()] == []
-    assert list((place.root / "work" / "merged").iterdir()) == []
+    merged = place.root / "work" / "merged"
+    assert list(merged.iterdir()) == []
+    # Its time is that of the last entry that was made or removed: with `direct` there was none.
+    assert (merged.stat().st_mtime < jobs[4].created_at) is place.is_direct
 
 
 def check_results(place: Place) -> None:

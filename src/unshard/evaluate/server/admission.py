@@ -22,7 +22,7 @@ from unshard.evaluate.server.config.arguments import has_separator, parse_argume
 from unshard.evaluate.server.config.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
 from unshard.evaluate.server.config.profiles import CommandProfile, Profile, base_of
 from unshard.evaluate.server.config.server_yaml import ServerConfig
-from unshard.evaluate.server.evaluators.programs import MODULES
+from unshard.evaluate.server.evaluators.programs import modules_of
 from unshard.evaluate.server.gpus import gpus_expected
 from unshard.evaluate.values import LARGEST, Scalar
 from unshard.read.beside.companions import companions_in
@@ -192,13 +192,14 @@ def _installed(name: str, profile: Profile) -> Iterator[UsageError]:
     """Check the server's own interpreter only: the others are probed when the server starts."""
     if isinstance(profile, CommandProfile) or profile.interpreter != sys.executable:
         return
-    module = MODULES[profile.kind]
-    if find_spec(module) is None:
-        yield UsageError(
-            f"profile {name}: {module} is not installed for the server's Python",
-            found=sys.executable,
-            hint="install it there, or name another `interpreter` in the server's configuration",
-        )
+    for module in modules_of(profile):
+        if find_spec(module) is None:
+            yield UsageError(
+                f"profile {name}: {module} is not installed for the server's Python",
+                found=sys.executable,
+                hint="install it there, or name another `interpreter` in the server's "
+                "configuration",
+            )
 
 
 def _tasks(request: Request, profile: Profile) -> Iterator[UsageError]:

@@ -1,4 +1,4 @@
-"""The process that merges one checkpoint.
+"""The process that merges one checkpoint, or checks one that is evaluated without a merge.
 
 Run as `python -m unshard.evaluate.server.attempts.merge_worker`.
 
@@ -15,11 +15,18 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unshard.errors import ConversionError, OutputError, UnshardError
+from unshard.evaluate.server.evaluators.direct import PLACE_NAME
 from unshard.fronts import Command
 from unshard.write.staging.beneath import write_whole
+
+if TYPE_CHECKING:
+    from unshard.api.making import Prepared
+    from unshard.api.options import MergeOptions
 
 __all__ = ["ANSWER_NAME", "MergeOrder", "main"]
 
@@ -40,6 +47,7 @@ class MergeOrder:
         config: for a checkpoint that has none: config.json, or a directory with it and a tokenizer.
         needs_config: whether a model without a config is refused, before it is merged.
         may_be_whole: whether a checkpoint that is a whole model already is left as it is.
+        is_direct: whether the output gets everything but the weights: see `_describe`.
     """
 
     checkpoint: str
@@ -49,6 +57,7 @@ class MergeOrder:
     needs_config: bool = False
     pin: str | None = None
     may_be_whole: bool = False
+    is_direct: bool = False
 
 
 def main() -> int:
@@ -79,7 +88,10 @@ def _answer(order: MergeOrder) -> dict[str, object]:
     try:
         if order.may_be_whole and _is_whole(Path(order.checkpoint), order.options):
             return answer | {"model": order.checkpoint}
-        _merge(order)
+        if order.is_direct:
+            _describe(order)
+        else:
+            _merge(order)
     except UnshardError as error:
         error.front = Command({}, f"unshard merge {shlex.quote(order.checkpoint)} OUTPUT")
         found = {"error": str(error), "may_pass": isinstance(error, OutputError)}
@@ -104,10 +116,44 @@ def _is_whole(source: Path, options: Mapping[str, object]) -> bool:
 
 
 def _merge(order: MergeOrder) -> None:
-    from unshard.api.making import Prepared, without_config
     from unshard.api.merging import merge_with
-    from unshard.api.options import MergeOptions
     from unshard.progress import ignore
+
+    demand = partial(_demand_config, order)
+    merge_with(order.checkpoint, order.output, _options(order), ignore, before=demand)
+
+
+def _describe(order: MergeOrder) -> None:
+    """Write what a merged model has except its weights, and where these are.
+
+    The weights are planned as for a merge, so that what could not be merged is refused with the
+    same message. Files of the tokenizer are links: nothing is copied.
+    """
+    from unshard.api.converting import convert
+    from unshard.api.making import plan_output
+    from unshard.api.sources import open_source
+    from unshard.progress import ignore
+    from unshard.write.companions import companion_files
+
+    options, output = _options(order), Path(order.output)
+    sources = open_source(Path(order.checkpoint), options, ignore, pass_over=True)
+    made = plan_output(sources, convert(sources, options), options)
+    prepared = _demand_config(order, made)
+    output.mkdir()
+    files = companion_files(prepared.checkpoint.companions, prepared.config)
+    for name, content in files.items():
+        target = output / name
+        target.parent.mkdir(exist_ok=True)
+        if isinstance(content, bytes):
+            target.write_bytes(content)
+        else:
+            target.symlink_to(content.absolute())
+    place = {"checkpoint": order.checkpoint, "weights": options.weights}
+    (output / PLACE_NAME).write_text(json.dumps(place), encoding="utf-8")
+
+
+def _options(order: MergeOrder) -> "MergeOptions":
+    from unshard.api.options import MergeOptions
     from unshard.read.beside.companions import find_companions
     from unshard.read.finding.discover import discover
 
@@ -115,18 +161,20 @@ def _merge(order: MergeOrder) -> None:
     if order.config is not None:
         location = discover(Path(order.checkpoint), options.choice)[0]
         if find_companions(location, None).config is None:
-            options = replace(options, config=order.config)
+            return replace(options, config=order.config)
+    return options
 
-    def demand_config(prepared: Prepared) -> Prepared:
-        """Raise, before anything is written, if the output will not have a config that it needs."""
-        if order.needs_config and prepared.config is None:
-            raise ConversionError(
-                without_config(prepared.checkpoint),
-                hint="on a server: set `config` of the profile to that file or directory",
-            )
-        return prepared
 
-    merge_with(order.checkpoint, order.output, options, ignore, before=demand_config)
+def _demand_config(order: MergeOrder, prepared: "Prepared") -> "Prepared":
+    """Raise, before anything is written, if the output will not have a config that it needs."""
+    from unshard.api.making import without_config
+
+    if order.needs_config and prepared.config is None:
+        raise ConversionError(
+            without_config(prepared.checkpoint),
+            hint="on a server: set `config` of the profile to that file or directory",
+        )
+    return prepared
 
 
 def _die_with_server() -> None:

@@ -1,4 +1,7 @@
-"""From a job to a Hugging Face directory: merged in a process of its own, or taken as it is."""
+"""From a job to a Hugging Face directory: merged in a process of its own, or taken as it is.
+
+The directory of a job that merges nothing has everything but the weights, and names the checkpoint.
+"""
 
 import json
 import logging
@@ -19,7 +22,7 @@ from typing import TypeVar
 from unshard.api.options import MergeOptions
 from unshard.evaluate.jobs import EvaluationError, Job
 from unshard.evaluate.server.attempts.merge_worker import ANSWER_NAME, MergeOrder
-from unshard.evaluate.server.config.profiles import CommandProfile, Profile
+from unshard.evaluate.server.config.profiles import CommandProfile, Profile, Weights
 from unshard.evaluate.server.processes.launching import start_module
 from unshard.evaluate.server.processes.table import identify, kill_group
 from unshard.write.staging.stage import recover
@@ -40,6 +43,7 @@ _Answer = TypeVar("_Answer")
 
 _POLL_S = 0.05
 _LOG_NAME = "merge.log"
+_UNMERGED = "model"  # in the attempt's directory
 
 
 class GoneError(EvaluationError):
@@ -97,6 +101,8 @@ class Merger:
     ) -> Path:
         """Return a Hugging Face directory of a job's checkpoint: its own, if it is a whole model.
 
+        Where the profile merges nothing, the checkpoint is checked, and the directory is one of
+        this attempt, without weights.
         A model without a config can only be evaluated by a command. `is_given_up` is polled, also
         while waiting for a turn.
 
@@ -109,14 +115,16 @@ class Merger:
             if is_given_up():
                 raise GivenUpError(f"the merge of {source} was given up before it started")
         options = MergeOptions(weights=job.request.weights, extra_state=False)
+        is_direct = profile.weights is Weights.DIRECT
         order = MergeOrder(
             str(source),
-            str(self.merged(job.id)),
+            str(directory / _UNMERGED if is_direct else self.merged(job.id)),
             asdict(options),
             None if profile.config is None else str(profile.config),
             needs_config=not isinstance(profile, CommandProfile),
             pin=job.pin,
-            may_be_whole=True,
+            may_be_whole=not is_direct,
+            is_direct=is_direct,
         )
         is_made = False
         try:

@@ -25,6 +25,7 @@ from unshard.read.beside.model_config import read_config
 
 __all__ = [
     "COMMAND_EXPECTED",
+    "DIRECT_MODELS",
     "KINDS",
     "CommandProfile",
     "HarnessKeys",
@@ -38,6 +39,7 @@ __all__ = [
     "Places",
     "Profile",
     "ProfileKeys",
+    "Weights",
     "base_of",
     "default_profiles",
     "drop_nulls",
@@ -50,6 +52,9 @@ COMMAND_EXPECTED = (
     + ", ".join(f"{{{name}}}" for name in sorted(PLACEHOLDERS))
     + "; {{ and }} are braces"
 )
+DIRECT_MODELS = ("hf",)
+"""The types of model of lm-eval that can be made of shards."""
+
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 _NULL_MEANS_NO_LIMIT = frozenset({"keep_days", "count", "bytes"})
 
@@ -148,6 +153,15 @@ class Keep(StrEnum):
     ALL = "all"
 
 
+class Weights(StrEnum):
+    """How an evaluator gets the weights of a checkpoint; which of its weights, a request says."""
+
+    MERGED = "merged"
+    """It loads a merged model from the server's disk."""
+    DIRECT = "direct"
+    """It reads them from the shards, and nothing is merged."""
+
+
 class Launcher(StrEnum):
     """How a job with several GPUs uses them."""
 
@@ -181,6 +195,8 @@ class CommonKeys(BaseModel):
     """How many more attempts a failed one gets."""
     gpus: Annotated[int, whole(0)] = 0
     """How many a job gets that does not choose; in a file: 1, if the server has any."""
+    weights: Annotated[Weights, expects(", ".join(Weights))] = Weights.MERGED
+    """Whether the checkpoint is merged, or read by the evaluator itself."""
     keep: Annotated[Keep, expects(", ".join(Keep))] = Keep.NONE
     """Which merged models are kept after evaluation."""
     best_metric: Annotated[

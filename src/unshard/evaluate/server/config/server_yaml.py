@@ -22,13 +22,17 @@ from unshard.errors import UsageError, raise_all
 from unshard.evaluate.server.config.arguments import join_arguments
 from unshard.evaluate.server.config.profiles import (
     COMMAND_EXPECTED,
+    DIRECT_MODELS,
     KINDS,
     HarnessKeys,
+    Keep,
+    LmEvalProfile,
     NonEmptyText,
     Place,
     Places,
     Profile,
     ProfileKeys,
+    Weights,
     default_profiles,
     drop_nulls,
 )
@@ -64,6 +68,8 @@ def _fit(
     there, fitting = len(info.data["gpus"]), dict[str, Profile]()
     for name, profile in profiles.items():
         where = f"{info.context}: profiles.{name} (kind {profile.kind})"
+        if profile.weights is Weights.DIRECT:
+            _check_direct(profile, where)
         if isinstance(profile, HarnessKeys):
             join_arguments(profile.model_args, what=f"{where}: model_args")
         count = profile.gpus if "gpus" in profile.model_fields_set else min(1, there)
@@ -73,6 +79,28 @@ def _fit(
             )
         fitting[name] = profile.model_copy(update={"gpus": count})
     return fitting
+
+
+def _check_direct(profile: Profile, where: str) -> None:
+    """Raise if a profile that merges nothing could not work, or keeps what it does not make."""
+    what = f"{where}: weights: direct is not possible"
+    if not isinstance(profile, LmEvalProfile):
+        raise UsageError(
+            f"{what}: an evaluator of this kind loads a model from files",
+            expected="kind lm-eval, or `weights: merged`",
+            found=f"kind {profile.kind}",
+        )
+    if profile.model not in DIRECT_MODELS:
+        raise UsageError(
+            f"{what} with this type of model",
+            expected=f"model: {' or '.join(DIRECT_MODELS)}; or `weights: merged`",
+            found=f"model: {profile.model}",
+        )
+    if profile.keep is not Keep.NONE:
+        raise UsageError(
+            f"{what} with `keep: {profile.keep}`: there is no merged model to keep",
+            expected="`keep: none`, or `weights: merged`",
+        )
 
 
 class PinQuota(BaseModel):

@@ -2,7 +2,8 @@
 
 lm-eval (lm_eval 0.4.13) is `python -m lm_eval run --config job.yaml`. Everything is written into
 the YAML file, where a value is a value: nothing in it can become another argument. The exit code is
-honest, but for results that cannot be saved (a warning in its log).
+honest, but for results that cannot be saved (a warning in its log). Where nothing is merged,
+`evaluators.direct` runs it.
 
 lmms-eval (lmms_eval 0.7.3) is `python -m lmms_eval --model ... --model_args key=value,...`. Its
 exit code is 0 whatever happens (lmms_eval/__main__.py ends in `sys.exit(0)` after an error is
@@ -37,8 +38,10 @@ from unshard.evaluate.server.config.profiles import (
     LmEvalProfile,
     LmmsEvalProfile,
     Profile,
+    Weights,
     profile_named,
 )
+from unshard.evaluate.server.evaluators.direct import MODEL_TYPE
 from unshard.evaluate.server.evaluators.documents import (
     check_known,
     check_tasks,
@@ -51,19 +54,30 @@ from unshard.evaluate.server.processes.launching import evaluator_environment
 from unshard.evaluate.server.telling import one_line
 from unshard.evaluate.values import Scalar
 
-__all__ = ["MODULES", "Profiles", "make_evaluator", "tell_missing", "why_missing"]
+__all__ = ["Profiles", "make_evaluator", "modules_of", "tell_missing", "why_missing"]
 
 MODULES = {"lm-eval": "lm_eval", "lmms-eval": "lmms_eval"}
 """What an evaluator is imported as."""
 
-_PACKAGES = {"lm-eval": "lm_eval[hf]", "lmms-eval": "lmms_eval"}
+DIRECT = "unshard.evaluate.server.evaluators.direct"
+"""The module that runs lm-eval where nothing is merged."""
+
+_PACKAGES = {
+    "lm_eval": "lm_eval[hf]",
+    "lmms_eval": "lmms_eval",
+    "torch": "unshard[torch]",
+    "unshard": "unshard[torch]",
+}
 _TIMEOUT_S = 30.0
 _MISSING = 3
 _CANNOT = "jobs cannot run"
 _FIND = f"""
 import sys
 from importlib.util import find_spec
-sys.exit(0 if find_spec(sys.argv[1]) else {_MISSING})
+for module in sys.argv[1:]:
+    if not find_spec(module):
+        print(module)
+        sys.exit({_MISSING})
 """
 
 _log = logging.getLogger(__name__)
@@ -112,7 +126,7 @@ class _LmEval:
         """
         _demand_empty(work.output)
         options: dict[str, object] = {
-            "model": self.profile.model,
+            "model": MODEL_TYPE if _is_direct(self.profile) else self.profile.model,
             "model_args": _model_args(self.profile, work, work.model),
             "tasks": list(work.request.tasks),
             "output_path": str(work.output / "results.json"),
@@ -252,7 +266,11 @@ def _module_command(profile: HarnessProfile, work: Work) -> list[str]:
     if work.gpus > 1 and profile.launcher == "accelerate":
         start += ["accelerate.commands.launch", "--multi_gpu", f"--num_processes={work.gpus}"]
         start += ["--num_machines=1", "--main_process_port=0", "-m"]
-    return [*start, MODULES[profile.kind]]
+    return [*start, DIRECT if _is_direct(profile) else MODULES[profile.kind]]
+
+
+def _is_direct(profile: Profile) -> bool:
+    return profile.weights is Weights.DIRECT
 
 
 def _model_args(profile: HarnessProfile, work: Work, model: Path) -> dict[str, Scalar]:
@@ -287,19 +305,24 @@ def why_missing(profile: Profile, directory: Path) -> str | None:
     return None
 
 
+def modules_of(profile: HarnessProfile) -> tuple[str, ...]:
+    """Return the modules that a profile's interpreter must have."""
+    of_shards = ("unshard", "torch") if _is_direct(profile) else ()
+    return (MODULES[profile.kind], *of_shards)
+
+
 def _why_no_module(profile: HarnessProfile, directory: Path) -> str | None:
-    module, python = MODULES[profile.kind], profile.interpreter
+    python = profile.interpreter
     environment = evaluator_environment(
         profile.environment, program=python, gpus=(), directory=str(directory)
     )
     try:
         done = subprocess.run(  # noqa: S603  (the server's configuration names the interpreter)
-            [python, "-c", _FIND, module],
+            [python, "-c", _FIND, *modules_of(profile)],
             cwd=directory,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             timeout=_TIMEOUT_S,
             check=False,
         )
@@ -316,7 +339,8 @@ def _why_no_module(profile: HarnessProfile, directory: Path) -> str | None:
         last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         ended = f"{python} ended with code {done.returncode}"
         return f"{_CANNOT}: {ended}: {last or 'it printed nothing'}"
+    module = done.stdout.decode("utf-8", "replace").strip().rpartition("\n")[2]
     return (
         f"{_CANNOT}: {module} is not installed for {python}; install it ({python} -m pip install "
-        f'"{_PACKAGES[profile.kind]}"), or set `interpreter` to a Python that has it'
+        f'"{_PACKAGES.get(module, module)}"), or set `interpreter` to a Python that has it'
     )
