@@ -1,6 +1,7 @@
 """`unshard.from_pretrained`: the model that transformers loads from a merge, without the merge."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ pytestmark = [
     pytest.mark.xdist_group("families"),
     pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
 ]
+GUIDE = Path(__file__).parent.parent.parent / "docs" / "guides" / "from-pretrained.md"
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "checkpoint"
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -461,3 +463,20 @@ def test_a_transformers_without_lazy_loading_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(UsageError, match="needs transformers 5 or later") as caught:
         unshard.from_pretrained(EXAMPLE)
     assert caught.value.found == "transformers 4.57.6"
+
+
+def test_the_guides_code_runs(
+    qwen: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", GUIDE.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    codes = [code for code in blocks if "Qwen/" not in code]  # that model is on the hub
+    assert len(codes) == len(blocks) - 1 == 3
+    checkpoint.rename(tmp_path / "checkpoint-1000")
+    monkeypatch.chdir(tmp_path)
+    for code, dtype in zip(codes, (torch.float32, torch.bfloat16, torch.float32), strict=True):
+        names: dict[str, Any] = {}
+        exec(compile(code, str(GUIDE), "exec"), names)  # noqa: S102 (it is our own page)
+        assert type(names["model"]) is type(qwen)
+        assert names["model"].dtype == dtype

@@ -186,6 +186,22 @@ def test_a_model_sharded_by_real_ranks_is_saved_as_by_transformers(
     assert_same_model(found, type(found).from_pretrained(tmp_path / "out"))
 
 
+def test_a_model_sharded_by_fsdp1_is_loaded_from_its_sharded_tensors(
+    models: Any,
+    tiny: Callable[[str], Any],
+    saved: Callable[[str], Path],
+    worker_pool: WorkerPool,
+    tmp_path: Path,
+) -> None:
+    checkpoint = tmp_path / "ckpt"
+    checkpoint.mkdir()
+    worker_pool.run(models.save_qwen2_fsdp1, 3, checkpoint)
+    found = unshard.from_pretrained(checkpoint, config=saved("qwen2"))
+    unshard.merge(checkpoint, tmp_path / "out", config=saved("qwen2"))
+    assert_same_model(found, type(found).from_pretrained(tmp_path / "out"))
+    assert torch.equal(logits(found), logits(tiny("qwen2")))
+
+
 @pytest.mark.parametrize("model_type", MEASURED)
 def test_a_base_decides_in_both_directions(
     tiny: Callable[[str], Any], saved: Callable[[str], Path], model_type: str

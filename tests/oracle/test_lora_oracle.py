@@ -14,6 +14,7 @@ import unshard
 from oracle.writers.lora import IDS, LoraCase, Truth, load_truth
 from oracle.writers.workers import WorkerPool
 from ranks import Tensors, assert_same, merged
+from tiny_models import assert_same_model
 
 pytestmark = [
     pytest.mark.xdist_group("torch processes"),
@@ -132,6 +133,17 @@ def assert_far(found: torch.Tensor, expected: torch.Tensor) -> None:
         assert_close(found, expected)
 
 
+@pytest.mark.parametrize("kind", CASES)
+def test_a_model_from_the_shards_has_the_adapter_fused(
+    trained: Train, tmp_path: Path, kind: str
+) -> None:
+    place, truth = trained(CASES[kind])
+    found = unshard.from_pretrained(place / "run")
+    unshard.merge(place / "run", tmp_path / "out")
+    assert_same_model(found, loaded(tmp_path / "out"))
+    assert_close(logits(found), truth.logits)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", CASES)
 def test_peft_loads_the_adapter(trained: Train, tmp_path: Path, kind: str) -> None:
@@ -153,3 +165,5 @@ def test_an_adapter_alone_is_fused_into_its_base(trained: Train, tmp_path: Path,
     place, truth = trained(replace(CASES[kind], lora_only=True))
     merge(place / "run", tmp_path / "out", base=place / "base")
     assert_fused(merged(tmp_path / "out"), truth.merged)
+    found = unshard.from_pretrained(place / "run", base=place / "base")
+    assert_same_model(found, loaded(tmp_path / "out"))

@@ -1,6 +1,7 @@
 """Models of families sharded by FSDP2, and models without values of every type that has rules."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,13 @@ import torch
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from oracle.writers.saving import copy_state, save_rank
+from oracle.writers.saving import copy_state, rank_file, save_rank
 from tiny_models import Fields, tiny_model
 
-__all__ = ["hollow_model", "save_gemma3", "save_qwen3_moe"]
+__all__ = ["hollow_model", "save_gemma3", "save_qwen2_fsdp1", "save_qwen3_moe"]
 
 
 def save_qwen3_moe(rank: int, world: int, directory: Path) -> None:
@@ -25,6 +26,17 @@ def save_qwen3_moe(rank: int, world: int, directory: Path) -> None:
 def save_gemma3(rank: int, world: int, directory: Path) -> None:
     """Save the model under FSDP2: a language model with a vision tower, and a tied head."""
     _save_sharded("gemma3", rank, world, directory)
+
+
+def save_qwen2_fsdp1(rank: int, world: int, directory: Path) -> None:
+    """Save Qwen2 under FSDP1 without a mesh, a unit per layer: ShardedTensors."""
+    wrap = partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True)
+    model = tiny_model()
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = wrap(layer)
+    whole = wrap(model)
+    FullyShardedDataParallel.set_state_dict_type(whole, StateDictType.SHARDED_STATE_DICT)
+    torch.save(whole.state_dict(), rank_file(directory, world, rank))
 
 
 def _save_sharded(model_type: str, rank: int, world: int, directory: Path) -> None:
