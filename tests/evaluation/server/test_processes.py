@@ -85,6 +85,30 @@ def test_what_outlives_its_leader_is_found(tmp_path: Path) -> None:
         assert not any(is_running(pid) for pid in pids.values())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="marks are seen in /proc")
+def test_a_process_that_loses_its_mark_while_it_is_ended_is_awaited(tmp_path: Path) -> None:
+    # As every process does for a moment when it ends: it gives its memory back first.
+    forget = (
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os.execve(sys.executable, [sys.executable, '-I', "
+        "'-S', '-c', 'import time; time.sleep(600)'], {}))\n"
+        "print(flush=True)\n"
+        "time.sleep(600)"
+    )
+    command = [sys.executable, "-I", "-S", "-c", forget]
+    marked = {**os.environ, MARK: str(tmp_path)}
+    with subprocess.Popen(["true"], start_new_session=True) as leader:
+        process = identify(leader.pid, gpus=(), directory=str(tmp_path))
+    with subprocess.Popen(command, env=marked, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # the handler is there
+        try:
+            assert kill_group(process, grace_s=2)
+            assert not is_running(child.pid)
+        finally:
+            child.kill()
+
+
 def test_another_process_with_the_same_number_is_left_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(command, start_new_session=True) as child:

@@ -98,14 +98,23 @@ def kill_group(process: Process, *, grace_s: float) -> bool:
 
     The leader may have ended already.
     """
-    send(list_members(process), signal.SIGTERM)
+    seen: set[tuple[int, int]] = set()
+
+    def list_left() -> list[_Entry]:
+        # A process that is ending loses its environment, and thus its mark, before it closes its
+        # files and gives back its GPUs: what was found once is watched until it is gone.
+        seen.update((one.pid, one.started) for one in list_members(process))
+        known = _entries({pid for pid, _ in seen})
+        return [one for one in known if (one.pid, one.started) in seen and not one.is_zombie]
+
+    send(list_left(), signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline:
-        if not list_members(process):
+        if not list_left():
             return True
         time.sleep(_PAUSE_S)
     for _ in range(_ROUNDS):  # a child that was born since is found in the next round
-        if not (left := list_members(process)):
+        if not (left := list_left()):
             return True
         send(left, signal.SIGKILL)
         time.sleep(_PAUSE_S)
