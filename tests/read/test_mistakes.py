@@ -61,6 +61,12 @@ def several_roles(top: Path) -> None:
     ranks(top / "step_5" / "ref", top / "step_5" / "reward" / "shards")
 
 
+def link_to_another_run(top: Path) -> None:
+    ranks(top.parent / "other" / "step_5")
+    top.mkdir()
+    (top / "resumed_from").symlink_to(top.parent / "other")
+
+
 # What is there, by the mistake; the path that is given is the top of it.
 MISTAKES: dict[str, Callable[[Path], None]] = {
     "wrong directory": lambda top: touch(top / "README.md", top / "src" / "train.py"),
@@ -82,6 +88,18 @@ MISTAKES: dict[str, Callable[[Path], None]] = {
         top / "iter_0000100" / "common.pt", top / "iter_0000100" / "__0_0.distcp"
     ),
     "Orbax": lambda top: touch(top / "100" / "_CHECKPOINT_METADATA", top / "100" / "d" / "x"),
+    "nanotron": lambda top: touch(
+        *(top / "10" / name for name in ("checkpoint_metadata.json", "model_config.json")),
+        top / "10" / "model" / "model_weight_pp-rank-0-of-1_tp-rank-0-of-1.safetensors",
+    ),
+    "Fast-LLM": lambda top: touch(
+        *(top / "checkpoint" / "100" / name for name in ("metadata.yaml", "ok")),
+        top / "checkpoint" / "100" / "rank_0.safetensors",
+    ),
+    "fairseq2": lambda top: touch(top / "step_100" / "model" / "pp_00" / "tp_00" / "sdp_00.pt"),
+    "in-house files of ranks": lambda top: touch(top / "step_3" / "weights_rank_0.bin"),
+    "a run and weights apart": lambda top: ranks(top / "a" / "checkpoint-10", top / "b"),
+    "a link to another run": link_to_another_run,
     "an adapter alone": lambda top: touch(
         top / "adapter_model.safetensors", top / "adapter_config.json"
     ),
@@ -101,7 +119,8 @@ def error_of(tmp_path: Path, mistake: str) -> str:
         unshard.merge(top, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     sizes = re.compile(r"\(\d[\d.]* k?B\)")  # of what torch saves: its versions differ
-    return sizes.sub("(SIZE)", refused.value.text.replace(str(top), "TOP"))
+    text = refused.value.text.replace(str(top), "TOP").replace(str(tmp_path), "ABOVE")
+    return sizes.sub("(SIZE)", text)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

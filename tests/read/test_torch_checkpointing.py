@@ -425,3 +425,50 @@ def test_the_files_of_several_nodes_are_united(cases: Path, step: Step, tmp_path
     for path in place.glob("*_1.pt"):
         path.rename(other / path.name)
     assert judge(place, truth_of(cases / "fsdp2_torch"), tmp_path / "o" / "o", also=[other]) is None
+
+
+def renamed(place: Path, name: str) -> Path:
+    """Give the item `model` another name, in its files and in the metadata."""
+    metadata = pickle.loads((place / "metadata.pkl").read_bytes())
+    stated = metadata["metadata"].pop("model")
+    layouts = stated["rank_to_layout_info"]
+    for rank, layout in layouts.items():
+        suffix = ".pt" if layout is None else Path(layout["file_path"]).suffix
+        (place / f"model_{rank}{suffix}").rename(place / f"{name}_{rank}{suffix}")
+        if layout is not None:
+            layout["file_path"] = f"{name}_{rank}{suffix}"
+    metadata["metadata"][name] = stated
+    (place / "metadata.pkl").write_bytes(pickle.dumps(metadata))
+    return place
+
+
+@pytest.mark.parametrize("case", STATED)
+@pytest.mark.parametrize("name", ["policy", "my_net"])
+def test_the_model_may_have_any_name(cases: Path, step: Step, name: str, case: str) -> None:
+    place = renamed(step(case), name)
+    files = sorted(place.glob(f"{name}_*"))
+    for level in (place.parent, place, files[0], place / "metadata.pkl"):
+        assert_same(unshard.load_state_dict(level), truth_of(cases / case))
+        assert unshard.inspect(level).writer == "torch_checkpointing"
+
+
+def test_of_two_models_with_other_names_one_must_be_named(step: Step, cases: Path) -> None:
+    place = renamed(step("fsdp2_torch"), "policy")
+    metadata = pickle.loads((place / "metadata.pkl").read_bytes())
+    metadata["metadata"]["teacher"] = metadata["metadata"]["policy"]
+    (place / "metadata.pkl").write_bytes(pickle.dumps(metadata))
+    for rank in range(2):
+        shutil.copy(place / f"policy_{rank}.pt", place / f"teacher_{rank}.pt")
+    with pytest.raises(NotMergeableError, match=r"the weights of 2 models") as refused:
+        unshard.inspect(place)
+    assert refused.value.found == "items policy, teacher"
+    truth = truth_of(cases / "fsdp2_torch")
+    assert_same(unshard.load_state_dict(place / "teacher_1.pt"), truth)
+
+
+def test_items_of_training_state_alone_are_not_a_model(step: Step) -> None:
+    place = step("fsdp2_torch")
+    for file in place.glob("model_*"):
+        file.unlink()
+    with pytest.raises(UnknownFormatError):
+        unshard.inspect(place)

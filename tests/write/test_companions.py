@@ -313,6 +313,78 @@ def test_the_warning_says_which_base_a_trainers_file_names(tmp_path: Path, name:
     assert f"give it with base='Qwen/Qwen3-8B', which {name} names" in found
 
 
+VERL = """
+critic:
+  model:
+    path: org/critic-base
+  optim:
+    lr: 1e-5
+actor_rollout_ref:
+  model:
+    path: "org/policy-base"
+  ref:
+    model:
+      path: org/reference
+reward_model:
+  model:
+    path: org/reward
+"""
+SKYRL = """
+trainer:
+  ref:
+    model: {path: org/reference}
+  critic:
+    model:
+      path: org/critic-base
+  policy:
+    model: {path: org/policy-base, lora: 0}
+"""
+PRIME_RL = """
+[model]
+name = "org/policy-base"
+[orchestrator.eval]
+model_name = "org/judge"
+[teacher.model]
+name = "org/teacher"
+"""
+OVERRIDES = "- critic.model.path=org/critic-base\n- actor_rollout_ref.model.path=org/policy-base\n"
+# A file's text, and the base of the actor and of the critic that it names.
+ROLES: dict[str, tuple[str, str | None, str | None]] = {
+    "verl.yaml": (VERL, "org/policy-base", "org/critic-base"),
+    "overrides.yaml": (OVERRIDES, "org/policy-base", "org/critic-base"),
+    "skyrl.yaml": (SKYRL, "org/policy-base", "org/critic-base"),
+    "areal.yaml": ("critic:\n  path: org/c\nactor:\n  path: org/a\n", "org/a", "org/c"),
+    "prime.toml": (PRIME_RL, "org/policy-base", None),
+    "one.yaml": ("model_name_or_path: org/policy-base\n", "org/policy-base", None),
+    "critic.json": ('{"critic": {"model": {"path": "org/critic-base"}}}', None, "org/critic-base"),
+    "two.json": ('{"base_model": "org/one", "model_name": "org/two"}', None, None),
+    "two.yaml": ("a:\n  model_name: org/one\nb:\n  model_name: org/two\n", None, None),
+    "deep.json": ('{"x": {"model_name": "org/eval"}, "base_model": "org/a"}', "org/a", None),
+    "broken.json": ('{"base_model": "org/one"', None, None),
+    "broken.toml": ('base_model = "org/one"\n[', None, None),
+}
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("name", ROLES)
+def test_the_base_that_is_named_is_that_of_the_role(tmp_path: Path, name: str, role: str) -> None:
+    save_ranks(tmp_path / "global_step_1" / role, some_tensors(), 2)
+    text, *bases = ROLES[name]
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    found = " ".join(unshard.inspect(tmp_path, role=role).warnings)
+    expected = bases[role == "critic"]
+    assert (f"with base='{expected}', which {name} names" in found) == (expected is not None)
+    assert ("base='" in found) == (expected is not None)
+
+
+def test_a_config_next_to_a_critic_names_its_own_base(tmp_path: Path) -> None:
+    critic = save_ranks(tmp_path / "global_step_1" / "critic", some_tensors(), 2)
+    (critic / "args.json").write_text('{"_name_or_path": "org/critic-base"}', encoding="utf-8")
+    (tmp_path / "config.yaml").write_text("base_model: org/policy-base\n", encoding="utf-8")
+    found = " ".join(unshard.inspect(critic).warnings)
+    assert "base='org/critic-base', which args.json names" in found
+
+
 @pytest.mark.parametrize("text", ["model_name: null", "base_model: ${oc.env:M}", "model_name: x"])
 def test_what_is_not_a_model_is_not_named_as_one(tmp_path: Path, text: str) -> None:
     save_ranks(tmp_path / "run" / "step_1" / "actor", some_tensors(), 2)

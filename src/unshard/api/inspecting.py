@@ -16,8 +16,8 @@ from unshard.api.sources import Sources, read_checkpoint
 from unshard.errors import ConversionError
 from unshard.fronts import PYTHON, reword_warning
 from unshard.keywords import ReadKeywords
-from unshard.read.finding.discover import at_same_step
-from unshard.read.finding.markers import find_markers
+from unshard.read.finding.markers import find_markers, run_of
+from unshard.read.finding.places import at_same_step
 from unshard.read.open import Checkpoint
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, Skipped, TensorEntry
@@ -178,7 +178,7 @@ def _describe(checkpoint: Checkpoint, would_write: str, notes: tuple[str, ...]) 
         dtypes=_count(entry.dtype.name for entry in entries),
         parameters=sum(prod(entry.shape) for entry in entries),
         size_bytes=sum(entry.size_bytes for entry in entries),
-        latest=dict(find_markers(location.step_dir.parent)),
+        latest=dict(find_markers(run_of(location))),
         has_ema=at_same_step(location, "ema") is not None,
         lora_tensors=sum(".lora_" in name for name in catalog.tensors),
         shared=_find_shared(catalog),

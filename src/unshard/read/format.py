@@ -2,7 +2,7 @@
 
 A reader is a module with one `Format`. It reads names, pickles and headers, never weights, and
 returns where every chunk of every tensor is. What all formats share (names of wrappers, the check
-for holes, companions) is done by `open` afterwards. Two formats are here that are recognised and
+for holes, companions) is done by `open` afterwards. Three formats are here that are recognised and
 refused: only their own tools can read them.
 """
 
@@ -19,6 +19,7 @@ from unshard.tensors.catalog import Catalog
 
 __all__ = [
     "DEEPSPEED",
+    "FAIRSEQ2",
     "MEGATRON",
     "ROLES",
     "Choice",
@@ -42,6 +43,7 @@ _DEEPSPEED = re.compile(
     r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"
     r"|mp_rank_\d+_model_states\.pt|zero_to_fp32\.py"
 )
+_FAIRSEQ2 = re.compile(r"sdp_\d+\.pt")
 _MEGATRON_LEGACY = ("model_optim_rng.pt", "distrib_optim.pt")
 
 # Folders of a step, and whose weights they have: `policy` is what SkyRL and NeMo-RL call the actor.
@@ -331,4 +333,27 @@ DEEPSPEED = Format(
     _refuse_deepspeed,
     by_name(_is_deepspeed),
     sharded=False,  # after whole files: a whole model next to the partitions can be read
+)
+
+
+def _holds_fairseq2(directory: Path) -> bool:
+    """A step of fairseq2 without `hg/`, its export to Hugging Face, which can be merged."""
+    is_step = next(directory.glob("model/pp_*/tp_*/sdp_*.pt"), None) is not None
+    return is_step and not (directory / "hg").is_dir()
+
+
+def _refuse_fairseq2(location: Location, _: ReadOptions) -> Catalog:
+    raise NotMergeableError(
+        f"{location.weights_dir}: a fairseq2 checkpoint",
+        expected="a checkpoint of the FSDP family, or fairseq2's export in the folder hg",
+        found="files per pipeline, tensor and data parallel rank (model/pp_*/tp_*/sdp_*.pt)",
+        hint="have fairseq2 export the step to Hugging Face, or give a step that has the folder hg",
+    )
+
+
+FAIRSEQ2 = Format(
+    "fairseq2 checkpoint",
+    _holds_fairseq2,
+    _refuse_fairseq2,
+    by_name(lambda name: _FAIRSEQ2.fullmatch(name) is not None),
 )

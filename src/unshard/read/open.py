@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard.errors import (
+    CheckpointError,
     CorruptError,
     IncompleteError,
     NotMergeableError,
@@ -17,7 +18,9 @@ from unshard.errors import (
 from unshard.read.beside.base import Base
 from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.beside.model_config import ModelConfig
-from unshard.read.finding.discover import at_same_step, discover
+from unshard.read.finding.discover import discover, find
+from unshard.read.finding.markers import note_markers
+from unshard.read.finding.places import at_same_step
 from unshard.read.finding.step_names import step_of
 from unshard.read.finding.writers import writer_by_tree
 from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming, shortened
@@ -70,22 +73,43 @@ def open_latest(
     """
     passed: list[tuple[Location, IncompleteError]] = []
     with blaming(path):
-        locations = discover(path, choice)
-        if locations[0].empty and not choice.pass_over:
-            raise _not_the_newest(locations[0].empty[0], locations[0], "it has no weights")
-        for number, location in enumerate(locations, start=1):
+        locations = find(path, choice)
+        for location in locations:
+            if location.empty and not choice.pass_over:
+                raise _not_the_newest(location.empty[0], location, "it has no weights")
             try:
                 parts = tuple(_part_in(other, location) for other in also)
                 checkpoint = _read(replace(location, also=parts), options)
-            except IncompleteError as error:
-                if not choice.pass_over and number < len(locations):
-                    older = locations[number]
-                    raise _not_the_newest(location.step_dir, older, error.subject) from error
-                passed.append((location, error))
+            except (CheckpointError, FileNotFoundError) as error:
+                if not location.path.exists():
+                    continue  # a trainer has just removed it
+                why = _why_incomplete(error)
+                if why is None:
+                    raise
+                older = None if choice.pass_over else next(locations, None)
+                if older is not None:
+                    raise _not_the_newest(location.step_dir, older, why.subject) from error
+                passed.append((location, why))
             else:
-                return passing_over(checkpoint, location.empty, passed)
+                is_chosen = choice.step is not None or path.resolve() not in location.path.parents
+                notes = [] if is_chosen else note_markers(location)
+                return passing_over(_with_notes(checkpoint, notes), location.empty, passed)
     raise_all(IncompleteError, f"{path}: no step is complete", [error for _, error in passed])
-    raise UnknownFormatError(f"{path}: no checkpoint")
+    raise IncompleteError(
+        f"{path}: the checkpoint was removed while it was read", hint="merge another step"
+    )
+
+
+def _why_incomplete(error: CheckpointError | FileNotFoundError) -> IncompleteError | None:
+    """Return why a step is not complete; None if something else is wrong with it."""
+    if isinstance(error, IncompleteError):
+        return error
+    missing = error if isinstance(error, FileNotFoundError) else error.__cause__
+    if isinstance(missing, FileNotFoundError):
+        return IncompleteError(
+            f"{missing.filename}: no longer exists", hint="was the checkpoint removed meanwhile?"
+        )
+    return None
 
 
 def _not_the_newest(newest: Path, older: Location, why: str) -> IncompleteError:
@@ -107,8 +131,13 @@ def passing_over(
         passed.append(PassedOver(at.step, what))
     notes = [f"passed over {path}: it has no weights" for path in empty]
     notes += [f"passed over an incomplete step: {error.text}" for _, error in incomplete]
+    noted = _with_notes(checkpoint, notes)
+    return replace(noted, passed_over=(*checkpoint.passed_over, *passed))
+
+
+def _with_notes(checkpoint: Checkpoint, notes: Sequence[str]) -> Checkpoint:
     catalog = replace(checkpoint.catalog, notes=(*notes, *checkpoint.catalog.notes))
-    return replace(checkpoint, catalog=catalog, passed_over=(*checkpoint.passed_over, *passed))
+    return replace(checkpoint, catalog=catalog)
 
 
 def open_whole(path: Path, options: ReadOptions) -> Checkpoint:

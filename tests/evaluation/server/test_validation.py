@@ -1,17 +1,14 @@
 """What clients may ask for, and what they try."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from another_user import another_user, open_directory
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments, Request
 from unshard.evaluate.server import admission as validation
@@ -439,22 +436,8 @@ def test_a_path_without_a_checkpoint_and_without_a_run_is_refused(
     assert "check the path" in caught.value.hint
 
 
-@contextmanager
-def another_user() -> Iterator[None]:
-    """Be another user where root runs the tests: root reads everything."""
-    own = os.geteuid()
-    try:
-        if own == 0:
-            os.seteuid(12345)
-        yield
-    finally:
-        os.seteuid(own)
-
-
 def test_what_the_server_may_not_read_is_named_with_what_to_do() -> None:
-    with TemporaryDirectory() as place:  # pytest's own directories are closed to other users
-        root = Path(place)
-        root.chmod(0o755)
+    with open_directory() as root:
         step = root / "run" / "checkpoint-10"
         step.mkdir(parents=True)
         step.chmod(0o000)

@@ -157,6 +157,14 @@ def llama_factory(run: Path) -> Path:
     return run / "checkpoint-7"
 
 
+def fast_llm(run: Path) -> Path:
+    """The mark as Fast-LLM leaves it; only its own tools read its format."""
+    for step in (5, 7):
+        save_dcp(run / str(step), some_tensors())
+    (run / "5" / "ok").write_text("")
+    return run / "7"
+
+
 def lerobot(run: Path) -> Path:
     for step in ("005000", "007000"):
         save_dcp(run / step / "pretrained_model" / "pytorch_model_fsdp_0", some_tensors())
@@ -173,6 +181,7 @@ MARKS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
         "CHECKPOINT_COMPLETE is missing",
     ),
     "lerobot": (lerobot, "last", "last has 5000"),
+    "Fast-LLM": (fast_llm, "7/ok", "ok is missing"),
 }
 
 

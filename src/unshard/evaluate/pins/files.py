@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from unshard.containers.json_file import is_text
 from unshard.errors import UnshardError
 from unshard.read.beside.companions import Companions, companions_in, find_companions
-from unshard.read.finding.discover import discover
+from unshard.read.finding.discover import find
 from unshard.read.finding.step_names import STATE_FOLDER
 from unshard.read.format import Choice
 from unshard.write.staging.beneath import Identity, identity
@@ -245,7 +245,7 @@ def _link_neighbours(checkpoint: Path, partial: Path) -> None:
     verl has `global_step_N/huggingface/` next to the weights in `global_step_N/actor`.
     """
     try:
-        location = discover(checkpoint, Choice(None, None, None))[0]
+        location = next(find(checkpoint, Choice(None, None, None)))
     except (UnshardError, OSError):
         return
     step = checkpoint.parent

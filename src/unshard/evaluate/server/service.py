@@ -43,7 +43,7 @@ from unshard.evaluate.server.processes.bounded_log import read_log
 from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
-from unshard.read.finding.discover import discover
+from unshard.read.finding.discover import find
 from unshard.read.format import Choice
 from unshard.write.staging.beneath import write_whole
 
@@ -276,10 +276,10 @@ def _place(request: Request) -> tuple[Request, Path]:
     """
     path = Path(request.checkpoint)
     try:
-        found = discover(path, Choice(weights=request.weights))[0]
-    except PermissionError as error:
-        raise not_readable(error) from error
-    except (UnshardError, OSError):
+        found = next(find(path, Choice(weights=request.weights)))
+    except UnshardError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise not_readable(error.__cause__) from error
         return replace(request, run=request.run or RunFolder(path.parent).name), path.parent
     if path in found.step_dir.parents:
         path = found.step_dir

@@ -26,7 +26,7 @@ from unshard.read.torch_save.values import (
 )
 from unshard.tensors.dtypes import DType
 
-__all__ = ["MODEL_KEYS", "DcpMetadata", "DescribedTensor", "Item", "read_metadata"]
+__all__ = ["MODEL_KEYS", "OTHER_KEYS", "DcpMetadata", "DescribedTensor", "Item", "read_metadata"]
 
 _MAX_BYTES = 1 << 30
 _MAX_OFFSET = 1 << 62
@@ -44,6 +44,14 @@ _Index = tuple[str, tuple[int, ...] | None]
 
 MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
 """What trainers call the model in the dict that they save."""
+OTHER_KEYS = frozenset(
+    """
+    callbacks dataloader dataset ema ema_model extra_state grad_scaler integrations loops
+    lr_scheduler lr_schedulers metadata model_ema random_states rng rng_state sampler scaler
+    scheduler schedulers timestamp train_state trainer trainer_state
+    """.split()
+)
+"""What trainers call training state in it, and the average of a model."""
 
 
 @dataclass(frozen=True, slots=True)

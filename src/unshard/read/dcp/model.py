@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import IncompleteError, NotMergeableError, raise_all
-from unshard.read.dcp.metadata import MODEL_KEYS, DcpMetadata
+from unshard.read.dcp.metadata import MODEL_KEYS, OTHER_KEYS, DcpMetadata
 from unshard.read.format import Location, ReadOptions, find_file
 from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.table import Gathering
@@ -28,13 +28,6 @@ from unshard.tensors.catalog import ByteRange, Catalog, Skipped
 
 __all__ = ["ModelNames", "model_names", "read_object"]
 
-_OTHER = frozenset(
-    """
-    callbacks dataloader dataset ema ema_model extra_state grad_scaler integrations loops
-    lr_scheduler lr_schedulers metadata model_ema random_states rng rng_state sampler scaler
-    scheduler schedulers timestamp train_state trainer trainer_state
-    """.split()
-)
 _MOMENTS = frozenset(
     "exp_avg exp_avg_sq max_exp_avg_sq exp_avg_sq_row exp_avg_sq_col momentum_buffer".split()
 )
@@ -110,11 +103,11 @@ def _prefix(path: _KeyPath) -> _KeyPath | None:
     """Return the path of the set of tensors that a tensor belongs to; None for other state."""
     container = path[:-1]
     for depth, word in enumerate(container):
-        if word in _OTHER or word.startswith("optim"):
+        if word in OTHER_KEYS or word.startswith("optim"):
             return None
         if word in MODEL_KEYS:
             inner = container[depth + 1 :]
-            return None if any(part in _OTHER for part in inner) else container[: depth + 1]
+            return None if any(part in OTHER_KEYS for part in inner) else container[: depth + 1]
     return container[:1]
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from unshard.errors import IncompleteError, UnknownFormatError, UsageError
+from unshard.read.finding.search import children
 from unshard.read.format import Choice, Location, Role, role_in
 from unshard.showing import human_size
 
@@ -31,7 +32,7 @@ def choose(place: Path, found: list[Location], choice: Choice, *, start: Path) -
             hint="give the directory that has all steps, or leave --step out",
         )
     location = _of_role(place, _of_weights(place, found, choice, start), choice.role, start)
-    if next(location.weights_dir.iterdir(), None) is None:
+    if not children(location.weights_dir):
         raise IncompleteError(
             f"{location.weights_dir} is empty: this run saved no {location.weights} weights at "
             "this step"
@@ -100,5 +101,5 @@ def _listed(place: Path, found: list[Location]) -> str:
 
 
 def _size(place: Path) -> int:
-    files = [place] if place.is_file() else [one for one in place.iterdir() if one.is_file()]
+    files = [one for one in [*children(place), place] if one.is_file()]
     return sum(one.stat().st_size for one in files)

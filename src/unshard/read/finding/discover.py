@@ -11,244 +11,137 @@ accelerate's fsdp_utils, and the checkpointers of torchtitan, torchtune, Compose
 OLMo-core and NeMo AutoModel.
 """
 
-import re
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from unshard.errors import UnknownFormatError, UsageError
 from unshard.read.finding.choosing import DEFAULT_ROLES, choose
 from unshard.read.finding.near_misses import nothing_found
-from unshard.read.finding.search import (
-    FORMATS,
-    WEIGHT_SUFFIXES,
-    format_in,
-    is_state,
-    search,
-    steps_in,
+from unshard.read.finding.places import (
+    alone,
+    instep_of,
+    is_checkpoint_file,
+    location_of,
+    nearby,
+    within,
 )
-from unshard.read.finding.step_names import count_steps, family, step_of, step_of_parents
-from unshard.read.format import ROLES, Choice, Format, Location, Weights, blaming, role_in
-from unshard.read.rank_files.reader import RANK_FILES
-from unshard.read.whole_files.reader import WHOLE_FILES
+from unshard.read.finding.runs import NESTED_RUNS, in_run, numbered_files
+from unshard.read.finding.search import Below, search, steps_in
+from unshard.read.finding.step_names import is_state, step_of_parents
+from unshard.read.format import Choice, Location, blaming, role_in
 
-__all__ = ["all_steps", "at_same_step", "discover", "step_numbers"]
+__all__ = ["all_steps", "discover", "find", "step_numbers"]
 
-_MODEL_DIR, _EMA_DIR = "pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0"
-_FSDP_FOLDER = re.compile(r"pytorch_(?:ema_)?model_fsdp_\d+")
-_FOLDERS = ("model", "model_and_optim", "sharded")
-_EMA = re.compile(r"(?:.*[-_])?ema(?:[-_].*)?", re.IGNORECASE)
-# Files that are a checkpoint by their name alone: of Lightning, nanoGPT, litgpt.
-_ALONE = re.compile(r".*\.ckpt|(?:ckpt|checkpoint|lit_model)\.pth?")
-_EPOCHS = re.compile(r"(?:dist_)?epoch_#")
 _RUN_FOLDERS = ("checkpoint", "checkpoints", "outputs")
 _UPWARD = 3
-_LISTED = 12
 _TRIED = 3  # the highest steps of a run, of which one holds weights
-_NESTED_RUNS = 1
 
 
 def discover(path: Path, choice: Choice) -> list[Location]:
     """Return the checkpoints that `path` may mean, the highest step first.
 
     Raises:
+        CheckpointError: see `find`; for any of the steps.
+    """
+    return list(find(path, choice))
+
+
+def find(path: Path, choice: Choice) -> Iterator[Location]:
+    """Yield the checkpoints that `path` may mean, the highest step first; there is at least one.
+
+    No step is looked into before it is needed, but as far as the choice of the first depends on it:
+    of a long run one step is read, and what is wrong with an older one does not matter.
+
+    Raises:
         UnknownFormatError: nothing there is a checkpoint; says what was looked for and what is
             there.
         IncompleteError: the directory of the weights asked for is empty.
+        CorruptError: a directory cannot be read.
         UsageError: the choice contradicts the path; the path is training state; or there are
             several sets of weights or several runs, and nothing says which is meant.
     """
+    with blaming(path):
+        yield from _find(path, choice)
+
+
+def _find(path: Path, choice: Choice) -> Iterator[Location]:
     if not path.exists():
         raise UnknownFormatError(f"{path}: no such file or directory")
     start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
     if is_checkpoint_file(start):
-        return [choose(start, [_alone(start)], choice, start=start)]
+        yield choose(start, [alone(start)], choice, start=start)
+        return
     named = start if start.is_file() else None
     place = start.parent if named else start
-    found = _nearby(place, choice, sharded=True)
-    steps = [] if found else _in_run(place, choice, depth=_NESTED_RUNS)
-    if not found and not any(at.format.sharded for at in steps):
-        found = _nearby(place, choice, sharded=False)
+    found = nearby(place, choice, sharded=True)
+    steps = iter(()) if found else in_run(place, choice, depth=NESTED_RUNS)
+    first = next(steps, None)
+    if not found and (first is None or not first.format.sharded):
+        found = nearby(place, choice, sharded=False)
+        if found and any(at.format.sharded for at in steps):
+            found, steps = [], in_run(place, choice, depth=NESTED_RUNS)
+            first = next(steps, None)
     if found:
         # The reader takes the set of files that the named one belongs to.
         found = [replace(at, file=named) if at.weights_dir == place else at for at in found]
-        return [choose(place, found, choice, start=start)]
-    found = steps or _below(place, choice) or _around(start, choice)
-    if not found:
+        yield choose(place, found, choice, start=place)
+        return
+    others = _below(place, choice) if first is None else chain([first], steps)
+    first = next(others, None)
+    if first is not None:
+        yield from chain([first], others)
+        return
+    around = _around(start, choice)
+    if not around:
         raise nothing_found(path, choice.step)
-    return found
+    yield from around
 
 
-def is_checkpoint_file(path: Path) -> bool:
-    """Return whether a path is a file of weights that is not a part of a larger set."""
-    is_weights = path.is_file() and path.suffix.lower() in {*WEIGHT_SUFFIXES, ""}
-    if path.suffix and is_state(path.name.partition(".")[0]):
-        return False
-    return is_weights and not any(one.claims(path) for one in FORMATS)
-
-
-def _alone(file: Path) -> Location:
-    """Return where a file is that is a checkpoint of its own."""
-    location = _location(file.parent, file.parent, WHOLE_FILES)
-    own = step_of(file.stem)
-    return replace(location, step=location.step if own is None else own, weights="model", file=file)
-
-
-def _nearby(place: Path, choice: Choice, *, sharded: bool) -> list[Location]:
-    """Return the sets of weights of a place in it and its known folders; of a role, in all."""
-    found = _instep_of(place, sharded=sharded)
-    has_role = choice.role is None or any(at.is_called(choice.role) for at in found)
-    has_weights = choice.weights is None or any(at.weights == choice.weights for at in found)
-    if not found or (has_role and has_weights):
-        return found
-    known = {at.weights_dir for at in found}
-    return found + [at for at in _within(place) if at.weights_dir not in known]
-
-
-def _instep_of(place: Path, *, sharded: bool) -> list[Location]:
-    """Return every set of weights in a place itself, or in its folders with known names."""
-    here = format_in(place, sharded=sharded)
-    if here is not None:
-        return [_location(place, place, here)]
-    if not place.is_dir():
-        return []
-    names = (child.name for child in place.iterdir() if _FSDP_FOLDER.fullmatch(child.name))
-    found: list[Location] = []
-    for folder in (place / name for name in (*ROLES, *sorted(names, reverse=True), *_FOLDERS)):
-        form = format_in(folder, sharded=sharded)
-        if form is None and sharded and folder.name == _EMA_DIR and folder.is_dir():
-            # lmms-engine leaves the folder empty if nothing was averaged: `choose` says so.
-            form = RANK_FILES if _instep_of(place / _MODEL_DIR, sharded=True) else None
-        if form is not None:
-            found.append(_location(folder, place, form))
-    return found
-
-
-def _location(folder: Path, place: Path, form: Format) -> Location:
-    """Return where weights are that were found from a place, at or above their folder."""
-    named = step_of_parents(folder, sharded=form.sharded)
-    is_inner = folder.name in ROLES or _FSDP_FOLDER.fullmatch(folder.name)
-    if named is not None:
-        step_dir, step = named
-    else:
-        step_dir, step = (folder.parent if place == folder and is_inner else place), None
-    inner = folder.relative_to(step_dir).parts
-    is_ema = folder.name == _EMA_DIR or any(_EMA.fullmatch(name) for name in inner)
-    role = role_in(inner) or role_in((step_dir.parent.name,))
-    return Location(folder, step_dir, step, role, "ema" if is_ema else "model", form)
-
-
-def _within(step_dir: Path) -> list[Location]:
-    """Return all sets of weights at any depth of a step directory, the sharded if there are any."""
-    below = search(step_dir)
-    found = [_location(folder, step_dir, form) for folder, form in below.sets]
-    nested = [path for steps in below.runs.values() for _, path in steps[:1]]
-    found += [at for path in nested for at in _instep_of(path, sharded=True)]
-    alone = (_files_in(folder) for folder in below.folders)
-    sharded = {at.role for at in found if at.format.sharded}
-    kept = [at for at in found if at.format.sharded or at.role not in sharded]
-    return kept or [at for files in alone for at in files]
-
-
-def _files_in(place: Path) -> list[Location]:
-    """Return the one file of a place that is a checkpoint by its name, if there is one."""
-    files = [
-        child
-        for child in (place.iterdir() if place.is_dir() else ())
-        if _ALONE.fullmatch(child.name) and is_checkpoint_file(child)
-    ]
-    return [_alone(files[0])] if len(files) == 1 else []
-
-
-def _in_run(run: Path, choice: Choice, *, depth: int) -> list[Location]:
-    """Return what the steps of a run hold; verl's torchtitan engine has steps within steps."""
-    steps = steps_in(run)
-    if steps and choice.step is not None:
-        there = ", ".join(str(step) for step, _ in reversed(steps))
-        steps = [(step, place) for step, place in steps if step == choice.step]
-        if not steps:
-            raise UnknownFormatError(f"{run} has no step {choice.step}", found=f"steps {there}")
-    locations: list[Location] = []
-    empty: list[Path] = []
-    runs: list[Path] = []
-    for step, place in steps:
-        found = _nearby(place, choice, sharded=True) or _nearby(place, choice, sharded=False)
-        inner = replace(choice, step=None)
-        if found:
-            locations.append(choose(place, found, choice, start=run))
-        elif depth and (nested := _in_run(place, inner, depth=depth - 1)):
-            locations += nested
-            runs += [place] if any(at.step != step for at in nested) else []
-        elif within := _within(place):
-            locations.append(choose(place, within, choice, start=run))
-        elif not locations:
-            empty.append(place)
-    if len(runs) > 1:
-        raise UsageError(
-            f"{run} has the steps of {len(runs)} runs",
-            hint=f"give one of them: {', '.join(map(str, runs[:_LISTED]))}",
-        )
-    _refuse_two_runs(run, locations)
-    return [replace(at, empty=tuple(empty)) for at in locations] or _numbered_files(run, choice)
-
-
-def _refuse_two_runs(run: Path, locations: list[Location]) -> None:
-    """Refuse steps that are named in two ways: the highest number may be another run's."""
-    unsure = [at for at in locations if at.step is None or step_of(at.step_dir.name) is None]
-    if len(unsure) > 1 and not count_steps([at.step for at in unsure]):
-        raise UsageError(
-            f"{run} has {len(unsure)} folders that may be steps, or runs",
-            found=", ".join(at.step_dir.name for at in unsure[:_LISTED]),
-            hint="give one of them, or its --step N",
-        )
-    kinds: dict[str, Location] = {}
-    for at in locations:
-        if at.step_dir.parent == run and at.format.sharded:
-            kinds.setdefault(family(at.step_dir.name), at)
-    if any("epoch" not in kind for kind in kinds):  # a trainer may save at both
-        kinds = {kind: at for kind, at in kinds.items() if not _EPOCHS.fullmatch(kind)}
-    if len(kinds) > 1:
-        raise UsageError(
-            f"{run} has the steps of two runs: their names differ",
-            found=", ".join(at.step_dir.name for at in kinds.values()),
-            hint="give the directory of the step that you want",
-        )
-
-
-def _numbered_files(run: Path, choice: Choice) -> list[Location]:
-    """Return the files of a run that are one step each, as MMEngine and Fabric write them."""
-    if not run.is_dir():
-        return []
-    found = [
-        _alone(child)
-        for child in run.iterdir()
-        if step_of(child.stem) is not None and child.suffix and is_checkpoint_file(child)
-    ]
-    kept = [at for at in found if choice.step in (None, at.step)]
-    return sorted(kept, key=lambda at: at.step or 0, reverse=True)
-
-
-def _below(place: Path, choice: Choice) -> list[Location]:
-    """Return what a search of all folders below a place finds."""
+def _below(place: Path, choice: Choice) -> Iterator[Location]:
+    """Yield what a search of all folders below a place finds."""
     for name in _RUN_FOLDERS:
         if (place / name).is_dir():
-            return discover(place / name, choice)
+            yield from _find(place / name, choice)
+            return
     below = search(place)
-    runs = [
-        run for run, steps in below.runs.items() if any(_within(at) for _, at in steps[:_TRIED])
-    ]
+    runs = [run for run, steps in below.runs.items() if any(within(at) for _, at in steps[:_TRIED])]
     if runs == [place]:
-        return []
+        return
     if runs:
         meant = runs if len(runs) == 1 else _runs_of_role(place, runs, choice)
-        is_certain = len(meant) == 1 and not below.is_cut  # else others may not have been seen
-        return discover(meant[0], choice) if is_certain else []
+        if len(meant) == 1 and not below.is_cut:  # else others may not have been seen
+            yield from _in_run_or_apart(place, meant[0], below, choice)
+        return
+    numbered = [found for one in below.folders if (found := numbered_files(one, choice))]
     if below.sets:
-        return [choose(place, _within(place), choice, start=place)]
-    numbered = [found for one in below.folders if (found := _numbered_files(one, choice))]
-    if len(numbered) == 1:
-        return numbered[0]
-    found = [at for files in numbered for at in files[:1]] or _within(place)
-    return [choose(place, found, choice, start=place)] if found else []
+        yield choose(place, within(place), choice, start=place)
+    elif len(numbered) == 1:
+        yield from numbered[0]
+    elif found := [at for files in numbered for at in files[:1]] or within(place):
+        yield choose(place, found, choice, start=place)
+
+
+def _in_run_or_apart(place: Path, run: Path, below: Below, choice: Choice) -> Iterator[Location]:
+    """Yield the checkpoints of the one run below a place, or the set next to it that is meant."""
+    apart = [
+        location_of(folder, place, form)
+        for folder, form in below.sets
+        if form.sharded and not folder.is_relative_to(run)
+    ]
+    if choice.step is not None:
+        apart = [at for at in apart if at.step == choice.step]
+    named = [at for at in apart if choice.role is not None and at.is_called(choice.role)]
+    if named:
+        yield choose(place, named, choice, start=place)
+        return
+    steps = _find(run, choice)
+    first = next(steps)
+    chosen = choose(place, [first, *apart], choice, start=place) if apart else first
+    yield chosen
+    if chosen is first:
+        yield from steps
 
 
 def _runs_of_role(place: Path, runs: list[Path], choice: Choice) -> list[Path]:
@@ -264,9 +157,9 @@ def _around(start: Path, choice: Choice) -> list[Location]:
     place = start.parent if start.is_file() else start
     named = step_of_parents(place, sharded=False)
     for above in list(place.parents)[:_UPWARD]:
-        found = _instep_of(above, sharded=True)
+        found = instep_of(above, sharded=True)
         if not found and named is not None and above == named[0]:
-            found = _within(above)
+            found = within(above)
         if found:
             inner = above / start.relative_to(above).parts[0]
             if inner.is_dir() and is_state(inner.name):
@@ -292,7 +185,7 @@ def all_steps(run: Path, choice: Choice) -> list[Location]:
     with blaming(run):
         place = run.resolve()
         found = [one for one in discover(run, choice) if place in one.step_dir.parents]
-        return (found or _in_run(place, choice, depth=_NESTED_RUNS))[::-1]
+        return (found or list(in_run(place, choice, depth=NESTED_RUNS)))[::-1]
 
 
 def step_numbers(run: Path) -> list[int]:
@@ -301,12 +194,3 @@ def step_numbers(run: Path) -> list[int]:
         if steps := steps_in(folder):
             return sorted({step for step, _ in steps})
     return []
-
-
-def at_same_step(location: Location, weights: Weights) -> Location | None:
-    """Return where the step directory has its EMA or its regular weights, if it has them."""
-    folder = location.step_dir / (_EMA_DIR if weights == "ema" else _MODEL_DIR)
-    form = format_in(folder, sharded=True)
-    if form is None:
-        return None
-    return replace(location, weights_dir=folder, weights=weights, format=form)

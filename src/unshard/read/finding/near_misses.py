@@ -4,14 +4,14 @@ Told by names alone, the nearest miss first: what a step lacks, then what other 
 what is not a model.
 """
 
-import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from unshard.errors import UnknownFormatError
-from unshard.read.finding.search import DEPTH, FORMATS, WEIGHT_SUFFIXES, is_state, search
-from unshard.read.finding.step_names import is_unfinished
+from unshard.read.finding.search import DEPTH, FORMATS, WEIGHT_SUFFIXES, children, search
+from unshard.read.finding.step_names import is_state, is_unfinished
 
 __all__ = ["nothing_found"]
 
@@ -35,10 +35,6 @@ _SIGNS: tuple[_Sign, ...] = (
         "a marker of the latest step, without the step's directory",
     ),
     (
-        _named(r"(?:.*[_.-])?rank[_-]?\d+[_.-].*|(?:pp|tp|sdp|dp)_\d+.*"),
-        "files of single ranks, under names that no known trainer gives to weights",
-    ),
-    (
         _named(r"adapter_model\.(?:safetensors|bin)"),
         "a LoRA adapter without its model; PEFT's merge_and_unload unites them",
     ),
@@ -54,6 +50,14 @@ _SIGNS: tuple[_Sign, ...] = (
     (
         _named(r"checkpoint_metadata\.json|model_config\.json"),
         "a nanotron checkpoint, which nanotron's converter reads",
+    ),
+    (
+        _named(r"rank_\d+\.safetensors"),
+        "a Fast-LLM checkpoint; what Fast-LLM exports to Hugging Face can be merged",
+    ),
+    (
+        _named(r"(?:.*[_.-])?rank[_-]?\d+[_.-].*|(?:pp|tp|sdp|dp)_\d+.*"),
+        "files of single ranks, under names that are not known",
     ),
     (_named(r".*\.(?:h5|ckpt\.index|data-\d+-of-\d+)"), "a TensorFlow checkpoint"),
     (_named(r".*\.(?:onnx|engine|plan|mlmodel)"), "an exported model, not a checkpoint"),
@@ -88,10 +92,12 @@ def nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
         )
     steps = [place for run in below.runs.values() for step, place in run if wanted in (None, step)]
     nearest = steps[0] if steps else folder
-    there = sorted(child.name + ("/" if child.is_dir() else "") for child in nearest.iterdir())
+    there = [child.name + ("/" if child.is_dir() else "") for child in children(nearest)]
     more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
     shown = ", ".join(there[:_LISTED]) + more
-    stopped = [below.stopped] if below.stopped else []
+    seen = [*_seen(nearest), *_not_followed(nearest)]
+    seen += [f"{error.filename}: cannot be read: {error.strerror}" for error in below.closed[:1]]
+    seen += [below.stopped] if below.stopped else []
     return UnknownFormatError(
         f"{nearest if steps else path}: no checkpoint found",
         expected="model_world_size_W_rank_R.pt (verl, lmms-engine), .metadata and *.distcp (torch "
@@ -99,7 +105,7 @@ def nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
         "(accelerate, HF Trainer), shard-*-model-*.safetensors or "
         f"model.safetensors, here or up to {DEPTH} levels below, in step directories "
         "(global_step_N, checkpoint-N, step-N) or without them",
-        found="\n            ".join([shown or "an empty directory", *_seen(nearest), *stopped]),
+        found="\n            ".join([shown or "an empty directory", *seen]),
         hint=_what_to_give(folder),
     )
 
@@ -117,19 +123,28 @@ def _seen(folder: Path) -> list[str]:
     return [f"{path.relative_to(folder)}: {_SIGNS[kind][1]}" for kind, path in shown]
 
 
+def _not_followed(folder: Path) -> list[str]:
+    """Return the links to directories elsewhere, which a search does not follow."""
+    links = (one for one in children(folder) if one.is_symlink() and one.is_dir())
+    away = [one for one in links if not one.resolve().is_relative_to(folder)]
+    return [
+        f"{one.name}: a link to {one.resolve()}, which is not searched; give that path if you "
+        "mean it"
+        for one in away[:_SHOWN]
+    ]
+
+
 def _paths(folder: Path) -> list[Path]:
     """Return what is in a folder and the levels below that are searched, the nearest first."""
     found: list[Path] = []
     level = [folder]
     for _ in range(DEPTH):
-        children = [
-            Path(entry.path)
-            for place in level
-            if os.access(place, os.R_OK | os.X_OK)
-            for entry in sorted(os.scandir(place), key=lambda entry: entry.name)
-        ]
-        found += children
-        level = [one for one in children if one.is_dir() and not one.is_symlink()]
+        inside: list[Path] = []
+        for place in level:
+            with suppress(PermissionError):
+                inside += children(place)
+        found += inside
+        level = [one for one in inside if one.is_dir() and not one.is_symlink()]
         if len(found) > _MOST_PATHS:
             break
     return found
@@ -137,7 +152,7 @@ def _paths(folder: Path) -> list[Path]:
 
 def _what_to_give(folder: Path) -> str:
     """Return which file of a directory without a checkpoint may be the one that is meant."""
-    for child in sorted(folder.iterdir()):
+    for child in children(folder):
         if child.suffix and _may_be_weights(child):
             return f"give the file itself: {child}"
     return ""

@@ -5,7 +5,7 @@ A name states a step if it ends in a number after a word that counts training (`
 (`save_100`) state one, too, but a sweep's folders look the same (`lr_3`), so they count only for
 weights that a training run alone writes.
 
-The name of our own folder in a run is here, too, because a search ignores that folder.
+What a search ignores has its names here, too: training state, and our own folder in a run.
 
 Sources: the trainers in `tests/trainers`.
 """
@@ -20,6 +20,7 @@ __all__ = [
     "count_steps",
     "family",
     "holds_steps",
+    "is_state",
     "is_unfinished",
     "loose_step_of",
     "step_of",
@@ -56,9 +57,18 @@ _NO_COUNTERS = frozenset(
     ctx context seq len length dim hidden width depth size tokens
     """.split()
 )
+_STATE = re.compile(
+    r"(?:(?:lr_|train_)?(?:optim(?:izer)?s?|scheduler|sampler|scaler|data(?:loader)?|rng|random"
+    r"|extra|trainer|training|client)(?:_states?|_args)?)(?:_\d+|_merged)?"
+)
 _HOLDS_STEPS = re.compile(r"(?:.*[-_])?(?:checkpoints?|ckpts?)", re.IGNORECASE)
 _UPWARD = 4
 _MANY_STEPS, _SAVED_EVERY = 100, 10
+
+
+def is_state(name: str) -> bool:
+    """Return whether a folder of this name, or a file without its suffix, is training state."""
+    return _STATE.fullmatch(name) is not None
 
 
 def is_unfinished(name: str) -> bool:

@@ -103,6 +103,7 @@ _RULES: tuple[_Rule, ...] = (
     ("AReaL", lambda at: at.has_step(r"epoch\d+epochstep\d+globalstep\d+")),
     ("torchtune", lambda at: "recipe_state" in at.run or at.has_step(r"dist_epoch_\d+")),
     ("NeMo AutoModel", lambda at: ".hf_metadata" in at.weights and at.has_step("epoch_.*_step_.*")),
+    ("fairseq2", lambda at: at.inner == ("hg",) and {"model", "trainer"} <= at.step),
     ("litgpt", lambda at: "lit_model.pth" in at.weights),
     ("MMEngine", lambda at: at.is_file_of(".pth") and "last_checkpoint" in at.weights),
     ("lingua", lambda at: at.has_dcp and {"params.json", "train_state_00000.json"} <= at.step),

@@ -5,7 +5,8 @@ An item may be in `model_3.safetensors` instead, of which only `metadata.pkl` sa
 are cut. What it says of `.pt` files is compared with them.
 
 The names are common ones (`model_3.pt` may be the third epoch), so one file alone is not taken for
-a checkpoint: `metadata.pkl` must be there, another rank, or another item of the same rank.
+a checkpoint: `metadata.pkl` must be there, another rank, or another item of the same rank. Next to
+`metadata.pkl` the item of the model may have any name that is not one of training state.
 
 Source: torch_checkpointing 0.1.1, `checkpoint_layout`, `default_resharder`.
 """
@@ -21,7 +22,8 @@ from unshard.containers.safetensors_file import HeaderEntry
 from unshard.containers.torch_files.reader import TorchFile
 from unshard.containers.torch_files.zip import StorageRecord
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError, raise_all
-from unshard.read.dcp.metadata import MODEL_KEYS
+from unshard.read.dcp.metadata import MODEL_KEYS, OTHER_KEYS
+from unshard.read.finding.step_names import is_state
 from unshard.read.format import Format, Location, ReadOptions, files_in, find_file, shortened
 from unshard.read.hub_files import natural_order, read_header, size_problem
 from unshard.read.rank_files.reader import catalog_of
@@ -53,32 +55,40 @@ def _items_of(names: Iterable[str]) -> dict[str, set[int]]:
     return items
 
 
+def _may_be_model(item: str) -> bool:
+    return not (item in OTHER_KEYS or "optim" in item or is_state(item))
+
+
 def _holds(directory: Path) -> bool:
     names = {path.name for path in directory.iterdir()}
     items = _items_of(names)
     ranks = next((items[key] for key in MODEL_KEYS if key in items), set())
     is_stated = _METADATA in names
+    if is_stated and any(map(_may_be_model, items)):
+        return True
     others = (items[item] & ranks for item in items if item not in MODEL_KEYS)
     is_shown = len(ranks) > 1 or any(others)
-    return bool(ranks) and (is_stated or (is_shown and not any(map(is_whole_file, names))))
+    return bool(ranks) and is_shown and not any(map(is_whole_file, names))
 
 
 def _claims(path: Path) -> bool:
     match = _FILE.fullmatch(path.name)
     if match is None:
         return path.name == _METADATA and _holds(path.parent)
-    # Of the rank, the model must be there, too: this spares most directories a listing.
+    # Of the rank, the model must be there, too, or what states the items: this spares most
+    # directories a listing.
     models = (
         f"{key}_{match['rank']}{end}" for key in MODEL_KEYS for end in (".pt", ".safetensors")
     )
-    return any((path.parent / name).exists() for name in models) and _holds(path.parent)
+    is_near = any((path.parent / name).exists() for name in (_METADATA, *models))
+    return is_near and _holds(path.parent)
 
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
     found = files_in(location.roots, lambda name: _FILE.fullmatch(name) is not None)
     items = _items_of(path.name for path in found)
-    item = next(name for name in MODEL_KEYS if name in items)
     path = find_file(location.roots, _METADATA)
+    item = _model_item(path, items, location)
     stated = None if path is None else read_metadata(path, item)
     suffix = ".pt" if stated is None else stated.suffix
     by_name = {path.name: path for path in found}
@@ -105,6 +115,29 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
 
 
 TORCH_CHECKPOINTING = Format("torch_checkpointing", _holds, _read, _claims)
+
+
+def _model_item(metadata: Path | None, items: Iterable[str], location: Location) -> str:
+    """Return the item that is the model; if none has a known name, the only one with tensors."""
+    known = next((name for name in MODEL_KEYS if name in items), None)
+    if known is not None:
+        return known
+    if metadata is None:
+        raise IncompleteError(f"{location.weights_dir}: its {_METADATA} is missing")
+    may_be = [item for item in items if _may_be_model(item)]
+    named = _FILE.fullmatch(location.file.name) if location.file is not None else None
+    if named is not None and named["item"] in may_be:
+        return named["item"]
+    if len(may_be) > 1:
+        stated = {item: read_metadata(metadata, item) for item in may_be}
+        may_be = [item for item, one in stated.items() if one is not None and one.tensors] or may_be
+    if len(may_be) > 1:
+        raise NotMergeableError(
+            f"{location.weights_dir}: has the weights of {len(may_be)} models",
+            found=f"items {shortened(may_be, 8)}",
+            hint="give the weight file of the one that you want",
+        )
+    return may_be[0]
 
 
 def _check_files(

@@ -108,10 +108,10 @@ def _is_whole(source: Path, options: Mapping[str, object]) -> bool:
         return False
     if not any(any(source.glob(pattern)) for pattern in _WHOLE):
         return False
-    from unshard.read.finding.discover import discover
+    from unshard.read.finding.discover import find
     from unshard.read.format import Choice
 
-    at = discover(source, Choice(None, None, "model"))[0]
+    at = next(find(source, Choice(None, None, "model")))
     return not at.format.sharded and at.weights_dir == source.resolve()
 
 
@@ -155,11 +155,11 @@ def _describe(order: MergeOrder) -> None:
 def _options(order: MergeOrder) -> "MergeOptions":
     from unshard.api.options import MergeOptions
     from unshard.read.beside.companions import find_companions
-    from unshard.read.finding.discover import discover
+    from unshard.read.finding.discover import find
 
     options = MergeOptions(**order.options)  # type: ignore[arg-type]  # JSON
     if order.config is not None:
-        location = discover(Path(order.checkpoint), options.choice)[0]
+        location = next(find(Path(order.checkpoint), options.choice))
         if find_companions(location, None).config is None:
             return replace(options, config=order.config)
     return options
