@@ -1,8 +1,8 @@
 """A stand-in of the Hugging Face Hub: the HTTP interface that makes and fills a repository.
 
 Spoken as huggingface_hub speaks it without Xet: create, validate, preupload, Git LFS batch and
-upload, commit, and the tree of files. Sources: huggingface_hub's `hf_api`, `_commit_api` and `lfs`
-modules, and the Git LFS batch protocol.
+upload (also in parts), commit, the tree of files and what is known of each. Sources:
+huggingface_hub's `hf_api`, `_commit_api` and `lfs` modules, and the Git LFS batch protocol.
 """
 
 import base64
@@ -10,10 +10,15 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import pytest
 
 TOKEN = "hf_stand_in"  # noqa: S105 (of no one)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -30,7 +35,8 @@ class Repo:
 class Hub:
     """What the stand-in holds; `failing` maps a part of a path to the status that it gets.
 
-    `role` is that of its one token: write, read or fineGrained.
+    `role` is that of its one token: write, read or fineGrained. Files in `ignored` are accepted and
+    not committed. Large files are uploaded in parts of `part_bytes`, if that is not 0.
     """
 
     address: str = ""
@@ -39,6 +45,8 @@ class Hub:
     failing: dict[str, int] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     role: str = "write"
+    ignored: set[str] = field(default_factory=set)
+    part_bytes: int = 0
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, object]:
         """Return status and JSON for a request."""
@@ -46,7 +54,11 @@ class Hub:
             if part in path:
                 return status, {"error": f"made to fail with {status}"}
         if method == "PUT":
-            self.blobs[path.rpartition("/")[2]] = body
+            self.blobs[path.removeprefix("/blob/")] = body
+            return 200, {}
+        if path.startswith("/joined/"):
+            oid, parts = path.removeprefix("/joined/"), json.loads(body)["parts"]
+            self.blobs[oid] = b"".join(self.blobs.pop(f"{oid}/{n + 1}") for n in range(len(parts)))
             return 200, {}
         return self._api(path.partition("?")[0], body)
 
@@ -61,7 +73,9 @@ class Hub:
             return 200, {"errors": [], "warnings": []}
         if re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", route):
             return self._batch(json.loads(body))
-        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(\w+)/(?:main|[0-9a-f]{40}))?", route)
+        match = re.fullmatch(
+            r"/api/models/([^/]+/[^/]+)(?:/([\w-]+)/(?:main|[0-9a-f]{40}))?", route
+        )
         if match is None or match[1] not in self.repos:
             return 404, {"error": route}
         return self._about(self.repos[match[1]], match[1], match[2], body)
@@ -77,6 +91,11 @@ class Hub:
                 return 200, [
                     {"type": "file", "path": path, "size": len(data), "oid": "0" * 40}
                     for path, data in files
+                ]
+            case "paths-info":
+                asked = parse_qs(body.decode())["paths"]
+                return 200, [
+                    _path_info(path, repo.files[path]) for path in asked if path in repo.files
                 ]
             case "preupload":
                 asked = json.loads(body)["files"]
@@ -100,16 +119,28 @@ class Hub:
 
     def _batch(self, fields: Mapping[str, list[dict[str, str]]]) -> tuple[int, object]:
         upload = [
-            {**one, "actions": {"upload": {"href": f"{self.address}/blob/{one['oid']}"}}}
+            {**one, "actions": {"upload": self._upload(one["oid"], int(one["size"]))}}
             for one in fields["objects"]
         ]
         return 200, {"transfer": "basic", "objects": upload}
+
+    def _upload(self, oid: str, size: int) -> dict[str, object]:
+        href, step = f"{self.address}/blob/{oid}", self.part_bytes
+        if not step:
+            return {"href": href}
+        parts = {str(n + 1): f"{href}/{n + 1}" for n in range(-(-size // step))}
+        return {
+            "href": f"{self.address}/joined/{oid}",
+            "header": {"chunk_size": str(step), **parts},
+        }
 
     def _commit(self, repo: Repo, name: str, lines: list[dict[str, object]]) -> tuple[int, object]:
         for line in lines:
             match line:
                 case {"key": "header", "value": {"summary": str(summary)}}:
                     repo.commits.append(summary)
+                case {"value": {"path": str(path)}} if path in self.ignored:
+                    pass
                 case {"key": "file", "value": {"path": str(path), "content": str(content)}}:
                     repo.files[path] = base64.b64decode(content)
                 case {"key": "lfsFile", "value": {"path": str(path), "oid": str(oid)}}:
@@ -123,9 +154,18 @@ class Hub:
         return 200, {"commitUrl": f"{self.address}/{name}/commit/{oid}", "commitOid": oid}
 
 
+def _is_large(path: object) -> bool:
+    return str(path).endswith((".safetensors", ".bin"))
+
+
+def _path_info(path: str, data: bytes) -> dict[str, object]:
+    info = {"type": "file", "path": path, "size": len(data), "oid": "0" * 40}
+    lfs = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+    return info | ({"lfs": lfs} if _is_large(path) else {})
+
+
 def _preuploaded(file: Mapping[str, object]) -> dict[str, object]:
-    big = str(file["path"]).endswith((".safetensors", ".bin"))
-    mode = "lfs" if big else "regular"
+    mode = "lfs" if _is_large(file["path"]) else "regular"
     return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False}
 
 
@@ -139,7 +179,8 @@ def serving() -> Iterator[Hub]:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             hub.requests.append(f"{self.command} {self.path}")
             told = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-            if not told and self.command != "PUT":
+            of_storage = self.command == "PUT" or self.path.startswith("/joined/")
+            if not told and not of_storage:
                 status, answer = 401, {"error": "Invalid credentials"}
             else:
                 status, answer = hub.answer(self.command, self.path, body)  # type: ignore[assignment]
@@ -147,6 +188,7 @@ def serving() -> Iterator[Hub]:
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
+            self.send_header("ETag", '"of a part"')
             self.end_headers()
             self.wfile.write(data)
 
@@ -189,3 +231,21 @@ def serving() -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def standing_in(patch: pytest.MonkeyPatch, directory: Path) -> Iterator[Hub]:
+    """Serve a hub, and make huggingface_hub use it, without Xet and without waiting.
+
+    There is no token but that in HF_TOKEN; `directory` is empty.
+    """
+    from huggingface_hub import constants
+
+    with serving() as hub:
+        patch.setattr(constants, "ENDPOINT", hub.address)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_TOKEN_PATH", str(directory / "no-token"))
+        patch.setattr(time, "sleep", lambda _: None)
+        patch.setenv("HF_TOKEN", TOKEN)
+        yield hub

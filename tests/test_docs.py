@@ -15,7 +15,7 @@ from unshard.errors import how_to_install
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = (
-    *("merge", "inspect", "verify", "average", "env", "eval", "eval serve", "eval submit"),
+    *("merge", "inspect", "verify", "average", "push", "env", "eval", "eval serve", "eval submit"),
     *("eval status", "eval cancel", "eval logs", "eval results", "eval watch", "eval export"),
 )
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         merge,
         merge_all,
         open_checkpoint,
+        push,
         verify,
         virtual,
     )
@@ -92,6 +93,7 @@ __all__ = [
     "merge",
     "merge_all",
     "open_checkpoint",
+    "push",
     "verify",
     "virtual",
 ]

@@ -15,6 +15,7 @@ __all__ = [
     "MergeKeywords",
     "OpenKeywords",
     "PretrainedKeywords",
+    "PushKeywords",
     "ReadKeywords",
     "SavedConfig",
     "VerifyKeywords",
@@ -104,8 +105,8 @@ class VerifyKeywords(ReadKeywords, total=False):
     memory: str | int
 
 
-class VirtualKeywords(OpenKeywords, total=False):
-    """Everything that shapes the files of a merge."""
+class PushKeywords(OpenKeywords, total=False):
+    """Everything that shapes the model that a merge writes."""
 
     dtype: DtypeLike
     keep_fp32: str | None
@@ -114,8 +115,13 @@ class VirtualKeywords(OpenKeywords, total=False):
     lora: str
     allow_missing: bool
     allow_unexpected: bool
-    extra_state: bool
     max_shard_size: str | int | None
+
+
+class VirtualKeywords(PushKeywords, total=False):
+    """Everything that shapes the files of a merge."""
+
+    extra_state: bool
 
 
 class MergeKeywords(VirtualKeywords, total=False):

@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 import unshard
-from hub_server import TOKEN, Hub, Repo, serving
+from hub_server import TOKEN, Hub, Repo, serving, standing_in
 from ranks import save_ranks, snapshot, some_tensors
 from unshard.errors import OutputError, UsageError
 from unshard.progress import Event, ignore
@@ -59,16 +58,8 @@ def output(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """The stand-in, with huggingface_hub told to use it, without Xet and without waiting."""
-    from huggingface_hub import constants
-
-    with serving() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setattr(time, "sleep", lambda _: None)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+    """The stand-in, which huggingface_hub uses."""
+    with standing_in(monkeypatch, tmp_path) as hub:
         yield hub
 
 
@@ -130,6 +121,22 @@ def test_old_weights_are_removed_and_other_files_stay(hub: Hub, output: Path) ->
     pushed(output)
     kept = {name: old[name] for name in ("README.md", "eval/model.safetensors")}
     assert hub.repos["someone/model"].files == {**FILES, **kept}
+
+
+def test_what_the_hub_did_not_take_is_not_called_pushed(hub: Hub, output: Path) -> None:
+    hub.ignored.add("config.json")  # as a .gitignore in the repository does
+    before = snapshot(output)
+    with pytest.raises(OutputError, match="as they were sent: config") as caught:
+        pushed(output)
+    assert caught.value.found == "a commit without them, in someone/model"
+    assert snapshot(output) == before
+
+
+def test_large_files_go_in_parts(hub: Hub, output: Path) -> None:
+    hub.part_bytes = 70_000
+    pushed(output)
+    assert hub.repos["someone/model"].files.items() >= FILES.items()
+    assert sum(request.startswith("PUT") for request in hub.requests) == 5 + 2
 
 
 def test_a_card_of_the_output_is_taken(hub: Hub, output: Path) -> None:

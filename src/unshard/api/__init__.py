@@ -14,6 +14,7 @@ from unshard.api.unmerged.opening import (
     open_checkpoint,
 )
 from unshard.api.unmerged.pretrained import from_pretrained
+from unshard.api.unmerged.pushing import push
 from unshard.api.unmerged.virtual import VirtualFiles, virtual
 from unshard.api.verifying import verify
 from unshard.engines.crew import crew
@@ -42,6 +43,7 @@ __all__ = [
     "merge_steps",
     "merge_with",
     "open_checkpoint",
+    "push",
     "verify",
     "virtual",
 ]

@@ -21,7 +21,7 @@ from unshard.plan.layout import index_json, lay_out, size_in_bytes
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.plan.work import make_pair
-from unshard.progress import Listener, Stage, ignore
+from unshard.progress import Listener, Stage, Warned, ignore
 from unshard.read.beside.base_name import find_base_name
 from unshard.read.beside.companions import Companions
 from unshard.read.beside.model_config import ModelConfig
@@ -59,6 +59,7 @@ __all__ = [
     "small_files",
     "stage_output",
     "verify_output",
+    "warn",
     "without_config",
 ]
 
@@ -303,6 +304,13 @@ def late_notes(
     return notes
 
 
+def warn(listener: Listener, notes: Sequence[str]) -> list[str]:
+    """Give notes to the listener, and return them."""
+    for note in notes:
+        listener(Warned(note))
+    return list(notes)
+
+
 def push_output(
     prepared: Prepared, target: Path, options: MergeOptions, listener: Listener
 ) -> str | None:
@@ -317,7 +325,7 @@ def push_output(
 
 def make_report(
     prepared: Prepared,
-    target: Path,
+    target: Path | None,
     options: MergeOptions,
     started: float,
     *,
@@ -325,13 +333,16 @@ def make_report(
     changed: tuple[int, int] | None = None,
     url: str | None = None,
 ) -> Report:
-    """Return the report of a merge that began at `started`, by `time.monotonic()`."""
+    """Return the report of a merge that began at `started`, by `time.monotonic()`.
+
+    `target` is None if nothing was written.
+    """
     checkpoints, plan = prepared.sources.checkpoints, prepared.plan
     dtypes = Counter(one.dtype.name for file in plan.layout.files for one in file.tensors)
     operations = Counter(type(one).__name__ for one in plan.tiled)
     operations += Counter(CopyRange=len(plan.copies))
     return Report(
-        output=str(target),
+        output="" if target is None else str(target),
         source=str(checkpoints[-1].location.weights_dir),
         sources=tuple(str(one.location.weights_dir) for one in checkpoints),
         step=checkpoints[-1].catalog.step,

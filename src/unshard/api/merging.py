@@ -1,7 +1,7 @@
 """`merge`: a checkpoint in, a Hugging Face directory out; and `merge_all`: every step of a run."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from unshard.api.making import (
     push_output,
     stage_output,
     verify_output,
+    warn,
 )
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
 from unshard.api.sources import Opening, decompressed, open_source
@@ -142,7 +143,7 @@ def merge_with(
     sources = checkpoint(listener)
     target = target or sources.last.location.default_output
     prepared = before(plan_output(sources, convert(sources, options), options))
-    _warn(listener, prepared.warnings)
+    warn(listener, prepared.warnings)
     stage = stage_output(prepared, target, options)
     if options.dry_run:
         stage.check()
@@ -151,7 +152,7 @@ def merge_with(
         if sources.compressed_bytes:  # only now can values be compared, and be read anywhere
             sources = decompressed(sources, stage.scratch, listener)
             again = plan_output(sources, convert(sources, options), options)
-            _warn(listener, [one for one in again.warnings if one not in prepared.warnings])
+            warn(listener, [one for one in again.warnings if one not in prepared.warnings])
             prepared = replace(again, files=prepared.files)
         listener(Stage("writing", prepared.plan.layout.total_size))
         overflows = engine(prepared.plan, stage.directory, options.resources, listener)
@@ -160,16 +161,9 @@ def merge_with(
         changed = compare_with_base(prepared, listener)
         listener(Stage("committing"))
         committed = stage.commit(replaced=named_companions(prepared, options))
-    notes = _warn(listener, [*late_notes(prepared, changed, overflows), *committed])
+    notes = warn(listener, [*late_notes(prepared, changed, overflows), *committed])
     url = push_output(prepared, target, options, listener)
     return make_report(prepared, target, options, started, notes=notes, changed=changed, url=url)
-
-
-def _warn(listener: Listener, notes: Sequence[str]) -> Sequence[str]:
-    """Give notes to the listener, and return them."""
-    for note in notes:
-        listener(Warned(note))
-    return notes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`unshard merge`, `average`, `verify` and `inspect`: the commands about checkpoints."""
+"""`unshard merge`, `average`, `verify`, `push` and `inspect`: the commands about checkpoints."""
 
 import json
 import logging
@@ -33,14 +33,14 @@ from unshard.cli.reports import (
 from unshard.cli.running import front_of
 from unshard.errors import UsageError
 from unshard.fronts import Front
-from unshard.keywords import CHOICES, MergeKeywords, ReadKeywords, VerifyKeywords
+from unshard.keywords import CHOICES, MergeKeywords, PushKeywords, ReadKeywords, VerifyKeywords
 from unshard.progress import Event, Listener, Stage
 from unshard.showing import listening
 
 if TYPE_CHECKING:
     from unshard.engines.threads import RunPlan
 
-__all__ = ["average", "inspect", "merge", "verify"]
+__all__ = ["average", "inspect", "merge", "push", "verify"]
 
 _DIFFERENT = 1
 _AVERAGE = "Average"
@@ -250,6 +250,29 @@ def verify(
         print_comparison(found, as_json=as_json)
     if not found.equal:
         raise typer.Exit(_DIFFERENT)
+
+
+@taking(PushKeywords)
+def push(
+    checkpoint: CheckpointArgument,
+    repo: Annotated[
+        str, typer.Argument(metavar="REPO", help="NAME or OWNER/NAME; it is made if need be.")
+    ],
+    *,
+    private: Annotated[
+        bool, flag("--private", "Make the repository private if it is new.")
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    **given: object,
+) -> None:
+    """Upload the model that `merge` would write to the Hugging Face hub, without a local copy."""
+    from unshard import api
+
+    with _working(quiet=quiet, front=front_of(push)) as (listener, _):
+        keywords = keywords_of(PushKeywords, given)
+        report = api.push(checkpoint, repo, private=private, listener=listener, **keywords)
+    print_report(report, as_json=as_json, quiet=quiet)
 
 
 @taking(ReadKeywords)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import typer
 
 from unshard import __version__
-from unshard.cli.commands import average, inspect, merge, verify
+from unshard.cli.commands import average, inspect, merge, push, verify
 from unshard.cli.environment import env
 from unshard.cli.evaluate.commands import app as evaluate
 from unshard.cli.evaluate.runs import export, watch
@@ -26,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (merge, inspect, verify, average):
+for _command in (merge, inspect, verify, average, push):
     app.command(cls=Grouped)(guarded(_command))
 app.command()(guarded(env))
 evaluate.command()(guarded(watch))

@@ -73,12 +73,13 @@ def _step_fields(one: "StepResult") -> dict[str, object]:
 
 def _print_merge(report: "Report") -> None:
     rate = report.bytes_written / max(report.seconds, 1e-3)
+    done = "wrote" if report.output else "uploaded"
     if len(report.sources) > 1:
         print(f"averaged {len(report.sources)} checkpoints: {', '.join(report.sources)}")
     tensors, ranks = counted(report.tensors, "tensor"), counted(report.world_size, "rank")
     print(f"merged {tensors} of {ranks}: {_list_dtypes(report)}")
     print(
-        f"wrote {human_size(report.bytes_written)} in {counted(len(report.files), 'file')}, "
+        f"{done} {human_size(report.bytes_written)} in {counted(len(report.files), 'file')}, "
         f"{report.seconds:.2f} s ({human_size(rate)}/s), "
         f"peak memory {human_size(report.peak_memory_bytes)}"
     )
@@ -89,7 +90,8 @@ def _print_merge(report: "Report") -> None:
         print(f"with {', '.join(report.companions)}")
     for skipped in report.skipped:
         print(f"left out {skipped.fqn}: {skipped.reason}")
-    print(f"saved to {report.output}")
+    if report.output:
+        print(f"saved to {report.output}")
     if report.url is not None:
         print(f"pushed to {report.url}")
 

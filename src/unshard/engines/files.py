@@ -5,7 +5,7 @@ Memory: the bytes that are asked for, `CACHE_BYTES` of what was made last, and o
 
 import io
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Lock
@@ -18,7 +18,7 @@ from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import raw_dtype, read_exactly
 from unshard.errors import CorruptError, UsageError
 from unshard.plan.pieces import Contents, Run, Slab, slab_tiles
-from unshard.write.execute import make_tile
+from unshard.write.execute import count_overflows, make_tile
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -45,6 +45,7 @@ class PieceReader:
         self._lock = Lock()
         self._sources = OpenFiles(os.O_RDONLY, limit=_OPEN_FILES)
         self._made: OrderedDict[tuple[int, tuple[int, ...]], memoryview] = OrderedDict()
+        self._lost: dict[tuple[int, int, tuple[int, ...]], int] = {}
         self._closed = False
         paths = set[Path]().union(*(one.sources() for one in files.values()))
         self._identities = {path: _identity(path) for path in sorted(paths)}
@@ -68,6 +69,15 @@ class PieceReader:
                     f"{path}: has changed while it was being read",
                     hint="what was read since may be of either state: open the checkpoint again",
                 )
+
+    @property
+    def overflows(self) -> Counter[tuple[int, int]]:
+        """How many finite values became infinite in what was made, as `Executor` counts them."""
+        counted: Counter[tuple[int, int]] = Counter()
+        with self._lock:
+            for (file, start, _), count in self._lost.items():
+                counted[file, start] += count
+        return counted
 
     def read(self, contents: Contents, at: int, out: memoryview) -> None:
         """Fill `out` with the bytes of a file from `at` on; the file has as many.
@@ -110,7 +120,11 @@ class PieceReader:
     def _make(self, slab: Slab) -> memoryview:
         out = np.empty(slab.box.sizes, raw_dtype(slab.operation.to))
         for place, tile in slab_tiles(slab):
-            view(out, place)[...] = make_tile(tile, self._sources).view(out.dtype)
+            made = make_tile(tile, self._sources)
+            view(out, place)[...] = made.view(out.dtype)
+            if count := count_overflows(tile, made, self._sources):
+                target = tile.operation.target  # a slab may be made again: it counts once
+                self._lost[target.file, target.start, tile.box.offsets] = count
         return out.reshape(-1).view(np.uint8).data
 
 
@@ -194,6 +208,10 @@ class PlannedFile(io.BufferedIOBase):
                 whole.write(part)
             self._at += wanted
         return whole.getvalue()
+
+    def read_at(self, at: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `at` on, which the file has; the position stays."""
+        self._read(at, out)
 
     def read1(self, size: int = -1, /) -> bytes:
         """Read as `read` does."""

@@ -23,7 +23,7 @@ from unshard.plan.work import Pair, Tile, Unit, pair_tiles
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
 from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype
 
-__all__ = ["Executor", "are_equal", "make_tile", "tile_runs"]
+__all__ = ["Executor", "are_equal", "count_overflows", "make_tile", "tile_runs"]
 
 _BLOCK = 1024 * 1024
 _NO_KERNEL_COPY = frozenset(
@@ -97,27 +97,12 @@ class Executor:
         target = tile.operation.target
         if isinstance(tile.operation, Reduce):
             self._count_lost_sums(tile, tile.operation, out)
-        elif out.dtype == np.float16:
-            self._count_overflows(tile, out)
+        elif count := count_overflows(tile, out, self._sources):
+            self.overflows[target.file, target.start] += count
         fd = self._targets.fd(self._outputs[target.file])
         for offset, part in tile_runs(tile.box, target, out.reshape(-1).view(np.uint8).data):
             _write_all(fd, part, offset)
         return out.nbytes
-
-    def _count_overflows(self, tile: Tile, out: Elements) -> None:
-        """Count the values of a tile that were finite before they became float16."""
-        infinite, operation = int(np.isinf(out).sum()), tile.operation
-        if infinite:
-            is_float64 = isinstance(operation, Cast) and operation.source.dtype.itemsize == 8
-            wide = BY_NAME["float64" if is_float64 else "float32"]
-            same = (
-                Cast(operation.target, operation.source, wide)
-                if isinstance(operation, Gather)
-                else replace(operation, to=wide)
-            )
-            before = make_tile(replace(tile, operation=same), self._sources)
-            place = operation.target.file, operation.target.start
-            self.overflows[place] += infinite - int(np.isinf(before).sum())
 
     def _count_lost_sums(self, tile: Tile, mean: Reduce, out: Elements) -> None:
         """Count the values of a tile that are not finite, though all those that made them are."""
@@ -179,6 +164,27 @@ def make_tile(tile: Tile, files: OpenFiles) -> Elements:
             delta *= np.float32(scale)
             delta += _float32(base, tile.box, files)
             return _rounded(delta, to)
+
+
+def count_overflows(tile: Tile, out: Elements, files: OpenFiles) -> int:
+    """Return how many values of a tile were finite before they became float16; `out` is the tile.
+
+    A sum of several tensors is not counted.
+    """
+    infinite, operation = 0, tile.operation
+    if out.dtype == np.float16 and not isinstance(operation, Reduce):
+        infinite = int(np.isinf(out).sum())
+    if not infinite:
+        return 0
+    is_float64 = isinstance(operation, Cast) and operation.source.dtype.itemsize == 8
+    wide = BY_NAME["float64" if is_float64 else "float32"]
+    same = (
+        Cast(operation.target, operation.source, wide)
+        if isinstance(operation, Gather)
+        else replace(operation, to=wide)
+    )
+    before = make_tile(replace(tile, operation=same), files)
+    return infinite - int(np.isinf(before).sum())
 
 
 def are_equal(pair: Pair, files: OpenFiles) -> bool:

@@ -1,25 +1,30 @@
-"""Push a finished output to the Hugging Face Hub. The output itself is only read.
+"""Push a model to the Hugging Face Hub: a finished output, or files that are written nowhere.
 
-Knows repositories and their files. Everything that can fail here fails after the output is safe on
-disk, and the error reports that.
+Knows repositories and their files. What is pushed is only read, and is called pushed when the hub
+confirms every file of the commit.
 """
 
-import glob
 import json
+import logging
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unshard.errors import OutputError, UsageError
+from unshard.errors import OutputError, UnshardError, UsageError
+from unshard.progress import Listener, Stage, ignore
 from unshard.read.hub_files import RECORD_NAME
 from unshard.write.record import is_weight_file
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi
 
-__all__ = ["CARD_NAME", "check_repo", "model_card", "push"]
+__all__ = ["CARD_NAME", "check_repo", "model_card", "push", "push_files"]
+
+_Files = Mapping[str, Path | BufferedIOBase]
+"""Files by their names in the repository."""
 
 CARD_NAME = "README.md"
 _REASONS = {
@@ -29,13 +34,14 @@ _REASONS = {
 }
 
 
-def check_repo(repo: str, *, may_ask: bool) -> None:
+def check_repo(repo: str, *, may_ask: bool, is_option: bool = True) -> None:
     """Check before anything is done whether an output can be pushed.
 
     Args:
         repo: "NAME" or "OWNER/NAME".
         may_ask: ask the hub whether it accepts the token, and whether that may write there; else
             only the name is checked.
+        is_option: the repository was given by --push-to-hub, which may be left out.
 
     Raises:
         UsageError: no repository can have this name.
@@ -45,8 +51,8 @@ def check_repo(repo: str, *, may_ask: bool) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented
 
-    subject = f"--push-to-hub {repo}"
-    later = "; or leave --push-to-hub out, and push the output later"
+    subject = f"--push-to-hub {repo}" if is_option else repo or "the repository"
+    later = "; or leave --push-to-hub out, and push the output later" if is_option else ""
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
@@ -95,65 +101,158 @@ def push(directory: Path, repo: str, names: Collection[str], *, private: bool, b
     Raises:
         OutputError: the upload failed; the output on disk is complete all the same.
     """
-    from huggingface_hub import HfApi
+    paths = {name: directory / name for name in (*names, CARD_NAME)}
+    files = {name: path for name, path in paths.items() if path.is_file()}
+    only = "".join(f" --include {shlex.quote(name)}" for name in names)
+    again = f"`hf upload {repo} {shlex.quote(str(directory))} .{only}"
+    again += " --private`" if private else "`"
+    with _pushing(repo, f"the output itself, complete, in {directory}", again, bars=bars):
+        return _upload(files, repo, private=private)
 
+
+def push_files(
+    files: Mapping[str, BufferedIOBase],
+    repo: str,
+    *,
+    private: bool,
+    check: Callable[[], None],
+    listener: Listener,
+) -> str:
+    """Upload files as `push` does, straight from file objects; return the repository's URL.
+
+    Every file is read twice, for its checksum and for the upload, in blocks; Git LFS is used,
+    because Xet takes no file objects. Small files are in memory.
+
+    Args:
+        files: by their names in the repository.
+        repo: as for `push`.
+        private: as for `push`.
+        check: called when all is uploaded; what it raises leaves the repository as it is.
+        listener: gets the stages.
+
+    Raises:
+        OutputError: the upload failed.
+        UnshardError: what reading the files, or `check`, raised.
+    """
+    found = "nothing was written on this machine, and the repository's files are as before"
+    # It warns that Xet takes no file objects: of that, users need not know.
+    logger = logging.getLogger("huggingface_hub._commit_api")
+    with _pushing(repo, found, "push it again", bars=False), _at_level(logger, logging.ERROR):
+        return _upload(files, repo, private=private, check=check, listener=listener)
+
+
+@contextmanager
+def _pushing(repo: str, found: str, again: str, *, bars: bool) -> Iterator[None]:
+    """Turn what fails into an error that reports what is left, and how to try again."""
     try:
         with _progress_bars(shown=bars):
-            return _upload(HfApi(), directory, repo, names, private=private)
+            yield
     except Exception as error:
-        only = "".join(f" --include {shlex.quote(name)}" for name in names)
-        again = f"`hf upload {repo} {shlex.quote(str(directory))} .{only}"
-        again += " --private`" if private else "`"
+        at: BaseException | None = error
+        while at is not None:  # a source that cannot be read is not the hub's fault
+            if isinstance(at, UnshardError):
+                raise at from None
+            at = at.__cause__
         before = error.hint if isinstance(error, _NotPushed) else ""
         raise OutputError(
             f"{repo}: was not pushed to the hub: {_reason(error)}",
-            found=f"the output itself, complete, in {directory}",
+            found=error.found or found if isinstance(error, _NotPushed) else found,
             hint=f"{before}{again}",
         ) from error
 
 
 class _NotPushed(Exception):  # noqa: N818 (never leaves this module)
-    """Why nothing was pushed, and what to do before trying again."""
+    """Why nothing was pushed, what to do before trying again, and what is left, if not as usual."""
 
-    def __init__(self, reason: str, hint: str = "") -> None:
+    def __init__(self, reason: str, hint: str = "", found: str = "") -> None:
         super().__init__(reason)
         self.hint = hint
+        self.found = found
 
 
 def _upload(
-    api: "HfApi", directory: Path, repo: str, names: Collection[str], *, private: bool
+    files: _Files,
+    repo: str,
+    *,
+    private: bool,
+    check: Callable[[], None] = lambda: None,
+    listener: Listener = ignore,
 ) -> str:
-    from huggingface_hub import get_token
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
     if get_token() is None:
         raise _NotPushed("there is no token", "`hf auth login`, or set HF_TOKEN, then: ")
+    api = HfApi()
     made = api.create_repo(repo, private=private or None, exist_ok=True)
     place = made.repo_id
     if private and not api.repo_info(place).private:
         raise _NotPushed("the repository exists already and is public", "make it private, then: ")
     there = api.list_repo_files(place)
-    own_card = (directory / CARD_NAME).is_file()
-    names = {*names, CARD_NAME} if own_card else names
-    stale = [name for name in there if is_weight_file(name) and name not in names]
-    api.upload_folder(
-        repo_id=place,
-        folder_path=directory,
+    size = sum(map(_size, files.values()))
+    listener(Stage("hashing", size))
+    additions = [CommitOperationAdd(name, source) for name, source in files.items()]  # type: ignore[arg-type]  # any BufferedIOBase
+    if CARD_NAME not in {*files, *there}:
+        card = _make_card(_read(files[RECORD_NAME]), place)
+        additions.append(CommitOperationAdd(CARD_NAME, card.encode()))
+    listener(Stage("uploading", size))
+    api.preupload_lfs_files(place, additions, free_memory=False)
+    check()
+    stale = [name for name in there if is_weight_file(name) and name not in files]
+    commit = api.create_commit(
+        place,
+        [*additions, *map(CommitOperationDelete, stale)],
         commit_message="Upload model merged by unshard",
-        allow_patterns=[glob.escape(name) for name in names],
-        delete_patterns=[glob.escape(name) for name in stale] or None,
     )
-    if not own_card and CARD_NAME not in there:
-        record = json.loads((directory / RECORD_NAME).read_bytes())
-        base = _fields(record, "options").get("base")
-        known = base if isinstance(base, str) and "/" in base else None  # else a directory's name
-        card = model_card(record, title=place.rpartition("/")[2], base_model=known)
-        api.upload_file(
-            path_or_fileobj=card.encode(),
-            path_in_repo=CARD_NAME,
-            repo_id=place,
-            commit_message="Add model card",
-        )
+    _confirm(api, place, additions, commit.oid)
     return str(made)
+
+
+def _size(source: Path | BufferedIOBase) -> int:
+    if isinstance(source, Path):
+        return source.stat().st_size
+    size = source.seek(0, 2)
+    source.seek(0)
+    return size
+
+
+def _read(source: Path | BufferedIOBase) -> bytes:
+    if isinstance(source, Path):
+        return source.read_bytes()
+    data = source.read()
+    source.seek(0)
+    return data
+
+
+def _confirm(
+    api: "HfApi", repo: str, additions: "Collection[CommitOperationAdd]", revision: str
+) -> None:
+    """Check that a commit has every file as it was sent: size, and of large files the sha256."""
+    names = [one.path_in_repo for one in additions]
+    found = {one.path: one for one in api.get_paths_info(repo, names, revision=revision)}
+    wrong = []
+    for one in additions:
+        there, sent = found.get(one.path_in_repo), one.upload_info
+        lfs = getattr(there, "lfs", None)
+        same = getattr(there, "size", None) == sent.size
+        if not same or (lfs is not None and lfs.sha256 != sent.sha256.hex()):
+            wrong.append(one.path_in_repo)
+    if wrong:
+        raise _NotPushed(
+            f"the hub's commit {revision} does not have these files as they were sent: "
+            f"{', '.join(wrong)}",
+            "does a .gitignore in the repository exclude them? then: ",
+            f"a commit without them, in {repo}",
+        )
+
+
+@contextmanager
+def _at_level(logger: logging.Logger, level: int) -> Iterator[None]:
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager
@@ -184,6 +283,14 @@ def _reason(error: BaseException) -> str:
             return f"{_REASONS.get(status, 'the hub failed')} (HTTP {status}): {text}"
         at = at.__cause__
     return text
+
+
+def _make_card(record: bytes, repo: str) -> str:
+    """Return the card of a repository from the content of `unshard.json`."""
+    fields = json.loads(record)
+    base = _fields(fields, "options").get("base")
+    known = base if isinstance(base, str) and "/" in base else None  # else a directory's name
+    return model_card(fields, title=repo.rpartition("/")[2], base_model=known)
 
 
 def model_card(record: Mapping[str, object], *, title: str, base_model: str | None = None) -> str:

@@ -18,7 +18,7 @@ class Report:
     """What a merge wrote, or with `dry_run` would write.
 
     Attributes:
-        output: the directory.
+        output: the directory; empty if nothing was written here, as by `push`.
         source: the directory of the weights; of several that were averaged, the last.
         sources: all of them.
         step, world_size: of the checkpoint, or of the last.
@@ -79,7 +79,7 @@ class Report:
         several = f"{len(self.sources)} checkpoints, " if len(self.sources) > 1 else ""
         return (
             f"<Report: {made} {self.tensors} tensors in {counted(len(self.files), 'file')} "
-            f"({self.bytes_written:,} bytes) to {self.output!r}, from {several}"
+            f"({self.bytes_written:,} bytes) to {self.output or self.url!r}, from {several}"
             f"{counted(self.world_size, 'rank')}, {counted(len(self.notes), 'warning')}>"
         )
 

@@ -15,14 +15,16 @@ from unshard.api.making import (
     make_record,
     plan_output,
     small_files,
+    warn,
 )
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import inflated, open_source, scratch_directory
 from unshard.engines.files import PieceReader, PlannedFile
+from unshard.engines.threads import named_overflows
 from unshard.errors import NoSuchFileError
 from unshard.keywords import VirtualKeywords
 from unshard.plan.pieces import Contents, contents_of
-from unshard.progress import Listener, Stage, Warned
+from unshard.progress import Listener, Stage
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted, hearing, human_size
 from unshard.write.companions import state_file_names, write_training_state
@@ -39,16 +41,21 @@ class VirtualFiles(Mapping[str, PlannedFile]):
     file or from several.
 
     Args:
-        path: that of the checkpoint.
+        prepared: the merge.
         contents: what each file consists of.
         reader: reads it.
         stack: what to close.
     """
 
     def __init__(
-        self, path: Path, contents: Mapping[str, Contents], reader: PieceReader, stack: ExitStack
+        self,
+        prepared: Prepared,
+        contents: Mapping[str, Contents],
+        reader: PieceReader,
+        stack: ExitStack,
     ) -> None:
-        self._path = path
+        self._plan = prepared.plan
+        self._path = prepared.checkpoint.location.weights_dir
         self._contents = contents
         self._reader = reader
         self._close = weakref.finalize(self, stack.close)
@@ -98,6 +105,11 @@ class VirtualFiles(Mapping[str, PlannedFile]):
             CorruptError: one is gone, was replaced, or was written to.
         """
         self._reader.check_sources()
+
+    @property
+    def overflows(self) -> dict[str, int]:
+        """How many finite values became infinite as float16 in what was read, by tensor."""
+        return named_overflows([self._reader.overflows], self._plan)
 
     def __getitem__(self, name: str) -> PlannedFile:
         """Open a file, as `open` does."""
@@ -165,8 +177,7 @@ def plan_files(
         listener(Stage("decompressing"))
         sources = replace(sources, checkpoints=(inflated(sources.last, stack),))
     prepared = plan_output(sources, convert(sources, options), options)
-    for note in prepared.warnings:
-        listener(Warned(note))
+    warn(listener, prepared.warnings)
     return prepared
 
 
@@ -186,10 +197,9 @@ def open_files(prepared: Prepared, options: MergeOptions, stack: ExitStack) -> V
         files |= {name: _as_contents(scratch / name) for name in names}
     listed = {name: files[name].size for name in sorted(files.keys() - weights)}
     files[RECORD_NAME] = _as_contents(add_companions(make_record(prepared, options), listed))
-    path = prepared.checkpoint.location.weights_dir
-    reader = PieceReader(path, files)
+    reader = PieceReader(prepared.checkpoint.location.weights_dir, files)
     stack.callback(reader.close)
-    return VirtualFiles(path, files, reader, stack.pop_all())
+    return VirtualFiles(prepared, files, reader, stack.pop_all())
 
 
 def _as_contents(source: bytes | Path) -> Contents:

@@ -1,0 +1,83 @@
+"""`push`: a merged model onto the hub, without writing it anywhere else."""
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Lock
+from typing import Unpack
+
+from unshard.api.making import compare_with_base, late_notes, make_report, warn
+from unshard.api.options import MergeOptions, accepting, given_path
+from unshard.api.unmerged.virtual import open_files, plan_files
+from unshard.engines.files import PlannedFile
+from unshard.keywords import PushKeywords
+from unshard.progress import Advanced, Event, Listener
+from unshard.showing import hearing
+from unshard.write.hub import check_repo, push_files
+from unshard.write.report import Report
+
+__all__ = ["push"]
+
+
+@accepting(PushKeywords)
+def push(
+    checkpoint: str | Path,
+    repo: str,
+    *,
+    private: bool = False,
+    listener: Listener | None = None,
+    **options: Unpack[PushKeywords],
+) -> Report:
+    """Upload the model that `merge` would write to the hub, straight from the checkpoint.
+
+    Nothing is written on this machine, except that compressed items are decompressed into a
+    temporary directory. The repository gets the files of a merge without training state, in one
+    commit with a model card, if it has none; its other weights are removed by it. Every file is
+    read twice, for its checksum and for the upload, in about 100 MB of memory. If a file of the
+    checkpoint changes until all is uploaded, nothing is committed.
+
+    Args:
+        checkpoint: as for `merge`.
+        repo: "NAME" or "OWNER/NAME"; made if need be.
+        private: make it private; a public repository is refused.
+        listener: as for `merge`.
+        options: as for `merge`.
+
+    Returns:
+        The report, as of a merge; `output` is empty, and `url` is the repository's.
+
+    Raises:
+        OutputError: the hub was not reached, refused, or did not confirm every file.
+        UnshardError: as `merge` raises it before it writes; or a file of the checkpoint changed.
+    """
+    started = time.monotonic()
+    chosen = MergeOptions(**options, extra_state=False)
+    check_repo(repo, may_ask=True, is_option=False)
+    with hearing(listener) as heard, ExitStack() as stack:
+        lock = Lock()
+
+        def hear(event: Event) -> None:
+            with lock:  # files are uploaded by several threads
+                heard(event)
+
+        place = given_path(checkpoint, "the checkpoint")
+        prepared = plan_files(place, chosen, hear, stack)
+        with open_files(prepared, chosen, stack) as files:
+            changed = compare_with_base(prepared, hear)
+            notes = warn(hear, late_notes(prepared, changed, {}))
+            watched = {name: _watched(file, hear) for name, file in files.items()}
+            check = files.check_sources
+            url = push_files(watched, repo, private=private, check=check, listener=hear)
+            overflows = files.overflows
+        notes += warn(hear, late_notes(prepared, None, overflows))
+    return make_report(prepared, None, chosen, started, notes=notes, changed=changed, url=url)
+
+
+def _watched(file: PlannedFile, listener: Listener) -> PlannedFile:
+    """Return the same file; what is read of it is reported."""
+
+    def read(at: int, out: memoryview) -> None:
+        file.read_at(at, out)
+        listener(Advanced(len(out)))
+
+    return PlannedFile(file.name, file.size, read)
