@@ -24,6 +24,7 @@ from unshard.plan.layout import (
     lay_out,
     size_in_bytes,
 )
+from unshard.read.hub_files import INDEX_NAME
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
@@ -200,7 +201,7 @@ def test_headers_and_index_are_what_transformers_saves(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="5KB")
     layout = lay_out(converted(model.state_dict()), 5000)
     assert {file.filename for file in layout.files} == {p.name for p in tmp_path.glob("*.saf*rs")}
-    assert (tmp_path / module.INDEX_NAME).read_bytes() == index_json(layout)
+    assert (tmp_path / INDEX_NAME).read_bytes() == index_json(layout)
     for file in layout.files:
         assert header_of((tmp_path / file.filename).read_bytes()) == file.header
 

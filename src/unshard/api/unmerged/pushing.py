@@ -33,7 +33,7 @@ def push(
     Nothing is written on this machine, except that compressed items are decompressed into a
     temporary directory. The repository gets the files of a merge without training state, in one
     commit with a model card, if it has none; its other weights are removed by it. Every file is
-    read twice, for its checksum and for the upload, in about 100 MB of memory. If a file of the
+    read twice, for its checksum and for the upload, in about 150 MB of memory. If a file of the
     checkpoint changes until all is uploaded, nothing is committed.
 
     Args:
