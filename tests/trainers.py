@@ -2,9 +2,10 @@
 
 Sources, by the commit that was read: SkyRL a9564572e, prime-rl 559b44772, NeMo-RL 7ea279abf,
 lerobot 7427f3180, ms-swift 3602360a5, LLaMA-Factory ff6d4d12e, torchtune bd2a0fc7c, torchtitan
-b5bcd76c6, AReaL 4aef98d8d, ROLL 8eb27cc2, VeOmni d9774494, xtuner b934f4620, Composer 640518880,
-OLMo-core fa6c5014c, verl b178a3cd5, RLinf 716c59e2b. Those of cosmos-rl and RLinf were read in its
-sources; those of cosmos-predict, DINOv3, lingua, Bagel, FastVideo and finetrainers are from memory.
+b5bcd76c6, AReaL 4aef98d8d, fairseq2 027bdebca, ROLL 8eb27cc2, VeOmni d9774494, xtuner b934f4620,
+Composer 640518880, OLMo-core fa6c5014c, verl b178a3cd5, RLinf 716c59e2b. Those of cosmos-rl and
+RLinf were read in its sources; those of cosmos-predict, DINOv3, lingua, Bagel, FastVideo and
+finetrainers are from memory.
 """
 
 import warnings
@@ -299,6 +300,13 @@ TRAINERS: dict[str, Trainer] = {
     ),
     "DINOv3": Trainer("ckpt/100", model, "ckpt/100", "torch"),
     "Bagel": Trainer("checkpoints/0000100", whole, "checkpoints/0000100", "unknown"),
+    "fairseq2": Trainer(
+        "step_100/hg",
+        whole,
+        "step_100",
+        "fairseq2",
+        pickled=("step_100/model/pp_00/tp_00/sdp_00.pt", "step_100/trainer/rank_00.pt"),
+    ),
     "litgpt": Trainer(
         "step-00000100", torch_file("lit_model.pth", "model"), "step-00000100", "litgpt"
     ),

@@ -235,6 +235,15 @@ def test_a_run_and_weights_apart_from_it_need_a_choice(tmp_path: Path) -> None:
     assert taken(tmp_path / "a") == steps[1]
 
 
+def test_several_runs_are_listed_with_weights_apart_from_them(tmp_path: Path) -> None:
+    for name in ("a/checkpoint-10", "a/final", "b", "c/step_5"):
+        make(tmp_path / name)
+    with pytest.raises(UnknownFormatError, match=r"2 runs .*, and other weights in 1") as refused:
+        taken(tmp_path)
+    listed = ", ".join(str(tmp_path / name) for name in "acb")
+    assert refused.value.hint == f"give one of them: {listed}"
+
+
 def test_a_whole_model_apart_from_a_run_is_not_another_checkpoint(tmp_path: Path) -> None:
     """It may be the base model, or an export of the run."""
     steps = [make(tmp_path / "a" / f"checkpoint-{step}") for step in (5, 10)]

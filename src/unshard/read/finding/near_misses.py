@@ -12,6 +12,7 @@ from pathlib import Path
 from unshard.errors import UnknownFormatError
 from unshard.read.finding.search import DEPTH, FORMATS, WEIGHT_SUFFIXES, children, search
 from unshard.read.finding.step_names import is_state, is_unfinished
+from unshard.showing import counted
 
 __all__ = ["nothing_found"]
 
@@ -84,12 +85,8 @@ def nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
     below = search(folder)
     runs = sorted({run if run == folder else _child(folder, run) for run in below.runs})
     if len(runs) > 1:
-        more = f" and {len(runs) - _LISTED} more" if len(runs) > _LISTED else ""
-        listed = ", ".join(map(str, runs[:_LISTED])) + more
-        return UnknownFormatError(
-            f"{path}: no checkpoint found, but {len(runs)} runs that have some",
-            hint=f"give one of the runs below it: {listed}",
-        )
+        apart = [place for place, form in below.sets if form.sharded and not _is_below(place, runs)]
+        return _several_runs(path, runs, apart)
     steps = [place for run in below.runs.values() for step, place in run if wanted in (None, step)]
     nearest = steps[0] if steps else folder
     there = [child.name + ("/" if child.is_dir() else "") for child in children(nearest)]
@@ -107,6 +104,18 @@ def nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
         "(global_step_N, checkpoint-N, step-N) or without them",
         found="\n            ".join([shown or "an empty directory", *seen]),
         hint=_what_to_give(folder),
+    )
+
+
+def _several_runs(path: Path, runs: list[Path], apart: list[Path]) -> UnknownFormatError:
+    given = [*runs, *apart]
+    listed = ", ".join(map(str, given[:_LISTED]))
+    more = f" and {len(given) - _LISTED} more" if len(given) > _LISTED else ""
+    other = f", and other weights in {counted(len(apart), 'folder')}" if apart else ""
+    which = "them" if apart else "the runs below it"
+    return UnknownFormatError(
+        f"{path}: no checkpoint found, but {len(runs)} runs that have some{other}",
+        hint=f"give one of {which}: {listed}{more}",
     )
 
 
@@ -156,6 +165,10 @@ def _what_to_give(folder: Path) -> str:
         if child.suffix and _may_be_weights(child):
             return f"give the file itself: {child}"
     return ""
+
+
+def _is_below(place: Path, runs: list[Path]) -> bool:
+    return any(place.is_relative_to(run) for run in runs)
 
 
 def _child(folder: Path, run: Path) -> Path:
