@@ -262,3 +262,6 @@ def test_a_source_that_goes_or_shrinks_is_corrupt(tmp_path: Path) -> None:
         reader.check_sources()
     with pytest.raises(CorruptError, match=r"rank2\.bin: no longer exists"):
         opened(plan)
+    sources.paths[2].symlink_to(sources.paths[2])
+    with pytest.raises(CorruptError, match=r"rank2\.bin: cannot be opened: Too many levels"):
+        reader.check_sources()

@@ -135,6 +135,8 @@ def _identity(path: Path) -> _Identity:
     except FileNotFoundError as error:
         hint = "the checkpoint was removed while it was being read"
         raise CorruptError(f"{path}: no longer exists", hint=hint) from error
+    except OSError as error:
+        raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
