@@ -173,6 +173,11 @@ def test_a_compressed_checkpoint_is_decompressed_for_as_long_as_it_takes(
     assert_same_model(found, merged_model(place, tmp_path / "out"))
 
 
+def test_parameters_are_aligned_as_torch_aligns_them(checkpoint: Path) -> None:
+    found = unshard.from_pretrained(checkpoint)
+    assert {one.data_ptr() % 64 for one in found.parameters()} == {0}
+
+
 # what transformers decides
 
 

@@ -5,6 +5,7 @@ the caller knows their dtype.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 
@@ -21,20 +22,24 @@ from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.selection import Selection, sliced, strides_of
 from unshard.write.execute import make_tile
 
-__all__ = ["TILE_BYTES", "TensorReader"]
+__all__ = ["TILE_BYTES", "Empty", "TensorReader"]
 
 TILE_BYTES = 4 * 1024 * 1024
 _OPEN_FILES = 64
+
+Empty = Callable[[tuple[int, ...], np.dtype[np.generic]], Elements]
+"""Returns an array of a shape and a dtype, its values whatever they are."""
 
 
 class TensorReader:
     """Reads tensors of a checkpoint; several threads may, and one tile is made at a time.
 
-    `path` is that of the checkpoint, for errors.
+    `path` is that of the checkpoint, for errors; `empty` makes the arrays that it fills.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, empty: Empty = np.empty) -> None:
         self._path = path
+        self._empty = empty
         self._lock = Lock()
         self._files = OpenFiles(os.O_RDONLY, limit=_OPEN_FILES)
         self._closed = False
@@ -56,7 +61,7 @@ class TensorReader:
             UsageError: the reader is closed.
         """
         self._check()
-        out = np.empty(selection.counts, raw_dtype(operation.to))
+        out = self._empty(selection.counts, raw_dtype(operation.to))
         forward = np.flip(out, selection.turned) if selection.turned else out
         if out.size:
             if isinstance(operation, Gather):

@@ -6,6 +6,7 @@ torch (the extra `torch`), inside functions, when they are used.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -22,7 +23,16 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.nn import Module
 
-__all__ = ["ModelTensor", "Module", "Tensor", "as_tensor", "model_tensors", "need_torch", "on_meta"]
+__all__ = [
+    "ModelTensor",
+    "Module",
+    "Tensor",
+    "as_tensor",
+    "model_tensors",
+    "need_torch",
+    "on_meta",
+    "torch_memory",
+]
 
 
 def need_torch() -> None:
@@ -51,6 +61,18 @@ def as_tensor(bits: Elements, dtype: DType) -> "Tensor":
         raise UsageError(f"torch {torch.__version__} has no {dtype}", hint="use a newer one")
     flat = torch.from_numpy(bits.reshape(-1).view(np.uint8))
     return flat.view(meant).reshape(bits.shape)
+
+
+def torch_memory(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Elements:
+    """Return an array, without values, in memory that torch allocated and aligned for a tensor.
+
+    numpy aligns to 16 bytes, and asks for huge pages, which cost some machines far more time.
+    """
+    import torch
+
+    memory = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    bits: Elements = memory.numpy().view(dtype).reshape(shape)
+    return bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

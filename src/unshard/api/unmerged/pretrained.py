@@ -13,7 +13,7 @@ from unshard.api.sources import Sources
 from unshard.api.unmerged.opening import LazyTensor, read_unmerged
 from unshard.convert.outputs import Converted, main_dtype
 from unshard.engines.arrays import TensorReader
-from unshard.engines.into_torch import as_tensor
+from unshard.engines.into_torch import as_tensor, torch_memory
 from unshard.engines.into_transformers import (
     GENERATION_NAME,
     choose_loader,
@@ -156,7 +156,8 @@ def _reading(
 
     What reading raises is raised at the end: transformers makes a problem of conversion of it.
     """
-    reader, failures = TensorReader(source.location.weights_dir), list[UnshardError]()
+    reader = TensorReader(source.location.weights_dir, torch_memory)
+    failures: list[UnshardError] = []
 
     def read(operation: Tiled, selection: Selection) -> "Tensor":
         try:
