@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import unshard
 import waiting
 from unshard.evaluate.jobs import Arguments, EvaluationError, Filters, Job, Request, Status
-from unshard.evaluate.pins.pin import DEFAULT_QUOTA
+from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Limits
 from unshard.evaluate.server.config.profiles import CommandProfile, Profile
 from unshard.evaluate.server.evaluators.programs import Profiles
@@ -91,7 +91,7 @@ def scheduler(
     store = Store(work_dir / "jobs.sqlite")
     chosen = profile or script_profile()
     profiles = Profiles({"script": chosen}, lambda _: ScriptEvaluator(script))
-    pins = Pins(store, (), DEFAULT_QUOTA)
+    pins = Pins(store, (), Quota())
     known = {"limits": Limits(grace_s=0.5, poll_s=0.02), "backoff_s": 0.05} | settings
     made = SchedulerSettings(work_dir, **known)  # type: ignore[arg-type]
     slots = Slots(filter(None, gpus.split(",")))

@@ -285,11 +285,11 @@ def test_another_machine_may_number_files_by_itself_and_know_coarser_times(
 
 
 def test_clients_and_servers_remove_none_of_the_others_pins(tmp_path: Path) -> None:
-    few, server, another = (Quota(1, None, owner) for owner in ("", "server", "another"))
+    few = Quota(1, None)
     for step in (1, 2, 3):
         pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=ANY)
-    for step, quota in ((4, server), (5, another)):  # the first of them may be gone for good
-        pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=quota)
+    for step, owner in ((4, "server"), (5, "another")):  # the first may be gone for good
+        pin_checkpoint(lmms_checkpoint(tmp_path, step), quota=few, owner=owner)
     assert [(pin.step, pin.owner) for pin in list_pins(tmp_path)] == [
         (1, ""),
         (2, ""),

@@ -1,7 +1,7 @@
 """Types of the values that people and clients write, for pydantic, with errors in our words."""
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated, TypeVar
 
 from pydantic import (
@@ -22,6 +22,7 @@ __all__ = [
     "Whole",
     "expected",
     "expects",
+    "in_our_words",
     "problem_of",
     "shown",
     "validated",
@@ -81,18 +82,23 @@ Whole = Annotated[int, Field(ge=0, le=LARGEST), expects("a whole number, at leas
 def validated(
     adapter: TypeAdapter[_Found], value: object, *, subject: Callable[[str], str]
 ) -> _Found:
-    """Return a value as its type has it.
+    """Return a value as its type has it: see `in_our_words`."""
+    with in_our_words(subject):
+        return adapter.validate_python(value)
+
+
+@contextmanager
+def in_our_words(subject: Callable[[str], str]) -> Iterator[None]:
+    """Raise what pydantic finds as one error of ours.
 
     Args:
-        adapter: the type.
-        value: the value, as a user or a client gave it.
         subject: makes the first line of an error from the dotted name of a key.
 
     Raises:
         UsageError: names every key whose value does not fit.
     """
     try:
-        return adapter.validate_python(value)
+        yield
     except ValidationError as error:
         found = error.errors(include_url=False)
         problems = [problem_of(one, subject(".".join(map(str, one["loc"])))) for one in found]
@@ -102,8 +108,10 @@ def validated(
 
 def problem_of(problem: ErrorDetails, subject: str) -> UsageError:
     """Return one of pydantic's problems as an error of ours."""
-    expected = problem.get("ctx", {}).get("expected") or problem["msg"]
-    return UsageError(subject, expected=str(expected), found=shown(problem["input"]))
+    is_mapping = problem["type"] in {"dict_type", "mapping_type", "dataclass_type"}
+    expected = "a mapping" if is_mapping else problem.get("ctx", {}).get("expected", problem["msg"])
+    found = "nothing" if problem["type"] == "missing" else shown(problem["input"])
+    return UsageError(subject, expected=str(expected), found=found)
 
 
 def shown(value: object) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from evaluation.running import ScriptEvaluator, job_of, request, script_profile
 from unshard.evaluate.jobs import Status
-from unshard.evaluate.pins.pin import DEFAULT_QUOTA
+from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Attempt
 from unshard.evaluate.server.attempts.endings import Completed
 from unshard.evaluate.server.attempts.merging import Merger
@@ -35,7 +35,7 @@ def test_numbers_are_kept_where_earlier_attempts_cannot_be_listed(
 ) -> None:
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
         merger = Merger(tmp_path / "merged", at_once=1)
-        pins = Pins(store, (), DEFAULT_QUOTA)
+        pins = Pins(store, (), Quota())
         ended = Outcomes(store, merger, pins, 0.0, is_stopped=lambda: True)
         store.submit(request(tmp_path), pin=None)
         job = store.claim(time.time())

@@ -13,14 +13,16 @@ from evaluation.running import job_of, script_profile, whole_model
 from evaluation.runs import save_again
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Job, Request
-from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota, list_pins, pin_checkpoint, unpin
+from unshard.evaluate.pins.pin import Quota, list_pins, pin_checkpoint, unpin
 from unshard.evaluate.server import service as service_module
 from unshard.evaluate.server.admission import check_links
-from unshard.evaluate.server.config.server_yaml import PinQuota, ServerConfig
+from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.store import Store
+
+ANY = Quota()
 
 
 @pytest.fixture
@@ -30,11 +32,11 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "root" / "run"
 
 
-def service_in(run: Path, quota: Quota = DEFAULT_QUOTA, name: str = "work") -> Service:
+def service_in(run: Path, quota: Quota = ANY, name: str = "work") -> Service:
     config = ServerConfig(
         roots=(run.parent,),
         work_directory=run.parents[1] / name,
-        pin_quota=PinQuota(count=quota.count, bytes=quota.bytes),
+        pin_quota=quota,
         profiles={"script": script_profile(gpus=0)},
     )
     return make_service(config)
@@ -58,7 +60,7 @@ def test_pins_that_no_job_needs_are_removed(run: Path, service: Service) -> None
     pins = service.pins
     needed = submit(service, run, 0)
     pins.ensure_pin(run / "checkpoint-1", 1, run)  # and killed before it was submitted
-    pin_checkpoint(run / "checkpoint-2", quota=DEFAULT_QUOTA)  # a client's
+    pin_checkpoint(run / "checkpoint-2", quota=Quota())  # a client's
     others = Pins(Store(run.parent / "other"), pins.roots, pins.quota)
     others.ensure_pin(run / "checkpoint-3", 3, run)
     pins.remove_unneeded()
@@ -101,7 +103,7 @@ def test_what_a_killed_server_left_of_pins_is_removed_at_the_start(
 ) -> None:
     owner = str(service.store.identity)
     for name in ("0123", "4567-89ab"):  # being made, being removed
-        pin = pin_checkpoint(run / "checkpoint-1", quota=Quota(None, None, owner))
+        pin = pin_checkpoint(run / "checkpoint-1", quota=Quota(None, None), owner=owner)
         pin.directory.rename(pin.directory.with_name(f"{name}.partial"))
     service.pins.remove_unneeded()
     assert list((run / "_unshard" / "pins").iterdir()) == []
@@ -167,7 +169,7 @@ def test_a_job_that_fails_while_it_is_submitted_again_gets_a_pin(
 
 
 def test_a_pin_that_its_client_replaces_is_taken(run: Path, service: Service) -> None:
-    first, second = (pin_checkpoint(run / "checkpoint-0", quota=DEFAULT_QUOTA) for _ in "12")
+    first, second = (pin_checkpoint(run / "checkpoint-0", quota=Quota()) for _ in "12")
     job = submit(service, run, 0, str(first.path))
     unpin(first)
     assert submit(service, run, 0, str(second.path)).pin == str(second.path)
@@ -181,10 +183,10 @@ def status(service: Service, job: Job) -> str:
 
 
 def test_a_step_that_is_saved_again_supersedes_what_waits(run: Path, service: Service) -> None:
-    first = pin_checkpoint(run / "checkpoint-0", quota=DEFAULT_QUOTA)
+    first = pin_checkpoint(run / "checkpoint-0", quota=Quota())
     older = submit(service, run, 0, str(first.path))
     save_again(run / "checkpoint-0")
-    second = pin_checkpoint(run / "checkpoint-0", quota=DEFAULT_QUOTA)
+    second = pin_checkpoint(run / "checkpoint-0", quota=Quota())
     newer = submit(service, run, 0, str(second.path))
     assert newer.id != older.id
     assert (status(service, older), status(service, newer)) == ("superseded", "queued")
@@ -197,9 +199,9 @@ def test_two_submissions_after_a_step_was_saved_again_are_one_job_with_the_newer
     service: Service,
     is_running: bool,  # noqa: FBT001
 ) -> None:
-    first = pin_checkpoint(run / "checkpoint-0", quota=DEFAULT_QUOTA)
+    first = pin_checkpoint(run / "checkpoint-0", quota=Quota())
     save_again(run / "checkpoint-0")
-    second = pin_checkpoint(run / "checkpoint-0", quota=DEFAULT_QUOTA)
+    second = pin_checkpoint(run / "checkpoint-0", quota=Quota())
     older = submit(service, run, 0, str(first.path))
     if is_running:
         assert service.store.claim(time.time()) is not None
@@ -243,7 +245,7 @@ def test_a_completed_job_gets_no_further_pin(run: Path, service: Service) -> Non
 def test_a_checkpoint_is_checked_without_the_lock_and_instead_of_a_pin_that_went(
     run: Path, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pin = pin_checkpoint(run / "checkpoint-0", quota=DEFAULT_QUOTA)
+    pin = pin_checkpoint(run / "checkpoint-0", quota=Quota())
     config = run / "checkpoint-0" / "config.json"
     config.unlink()
     config.symlink_to(run.parents[1] / "config.json")  # outside the roots

@@ -9,8 +9,6 @@ import yaml
 from unshard.errors import UsageError
 from unshard.evaluate.server.config.profiles import (
     CommandProfile,
-    Keep,
-    Launcher,
     LmEvalProfile,
     LmmsEvalProfile,
 )
@@ -102,11 +100,11 @@ def test_everything_that_can_be_said(tmp_path: Path) -> None:
         model_args={"dtype": "bfloat16", "gpu_memory_utilization": 0.8, "enforce_eager": True},
         allowed_tasks=("gsm8k", "mmlu*"),
         timeout=3600.0,
-        keep=Keep.BEST,
+        keep="best",
         best_metric="-gsm8k/loss",
         retries=0,
         gpus=2,
-        launcher=Launcher.NONE,
+        launcher="none",
         config=tmp_path / "model",
     )
     images = LmmsEvalProfile(model="qwen2_5_vl", checkpoint_key="model", gpus=1)
@@ -167,6 +165,10 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         ("keep_days: soon", "keep_days cannot be read"),
         ("pin_quota: 8", "pin_quota cannot be read"),
         ("pin_quota: {size: 8}", "pin_quota has the unknown key 'size'"),
+        (
+            "pin_quota: {owner: me}",
+            "pin_quota has the unknown key 'owner'\n  expected: bytes, count",
+        ),
         ("pin_quota: {count: -1}", "pin_quota: count cannot be read"),
         ("profiles: [a]", "profiles cannot be read"),
         ("profiles: {'a/b': {kind: lm-eval}}", "cannot be a name"),

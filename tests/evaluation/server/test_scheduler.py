@@ -38,7 +38,7 @@ from ranks import save_ranks, some_tensors
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Filters, Job, Phase, Process, Status
 from unshard.evaluate.pins.files import read_stamps
-from unshard.evaluate.pins.pin import DEFAULT_QUOTA
+from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts import attempt as attempts
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.endings import Cause, Failed, Left, Outcome, Postponed
@@ -69,7 +69,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def no_pins(store: Store) -> Pins:
-    return Pins(store, (), DEFAULT_QUOTA)
+    return Pins(store, (), Quota())
 
 
 @pytest.fixture

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from evaluation.lmms_yaml import DOCUMENTED
 from unshard.errors import UsageError
-from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota
+from unshard.evaluate.jobs import Arguments
+from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.trainer.config import EvalConfig
 
 LMMS = f"{DOCUMENTED}      model: placeholder\n      attn_implementation: flash_attention_2\n"
@@ -45,7 +47,7 @@ def test_our_own_keys_are_read() -> None:
     assert (config.profile, config.tasks, config.run) == ("small", ("mmlu", "arc"), "big")
     assert (config.weights, config.token_file) == (("model", "ema"), Path("/t"))
     assert (config.quota, config.limit, config.flush_timeout) == (Quota(3, None), 0.5, 5)
-    assert EvalConfig.from_dict(LEAST).quota == DEFAULT_QUOTA
+    assert EvalConfig.from_dict(LEAST).quota == Quota()
 
 
 def test_keys_one_level_too_high_are_lifted(caplog: pytest.LogCaptureFixture) -> None:
@@ -154,14 +156,42 @@ def test_a_poll_interval_is_above_0(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"batch_size": 0}, {"limit": -1}, {"seed": 2**32}, {"model_args": {"a": None}}]
+    "wrong",
+    [
+        {"batch_size": 0},
+        {"limit": -1},
+        {"seed": 2**32},
+        {"model_args": {"a": None}},
+        {"tasks": [1]},
+        {"weights": ("best",)},
+        {"quota": {"owner": "me"}},
+    ],
 )
-def test_wrong_arguments_in_python_are_refused_when_they_are_given(
+def test_wrong_values_in_python_are_refused_when_they_are_given(
     wrong: dict[str, object],
 ) -> None:
     config = EvalConfig("http://127.0.0.1:9", "p", ("t",))
     with pytest.raises(UsageError, match=f"{next(iter(wrong))}.* of the evaluation"):
         replace(config, **wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_missing_in_python_is_named_without_what_is_there() -> None:
+    with pytest.raises(UsageError, match="profile of the evaluation") as caught:
+        EvalConfig("http://any:secret@127.0.0.1:9")  # type: ignore[call-arg]  # on purpose
+    assert "tasks of the evaluation" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_the_arguments_are_those_of_a_request() -> None:
+    """Same names, same types: the two classes are not written apart."""
+    own, theirs = TypeAdapter(EvalConfig).json_schema(), Arguments.model_json_schema()
+    names = theirs["properties"].keys() - {"model_args"}
+    assert {name: own["properties"][name] for name in names} == {
+        name: theirs["properties"][name] for name in names
+    }
+    chosen = {"num_fewshot": 2, "seed": 0, "model_args": {"a": 1}}
+    config = EvalConfig.from_dict({**LEAST, **chosen})
+    assert config.arguments == Arguments.model_validate(chosen)
 
 
 @pytest.mark.parametrize("text", ["a: [", "- list\n- of: things\n", "/nowhere.yaml"])

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from evaluation.running import largest_file
 from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine, save_again
 from evaluation.servers import Fields, Stub, free_port, scores, serving
 from unshard.evaluate.client.v1 import EvalClient
-from unshard.evaluate.pins.pin import DEFAULT_QUOTA, list_pins, pin_checkpoint
+from unshard.evaluate.pins.pin import Quota, list_pins, pin_checkpoint
 from unshard.evaluate.sinks.base import JsonlSink
 from unshard.evaluate.trainer import courier as courier_module
 from unshard.evaluate.trainer import recorder
@@ -235,8 +234,8 @@ def test_pins_that_no_job_names_are_removed(tmp_path: Path, server: Stub) -> Non
     run, made = tmp_path / "link", {}
     server.finishes = lambda body: None  # noqa: ARG005
     for step, age in ((1, 7200), (2, 7200), (3, 0), (4, 7200)):
-        quota = replace(DEFAULT_QUOTA, owner="server" if step == 2 else "")
-        made[step] = pin_checkpoint(lmms_checkpoint(run, step), quota=quota, step=step)
+        own = "server" if step == 2 else ""
+        made[step] = pin_checkpoint(lmms_checkpoint(run, step), quota=Quota(), owner=own, step=step)
         record = made[step].directory / "pin.json"
         fields = json.loads(record.read_text())
         record.write_text(json.dumps({**fields, "created": fields["created"] - age}))

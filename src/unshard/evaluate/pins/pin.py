@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ConfigDict, with_config
+
 from unshard.errors import CorruptError
 from unshard.evaluate.pins.files import (
     ExpiredError,
@@ -36,12 +38,12 @@ from unshard.evaluate.run_folder import (
     read_record,
     write_record,
 )
+from unshard.evaluate.values import Whole
 from unshard.read.finding.step_names import STATE_FOLDER
 from unshard.write.staging.beneath import Identity, check_path, names_in, remove
 from unshard.write.staging.beneath import opened as opened_in
 
 __all__ = [
-    "DEFAULT_QUOTA",
     "ExpiredError",
     "Pin",
     "PinError",
@@ -102,6 +104,7 @@ class Pin:
         return changed_files(self.path, self.files)
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class Quota:
     """How much the pins of a run may keep, clients' or servers'; None for no limit.
@@ -109,12 +112,10 @@ class Quota:
     Attributes:
         count: pins.
         bytes: of all files of these pins, each counted once.
-        owner: the server that makes them; empty: clients.
     """
 
-    count: int | None
-    bytes: int | None
-    owner: str = ""
+    count: Whole | None = 8
+    bytes: Whole | None = 500_000_000_000
 
     def is_exceeded(self, pins: Sequence[Mapping[str, Identity]]) -> bool:
         """Return whether the files of these pins are more than the quota allows."""
@@ -124,13 +125,11 @@ class Quota:
         return self.bytes is not None and sum(sizes.values()) > self.bytes
 
 
-DEFAULT_QUOTA = Quota(count=8, bytes=500_000_000_000)
-
-
-def pin_checkpoint(
+def pin_checkpoint(  # noqa: PLR0913 (what, whose, where, and what stays)
     checkpoint: Path,
     *,
     quota: Quota,
+    owner: str = "",
     step: int | None = None,
     run: Path | None = None,
     spare: Collection[str] = (),
@@ -140,6 +139,7 @@ def pin_checkpoint(
     Args:
         checkpoint: the step directory, or a file that is a checkpoint.
         quota: what pins of such an owner may keep of the run; the oldest others make room.
+        owner: the server that makes the pin; empty: a client.
         step: the training step; else the number at the end of the checkpoint's name.
         run: the run's directory; else the one that contains the checkpoint.
         spare: the names of pins that are not removed to make room.
@@ -153,7 +153,7 @@ def pin_checkpoint(
     path = RunFolder(run).pins / secrets.token_hex(8) / checkpoint.name
     if step is None and (match := _STEP.search(checkpoint.name)) is not None:
         step = int(match[1])
-    with _being_made(run, path.parent, quota.owner) as (partial, folder):
+    with _being_made(run, path.parent, owner) as (partial, folder):
         try:
             files = link_all(checkpoint, partial / checkpoint.name)
             if quota.is_exceeded([files]):
@@ -164,7 +164,7 @@ def pin_checkpoint(
                     hint="raise the quota, or merge at once",
                 )
             link_companions(run, partial)
-            pin = Pin(path, run, checkpoint, step, time.time(), files, quota.owner)
+            pin = Pin(path, run, checkpoint, step, time.time(), files, owner)
             fields = {
                 "checkpoint": str(checkpoint),
                 "name": checkpoint.name,
@@ -176,7 +176,7 @@ def pin_checkpoint(
             write_record(folder, _RECORD, fields)
         except OSError as error:
             raise explain(checkpoint, error) from error
-    enforce_quota(run, quota, spare={*spare, pin.name})
+    enforce_quota(run, quota, are_servers=bool(owner), spare={*spare, pin.name})
     return pin
 
 
@@ -347,17 +347,19 @@ def _is_abandoned(pins: int, directory: Path, owner: str) -> bool:
             return False
 
 
-def enforce_quota(run: Path, quota: Quota, *, spare: Collection[str] = ()) -> list[Pin]:
+def enforce_quota(
+    run: Path, quota: Quota, *, are_servers: bool = False, spare: Collection[str] = ()
+) -> list[Pin]:
     """Remove the oldest pins of a run until the quota is kept; return those removed.
 
     Args:
         run: the run's directory.
-        quota: what clients' pins may keep, or those of all servers: a server that is gone for good
-            has left some, too.
+        quota: what these pins may keep.
+        are_servers: the pins of all servers are meant, because a server that is gone for good has
+            left some, too; otherwise those of clients.
         spare: the names of pins that stay whatever their age.
     """
-    is_servers = bool(quota.owner)
-    kept = [pin for pin in list_pins(run) if pin.is_ours and bool(pin.owner) == is_servers]
+    kept = [pin for pin in list_pins(run) if pin.is_ours and bool(pin.owner) == are_servers]
     removed = []
     for pin in [pin for pin in kept if pin.name not in spare]:
         if not quota.is_exceeded([one.files for one in kept]):

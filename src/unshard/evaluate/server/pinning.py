@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.containers.json_file import is_text
@@ -86,8 +86,10 @@ class Pins:
         try:
             running = {Path(job.pin).parent.name for job in self.store.running() if job.pin}
             # Other servers may share the run, so the pin has this one's name.
-            quota = replace(self.quota, owner=str(self.store.identity))
-            pin = pin_checkpoint(checkpoint, quota=quota, step=step, run=run, spare=running)
+            own = str(self.store.identity)
+            pin = pin_checkpoint(
+                checkpoint, quota=self.quota, owner=own, step=step, run=run, spare=running
+            )
         except PinError as error:
             _log.warning("not pinned, it may be rotated away: %s", error)
             return None

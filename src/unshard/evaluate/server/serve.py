@@ -14,7 +14,6 @@ from anyio import to_thread
 
 from unshard.errors import UsageError
 from unshard.evaluate.logs import log_to_stderr
-from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.config.server_yaml import ServerConfig, read_server_yaml
 from unshard.evaluate.server.evaluators.programs import Profiles, tell_missing
 from unshard.evaluate.server.evaluators.work import UnknownTasks
@@ -78,7 +77,7 @@ def make_service(config: ServerConfig) -> Service:
     """Return what a server does: its jobs, and a scheduler that has not begun."""
     work = _make_private((config.work_directory or _WORK_DIR).absolute())
     store = Store(work / _DATABASE)
-    pins = Pins(store, config.roots, Quota(config.pin_quota.count, config.pin_quota.bytes))
+    pins = Pins(store, config.roots, config.pin_quota)
     unknown = UnknownTasks()
     settings = SchedulerSettings(work, keep_days=config.keep_days, unknown=unknown)
     scheduler = Scheduler(store, Slots(config.gpus), Profiles(config.profiles), pins, settings)

@@ -16,9 +16,9 @@ warning: `num_gpus` and `batch_size` inside `model_args` crash models of lmms-ev
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields
 from pathlib import Path, PurePosixPath
-from typing import Annotated
+from typing import Annotated, Literal, Self
 
 import yaml
 from pydantic import (
@@ -26,17 +26,17 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    TypeAdapter,
+    ModelWrapValidatorHandler,
     ValidationInfo,
-    with_config,
+    model_validator,
 )
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+from pydantic.dataclasses import dataclass
 
 from unshard.errors import UsageError
 from unshard.evaluate.credentials import read_token, split_url
 from unshard.evaluate.jobs import Arguments, BatchSize, Limit, Pairs, Seed
-from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Quota
-from unshard.evaluate.values import Whole, expects, validated
+from unshard.evaluate.pins.pin import Quota
+from unshard.evaluate.values import Whole, expects, in_our_words
 
 __all__ = ["EvalConfig"]
 
@@ -81,23 +81,10 @@ def _check_absolute(text: str) -> str:
     return text
 
 
-@with_config(ConfigDict(extra="forbid"))
-class _QuotaKeys(TypedDict, total=False):
-    count: Whole | None
-    bytes: Whole | None
-
-
-def _read_quota(value: object) -> Quota:
-    """Return a quota of pins: a key that is not given has its default, null is no limit."""
-    if isinstance(value, Quota):
-        return value
-    return replace(DEFAULT_QUOTA, **TypeAdapter(_QuotaKeys).validate_python(value))
-
-
 Text = Annotated[str, expects("text")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_names), expects("a list of names")]
 WeightSets = Annotated[
-    tuple[Annotated[str, Field(pattern="^(model|ema)$")], ...],
+    tuple[Literal["model", "ema"], ...],
     Field(min_length=1),
     BeforeValidator(_split_names),
     expects("model, ema"),
@@ -119,14 +106,10 @@ PathMap = Annotated[
     dict[Absolute, Absolute],
     expects("absolute paths here: what the server calls them"),
 ]
-PinQuota = Annotated[
-    Quota,
-    BeforeValidator(_read_quota),
-    expects("count and bytes, each a whole number or null for no limit"),
-]
+PinQuota = Annotated[Quota, expects("count and bytes, each a whole number or null for no limit")]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class EvalConfig:
     """What is evaluated, when, and by which server.
 
@@ -149,7 +132,7 @@ class EvalConfig:
         flush_timeout: seconds to wait for results when training ends.
 
     Raises:
-        UsageError: `poll_interval` is not above 0, or an argument is not what it should be.
+        UsageError: a value is not what it should be.
     """
 
     server_url: Url = field(repr=False)
@@ -161,7 +144,7 @@ class EvalConfig:
     eval_steps: Steps = None
     save_steps: Steps = None
     checkpoint_key: Text = "model"
-    model_args: Mapping[str, Argument] = field(default_factory=dict)
+    model_args: Mapping[str, Argument] = Field(default_factory=dict)
     num_fewshot: Whole | None = None
     batch_size: BatchSize | None = None
     limit: Limit | None = None
@@ -169,14 +152,16 @@ class EvalConfig:
     num_gpus: Whole | None = None
     seed: Seed | None = None
     run: Text | None = None
-    path_map: PathMap = field(default_factory=dict)
+    path_map: PathMap = Field(default_factory=dict)
     token_file: Path | None = None
-    quota: PinQuota = DEFAULT_QUOTA
+    quota: PinQuota = Quota()
     flush_timeout: Seconds = 600.0
 
-    def __post_init__(self) -> None:
-        validated(_INTERVAL, {"poll_interval": self.poll_interval}, subject=_subject)
-        _ = self.arguments  # now, not when the first checkpoint is submitted
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check(cls, given: object, read: ModelWrapValidatorHandler[Self]) -> Self:
+        with in_our_words(_subject):
+            return read(given)
 
     @classmethod
     def of(cls, source: "EvalConfig | Mapping[str, object] | str | Path") -> "EvalConfig":
@@ -213,10 +198,7 @@ class EvalConfig:
             UsageError: a key is missing, or a value is not what it should be.
         """
         flat = _flatten(given)
-        model_args = _copy_mapping(flat, "model_args")
-        _lift(model_args, _LIFTED, flat, "model_args")
-        model_args.pop(str(flat.get("checkpoint_key") or "model"), None)
-        flat |= {"model_args": model_args, "profile": flat.get("profile") or flat.get("model")}
+        flat["profile"] = flat.get("profile") or flat.get("model")
         if missing := [name for name in _NEEDED if not flat.get(name)]:
             raise UsageError(
                 f"the evaluation's configuration is incomplete: {', '.join(missing)} missing",
@@ -229,7 +211,7 @@ class EvalConfig:
         if unused := sorted(flat.keys() & set(_UNUSED)):
             log.info("the server decides by itself: %s", ", ".join(unused))
         known = {key: flat[key] for key in names & flat.keys() if flat[key] is not None}
-        config = validated(_CONFIG, known, subject=_subject)
+        config = cls(**known)  # type: ignore[arg-type]  # validated there
         if config.eval_steps and config.save_steps and config.eval_steps != config.save_steps:
             log.warning(
                 "eval_steps %s differs from save_steps %s: only saved checkpoints can be "
@@ -242,8 +224,7 @@ class EvalConfig:
     @property
     def arguments(self) -> Arguments:
         """What is chosen of the evaluator."""
-        chosen = {name: getattr(self, name) for name in Arguments.model_fields}
-        return validated(_ARGUMENTS, chosen, subject=_subject)
+        return Arguments(**{name: getattr(self, name) for name in Arguments.model_fields})
 
     def is_due(self, step: int, previous: int | None) -> bool:
         """Return whether a checkpoint is to be evaluated.
@@ -284,11 +265,6 @@ class EvalConfig:
         return read_token(self.token_file, what=f"token_file {self.token_file}")
 
 
-_ARGUMENTS = TypeAdapter(Arguments)
-_INTERVAL = TypeAdapter(dict[str, Interval])
-_CONFIG = TypeAdapter(EvalConfig)
-
-
 def _copy_mapping(given: Mapping[str, object], key: str) -> dict[str, object]:
     """Return a copy of the mapping under a key; an empty one if there is none."""
     found = given.get(key)
@@ -300,25 +276,28 @@ def _copy_mapping(given: Mapping[str, object], key: str) -> dict[str, object]:
 
 
 def _flatten(given: Mapping[str, object]) -> dict[str, object]:
-    """Return all keys of `eval_config`, with those of the trainer that matter, in one mapping."""
+    """Return the keys of all levels in one mapping; what is misplaced is lifted with a warning."""
     trainer = _copy_mapping(given, "trainer_args") if "trainer_args" in given else dict(given)
     if "eval_config" not in trainer and "eval_config" in given:
         log.warning("eval_config belongs in trainer_args; using the one at the top level")
         trainer["eval_config"] = given["eval_config"]
     ours = {key: value for key, value in trainer.items() if key in _OUR_KEYS}
-    if "eval_config" not in trainer:
-        return trainer if trainer == dict(given) else ours
-    flat = _copy_mapping(trainer, "eval_config")
-    _lift(ours, tuple(key for key in ours if key not in _TRAINER), flat, "trainer_args")
-    return {**flat, **{key: trainer[key] for key in _TRAINER if key in trainer}}
+    if "eval_config" in trainer:
+        flat = _copy_mapping(trainer, "eval_config")
+        when = {key: ours.pop(key) for key in _TRAINER if key in ours}
+        _lift(ours, flat, "trainer_args")
+        flat |= when
+    else:
+        flat = ours if "trainer_args" in given else trainer
+    model_args = _copy_mapping(flat, "model_args")
+    _lift({key: model_args.pop(key) for key in _LIFTED if key in model_args}, flat, "model_args")
+    model_args.pop(str(flat.get("checkpoint_key") or "model"), None)
+    return {**flat, "model_args": model_args}
 
 
-def _lift(source: dict[str, object], keys: tuple[str, ...], to: dict[str, object], of: str) -> None:
-    """Move misplaced keys; a key in the right place wins."""
-    for key in keys:
-        if key not in source:
-            continue
-        value = source.pop(key)
+def _lift(misplaced: Mapping[str, object], to: dict[str, object], of: str) -> None:
+    """Add misplaced keys; a key in the right place wins."""
+    for key, value in misplaced.items():
         log.warning("%s belongs in eval_config itself, not in %s", key, of)
         if to.get(key) is None:
             to[key] = value

@@ -30,8 +30,6 @@ __all__ = [
     "CommandProfile",
     "HarnessKeys",
     "HarnessProfile",
-    "Keep",
-    "Launcher",
     "LmEvalProfile",
     "LmmsEvalProfile",
     "NonEmptyText",
@@ -56,17 +54,16 @@ DIRECT_MODELS = ("hf",)
 """The types of model of lm-eval that can be made of shards."""
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
-_NULL_MEANS_NO_LIMIT = frozenset({"keep_days", "count", "bytes"})
 
 
 def drop_nulls(value: object) -> object:
-    """Leave out keys without a value, but for those of which null means something."""
+    """Leave out keys without a value, but for `keep_days`, where null means no limit."""
     if isinstance(value, BaseModel):
         return value
     if not isinstance(value, dict):
         raise expected("a mapping")
-    kept = _NULL_MEANS_NO_LIMIT  # keys become texts, because YAML makes a boolean of a bare `on`
-    return {str(key): one for key, one in value.items() if one is not None or key in kept}
+    # Keys become texts, because YAML makes a boolean of a bare `on`.
+    return {str(key): one for key, one in value.items() if one is not None or key == "keep_days"}
 
 
 def _list(value: object) -> object:
@@ -145,14 +142,6 @@ ModelArgs = Annotated[
 Command = Annotated[Texts, expects(COMMAND_EXPECTED, _is_command), AfterValidator(_started)]
 
 
-class Keep(StrEnum):
-    """Which merged checkpoints are kept after their evaluation."""
-
-    NONE = "none"
-    BEST = "best"
-    ALL = "all"
-
-
 class Weights(StrEnum):
     """How an evaluator gets the weights of a checkpoint; which of its weights, a request says."""
 
@@ -162,17 +151,8 @@ class Weights(StrEnum):
     """It reads them from the shards, and nothing is merged."""
 
 
-class Launcher(StrEnum):
-    """How a job with several GPUs uses them."""
-
-    ACCELERATE = "accelerate"
-    """One process per GPU, each with the whole model and a part of the data."""
-    NONE = "none"
-    """One process, whose model spreads over them by itself (vllm)."""
-
-
 def _needed(metric: str | None, info: ValidationInfo) -> str | None:
-    if metric is None and info.data.get("keep") is Keep.BEST:
+    if metric is None and info.data.get("keep") == "best":
         because = "TASK/METRIC, because of `keep: best`"
         raise PydanticCustomError("missing", "missing", {"expected": because})
     return metric
@@ -197,7 +177,7 @@ class CommonKeys(BaseModel):
     """How many a job gets that does not choose; in a file: 1, if the server has any."""
     weights: Annotated[Weights, expects(", ".join(Weights))] = Weights.MERGED
     """Whether the checkpoint is merged, or read by the evaluator itself."""
-    keep: Annotated[Keep, expects(", ".join(Keep))] = Keep.NONE
+    keep: Annotated[Literal["none", "best", "all"], expects("none, best, all")] = "none"
     """Which merged models are kept after evaluation."""
     best_metric: Annotated[
         NonEmptyText | None, Field(validate_default=True), AfterValidator(_needed)
@@ -207,7 +187,7 @@ class CommonKeys(BaseModel):
     """A config.json, or a directory with config and tokenizer, for checkpoints without one; None:
     only a command can evaluate those."""
     results_bytes: Annotated[int, whole(1)] = 64 << 20
-    """The largest file of results that is read."""
+    """The largest file of results that is read, in bytes."""
 
 
 class HarnessKeys(CommonKeys):
@@ -226,8 +206,9 @@ class HarnessKeys(CommonKeys):
     allowed_model_args: Texts = ()
     """Shell patterns of the arguments, of the model and of generation, that clients may choose in
     addition to those known to be harmless."""
-    launcher: Annotated[Launcher, expects(", ".join(Launcher))] = Launcher.ACCELERATE
-    """How several GPUs are used."""
+    launcher: Annotated[Literal["accelerate", "none"], expects("accelerate, none")] = "accelerate"
+    """How a job with several GPUs uses them: by a process for each, which has the whole model and a
+    part of the data, or by one process, whose model spreads over them by itself (vllm)."""
 
 
 class LmEvalProfile(HarnessKeys):

@@ -19,13 +19,13 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from unshard.errors import UsageError, raise_all
+from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.config.arguments import join_arguments
 from unshard.evaluate.server.config.profiles import (
     COMMAND_EXPECTED,
     DIRECT_MODELS,
     KINDS,
     HarnessKeys,
-    Keep,
     LmEvalProfile,
     NonEmptyText,
     Place,
@@ -39,7 +39,7 @@ from unshard.evaluate.server.config.profiles import (
 from unshard.evaluate.server.gpus import as_gpus, find_gpus, first_gpus, gpus_expected
 from unshard.evaluate.values import expects, problem_of, shown, whole
 
-__all__ = ["PinQuota", "ServerConfig", "read_server_yaml"]
+__all__ = ["ServerConfig", "read_server_yaml"]
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"
 _MOST_GPUS = 1024
@@ -53,6 +53,10 @@ def _gpu_names(value: object, info: ValidationInfo[Path | None]) -> object:
         are_names = all(type(one) in {int, str} for one in value)
         return as_gpus(map(str, value)) if are_names else None
     return value
+
+
+def _without_limit_of_bytes(quota: object) -> object:
+    return {"bytes": None, **quota} if isinstance(quota, dict) else quota
 
 
 def _or_default(value: object, info: ValidationInfo) -> object:
@@ -96,22 +100,11 @@ def _check_direct(profile: Profile, where: str) -> None:
             expected=f"model: {' or '.join(DIRECT_MODELS)}; or `weights: merged`",
             found=f"model: {profile.model}",
         )
-    if profile.keep is not Keep.NONE:
+    if profile.keep != "none":
         raise UsageError(
             f"{what} with `keep: {profile.keep}`: there is no merged model to keep",
             expected="`keep: none`, or `weights: merged`",
         )
-
-
-class PinQuota(BaseModel):
-    """How much the pins of a run may keep; None: no limit."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    count: Annotated[int, whole(0)] | None = 8
-    """Checkpoints."""
-    bytes: Annotated[int, whole(0)] | None = None
-    """Bytes of their files."""
 
 
 class ServerConfig(BaseModel):
@@ -135,7 +128,7 @@ class ServerConfig(BaseModel):
     """The file with the token that clients must show."""
     work_directory: Place | None = None
     """Where jobs have their directories; None: the server's default."""
-    pin_quota: Annotated[PinQuota, BeforeValidator(drop_nulls)] = PinQuota()
+    pin_quota: Annotated[Quota, BeforeValidator(_without_limit_of_bytes)] = Quota(bytes=None)
     """How much of a run the server's pins keep from rotation at most."""
     keep_days: Annotated[int, whole(1)] | None = 30
     """How long the directories of ended jobs are kept, with their logs; None: for ever."""
@@ -174,19 +167,19 @@ def read_server_yaml(path: Path, gpus: tuple[str, ...] | None = None) -> ServerC
 def _problem(path: Path, problem: ErrorDetails) -> UsageError:
     """Return what pydantic found, as an error that names the file and the key."""
     keys = [str(key) for key in problem["loc"]]
-    where, known = str(path), ServerConfig.model_fields.keys()
+    where, known = str(path), list(ServerConfig.model_fields)
     match keys:
         case ["profiles", name, "[key]"]:
             letters = "letters, digits, and `_`, `.`, `-`"
             return UsageError(f"{path}: profiles.{name} cannot be a name", expected=letters)
         case ["profiles", name, kind, *keys]:
-            where, known = f"{path}: profiles.{name} (kind {kind})", KINDS[kind].model_fields.keys()
+            where, known = f"{path}: profiles.{name} (kind {kind})", list(KINDS[kind].model_fields)
         case ["profiles", name]:
             where, keys = f"{path}: profiles.{name}", []
         case ["pin_quota", *keys]:
-            where, known = f"{path}: pin_quota", PinQuota.model_fields.keys()
+            where, known = f"{path}: pin_quota", list(Quota.__annotations__)
     match problem["type"]:
-        case "extra_forbidden":
+        case "extra_forbidden" | "unexpected_keyword_argument":
             close = get_close_matches(keys[-1], known, 1)
             return UsageError(
                 f"{where} has the unknown key {keys[-1]!r}",
@@ -201,6 +194,4 @@ def _problem(path: Path, problem: ErrorDetails) -> UsageError:
             problem["ctx"] = {"expected": ", ".join(KINDS)}
         case "too_long":
             problem["ctx"] = {"expected": "at most 1 directory"}
-        case "dict_type" | "mapping_type":
-            problem["ctx"] = {"expected": "a mapping"}
     return problem_of(problem, f"{': '.join([where, *keys])} cannot be read")
