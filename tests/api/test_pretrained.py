@@ -277,6 +277,56 @@ def test_quantised_weights_are_dequantised_as_transformers_does_without_a_gpu(
     assert found.state_dict()["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
 
 
+def register_eighths() -> None:
+    """Teach transformers a quantiser that rounds to eighths: those that it has want a GPU."""
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers import auto
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    class EighthsConfig(QuantizationConfigMixin):
+        def __init__(self, **_: Any) -> None:
+            self.quant_method = "eighths"  # type: ignore[assignment]  # an enum of its own methods
+
+    class Round(ConversionOps):
+        def convert(self, input_dict: Any, *_: Any, **__: Any) -> Any:
+            pairs = input_dict.items()
+            found = {name: one[0] if isinstance(one, list) else one for name, one in pairs}
+            return {name: torch.round(one * 8) / 8 for name, one in found.items()}
+
+    class Eighths(HfQuantizer):
+        requires_calibration = False
+
+        def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+            del model
+            return "_proj.weight" in param_name
+
+        def get_quantize_ops(self) -> Any:
+            return Round()
+
+        def is_serializable(self) -> bool:
+            return False
+
+        def is_trainable(self) -> bool:
+            return False
+
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("eighths", EighthsConfig)
+    auto.AUTO_QUANTIZER_MAPPING.setdefault("eighths", Eighths)
+
+
+def test_weights_are_quantised_on_load_by_transformers(
+    qwen: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    register_eighths()
+    options: dict[str, Any] = {"quantization_config": {"quant_method": "eighths"}}
+    found = unshard.from_pretrained(checkpoint, **options)
+    unshard.merge(checkpoint, tmp_path / "out")
+    assert_same_model(found, AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(found.state_dict()[name], torch.round(qwen.state_dict()[name] * 8) / 8)
+    assert torch.equal(found.state_dict()[HEAD], qwen.state_dict()[HEAD])
+
+
 # classes and configs
 
 
