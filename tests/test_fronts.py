@@ -41,6 +41,11 @@ from unshard.progress import Event, Warned
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
 SOURCE = Path(unshard.__file__).parent
+# Options of `vllm serve`, which messages of its command and its plugin name.
+VLLM = {
+    *("--load-format", "--model-loader-extra-config", "--worker-extension-cls", "--model"),
+    *("--served-model-name", "--skip-tokenizer-init", "--tokenizer"),
+}
 DROP_INS: Mapping[str, tuple[Callable[[], None], list[str]]] = {
     "convert_checkpoint_simple": (convert_checkpoint_simple.main, ["{run}", "--output", "{out}"]),
     "convert_fsdp_to_hf": (
@@ -173,6 +178,8 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
         "verify": options_of("verify"),
         "averag": options_of("average"),
         "cli/commands": set.union(*map(options_of, ("merge", "average", "verify", "inspect"))),
+        "cli/engines": VLLM,
+        "plugins/vllm": VLLM,
         "compat/commands": {"--output"},  # of one script; the other's test is below
         "compat/verl": options_of_drop_in(verl.main, monkeypatch),
         "compat/merge_fsdp": options_of_drop_in(merge_fsdp.main, monkeypatch),

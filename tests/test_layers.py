@@ -16,6 +16,7 @@ SOURCE = Path(unshard.__file__).parent
 ROOMS = (
     {"cli", "compat", "merger"},
     {"evaluate"},
+    {"plugins"},
     {"api"},
     {"engines"},
     {"write"},
@@ -32,7 +33,7 @@ DOORS = {"__init__", "__main__"}
 LONGEST_MODULE = 400
 LONGEST_FUNCTION = 40
 MOST_MODULES = 12
-HEAVY = {"torch", "transformers", "accelerate", "ray"}
+HEAVY = {"torch", "transformers", "accelerate", "ray", "vllm"}
 # These import them in functions only, or are imported by those only who have them (callbacks);
 # their own tests show it.
 ON_DEMAND = {
@@ -40,6 +41,9 @@ ON_DEMAND = {
     "engines.into_torch",
     "engines.into_transformers",
     "evaluate.callbacks.transformers",
+    "plugins.vllm",
+    "plugins.vllm_loader",
+    "plugins.vllm_worker",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -12,6 +12,7 @@ __all__ = [
     "DEFAULTS",
     "SHARD_SIZE",
     "DtypeLike",
+    "EngineKeywords",
     "MergeKeywords",
     "OpenKeywords",
     "PretrainedKeywords",
@@ -72,6 +73,14 @@ class ReadKeywords(TypedDict, total=False):
     ep_size: int | None
     assume_dim0: bool
     allow_globals: Sequence[str]
+
+
+class EngineKeywords(ReadKeywords, total=False):
+    """How to read a checkpoint for an engine, which needs the names of the hub."""
+
+    base: str | Path | None
+    lora_alpha: float | None
+    config: str | Path | None
 
 
 class OpenKeywords(ReadKeywords, total=False):

@@ -8,6 +8,7 @@ import typer
 
 from unshard import __version__
 from unshard.cli.commands import average, inspect, merge, push, verify
+from unshard.cli.engines import vllm
 from unshard.cli.environment import env
 from unshard.cli.evaluate.commands import app as evaluate
 from unshard.cli.evaluate.runs import export, watch
@@ -28,6 +29,9 @@ app = typer.Typer(
 )
 for _command in (merge, inspect, verify, average, push):
     app.command(cls=Grouped)(guarded(_command))
+app.command(
+    cls=Grouped, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)(guarded(vllm))
 app.command()(guarded(env))
 evaluate.command()(guarded(watch))
 evaluate.command()(guarded(export))

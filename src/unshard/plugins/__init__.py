@@ -1,0 +1,1 @@
+"""Plugins of inference engines: they load training shards themselves, and nothing is merged."""

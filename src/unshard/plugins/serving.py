@@ -1,0 +1,186 @@
+"""What every engine needs of a checkpoint: the tensors that a merge would write, and a config.
+
+An engine starts from a directory with config.json and tokenizer. Its loader gets the rest as JSON:
+the checkpoint, and the options of `open_checkpoint` except `names`, which are those of the hub.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, cast
+
+from unshard.api.converting import convert
+from unshard.api.options import MergeOptions, given_path
+from unshard.api.sources import Sources, read_checkpoint
+from unshard.api.unmerged.loading import Opened
+from unshard.api.unmerged.opening import OpenCheckpoint, read_unmerged
+from unshard.engines.arrays import TensorReader
+from unshard.engines.into_torch import as_tensor, need_torch
+from unshard.errors import UsageError
+from unshard.keywords import EngineKeywords
+from unshard.progress import Warned
+from unshard.read.beside.companions import Companions
+from unshard.read.beside.model_config import ModelConfig
+from unshard.showing import hearing
+from unshard.write.companions import companion_files, write_files
+
+if TYPE_CHECKING:
+    from unshard.engines.into_torch import Tensor
+
+__all__ = [
+    "OPTIONS",
+    "Described",
+    "Weights",
+    "checked",
+    "describe",
+    "model_directory",
+    "weights_of",
+]
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("weights", "role"), (str,)),
+    **dict.fromkeys(("base", "config"), (str, Path)),
+    **dict.fromkeys(("step", "ep_size"), (int,)),
+    **dict.fromkeys(("also", "allow_globals"), (list, tuple)),
+    "assume_dim0": (bool,),
+    "lora_alpha": (int, float),
+}
+OPTIONS = frozenset(_KINDS)
+"""The options that a loader takes from JSON."""
+
+
+def checked(given: Mapping[str, object]) -> EngineKeywords:
+    """Return options that came as JSON; None leaves an option out.
+
+    Raises:
+        UsageError: an option is not known, or its value is of another type.
+    """
+    for name, value in given.items():
+        if name not in _KINDS:
+            expected = ", ".join(sorted(OPTIONS))
+            raise UsageError(f"{name}: not an option of the loader", expected=expected)
+        kinds = _KINDS[name]
+        # True is an int to Python.
+        fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if value is not None and not fits:
+            what = f"{name}: {value!r} is not a value of this option"
+            raise UsageError(what, expected=" or ".join(kind.__name__ for kind in kinds))
+    return cast(
+        "EngineKeywords", {name: value for name, value in given.items() if value is not None}
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """The weights of a checkpoint as an engine loads them, and the config that fits them.
+
+    Attributes:
+        tensors: by their names on the hub; each is read when it is looked up.
+        config: what a merge would write as config.json, but for the dtype; None without one.
+        step: the step that was found, if it has one.
+    """
+
+    tensors: "OpenCheckpoint[Tensor]"
+    config: ModelConfig | None
+    step: int | None
+
+    @property
+    def path(self) -> str:
+        """The directory of the weights."""
+        return self.tensors.metadata()["path"]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors, by name."""
+        return {name: self.tensors.get_slice(name).shape for name in self.tensors}
+
+
+@contextmanager
+def weights_of(checkpoint: str | Path, options: EngineKeywords) -> Iterator[Weights]:
+    """Open a checkpoint for an engine, its names and shapes checked as in a merge.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        ConversionError: names cannot be resolved, or tensors are missing or unexpected.
+        UsageError: an option is not valid, or torch is not installed.
+    """
+    need_torch()
+    chosen = MergeOptions(**options)
+    with ExitStack() as stack:
+        read = read_unmerged(checkpoint, chosen, stack)
+        made = convert(Sources((read,)), chosen)
+        with hearing(None) as heard:
+            for note in made.notes:
+                heard(Warned(note))
+        reader = TensorReader(read.location.weights_dir)
+        stack.callback(reader.close)
+        opened = Opened(read, chosen, {one.name: one for one in made.tensors}, reader)
+        with OpenCheckpoint(opened, as_tensor, stack.pop_all()) as tensors:
+            yield Weights(tensors, made.config, read.location.step)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Described:
+    """What an engine is started with.
+
+    Attributes:
+        title: which weights these are, for people.
+        step: the step of the checkpoint, if it has one.
+        config: config.json as the engine must read it.
+        companions: the files as they are.
+    """
+
+    title: str
+    step: int | None
+    config: ModelConfig
+    companions: Companions
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the files have a tokenizer."""
+        return any(name.startswith("tokenizer") for name in self.companions.files)
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory that has exactly what the engine must read; None if there is none."""
+        config, stated = self.companions.config, self.companions.model
+        if config is None or stated is None or config.name != "config.json":
+            return None
+        together = all(path == config.parent / name for name, path in self.companions.files.items())
+        return config.parent if together and stated.fields == self.config.fields else None
+
+
+def describe(checkpoint: str | Path, options: EngineKeywords) -> Described:
+    """Read what an engine is started with; no weights are read.
+
+    Raises:
+        UnshardError: as `weights_of` raises it.
+        UsageError: the checkpoint has no config.json.
+    """
+    chosen = MergeOptions(**options)
+    read = read_checkpoint(given_path(checkpoint, "the checkpoint"), chosen)
+    config = convert(Sources((read,)), chosen).config
+    if config is None:
+        raise UsageError(
+            f"{read.location.weights_dir}: no config.json in it or next to it, which engines need",
+            hint="give it with --config FILE|DIR or --base MODEL",
+        )
+    step = read.location.step
+    return Described(read.title, step, config.as_written(None), read.companions)
+
+
+@contextmanager
+def model_directory(described: Described) -> Iterator[Path]:
+    """Yield a directory with config, tokenizer and the like, as an engine must read them.
+
+    It is the checkpoint's own if that has them all as they must be, and otherwise a temporary one,
+    removed in the end. It has no weights.
+    """
+    if described.directory is not None:
+        yield described.directory
+        return
+    with TemporaryDirectory(prefix="_unshard-") as folder:
+        write_files(companion_files(described.companions, described.config), Path(folder))
+        yield Path(folder)

@@ -1,0 +1,133 @@
+"""The load format `unshard` of vLLM: its model loader, which reads training shards.
+
+Interfaces of vLLM 0.32: a loader's `get_all_weights` yields (name on the hub, tensor), at the start
+and in `reload_weights`, which changes `model_config.model` to the path that it is given.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from vllm.config import ModelConfig
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from unshard.errors import ConversionError, UsageError
+from unshard.keywords import EngineKeywords
+from unshard.plugins.serving import OPTIONS, Weights, checked, weights_of
+from unshard.read.beside import model_config as ours
+
+__all__ = ["UnshardLoader", "check_config", "options_of_reload", "point_to", "shapes_in"]
+
+_CHECKPOINT = "checkpoint"
+_STARTED_AS = "started_as"
+
+Extra = dict[str, object]
+Shapes = dict[str, tuple[int, ...]]
+
+if not hasattr(DefaultModelLoader, "get_all_weights"):
+    raise ImportError("vLLM's DefaultModelLoader has no get_all_weights")
+
+_loaded: WeakKeyDictionary[nn.Module, Shapes] = WeakKeyDictionary()
+
+
+class UnshardLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM has no types where mypy runs
+    """Loads a checkpoint of training with the tensors that `unshard merge` would write.
+
+    Args:
+        load_config: vLLM's; `model_loader_extra_config` may have "checkpoint", the options of
+            `unshard.open_checkpoint`, and keys of vLLM's own default loader.
+    """
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        extra: Extra = load_config.model_loader_extra_config
+        checked({name: value for name, value in extra.items() if name in OPTIONS})
+        # vLLM's loader refuses the keys that it does not know, and names them.
+        own = {*OPTIONS, _CHECKPOINT, _STARTED_AS}
+        theirs = {name: value for name, value in extra.items() if name not in own}
+        super().__init__(replace(load_config, model_loader_extra_config=theirs))
+        self.load_config = load_config
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Check that the checkpoint can be loaded; there is nothing to download."""
+        with weights_of(*self._meant(model_config)) as weights:
+            check_config(weights, model_config)
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Load the weights of an engine that starts."""
+        # A reload puts its checkpoint in the place of the model's path: it is recognised by being
+        # another path than at the start.
+        self.load_config.model_loader_extra_config.setdefault(_STARTED_AS, model_config.model)
+        super().load_weights(model, model_config)
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: nn.Module
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors with their names on the hub, at a start and at a reload."""
+        self.counter_before_loading_weights = time.perf_counter()
+        with weights_of(*self._meant(model_config)) as weights:
+            check_config(weights, model_config)
+            yield from weights.tensors.items()
+            _loaded[model] = weights.shapes
+
+    def _meant(self, model_config: ModelConfig) -> tuple[str, EngineKeywords]:
+        """Return the checkpoint that is meant, and how to read it."""
+        extra: Extra = self.load_config.model_loader_extra_config
+        path = str(model_config.model)
+        if path not in {extra.get(_STARTED_AS, path), extra.get(_CHECKPOINT)}:
+            return path, options_of_reload(extra, {})  # by vLLM itself
+        if _CHECKPOINT not in extra and not Path(path).exists():
+            raise UsageError(
+                f"--load-format unshard: {path} is not a local directory, and no checkpoint is "
+                "named",
+                hint="""name it: --model-loader-extra-config '{"checkpoint": "DIR"}'""",
+            )
+        options = {name: value for name, value in extra.items() if name in OPTIONS}
+        return str(extra.get(_CHECKPOINT, path)), checked(options)
+
+
+def options_of_reload(extra: Mapping[str, object], given: Mapping[str, object]) -> EngineKeywords:
+    """Return the options of a reload: those given, and else those of the start, but its step."""
+    kept = {name: value for name, value in extra.items() if name in OPTIONS and name != "step"}
+    return checked({**kept, **given})
+
+
+def point_to(extra: Extra, checkpoint: str, options: EngineKeywords) -> None:
+    """Let the loader's configuration mean another checkpoint, read with these options."""
+    for name in OPTIONS & extra.keys():
+        del extra[name]
+    extra.update({_CHECKPOINT: checkpoint, **options})
+
+
+def shapes_in(model: nn.Module) -> Shapes | None:
+    """Return names and shapes of what this loader loaded into a model; None if it did not."""
+    return _loaded.get(model)
+
+
+def check_config(weights: Weights, model_config: ModelConfig) -> None:
+    """Check that the engine's config fits the weights, where a merge would change config.json.
+
+    Raises:
+        ConversionError: the engine would tie weights that differ, or has another vocabulary.
+    """
+    needed = weights.config
+    if needed is None:
+        return
+    stated = ours.ModelConfig(model_config.hf_config.to_dict())
+    engine, own = (_vocabulary(stated), _vocabulary(needed))
+    problem = f"the vocabulary of the engine's config is {engine}, that of the checkpoint {own}"
+    if stated.is_tied and not needed.is_tied:
+        problem = "the engine's config ties head and embedding, which differ in the checkpoint"
+    elif engine == own:
+        return
+    raise ConversionError(
+        f"{weights.path}: {problem}",
+        hint="start it with `unshard vllm`, which gives the engine the config that fits",
+    )
+
+
+def _vocabulary(config: ours.ModelConfig) -> object:
+    return config.text.get("vocab_size", config.fields.get("vocab_size"))

@@ -1,0 +1,178 @@
+"""A real vLLM on the shards of six layouts, and 20 checkpoints through one engine.
+
+Everything is in one process of vLLM: from the second on, the start of an engine is cheap there.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unshard
+from oracle.writers.workers import WorkerPool
+from served_layouts import RANKS, greedy, save_layouts, save_lora, save_verl_step, served_model
+from unshard.keywords import MergeKeywords
+from unshard.plugins.vllm import WORKER_EXTENSION
+from unshard.progress import ignore
+from vllm_child import PROMPTS
+from vllm_runs import Answers, needs_vllm, run_vllm
+
+pytestmark = [needs_vllm, pytest.mark.xdist_group("vllm")]  # a gigabyte and two cores each
+
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+LAYOUTS = {
+    "verl": "verl",
+    "EMA of lmms-engine": "lmms",
+    "DCP of HF Trainer": "dcp",
+    "FSDP1": "fsdp1",
+    "sharded safetensors": "shards",
+    "LoRA": "lora",
+}
+CHECKPOINTS = 20
+PREFIXES = [f"model.layers.{number}." for number in range(4)]
+
+Order = dict[str, object]
+
+
+@dataclass
+class Talk:
+    """What an engine is asked for, and what came of it, by name."""
+
+    orders: list[Order] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    answers: Answers = field(default_factory=list)
+
+    def ask(self, name: str, do: str, **given: object) -> None:
+        self.names.append(name)
+        self.orders.append({"do": do, **given})
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        return self.answers[self.names.index(name)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a run of each layout, and one of many steps."""
+    directory = tmp_path_factory.mktemp("runs")
+    WorkerPool(RANKS).run(save_layouts, RANKS, directory)
+    save_lora(directory / "lora")
+    for step, model in enumerate(steps_of_a_run(), start=1):
+        save_verl_step(directory / "many", model, step)
+    return directory
+
+
+def steps_of_a_run() -> Iterator[Any]:
+    """Yield a model with a tied head, step by step."""
+    model = served_model(tie_word_embeddings=True)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(CHECKPOINTS):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+        yield model
+
+
+def options_of(layout: str) -> MergeKeywords:
+    return {"weights": "ema"} if layout == "EMA of lmms-engine" else {}
+
+
+@pytest.fixture(scope="module")
+def talk(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Talk:
+    """Return what one process of vLLM answered to all orders of this module."""
+    directory, talk = tmp_path_factory.mktemp("vllm"), Talk()
+    merged: dict[bytes, str] = {}
+    for layout, folder in LAYOUTS.items():
+        output = directory / "merged" / folder
+        unshard.merge(runs / folder, output, listener=ignore, **options_of(layout))
+        # Layouts of the same weights have the same merged model: one start is enough for them.
+        merged.setdefault((output / "model.safetensors").read_bytes(), str(output))
+    assert len(merged) == 3
+    # They come first: the first answer of a process compiles kernels, and writes those.
+    for model in merged.values():
+        talk.ask(f"start {Path(model).name}", "start", arguments={"model": model})
+        talk.ask(f"merged {Path(model).name}", "answer")
+    for layout, folder in LAYOUTS.items():
+        path, options = str(runs / folder), options_of(layout)
+        talk.ask(f"start {layout}", "serve", checkpoint=path, options=options, arguments={})
+        talk.ask(layout, "answer")
+    _ask_for_reloads(talk, runs / "many")
+    talk.answers = run_vllm(directory / "child", talk.orders, **IN_PROCESS)
+    return talk
+
+
+def _ask_for_reloads(talk: Talk, run: Path) -> None:
+    """Start on the config's directory of the first step, take all others, then lose reloads."""
+    paths = [run / f"global_step_{step + 1}" for step in range(CHECKPOINTS)]
+    plain = {
+        "model": str(paths[0] / "actor" / "huggingface"),
+        "load_format": "unshard",
+        "worker_extension_cls": WORKER_EXTENSION,
+    }
+    talk.ask("start step 1", "start", arguments=plain)
+    talk.ask("answer 1", "answer")
+    for step, path in enumerate(paths[1:], start=2):
+        talk.ask(f"reload {step}", "reload", checkpoint=str(path), options={})
+        talk.ask(f"answer {step}", "answer")
+    random.seed(0)
+    for number in range(CHECKPOINTS):
+        path, skip = paths[number], random.choice(["all", *PREFIXES])
+        talk.ask(f"skip {number}", "reload", checkpoint=str(path), options={}, skip=skip)
+    talk.ask("reload again", "reload", checkpoint=str(paths[0]), options={})
+    talk.ask("answer again", "answer")
+    talk.ask("other model", "reload", checkpoint=str(run.parent / "verl"), options={})
+    talk.ask("unknown option", "reload", checkpoint=str(paths[0]), options={"colour": "red"})
+    talk.ask("after refusals", "answer")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_engine_on_shards_answers_as_on_the_merged_model(talk: Talk, layout: str) -> None:
+    folder = LAYOUTS[layout]
+    same = folder if folder in {"lmms", "lora"} else "verl"
+    assert talk[layout]["result"] == talk[f"merged {same}"]["result"]
+
+
+def test_the_layouts_have_three_models(talk: Talk) -> None:
+    """Otherwise the test above could not fail for averaged and for fused weights."""
+    assert len({str(talk[layout]["result"]) for layout in LAYOUTS}) == 3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_engine_on_shards_writes_no_weights(talk: Talk, layout: str) -> None:
+    """All that the process wrote, with its logs, is a fraction of the model."""
+    written = talk[f"start {layout}"]["written"] + talk[layout]["written"]
+    assert written < model_bytes() / 10
+
+
+def model_bytes() -> int:
+    state: dict[str, torch.Tensor] = served_model().state_dict()
+    return sum(one.nbytes for one in state.values())
+
+
+def test_twenty_checkpoints_go_through_one_engine(talk: Talk) -> None:
+    """The first is found from the directory of config and tokenizer alone."""
+    for step, model in enumerate(steps_of_a_run(), start=1):
+        found = talk[f"answer {step}"]["result"]
+        assert [tokens for tokens, _ in found] == [greedy(model, one) for one in PROMPTS], step
+        if step > 1:
+            (checked,) = talk[f"reload {step}"]["result"]
+            assert checked["step"] == step
+            assert checked["elements"] > model_bytes() / 4 / 2
+            assert talk[f"reload {step}"]["written"] < model_bytes() / 10
+
+
+def test_a_reload_that_lost_something_is_always_noticed(talk: Talk) -> None:
+    """Twenty times at random: all of it, or a layer."""
+    errors = [talk[f"skip {number}"].get("error", "") for number in range(CHECKPOINTS)]
+    assert ["does not hold this checkpoint" in one for one in errors] == [True] * CHECKPOINTS
+    assert "error" not in talk["reload again"]
+    assert talk["answer again"]["result"] == talk["answer 1"]["result"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(talk: Talk) -> None:
+    assert "head and embedding, which differ" in talk["other model"]["error"]
+    assert "colour" in talk["unknown option"]["error"]
+    assert talk["after refusals"]["result"] == talk["answer 1"]["result"]
