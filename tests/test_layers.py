@@ -41,6 +41,7 @@ ON_DEMAND = {
     "engines.into_torch",
     "engines.into_transformers",
     "evaluate.callbacks.transformers",
+    "evaluate.server.warm.worker",
     "plugins.vllm",
     "plugins.vllm_loader",
     "plugins.vllm_worker",

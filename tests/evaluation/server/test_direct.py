@@ -15,11 +15,11 @@ from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError, Job, Request, Status
 from unshard.evaluate.server.admission import check_request
 from unshard.evaluate.server.attempts.merging import GoneError, Merger
-from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile, Weights
+from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile, Weights, keeps_engine
 from unshard.evaluate.server.config.server_yaml import ServerConfig, read_server_yaml
 from unshard.evaluate.server.evaluators import programs
 from unshard.evaluate.server.evaluators.direct import MODEL_TYPE, PLACE_NAME
-from unshard.evaluate.server.evaluators.programs import make_evaluator, why_missing
+from unshard.evaluate.server.evaluators.programs import make_evaluator, why_missing, worker_command
 from unshard.evaluate.server.evaluators.work import Work
 
 TASK = "colours_surprise"
@@ -64,6 +64,13 @@ def test_a_profile_says_whether_its_checkpoints_are_merged(tmp_path: Path) -> No
     assert configured(tmp_path).weights is Weights.MERGED
     assert configured(tmp_path, weights="merged", keep="all").weights is Weights.MERGED
     assert configured(tmp_path, weights="direct").weights is Weights.DIRECT
+    assert not keeps_engine(configured(tmp_path, weights="direct"))
+    engine = {"weights": "direct", "model": "vllm"}
+    for given, expected in ({}, 600), ({"idle_timeout": 5}, 5):
+        kept = configured(tmp_path, **engine, **given)
+        assert keeps_engine(kept)
+        assert kept.idle_timeout == expected
+    assert not keeps_engine(configured(tmp_path, model="vllm"))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +78,8 @@ def test_a_profile_says_whether_its_checkpoints_are_merged(tmp_path: Path) -> No
     [
         ({"kind": "lmms-eval"}, "expected: kind lm-eval, or `weights: merged` found: kind lmms"),
         ({"kind": "command", "command": ["true"]}, "found: kind command"),
-        ({"model": "sglang"}, "with this type of model expected: model: hf"),
+        ({"model": "sglang"}, "with this type of model expected: model: hf or vllm;"),
+        ({"idle_timeout": 5}, "idle_timeout means nothing without an engine that is kept"),
         ({"keep": "all"}, "with `keep: all`: there is no merged model to keep"),
         ({"keep": "best", "best_metric": "a/b"}, "with `keep: best`: there is no merged model"),
         ({"weights": "none"}, "weights cannot be read expected: merged, direct"),
@@ -128,6 +136,25 @@ def test_lm_evals_own_command_line_runs_with_another_type_of_model(tmp_path: Pat
     found = yaml.safe_load(config.read_text())
     assert found["model"] == MODEL_TYPE
     assert found["model_args"] == {"dtype": "float32", "pretrained": str(work.model)}
+
+
+def test_a_job_for_an_engine_that_is_kept_is_handed_to_its_worker(tmp_path: Path) -> None:
+    """The launcher means nothing then: there is one process, whatever the number of GPUs."""
+    checkpoint = sharded(tmp_path / "run" / "checkpoint-3")
+    profile = direct(model="vllm", gpus=2, interpreter="other", model_args={"dtype": "auto"})
+    work = prepare(tmp_path, checkpoint, profile)
+    command = make_evaluator(profile).command(work)
+    config = work.directory / "job.yaml"
+    client = "unshard.evaluate.server.warm.client"
+    assert command == [sys.executable, "-m", client, "run", f"--config={config}"]
+    found = yaml.safe_load(config.read_text())
+    assert found["model"] == "vllm"
+    assert found["model_args"] == {"dtype": "auto", "pretrained": str(work.model)}
+    worker = "unshard.evaluate.server.warm.worker"
+    assert worker_command(profile)[:3] == ["other", "-m", worker]
+    several = direct(model="vllm", model_args={"data_parallel_size": 2})
+    with pytest.raises(EvaluationError, match="data_parallel_size is not possible"):
+        make_evaluator(several).command(work)
 
 
 @pytest.mark.parametrize("weights", ["model", "ema"])

@@ -51,6 +51,7 @@ from unshard.evaluate.server.queue import outcomes
 from unshard.evaluate.server.queue import scheduler as scheduling
 from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store
+from unshard.evaluate.server.warm.engines import Engines
 
 SCORED = "done(acc=0.5)"
 SLEEPS = "(output / 'pid').write_text(str(os.getpid())); time.sleep(600)"
@@ -70,6 +71,10 @@ def model(tmp_path: Path) -> Path:
 
 def no_pins(store: Store) -> Pins:
     return Pins(store, (), Quota())
+
+
+def no_engines(directory: Path) -> Engines:
+    return Engines(directory / "engines", grace_s=0, log_bytes=0, is_stopped=lambda: False)
 
 
 @pytest.fixture
@@ -553,7 +558,9 @@ def test_an_evaluator_that_cannot_be_started_now_has_not_failed(
     (tmp_path / LOG_NAME).touch()
     done = Exit("not started", 127, os.strerror(number), 0.0, number)
     write_exit(tmp_path, done, lambda: False)
-    runner = Runner(store, merger, no_pins(store), Limits(), halt=lambda _: None)
+    runner = Runner(
+        store, merger, no_pins(store), no_engines(tmp_path), Limits(), halt=lambda _: None
+    )
     process = Process(2**22 - 5, 1, boot_id(), (), str(tmp_path))
     outcome = runner.resume(attempt, process)
     assert isinstance(outcome, kind)
@@ -580,7 +587,7 @@ def test_a_job_is_left_to_the_next_server_where_all_were_told_to_end(
         return None
 
     merger = Merger(tmp_path / "merged", at_once=1)
-    runner = Runner(store, merger, no_pins(store), Limits(), halt=halt)
+    runner = Runner(store, merger, no_pins(store), no_engines(tmp_path), Limits(), halt=halt)
     evaluator = ScriptEvaluator("time.sleep(600)")
     attempt = Attempt(job, script_profile(), evaluator, (), tmp_path / "attempt")
     assert isinstance(runner.run(attempt), Left)
@@ -711,7 +718,9 @@ def test_a_look_at_a_checkpoint_that_hangs_is_bounded_by_the_timeout(
         return []
 
     monkeypatch.setattr(Pins, "list_changed", changed)
-    runner = Runner(store, merger, no_pins(store), Limits(), halt=lambda _: None)
+    runner = Runner(
+        store, merger, no_pins(store), no_engines(tmp_path), Limits(), halt=lambda _: None
+    )
     outcome = runner.resume(attempt, Process(2**22 - 5, 1, boot_id(), (), str(tmp_path)))
     assert isinstance(outcome, Failed)
     assert outcome.may_retry

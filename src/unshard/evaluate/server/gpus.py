@@ -142,12 +142,16 @@ class Slots:
         with self._lock:
             numbers_first = sorted(self._free, key=lambda gpu: (len(gpu), gpu))  # ids are longer
             chosen = tuple(numbers_first[:count])
-            if not chosen and (count == 0 or not self._all):
+            if self.are_cpu(count):
                 return () if self._take_cpu() else None
             if len(chosen) < count:
                 return None
             self._free.difference_update(chosen)
             return chosen
+
+    def are_cpu(self, count: int) -> bool:
+        """Return whether so many GPUs mean the slot of the CPU."""
+        return count == 0 or not self._all
 
     def adopt(self, gpus: tuple[str, ...]) -> bool:
         """Take exactly these, for a job of an earlier server; return whether they were free."""

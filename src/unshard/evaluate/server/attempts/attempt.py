@@ -33,7 +33,7 @@ from unshard.evaluate.server.attempts.merging import (
     PassingError,
     ask_disk,
 )
-from unshard.evaluate.server.config.profiles import Profile
+from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile, keeps_engine
 from unshard.evaluate.server.evaluators.work import Evaluator, Work
 from unshard.evaluate.server.gpus import describe_slots
 from unshard.evaluate.server.pinning import Pins
@@ -43,6 +43,8 @@ from unshard.evaluate.server.processes.supervise import Order, has_begun, read_e
 from unshard.evaluate.server.processes.table import is_alive, kill_group
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell
+from unshard.evaluate.server.warm.engines import Engines, engine_key
+from unshard.evaluate.server.warm.worker import REPLACE
 
 __all__ = ["Attempt", "Halt", "Limits", "Runner"]
 
@@ -99,15 +101,17 @@ class Runner:
         store: the truth.
         merger: makes the models.
         pins: know which files of a checkpoint were rewritten since it was submitted.
+        engines: those that are kept between jobs.
         limits: of every attempt.
         halt: returns why the job's attempt must stop, or None. Polled frequently.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what an attempt needs on its way)
         self,
         store: Store,
         merger: Merger,
         pins: Pins,
+        engines: Engines,
         limits: Limits,
         *,
         halt: Callable[[str], Halt | None],
@@ -117,6 +121,7 @@ class Runner:
         self._limits = limits
         self._halt = halt
         self._pins = pins
+        self._engines = engines
         self._reading = threading.Lock()
 
     def run(self, attempt: Attempt) -> Outcome:
@@ -197,9 +202,13 @@ class Runner:
 
     def _evaluate(self, attempt: Attempt, work: Work) -> Outcome:
         profile, directory = attempt.profile, str(attempt.directory)
-        command = attempt.evaluator.command(work)
+        command, own, what = attempt.evaluator.command(work), profile.environment, ""
+        if keeps_engine(profile):
+            place, is_new = self._find_engine(attempt, profile, work)
+            command, own = [*command, str(place)], {}  # its worker has the profile's
+            what = f" with {'a new' if is_new else 'the running'} engine"
         environment = evaluator_environment(
-            profile.environment, program=command[0], gpus=attempt.gpus, directory=directory
+            own, program=command[0], gpus=attempt.gpus, directory=directory
         )
         limits = self._limits
         order = Order(
@@ -213,8 +222,8 @@ class Runner:
             child.reap()  # without an order: nothing runs that the database does not have
             raise
         child.give(order)
-        what = f"attempt {attempt.job.attempts}, {attempt.job.request.profile}"
-        tell(attempt.job, f"started: {what} on {describe_slots(attempt.gpus)}")
+        where = f"{attempt.job.request.profile} on {describe_slots(attempt.gpus)}"
+        tell(attempt.job, f"started: attempt {attempt.job.attempts}{what}, {where}")
         outcome: Outcome | None = None
         try:
             outcome = self._conclude(attempt, work, child.process)
@@ -224,6 +233,17 @@ class Runner:
             else:
                 child.reap()
         return outcome
+
+    def _find_engine(
+        self, attempt: Attempt, profile: LmEvalProfile, work: Work
+    ) -> tuple[Path, bool]:
+        """Return the directory of the worker that runs the job, and whether it is new."""
+        request = attempt.job.request
+        key = engine_key(profile, request.arguments.model_args, work.model)
+        found = self._engines.ready(attempt.gpus, request.profile, profile, key)
+        if found is None:
+            raise GivenUpError("the engine of another job cannot be ended")
+        return found
 
     def _conclude(self, attempt: Attempt, work: Work, process: Process) -> Outcome:
         """Wait for a process, leave nothing of it behind, and judge what it did."""
@@ -256,6 +276,8 @@ class Runner:
         if done is None:
             why = add_log("the evaluator and its supervisor were killed", attempt.directory)
             return Postponed(why, Cause.KILLED)
+        if keeps_engine(attempt.profile) and done.returncode == REPLACE:
+            return Lost(add_log("the engine did not take the checkpoint", attempt.directory))
         # Results may take many times their size in memory, so they are read one after the other;
         # a job that waits for its turn is not counted as one that ended the server.
         with self._reading, _counted(attempt.directory) as fatal:

@@ -6,6 +6,7 @@ Reads one line of JSON from stdin, which stays open while the server lives: at i
 and all that it started are gone. Writes `merge.json` into its working directory.
 """
 
+import hashlib
 import json
 import os
 import shlex
@@ -148,8 +149,23 @@ def _describe(order: MergeOrder) -> None:
             target.write_bytes(content)
         else:
             target.symlink_to(content.absolute())
-    place = {"checkpoint": order.checkpoint, "weights": options.weights}
+    place = {
+        "checkpoint": order.checkpoint,
+        "weights": options.weights,
+        "companions": _digest(output),
+    }
     (output / PLACE_NAME).write_text(json.dumps(place), encoding="utf-8")
+
+
+def _digest(directory: Path) -> str:
+    """Return a digest of all files, by which an engine knows whether they are those it has."""
+    found = hashlib.sha256()
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            data = path.read_bytes()
+            found.update(f"{path.relative_to(directory)}\0{len(data)}\0".encode())
+            found.update(data)
+    return found.hexdigest()
 
 
 def _options(order: MergeOrder) -> "MergeOptions":

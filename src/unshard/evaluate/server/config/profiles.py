@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeGuard
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
@@ -41,6 +41,7 @@ __all__ = [
     "base_of",
     "default_profiles",
     "drop_nulls",
+    "keeps_engine",
     "profile_named",
     "resolve_name",
 ]
@@ -50,7 +51,8 @@ COMMAND_EXPECTED = (
     + ", ".join(f"{{{name}}}" for name in sorted(PLACEHOLDERS))
     + "; {{ and }} are braces"
 )
-DIRECT_MODELS = ("hf",)
+_VLLM = "vllm"
+DIRECT_MODELS = ("hf", _VLLM)
 """The types of model of lm-eval that can be made of shards."""
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
@@ -216,6 +218,10 @@ class LmEvalProfile(HarnessKeys):
 
     kind: Literal["lm-eval"] = "lm-eval"
     model: NonEmptyText = "hf"
+    idle_timeout: Annotated[
+        float, Field(strict=True, gt=0, le=1e9), expects("seconds, above zero")
+    ] = 600.0
+    """Seconds for which an engine that is kept between jobs waits for the next one."""
 
 
 class LmmsEvalProfile(HarnessKeys):
@@ -267,6 +273,13 @@ def default_profiles(gpus: tuple[str, ...]) -> dict[str, Profile]:
             gpus=0,
         ),
     }
+
+
+def keeps_engine(profile: Profile) -> TypeGuard[LmEvalProfile]:
+    """Return whether a profile's jobs run on an engine that is kept between them."""
+    if not isinstance(profile, LmEvalProfile):
+        return False
+    return profile.weights is Weights.DIRECT and profile.model == _VLLM
 
 
 def base_of(name: str) -> str:

@@ -35,6 +35,7 @@ from unshard.evaluate.server.config.profiles import (
     Weights,
     default_profiles,
     drop_nulls,
+    keeps_engine,
 )
 from unshard.evaluate.server.gpus import as_gpus, find_gpus, first_gpus, gpus_expected
 from unshard.evaluate.values import expects, problem_of, shown, whole
@@ -74,6 +75,11 @@ def _fit(
         where = f"{info.context}: profiles.{name} (kind {profile.kind})"
         if profile.weights is Weights.DIRECT:
             _check_direct(profile, where)
+        if "idle_timeout" in profile.model_fields_set and not keeps_engine(profile):
+            raise UsageError(
+                f"{where}: idle_timeout means nothing without an engine that is kept",
+                expected="`weights: direct` with `model: vllm`, or no idle_timeout",
+            )
         if isinstance(profile, HarnessKeys):
             join_arguments(profile.model_args, what=f"{where}: model_args")
         count = profile.gpus if "gpus" in profile.model_fields_set else min(1, there)

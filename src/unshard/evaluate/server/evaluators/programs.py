@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from unshard.evaluate.server.config.profiles import (
     LmmsEvalProfile,
     Profile,
     Weights,
+    keeps_engine,
     profile_named,
 )
 from unshard.evaluate.server.evaluators.direct import MODEL_TYPE
@@ -54,7 +56,14 @@ from unshard.evaluate.server.processes.launching import evaluator_environment
 from unshard.evaluate.server.telling import one_line
 from unshard.evaluate.values import Scalar
 
-__all__ = ["Profiles", "make_evaluator", "modules_of", "tell_missing", "why_missing"]
+__all__ = [
+    "Profiles",
+    "make_evaluator",
+    "modules_of",
+    "tell_missing",
+    "why_missing",
+    "worker_command",
+]
 
 MODULES = {"lm-eval": "lm_eval", "lmms-eval": "lmms_eval"}
 """What an evaluator is imported as."""
@@ -67,7 +76,11 @@ _PACKAGES = {
     "lmms_eval": "lmms_eval",
     "torch": "unshard[torch]",
     "unshard": "unshard[torch]",
+    "vllm": "unshard[vllm]",
 }
+_WORKER = "unshard.evaluate.server.warm.worker"
+_CLIENT = "unshard.evaluate.server.warm.client"
+_MARGIN_S = 60.0  # in which the server ends it first, if there is one
 _TIMEOUT_S = 30.0
 _MISSING = 3
 _CANNOT = "jobs cannot run"
@@ -120,13 +133,16 @@ class _LmEval:
     def command(self, work: Work) -> list[str]:
         """Write the keys of lm_eval/config/evaluate_config.py that differ from their defaults.
 
+        Where an engine is kept, the command hands them over to its worker, which is to be added.
+
         The output is named as a file: below a directory, lm-eval would make another with the whole
         path of the model in its name, fail when that is longer than a file name can be, and say
         nothing.
         """
         _demand_empty(work.output)
+        _demand_one_engine(self.profile, work)
         options: dict[str, object] = {
-            "model": MODEL_TYPE if _is_direct(self.profile) else self.profile.model,
+            "model": _model_type(self.profile),
             "model_args": _model_args(self.profile, work, work.model),
             "tasks": list(work.request.tasks),
             "output_path": str(work.output / "results.json"),
@@ -256,17 +272,46 @@ def _demand_empty(directory: Path) -> None:
         )
 
 
+def _demand_one_engine(profile: LmEvalProfile, work: Work) -> None:
+    """Raise if several engines are asked for where one is kept."""
+    count = _model_args(profile, work, work.model).get("data_parallel_size", 1)
+    if keeps_engine(profile) and count != 1:
+        raise EvaluationError(
+            "data_parallel_size is not possible with `weights: direct`, which keeps one engine",
+            expected="1",
+            found=str(count),
+            hint="jobs on other GPUs have engines of their own; several GPUs of one engine are "
+            "used by tensor_parallel_size",
+        )
+
+
 def _module_command(profile: HarnessProfile, work: Work) -> list[str]:
     """Return the beginning of the command line of lm-eval or lmms-eval, on all GPUs of the work.
 
     `accelerate launch` is left out for one process: it would start it without the variables that
     `Accelerator()` then asks for. Port 0 lets it choose a free one, so that jobs do not meet.
     """
+    if keeps_engine(profile):
+        return [sys.executable, "-m", _CLIENT]
     start = [profile.interpreter, "-m"]
     if work.gpus > 1 and profile.launcher == "accelerate":
         start += ["accelerate.commands.launch", "--multi_gpu", f"--num_processes={work.gpus}"]
         start += ["--num_machines=1", "--main_process_port=0", "-m"]
     return [*start, DIRECT if _is_direct(profile) else MODULES[profile.kind]]
+
+
+def worker_command(profile: LmEvalProfile) -> list[str]:
+    """Return the command line of a process that keeps an engine for a profile's jobs.
+
+    It ends by itself, too, when it has no jobs: the server may be gone.
+    """
+    return [profile.interpreter, "-m", _WORKER, str(profile.idle_timeout + _MARGIN_S)]
+
+
+def _model_type(profile: LmEvalProfile) -> str:
+    """Return what lm-eval calls the type of model."""
+    is_ours = _is_direct(profile) and not keeps_engine(profile)
+    return MODEL_TYPE if is_ours else profile.model
 
 
 def _is_direct(profile: Profile) -> bool:
@@ -308,7 +353,8 @@ def why_missing(profile: Profile, directory: Path) -> str | None:
 def modules_of(profile: HarnessProfile) -> tuple[str, ...]:
     """Return the modules that a profile's interpreter must have."""
     of_shards = ("unshard", "torch") if _is_direct(profile) else ()
-    return (MODULES[profile.kind], *of_shards)
+    of_engine = ("vllm",) if keeps_engine(profile) else ()
+    return (MODULES[profile.kind], *of_shards, *of_engine)
 
 
 def _why_no_module(profile: HarnessProfile, directory: Path) -> str | None:

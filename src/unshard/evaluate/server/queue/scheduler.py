@@ -15,9 +15,9 @@ from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Job, Process, Status
 from unshard.evaluate.run_folder import lock_file, unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
-from unshard.evaluate.server.attempts.endings import Failed, Left, Outcome, Postponed
+from unshard.evaluate.server.attempts.endings import Completed, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger
-from unshard.evaluate.server.config.profiles import base_of
+from unshard.evaluate.server.config.profiles import Profile, base_of, keeps_engine
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, describe_slots
@@ -27,6 +27,8 @@ from unshard.evaluate.server.queue.outcomes import Outcomes
 from unshard.evaluate.server.queue.retention import JOBS, Retention
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import short_id, tell
+from unshard.evaluate.server.warm.engines import Engines
+from unshard.evaluate.server.warm.record import Worker
 
 __all__ = ["Scheduler", "SchedulerSettings"]
 
@@ -78,7 +80,15 @@ class Scheduler:
         self._settings = settings
         self._work_dir = settings.work_dir.absolute()
         self._merger = Merger(self._work_dir / "merged", at_once=_MERGES)
-        self._runner = Runner(store, self._merger, pins, settings.limits, halt=self._halt_of)
+        self._engines = Engines(
+            self._work_dir / "engines",
+            grace_s=settings.limits.grace_s,
+            log_bytes=settings.limits.log_bytes,
+            is_stopped=lambda: self._halt is not None,
+        )
+        self._runner = Runner(
+            store, self._merger, pins, self._engines, settings.limits, halt=self._halt_of
+        )
         self._outcomes = Outcomes(
             store,
             self._merger,
@@ -109,8 +119,13 @@ class Scheduler:
             UsageError: another server uses the same directory.
         """
         self.lock()
+        workers = self._engines.find()
         for job in self._store.running():
             self._take_up(job)
+            if job.process is not None:
+                workers.pop(job.process.gpus, None)
+        for worker in workers.values():
+            self._take_up_idle(worker)
         self._outcomes.tidy_up(self._profiles)
         self._loop_thread = self._spawn(self._loop, "scheduler")
 
@@ -128,11 +143,14 @@ class Scheduler:
         self._wake.set()
         if self._loop_thread is not None:
             self._loop_thread.join()  # it begins others
+        for gpus in self._engines.take_overdue(are_all=True):
+            self._retire(gpus)
         deadline = time.monotonic() + _STOP_S + self._settings.limits.grace_s
         for thread in list(self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 _log.error("%s does not end; it is left to the next server", thread.name)
+        self._engines.leave()
         if self._lock is not None:
             unlock(self._lock)
             self._lock = None
@@ -185,6 +203,8 @@ class Scheduler:
             try:
                 if self._retention.begin_turn():
                     self._spawn(self._sweep, "retention")
+                for gpus in self._engines.take_overdue(are_all=False):
+                    self._retire(gpus)
                 while (job := self._store.due(time.time())) is not None and self._begin(job):
                     pass
             except Exception:  # noqa: BLE001  the jobs after it must not wait forever
@@ -220,14 +240,14 @@ class Scheduler:
             if self._store.claim(time.time(), job.id) is not None:
                 self._outcomes.fail(job.id, str(error))
             return True
-        gpus = self._slots.take(count)
+        gpus = self._take_slots(job.request.profile, profile, count)
         if gpus is None:
             return False
         claimed = None
         try:
             claimed = self._store.claim(time.time(), job.id)
         finally:
-            if claimed is None:
+            if claimed is None and not self._engines.rest(gpus):
                 self._slots.give_back(gpus)
         if claimed is None:
             return True
@@ -239,6 +259,41 @@ class Scheduler:
             self._close(attempt, Postponed(f"its thread could not be started: {error}"))
             return False
         return True
+
+    def _take_slots(self, name: str, profile: Profile, count: int) -> tuple[str, ...] | None:
+        """Take slots for a job: those of an idle engine of its profile, or free ones.
+
+        None: too few are free; if an idle engine of other jobs has some, it is ended for them.
+        """
+        on_cpu = self._slots.are_cpu(count)
+        are_ending = self._engines.are_ending  # asked first: then their slots may suffice
+        gpus = None
+        if keeps_engine(profile):
+            gpus = self._engines.take(name, 0 if on_cpu else count)
+        if gpus is None:
+            gpus = self._slots.take(count)
+        if gpus is None and not are_ending:
+            idle = self._engines.take_longest_idle(on_cpu=on_cpu)
+            if idle is not None:
+                self._retire(idle)
+        return gpus
+
+    def _retire(self, gpus: tuple[str, ...], *, has_slots: bool = True) -> None:
+        """End an engine that no job uses, and give its slots back."""
+
+        def body() -> None:
+            self._engines.end(gpus, lambda: self._slots.give_back(gpus) if has_slots else None)
+            self._wake.set()
+
+        self._spawn(body, f"ending the engine on {describe_slots(gpus)}")
+
+    def _take_up_idle(self, worker: Worker) -> None:
+        """Adopt an engine of an earlier server that no job uses, or end it."""
+        gpus = worker.process.gpus
+        has_slots = self._slots.adopt(gpus)
+        profile = self._profiles.configured.get(worker.profile)
+        if not (has_slots and profile and keeps_engine(profile) and self._engines.rest(gpus)):
+            self._retire(gpus, has_slots=has_slots)
 
     def _take_up(self, job: Job) -> None:
         """Adopt an attempt of an earlier server, or end what is left of it."""
@@ -263,7 +318,7 @@ class Scheduler:
 
     def _discard(self, job: Job, process: Process, *, has_slots: bool) -> None:
         """End an attempt of an earlier server, and queue its job again."""
-        if not self._runner.end(job.id, process):
+        if not self._runner.end(job.id, process) or not self._engines.end(process.gpus):
             return
         try:
             self._outcomes.requeue(job.id, "the server that ran it was replaced by another")
@@ -289,13 +344,20 @@ class Scheduler:
             self._close(attempt, outcome)
 
     def _close(self, attempt: Attempt, outcome: Outcome) -> None:
-        """Record the outcome of an attempt, and give its slots back."""
+        """Record the outcome of an attempt, and give its slots back.
+
+        Its engine, if it has one, keeps them after a job that is completed, and else is ended: it
+        may be what went wrong, or may still be working on the job.
+        """
         if isinstance(outcome, Failed) and outcome.unknown is not None:
             self._settings.unknown.add(base_of(attempt.job.request.profile), outcome.unknown)
         try:
             self._outcomes.record(attempt, outcome)
         finally:
-            self._slots.give_back(attempt.gpus)
+            is_good = isinstance(outcome, Completed) and self._halt is None
+            is_kept = is_good and self._engines.rest(attempt.gpus)
+            if not is_kept:
+                self._engines.end(attempt.gpus, lambda: self._slots.give_back(attempt.gpus))
             self._wake.set()
 
 

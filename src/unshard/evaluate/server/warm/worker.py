@@ -1,0 +1,209 @@
+"""The process that keeps an engine of vLLM, and runs lm-eval on it, one job after the other.
+
+`python -m unshard.evaluate.server.warm.worker IDLE_S`, with a profile's interpreter, under a
+supervisor. It listens on a Unix socket in its working directory, which only this user can enter. A
+job is a line of JSON with lm-eval's command line, and so is the answer, `{"returncode": 0}`.
+
+The first job starts the engine, which reads its weights from the shards. For each further job the
+weights of its checkpoint are swapped in and verified; where that fails, the worker ends, and the
+answer is `REPLACE`: a new worker must run the job.
+
+Interfaces: lm_eval 0.4.13 makes its engine by the name `LLM` of `lm_eval.models.vllm_causallms`.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from unshard.errors import UnshardError
+from unshard.evaluate.server.evaluators.direct import PLACE_NAME
+from unshard.fronts import Command
+
+if TYPE_CHECKING:
+    from unshard.keywords import EngineKeywords
+    from unshard.plugins.vllm import Engine
+
+__all__ = ["REPLACE", "SOCKET_NAME", "ReplaceError", "main", "serve"]
+
+SOCKET_NAME = "socket"
+"""The socket in the worker's directory."""
+
+REPLACE = 75
+"""The exit code of a job that another worker must run; no job's own."""
+
+_OF_A_JOB = frozenset({"model", "tokenizer"})  # arguments of an engine that it may outlive
+
+
+class ReplaceError(Exception):
+    """The engine does not have the weights of the job's checkpoint."""
+
+
+class Evaluate(Protocol):
+    """Runs an evaluator's command line."""
+
+    def __call__(self, arguments: list[str]) -> None:
+        """Return when it has ended well.
+
+        Raises:
+            SystemExit: with its exit code.
+            ReplaceError: another worker must run it.
+        """
+
+
+def main() -> None:
+    """Serve jobs on the engine, until none has come for argv[1] seconds."""
+    serve(_run_lm_eval(), float(sys.argv[1]))
+
+
+def serve(evaluate: Evaluate, idle_s: float) -> None:
+    """Serve jobs until none has come for some seconds, or one says that it needs another worker."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(SOCKET_NAME)
+        listening.listen(1)
+        listening.settimeout(idle_s)
+        code = 0
+        while code != REPLACE:
+            try:
+                connected, _ = listening.accept()
+            except TimeoutError:
+                return
+            with connected:
+                code = _serve_one(connected, evaluate)
+
+
+def _serve_one(connected: socket.socket, evaluate: Evaluate) -> int:
+    """Run the job that a client hands over; return its exit code."""
+    line = connected.makefile("rb").readline()
+    if not line.endswith(b"\n"):  # the client is gone
+        return 0
+    job = json.loads(line)
+    is_done = threading.Event()
+    threading.Thread(target=_end_with, args=(connected, is_done), daemon=True).start()
+    code = _code_of(lambda: evaluate(job["arguments"]), Path(job["directory"]))
+    is_done.set()
+    sys.stderr.flush()
+    sys.stdout.write(job["mark"])  # the client reads the log up to here
+    sys.stdout.flush()
+    with suppress(OSError):  # the client is gone: its job is judged without an answer
+        connected.sendall(json.dumps({"returncode": code}).encode() + b"\n")
+    return code
+
+
+def _end_with(connected: socket.socket, is_done: threading.Event) -> None:
+    """End this process with its client: cancelled or timed out, the job must not hold the GPUs."""
+    with suppress(OSError):
+        connected.recv(1)
+    if not is_done.is_set():
+        os._exit(1)  # the supervisor ends what is left
+
+
+def _code_of(run: Callable[[], None], directory: Path) -> int:
+    """Run a job in its directory, and return the exit code that a process of its own would have."""
+    own = Path.cwd()
+    os.chdir(directory)
+    try:
+        run()
+    except ReplaceError:
+        traceback.print_exc()
+        return REPLACE
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")  # as Python does
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return 1 if code == REPLACE else code
+    except BaseException:  # noqa: BLE001  its traceback is the answer
+        traceback.print_exc()
+        return 1
+    finally:
+        os.chdir(own)
+    return 0
+
+
+class _Kept:
+    """What lm-eval calls to make an engine: makes one, then gives the same one new weights."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._options: Mapping[str, object] = {}
+
+    def __call__(self, **options: object) -> "Engine":
+        """Return the engine with the weights of a checkpoint.
+
+        Raises:
+            ReplaceError: it did not take them, or another engine is needed.
+        """
+        directory = str(options["model"])
+        place = json.loads((Path(directory) / PLACE_NAME).read_bytes())
+        checkpoint: str = place["checkpoint"]
+        own: EngineKeywords = {"weights": place["weights"], "config": directory}
+        chosen = {name: value for name, value in options.items() if name not in _OF_A_JOB}
+        if self._engine is None:
+            self._engine, self._options = _start(checkpoint, own, options), chosen
+        elif chosen != self._options:
+            raise ReplaceError(f"the engine was started with {self._options}, not with {chosen}")
+        else:
+            _swap_in(self._engine, checkpoint, own)
+        return self._engine
+
+
+def _start(checkpoint: str, own: "EngineKeywords", options: Mapping[str, object]) -> "Engine":
+    from vllm import LLM
+
+    from unshard.plugins.vllm import WORKER_EXTENSION, loader_config
+
+    engine: Engine = LLM(
+        **options,
+        load_format="unshard",
+        model_loader_extra_config=loader_config(checkpoint, None, own),
+        worker_extension_cls=WORKER_EXTENSION,
+    )
+    return engine
+
+
+def _swap_in(engine: "Engine", checkpoint: str, own: "EngineKeywords") -> None:
+    from unshard.plugins.vllm import reload
+
+    try:
+        compared = reload(engine, checkpoint, **own)
+    except Exception as error:
+        raise ReplaceError(f"the engine does not have the weights of {checkpoint}") from error
+    sys.stdout.write(f"the engine has the weights of {checkpoint}: {compared}\n")
+
+
+def _run_lm_eval() -> Evaluate:
+    kept = _Kept()
+
+    def run(arguments: list[str]) -> None:
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.models import vllm_causallms
+
+        vllm_causallms.LLM = kept
+        with _arguments(["lm_eval", *arguments]):
+            try:
+                cli_evaluate()
+            except UnshardError as error:
+                error.front = Command({})
+                sys.exit(str(error))
+
+    return run
+
+
+@contextmanager
+def _arguments(given: list[str]) -> Iterator[None]:
+    """Have a command line as long as this lasts."""
+    own, sys.argv = sys.argv, given
+    try:
+        yield
+    finally:
+        sys.argv = own
+
+
+if __name__ == "__main__":
+    main()
