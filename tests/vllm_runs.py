@@ -49,6 +49,7 @@ def run_vllm(directory: Path, orders: list[dict[str, object]], **env: str) -> An
         text=True,
         check=False,
     )
+    (directory / "log").write_text(done.stdout + done.stderr)
     assert told.is_file(), done.stdout[-3000:] + done.stderr[-6000:]
     answers: Answers = json.loads(told.read_text())
     assert len(answers) == len(orders)
