@@ -23,7 +23,7 @@ from trainer_step import free_port, server
 
 from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.jobs import Request
-from unshard.evaluate.pins.pin import DEFAULT_QUOTA, Pin, pin_checkpoint
+from unshard.evaluate.pins.pin import Pin, Quota, pin_checkpoint
 from unshard.evaluate.server.store.store import Store
 
 _QUEUES = (100, 1_000, 10_000)
@@ -47,7 +47,7 @@ def checkpoint(run: Path) -> Pin:
     place.mkdir(parents=True)
     (place / "config.json").write_text("{}")
     (place / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
-    return pin_checkpoint(place, quota=DEFAULT_QUOTA, step=1, run=run)
+    return pin_checkpoint(place, quota=Quota(), step=1, run=run)
 
 
 def fill(store: Store, first: Path, length: int) -> None:

