@@ -5,6 +5,11 @@ environment calls `register`. vLLM is imported only there.
 """
 
 import logging
+
+# At the end of a process, what was registered last is called first. Engines of vLLM end by
+# `weakref.finalize`, which our context uses before vLLM is imported; multiprocessing, which waits
+# for the processes of the engine, must be called after that.
+import multiprocessing.util  # noqa: F401
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

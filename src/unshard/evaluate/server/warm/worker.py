@@ -60,6 +60,8 @@ class Evaluate(Protocol):
 def main() -> None:
     """Serve jobs on the engine, until none has come for argv[1] seconds."""
     serve(_run_lm_eval(), float(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # the engine's processes might be waited for; the supervisor ends them
 
 
 def serve(evaluate: Evaluate, idle_s: float) -> None:
