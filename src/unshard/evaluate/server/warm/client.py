@@ -1,8 +1,8 @@
 """The process of an attempt whose evaluation runs in a worker: hands the job over, ends as it does.
 
 `python -m unshard.evaluate.server.warm.client ARGUMENT... WORKER` runs in the attempt's directory,
-under its supervisor, and does nothing but wait: whoever ends it ends the evaluation. The worker's
-output during the job becomes its own, and with it the log of the attempt.
+under its supervisor, and only waits: when it ends, the worker ends the evaluation. It prints what
+the worker prints during the job, which becomes the log of the attempt.
 """
 
 import json
