@@ -1,8 +1,9 @@
 """Engines that are kept, for tests of who has them and when they end: the engine is a stand-in.
 
 Everything else is real: the worker's own loop and socket, its supervisor, clients, the scheduler.
-The stand-in notes each job in `CONTROL/jobs` with its process, waits while `CONTROL/hold` exists,
-refuses to be given a second checkpoint where `CONTROL/refuse` exists, and measures the step.
+The stand-in has a process for which Python would wait at its exit. It notes each job in
+`CONTROL/jobs` with its processes, waits while `CONTROL/hold` exists, refuses to be given a second
+checkpoint where `CONTROL/refuse` exists, and measures the step.
 """
 
 import json
@@ -33,18 +34,21 @@ from waiting import LIMIT_S
 __all__ = ["Place", "noted", "processes_of", "submit"]
 
 STAND_IN = """
-import json, os, pathlib, sys, time
+import json, multiprocessing, os, pathlib, sys, time
 import yaml
-from unshard.evaluate.server.warm.worker import ReplaceError, serve
+from unshard.evaluate.server.warm.worker import ReplaceError, run
 control = pathlib.Path(os.environ["CONTROL"])
 jobs = 0
+engine = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,))
+engine.start()
 def evaluate(arguments):
     global jobs
     jobs += 1
     config = yaml.safe_load(pathlib.Path(arguments[1].partition("=")[2]).read_text())
     model = pathlib.Path(config["model_args"]["pretrained"])
     place = json.loads((model / "weights.json").read_text())
-    note = {"pid": os.getpid(), "parent": os.getppid(), "jobs": jobs, "cwd": os.getcwd(), **place}
+    pids = {"pid": os.getpid(), "parent": os.getppid(), "engine": engine.pid}
+    note = {**pids, "jobs": jobs, "cwd": os.getcwd(), **place}
     with (control / "jobs").open("a") as file:
         file.write(json.dumps(note) + "\\n")
     print("evaluating", place["checkpoint"], flush=True)
@@ -58,7 +62,7 @@ def evaluate(arguments):
     output.with_name("results_now.json").write_text(json.dumps(results))
     if (control / "exit").exists():
         sys.exit(int((control / "exit").read_text()))
-serve(evaluate, float(sys.argv[-1]))
+run(evaluate, float(sys.argv[-1]))
 """
 
 
@@ -133,8 +137,8 @@ def noted(place: Place, count: int) -> list[dict[str, object]]:
 
 
 def processes_of(note: dict[str, object]) -> list[int]:
-    """Return the worker that ran a job, and its supervisor."""
-    return [int(str(note["pid"])), int(str(note["parent"]))]
+    """Return the worker that ran a job, its supervisor, and the process of its engine."""
+    return [int(str(note[name])) for name in ("pid", "parent", "engine")]
 
 
 def are_gone(note: dict[str, object]) -> bool:

@@ -2,10 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from ranks import snapshot
 from unshard.evaluate.jobs import Phase, Status
 from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store
+from unshard.evaluate.server.warm.worker import SOCKET_NAME
 
 
 @pytest.fixture
@@ -118,6 +120,19 @@ def test_an_idle_engine_that_dies_gives_its_gpus_back(place: Place) -> None:
         wait_for(store, submit(store, first).id, Status.COMPLETED)
         os.kill(int(str(noted(place, 1)[0]["pid"])), signal.SIGKILL)
         wait_until(lambda: not list((place.work / "engines").iterdir()), "its directory's end")
+        done = wait_for(store, submit(store, second).id, Status.COMPLETED)
+    assert (done.attempts, done.failures) == (1, 0)
+
+
+def test_a_worker_that_fails_between_jobs_ends_at_once_with_its_engine(place: Place) -> None:
+    first, second = (checkpoint(place.root / "run", step) for step in (1, 2))
+    with running(place) as (store, _):
+        wait_for(store, submit(store, first).id, Status.COMPLETED)
+        (directory,) = (place.work / "engines").iterdir()
+        with socket.socket(socket.AF_UNIX) as connected, chdir(directory):
+            connected.connect(SOCKET_NAME)
+            connected.sendall(b"not a job\n")
+        wait_until(lambda: are_gone(noted(place, 1)[0]), "its end")
         done = wait_for(store, submit(store, second).id, Status.COMPLETED)
     assert (done.attempts, done.failures) == (1, 0)
 

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from unshard.errors import UnshardError
 from unshard.evaluate.server.evaluators.direct import PLACE_NAME
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from unshard.keywords import EngineKeywords
     from unshard.plugins.vllm import Engine
 
-__all__ = ["REPLACE", "SOCKET_NAME", "ReplaceError", "main", "serve"]
+__all__ = ["REPLACE", "SOCKET_NAME", "ReplaceError", "main", "run"]
 
 SOCKET_NAME = "socket"
 """The socket in the worker's directory."""
@@ -58,13 +58,29 @@ class Evaluate(Protocol):
 
 
 def main() -> None:
-    """Serve jobs on the engine, until none has come for argv[1] seconds."""
-    serve(_run_lm_eval(), float(sys.argv[1]))
-    sys.stdout.flush()
-    os._exit(0)  # the engine's processes might be waited for; the supervisor ends them
+    """Serve jobs on the engine, until none has come for argv[1] seconds, and end this process."""
+    run(_run_lm_eval(), float(sys.argv[1]))
 
 
-def serve(evaluate: Evaluate, idle_s: float) -> None:
+def run(evaluate: Evaluate, idle_s: float) -> NoReturn:
+    """Serve jobs, and end this process at once, whatever happens.
+
+    Python's own exit would wait for the processes of the engine; the supervisor ends them when this
+    process is gone.
+    """
+    code = 1
+    try:
+        _serve(evaluate, idle_s)
+        code = 0
+    except BaseException:  # noqa: BLE001  its traceback is in the log
+        traceback.print_exc()
+    finally:
+        with suppress(OSError, ValueError):  # the log's pipe is gone
+            sys.stdout.flush()
+        os._exit(code)
+
+
+def _serve(evaluate: Evaluate, idle_s: float) -> None:
     """Serve jobs until none has come for some seconds, or one says that it needs another worker."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(SOCKET_NAME)
@@ -182,7 +198,7 @@ def _swap_in(engine: "Engine", checkpoint: str, own: "EngineKeywords") -> None:
 def _run_lm_eval() -> Evaluate:
     kept = _Kept()
 
-    def run(arguments: list[str]) -> None:
+    def evaluate(arguments: list[str]) -> None:
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.models import vllm_causallms
 
@@ -194,7 +210,7 @@ def _run_lm_eval() -> Evaluate:
                 error.front = Command({})
                 sys.exit(str(error))
 
-    return run
+    return evaluate
 
 
 @contextmanager
