@@ -1,10 +1,11 @@
 """Compare `unshard.from_pretrained` with a merge that transformers then loads, side by side.
 
-Both end with the same model in the memory of this process. The rounds interleave all contenders, so
-that a noisy machine slows all of them alike; the report has ratios of medians. The merge is made as
-a user makes it, verified and flushed to disk; its output is removed outside the clock.
+Both end with the same model in the memory of this process. Every round has all contenders, in
+another random order, because what ran before decides how dear fresh memory is; the report has
+ratios of medians. The merge is made as a user makes it, verified and flushed to disk; its output is
+removed outside the clock.
 
-    python benchmarks/from_pretrained_against_merge.py --gigabytes 3.2 --rounds 5
+    python benchmarks/from_pretrained_against_merge.py --gigabytes 3.2 --rounds 7
 
 The checkpoint is written by real torch: DTensors on a fake process group, in one process.
 """
@@ -12,6 +13,7 @@ The checkpoint is written by real torch: DTensors on a fake process group, in on
 import argparse
 import gc
 import os
+import random
 import shutil
 import tempfile
 import time
@@ -37,8 +39,8 @@ _EMBEDDINGS = 2 * 32_000 * 2048
 _LAYER = 4 * 2048**2 + 3 * 2048 * 5632
 
 
-def write_checkpoint(directory: Path, *, ranks: int, gigabytes: float) -> None:
-    """Write rank files of a Llama in float32, sharded along dimension 0, and its config."""
+def write_checkpoint(directory: Path, *, ranks: int, gigabytes: float, dim: int) -> None:
+    """Write rank files of a Llama in float32, matrices sharded along `dim`, and its config."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -56,7 +58,10 @@ def write_checkpoint(directory: Path, *, ranks: int, gigabytes: float) -> None:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
         state = {
             name: distribute_tensor(
-                torch.empty(shape).uniform_(-1, 1), mesh, [Shard(0)], src_data_rank=None
+                torch.empty(shape).uniform_(-1, 1),
+                mesh,
+                [Shard(min(dim, len(shape) - 1))],
+                src_data_rank=None,
             )
             for name, shape in shapes.items()
         }
@@ -90,8 +95,9 @@ def measure(checkpoint: Path, work: Path, rounds: int) -> dict[str, float]:
     }
     contenders = [(name, dtype) for dtype in ("float32", "bfloat16") for name in load]
     seconds: dict[str, list[float]] = {f"{name}, {dtype}": [] for name, dtype in contenders}
+    order = random.Random(0)
     for number in range(rounds + 1):
-        for name, dtype in contenders:
+        for name, dtype in order.sample(contenders, len(contenders)):
             os.sync()
             started = time.perf_counter()
             model = load[name](checkpoint, work / "output", dtype)
@@ -113,15 +119,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=3.2)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dim", type=int, default=0, help="along which matrices are sharded")
     parser.add_argument("--directory", type=Path, default=None, help="where to work")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         checkpoint = Path(folder) / "checkpoint"
         checkpoint.mkdir()
-        write_checkpoint(checkpoint, ranks=options.ranks, gigabytes=options.gigabytes)
-        print(f"{options.gigabytes} GB of float32 on {options.ranks} ranks:")
+        write_checkpoint(
+            checkpoint, ranks=options.ranks, gigabytes=options.gigabytes, dim=options.dim
+        )
+        what = f"{options.gigabytes} GB of float32 on {options.ranks} ranks"
+        print(f"{what}, sharded along dimension {options.dim}:")
         medians = measure(checkpoint, Path(folder), options.rounds)
     for dtype in ("float32", "bfloat16"):
         ratio = medians[f"from_pretrained, {dtype}"] / medians[f"merge and load, {dtype}"]

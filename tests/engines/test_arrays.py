@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier, Event, Lock
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from unshard.containers import strided
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import LowRank, Recipe, WeightedSum, dtype_of, shape_of, take
 from unshard.engines import arrays
-from unshard.engines.arrays import TILE_BYTES, TensorReader
+from unshard.engines.arrays import AT_ONCE, TILE_BYTES, TensorReader
 from unshard.engines.threads import MIN_BUFFER, Resources
 from unshard.errors import CorruptError, UsageError
 from unshard.plan.layout import lay_out
@@ -50,6 +51,18 @@ def read(recipe: Recipe, index: Any, to: DType | None = None) -> Any:
     return found
 
 
+def read_both(recipe: Recipe, index: Any, to: DType | None = None) -> Any:
+    """Read a part as one, and again in parts, which must be the same."""
+    found = read(recipe, index, to)
+    reader, selection = TensorReader(Path("checkpoint")), select(index, shape_of(recipe))
+    whole = np.empty(selection.counts, found.dtype)
+    for place, bits in reader.parts(operation(recipe, to), selection):
+        whole[place] = bits
+    reader.close()
+    assert np.flip(whole, selection.turned).tobytes() == found.tobytes()
+    return found
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Tensor, int, int]:
     return draw(tensors(ANY_DTYPE)), draw(st.integers(64, 200)), draw(st.sampled_from([0, 16384]))
@@ -66,7 +79,7 @@ def test_a_part_of_any_tensor_is_what_numpy_takes(
         sources.plan()
         index = data.draw(basic_indices(tensor.shape, allow_newaxis=True))
         expected = np.asarray(sources.values["w"][index])
-        found = read(take(sources.entries["w"]), index)
+        found = read_both(take(sources.entries["w"]), index)
     assert found.shape == expected.shape
     assert found.dtype == expected.dtype
     assert found.flags.c_contiguous
@@ -94,7 +107,7 @@ def test_a_part_of_what_a_recipe_moves_is_what_numpy_takes(
             )["w"]
         )
         index = data.draw(basic_indices(shape_of(recipe), allow_newaxis=True))
-        found = read(recipe, index)
+        found = read_both(recipe, index)
     assert found.tobytes() == np.ascontiguousarray(all_of_it[index]).tobytes()
 
 
@@ -126,7 +139,7 @@ def test_computed_values_are_those_that_a_merge_writes(
         (slice(0), None),
     ]
     for index in every:
-        found = read(recipe, index, to)
+        found = read_both(recipe, index, to)
         assert found.shape == bits[index].shape
         assert found.tobytes() == np.ascontiguousarray(bits[index]).tobytes(), index
 
@@ -234,19 +247,72 @@ def test_files_that_are_not_met_are_not_opened(large: Sources) -> None:
     reader.close()
 
 
-def test_threads_read_from_one_reader(large: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One file may be open at a time, so that descriptors change hands all the time."""
+def test_many_threads_read_from_one_reader(large: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has one file open at a time, and there are more threads than may read at a time."""
     monkeypatch.setattr(arrays, "_OPEN_FILES", 1)
     reader, w = TensorReader(Path("checkpoint")), operation(take(large.entries["w"]))
 
     def rows(first: int) -> bool:
         index = slice(first, None, 997)
-        found = reader.read(w, select(index, (3000, 1000)))
-        return found.tobytes() == large.values["w"][index].tobytes()
+        selection = select(index, (3000, 1000))
+        found = reader.read(w, selection)
+        parts = [bits.copy() for _, bits in reader.parts(w, selection)]
+        expected = large.values["w"][index].tobytes()
+        return found.tobytes() == expected == np.concatenate(parts).tobytes()
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(2 * AT_ONCE) as pool:
         assert all(pool.map(rows, range(200)))
     reader.close()
+
+
+def test_as_many_threads_read_at_once_as_memory_is_for(
+    large: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits inside until the others are there, too: a lock around the reads would hang."""
+    preadv, inside = os.preadv, Barrier(AT_ONCE)
+    counted, now, most = Lock(), 0, 0
+
+    def meeting(fd: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal now, most
+        with counted:
+            now += 1
+            most = max(most, now)
+        inside.wait(60)
+        with counted:
+            now -= 1
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", meeting)
+    reader, w = TensorReader(Path("checkpoint")), operation(take(large.entries["w"]))
+    with ThreadPoolExecutor(4 * AT_ONCE) as pool:
+        rows = pool.map(lambda row: reader.read(w, select(row, (3000, 1000))), range(4 * AT_ONCE))
+        assert [row.tobytes() for row in rows] == [
+            row.tobytes() for row in large.values["w"][: 4 * AT_ONCE]
+        ]
+    assert most == AT_ONCE
+    reader.close()
+
+
+def test_closing_waits_for_what_is_being_read(
+    large: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv, inside, closing = os.preadv, Event(), Event()
+
+    def waiting(fd: int, buffers: list[memoryview], offset: int) -> int:
+        inside.set()
+        closing.wait(60)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", waiting)
+    reader, w = TensorReader(Path("checkpoint")), operation(take(large.entries["w"]))
+    with ThreadPoolExecutor(2) as pool:
+        row = pool.submit(reader.read, w, select(0, (3000, 1000)))
+        inside.wait(60)
+        closed = pool.submit(reader.close)
+        assert not closed.done()
+        closing.set()
+        closed.result()
+        assert row.result().tobytes() == large.values["w"][0].tobytes()
 
 
 def test_a_closed_reader_says_so(large: Sources) -> None:

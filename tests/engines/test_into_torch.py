@@ -3,6 +3,9 @@
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +18,23 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ranks import as_rank, bits
+from sources import Sources, grid
 from unshard.containers.strided import raw_dtype
 from unshard.convert.expected.tensors import Slot
-from unshard.engines.into_torch import ModelTensor, as_tensor, model_tensors, need_torch, on_meta
+from unshard.convert.recipes import take
+from unshard.engines.arrays import Part, TensorReader
+from unshard.engines.into_torch import (
+    StoredTensor,
+    as_tensor,
+    model_tensors,
+    need_torch,
+    on_meta,
+)
 from unshard.errors import ConversionError, UsageError, how_to_install
-from unshard.tensors.boxes import Box
+from unshard.plan.operations import Target, Tiled
+from unshard.plan.planner import make_operation
 from unshard.tensors.dtypes import BY_NAME, DType, DTypeKind
+from unshard.tensors.selection import Selection
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -93,30 +107,45 @@ def test_modules_that_are_used_twice_have_all_their_names() -> None:
     assert {name for one in names for name in one} == model.state_dict().keys()
 
 
-def test_values_are_cast_to_what_is_there() -> None:
+def test_values_are_cast_to_what_is_there(tmp_path: Path) -> None:
     model = Small().to(torch.bfloat16)
     before = model.embed.weight
     values = torch.randn(7, 4)
-    model_tensors(model)[1 if model_tensors(model)[0].slot.names[0] == "running" else 0].fill(
-        lambda box: part(values, box)
-    )
+    (place,) = (one for one in model_tensors(model) if one.tensor is before)
+    place.fill(stored(tmp_path, values))
     assert model.embed.weight is before is model.head.weight
     assert before.requires_grad
     assert torch.equal(before, values.to(torch.bfloat16))
 
 
-def part(values: torch.Tensor, box: Box) -> torch.Tensor:
-    return values[
-        tuple(slice(lo, hi) for lo, hi in zip(box.offsets, box.ends, strict=True))
-    ].clone()
+class Noting(TensorReader):
+    """Notes how many elements are read."""
+
+    count = 0
+
+    def parts(self, operation: Tiled, selection: Selection) -> Iterator[Part]:
+        self.count += prod(selection.counts)
+        return super().parts(operation, selection)
 
 
-def test_the_meta_device_gets_the_values_themselves_and_ties_stay() -> None:
+def stored(directory: Path, values: torch.Tensor, reader: TensorReader | None = None) -> Any:
+    """Write a tensor, and return it as a reader has it."""
+    dtype = BY_NAME[str(values.dtype).removeprefix("torch.")]
+    sources = Sources(directory)
+    tensor = grid(dtype.name, tuple(values.shape), (1,) * values.ndim)
+    sources.add("w", tensor, np.frombuffer(bits(values), raw_dtype(dtype)).reshape(values.shape))
+    sources.plan()
+    target = Target(0, 0, tuple(values.shape))
+    operation = make_operation(target, take(sources.entries["w"]), dtype)
+    return StoredTensor(reader or TensorReader(directory), operation)
+
+
+def test_the_meta_device_gets_the_values_themselves_and_ties_stay(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Small()
     model.norm.bias.requires_grad_(False)  # noqa: FBT003 (as torch has it)
     for place in model_tensors(model):
-        place.fill(lambda box: torch.ones(box.sizes, dtype=torch.float16))
+        place.fill(stored(tmp_path, torch.ones(place.slot.shape, dtype=torch.float16)))
     assert model.head.weight is model.embed.weight
     assert isinstance(model.embed.weight, nn.Parameter)
     assert model.embed.weight.dtype == torch.float16
@@ -127,9 +156,9 @@ def test_the_meta_device_gets_the_values_themselves_and_ties_stay() -> None:
     assert on_meta(model) == ["hidden"]
 
 
-def test_integers_of_the_checkpoint_do_not_learn() -> None:
+def test_integers_of_the_checkpoint_do_not_learn(tmp_path: Path) -> None:
     model = nn.Linear(2, 2, bias=False, device="meta")
-    model_tensors(model)[0].fill(lambda box: torch.ones(box.sizes, dtype=torch.int8))
+    model_tensors(model)[0].fill(stored(tmp_path, torch.ones(2, 2, dtype=torch.int8)))
     assert not model.weight.requires_grad
 
 
@@ -184,7 +213,7 @@ def sharded(values: torch.Tensor, mesh: DeviceMesh, placed: Sequence[Placement])
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize(("mesh_shape", "placed"), MESHES)
 def test_of_a_sharded_parameter_this_ranks_part_is_read(
-    rank: int, mesh_shape: tuple[int, ...], placed: Sequence[Placement]
+    rank: int, mesh_shape: tuple[int, ...], placed: Sequence[Placement], tmp_path: Path
 ) -> None:
     values = torch.arange(56.0).reshape(8, 7)  # torch itself places strided shards evenly only
     with as_rank(rank, 4):
@@ -193,47 +222,43 @@ def test_of_a_sharded_parameter_this_ranks_part_is_read(
         model = nn.Module()
         model.w = nn.Parameter(sharded(torch.zeros(8, 7), mesh, placed))
         (place,) = model_tensors(model)
-        read: list[Box] = []
-
-        def reading(box: Box) -> torch.Tensor:
-            read.append(box)
-            return part(values, box)
-
-        place.fill(reading)
+        reader = Noting(tmp_path)
+        place.fill(stored(tmp_path, values, reader))
         assert torch.equal(local_part(model), expected)
-        assert sum(box.volume for box in read) == expected.numel()
+        assert reader.count == expected.numel()
 
 
-def filled_with_zeros(place: ModelTensor) -> None:
-    place.fill(lambda box: torch.zeros(box.sizes))
+def fill_with_zeros(model: nn.Module, directory: Path) -> None:
+    (place,) = model_tensors(model)
+    place.fill(stored(directory, torch.zeros(place.slot.shape)))
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_sharded_parameter_of_which_no_part_is_known_is_refused() -> None:
+def test_a_sharded_parameter_of_which_no_part_is_known_is_refused(tmp_path: Path) -> None:
     with as_rank(1, 4):
         model = nn.Module()
         mesh = init_device_mesh("cpu", (4,))
         model.w = nn.Parameter(DTensor.from_local(torch.zeros(8, 3), mesh, [Partial()]))
         with pytest.raises(ConversionError, match="parameter w: Partial"):
-            filled_with_zeros(model_tensors(model)[0])
+            fill_with_zeros(model, tmp_path)
         turned = DeviceMesh("cpu", [3, 2, 1, 0])
         model.w = nn.Parameter(DTensor.from_local(torch.zeros(2, 3), turned, [Shard(0)]))
         with pytest.raises(ConversionError, match=r"parameter w: .*\[3, 2, 1, 0\] is not known"):
-            filled_with_zeros(model_tensors(model)[0])
+            fill_with_zeros(model, tmp_path)
         model.w = nn.Parameter(
             DTensor.from_local(
                 torch.zeros(2, 3), mesh, [Shard(0)], shape=torch.Size((7, 3)), stride=(3, 1)
             )
         )
-        filled_with_zeros(model_tensors(model)[0])
+        fill_with_zeros(model, tmp_path)
         model.w = nn.Parameter(sharded(torch.zeros(8, 3, device="meta"), mesh, [Shard(0)]))
         with pytest.raises(ConversionError, match="meta device") as caught:
-            filled_with_zeros(model_tensors(model)[0])
+            fill_with_zeros(model, tmp_path)
         assert "to_empty" in caught.value.hint
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_part_of_another_size_than_its_placements_say_is_refused() -> None:
+def test_a_part_of_another_size_than_its_placements_say_is_refused(tmp_path: Path) -> None:
     with as_rank(1, 4):
         model = nn.Module()
         mesh = init_device_mesh("cpu", (4,))
@@ -243,4 +268,4 @@ def test_a_part_of_another_size_than_its_placements_say_is_refused() -> None:
             )
         )
         with pytest.raises(ConversionError, match="not what its placements say"):
-            filled_with_zeros(model_tensors(model)[0])
+            fill_with_zeros(model, tmp_path)

@@ -108,14 +108,14 @@ def test_files_that_are_not_written_take_the_memory_of_their_cache(
     assert lost == 0
 
 
-def test_loading_into_a_model_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
+def test_loading_into_a_model_takes_the_memory_of_a_few_tiles(tmp_path: Path) -> None:
     tensors = {f"{n}.weight": torch.ones(4000, 5000) for n in range(4)}  # 80 MB each
     save_ranks(tmp_path / "ckpt", tensors, 2)
     save_ranks(tmp_path / "small", {"weight": torch.ones(2, 2)}, 1)
     command = [sys.executable, "-c", LOADING, str(tmp_path / "ckpt"), str(tmp_path / "small")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     grown, total = map(float, done.stdout.split())
-    assert grown < 80_000_000 + SLACK
+    assert grown < SLACK
     assert total == 20_000_000
 
 
@@ -138,7 +138,7 @@ print(peak_memory() - before, size, written() - at_first)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_of_transformers_takes_300_mb_more_than_the_model_and_no_disk(
+def test_a_model_of_transformers_takes_a_few_buffers_more_than_the_model_and_no_disk(
     tmp_path: Path, dtype: str
 ) -> None:
     for name, width in (("ckpt", 1024), ("small", 16)):
@@ -149,7 +149,7 @@ def test_a_model_of_transformers_takes_300_mb_more_than_the_model_and_no_disk(
     done = subprocess.run([*command, dtype], capture_output=True, text=True, check=True)
     grown, size, written = map(int, done.stdout.split())
     assert size > 150_000_000
-    assert grown < size + 300_000_000
+    assert grown < size + 100_000_000
     assert written < 1_000_000
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "equal_tensors",
     "fill_box",
     "first_difference",
+    "place_of",
     "replicas",
     "view",
 ]
@@ -94,9 +95,12 @@ def fill_box(
 
 def view(array: Elements, box: Box) -> Elements:
     """Return a box of an array as a view, also where it has no dimensions."""
-    ranges = zip(box.offsets, box.ends, strict=True)
-    where: tuple[slice | EllipsisType, ...] = (*(slice(lo, hi) for lo, hi in ranges), ...)
-    return array[where]
+    return array[place_of(box)]
+
+
+def place_of(box: Box) -> tuple[slice | EllipsisType, ...]:
+    """Return the index that takes a box of an array as a view."""
+    return (*(slice(lo, hi) for lo, hi in zip(box.offsets, box.ends, strict=True)), ...)
 
 
 def equal_tensors(first: TensorEntry, second: TensorEntry, files: OpenFiles) -> bool:

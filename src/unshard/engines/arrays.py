@@ -1,38 +1,44 @@
 """Make tensors, or parts of them, in the memory of this process: tile by tile into the result.
 
-At most `TILE_BYTES` are needed in addition to the result, whatever is read. Arrays have raw bits;
-the caller knows their dtype.
+At most `TILE_BYTES` per thread that reads, and for at most `AT_ONCE` of them, are needed in
+addition to the results, whatever is read. Arrays have raw bits; the caller knows their dtype.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from queue import LifoQueue
 from threading import Lock
+from types import EllipsisType
 
 import numpy as np
 
-from unshard.containers.chunks import fill_box, view
+from unshard.containers.chunks import fill_box, place_of, view
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import SLACK, Elements, raw_dtype
 from unshard.errors import UsageError
 from unshard.plan.operations import Gather, Tiled
 from unshard.plan.work import Tile, tile_parts, tile_shape
-from unshard.tensors.boxes import row_tile, square_tile, tiles
+from unshard.tensors.boxes import Box, row_tile, square_tile, tiles
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.selection import Selection, sliced, strides_of
 from unshard.write.execute import make_tile
 
-__all__ = ["TILE_BYTES", "Empty", "TensorReader"]
+__all__ = ["AT_ONCE", "TILE_BYTES", "Empty", "Part", "TensorReader"]
 
 TILE_BYTES = 4 * 1024 * 1024
-_OPEN_FILES = 64
+AT_ONCE = 8
+_OPEN_FILES = 32  # for each tile that is made at the same time
 
+Place = tuple[slice | EllipsisType, ...]
+Part = tuple[Place, Elements]
 Empty = Callable[[tuple[int, ...], np.dtype[np.generic]], Elements]
 """Returns an array of a shape and a dtype, its values whatever they are."""
 
 
 class TensorReader:
-    """Reads tensors of a checkpoint; several threads may, and one tile is made at a time.
+    """Reads tensors of a checkpoint; several threads may, and `AT_ONCE` tiles are made at a time.
 
     `path` is that of the checkpoint, for errors; `empty` makes the arrays that it fills.
     """
@@ -40,15 +46,20 @@ class TensorReader:
     def __init__(self, path: Path, empty: Empty = np.empty) -> None:
         self._path = path
         self._empty = empty
-        self._lock = Lock()
-        self._files = OpenFiles(os.O_RDONLY, limit=_OPEN_FILES)
+        self._closing = Lock()
         self._closed = False
+        self._idle: LifoQueue[OpenFiles] = LifoQueue()
+        for _ in range(AT_ONCE):
+            self._idle.put(OpenFiles(os.O_RDONLY, limit=_OPEN_FILES))
 
     def close(self) -> None:
-        """Close all files; nothing can be read afterwards."""
-        with self._lock:
-            self._closed = True
-            self._files.close()
+        """Close all files once the tiles that are being made are done; nothing can be read then."""
+        self._closed = True
+        with self._closing:
+            taken = [self._idle.get() for _ in range(AT_ONCE)]
+            for files in taken:
+                files.close()
+                self._idle.put(files)
 
     def read(self, operation: Tiled, selection: Selection) -> Elements:
         """Return what a selection takes of the tensor that an operation makes.
@@ -63,36 +74,73 @@ class TensorReader:
         self._check()
         out = self._empty(selection.counts, raw_dtype(operation.to))
         forward = np.flip(out, selection.turned) if selection.turned else out
-        if out.size:
-            if isinstance(operation, Gather):
-                self._gather(forward, operation, selection)
-            else:
-                self._compute(forward, operation, selection)
+        if isinstance(operation, Gather):
+            for box, table in _stored_parts(operation, selection):
+                with self._borrow() as files:
+                    fill_box(view(forward, box), box, table, out.dtype, files)
+        else:
+            for place, bits in self._computed_parts(operation, selection):
+                forward[place] = bits
         return out.reshape(selection.shape)
 
-    def _gather(self, out: Elements, gather: Gather, selection: Selection) -> None:
-        """Fill `out` with stored values; only what is taken is read."""
-        table = sliced(gather.source.chunks, selection, out.itemsize)
-        elements, cut = TILE_BYTES // out.itemsize, row_tile
-        if table.strides is not None:  # runs are short: reading one takes more than its elements
-            elements, cut = elements // SLACK, square_tile if _is_turned(table) else row_tile
-        for box in tiles(out.shape, cut(out.shape, elements)):
-            with self._lock:
-                self._check()
-                fill_box(view(out, box), box, table, out.dtype, self._files)
+    def parts(self, operation: Tiled, selection: Selection) -> Iterator[Part]:
+        """Yield what `read` returns in parts, for a caller that has other memory for it.
 
-    def _compute(self, out: Elements, operation: Tiled, selection: Selection) -> None:
-        """Fill `out` from the same tiles that a merge makes: sums depend on how tiles are cut."""
-        shape = operation.target.shape
+        A place is that in an array of the selection's counts, of which no dimension is turned. The
+        bits of a part change when the next one is asked for.
+
+        Raises:
+            CorruptError: as by `read`.
+            UsageError: as by `read`.
+        """
+        self._check()
+        if not isinstance(operation, Gather):
+            yield from self._computed_parts(operation, selection)
+            return
+        memory = self._empty((0,), raw_dtype(operation.to))
+        for box, table in _stored_parts(operation, selection):
+            if memory.size < box.volume:
+                memory = self._empty((box.volume,), memory.dtype)
+            bits = memory[: box.volume].reshape(box.sizes)
+            with self._borrow() as files:
+                fill_box(bits, box, table, bits.dtype, files)
+            yield place_of(box), bits
+
+    def _computed_parts(self, operation: Tiled, selection: Selection) -> Iterator[Part]:
+        """Yield parts of the tiles that a merge makes: sums depend on how tiles are cut."""
+        shape, bits = operation.target.shape, raw_dtype(operation.to)
         for part in tile_parts(shape, tile_shape(operation, TILE_BYTES), selection):
-            with self._lock:
-                self._check()
-                made = make_tile(Tile(operation, part.tile), self._files)
-            out[part.place] = made.view(out.dtype)[part.taken]
+            with self._borrow() as files:
+                made = make_tile(Tile(operation, part.tile), files)
+            taken: Place = (*part.taken, ...)  # an array also of a tensor without dimensions
+            yield part.place, made.view(bits)[taken]
+
+    @contextmanager
+    def _borrow(self) -> Iterator[OpenFiles]:
+        """Lend the open files that were used last, while a tile is made; wait if all are lent."""
+        files = self._idle.get()
+        try:
+            self._check()
+            yield files
+        finally:
+            self._idle.put(files)
 
     def _check(self) -> None:
         if self._closed:
             raise UsageError(f"{self._path}: the checkpoint was closed", hint="open it again")
+
+
+def _stored_parts(gather: Gather, selection: Selection) -> Iterator[tuple[Box, ChunkTable]]:
+    """Yield boxes of what a selection takes, which one tile holds, and the chunks of all of it."""
+    if 0 in selection.counts:
+        return
+    itemsize = gather.to.itemsize
+    table = sliced(gather.source.chunks, selection, itemsize)
+    elements, cut = TILE_BYTES // itemsize, row_tile
+    if table.strides is not None:  # runs are short: reading one takes more than its elements
+        elements, cut = elements // SLACK, square_tile if _is_turned(table) else row_tile
+    for box in tiles(selection.counts, cut(selection.counts, elements)):
+        yield box, table
 
 
 def _is_turned(table: ChunkTable) -> bool:

@@ -4,7 +4,7 @@ This module, `engines.into_transformers` and `write.verification.load` are the o
 torch (the extra `torch`), inside functions, when they are used.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, cast
@@ -13,10 +13,13 @@ import numpy as np
 
 from unshard.containers.strided import Elements
 from unshard.convert.expected.tensors import Slot
+from unshard.engines.arrays import TensorReader
 from unshard.errors import ConversionError, UsageError, how_to_install
+from unshard.plan.operations import Tiled
 from unshard.tensors import placements as ours
 from unshard.tensors.boxes import Box
 from unshard.tensors.dtypes import DType
+from unshard.tensors.selection import Selection, of_box
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ModelTensor",
     "Module",
+    "StoredTensor",
     "Tensor",
     "as_tensor",
     "model_tensors",
@@ -70,9 +74,35 @@ def torch_memory(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Element
     """
     import torch
 
-    memory = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    size = prod(shape) * dtype.itemsize
+    memory = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device is
     bits: Elements = memory.numpy().view(dtype).reshape(shape)
     return bits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """A tensor of a checkpoint, as torch reads it.
+
+    Attributes:
+        reader: has the checkpoint open.
+        operation: makes the tensor.
+    """
+
+    reader: TensorReader
+    operation: Tiled
+
+    def read(self, selection: Selection) -> "Tensor":
+        """Return what a selection takes, in the dtype of the operation, in memory of its own."""
+        return as_tensor(self.reader.read(self.operation, selection), self.operation.to)
+
+    def copy_to(self, out: "Tensor", selection: Selection) -> None:
+        """Copy what a selection takes, without turning it, into a tensor of its counts.
+
+        torch casts values to the dtype of `out` part by part, so no second tensor is needed.
+        """
+        for place, bits in self.reader.parts(self.operation, selection):
+            out[place].copy_(as_tensor(bits, self.operation.to))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +148,7 @@ class ModelTensor:
             )
         return list(pieces)
 
-    def fill(self, read: Callable[[Box], "Tensor"]) -> None:
+    def fill(self, stored: StoredTensor) -> None:
         """Copy values into the tensor, cast to its dtype; a meta tensor is replaced by them.
 
         Raises:
@@ -128,7 +158,7 @@ class ModelTensor:
 
         pieces = self.pieces
         if self.tensor.is_meta:
-            values = read(pieces[0].box)
+            values = stored.read(of_box(pieces[0].box))
             if isinstance(self.tensor, torch.nn.Parameter):
                 learns = self.tensor.requires_grad and values.dtype.is_floating_point
                 values = torch.nn.Parameter(values, requires_grad=learns)
@@ -141,7 +171,8 @@ class ModelTensor:
                 tensor = cast("DTensor", tensor).to_local()
             for piece in pieces:
                 sizes = zip(piece.local_offsets, piece.box.sizes, strict=True)
-                tensor[tuple(slice(at, at + size) for at, size in sizes)].copy_(read(piece.box))
+                local = tensor[tuple(slice(at, at + size) for at, size in sizes)]
+                stored.copy_to(local, of_box(piece.box))
 
 
 def model_tensors(model: "Module") -> list[ModelTensor]:

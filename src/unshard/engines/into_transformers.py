@@ -6,22 +6,29 @@ inside. This module gives it the class, the config and the tensors, and compares
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from unshard.errors import ConversionError, UsageError
+from unshard.errors import ConversionError, UnshardError, UsageError
 from unshard.read.beside.model_config import ModelConfig
+from unshard.tensors.selection import Selection
 from unshard.write.verification.load import Found, named_class, need_transformers
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from unshard.engines.into_torch import StoredTensor
 
 __all__ = [
     "GENERATION_NAME",
     "Loader",
     "PreTrainedConfig",
     "PreTrainedModel",
+    "Unread",
     "choose_loader",
     "config_object",
     "load_pretrained",
@@ -37,6 +44,41 @@ _SHOWN = 20
 _NOT_FOR_CONFIG = ("dtype", "torch_dtype", "quantization_config")
 
 Options = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unread:
+    """What transformers gets when it indexes a tensor: it calls `to` next, and that reads.
+
+    So a tensor that is cast is never in memory as a whole in the dtype in which it is stored.
+
+    Attributes:
+        stored: the tensor.
+        selection: what is taken of it.
+        failures: gets what reading raises, because transformers makes another error of it.
+    """
+
+    stored: "StoredTensor"
+    selection: Selection
+    failures: list[UnshardError]
+
+    def to(
+        self, device: "torch.device | str | int | None" = None, dtype: "torch.dtype | None" = None
+    ) -> "Tensor":
+        """Read the values to a device, cast by torch."""
+        import torch
+
+        is_cast = dtype is not None and str(dtype) != f"torch.{self.stored.operation.to}"
+        is_here = device is None or torch.device(device).type == "cpu"
+        try:
+            if not is_cast or not is_here or self.selection.turned:
+                return self.stored.read(self.selection).to(device=device, dtype=dtype)
+            out = torch.empty(self.selection.counts, dtype=dtype, device="cpu")
+            self.stored.copy_to(out, self.selection)
+            return out.reshape(self.selection.shape)
+        except UnshardError as error:
+            self.failures.append(error)
+            raise
 
 
 class Loader(Protocol):

@@ -17,7 +17,7 @@ from unshard.api.sources import Sources, read_checkpoint
 from unshard.api.unmerged.loading import Opened
 from unshard.api.unmerged.opening import OpenCheckpoint, read_unmerged
 from unshard.engines.arrays import TensorReader
-from unshard.engines.into_torch import as_tensor, need_torch
+from unshard.engines.into_torch import as_tensor, need_torch, torch_memory
 from unshard.errors import UsageError
 from unshard.keywords import EngineKeywords
 from unshard.progress import Warned
@@ -114,7 +114,7 @@ def weights_of(checkpoint: str | Path, options: EngineKeywords) -> Iterator[Weig
         with hearing(None) as heard:
             for note in made.notes:
                 heard(Warned(note))
-        reader = TensorReader(read.location.weights_dir)
+        reader = TensorReader(read.location.weights_dir, torch_memory)
         stack.callback(reader.close)
         opened = Opened(read, chosen, {one.name: one for one in made.tensors}, reader)
         with OpenCheckpoint(opened, as_tensor, stack.pop_all()) as tensors:

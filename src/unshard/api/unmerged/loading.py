@@ -1,7 +1,7 @@
 """Load an open checkpoint into a model of torch: under which names, and tensor by tensor."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,11 +20,9 @@ from unshard.plan.operations import Target
 from unshard.plan.planner import make_operation
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.open import Checkpoint
-from unshard.tensors.boxes import Box
-from unshard.tensors.selection import of_box
 
 if TYPE_CHECKING:
-    from unshard.engines.into_torch import ModelTensor, Module, Tensor
+    from unshard.engines.into_torch import Module
 
 __all__ = ["Loaded", "Opened", "fill"]
 
@@ -74,7 +72,7 @@ class Opened:
 
 def fill(model: "Module", opened: Opened, *, strict: bool) -> Loaded:
     """Copy a checkpoint's tensors into a model; see `OpenCheckpoint.load_into`."""
-    from unshard.engines.into_torch import model_tensors, need_torch, on_meta
+    from unshard.engines.into_torch import StoredTensor, model_tensors, need_torch, on_meta
 
     need_torch()
     targets = model_tensors(model)
@@ -92,7 +90,10 @@ def fill(model: "Module", opened: Opened, *, strict: bool) -> Loaded:
     raise_all(ConversionError, f"{opened.path}: does not fit the model", problems)
     for target, names in zip(targets, found.sources, strict=True):
         if names:
-            target.fill(_make_reader(tensors[names[0]], target, opened.reader))
+            recipe = tensors[names[0]]
+            place = Target(0, 0, target.slot.shape)  # in no file
+            operation = make_operation(place, recipe, stored_dtype(recipe))
+            target.fill(StoredTensor(opened.reader, operation))
     return Loaded(found.missing, found.unexpected, tuple(on_meta(model)))
 
 
@@ -171,17 +172,6 @@ def _describe_difference(model: "Module", opened: Opened, found: Matches) -> Con
         found="; ".join(differing),
         hint="is it the model's config? strict=False loads what fits and reports the rest",
     )
-
-
-def _make_reader(
-    recipe: Recipe, target: "ModelTensor", reader: TensorReader
-) -> Callable[[Box], "Tensor"]:
-    """Return a function that reads boxes of a tensor."""
-    from unshard.engines.into_torch import as_tensor
-
-    dtype = stored_dtype(recipe)
-    operation = make_operation(Target(0, 0, target.slot.shape), recipe, dtype)
-    return lambda box: as_tensor(reader.read(operation, of_box(box)), dtype)
 
 
 def _config_of(model: "Module") -> ModelConfig | None:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, KeysView, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Literal, Self, TypeVar, Unpack, overload
 
+import numpy as np
+
 from unshard.api.converting import convert_one
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import inflated, read_checkpoint
@@ -18,7 +21,7 @@ from unshard.api.unmerged.loading import Loaded, Opened, fill
 from unshard.containers.strided import Elements
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of
-from unshard.engines.arrays import TensorReader
+from unshard.engines.arrays import Empty, TensorReader
 from unshard.errors import NoSuchTensorError, UsageError
 from unshard.keywords import OpenKeywords
 from unshard.plan.operations import Target, Tiled
@@ -45,6 +48,7 @@ __all__ = [
 
 _Array_co = TypeVar("_Array_co", covariant=True)
 _NEAREST = 3
+_READERS = 4  # threads that read a whole checkpoint
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -223,7 +227,7 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
         return {key: str(value) for key, value in known.items() if value is not None}
 
     def load_into(self, model: "Module", *, strict: bool = True) -> Loaded:
-        """Copy the tensors into a model's parameters and buffers, one at a time.
+        """Copy the tensors into a model's parameters and buffers, tile by tile.
 
         Values are cast to the model's dtypes, as by torch; parameters on the meta device are
         replaced by those of the checkpoint. Names may be those of training or of the hub, experts
@@ -281,7 +285,7 @@ def open_checkpoint(
         ConversionError: with names "hub": the names cannot be resolved.
         UsageError: an option is not valid, or torch is not installed.
     """
-    make = _choose_maker(framework)
+    make, empty = _choose_framework(framework)
     names = options.setdefault("names", "training")
     chosen = MergeOptions(**options)
     with ExitStack() as stack:
@@ -291,7 +295,7 @@ def open_checkpoint(
             if names == "training"
             else convert_one(checkpoint, chosen).tensors
         )
-        reader = TensorReader(checkpoint.location.weights_dir)
+        reader = TensorReader(checkpoint.location.weights_dir, empty)
         stack.callback(reader.close)
         opened = Opened(checkpoint, chosen, {one.name: one for one in found}, reader)
         return OpenCheckpoint(opened, make, stack.pop_all())
@@ -320,15 +324,18 @@ def load_state_dict(path: str | Path, **options: Unpack[OpenKeywords]) -> "dict[
     Raises:
         UnshardError: as `open_checkpoint` raises it; or a file is gone or ends early.
     """
-    with open_checkpoint(path, framework="pt", **options) as checkpoint:
-        return {name: checkpoint.get_tensor(name) for name in checkpoint}
+    with (
+        open_checkpoint(path, framework="pt", **options) as checkpoint,
+        ThreadPoolExecutor(_READERS) as pool,
+    ):
+        return dict(zip(checkpoint, pool.map(checkpoint.get_tensor, checkpoint), strict=True))
 
 
 @accepting(OpenKeywords, names="training")
 def load_into(
     model: "Module", path: str | Path, *, strict: bool = True, **options: Unpack[OpenKeywords]
 ) -> Loaded:
-    """Load a checkpoint into a model of torch, one tensor at a time, without a merge.
+    """Load a checkpoint into a model of torch, tile by tile, without a merge.
 
     Args:
         model: any module of torch; its names determine how tensors are converted.
@@ -344,13 +351,15 @@ def load_into(
         return checkpoint.load_into(model, strict=strict)
 
 
-def _choose_maker(framework: str) -> "Callable[[Elements, DType], Elements | Tensor]":
-    """Return a function that makes an array of this framework from bits."""
+def _choose_framework(
+    framework: str,
+) -> "tuple[Callable[[Elements, DType], Elements | Tensor], Empty]":
+    """Return what makes an array of this framework from bits, and what makes memory for them."""
     if framework == "np":
-        return lambda bits, dtype: bits.view(numpy_dtype(dtype))
+        return lambda bits, dtype: bits.view(numpy_dtype(dtype)), np.empty
     if framework == "pt":
-        from unshard.engines.into_torch import as_tensor, need_torch
+        from unshard.engines.into_torch import as_tensor, need_torch, torch_memory
 
         need_torch()
-        return as_tensor
+        return as_tensor, torch_memory
     raise UsageError(f"framework {framework!r}: unknown", expected='"np" or "pt"')

@@ -13,9 +13,10 @@ from unshard.api.sources import Sources
 from unshard.api.unmerged.opening import LazyTensor, read_unmerged
 from unshard.convert.outputs import Converted, main_dtype
 from unshard.engines.arrays import TensorReader
-from unshard.engines.into_torch import as_tensor, torch_memory
+from unshard.engines.into_torch import StoredTensor, torch_memory
 from unshard.engines.into_transformers import (
     GENERATION_NAME,
+    Unread,
     choose_loader,
     config_object,
     load_pretrained,
@@ -34,7 +35,6 @@ from unshard.showing import hearing
 from unshard.tensors.selection import Selection
 
 if TYPE_CHECKING:
-    from unshard.engines.into_torch import Tensor
     from unshard.engines.into_transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = ["from_pretrained"]
@@ -151,23 +151,19 @@ def _choose_config(
 @contextmanager
 def _reading(
     source: Checkpoint, tensors: Sequence[Converted]
-) -> "Iterator[dict[str, LazyTensor[Tensor]]]":
-    """Yield tensors by name, of which nothing is read before they are indexed.
+) -> Iterator[dict[str, LazyTensor[Unread]]]:
+    """Yield tensors by name, of which nothing is read before transformers moves a part of them.
 
     What reading raises is raised at the end: transformers makes a problem of conversion of it.
     """
     reader = TensorReader(source.location.weights_dir, torch_memory)
     failures: list[UnshardError] = []
 
-    def read(operation: Tiled, selection: Selection) -> "Tensor":
-        try:
-            return as_tensor(reader.read(operation, selection), operation.to)
-        except UnshardError as error:
-            failures.append(error)
-            raise
+    def take(operation: Tiled, selection: Selection) -> Unread:
+        return Unread(StoredTensor(reader, operation), selection, failures)
 
     try:
-        yield {one.name: LazyTensor(one, read) for one in tensors}
+        yield {one.name: LazyTensor(one, take) for one in tensors}
     finally:
         reader.close()
         if failures:
