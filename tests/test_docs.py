@@ -1,6 +1,7 @@
 """What the documents show is what the program prints."""
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -120,6 +121,18 @@ def test_a_first_session_prints_what_the_readme_shows(
     assert python == "python"
     shown = subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
     assert shown.stdout.decode().strip() == loaded[1]
+
+
+def test_the_figures_beside_other_tools_are_those_that_were_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from peers import report
+
+    recorded = json.loads((ROOT / "benchmarks" / "peers" / "results.json").read_bytes())
+    assert report.PAGE.read_text(encoding="utf-8") == report.page(recorded)
+    shown = report.SECTION.read_text(encoding="utf-8")
+    assert shown == report.section(shown, recorded)
 
 
 def test_no_line_pretends_that_the_project_is_on_an_index() -> None:
