@@ -28,6 +28,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("keep", "config", "base", "bfloat16", "float16", "float32"),
     "names": ("hub", "training"),
     "lora": ("fuse", "adapter", "both"),
+    "quantize": ("fp8-block",),
     "weights": ("model", "ema"),
     "verify": ("light", "full", "off"),
 }
@@ -108,6 +109,7 @@ class VerifyKeywords(ReadKeywords, total=False):
     base: str | Path | None
     include: str | None
     exclude: str | None
+    quantize: str | None
     lora_alpha: float | None
     config: str | Path | None
     workers: int | None
@@ -119,6 +121,7 @@ class PushKeywords(OpenKeywords, total=False):
 
     dtype: DtypeLike
     keep_fp32: str | None
+    quantize: str | None
     include: str | None
     exclude: str | None
     lora: str

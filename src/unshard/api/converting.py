@@ -27,6 +27,13 @@ from unshard.convert.outputs import (
     select_names,
     select_tensors,
 )
+from unshard.convert.quantised import (
+    dequantise,
+    is_scale,
+    quantisation_config,
+    quantise,
+    true_config,
+)
 from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype, take
 from unshard.convert.torchtitan import without_native_names
 from unshard.errors import ConversionError, UsageError, raise_all
@@ -92,8 +99,17 @@ def convert(sources: Sources, options: MergeOptions) -> Conversion:
     elif (expected := expected_names(recipes, made.config, options)) is not None:
         expected, by = replace(expected, name=str(last.companions.config)), "config"
         notes += tuple(_check(recipes, expected, options))
+    if options.quantize is not None:
+        made, notes = _quantised(made, notes)
     adapter = _separate_adapter(last, options) if options.lora == "both" else None
     return replace(made, notes=notes, names_checked=by, adapter=adapter)
+
+
+def _quantised(made: Conversion, notes: tuple[str, ...]) -> tuple[Conversion, tuple[str, ...]]:
+    """Return the output with its matrices in block FP8."""
+    tensors = quantise(made.tensors)
+    config = made.config and quantisation_config(made.config, tensors.value)
+    return replace(made, tensors=tensors.value, config=config), (*notes, *tensors.notes)
 
 
 def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
@@ -102,7 +118,7 @@ def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversi
     if not split.pairs:
         raise _no_adapter(checkpoint, options)
     # Options that do not apply to an adapter by itself are refused, not ignored.
-    never = ("dtype", "keep_fp32", "include", "exclude", "max_shard_size")
+    never = ("dtype", "keep_fp32", "include", "exclude", "max_shard_size", "quantize")
     unused = [name.replace("_", "-") for name in never if name in options.chosen]
     if options.lora == "adapter" and unused:
         raise UsageError(
@@ -146,8 +162,15 @@ def _no_adapter(checkpoint: Checkpoint, options: MergeOptions) -> UsageError:
 def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     """Decide names, ties, selection and dtypes of what one checkpoint becomes."""
     config, base = checkpoint.config, checkpoint.base
+    dtypes = None if base is None else base.dtypes
+    if base is not None and not dtypes and options.dtype == "base":
+        raise ConversionError(f"--dtype base: the dtypes of {base.name} are not known")
+    rule = precision(options.dtype, config, dtypes, options.keep_fp32)
     adapted = fuse_adapter(checkpoint, options)
     tensors, notes = without_trl_wrapper(adapted.value), adapted.notes
+    tensors = dequantise(tensors, rule, config)
+    if base is not None and not any(map(is_scale, tensors)):
+        base = _without_scales(base)
     if options.names == "hub":
         trained = without_native_names(tensors, config)
         renamed = (
@@ -156,12 +179,7 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
             else names_of_base(trained, base.files, config, base.shapes)
         )
         tensors, notes = renamed.value, (*notes, *renamed.notes)
-    # A computed tensor is not equal to any other. Compressed ones cannot be compared: they are
-    # looked at again when they are decompressed.
-    stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
-    computed = {name: shape_of(one) for name, one in tensors.items() if name not in stored}
-    there = {name: one for name, one in stored.items() if not one.chunks.compressed.any()}
-    ties = find_stored_ties(there, config, computed)
+    ties = _ties(tensors, config)
     notes += tuple(
         f"{head} differs from {embedding}, though the model's config says that they are tied: both "
         "are written, and config.json records that"
@@ -169,16 +187,33 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     )
     tensors = {name: one for name, one in tensors.items() if name not in ties.equal}
     tensors = select_tensors(tensors, options.include, options.exclude)
-    dtypes = None if base is None else base.dtypes
-    if base is not None and not dtypes and options.dtype == "base":
-        raise ConversionError(f"--dtype base: the dtypes of {base.name} are not known")
-    rule = precision(options.dtype, config, dtypes, options.keep_fp32)
     if base is not None:
         notes += tuple(_check_base(tensors, base, options, config))
+    converted = finish(tensors, rule)
     if config is not None:
         config = critic_config(_resize(config, checkpoint, tensors), tensors)
         config = config.untied() if ties.different else config
-    return Conversion(finish(tensors, rule), config, notes)
+        config = true_config(config, converted)
+    return Conversion(converted, config, notes)
+
+
+def _ties(tensors: Mapping[str, Recipe], config: ModelConfig | None) -> Ties:
+    """Find tied weights.
+
+    A computed tensor is not equal to any other. Compressed ones cannot be compared: they are looked
+    at again when they are decompressed.
+    """
+    stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
+    computed = {name: shape_of(one) for name, one in tensors.items() if name not in stored}
+    there = {name: one for name, one in stored.items() if not one.chunks.compressed.any()}
+    return find_stored_ties(there, config, computed)
+
+
+def _without_scales(base: Base) -> Base:
+    """Return a base in block FP8 without the names of its scales: the output has none."""
+    files = {name: file for name, file in base.files.items() if not is_scale(name)}
+    shapes = {name: shape for name, shape in base.shapes.items() if not is_scale(name)}
+    return replace(base, files=files, shapes=shapes)
 
 
 def find_stored_ties(

@@ -14,7 +14,7 @@ from unshard.api.options import MergeOptions
 from unshard.api.sources import Sources
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.outputs import Converted, main_dtype
-from unshard.convert.recipes import shape_of, take
+from unshard.convert.recipes import Quantized, shape_of, take
 from unshard.engines.threads import run_plan, verify_full
 from unshard.keywords import SHARD_SIZE
 from unshard.plan.layout import index_json, lay_out, size_in_bytes
@@ -269,6 +269,8 @@ def _is_changed(output: Converted, entry: TensorEntry, files: OpenFiles) -> bool
     """Return whether an output tensor differs from the base's, in the base's dtype."""
     if shape_of(output.recipe) != entry.shape:
         return True
+    if isinstance(output.recipe, Quantized):  # what was quantised is compared
+        output = Converted(output.name, entry.dtype, output.recipe.values)
     pair = make_pair(Converted(output.name, entry.dtype, take(entry)), output)
     return pair.ours.to is not pair.theirs.to or not are_equal(pair, files)
 

@@ -67,8 +67,12 @@ def merge(
         dtype: "keep", "config" (as in config.json), "base" (as in the base model, tensor by
             tensor), or bfloat16, float16 or float32: by name ("bf16", "fp16" and "fp32" too), or as
             a dtype of numpy, ml_dtypes or torch. Only floating point tensors are cast; integers,
-            booleans, 8-bit floats and tensors that the model's family keeps in float32 never are.
+            booleans, 8-bit floats and tensors that the model's family keeps in float32 never are;
+            but block FP8 with its scales (`weight_scale_inv`) is dequantised.
         keep_fp32: a regular expression; tensors whose names it matches are not cast.
+        quantize: "fp8-block" writes the matrices of linear layers as DeepSeek's models have them:
+            float8_e4m3fn, and a float32 scale for each block of 128 x 128. They are quantised from
+            their stored values; `dtype` is that of the tensors which are kept.
         names: "hub" (tensor names and expert layout as on the hub) or "training" (unchanged).
         base: the model that training started from, a Hugging Face directory or hub id. It
             determines which tensors are expected, their names and files, and completes config

@@ -19,7 +19,7 @@ __all__ = ["MergeOptions", "accepting", "given_output", "given_path"]
 P = ParamSpec("P")
 Returned = TypeVar("Returned")
 
-_SHAPING = {"keep_fp32", "base", "include", "exclude", "lora", "lora_alpha", "ep_size"}
+_SHAPING = {"keep_fp32", "base", "include", "exclude", "lora", "lora_alpha", "ep_size", "quantize"}
 _FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
@@ -53,6 +53,7 @@ class MergeOptions:
 
     dtype: DtypeLike = DEFAULTS["dtype"]
     keep_fp32: str | None = None
+    quantize: str | None = None
     names: str = DEFAULTS["names"]
     base: str | Path | None = None
     allow_missing: bool = False
@@ -84,9 +85,9 @@ class MergeOptions:
         if "" in (self.base, self.config, *self.also):
             what = "a value of --base, --config or --also is an empty path"
             raise UsageError(what, hint="give a path, or leave the option out")
-        for option in ("names", "lora", "verify", "weights"):
+        for option in ("names", "lora", "verify", "weights", "quantize"):
             value = getattr(self, option)
-            is_default = value is None and option == "weights"
+            is_default = value is None and option in ("weights", "quantize")
             if not is_default and value not in CHOICES[option]:
                 expected = ", ".join(CHOICES[option])
                 raise UsageError(f"--{option} {value}: unknown", expected=expected)
@@ -94,6 +95,9 @@ class MergeOptions:
             raise UsageError(f"--ep-size {self.ep_size}: at least 2 is needed")
         if self.names == "training" and self.base is not None:
             raise UsageError("--names training excludes --base, whose names are those of the hub")
+        if self.names == "training" and self.quantize is not None:
+            what = f"--quantize {self.quantize} needs the names of the hub: it excludes --names"
+            raise UsageError(f"{what} training")
         if self.overwrite not in (False, True, "all"):
             raise UsageError(f"--overwrite={self.overwrite}: unknown", expected="no value, or all")
         if self.private and self.push_to_hub is None:

@@ -12,6 +12,7 @@ from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import Sources, inflated, read_checkpoint
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.convert.outputs import Converted, precision
+from unshard.convert.quantised import is_scale
 from unshard.engines.compare import compare
 from unshard.errors import UsageError
 from unshard.keywords import DtypeLike, VerifyKeywords
@@ -55,9 +56,10 @@ def verify(
         load: also load names and shapes with transformers (extra `torch`).
         names: "hub" or "training", as given to `merge`; default: as in the output's record.
         listener: as for `merge`.
-        options: as given to `merge`; the defaults of `include`, `exclude` and `lora_alpha` are
-            those in the output's record, and that of `config` is the output's own. Options that
-            choose and read a checkpoint (`weights`, `step`, `also` …) apply to `against`.
+        options: as given to `merge`; the defaults of `include`, `exclude`, `quantize` and
+            `lora_alpha` are those in the output's record, and that of `config` is the output's own.
+            Options that choose and read a checkpoint (`weights`, `step`, `also` …) apply to
+            `against`.
 
     Raises:
         UnshardError: one of the tree in `unshard.errors`; models that differ are not an error.
@@ -79,6 +81,8 @@ def verify(
         if inflated_bytes(theirs.catalog):
             heard(Stage("decompressing"))
             theirs = inflated(theirs, stack)
+        if _has_scales(theirs) and not _has_scales(ours):
+            chosen = replace(chosen, dtype="float32")  # exact: dequantised, and then cast to ours
         other_side = _cast(_choose_form(theirs, chosen, {one.name for one in mine}), dtype)
         found = compare(mine, other_side, Tolerances(atol, rtol), chosen.resources, heard)
         found = replace(found, by_config=_compare_by_config(ours, chosen))
@@ -89,6 +93,11 @@ def verify(
             loading = verify_load(ours.location.weights_dir, forms_of(mine))
             found = replace(found, loading=loading)
         return found
+
+
+def _has_scales(checkpoint: Checkpoint) -> bool:
+    """Return whether a model has matrices in block FP8."""
+    return any(map(is_scale, checkpoint.catalog.tensors))
 
 
 def _as_merged(output: Path, names: str | None, options: VerifyKeywords) -> MergeOptions:
@@ -102,6 +111,7 @@ def _as_merged(output: Path, names: str | None, options: VerifyKeywords) -> Merg
         names=names or by_default,
         include=given.include or record.text("include"),
         exclude=given.exclude or record.text("exclude"),
+        quantize=given.quantize or record.text("quantize"),
         lora_alpha=given.lora_alpha or record.number("lora_alpha"),
         config=own if given.config is None and own.is_file() else given.config,
         allow_missing=True,

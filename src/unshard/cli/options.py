@@ -168,6 +168,11 @@ _TABLE: dict[str, dict[str, _Row]] = {
             "Dtype of floating point tensors. config: as config.json says; base: as in the base "
             "model, tensor by tensor. bf16, fp16 and fp32 are accepted.",
         ),
+        "quantize": _Row(
+            str,
+            "Write matrices in block FP8: float8_e4m3fn, and a float32 scale for each block of "
+            "128 x 128.",
+        ),
         "keep_fp32": _Row(str, "Do not cast tensors with these names.", "REGEX"),
         "names": _Row(
             str, "Tensor names and expert layout as on the Hugging Face hub, or as in training."

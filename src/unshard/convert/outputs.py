@@ -12,7 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from unshard.convert.recipes import LowRank, Recipe, WeightedSum, shape_of, stored_dtype
+from unshard.convert.recipes import (
+    BlockScales,
+    Dequantized,
+    LowRank,
+    Recipe,
+    WeightedSum,
+    shape_of,
+    stored_dtype,
+)
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.keywords import DtypeLike
 from unshard.read.beside.model_config import ModelConfig
@@ -98,6 +106,11 @@ class Precision:
     target: DType | None = None
     base: Mapping[str, DType] = field(default_factory=dict)
     kept: re.Pattern[str] | None = None
+
+    def casts(self, name: str) -> bool:
+        """Return whether a tensor of block FP8 is to become another dtype."""
+        target = self.base.get(name, self.target)
+        return target is not None and target.castable
 
     def dtype(self, name: str, stored: DType) -> DType:
         """Return the output's dtype for a tensor of the dtype `stored`."""
@@ -203,10 +216,13 @@ def _name_of(dtype: DtypeLike) -> str:
 
 
 def main_dtype(tensors: Iterable[Converted]) -> str | None:
-    """Return the dtype of most of the floating point bytes; None if there are none."""
+    """Return the dtype of most of the floating point bytes; None if there are none.
+
+    Block FP8 is not counted: engines compute in the dtype of what is next to it.
+    """
     sizes: Counter[str] = Counter()
     for one in tensors:
-        if one.dtype.castable:
+        if one.dtype.castable and not isinstance(one.recipe, BlockScales):
             sizes[one.dtype.name] += prod(shape_of(one.recipe)) * one.dtype.itemsize
     return sizes.most_common(1)[0][0] if sizes else None
 
@@ -311,9 +327,12 @@ def _mismatch(same: Sequence[Converted], names: Sequence[str]) -> ConversionErro
             found=f"{forms[other]} in {names[other]}",
             hint="merge them to one dtype first, each by itself" if only_dtypes else "",
         )
-    if any(isinstance(one.recipe, WeightedSum | LowRank) for one in same):
+    if any(isinstance(one.recipe, WeightedSum | LowRank | Dequantized) for one in same):
+        what = "has a LoRA adapter, which is not fused"
+        if any(isinstance(one.recipe, Dequantized) for one in same):
+            what = "is block FP8, which is not cast"
         return ConversionError(
-            f"tensor {name} has a LoRA adapter, which is not fused while averaging",
+            f"tensor {name} {what} while averaging",
             hint="merge each checkpoint first, then average the merged models",
         )
     return None

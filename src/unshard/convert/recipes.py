@@ -7,13 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
+from unshard.errors import ConversionError
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DType
 
 __all__ = [
+    "BLOCK",
+    "BlockScales",
     "Concat",
+    "Dequantized",
     "LowRank",
+    "Quantized",
     "Recipe",
     "Stack",
     "Take",
@@ -27,6 +32,9 @@ __all__ = [
     "takes",
     "transpose",
 ]
+
+BLOCK = 128
+"""Rows and columns of the blocks that are quantised together, each with a scale of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +82,35 @@ class LowRank:
     scale: float
 
 
-Recipe = Take | Stack | Concat | WeightedSum | LowRank
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The float8_e4m3fn elements of a matrix in block FP8; `name` is the matrix's, for errors."""
+
+    values: "Recipe"
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScales:
+    """The float32 scales of a matrix in block FP8: one for each block; `name` is the matrix's."""
+
+    values: "Recipe"
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """weight * the scale of its block, in float32: a matrix that is stored in block FP8.
+
+    Blocks have `block` rows and columns; the last ones may have fewer.
+    """
+
+    weight: Take
+    scales: Take
+    block: tuple[int, int]
+
+
+Recipe = Take | Stack | Concat | WeightedSum | LowRank | Quantized | BlockScales | Dequantized
 
 
 def take(entry: TensorEntry) -> Take:
@@ -82,7 +118,7 @@ def take(entry: TensorEntry) -> Take:
     return Take(entry, Box.whole(entry.shape))
 
 
-def shape_of(recipe: Recipe) -> tuple[int, ...]:
+def shape_of(recipe: Recipe) -> tuple[int, ...]:  # noqa: PLR0911 (a case each)
     """Return the shape that a recipe makes."""
     match recipe:
         case Take(_, box, None):
@@ -100,6 +136,12 @@ def shape_of(recipe: Recipe) -> tuple[int, ...]:
             return shape_of(terms[0][1])
         case LowRank(base):
             return shape_of(base)
+        case Quantized(values):
+            return shape_of(values)
+        case BlockScales(values):
+            return tuple(-(-size // BLOCK) for size in shape_of(values))
+        case Dequantized(weight):
+            return shape_of(weight)
         case _:
             assert_never(recipe)
 
@@ -111,8 +153,10 @@ def dtype_of(recipe: Recipe) -> DType:
             return entry.dtype
         case Stack(_, parts) | Concat(_, parts):
             return dtype_of(parts[0])
-        case WeightedSum() | LowRank():
+        case WeightedSum() | LowRank() | BlockScales() | Dequantized():
             return BY_NAME["float32"]
+        case Quantized():
+            return BY_NAME["float8_e4m3fn"]
         case _:
             assert_never(recipe)
 
@@ -129,6 +173,10 @@ def takes(recipe: Recipe) -> Iterator[Take]:
             parts = tuple(part for _, part in terms)
         case LowRank(base, a, b):
             parts = (base, a, b)
+        case Quantized(values) | BlockScales(values):
+            parts = (values,)
+        case Dequantized(weight, scales):
+            parts = (weight, scales)
         case _:
             assert_never(recipe)
     for part in parts:
@@ -136,7 +184,12 @@ def takes(recipe: Recipe) -> Iterator[Take]:
 
 
 def stored_dtype(recipe: Recipe) -> DType:
-    """Return the dtype that an output keeps without a cast: of arithmetic, that of its base."""
+    """Return the dtype that an output keeps without a cast: of arithmetic, that of its base.
+
+    What was block FP8 is float32 then.
+    """
+    if isinstance(recipe, Dequantized):
+        return dtype_of(recipe)
     return next(takes(recipe)).entry.dtype
 
 
@@ -164,6 +217,8 @@ def cut(recipe: Recipe, box: Box) -> Recipe:
             rows = _narrowed(box, -1, 0, inner_size)
             columns = _narrowed(box, -2, 0, inner_size)
             return LowRank(cut(base, box), cut(a, columns), cut(b, rows), scale)
+        case Quantized() | BlockScales() | Dequantized():
+            raise _in_blocks(recipe)
         case _:
             assert_never(recipe)
 
@@ -191,6 +246,8 @@ def pick(recipe: Recipe, index: int) -> Recipe:  # noqa: PLR0911 (a case each)
             return WeightedSum(tuple((weight, pick(part, index)) for weight, part in terms))
         case LowRank(base, a, b, scale):
             return LowRank(pick(base, index), pick(a, index), pick(b, index), scale)
+        case Quantized() | BlockScales() | Dequantized():
+            raise _in_blocks(recipe)
         case _:
             assert_never(recipe)
 
@@ -213,8 +270,18 @@ def transpose(recipe: Recipe) -> Recipe:
             return WeightedSum(tuple((weight, transpose(part)) for weight, part in terms))
         case LowRank(base, a, b, scale):
             return LowRank(transpose(base), transpose(b), transpose(a), scale)
+        case Quantized() | BlockScales() | Dequantized():
+            raise _in_blocks(recipe)
         case _:
             assert_never(recipe)
+
+
+def _in_blocks(recipe: Quantized | BlockScales | Dequantized) -> ConversionError:
+    name = recipe.weight.entry.fqn if isinstance(recipe, Dequantized) else recipe.name
+    return ConversionError(
+        f"tensor {name}: is block FP8, which is not cut or turned",
+        hint="write it in another dtype first: --dtype bfloat16 --names training",
+    )
 
 
 def _cut_concat(dim: int, parts: tuple[Recipe, ...], box: Box) -> Recipe:

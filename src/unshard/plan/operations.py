@@ -5,8 +5,8 @@ Two ways to make an output tensor:
 * *copy*: long runs of bytes go from source to target as they are, by the kernel where it can. They
   are kept as rows of one table (`CopyRange` is a view of a row), because there may be a million;
 * *tiles*: the tensor is made tile by tile in memory, from all chunks that meet the tile (`Gather`),
-  with a cast on the way (`Cast`), or from several tensors (`Reduce`, `Fuse`), and each tile is
-  written at once.
+  with a cast on the way (`Cast`), from several tensors (`Reduce`, `Fuse`), or to and from block FP8
+  (`Quantize`, `FindScales`, `Dequantize`), and each tile is written at once.
 """
 
 from collections.abc import Iterator
@@ -18,16 +18,19 @@ from numpy.typing import NDArray
 
 from unshard.plan.layout import Layout
 from unshard.tensors.catalog import ChunkTable
-from unshard.tensors.dtypes import DType
+from unshard.tensors.dtypes import BY_NAME, DType
 
 __all__ = [
     "COPY_ROW",
     "Cast",
     "CopyRange",
+    "Dequantize",
+    "FindScales",
     "Fuse",
     "Gather",
     "Operation",
     "Plan",
+    "Quantize",
     "Reduce",
     "StoredTensor",
     "Target",
@@ -146,7 +149,63 @@ class Fuse:
     to: DType
 
 
-Tiled = Gather | Cast | Reduce | Fuse
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantize:
+    """Make the float8_e4m3fn elements of a matrix in block FP8; see `unshard.write.blocks`.
+
+    Attributes:
+        target: of two dimensions.
+        values: makes the matrix, in float32.
+        least: what the largest size in a block counts for at least.
+        name: of the matrix, for errors.
+    """
+
+    target: Target
+    values: "Tiled"
+    least: float
+    name: str
+
+    @property
+    def to(self) -> DType:
+        """What is written."""
+        return BY_NAME["float8_e4m3fn"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FindScales:
+    """Make the scales of a matrix in block FP8; `target` has one element for each block."""
+
+    target: Target
+    values: "Tiled"
+    least: float
+    name: str
+
+    @property
+    def to(self) -> DType:
+        """What is written."""
+        return BY_NAME["float32"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dequantize:
+    """weight * the scale of its block, in float32; then convert to `to`.
+
+    Attributes:
+        target: of two dimensions.
+        weight: of the target's shape, 8-bit floats.
+        scales: one for each block.
+        block: rows and columns of a block.
+        to: what is written.
+    """
+
+    target: Target
+    weight: StoredTensor
+    scales: StoredTensor
+    block: tuple[int, int]
+    to: DType
+
+
+Tiled = Gather | Cast | Reduce | Fuse | Quantize | FindScales | Dequantize
 Operation = CopyRange | Tiled
 
 
@@ -159,6 +218,10 @@ def stored_tensors(operation: Tiled) -> tuple[StoredTensor, ...]:
             return tuple(source for _, source in terms)
         case Fuse(_, base, a, b):
             return base, a, b
+        case Quantize(_, values) | FindScales(_, values):
+            return stored_tensors(values)
+        case Dequantize(_, weight, scales):
+            return weight, scales
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,13 +11,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from unshard.plan.operations import COPY_ROW, Fuse, Plan, Tiled, stored_tensors
+from unshard.plan.operations import (
+    COPY_ROW,
+    FindScales,
+    Fuse,
+    Plan,
+    Quantize,
+    Tiled,
+    stored_tensors,
+)
 from unshard.plan.work import Tile, tile_shape
 from unshard.tensors.boxes import Box, Ints, row_major_strides, row_tile, tiles
 
 __all__ = ["Contents", "Piece", "Run", "Slab", "contents_of", "slab_tiles"]
 
 _SLAB_BYTES = 1024 * 1024
+_IN_TILES = Fuse | Quantize | FindScales
 _TURNED_BYTES = 4 * 1024 * 1024  # columns of the source become rows: longer runs are read
 
 
@@ -141,7 +150,7 @@ def _find_slab(operation: Tiled, at: int) -> tuple[Slab, int]:
 def _slab_shape(operation: Tiled) -> tuple[int, ...]:
     """Return how large slabs are: leading dimensions 1, then a range, then whole dimensions."""
     shape, sources = operation.target.shape, stored_tensors(operation)
-    if isinstance(operation, Fuse):
+    if isinstance(operation, _IN_TILES):
         return (*tile_shape(operation, _SLAB_BYTES)[:-1], shape[-1])
     turned = any(source.chunks.strides is not None for source in sources)
     widest = max(operation.to.itemsize, *(source.dtype.itemsize for source in sources))
@@ -151,10 +160,10 @@ def _slab_shape(operation: Tiled) -> tuple[int, ...]:
 def slab_tiles(slab: Slab) -> Iterator[tuple[Box, Tile]]:
     """Yield the tiles that make a slab, each with its place in the slab.
 
-    Those of a LoRA fuse are the tiles of a merge: sums depend on how tiles are cut.
+    Sums of a LoRA fuse depend on how tiles are cut, and blocks are quantised whole.
     """
     sizes, tile = slab.box.sizes, slab.box.sizes
-    if isinstance(slab.operation, Fuse):
+    if isinstance(slab.operation, _IN_TILES):
         tile = tile_shape(slab.operation, _SLAB_BYTES)
     for place in tiles(sizes, tile):
         moved = zip(place.offsets, slab.box.offsets, strict=True)

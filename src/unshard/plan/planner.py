@@ -6,6 +6,7 @@ A recipe of boxes, permutations, stacks and concatenations is again a set of box
 files, which `table_of` finds without reading a byte: one row per chunk, all rows at once.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -14,8 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unshard.convert.recipes import (
+    BlockScales,
     Concat,
+    Dequantized,
     LowRank,
+    Quantized,
     Recipe,
     Stack,
     Take,
@@ -28,9 +32,12 @@ from unshard.plan.layout import Layout, OutputTensor
 from unshard.plan.operations import (
     COPY_ROW,
     Cast,
+    Dequantize,
+    FindScales,
     Fuse,
     Gather,
     Plan,
+    Quantize,
     Reduce,
     StoredTensor,
     Target,
@@ -38,13 +45,16 @@ from unshard.plan.operations import (
 )
 from unshard.tensors.boxes import Box, Ints, distinct, row_major_strides
 from unshard.tensors.catalog import ChunkTable
-from unshard.tensors.dtypes import DType
+from unshard.tensors.dtypes import BY_NAME, DType
 from unshard.tensors.selection import joined, of_box, sliced, strides_of, unless_row_major
 
 __all__ = ["LONG_RUN", "make_operation", "make_plan", "table_of"]
 
 LONG_RUN = 64 * 1024
 """Runs of this many bytes and more are copied one by one; shorter ones are gathered in memory."""
+
+_LEAST = 1e-12
+_LEAST_BFLOAT16 = float.fromhex("0x1.1ap-40")
 
 Copies = NDArray[np.void]
 
@@ -81,7 +91,7 @@ def make_plan(layout: Layout) -> Plan:
         layout,
         tuple(operations.paths),
         _coalesced(copies),
-        tuple(operations.tiled),
+        _in_turn(operations.tiled),
         operations.bytes_read,
         sum(file.size for file in layout.files),
     )
@@ -111,9 +121,41 @@ def make_operation(target: Target, recipe: Recipe, to: DType) -> Tiled:
         case LowRank(base, a, b, scale):
             sources = (_source(base), _source(a), _source(b))
             return Fuse(target, *sources, shape_of(a)[-2], scale, to)
+        case Quantized(values, name):
+            return Quantize(target, *_in_float32(values), name)
+        case BlockScales(values, name):
+            return FindScales(target, *_in_float32(values), name)
+        case Dequantized(weight, scales, block):
+            return Dequantize(target, _source(weight), _source(scales), block, to)
         case _:
             source = _source(recipe)
             return Gather(target, source) if source.dtype is to else Cast(target, source, to)
+
+
+def _in_float32(values: Recipe) -> tuple[Tiled, float]:
+    """Return how a matrix to quantise is made, and the least size that a block of it counts for.
+
+    slime, whose files these are like, finds the sizes in the dtype of the checkpoint, and 1e-12 is
+    another number there.
+    """
+    nowhere = Target(0, 0, shape_of(values))
+    least = _LEAST_BFLOAT16 if dtype_of(values) is BY_NAME["bfloat16"] else _LEAST
+    return make_operation(nowhere, values, BY_NAME["float32"]), least
+
+
+def _in_turn(tiled: Sequence[Tiled]) -> tuple[Tiled, ...]:
+    """Return the operations with the scales of a matrix just before its elements.
+
+    Both read the same bytes: the second time they come from the page cache.
+    """
+    found = {one.name: one for one in tiled if isinstance(one, FindScales)}
+    ordered: list[Tiled] = []
+    for one in tiled:
+        if isinstance(one, Quantize) and one.name in found:
+            ordered.append(found.pop(one.name))
+        if not isinstance(one, FindScales):
+            ordered.append(one)
+    return (*found.values(), *ordered)
 
 
 def _source(recipe: Recipe) -> StoredTensor:

@@ -8,15 +8,19 @@ merge of a float32 checkpoint then equals it exactly.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
+from math import isqrt
 
 from unshard.containers.strided import SLACK
 from unshard.convert.outputs import Converted
-from unshard.convert.recipes import shape_of, take
+from unshard.convert.recipes import BLOCK, shape_of, take
 from unshard.plan.operations import (
     Cast,
     CopyRange,
+    Dequantize,
+    FindScales,
     Fuse,
     Plan,
+    Quantize,
     Reduce,
     Target,
     Tiled,
@@ -49,7 +53,7 @@ _MAKING = 3 * 1024 * 1024  # of it; the rest is for arithmetic
 _COPY_UNIT = 64 * 1024 * 1024
 _MAX_TILE = 8 * 1024 * 1024
 _FLOAT32 = 4
-_FUSE_ROWS, _FUSE_COLUMNS = 128, 512
+_FUSE_ROWS, _FUSE_COLUMNS = BLOCK, 4 * BLOCK
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +96,10 @@ def _split(copy: CopyRange) -> Iterator[CopyRange]:
 
 
 def tile_shape(operation: Tiled, budget: int) -> tuple[int, ...]:
-    """Return how large tiles may be, so that one takes at most `budget` bytes while it is made."""
+    """Return how large tiles may be, so that one takes at most `budget` bytes while it is made.
+
+    The tiles of a LoRA fuse have a fixed size, and those of block FP8 have whole blocks.
+    """
     per_element = operation.to.itemsize + max(
         source.dtype.itemsize * (SLACK if source.chunks.strides is not None else 1)
         for source in stored_tensors(operation)  # more is read if neighbours are stored apart
@@ -101,11 +108,19 @@ def tile_shape(operation: Tiled, budget: int) -> tuple[int, ...]:
         per_element += 2 * _FLOAT32  # the sum and a term
     elif isinstance(operation, Cast) and operation.source.dtype.itemsize > _FLOAT32:
         per_element += _FLOAT32  # float64 becomes 16 bits by way of float32
+    elif isinstance(operation, Quantize | FindScales | Dequantize):
+        per_element += _FLOAT32  # the values
     return _tile_of_elements([operation], max(1, budget // per_element))
 
 
 def _tile_of_elements(operations: Sequence[Tiled], elements: int) -> tuple[int, ...]:
     """Return a tile of about that many elements that suits operations of the same shape."""
+    for one in operations:
+        if isinstance(one, Quantize):
+            return _tile_of_blocks(one.values, elements)
+        if isinstance(one, FindScales):
+            rows, columns = _tile_of_blocks(one.values, elements)
+            return -(-rows // BLOCK), -(-columns // BLOCK)
     shape = operations[0].target.shape
     if any(isinstance(operation, Fuse) for operation in operations):
         # It depends on the shape only: sums must not depend on the resources.
@@ -115,6 +130,17 @@ def _tile_of_elements(operations: Sequence[Tiled], elements: int) -> tuple[int, 
     # Turned boxes are read well neither along rows nor along columns, but in squares.
     odd = any(source.chunks.strides is not None for source in sources)
     return (square_tile if odd else row_tile)(shape, elements)
+
+
+def _tile_of_blocks(values: Tiled, elements: int) -> tuple[int, ...]:
+    """Return a tile of whole blocks: of rows of them if one fits, else of a part of one row."""
+    if isinstance(values, Fuse):
+        return _tile_of_elements([values], elements)  # it has whole blocks
+    rows, columns = values.target.shape
+    turned = any(source.chunks.strides is not None for source in stored_tensors(values))
+    wide = isqrt(elements) if turned else elements // BLOCK
+    width = min(columns, max(1, wide // BLOCK) * BLOCK)
+    return min(rows, max(1, elements // (width * BLOCK)) * BLOCK), width
 
 
 def unit_bytes(unit: Unit) -> int:

@@ -18,10 +18,22 @@ from numpy.typing import NDArray
 from unshard.containers.chunks import fill_box
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements, raw_dtype, read_exactly
-from unshard.plan.operations import Cast, Fuse, Gather, Reduce, StoredTensor, Target
+from unshard.errors import ConversionError
+from unshard.plan.operations import (
+    Cast,
+    Dequantize,
+    FindScales,
+    Fuse,
+    Gather,
+    Quantize,
+    Reduce,
+    StoredTensor,
+    Target,
+)
 from unshard.plan.work import Pair, Tile, Unit, pair_tiles
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
 from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype
+from unshard.write.blocks import block_scales, dequantized, meeting, of_blocks, quantized
 
 __all__ = ["Executor", "are_equal", "count_overflows", "make_tile", "tile_runs"]
 
@@ -135,6 +147,7 @@ def make_tile(tile: Tile, files: OpenFiles) -> Elements:
 
     Raises:
         CorruptError: a source file ends early or is gone.
+        ConversionError: a value that is quantised is not finite.
     """
     match tile.operation:
         case Gather(_, source):
@@ -164,6 +177,44 @@ def make_tile(tile: Tile, files: OpenFiles) -> Elements:
             delta *= np.float32(scale)
             delta += _float32(base, tile.box, files)
             return _rounded(delta, to)
+        case _:
+            return _make_blocks(tile.operation, tile.box, files)
+
+
+def _make_blocks(
+    operation: Quantize | FindScales | Dequantize, box: Box, files: OpenFiles
+) -> Elements:
+    """Return a box of a tensor that is made to or from block FP8."""
+    match operation:
+        case Quantize():
+            return quantized(*_quantisable(operation, box, files))
+        case FindScales():
+            box = of_blocks(box, operation.values.target.shape)
+            return _quantisable(operation, box, files)[1]
+        case Dequantize(_, weight, scales, block, to):
+            elements = np.empty(box.sizes, raw_dtype(weight.dtype))
+            fill_box(elements, box, weight.chunks, elements.dtype, files)
+            met = meeting(box, block)
+            factors = _float32(scales, met, files)
+            values = elements.view(numpy_dtype(weight.dtype))
+            with np.errstate(all="ignore"):
+                return _rounded(dequantized(values, factors, box, met, block), to)
+
+
+def _quantisable(
+    operation: Quantize | FindScales, box: Box, files: OpenFiles
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return whole blocks of a matrix that is quantised, and the scale of each."""
+    values = make_tile(Tile(operation.values, box), files).view(np.float32)
+    scales = block_scales(values, operation.least)
+    if wrong := np.argwhere(~np.isfinite(scales)).tolist():
+        first = of_blocks(Box(tuple(wrong[0]), (1, 1)), box.sizes)
+        moved = Box(tuple(map(sum, zip(box.offsets, first.offsets, strict=True))), first.sizes)
+        raise ConversionError(
+            f"tensor {operation.name}: cannot be quantised: some values in {moved} are not finite",
+            hint="write it without --quantize; the training may have diverged",
+        )
+    return values, scales
 
 
 def count_overflows(tile: Tile, out: Elements, files: OpenFiles) -> int:
@@ -171,9 +222,10 @@ def count_overflows(tile: Tile, out: Elements, files: OpenFiles) -> int:
 
     A sum of several tensors is not counted.
     """
-    infinite, operation = 0, tile.operation
-    if out.dtype == np.float16 and not isinstance(operation, Reduce):
-        infinite = int(np.isinf(out).sum())
+    operation = tile.operation
+    if out.dtype != np.float16 or isinstance(operation, Reduce | Quantize | FindScales):
+        return 0
+    infinite = int(np.isinf(out).sum())
     if not infinite:
         return 0
     is_float64 = isinstance(operation, Cast) and operation.source.dtype.itemsize == 8
