@@ -19,7 +19,17 @@ from oracle.writers.saving import rank_file
 from ranks import save_ranks
 from tiny_models import tiny_model, tiny_tokenizer
 
-__all__ = ["RANKS", "greedy", "save_layouts", "save_lora", "save_verl_step", "served_model"]
+__all__ = [
+    "RANKS",
+    "greedy",
+    "hybrid_model",
+    "matrices",
+    "model_with_experts",
+    "save_layouts",
+    "save_lora",
+    "save_verl_step",
+    "served_model",
+]
 
 RANKS = 2
 _EMA_SHARE = 0.5
@@ -38,6 +48,32 @@ _SIZES: Mapping[str, int] = {
 def served_model(**fields: object) -> Any:
     """Return a model that vLLM can serve."""
     return tiny_model("qwen2", **{**_SIZES, **fields})
+
+
+def matrices() -> list[int]:
+    """Return how many bytes each matrix of the served model has."""
+    return [one.nbytes for one in served_model().state_dict().values() if one.ndim > 1]
+
+
+def model_with_experts() -> Any:
+    """Return a model with experts, of a size that vLLM's kernel for CPUs pads."""
+    return tiny_model(
+        "qwen3_moe",
+        **_SIZES,
+        moe_intermediate_size=48,
+        architectures=["Qwen3MoeForCausalLM"],  # vLLM takes it for an embedding model without
+    )
+
+
+def hybrid_model() -> Any:
+    """Return a model whose layers have attention and a state, of Mamba."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    torch.manual_seed(0)
+    mamba = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
+    fields: dict[str, Any] = {**_SIZES, **mamba, "mamba_chunk_size": 16}
+    config = FalconH1Config(**fields, architectures=["FalconH1ForCausalLM"])
+    return FalconH1ForCausalLM(config).train(mode=False)
 
 
 def save_companions(directory: Path, model: Any) -> None:

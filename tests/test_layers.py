@@ -43,6 +43,7 @@ ON_DEMAND = {
     "evaluate.callbacks.transformers",
     "evaluate.server.warm.worker",
     "plugins.vllm",
+    "plugins.fused_experts",
     "plugins.vllm_loader",
     "plugins.vllm_worker",
 }

@@ -7,14 +7,19 @@ Orders are a JSON list of steps, done in this order; answers are a list of what 
     {"do": "start", "arguments": {...}}      an engine of `vllm.LLM`, in place of the one before
     {"do": "serve", "checkpoint": ..., "options": {...}, "arguments": {...}}   the same, on shards
     {"do": "answer"}                              tokens and log-probabilities of some prompts
-    {"do": "reload", "checkpoint": ..., "options": {...}, "skip": "all" or a layer's prefix}
+    {"do": "reload", "checkpoint": ..., "options": {...}}
+        "skip": "all" or a prefix                 the reload loses this
+        "stale": [module, row]                    a row of a module's parameters stays as it was
+    {"do": "forbid_files"} and "allow_files"      whether files can have more than 4 KiB
+    {"do": "change_interface"}                    what is used of vLLM is not there any more
 
-An answer has "error", if there was one, and "written": how many bytes all threads of this process,
-the engine's included, gave to the kernel to write since the step before.
+An answer has "error", if there was one, and "written": how many bytes this process and those that
+it started, the engine's, gave to the kernel to write since the step before.
 """
 
 import json
 import os
+import resource
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 PROMPTS = [[5, 6, 7, 8], [100, 3, 50], [9, 200, 11, 12, 13, 14]]
+FILE_BYTES = 4096
 COMMON = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -31,9 +37,17 @@ COMMON = {
 }
 
 
-def written_bytes() -> int:
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["wchar"])
+def written_bytes(process: str) -> int:
+    """Return what a process and those that it started have written, through mapped files too."""
+    total, directory = 0, Path("/proc") / process
+    try:
+        fields = dict(line.split(": ") for line in (directory / "io").read_text().splitlines())
+        total += int(fields["wchar"]) + int(fields["write_bytes"])
+        for children in directory.glob("task/*/children"):
+            total += sum(map(written_bytes, children.read_text().split()))
+    except OSError:
+        pass  # it has ended, and its parent has counted what it wrote
+    return total
 
 
 class Child:
@@ -67,17 +81,63 @@ class Child:
         return [[list(one.token_ids), one.cumulative_logprob] for one in found]
 
     def reload(
-        self, checkpoint: str, options: dict[str, Any], skip: str | None = None
+        self,
+        checkpoint: str,
+        options: dict[str, Any],
+        skip: str | None = None,
+        stale: tuple[str, int] | None = None,
     ) -> list[object]:
         from unshard.plugins.vllm import reload
 
         with ExitStack() as stack:
             if skip == "all":
-                worker = self.llm.llm_engine.model_executor.driver_worker.worker
-                stack.enter_context(mock.patch.object(worker, "reload_weights"))
+                stack.enter_context(mock.patch.object(self.worker, "reload_weights"))
+            elif stale is not None:
+                self._leave(stack, *stale)
             elif skip is not None:
                 self._lose(stack, skip)
             return list(reload(self.llm, checkpoint, **options))
+
+    @property
+    def worker(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.worker
+
+    def _leave(self, stack: ExitStack, name: str, row: int) -> None:
+        """Let a reload leave a row of each parameter of a module as it was."""
+        whole = self.worker.reload_weights
+        module = self.worker.model_runner.get_model().get_submodule(name)
+        before = [one[row].clone() for one in module.parameters()]
+
+        def most(**given: Any) -> None:
+            whole(**given)
+            for one, old in zip(module.parameters(), before, strict=True):
+                one.data[row] = old
+
+        stack.enter_context(mock.patch.object(self.worker, "reload_weights", most))
+
+    def forbid_files(self) -> int | None:
+        """Let no process write a longer file; return how an attempt fails.
+
+        torch needs a file of some bytes to connect the processes of an engine, one or more.
+        """
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
+        try:
+            Path("file").write_bytes(bytes(FILE_BYTES + 1))
+        except OSError as error:
+            return error.errno
+        return None
+
+    def allow_files(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    def change_interface(self) -> None:
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        from unshard.plugins.vllm import register
+
+        del DefaultModelLoader.get_all_weights
+        del sys.modules["unshard.plugins.vllm_loader"]
+        register()
 
     def _lose(self, stack: ExitStack, prefix: str) -> None:
         """Let the loader lose what begins with a prefix, without a word."""
@@ -94,7 +154,7 @@ class Child:
 def main() -> None:
     orders = json.loads(Path(sys.argv[1]).read_text())
     child, answers = Child(), []
-    before = written_bytes()
+    before = written_bytes("self")
     for order in orders:
         answer: dict[str, object] = {}
         try:
@@ -102,9 +162,10 @@ def main() -> None:
             answer["result"] = do(**order)
         except Exception as error:  # noqa: BLE001 (the test decides)
             answer["error"] = f"{type(error).__name__}: {error}"
-        now = written_bytes()
+        now = written_bytes("self")
         answers.append({**answer, "written": now - before})
         before = now
+    child.allow_files()
     Path(sys.argv[2]).write_text(json.dumps(answers))
     child.stack.close()
 

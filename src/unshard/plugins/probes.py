@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 __all__ = ["choose_probes"]
 
+_EXPERT = re.compile(r".*\.experts\.(\d+)\.")
 _LAYER = re.compile(r"(.*?\.(?:layers|layer|h|blocks|block)\.)(\d+)\.")
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -14,8 +15,8 @@ def choose_probes(shapes: Shapes) -> list[list[str]]:
     """Return names of tensors to compare, in groups that belong together.
 
     All of the tensors outside layers, and of the first, the middle and the last layer of each
-    stack; of every other layer all vectors and one matrix, another one in each. So a reload that
-    left out a layer, or one kind of matrix, is seen, and little is read twice.
+    stack; of every other layer all vectors, one matrix and one expert, another one in each. So a
+    reload that left out a layer, or one kind of matrix, is seen, and little is read twice.
 
     Args:
         shapes: the shapes of all tensors, by name.
@@ -39,7 +40,19 @@ def choose_probes(shapes: Shapes) -> list[list[str]]:
 
 
 def _sample(names: Sequence[str], number: int, shapes: Shapes) -> list[str]:
-    """Return the vectors of a layer and one of its matrices, by the layer's number."""
-    matrices = [name for name in names if len(shapes[name]) > 1]
-    chosen = matrices[number % len(matrices)] if matrices else None
-    return [name for name in names if len(shapes[name]) < 2 or name == chosen]
+    """Return the vectors of a layer, one of its matrices and one expert, by the layer's number."""
+    experts: dict[int, list[str]] = {}
+    matrices, chosen = list[str](), set[str]()
+    for name in names:
+        found = _EXPERT.match(name)
+        if found is not None:
+            experts.setdefault(int(found[1]), []).append(name)
+        elif len(shapes[name]) > 1:
+            matrices.append(name)
+        else:
+            chosen.add(name)
+    if matrices:
+        chosen.add(matrices[number % len(matrices)])
+    if experts:
+        chosen.update(experts[sorted(experts)[number % len(experts)]])
+    return [name for name in names if name in chosen]

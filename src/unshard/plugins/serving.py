@@ -4,7 +4,8 @@ An engine starts from a directory with config.json and tokenizer. Its loader get
 the checkpoint, and the options of `open_checkpoint` except `names`, which are those of the hub.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,18 @@ class Weights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors, by name."""
         return {name: self.tensors.get_slice(name).shape for name in self.tensors}
+
+    def read(self, names: Iterable[str]) -> "Iterator[tuple[str, Tensor]]":
+        """Yield tensors with their names; while one is used, the next is read."""
+        with ThreadPoolExecutor(1) as reader:
+            reading: tuple[str, Future[Tensor]] | None = None
+            for name in names:
+                current, reading = reading, (name, reader.submit(self.tensors.get_tensor, name))
+                if current is not None:
+                    yield current[0], current[1].result()
+                    del current
+            if reading is not None:
+                yield reading[0], reading[1].result()
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class UnshardLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM has no ty
         self.counter_before_loading_weights = time.perf_counter()
         with weights_of(*self._meant(model_config)) as weights:
             check_config(weights, model_config)
-            yield from weights.tensors.items()
+            yield from weights.read(weights.tensors)
             _loaded[model] = weights.shapes
 
     def _meant(self, model_config: ModelConfig) -> tuple[str, EngineKeywords]:

@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from unshard.errors import ConversionError, UnshardError, UsageError
+from unshard.plugins.fused_experts import compare_experts, has_experts, packing
 from unshard.plugins.probes import choose_probes
 from unshard.plugins.serving import Weights, weights_of
 from unshard.plugins.vllm_loader import check_config, options_of_reload, point_to, shapes_in
@@ -31,7 +32,7 @@ from unshard.plugins.vllm_loader import check_config, options_of_reload, point_t
 __all__ = ["WorkerExtension"]
 
 _SHOWN = 5
-_COLUMNS = 1024  # of a packed matrix, at most: reading all of a large one takes long
+_COLUMNS = 64  # of a packed matrix, about: to read all of a large one takes longer than to load it
 _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
@@ -69,7 +70,8 @@ class WorkerExtension:
             options: of `unshard.open_checkpoint`; those that are not given are as at the start.
 
         Returns:
-            Which checkpoint it was, and how many parameters and elements were compared.
+            Which checkpoint it was, how many parameters and elements were compared, and the kinds
+            of parameters that were not, because their order in the engine is not known.
 
         Raises:
             UnshardError: the checkpoint cannot be read or does not fit: nothing was changed. Or
@@ -85,7 +87,8 @@ class WorkerExtension:
             if weights.step is not None:  # a run may have a newer one by now
                 given["step"] = weights.step
             point_to(extra, checkpoint, given)
-            self.reload_weights(weights_path=checkpoint)
+            with packing(model):
+                self.reload_weights(weights_path=checkpoint)
             _refresh_tied(model)
             with set_current_vllm_config(config), torch.no_grad():
                 return _verify(weights, model)
@@ -159,17 +162,16 @@ class _Scratch:
 
 def _verify(weights: Weights, model: _Model) -> dict[str, object]:
     """Compare what the engine holds with the checkpoint; return what was compared."""
-    parameters, elements, problems = 0, 0, list[str]()
+    parameters, elements, problems, unchecked = 0, 0, list[str](), set[str]()
     for group in choose_probes(weights.shapes):
         with _shadowed(model) as written:
-            model.load_weights((name, weights.tensors[name]) for name in group)
+            model.load_weights(weights.read(group))
         compared = 0
-        for one in written.values():
-            for expected, held in _pairs(model, one):
-                known = ~torch.isnan(expected)
-                compared, parameters = compared + int(known.sum()), parameters + 1
-                if not torch.equal(expected[known], held[known]):
-                    problems.append(f"{type(one.module).__name__}.{one.name} for {group[0]}")
+        for title, expected, held in _compared(model, written.values(), unchecked):
+            known, is_same = _count(expected, held)
+            compared, parameters = compared + known, parameters + 1
+            if not is_same:
+                problems.append(f"{title} for {group[0]}")
         if written and not compared:
             problems.append(f"nothing of {group[0]} can be compared")
         elements += compared
@@ -179,8 +181,16 @@ def _verify(weights: Weights, model: _Model) -> dict[str, object]:
             found=f"{len(problems)} parameters differ: {', '.join(problems[:_SHOWN])}",
             hint="end the engine: what it holds is not known",
         )
-    found = {"path": weights.path, "step": weights.step}
+    found = {"path": weights.path, "step": weights.step, "unchecked": sorted(unchecked)}
     return {**found, "parameters": parameters, "elements": elements}
+
+
+def _count(expected: Tensor, held: Tensor) -> tuple[int, bool]:
+    """Return how many values are expected, and whether they are held; NaN is not expected."""
+    if torch.equal(expected, held):  # the usual case, several times faster
+        return expected.numel(), True
+    known = ~expected.isnan()
+    return int(known.count_nonzero()), torch.equal(expected[known], held[known])
 
 
 @contextmanager
@@ -225,6 +235,31 @@ def _record(
     original = to_meta_tensor(shadow)  # with the loader as it was
     shadow.weight_loader = load_scratch  # type: ignore[attr-defined]  # vLLM's attribute
     module._parameters[name] = shadow  # type: ignore[assignment]  # of the class of a parameter
+
+
+def _compared(
+    model: _Model, written: Iterable[_Scratch], unchecked: set[str]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield what a parameter is called, its values or a part of them, and what the engine holds.
+
+    Parameters of which nothing is yielded are added to `unchecked`.
+    """
+    fused: dict[nn.Module, dict[str, Tensor]] = {}
+    for one in written:
+        title, found = f"{type(one.module).__name__}.{one.name}", False
+        if has_experts(one.module):
+            fused.setdefault(one.module, {})[one.name] = one.values
+            continue
+        for expected, held in _pairs(model, one):
+            found = True
+            yield title, expected, held
+        if not found:
+            unchecked.add(title)
+    for module, loaded in fused.items():
+        titles = {name: f"{type(module).__name__}.{name}" for name in loaded}
+        for name, expected, held in compare_experts(module, loaded):
+            yield titles.pop(name), expected, held
+        unchecked.update(titles.values())
 
 
 def _pairs(model: _Model, scratch: _Scratch) -> Iterator[tuple[Tensor, Tensor]]:
