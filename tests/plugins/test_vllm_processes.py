@@ -123,5 +123,7 @@ def test_two_workers_of_tensor_parallelism_take_and_check_the_next(
         tokens = [found for found, _ in answer["result"]]
         assert tokens == [greedy(model_of(step), one) for one in PROMPTS]
     assert [one["step"] for one in answers[2]["result"]] == [20, 20]
-    written = [one["written"] for one in answers]
-    assert sum(written) < sum(matrices()) / 10, written
+    # All processes: at the start they exchange messages, and config and tokenizer are copied.
+    start, *later = [one["written"] for one in answers]
+    assert start < sum(matrices()) / 4
+    assert sum(later) < min(matrices())
