@@ -153,14 +153,19 @@ def test_a_model_of_transformers_takes_a_few_buffers_more_than_the_model_and_no_
     assert written < 1_000_000
 
 
-@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
-def test_a_gigabyte_is_merged_in_128_mb(checkpoint: Path, tmp_path: Path, dtype: str) -> None:
-    command = ["merge", str(checkpoint), str(tmp_path / "out"), "--dtype", dtype, "--json"]
+@pytest.mark.parametrize(
+    ("options", "times"),
+    [("--dtype keep", 1), ("--dtype bfloat16", 1), ("--quantize fp8-block", 2)],
+)
+def test_a_gigabyte_is_merged_in_128_mb(
+    checkpoint: Path, tmp_path: Path, options: str, times: int
+) -> None:
+    command = ["merge", str(checkpoint), str(tmp_path / "out"), *options.split(), "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "unshard", *command], capture_output=True, text=True, check=True
     )
     report = json.loads(done.stdout)
-    assert report["bytes_read"] == ROWS * COLUMNS * COUNT * 4 > 1_000_000_000
+    assert report["bytes_read"] == times * ROWS * COLUMNS * COUNT * 4 > 1_000_000_000
     assert report["peak_memory_bytes"] < LIMIT
 
 
