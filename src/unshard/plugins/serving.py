@@ -19,7 +19,7 @@ from unshard.api.unmerged.loading import Opened
 from unshard.api.unmerged.opening import OpenCheckpoint, read_unmerged
 from unshard.engines.arrays import TensorReader
 from unshard.engines.into_torch import as_tensor, need_torch, torch_memory
-from unshard.errors import UsageError
+from unshard.errors import ConversionError, UsageError
 from unshard.keywords import EngineKeywords
 from unshard.progress import Warned
 from unshard.read.beside.companions import Companions
@@ -33,9 +33,13 @@ if TYPE_CHECKING:
 __all__ = [
     "OPTIONS",
     "Described",
+    "Shapes",
     "Weights",
+    "check_config",
+    "check_shapes",
     "checked",
     "describe",
+    "loader_config",
     "model_directory",
     "weights_of",
 ]
@@ -50,6 +54,9 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 }
 OPTIONS = frozenset(_KINDS)
 """The options that a loader takes from JSON."""
+_SHOWN = 5
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def checked(given: Mapping[str, object]) -> EngineKeywords:
@@ -134,6 +141,58 @@ def weights_of(checkpoint: str | Path, options: EngineKeywords) -> Iterator[Weig
             yield Weights(tensors, made.config, read.location.step)
 
 
+def check_config(weights: Weights, stated: ModelConfig, *, hint: str) -> None:
+    """Check that the engine's config fits the weights, where a merge would change config.json.
+
+    Args:
+        weights: of the checkpoint.
+        stated: the config that the engine has.
+        hint: how to give the engine the config that fits.
+
+    Raises:
+        ConversionError: the engine would tie weights that differ, or has another vocabulary.
+    """
+    needed = weights.config
+    if needed is None:
+        return
+    engine, own = (_vocabulary(stated), _vocabulary(needed))
+    problem = f"the vocabulary of the engine's config is {engine}, that of the checkpoint {own}"
+    if stated.is_tied and not needed.is_tied:
+        problem = "the engine's config ties head and embedding, which differ in the checkpoint"
+    elif engine == own:
+        return
+    raise ConversionError(f"{weights.path}: {problem}", hint=hint)
+
+
+def _vocabulary(config: ModelConfig) -> object:
+    return config.text.get("vocab_size", config.fields.get("vocab_size"))
+
+
+def check_shapes(weights: Weights, before: Shapes) -> None:
+    """Check that a running engine can take the tensors of another checkpoint.
+
+    Args:
+        weights: of that checkpoint.
+        before: names and shapes of what the engine was started with.
+
+    Raises:
+        ConversionError: they are not the same.
+    """
+    now = weights.shapes
+    differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if not differing:
+        return
+    shown = ", ".join(
+        f"{name} {before.get(name, 'missing')} -> {now.get(name, 'missing')}"
+        for name in differing[:_SHOWN]
+    )
+    raise ConversionError(
+        f"{weights.path}: {len(differing)} tensors are not those that the engine was started with",
+        found=shown,
+        hint="start a new engine for this model",
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
     """What an engine is started with.
@@ -197,3 +256,31 @@ def model_directory(described: Described) -> Iterator[Path]:
     with TemporaryDirectory(prefix="_unshard-") as folder:
         write_files(companion_files(described.companions, described.config), Path(folder))
         yield Path(folder)
+
+
+def loader_config(
+    checkpoint: str | Path, step: int | None, options: EngineKeywords
+) -> dict[str, object]:
+    """Return what the loader must be given, as JSON: the checkpoint and how to read it.
+
+    Args:
+        checkpoint: as for `merge`.
+        step: the step that was found: a run may have a newer one when the engine loads.
+        options: as for `describe`.
+    """
+    found: dict[str, object] = {"checkpoint": str(Path(checkpoint).absolute())}
+    found |= {} if step is None else {"step": step}
+    for name, value in options.items():
+        if value is None or value is False or value in ((), []):
+            continue  # as if it were not given
+        if name == "also":
+            found[name] = [_absolute(one) for one in options["also"]]
+        else:
+            found[name] = _absolute(value) if name in {"base", "config"} else value
+    return found
+
+
+def _absolute(value: object) -> str:
+    """Return a local path as an absolute one; the id of a model on the hub as it is."""
+    path = Path(str(value))
+    return str(path.absolute()) if path.exists() else str(value)

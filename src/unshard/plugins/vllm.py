@@ -18,7 +18,7 @@ from typing import Any, Protocol, Unpack
 from unshard.api.options import accepting
 from unshard.errors import UnshardError, UsageError
 from unshard.keywords import EngineKeywords
-from unshard.plugins.serving import describe, model_directory
+from unshard.plugins.serving import describe, loader_config, model_directory
 
 __all__ = ["WORKER_EXTENSION", "Engine", "arguments", "loader_config", "register", "reload"]
 
@@ -96,34 +96,6 @@ def arguments(
             "model_loader_extra_config": loader_config(checkpoint, described.step, options),
             "worker_extension_cls": WORKER_EXTENSION,
         }
-
-
-def loader_config(
-    checkpoint: str | Path, step: int | None, options: EngineKeywords
-) -> dict[str, object]:
-    """Return what the loader must be given, as JSON: the checkpoint and how to read it.
-
-    Args:
-        checkpoint: as for `arguments`.
-        step: the step that was found: a run may have a newer one when the engine loads.
-        options: as for `arguments`.
-    """
-    found: dict[str, object] = {"checkpoint": str(Path(checkpoint).absolute())}
-    found |= {} if step is None else {"step": step}
-    for name, value in options.items():
-        if value is None or value is False or value in ((), []):
-            continue  # as if it were not given
-        if name == "also":
-            found[name] = [_absolute(one) for one in options["also"]]
-        else:
-            found[name] = _absolute(value) if name in {"base", "config"} else value
-    return found
-
-
-def _absolute(value: object) -> str:
-    """Return a local path as an absolute one; the id of a model on the hub as it is."""
-    path = Path(str(value))
-    return str(path.absolute()) if path.exists() else str(value)
 
 
 class _LLMEngine(Protocol):

@@ -15,9 +15,10 @@ from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from unshard.errors import ConversionError, UsageError
+from unshard.errors import UsageError
 from unshard.keywords import EngineKeywords
-from unshard.plugins.serving import OPTIONS, Weights, checked, weights_of
+from unshard.plugins import serving
+from unshard.plugins.serving import OPTIONS, Shapes, Weights, checked, weights_of
 from unshard.read.beside import model_config as ours
 
 __all__ = ["UnshardLoader", "check_config", "options_of_reload", "point_to", "shapes_in"]
@@ -26,7 +27,6 @@ _CHECKPOINT = "checkpoint"
 _STARTED_AS = "started_as"
 
 Extra = dict[str, object]
-Shapes = dict[str, tuple[int, ...]]
 
 if not hasattr(DefaultModelLoader, "get_all_weights"):
     raise ImportError("vLLM's DefaultModelLoader has no get_all_weights")
@@ -108,26 +108,7 @@ def shapes_in(model: nn.Module) -> Shapes | None:
 
 
 def check_config(weights: Weights, model_config: ModelConfig) -> None:
-    """Check that the engine's config fits the weights, where a merge would change config.json.
-
-    Raises:
-        ConversionError: the engine would tie weights that differ, or has another vocabulary.
-    """
-    needed = weights.config
-    if needed is None:
-        return
+    """Check that the engine's config fits the weights, as `serving.check_config` does."""
     stated = ours.ModelConfig(model_config.hf_config.to_dict())
-    engine, own = (_vocabulary(stated), _vocabulary(needed))
-    problem = f"the vocabulary of the engine's config is {engine}, that of the checkpoint {own}"
-    if stated.is_tied and not needed.is_tied:
-        problem = "the engine's config ties head and embedding, which differ in the checkpoint"
-    elif engine == own:
-        return
-    raise ConversionError(
-        f"{weights.path}: {problem}",
-        hint="start it with `unshard vllm`, which gives the engine the config that fits",
-    )
-
-
-def _vocabulary(config: ours.ModelConfig) -> object:
-    return config.text.get("vocab_size", config.fields.get("vocab_size"))
+    hint = "start it with `unshard vllm`, which gives the engine the config that fits"
+    serving.check_config(weights, stated, hint=hint)

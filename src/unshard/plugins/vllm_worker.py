@@ -23,10 +23,10 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from unshard.errors import ConversionError, UnshardError, UsageError
+from unshard.errors import UnshardError, UsageError
 from unshard.plugins.fused_experts import compare_experts, has_experts, packing
 from unshard.plugins.probes import choose_probes
-from unshard.plugins.serving import Weights, weights_of
+from unshard.plugins.serving import Weights, check_shapes, weights_of
 from unshard.plugins.vllm_loader import check_config, options_of_reload, point_to, shapes_in
 
 __all__ = ["WorkerExtension"]
@@ -83,7 +83,8 @@ class WorkerExtension:
         given = options_of_reload(extra, options or {})
         with weights_of(checkpoint, given) as weights:
             check_config(weights, config.model_config)
-            _check_shapes(weights, model)
+            if (before := shapes_in(model)) is not None:
+                check_shapes(weights, before)
             if weights.step is not None:  # a run may have a newer one by now
                 given["step"] = weights.step
             point_to(extra, checkpoint, given)
@@ -113,23 +114,6 @@ def _refuse(config: VllmConfig) -> None:
         raise UsageError(
             f"the engine cannot take another checkpoint: {reason}", hint="start a new engine"
         )
-
-
-def _check_shapes(weights: Weights, model: nn.Module) -> None:
-    """Check, before anything is changed, that the engine can take the tensors."""
-    before, now = shapes_in(model), weights.shapes
-    if before is None or before == now:
-        return
-    differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    shown = ", ".join(
-        f"{name} {before.get(name, 'missing')} -> {now.get(name, 'missing')}"
-        for name in differing[:_SHOWN]
-    )
-    raise ConversionError(
-        f"{weights.path}: {len(differing)} tensors are not those that the engine was started with",
-        found=shown,
-        hint="start a new engine for this model",
-    )
 
 
 def _refresh_tied(model: _Model) -> None:
