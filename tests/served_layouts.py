@@ -77,6 +77,8 @@ def hybrid_model() -> Any:
 
 
 def save_companions(directory: Path, model: Any) -> None:
+    # As `model.save_pretrained` does; SGLang needs it.
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
 

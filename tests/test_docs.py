@@ -16,7 +16,7 @@ from unshard.errors import how_to_install
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = (
-    *("merge", "inspect", "verify", "average", "push", "vllm", "env"),
+    *("merge", "inspect", "verify", "average", "push", "vllm", "sglang", "env"),
     *("eval", "eval serve", "eval submit"),
     *("eval status", "eval cancel", "eval logs", "eval results", "eval watch", "eval export"),
 )
@@ -83,7 +83,7 @@ def test_every_command_that_a_page_shows_has_the_options_it_is_shown_with() -> N
         for option in re.findall(r"--[a-z][\w-]*", rest)
     ]
     assert len(found) > 80
-    theirs = {"vllm"}  # takes the options of another program, too
+    theirs = {"vllm", "sglang"}  # take the options of another program, too
     unknown = [one for one in found if one[2] not in options[one[1]] and one[1] not in theirs]
     assert unknown == []
 

@@ -33,7 +33,7 @@ DOORS = {"__init__", "__main__"}
 LONGEST_MODULE = 400
 LONGEST_FUNCTION = 40
 MOST_MODULES = 12
-HEAVY = {"torch", "transformers", "accelerate", "ray", "vllm"}
+HEAVY = {"torch", "transformers", "accelerate", "ray", "sglang", "vllm"}
 # These import them in functions only, or are imported by those only who have them (callbacks);
 # their own tests show it.
 ON_DEMAND = {
@@ -42,6 +42,9 @@ ON_DEMAND = {
     "engines.into_transformers",
     "evaluate.callbacks.transformers",
     "evaluate.server.warm.worker",
+    "plugins.sglang",
+    "plugins.sglang_check",
+    "plugins.sglang_loader",
     "plugins.vllm",
     "plugins.fused_experts",
     "plugins.vllm_loader",

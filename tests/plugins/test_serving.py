@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from ranks import save_ranks
 from tiny_models import tiny_model, tiny_tokenizer
 from unshard.cli.main import main
 from unshard.errors import ConversionError, UsageError
+from unshard.plugins import sglang, vllm
 from unshard.plugins.probes import choose_probes
 from unshard.plugins.serving import checked, describe, model_directory, weights_of
-from unshard.plugins.vllm import arguments, register
+from unshard.plugins.vllm import arguments
 
 SOURCE = Path(unshard.__file__).parents[1]
 
@@ -103,14 +105,32 @@ def test_every_layer_has_probes_and_some_have_all() -> None:
     assert matrices == {"q_proj", "k_proj", "up_proj", "norm"}
 
 
-def test_without_vllm_the_plugin_is_silent_and_the_command_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("plugin", "command", "name"), [(vllm, "vllm", "vLLM"), (sglang, "sglang", "SGLang")]
+)
+def test_without_the_engine_the_plugin_is_silent_and_the_command_says_so(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    plugin: ModuleType,
+    command: str,
+    name: str,
 ) -> None:
-    register()
+    plugin.register()
     with pytest.raises(SystemExit) as ended:
-        main(["vllm", str(tmp_path), "--max-model-len", "64"])
+        main([command, str(tmp_path), "--port", "64"])
     assert ended.value.code == 2
-    assert "vLLM is not installed in the environment of unshard" in capsys.readouterr().err
+    assert f"{name} is not installed in the environment of unshard" in capsys.readouterr().err
+
+
+def test_another_interface_of_sglang_is_an_error_only_for_our_format() -> None:
+    """Here the loader cannot be imported; a real SGLang calls this for every load format."""
+    left: list[object] = []
+    config = SimpleNamespace(load_format="auto")
+    sglang._verify_load_format(left.append, config)
+    assert left == [config]
+    config.load_format = "unshard"
+    with pytest.raises(UsageError, match="another interface"):
+        sglang._verify_load_format(left.append, config)
 
 
 def test_what_the_command_gives_to_vllm(tmp_path: Path) -> None:
@@ -129,6 +149,28 @@ def test_what_the_command_gives_to_vllm(tmp_path: Path) -> None:
     assert rest[6] == "--worker-extension-cls"
     assert rest[8:] == ["--port", "8001", "-tp", "2"]
     assert f"{actor}" in done.stderr or "step 10" in done.stderr
+
+
+def test_what_the_command_gives_to_sglang(tmp_path: Path) -> None:
+    """As above: a package in its place."""
+    actor = save(tmp_path / "run", tiny_model())
+    package = tmp_path / "packages" / "sglang"
+    package.mkdir(parents=True)
+    (package / "launch_server.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'packages'}:{SOURCE}"}
+    ours = ["--weights", "model", "--served-model-name", "mine"]
+    command = [sys.executable, "-m", "unshard", "sglang", str(actor), *ours]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [
+        *("--model-path", str(actor / "huggingface"), "--load-format", "unshard"),
+        "--model-loader-extra-config",
+        json.dumps({"checkpoint": str(actor), "step": 10, "weights": "model"}),
+        *("--served-model-name", "mine"),
+    ]
+    command += ["--model-path", "elsewhere"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--model-path is set by unshard sglang" in done.stderr
 
 
 def test_without_a_tokenizer_the_command_says_what_to_give(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from unshard import __version__
 from unshard.cli.commands import average, inspect, merge, push, verify
-from unshard.cli.engines import vllm
+from unshard.cli.engines import sglang, vllm
 from unshard.cli.environment import env
 from unshard.cli.evaluate.commands import app as evaluate
 from unshard.cli.evaluate.runs import export, watch
@@ -29,9 +29,10 @@ app = typer.Typer(
 )
 for _command in (merge, inspect, verify, average, push):
     app.command(cls=Grouped)(guarded(_command))
-app.command(
-    cls=Grouped, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)(guarded(vllm))
+for _engine in (vllm, sglang):
+    app.command(
+        cls=Grouped, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+    )(guarded(_engine))
 app.command()(guarded(env))
 evaluate.command()(guarded(watch))
 evaluate.command()(guarded(export))
