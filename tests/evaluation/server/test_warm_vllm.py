@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -71,15 +72,18 @@ def profile(tasks: Path, packages: Path, **changed: object) -> LmEvalProfile:
     return LmEvalProfile(**chosen | changed)  # type: ignore[arg-type]  # its own fields
 
 
-def submit(store: Store, checkpoint: Path, profile: str, weights: str = "model") -> Job:
+def submit(pins: Pins, checkpoint: Path, profile: str, weights: str = "model") -> Job:
     step = int(checkpoint.name[-1])
     request = Request(str(checkpoint), profile, (TASK,), step, "run", weights=weights)
-    return store.submit(request, pin=None)[0]
+    pin = pins.ensure_pin(checkpoint, step, checkpoint.parent)
+    assert pin is not None
+    return pins.store.submit(request, pin=pin)[0]
 
 
 def test_the_numbers_are_those_of_merged_models_and_the_engine_starts_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The trainer removes the checkpoints before their jobs begin."""
     caplog.set_level(logging.INFO)
     first, second = save_steps(tmp_path / "run")
     tasks = surprise_task(tmp_path / "tasks")
@@ -90,19 +94,21 @@ def test_the_numbers_are_those_of_merged_models_and_the_engine_starts_once(
     }
     work = tmp_path / "work"
     store = Store(work / "jobs.sqlite")
-    pins = Pins(store, (), Quota())
+    pins = Pins(store, (tmp_path,), Quota())
     settings = SchedulerSettings(work, Limits(grace_s=30.0))
     server = Scheduler(store, Slots(()), Profiles(profiles), pins, settings)
+    copy = Path(shutil.copytree(second, tmp_path / "copy" / second.name))
+    kinds = ("model", "ema")
+    jobs = [submit(pins, step, "direct", kind) for step in (first, second) for kind in kinds]
+    for step in (first, second):  # the trainer's rotation
+        shutil.rmtree(step)
     server.start()
     try:
-        jobs = [submit(store, first, "direct"), submit(store, first, "direct", "ema")]
         done = [wait_for(store, job.id, Status.COMPLETED) for job in jobs]
-        jobs = [submit(store, second, "direct"), submit(store, second, "direct", "ema")]
-        done += [wait_for(store, job.id, Status.COMPLETED) for job in jobs]
         assert list((work / "merged").iterdir()) == []
         assert not [path for path in work.rglob("*") if path.suffix in {".safetensors", ".bin"}]
         # Its engine needs the one slot that there is: the kept engine ends.
-        merged = submit(store, second, "merged", "ema")
+        merged = submit(pins, copy, "merged", "ema")
         truth = wait_for(store, merged.id, Status.COMPLETED)
         assert list((work / "engines").iterdir()) == []
     finally:
