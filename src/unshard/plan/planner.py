@@ -6,8 +6,9 @@ A recipe of boxes, permutations, stacks and concatenations is again a set of box
 files, which `table_of` finds without reading a byte: one row per chunk, all rows at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -46,7 +47,7 @@ from unshard.plan.operations import (
 from unshard.tensors.boxes import Box, Ints, distinct, row_major_strides
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import BY_NAME, DType
-from unshard.tensors.selection import joined, of_box, sliced, strides_of, unless_row_major
+from unshard.tensors.selection import cut_out, joined, of_box, sliced, strides_of, unless_row_major
 
 __all__ = ["LONG_RUN", "make_operation", "make_plan", "table_of"]
 
@@ -57,6 +58,24 @@ _LEAST = 1e-12
 _LEAST_BFLOAT16 = float.fromhex("0x1.1ap-40")
 
 Copies = NDArray[np.void]
+Tables = dict[tuple[int, Box], ChunkTable]
+"""The chunks of parts of tensors, by the entry's identity and the part."""
+_CutKey = tuple[int, int, tuple[int, ...], int]
+"""How a tensor is cut: identities of its chunks' offsets and sizes; its shape; its item size."""
+_NONE: Tables = {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Runs:
+    """The long runs of all chunks of a tensor, whatever its place in a file.
+
+    Attributes:
+        order: the chunks, by target.
+        rows: their copies, where the tensor starts at byte 0; without what `rows_of` fills in.
+    """
+
+    order: Ints
+    rows: Copies
 
 
 @dataclass(slots=True)
@@ -67,6 +86,8 @@ class _Operations:
     tiled: list[Tiled] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
     bases: dict[int, tuple[int, tuple[Path, ...]]] = field(default_factory=dict)
+    runs: dict[_CutKey, tuple[_Runs | None, ChunkTable]] = field(default_factory=dict)
+    tables: Tables = field(default_factory=dict)
     bytes_read: int = 0
 
     def base(self, paths: tuple[Path, ...]) -> int:
@@ -77,10 +98,30 @@ class _Operations:
             self.paths += paths
         return self.bases[id(paths)][0]
 
+    def copies_of(self, target: Target, source: StoredTensor) -> Copies | None:
+        """Return the copies that make a tensor, if its runs are long."""
+        chunks = source.chunks
+        if chunks.strides is not None or chunks.compressed.any():
+            return None
+        key = id(chunks.offsets), id(chunks.sizes), target.shape, source.dtype.itemsize
+        if key not in self.runs:  # tensors that are cut alike share these arrays
+            self.runs[key] = _long_runs(target.shape, chunks, source.dtype.itemsize), chunks
+        runs = self.runs[key][0]
+        if runs is None:
+            return None
+        rows = runs.rows.copy()
+        rows["file"] = target.file
+        rows["target"] += target.start
+        rows["source"] = chunks.file[runs.order] + self.base(chunks.paths)
+        rows["start"] = chunks.start[runs.order]
+        return rows
+
 
 def make_plan(layout: Layout) -> Plan:
     """Return the operations that make the tensors of every output file, without the headers."""
     operations = _Operations()
+    filled = [tensor for file in layout.files for tensor in file.tensors if 0 not in tensor.shape]
+    operations.tables = _parts_of(tensor.recipe for tensor in filled)
     for index, file in enumerate(layout.files):
         for tensor in file.tensors:
             if 0 not in tensor.shape:
@@ -97,42 +138,59 @@ def make_plan(layout: Layout) -> Plan:
     )
 
 
+def _parts_of(recipes: Iterable[Recipe]) -> Tables:
+    """Return the chunks of everything that recipes take of tensors, where they take many parts."""
+    tables: Tables = {}
+    parts: dict[int, list[Take]] = {}
+    for one in chain.from_iterable(map(takes, recipes)):
+        if one.box != Box.whole(one.entry.shape):
+            parts.setdefault(id(one.entry), []).append(one)
+    for several in parts.values():
+        entry, boxes = several[0].entry, list({one.box for one in several})
+        if len(boxes) > 1:
+            cut = cut_out(_distinct(entry.chunks), boxes, entry.dtype.itemsize)
+            tables |= {(id(entry), box): table for box, table in zip(boxes, cut, strict=True)}
+    return tables
+
+
+def _distinct(chunks: ChunkTable) -> ChunkTable:
+    rows = distinct(chunks.offsets, chunks.sizes)
+    return chunks if len(rows) == len(chunks) else chunks.take(rows)
+
+
 def _plan_tensor(operations: _Operations, target: Target, tensor: OutputTensor) -> None:
     operations.bytes_read += sum(
         one.box.volume * one.entry.dtype.itemsize for one in takes(tensor.recipe)
     )
-    made = make_operation(target, tensor.recipe, tensor.dtype)
-    copies = None
-    if isinstance(made, Gather):
-        chunks = made.source.chunks
-        if chunks.strides is None and not chunks.compressed.any():
-            copies = _long_runs(target, made.source, operations.base(chunks.paths))
+    made = make_operation(target, tensor.recipe, tensor.dtype, operations.tables)
+    copies = operations.copies_of(target, made.source) if isinstance(made, Gather) else None
     if copies is not None:
         operations.copies.append(copies)
     else:
         operations.tiled.append(made)
 
 
-def make_operation(target: Target, recipe: Recipe, to: DType) -> Tiled:
+def make_operation(target: Target, recipe: Recipe, to: DType, tables: Tables = _NONE) -> Tiled:
     """Return the operation that makes a recipe's tensor in memory, tile by tile."""
     match recipe:
         case WeightedSum(terms):
-            return Reduce(target, tuple((weight, _source(part)) for weight, part in terms), to)
+            summed = tuple((weight, _source(part, tables)) for weight, part in terms)
+            return Reduce(target, summed, to)
         case LowRank(base, a, b, scale):
-            sources = (_source(base), _source(a), _source(b))
+            sources = (_source(base, tables), _source(a, tables), _source(b, tables))
             return Fuse(target, *sources, shape_of(a)[-2], scale, to)
         case Quantized(values, name):
-            return Quantize(target, *_in_float32(values), name)
+            return Quantize(target, *_in_float32(values, tables), name)
         case BlockScales(values, name):
-            return FindScales(target, *_in_float32(values), name)
+            return FindScales(target, *_in_float32(values, tables), name)
         case Dequantized(weight, scales, block):
-            return Dequantize(target, _source(weight), _source(scales), block, to)
+            return Dequantize(target, _source(weight, tables), _source(scales, tables), block, to)
         case _:
-            source = _source(recipe)
+            source = _source(recipe, tables)
             return Gather(target, source) if source.dtype is to else Cast(target, source, to)
 
 
-def _in_float32(values: Recipe) -> tuple[Tiled, float]:
+def _in_float32(values: Recipe, tables: Tables) -> tuple[Tiled, float]:
     """Return how a matrix to quantise is made, and the least size that a block of it counts for.
 
     slime, whose files these are like, finds the sizes in the dtype of the checkpoint, and 1e-12 is
@@ -140,7 +198,7 @@ def _in_float32(values: Recipe) -> tuple[Tiled, float]:
     """
     nowhere = Target(0, 0, shape_of(values))
     least = _LEAST_BFLOAT16 if dtype_of(values) is BY_NAME["bfloat16"] else _LEAST
-    return make_operation(nowhere, values, BY_NAME["float32"]), least
+    return make_operation(nowhere, values, BY_NAME["float32"], tables), least
 
 
 def _in_turn(tiled: Sequence[Tiled]) -> tuple[Tiled, ...]:
@@ -158,45 +216,46 @@ def _in_turn(tiled: Sequence[Tiled]) -> tuple[Tiled, ...]:
     return (*found.values(), *ordered)
 
 
-def _source(recipe: Recipe) -> StoredTensor:
-    return StoredTensor(dtype_of(recipe), table_of(recipe))
+def _source(recipe: Recipe, tables: Tables) -> StoredTensor:
+    return StoredTensor(dtype_of(recipe), table_of(recipe, tables))
 
 
-def table_of(recipe: Recipe) -> ChunkTable:
+def table_of(recipe: Recipe, tables: Tables = _NONE) -> ChunkTable:
     """Return the distinct chunks that make a recipe's tensor; every region from its first replica.
 
-    A recipe that computes values is a TypeError: they are not stored.
+    `tables` has parts that were looked up before. A recipe that computes values is a TypeError:
+    they are not stored.
     """
     match recipe:
         case Take(entry, box, permutation):
-            chunks = entry.chunks
-            if box != Box.whole(entry.shape):  # first: an expert meets few of a layer's chunks
-                chunks = sliced(chunks, of_box(box), entry.dtype.itemsize)
-            rows = distinct(chunks.offsets, chunks.sizes)
-            chunks = chunks if len(rows) == len(chunks) else chunks.take(rows)
+            chunks = tables.get((id(entry), box), entry.chunks)
+            if chunks is entry.chunks:
+                if box != Box.whole(entry.shape):  # first: a part meets few of a tensor's chunks
+                    chunks = sliced(chunks, of_box(box), entry.dtype.itemsize)
+                chunks = _distinct(chunks)
             if permutation is None:
                 return chunks
             order = list(permutation)
             strides = strides_of(chunks)[:, order]
             return _moved(chunks, chunks.offsets[:, order], chunks.sizes[:, order], strides)
         case Stack(dim, parts):
-            tables = []
+            found = []
             for index, part in enumerate(parts):
-                table = table_of(part)
+                table = table_of(part, tables)
                 offsets = np.insert(table.offsets, dim, index, axis=1)
                 sizes = np.insert(table.sizes, dim, 1, axis=1)
                 strides = np.insert(strides_of(table), dim, 0, axis=1)
-                tables.append(_moved(table, offsets, sizes, strides))
-            return joined(tables)
+                found.append(_moved(table, offsets, sizes, strides))
+            return joined(found)
         case Concat(dim, parts):
-            tables, start = [], 0
+            found, start = [], 0
             for part in parts:
-                table = table_of(part)
+                table = table_of(part, tables)
                 offsets = table.offsets.copy()
                 offsets[:, dim] += start
-                tables.append(replace(table, offsets=offsets))
+                found.append(replace(table, offsets=offsets))
                 start += shape_of(part)[dim]
-            return joined(tables)
+            return joined(found)
         case _:
             raise TypeError(f"the values of a {type(recipe).__name__} are computed")
 
@@ -206,32 +265,28 @@ def _moved(table: ChunkTable, offsets: Ints, sizes: Ints, strides: Ints) -> Chun
     return replace(table, offsets=offsets, sizes=sizes, strides=unless_row_major(sizes, strides))
 
 
-def _long_runs(target: Target, source: StoredTensor, base: int) -> Copies | None:
+def _long_runs(shape: tuple[int, ...], chunks: ChunkTable, itemsize: int) -> _Runs | None:
     """Return one row per chunk if its runs are long and evenly spaced in the target, else None.
 
     A chunk whose last cut dimension is `cut` consists of runs of prod(sizes[cut:]) elements; they
     are evenly spaced if, of the dimensions before, only the first is cut.
     """
-    chunks, itemsize = source.chunks, source.dtype.itemsize
-    shape = np.asarray(target.shape, dtype=np.int64)
-    cuts = np.flatnonzero((chunks.sizes != shape).any(axis=0))
+    cuts = np.flatnonzero((chunks.sizes != np.asarray(shape, dtype=np.int64)).any(axis=0))
     cut = int(cuts[-1]) if len(cuts) else 0
-    first = next((dim for dim, size in enumerate(target.shape) if size > 1), 0)
+    first = next((dim for dim, size in enumerate(shape) if size > 1), 0)
     if set(cuts.tolist()) - {first, cut}:
         return None
     length = chunks.sizes[:, cut:].prod(axis=1) * itemsize
     if float(length.mean()) < LONG_RUN:  # the mean: the last chunk may be short
         return None
-    strides: Ints = np.asarray(row_major_strides(target.shape), dtype=np.int64)
+    strides: Ints = np.asarray(row_major_strides(shape), dtype=np.int64)
     rows = np.zeros(len(chunks), COPY_ROW)
-    rows["file"] = target.file
-    rows["target"] = target.start + (chunks.offsets @ strides) * itemsize
-    rows["source"] = chunks.file + base
-    rows["start"] = chunks.start
+    rows["target"] = (chunks.offsets @ strides) * itemsize
     rows["length"] = length
     rows["count"] = chunks.sizes[:, :cut].prod(axis=1)
-    rows["target_stride"] = prod(target.shape[cut:]) * itemsize
-    return rows[np.argsort(rows["target"], kind="stable")]
+    rows["target_stride"] = prod(shape[cut:]) * itemsize
+    order = np.argsort(rows["target"], kind="stable")
+    return _Runs(order, rows[order])
 
 
 def _coalesced(copies: Copies) -> Copies:

@@ -20,6 +20,7 @@ from unshard.tensors.catalog import ChunkTable
 __all__ = [
     "Index",
     "Selection",
+    "cut_out",
     "joined",
     "joined_parts",
     "of_box",
@@ -32,6 +33,7 @@ __all__ = [
 _Item: TypeAlias = SupportsIndex | slice | EllipsisType | None
 Index: TypeAlias = _Item | tuple[_Item, ...]
 
+_MAX_PAIRS = 1 << 17  # of a box and a chunk, looked at together
 _KINDS = "integers, slices, ... and None"
 
 
@@ -139,6 +141,59 @@ def sliced(table: ChunkTable, selection: Selection, itemsize: int) -> ChunkTable
         strides=unless_row_major(sizes, strides),
         start=np.where(plain, cut.start + skip, cut.start),
         length=np.where(plain, length, cut.length),
+    )
+
+
+def cut_out(table: ChunkTable, boxes: Sequence[Box], itemsize: int) -> list[ChunkTable]:
+    """Return the chunks of many boxes of one tensor, as `sliced` returns those of one.
+
+    None of the chunks may be a replica of another one.
+    """
+    tables: list[ChunkTable] = []
+    step = max(1, _MAX_PAIRS // max(len(table), 1))
+    for first in range(0, len(boxes), step):
+        tables += _cut_out(table, boxes[first : first + step], itemsize)
+    return tables
+
+
+def _cut_out(table: ChunkTable, boxes: Sequence[Box], itemsize: int) -> list[ChunkTable]:
+    begin = np.array([box.offsets for box in boxes], dtype=np.int64)
+    end = begin + np.array([box.sizes for box in boxes], dtype=np.int64)
+    lo = np.maximum(table.offsets, begin[:, None])
+    hi = np.minimum(table.offsets + table.sizes, end[:, None])
+    number, row = np.nonzero((hi > lo).all(axis=2))
+    lo, sizes = lo[number, row], (hi - lo)[number, row]
+    cut = table.take(row)
+    strides = strides_of(cut)
+    skip = ((lo - cut.offsets) * strides).sum(axis=1) * itemsize
+    length = (((sizes - 1) * strides).sum(axis=1) + 1) * itemsize
+    odd = ((sizes > 1) & (strides != _row_major(sizes))).any(axis=1)
+    whole = replace(
+        cut,
+        offsets=lo - begin[number],
+        sizes=sizes,
+        strides=strides,
+        start=np.where(cut.compressed, cut.start, cut.start + skip),
+        length=np.where(cut.compressed, cut.length, length),
+    )
+    ends = np.searchsorted(number, np.arange(len(boxes)), side="right").tolist()
+    has_odd = np.bincount(number, odd, len(boxes)) > 0
+    parts = zip([0, *ends[:-1]], ends, has_odd.tolist(), strict=True)
+    return [_part(whole, first, last, is_odd=is_odd) for first, last, is_odd in parts]
+
+
+def _part(table: ChunkTable, first: int, last: int, *, is_odd: bool) -> ChunkTable:
+    rows = slice(first, last)
+    return ChunkTable(
+        table.paths,
+        table.offsets[rows],
+        table.sizes[rows],
+        table.strides[rows] if is_odd and table.strides is not None else None,
+        table.file[rows],
+        table.start[rows],
+        table.length[rows],
+        table.rank[rows],
+        table.compressed[rows],
     )
 
 
