@@ -12,11 +12,12 @@ import unshard.write.verification.output
 from ranks import merged, rank_path, save_ranks, some_tensors
 from unshard import CorruptError, MergeOptions, OutputError, UsageError
 from unshard.api import merge_with
+from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.zip import read_torch_zip
 from unshard.engines.threads import Resources, run_plan
 from unshard.plan.operations import Plan
 from unshard.progress import Listener, ignore
-from unshard.read.torch_save.state_dict import read_rank_file
+from unshard.read.torch_save.state_dict import rank_table
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -31,9 +32,11 @@ def flip(path: Path, offset: int) -> None:
 
 def stored(path: Path, name: str) -> tuple[int, int]:
     """Where a tensor's bytes are in a rank file: offset and length."""
-    table = read_rank_file(path, rank=int(path.stem[-1]), file=0, allowed=frozenset())
-    row = 8 * table.names.index(name)
-    return table.rows[row + 2], table.rows[row + 3]
+    file = read_torch_file(path)
+    table = rank_table(file, rank=int(path.stem[-1]), file=0, allowed=frozenset())
+    place = table.names.index(name)
+    (box,) = table.cut_table[table.cuts[place]].boxes
+    return int(table.starts[place]), box.length
 
 
 def large() -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from unshard.read.finding.writers import writer_by_tree
 from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming, shortened
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.wrapper_names import refuse_flat_parameters, unwrapped
-from unshard.tensors.boxes import distinct, find_gap
+from unshard.tensors.boxes import Gap, distinct, find_gap
 from unshard.tensors.catalog import Catalog, TensorEntry
 
 __all__ = ["Checkpoint", "open_latest", "open_whole", "passing_over"]
@@ -246,11 +246,16 @@ def _completed(ema: Catalog, regular: Catalog) -> Catalog:
 
 def _check(catalog: Catalog) -> None:
     """Raise if any tensor is not covered exactly by its chunks, replicas aside."""
-    problems = [
-        problem
-        for entry in catalog.tensors.values()
-        if (problem := _problem(entry, incomplete=bool(catalog.missing)))
-    ]
+    gaps: dict[tuple[int, int, tuple[int, ...]], Gap | None] = {}
+    problems = []
+    for entry in catalog.tensors.values():
+        offsets, sizes = entry.chunks.offsets, entry.chunks.sizes
+        key = id(offsets), id(sizes), entry.shape  # tensors that are cut alike share these arrays
+        if key not in gaps:
+            rows = distinct(offsets, sizes)
+            gaps[key] = find_gap(offsets[rows], sizes[rows], entry.shape)
+        if (gap := gaps[key]) is not None:
+            problems.append(_problem(entry, gap, incomplete=bool(catalog.missing)))
     if not problems:
         return
     if not catalog.missing:
@@ -267,11 +272,7 @@ def _check(catalog: Catalog) -> None:
     )
 
 
-def _problem(entry: TensorEntry, *, incomplete: bool) -> UnshardError | None:
-    rows = distinct(entry.chunks.offsets, entry.chunks.sizes)
-    gap = find_gap(entry.chunks.offsets[rows], entry.chunks.sizes[rows], entry.shape)
-    if gap is None:
-        return None
+def _problem(entry: TensorEntry, gap: Gap, *, incomplete: bool) -> UnshardError:
     kind, box = gap
     what = "no rank has" if kind == "hole" else "more than one rank has, as different chunks,"
     error = IncompleteError if incomplete and kind == "hole" else CorruptError

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "Box",
+    "Gap",
     "Ints",
     "distinct",
     "find_gap",
@@ -96,7 +97,11 @@ def distinct(offsets: Ints, sizes: Ints) -> Ints:
     return np.sort(filled[order[fresh]])
 
 
-def find_gap(offsets: Ints, sizes: Ints, shape: Sequence[int]) -> tuple[str, Box] | None:
+Gap = tuple[str, Box]
+"""What is wrong with boxes that should cover a tensor ("hole" or "overlap"), and where."""
+
+
+def find_gap(offsets: Ints, sizes: Ints, shape: Sequence[int]) -> Gap | None:
     """Return None if the boxes cover the shape exactly once, else ("hole" | "overlap", where).
 
     The boxes must be distinct and without empty ones (see `distinct`). Cost: n log n where one
@@ -117,10 +122,10 @@ def find_gap(offsets: Ints, sizes: Ints, shape: Sequence[int]) -> tuple[str, Box
     return kind, Box(tuple(lo for lo, _ in lo_hi), tuple(hi - lo for lo, hi in lo_hi))
 
 
-_Gap = tuple[str, list[tuple[int, int]]]
+_Ranges = tuple[str, list[tuple[int, int]]]
 
 
-def _sweep(lo: Ints, hi: Ints, shape: Ints) -> _Gap | None:
+def _sweep(lo: Ints, hi: Ints, shape: Ints) -> _Ranges | None:
     """Find the first place not covered exactly once; `lo`, `hi` and `shape` have equal columns."""
     if len(shape) == 0:
         return None if len(lo) == 1 else ("overlap", [])
@@ -140,7 +145,7 @@ def _sweep(lo: Ints, hi: Ints, shape: Ints) -> _Gap | None:
     return None
 
 
-def _sweep_line(lo: Ints, hi: Ints, size: int) -> _Gap | None:
+def _sweep_line(lo: Ints, hi: Ints, size: int) -> _Ranges | None:
     order = np.argsort(lo, kind="stable")
     starts = np.append(lo[order], size)
     ends = np.insert(hi[order], 0, 0)

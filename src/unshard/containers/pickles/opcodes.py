@@ -20,9 +20,9 @@ from unshard.containers.pickles.machine import (
 )
 from unshard.containers.pickles.records import Persistent, Record
 
-__all__ = ["OPERATIONS", "STOP"]
+__all__ = ["OPERATIONS", "STOP", "Operation", "refuse"]
 
-_Operation = Callable[[Machine], object]
+Operation = Callable[[Machine], object]
 
 STOP = ord(".")
 _MAX_PROTOCOL = 5
@@ -30,7 +30,8 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|(.?))", re.DOTALL)
 
 
-def _unknown(m: Machine) -> None:
+def refuse(m: Machine) -> None:
+    """Raise that the opcode before this position is not allowed."""
     code = m.data[m.pos - 1]
     raise MalformedPickleError(f"opcode 0x{code:02x} at byte {m.pos - 1} is not allowed")
 
@@ -38,11 +39,11 @@ def _unknown(m: Machine) -> None:
 # --- numbers, strings, bytes, constants ----------------------------------------------------------
 
 
-def _number(layout: str, width: int) -> _Operation:
+def _number(layout: str, width: int) -> Operation:
     return lambda m: m.push(m.number(layout, width), NUMBER_COST)
 
 
-def _long(layout: str, width: int) -> _Operation:
+def _long(layout: str, width: int) -> Operation:
     def push(m: Machine) -> None:
         count = m.number(layout, width)
         m.charge(NUMBER_COST + 2 * count)
@@ -77,7 +78,7 @@ def _text_unicode(m: Machine) -> None:
     m.push_text(text.decode("raw-unicode-escape"), len(text))
 
 
-def _string(layout: str, width: int, encoding: str = "utf-8") -> _Operation:
+def _string(layout: str, width: int, encoding: str = "utf-8") -> Operation:
     def push(m: Machine) -> None:
         text = m.take(m.number(layout, width))
         m.push_text(text.decode(encoding, "surrogatepass"), len(text))
@@ -85,7 +86,7 @@ def _string(layout: str, width: int, encoding: str = "utf-8") -> _Operation:
     return push
 
 
-def _bytes(layout: str, width: int) -> _Operation:
+def _bytes(layout: str, width: int) -> Operation:
     def push(m: Machine) -> None:
         data = m.take(m.number(layout, width))
         m.push(data, TEXT_COST + len(data))
@@ -96,7 +97,7 @@ def _bytes(layout: str, width: int) -> _Operation:
 # --- containers ----------------------------------------------------------------------------------
 
 
-def _tuple_of(count: int) -> _Operation:
+def _tuple_of(count: int) -> Operation:
     def push(m: Machine) -> None:
         m.charge(TUPLE_COST)
         stack = m.stack
@@ -193,7 +194,7 @@ def _protocol(m: Machine) -> None:
         raise MalformedPickleError(f"pickle protocol {version}; up to {_MAX_PROTOCOL} is known")
 
 
-_NAMED: dict[bytes, _Operation] = {
+_NAMED: dict[bytes, Operation] = {
     b"N": lambda m: m.stack.append(None),
     b"\x88": lambda m: m.stack.append(True),
     b"\x89": lambda m: m.stack.append(False),
@@ -257,6 +258,4 @@ _NAMED: dict[bytes, _Operation] = {
     b"\x80": _protocol,
     b"\x95": lambda m: m.number("<Q", 8),  # a frame's size; frames do not change what is read
 }
-OPERATIONS: tuple[_Operation, ...] = tuple(
-    _NAMED.get(bytes([code]), _unknown) for code in range(256)
-)
+OPERATIONS: tuple[Operation, ...] = tuple(_NAMED.get(bytes([code]), refuse) for code in range(256))

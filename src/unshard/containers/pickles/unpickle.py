@@ -16,11 +16,12 @@ Source of the opcodes: `pickletools` of the standard library.
 """
 
 import gc
+from collections.abc import Sequence
 from struct import error as StructError  # noqa: N812 (it is a class)
 from struct import unpack_from
 
 from unshard.containers.pickles.machine import DangerousPickleError, Machine, MalformedPickleError
-from unshard.containers.pickles.opcodes import OPERATIONS, STOP
+from unshard.containers.pickles.opcodes import OPERATIONS, STOP, Operation
 from unshard.containers.pickles.records import Global, Value
 
 _BINPUT, _LONG_BINPUT, _BINGET, _BININT1 = b"qrhK"
@@ -29,6 +30,7 @@ __all__ = [
     "DangerousPickleError",
     "MalformedPickleError",
     "TruncatedPickleError",
+    "run_all",
     "unpickle",
     "unpickle_first",
 ]
@@ -61,15 +63,24 @@ def unpickle_first(data: bytes) -> tuple[Value, frozenset[Global], int]:
         DangerousPickleError: it names something that runs commands (see `is_dangerous`).
     """
     machine = Machine(data)
+    value = run_all(machine, OPERATIONS, inline=True)
+    return value, frozenset(machine.globals.values()), machine.pos
+
+
+def run_all(machine: Machine, operations: Sequence[Operation], *, inline: bool) -> Value:
+    """Run a machine until its pickle stops, with these steps; errors as of `unpickle_first`.
+
+    With `inline`, small integers are pushed without their step, which is faster.
+    """
     was_enabled = gc.isenabled()
     gc.disable()  # there is no garbage, and looking for it takes a third of the time
     try:
-        value = _run(machine)
+        return _run(machine, operations, _BININT1 if inline else -1)
     except (IndexError, KeyError, TypeError, ValueError, OverflowError, StructError) as error:
         if isinstance(error, DangerousPickleError):
             raise
         what = f"broken at byte {machine.pos}: {error}"
-        if isinstance(error, StructError) or machine.pos >= len(data):
+        if isinstance(error, StructError) or machine.pos >= len(machine.data):
             raise TruncatedPickleError(what) from error
         if isinstance(error, MalformedPickleError):
             raise
@@ -77,15 +88,14 @@ def unpickle_first(data: bytes) -> tuple[Value, frozenset[Global], int]:
     finally:
         if was_enabled:
             gc.enable()
-    return value, frozenset(machine.globals.values()), machine.pos
 
 
-def _run(machine: Machine) -> Value:
+def _run(machine: Machine, operations: Sequence[Operation], small_int: int) -> Value:
     """Run all operations; the four that make up half of every pickle are done here, for speed.
 
     Leaves the machine's position behind what was run, also where the data end too early.
     """
-    data, memo, operations = machine.data, machine.memo, OPERATIONS
+    data, memo = machine.data, machine.memo
     stack, pos = machine.stack, 0
     try:
         while True:
@@ -100,7 +110,7 @@ def _run(machine: Machine) -> Value:
             elif code == _BINGET and data[pos] < len(memo):
                 stack.append(memo[data[pos]])
                 pos += 1
-            elif code == _BININT1:
+            elif code == small_int:
                 stack.append(data[pos])
                 pos += 1
             elif code == STOP:

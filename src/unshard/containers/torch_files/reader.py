@@ -18,10 +18,10 @@ from unshard.containers.torch_files.legacy import (
     is_torch_legacy,
     read_torch_legacy,
 )
-from unshard.containers.torch_files.zip import StorageRecord, read_torch_zip
+from unshard.containers.torch_files.zip import StorageRecord, TorchZip, read_torch_zip
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError, UnsafeError
 
-__all__ = ["TorchFile", "read_torch_file", "unpickled"]
+__all__ = ["TorchFile", "open_torch_file", "read_torch_file", "unpickled"]
 
 _HEAD = 512
 _TAR_AT = 257
@@ -46,6 +46,16 @@ def read_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
         UnsafeError: its pickle refers to code that runs commands.
         NotMergeableError: a format of torch that is recognised, but not read.
     """
+    archive = open_torch_file(path, offset=offset, length=length)
+    if isinstance(archive, TorchFile):
+        return archive
+    return TorchFile(path, unpickled(path, archive.pickle), archive.storages)
+
+
+def open_torch_file(
+    path: Path, *, offset: int = 0, length: int | None = None
+) -> TorchFile | TorchZip:
+    """Open a torch.save file as `read_torch_file` does, but leave the pickle of a zip closed."""
     head = _head(path, offset, length)
     if is_torch_legacy(head):
         with _blaming(path):
@@ -60,8 +70,7 @@ def read_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
             hint="load it with a torch that reads it (torch.load(…, weights_only=False)) and save "
             "it again; tensors alone, not a pickled model",
         )
-    archive = read_torch_zip(path, offset=offset, length=length)
-    return TorchFile(path, unpickled(path, archive.pickle), archive.storages)
+    return read_torch_zip(path, offset=offset, length=length)
 
 
 def unpickled(path: Path, data: bytes) -> Value:

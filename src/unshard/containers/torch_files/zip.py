@@ -10,17 +10,21 @@ Facts this module relies on (torch's `PyTorchStreamWriter`):
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from struct import unpack_from
 from zlib import crc32
 
-from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["LEGACY_MAGIC", "MAX_PICKLE", "StorageRecord", "TorchZip", "read_torch_zip"]
+from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+from unshard.tensors.boxes import Ints
+
+__all__ = ["LEGACY_MAGIC", "MAX_PICKLE", "StorageRecord", "Storages", "TorchZip", "read_torch_zip"]
 
 LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 """The first pickle of the format before this one."""
@@ -32,11 +36,30 @@ _EOCD64 = b"PK\x06\x06"
 _LOCATOR64 = b"PK\x06\x07"
 _CENTRAL = b"PK\x01\x02"
 _LOCAL = b"PK\x03\x04"
+_LOCAL_MARK = int.from_bytes(_LOCAL, "little")
 _LOCAL_SIZE = 30
+_TWO_FIELDS = 24  # bytes: a zip64 field, and the start of the one that aligns the data
 _FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
 _MAX_TAIL = 22 + _FULL16
+_MAX_PLACE = 1 << 61
 _MAX_ENTRY = 46 + 3 * _FULL16
 
+_ENTRY = np.dtype(
+    {
+        "names": "method crc stored plain extra_size header".split(),
+        "formats": "<u2 <u4 <u4 <u4 <u2 <u4".split(),
+        "offsets": [10, 16, 20, 24, 30, 42],
+        "itemsize": 46,
+    }
+)
+_HEADER = np.dtype(
+    {
+        "names": "mark name_size extra_size".split(),
+        "formats": "<u4 <u2 <u2".split(),
+        "offsets": [0, 26, 28],
+        "itemsize": _LOCAL_SIZE,
+    }
+)
 _Pread = Callable[[int, int], bytes]
 
 
@@ -47,6 +70,32 @@ class StorageRecord:
     offset: int
     size: int
     crc: int
+
+
+class Storages(Mapping[str, StorageRecord]):
+    """The storages of a file by key, in columns.
+
+    Attributes:
+        keys_in_order: their keys.
+        offset, size, crc: of each, see `StorageRecord`.
+    """
+
+    def __init__(self, keys: list[str], offset: Ints, size: Ints, crc: Ints) -> None:
+        self.keys_in_order = keys
+        self.offset, self.size, self.crc = offset, size, crc
+        self._places: dict[str, int] = {}
+
+    def __getitem__(self, key: str) -> StorageRecord:
+        if not self._places:
+            self._places = {key: place for place, key in enumerate(self.keys_in_order)}
+        place = self._places[key]
+        return StorageRecord(int(self.offset[place]), int(self.size[place]), int(self.crc[place]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys_in_order)
+
+    def __len__(self) -> int:
+        return len(self.keys_in_order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +110,23 @@ class TorchZip:
 
     path: Path
     pickle: bytes
-    storages: Mapping[str, StorageRecord]
+    storages: Storages
 
 
-@dataclass(frozen=True, slots=True)
-class _ZipEntry:
-    """An entry of the central directory; `header` is relative to the window."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entries:
+    """The entries of the central directory, in columns; `header` is relative to the window."""
 
-    name: str
-    raw_name: bytes
-    header: int
-    size: int
-    crc: int
-    is_compressed: bool
+    names: list[bytes]
+    header: Ints
+    size: Ints
+    crc: Ints
+    compressed: NDArray[np.bool_]
+
+    def take(self, rows: list[int]) -> "_Entries":
+        names = [self.names[row] for row in rows]
+        columns = self.header[rows], self.size[rows], self.crc[rows]
+        return _Entries(names, *columns, self.compressed[rows])
 
 
 def read_torch_zip(
@@ -107,32 +160,39 @@ class _Reader:
     size: int
 
     def read(self) -> TorchZip:
-        records = list(self.directory())
-        root = self.root(records)
-        storages: dict[str, StorageRecord] = {}
-        spans: list[tuple[int, int]] = []
+        entries = self.directory()
+        root = self.root(entries.names)
+        names = [name.removeprefix(root) for name in entries.names]
         pickle = b""
-        for record in records:
-            name = record.name.removeprefix(root)
-            if name == "data.pkl":
-                if record.size > MAX_PICKLE:
-                    raise self.corrupt(f"its pickle takes {record.size} bytes")
-                pickle = self.bytes_at(self.data_start(record), record.size)
-                if record.crc not in (0, crc32(pickle)):
-                    raise self.corrupt("its pickle does not fit its checksum (CRC-32)")
-            elif name == "byteorder":
-                self.check_byteorder(self.bytes_at(self.data_start(record), record.size))
-            elif name.startswith("data/"):
-                start = self.offset + self.data_start(record)
-                key = name.removeprefix("data/")
-                if key in storages:
-                    raise self.corrupt(f"it has two records named {name}")
-                storages[key] = StorageRecord(start, record.size, record.crc)
-                spans.append((record.header + self.offset, start + record.size))
-        for (_, end), (start, _) in pairwise(sorted(spans)):
-            if start < end:
-                raise self.corrupt(f"two of its records overlap at byte {start}")
+        if b"data.pkl" in names:
+            pickle = self.pickle(entries.take([names.index(b"data.pkl")]))
+        if b"byteorder" in names:
+            order = entries.take([names.index(b"byteorder")])
+            self.check_byteorder(self.bytes_at(int(self.data_starts(order)[0]), int(order.size[0])))
+        rows = [row for row, name in enumerate(names) if name.startswith(b"data/")]
+        records = entries.take(rows)
+        start = self.data_starts(records)
+        keys = [names[row][5:].decode("utf-8", "replace") for row in rows]
+        if len(set(keys)) < len(keys):
+            key = next(key for key, count in Counter(keys).items() if count > 1)
+            raise self.corrupt(f"it has two records named data/{key}")
+        order_of_bytes = np.lexsort((start, records.header))
+        begins, ends = records.header[order_of_bytes], (start + records.size)[order_of_bytes]
+        overlap = np.flatnonzero(begins[1:] < ends[:-1])
+        if len(overlap):
+            at = self.offset + int(begins[overlap[0] + 1])
+            raise self.corrupt(f"two of its records overlap at byte {at}")
+        storages = Storages(keys, start + self.offset, records.size, records.crc)
         return TorchZip(self.path, pickle, storages)
+
+    def pickle(self, record: _Entries) -> bytes:
+        size, crc = int(record.size[0]), int(record.crc[0])
+        if size > MAX_PICKLE:
+            raise self.corrupt(f"its pickle takes {size} bytes")
+        data = self.bytes_at(int(self.data_starts(record)[0]), size)
+        if crc not in (0, crc32(data)):
+            raise self.corrupt("its pickle does not fit its checksum (CRC-32)")
+        return data
 
     def bytes_at(self, start: int, count: int) -> bytes:
         if start < 0 or count < 0 or start + count > self.size:
@@ -144,28 +204,33 @@ class _Reader:
             raise IncompleteError(f"{self.path}: cannot read {count} bytes at {start}: truncated")
         return data
 
-    def directory(self) -> Iterator[_ZipEntry]:
-        """Yield the central directory; sizes and offsets are checked against the window."""
+    def directory(self) -> _Entries:
+        """Return the central directory."""
         start, size, count = self.find_directory()
         if size > count * _MAX_ENTRY:
             raise self.corrupt(f"its directory of {count} entries takes {size} bytes")
         data = self.bytes_at(start, size)
+        places, names = [], []
         at = 0
         for _ in range(count):
-            if data[at : at + 4] != _CENTRAL or at + 46 > len(data):
+            if data[at : at + 4] != _CENTRAL or at + 46 > size:
                 raise self.corrupt(f"its directory breaks off at byte {start + at}")
-            method, crc, stored, plain, name_size, extra_size, comment_size = unpack_from(
-                "<H4xLLLHHH", data, at + 10
-            )
-            header = unpack_from("<L", data, at + 42)[0]
-            raw_name = data[at + 46 : at + 46 + name_size]
-            extra = data[at + 46 + name_size : at + 46 + name_size + extra_size]
+            name_size, extra_size, comment_size = unpack_from("<HHH", data, at + 28)
+            places.append(at)
+            names.append(data[at + 46 : at + 46 + name_size])
             at += 46 + name_size + extra_size + comment_size
-            plain, stored, header = self.widen(extra, plain, stored, header)
-            name = raw_name.decode("utf-8", "replace")
-            yield _ZipEntry(name, raw_name, header, plain, crc, method != 0 or plain != stored)
-        if at != len(data):
+        if at != size:
             raise self.corrupt(f"its directory has more than the {count} entries it counts")
+        bytes_ = np.frombuffer(data, np.uint8)
+        rows = bytes_[np.array(places, np.int64)[:, None] + np.arange(46)].view(_ENTRY)[:, 0]
+        wide = np.stack([rows["plain"], rows["stored"], rows["header"]], axis=1).astype(np.int64)
+        for row in np.flatnonzero((wide == _FULL32).any(axis=1)).tolist():
+            begin = places[row] + 46 + len(names[row])
+            extra = data[begin : begin + int(rows["extra_size"][row])]
+            wide[row] = self.widen(extra, *wide[row].tolist())
+        plain, stored, header = wide.T
+        compressed = (rows["method"] != 0) | (plain != stored)
+        return _Entries(names, header, plain, rows["crc"].astype(np.int64), compressed)
 
     def widen(self, extra: bytes, plain: int, stored: int, header: int) -> tuple[int, int, int]:
         """Take 64-bit values from the zip64 field, for those that do not fit 32 bits."""
@@ -181,6 +246,8 @@ class _Reader:
                     break
                 for n, i in enumerate(wanted):
                     values[i] = unpack_from("<Q", extra, at + 4 + 8 * n)[0]
+                if max(values) >= _MAX_PLACE:
+                    break
                 return values[0], values[1], values[2]
             at += 4 + size
         raise self.corrupt("its directory does not have the zip64 sizes that it refers to")
@@ -189,9 +256,12 @@ class _Reader:
         """Return (start, size, number of entries) of the central directory."""
         if self.size == 0:
             raise IncompleteError(f"{self.path}: the file is empty", hint=_INTERRUPTED)
-        tail_size = min(self.size, _MAX_TAIL)
-        tail = self.bytes_at(self.size - tail_size, tail_size)
-        at = tail.rfind(_EOCD)
+        for most in (22, _MAX_TAIL):  # torch writes no comment behind it
+            tail_size = min(self.size, most)
+            tail = self.bytes_at(self.size - tail_size, tail_size)
+            at = tail.rfind(_EOCD)
+            if at == 0:
+                break
         if at < 0 or at + 22 > len(tail):
             raise self.not_a_zip()
         count, size, start = unpack_from("<HLL", tail, at + 10)
@@ -208,40 +278,65 @@ class _Reader:
             raise self.corrupt(f"its directory [{start}, {start + size}) overlaps its end at {end}")
         return start, size, count
 
-    def data_start(self, record: _ZipEntry) -> int:
-        """Return where a record's data starts: only its local header knows."""
-        if record.is_compressed:
-            what = f"record {record.name} is compressed; torch.save never compresses"
-            raise self.corrupt(what)
-        named = _LOCAL_SIZE + len(record.raw_name)
-        header = self.bytes_at(record.header, named + 4)
-        if header[:4] != _LOCAL:
-            raise self.corrupt(f"record {record.name} has no local header at {record.header}")
-        name_size, extra_size = unpack_from("<HH", header, 26)
-        if header[_LOCAL_SIZE:named] != record.raw_name or name_size != len(record.raw_name):
-            raise self.corrupt(f"record {record.name} has another name in its local header")
-        start = record.header + named + extra_size
-        if start + record.size > self.size:
-            raise self.corrupt(f"record {record.name} reaches beyond the end of the file")
+    def data_starts(self, records: _Entries) -> Ints:
+        """Return where the data of records start: only their local headers know."""
+        self.refuse(records, records.compressed, "is compressed; torch.save never compresses")
+        named = np.array([_LOCAL_SIZE + len(name) for name in records.names], np.int64)
+        outside = (records.header < 0) | (records.header + named + 4 > self.size)
+        self.refuse(records, outside, "has its local header outside of the file")
+        room = _TWO_FIELDS if (records.header + named + _TWO_FIELDS <= self.size).all() else 4
+        headers = self.headers(records, named + room)
+        data = np.frombuffer(b"".join(headers), np.uint8)
+        end = np.cumsum(named + room) - room
+        found = data[(end - named)[:, None] + np.arange(_LOCAL_SIZE)].view(_HEADER)[:, 0]
+        self.refuse(records, found["mark"] != _LOCAL_MARK, "has no local header at {}")
+        pairs = zip(headers, records.names, strict=True)
+        renamed = np.array([head[_LOCAL_SIZE:-room] != name for head, name in pairs], np.bool_)
+        renamed |= found["name_size"] != named - _LOCAL_SIZE
+        self.refuse(records, renamed, "has another name in its local header")
+        extra = found["extra_size"].astype(np.int64)
+        start: Ints = records.header + named + extra
+        beyond = start + records.size > self.size
+        self.refuse(records, beyond, "reaches beyond the end of the file")
         # The fields of a local header must fill it: a wrong size would shift the data.
-        if extra_size and unpack_from("<H", header, named + 2)[0] + 4 != extra_size:
-            extra = self.bytes_at(record.header + named, extra_size)
-            at = 0
-            while at + 4 <= extra_size:
-                at += 4 + int(unpack_from("<H", extra, at + 2)[0])
-            if at != extra_size:
-                what = f"record {record.name} has a local header of contradictory sizes"
-                raise self.corrupt(what)
-        return int(start)
+        one = 4 + _uint16(data, end + 2)
+        two = one + 4 + _uint16(data, np.minimum(end + one + 2, end + room - 2))
+        filled = (extra == 0) | (extra == one) | ((extra == two) & (one <= room - 4))
+        for row in np.flatnonzero(~filled).tolist():
+            self.check_extra(records, row, int(start[row] - extra[row]), int(extra[row]))
+        return start
 
-    def root(self, records: list[_ZipEntry]) -> str:
+    def headers(self, records: _Entries, counts: Ints) -> list[bytes]:
+        """Return the local headers of records, so many bytes of each."""
+        places = (records.header + self.offset).tolist()
+        found = [self.pread(n, at) for n, at in zip(counts.tolist(), places, strict=True)]
+        if sum(map(len, found)) != int(counts.sum()):
+            raise IncompleteError(f"{self.path}: cannot read its local headers: truncated")
+        return found
+
+    def check_extra(self, records: _Entries, row: int, begin: int, size: int) -> None:
+        extra = self.bytes_at(begin, size)
+        at = 0
+        while at + 4 <= size:
+            at += 4 + int(unpack_from("<H", extra, at + 2)[0])
+        bad = np.arange(len(records.names)) == row
+        self.refuse(records, bad & (at != size), "has a local header of contradictory sizes")
+
+    def refuse(self, records: _Entries, bad: NDArray[np.bool_], what: str) -> None:
+        """Raise what is wrong with the first of the bad records; {} is where its header is."""
+        if bad.any():
+            row = int(bad.argmax())
+            name = records.names[row].decode("utf-8", "replace")
+            raise self.corrupt(f"record {name} {what.format(records.header[row])}")
+
+    def root(self, names: list[bytes]) -> bytes:
         """Return the folder that all records are in, with its slash."""
-        if any(record.name.endswith("/constants.pkl") for record in records):
+        if any(name.endswith(b"/constants.pkl") for name in names):
             raise NotMergeableError(
                 f"{self.path}: a TorchScript archive, not a state dict",
                 hint="save its state dict: torch.save(torch.jit.load(FILE).state_dict(), OUTPUT)",
             )
-        roots = [r.name.removesuffix("data.pkl") for r in records if r.name.endswith("/data.pkl")]
+        roots = [name.removesuffix(b"data.pkl") for name in names if name.endswith(b"/data.pkl")]
         if len(roots) == 1:
             return roots[0]
         raise self.corrupt(f"it has {len(roots)} records named data.pkl; torch.save writes one")
@@ -270,6 +365,10 @@ class _Reader:
 
     def corrupt(self, what: str) -> CorruptError:
         return CorruptError(f"{self.path}: corrupt: {what}")
+
+
+def _uint16(data: NDArray[np.uint8], at: Ints) -> Ints:
+    return data[at].astype(np.int64) + data[at + 1].astype(np.int64) * 256
 
 
 _INTERRUPTED = (

@@ -21,8 +21,8 @@ from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import IncompleteError, NotMergeableError, raise_all
 from unshard.read.dcp.metadata import MODEL_KEYS, OTHER_KEYS, DcpMetadata
 from unshard.read.format import Location, ReadOptions, find_file
+from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import tensors_of
-from unshard.read.torch_save.table import Gathering
 from unshard.read.torch_save.values import is_tensor, items_of
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped
 
@@ -188,7 +188,7 @@ def read_object(metadata: DcpMetadata, location: Location, options: ReadOptions)
     return Catalog(
         writer="torch",
         world_size=1,
-        tensors={key: draft.entry((window.path,)) for key, draft in gathered.drafts.items()},
+        tensors=gathered.entries((window.path,)),
         skipped=(*gathered.skipped.values(), *(one for one in others if one.fqn != name)),
         archives=(window,),
         notes=(f"{where}: saved without flattening; the tensors are rank 0's",),

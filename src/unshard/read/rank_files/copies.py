@@ -145,7 +145,8 @@ def resolve_experts(
         NotMergeableError: there are some, and `--ep-size` was not given or does not fit.
         UsageError: `--ep-size` was given, and there are none.
     """
-    copied = {name: entry for name, entry in tensors.items() if _unexplained_copies(entry) > 1}
+    most: dict[tuple[int, int], int] = {}
+    copied = {name: one for name, one in tensors.items() if _unexplained_copies(one, most) > 1}
     with OpenFiles(os.O_RDONLY, limit=16) as files:
         differing = {name for name, entry in copied.items() if _samples_differ(entry, files)}
     if not differing:
@@ -177,14 +178,19 @@ def resolve_experts(
     return Noted({**tensors, **joined}, (note,))
 
 
-def _unexplained_copies(entry: TensorEntry) -> int:
-    """Return how many times as often as its `Replicate` placements say some region is stored."""
+def _unexplained_copies(entry: TensorEntry, most: dict[tuple[int, int], int]) -> int:
+    """Return how many times as often as its `Replicate` placements say some region is stored.
+
+    `most` keeps how often that is; tensors that are cut alike share their arrays of boxes.
+    """
     if entry.sharding is None or len(entry.chunks) < 2:
         return 1
     mesh = zip(entry.sharding.mesh.shape, entry.sharding.placements, strict=True)
     explained = prod(size for size, placement in mesh if isinstance(placement, Replicate))
-    most = max(map(len, _regions(entry.chunks)), default=1)
-    return -(-most // explained)  # rounded up: a group without one of its ranks has fewer
+    key = id(entry.chunks.offsets), id(entry.chunks.sizes)
+    if key not in most:
+        most[key] = max(map(len, _regions(entry.chunks)), default=1)
+    return -(-most[key] // explained)  # rounded up: a group without one of its ranks has fewer
 
 
 def _regions(table: ChunkTable) -> list[list[int]]:
@@ -223,7 +229,7 @@ def _experts_refused(
 ) -> NotMergeableError:
     name = next(name for name in copied if name in differing)
     entry = copied[name]
-    copies = _unexplained_copies(entry)
+    copies = _unexplained_copies(entry, {})
     whole = Box.whole(entry.shape)
     return NotMergeableError(
         f"{location.weights_dir}: {len(differing)} tensors are stored {copies} times with "

@@ -30,7 +30,7 @@ from unshard.read.format import (
 )
 from unshard.read.rank_files.copies import resolve_experts, resolve_plain
 from unshard.read.rank_files.workers import read_rank_files
-from unshard.read.torch_save.table import Gathering
+from unshard.read.torch_save.gathering import Gathering
 from unshard.tensors.catalog import ByteRange, Catalog
 
 __all__ = ["RANK_FILES", "catalog_of"]
@@ -119,9 +119,9 @@ def catalog_of(
         NotMergeableError: a tensor cannot be read, or its kind cannot be found out.
     """
     paths = tuple(files.values())
-    tensors = {name: draft.entry(paths) for name, draft in gathered.drafts.items()}
+    tensors = gathered.entries(paths)
     problems = list(gathered.problems)
-    copies = {draft.fqn: tensors[draft.fqn] for draft in gathered.plain}
+    copies = {name: tensors[name] for name in gathered.plain}
     plain = resolve_plain(copies, options, problems)
     summary = f"{location.weights_dir}: the rank files cannot be merged"
     raise_all(NotMergeableError, summary, problems)
@@ -233,13 +233,9 @@ def _name_problems(gathered: Gathering, files: dict[int, Path]) -> list[CorruptE
     """Return which ranks do not have which names: in this format, every rank saves all."""
     lacking: dict[int, list[str]] = {}
     contradicted = {problem.subject.split(":")[0] for problem in gathered.problems}
-    for name, ranks in gathered.ranks.items():
-        if len(ranks) == len(files) or f"tensor {name}" in contradicted:
-            continue
-        have = set(ranks)
-        for rank in files:
-            if rank not in have:
-                lacking.setdefault(rank, []).append(name)
+    for name, ranks in gathered.lacking().items():
+        for rank in ranks if f"tensor {name}" not in contradicted else ():
+            lacking.setdefault(rank, []).append(name)
     return [
         CorruptError(
             f"{files[rank].name}: {len(names)} tensors that other ranks have are missing",

@@ -17,7 +17,7 @@ from struct import pack, unpack
 from typing import IO
 
 from unshard.errors import CorruptError, UnshardError
-from unshard.read.torch_save.state_dict import read_rank_file
+from unshard.read.torch_save.alike import RankFileReader
 from unshard.read.torch_save.table import RankTable, problem, problem_fields
 
 __all__ = ["read_rank_files"]
@@ -35,20 +35,21 @@ def read_rank_files(
     jobs = [(number, rank, path) for number, (rank, path) in enumerate(files)]
     if not jobs:
         return
-    first = _read(jobs[0], allowed)
+    reader = RankFileReader(allowed)
+    first = _read(jobs[0], reader)
     yield first
     # Torch writes some 350 bytes for a DTensor.
     many = 350 * len(first.names) * len(jobs) >= _WORTH_PROCESSES
     if processes < 2 or not many:
         for job in jobs[1:]:
-            yield _read(job, allowed)
+            yield _read(job, reader)
     else:
         yield from _read_in_processes(jobs[1:], allowed, min(processes, len(jobs) - 1))
 
 
-def _read(job: _Job, allowed: frozenset[str]) -> RankTable:
+def _read(job: _Job, reader: RankFileReader) -> RankTable:
     number, rank, path = job
-    return read_rank_file(path, rank=rank, file=number, allowed=allowed)
+    return reader.read(path, rank=rank, file=number)
 
 
 def _read_in_processes(
@@ -75,18 +76,23 @@ def _read_in_processes(
             with suppress(BrokenPipeError), child.stdin as pipe:
                 pipe.write(json.dumps([sorted(allowed), mine]).encode())
             pipes.append(child.stdout)
+        names: list[list[str] | None] = [None] * processes
         for turn, (_, _, file) in enumerate(jobs):
-            yield _receive(pipes[turn % processes], file)
+            worker = turn % processes
+            table = _receive(pipes[worker], file, names[worker])
+            names[worker] = table.names
+            yield table
 
 
-def _receive(pipe: IO[bytes], path: Path) -> RankTable:
+def _receive(pipe: IO[bytes], path: Path, names: list[str] | None) -> RankTable:
+    """Return the next table of a worker; `names` are those of its last one."""
     head = pipe.read(9)
     if len(head) == 9:
         kind, size = head[:1], unpack("<Q", head[1:])[0]
         data = pipe.read(size)
         if len(data) == size:
             if kind == b"T":
-                return RankTable.from_bytes(data)
+                return RankTable.from_bytes(data, names)
             raise problem(json.loads(data))
     raise CorruptError(f"{path}: the process that read it died: not a valid checkpoint")
 
@@ -94,11 +100,14 @@ def _receive(pipe: IO[bytes], path: Path) -> RankTable:
 def main() -> None:
     """Be a worker: read jobs from stdin, write tables (T) or the first error (E) to stdout."""
     gc.disable()  # tables are freed by reference; cycles of a pickle are few, and the process ends
-    names, jobs = json.load(sys.stdin)
+    allowed, jobs = json.load(sys.stdin)
+    reader = RankFileReader(frozenset(allowed))
+    known: list[str] | None = None
     for number, rank, path in jobs:
         try:
-            table = _read((number, rank, Path(path)), frozenset(names))
-            kind, data = b"T", table.to_bytes()
+            table = _read((number, rank, Path(path)), reader)
+            kind, data = b"T", table.to_bytes(known)
+            known = table.names
         except UnshardError as error:
             kind, data = b"E", json.dumps(problem_fields(error)).encode()
         sys.stdout.buffer.write(kind + pack("<Q", len(data)) + data)

@@ -29,8 +29,9 @@ from unshard.read.hub_files import natural_order, read_header, size_problem
 from unshard.read.rank_files.reader import catalog_of
 from unshard.read.rank_files.workers import read_rank_files
 from unshard.read.torch_checkpointing.metadata import StatedItem, read_metadata
+from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import table_of
-from unshard.read.torch_save.table import Gathering, RankTable, TensorForm
+from unshard.read.torch_save.table import RankTable, TensorForm
 from unshard.read.torch_save.tensors import LocalTensor
 from unshard.read.torch_save.values import StorageView
 from unshard.read.whole_files.names import is_whole_file
@@ -99,7 +100,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     for table in _tables(files, stated, options):
         gathered.add(table)
         world = max(world, table.world_size)
-    is_plain = len(gathered.plain) == len(gathered.drafts)
+    is_plain = len(gathered.plain) == len(gathered.names)
     if stated is None and is_plain and location.file in files.values():
         return WHOLE_FILES.read(location, options)  # nothing shows that the others belong to it
     if stated is not None:
@@ -181,8 +182,8 @@ def _tables(
 
 
 def _contradictions(table: RankTable, path: Path, stated: StatedItem) -> Iterator[CorruptError]:
-    for name, number in zip(table.names, table.forms, strict=True):
-        found, expected = table.form_table[number], stated.form(name, table.rank)
+    for name, found in table.forms():
+        expected = stated.form(name, table.rank)
         if expected is None and found.is_plain:
             continue  # torch lists a plain tensor only if the first rank has it
         if expected is None or _shown(found) != _shown(expected):
@@ -249,7 +250,7 @@ def _check_names(
     """Raise what contradicts the metadata, and the names that no file has."""
     corrupt = [problem for problem in gathered.problems if isinstance(problem, CorruptError)]
     raise_all(CorruptError, f"{location.weights_dir}: the files are not of one save", corrupt)
-    lost = [name for name in stated.tensors if name not in gathered.ranks]
+    lost = [name for name in stated.tensors if name not in gathered.names]
     if gathered.problems:
         return  # tensors that cannot be read, which is reported with all others
     missing = [str(rank) for rank in range(stated.world_size) if rank not in files]

@@ -5,36 +5,35 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from operator import mul
-from pathlib import Path
+
+import numpy as np
 
 from unshard.containers.pickles.records import Record, Value
 from unshard.containers.strided import read_strided
-from unshard.containers.torch_files.reader import TorchFile, read_torch_file
+from unshard.containers.torch_files.reader import TorchFile
 from unshard.errors import CorruptError, NotMergeableError, UnshardError
-from unshard.read.torch_save.table import RankTable, TensorForm
+from unshard.read.torch_save.table import Cut, RankTable, StoredBox, TensorForm
 from unshard.read.torch_save.tensors import LocalTensor, TensorDecoder
 from unshard.read.torch_save.values import StorageView, TensorFormError, is_tensor, items_of, named
 from unshard.read.wrapper_names import refuse_flat_parameters
 from unshard.tensors.boxes import is_row_major
-from unshard.tensors.chunk_rows import chunk_row
 from unshard.tensors.dtypes import numpy_dtype
-from unshard.tensors.placements import PlacementError, place
+from unshard.tensors.placements import Piece, PlacementError, Sharding, place
 
-__all__ = ["read_rank_file", "table_of", "tensors_of"]
+__all__ = ["placed_pieces", "rank_table", "read_integers", "table_of", "tensors_of"]
 
 
-def read_rank_file(path: Path, *, rank: int, file: int, allowed: frozenset[str]) -> RankTable:
+def rank_table(archive: TorchFile, *, rank: int, file: int, allowed: frozenset[str]) -> RankTable:
     """Return what the file of a rank, number `file` among those being read, contains.
 
     Raises:
         CheckpointError: the file as a whole cannot be read. Problems of single tensors are in the
             table.
     """
-    archive = read_torch_file(path)
     items = items_of(archive.value)
     if items is None:
         raise NotMergeableError(
-            f"{path}: not a state dict",
+            f"{archive.path}: not a state dict",
             expected="a dict of tensors by name",
             found=_describe(archive.value),
         )
@@ -62,7 +61,7 @@ def tensors_of(
         NotMergeableError: the values are FSDP1's flat parameters, which nothing can cut apart.
     """
     refuse_flat_parameters(archive.path, items)
-    decoder = TensorDecoder(rank, partial(_integers, archive), allowed)
+    decoder = TensorDecoder(rank, partial(read_integers, archive), allowed)
     tensors = {
         name: partial(decoder.decode, value) for name, value in items.items() if is_tensor(value)
     }
@@ -80,32 +79,33 @@ def table_of(
     file_number: int,
 ) -> RankTable:
     """Return where some tensors of a file are; `tensors` has what decodes each, by name."""
-    table = RankTable(rank, file_number)
-    forms: dict[TensorForm, int] = {}
-    count = 0
+    problems: list[UnshardError] = []
+    names: list[str] = []
+    cuts: list[int] = []
+    starts: list[int] = []
+    distinct: dict[Cut, int] = {}
     for name, decode in tensors.items():
         try:
-            tensor = decode()
-            chunks = _chunks(archive, tensor)
+            cut, begins = _cut_of(archive, decode())
         except (TensorFormError, PlacementError, _ShortStorageError) as error:
             where = f"tensor {name}: rank {rank} ({archive.path.name})"
-            table.problems.append(_problem(error, where))
+            problems.append(_problem(error, where))
             continue
         except CorruptError as error:
-            table.problems.append(error)
+            problems.append(error)
             continue
-        itemsize = tensor.form.dtype.itemsize
-        for number, (start, offsets, sizes, strides) in enumerate(chunks, count):
-            if not is_row_major(sizes, strides):
-                table.odd_strides[number] = strides
-            row = chunk_row(rank, file_number, start, itemsize, offsets, sizes, strides)
-            table.rows.extend(row)
-        count += len(chunks)
-        table.names.append(name)
-        table.forms.append(forms.setdefault(tensor.form, len(forms)))
-        table.counts.append(len(chunks))
-    table.form_table = list(forms)
-    return table
+        names.append(name)
+        cuts.append(distinct.setdefault(cut, len(distinct)))
+        starts += begins
+    return RankTable(
+        rank,
+        file_number,
+        names,
+        list(distinct),
+        np.array(cuts, np.int32),
+        np.array(starts, np.int64),
+        problems=problems,
+    )
 
 
 class _ShortStorageError(ValueError):
@@ -130,43 +130,59 @@ def _start(archive: TorchFile, view: StorageView) -> int:
     return view.offset * view.dtype.itemsize + (0 if storage is None else storage.offset)
 
 
-_Chunk = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def _chunks(archive: TorchFile, tensor: LocalTensor) -> list[_Chunk]:
-    """Return the chunks of a local tensor: first byte, offsets, sizes, strides.
+def _cut_of(archive: TorchFile, tensor: LocalTensor) -> tuple[Cut, list[int]]:
+    """Return what is stored of a local tensor, and the first byte of each of its boxes.
 
     Raises:
         PlacementError: the placement is unknown, or makes another local shape than the stored one.
     """
     form, starts = tensor.form, [_start(archive, view) for view in tensor.parts]
+    boxes: list[StoredBox] = []
     if form.boxed:
-        return [
-            (start, offsets, view.sizes, view.strides)
-            for start, offsets, view in zip(starts, tensor.offsets, tensor.parts, strict=True)
-            if 0 not in view.sizes
-        ]
+        begins = []
+        for start, offsets, view in zip(starts, tensor.offsets, tensor.parts, strict=True):
+            if 0 not in view.sizes:
+                boxes.append(_box(form, offsets, view.sizes, view.strides))
+                begins.append(start)
+        return Cut(form, tuple(boxes)), begins
     ((start,), (view,)) = starts, tensor.parts
     if form.sharding is None:
-        return [(start, (0,) * len(view.sizes), view.sizes, view.strides)]
-    local, placed = place(form.shape, form.sharding)
-    if local != view.sizes and not (0 in local and 0 in view.sizes):
-        mesh, placements = form.sharding.mesh, ", ".join(map(str, form.sharding.placements))
+        return Cut(form, (_box(form, (0,) * len(view.sizes), view.sizes, view.strides),)), starts
+    placed = placed_pieces(form, form.sharding, view.sizes)
+    steps = [step * form.dtype.itemsize for step in view.strides]
+    boxes = [_box(form, one.box.offsets, one.box.sizes, view.strides) for one in placed]
+    begins = [start + sum(map(mul, one.local_offsets, steps)) for one in placed]
+    return Cut(form, tuple(boxes)), begins
+
+
+def placed_pieces(
+    form: TensorForm, sharding: Sharding, stored: tuple[int, ...]
+) -> tuple[Piece, ...]:
+    """Return the pieces of a local tensor of the stored sizes; none of an empty one.
+
+    Raises:
+        PlacementError: the placement is unknown, or makes another local shape than the stored one.
+    """
+    local, placed = place(form.shape, sharding)
+    if local != stored and not (0 in local and 0 in stored):
+        mesh, placements = sharding.mesh, ", ".join(map(str, sharding.placements))
         raise PlacementError(
-            f"its local shape is {list(view.sizes)}, but ({placements}) at coordinates "
+            f"its local shape is {list(stored)}, but ({placements}) at coordinates "
             f"{mesh.coordinates} of mesh {mesh.shape} makes {list(local)} of the global shape "
             f"{list(form.shape)}"
         )
-    if 0 in local:
-        return []
-    steps = [step * form.dtype.itemsize for step in view.strides]
-    return [
-        (start + sum(map(mul, at, steps)), box.offsets, box.sizes, view.strides)
-        for box, at in ((piece.box, piece.local_offsets) for piece in placed)
-    ]
+    return () if 0 in local else placed
 
 
-def _integers(archive: TorchFile, view: StorageView) -> tuple[int, ...]:
+def _box(
+    form: TensorForm, offsets: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> StoredBox:
+    last = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    length = 0 if 0 in sizes else (last + 1) * form.dtype.itemsize
+    return StoredBox(offsets, sizes, None if is_row_major(sizes, strides) else strides, length)
+
+
+def read_integers(archive: TorchFile, view: StorageView) -> tuple[int, ...]:
     """Read the integers of a small tensor (the ranks of a device mesh)."""
     storage = archive.storages.get(view.key)
     width = view.dtype.itemsize

@@ -1,20 +1,20 @@
-"""What rank files contain, as flat integers, and how those of all ranks become drafts of tensors.
+"""What a rank file contains, as columns of integers.
 
-A file of a thousand tensors has a dozen distinct forms and a thousand rows; nothing of the pickle
+A file of a thousand tensors has a dozen distinct cuts and a thousand places; nothing of the pickle
 is kept, so a table is small to keep and quick to send between processes. Its byte form is JSON for
-what is varied, raw 64-bit integers for what is many.
+what is varied, raw integers for what is many.
 """
 
 import json
-from array import array
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from struct import pack, unpack_from
 
+import numpy as np
+from numpy.typing import NDArray
+
 from unshard import errors
-from unshard.errors import CorruptError, UnshardError
-from unshard.tensors.catalog import Skipped
-from unshard.tensors.chunk_rows import TensorDraft
+from unshard.errors import UnshardError
 from unshard.tensors.dtypes import BY_NAME, DType
 from unshard.tensors.placements import (
     DeviceMesh,
@@ -26,7 +26,7 @@ from unshard.tensors.placements import (
     StridedShard,
 )
 
-__all__ = ["Gathering", "RankTable", "TensorForm", "problem", "problem_fields"]
+__all__ = ["Cut", "RankTable", "StoredBox", "TensorForm", "problem", "problem_fields"]
 
 _PLACEMENTS: dict[str, Callable[..., Placement]] = {
     kind.__name__: kind for kind in (Shard, StridedShard, Replicate, Partial)
@@ -58,6 +58,27 @@ class TensorForm:
         return f"{'plain' if self.is_plain else 'sharded'} {self.dtype} {list(self.shape)}"
 
 
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """A box of a tensor as it is stored: `offsets`, `sizes` and `strides` in elements.
+
+    `strides` are None where it is row-major; `length` is in bytes, to the end of its last element.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a rank stores of a tensor of some form; usually one box, none of an empty part."""
+
+    form: TensorForm
+    boxes: tuple[StoredBox, ...]
+
+
 @dataclass(slots=True)
 class RankTable:
     """The tensors of one rank file.
@@ -65,10 +86,9 @@ class RankTable:
     Attributes:
         rank: the one that wrote it; `file`: its number among the files being read.
         names: of the tensors, in order.
-        forms: number of each tensor's form in `form_table`.
-        counts: how many chunks each tensor has here.
-        rows: the chunks: rank, file, start and length (bytes), offsets, sizes (elements).
-        odd_strides: strides, in elements, of chunks that are not row-major, by number of the chunk.
+        cut_table: the distinct cuts.
+        cuts: number of each tensor's cut in `cut_table`.
+        starts: first byte of each stored box, box after box, tensor after tensor.
         skipped: values that are not tensors, with the reason.
         problems: tensors that cannot be merged.
         world_size: of the ranks that wrote it, as far as the file says: at least this many.
@@ -76,36 +96,58 @@ class RankTable:
 
     rank: int
     file: int
-    names: list[str] = field(default_factory=list)
-    forms: list[int] = field(default_factory=list)
-    form_table: list[TensorForm] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    rows: "array[int]" = field(default_factory=lambda: array("q"))
-    odd_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    names: list[str]
+    cut_table: list[Cut]
+    cuts: NDArray[np.int32]
+    starts: NDArray[np.int64]
     skipped: dict[str, str] = field(default_factory=dict)
     problems: list[UnshardError] = field(default_factory=list)
     world_size: int = 1
 
-    def to_bytes(self) -> bytes:
-        """Return the byte form: two lengths, JSON, rows."""
-        parts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "rows"}
-        parts["form_table"] = [_form_fields(form) for form in self.form_table]
-        parts["odd_strides"] = list(self.odd_strides.items())
-        parts["problems"] = [problem_fields(problem) for problem in self.problems]
+    def forms(self) -> list[tuple[str, TensorForm]]:
+        """Return the name and the form of every tensor."""
+        forms = [self.cut_table[number].form for number in self.cuts.tolist()]
+        return list(zip(self.names, forms, strict=True))
+
+    def to_bytes(self, known: list[str] | None = None) -> bytes:
+        """Return the byte form; names that the receiver knows are left out."""
+        parts = {
+            "rank": self.rank,
+            "file": self.file,
+            "names": None if self.names == known else self.names,
+            "cut_table": [
+                (_form_fields(cut.form), [astuple(box) for box in cut.boxes])
+                for cut in self.cut_table
+            ],
+            "skipped": self.skipped,
+            "problems": [problem_fields(problem) for problem in self.problems],
+            "world_size": self.world_size,
+        }
         text = json.dumps(parts, separators=(",", ":")).encode()
-        return pack("<QQ", len(text), len(self.rows) * 8) + text + self.rows.tobytes()
+        sizes = pack("<QQ", len(text), self.cuts.nbytes)
+        return sizes + text + self.cuts.tobytes() + self.starts.tobytes()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "RankTable":
+    def from_bytes(cls, data: bytes, known: list[str] | None = None) -> "RankTable":
         """Return the table of a byte form that `to_bytes` made."""
-        size, rows_size = unpack_from("<QQ", data)
+        size, cuts_size = unpack_from("<QQ", data)
         parts = json.loads(data[16 : 16 + size])
-        parts["form_table"] = [_form(**form) for form in parts["form_table"]]
-        parts["odd_strides"] = {number: tuple(steps) for number, steps in parts["odd_strides"]}
+        if parts["names"] is None:
+            parts["names"] = known
+        parts["cut_table"] = [
+            Cut(_form(**form), tuple(map(_box, boxes))) for form, boxes in parts["cut_table"]
+        ]
         parts["problems"] = [problem(item) for item in parts["problems"]]
-        rows = array("q")
-        rows.frombytes(data[16 + size : 16 + size + rows_size])
-        return cls(rows=rows, **parts)
+        middle = 16 + size + cuts_size
+        cuts = np.frombuffer(data[16 + size : middle], np.int32)
+        return cls(cuts=cuts, starts=np.frombuffer(data[middle:], np.int64), **parts)
+
+
+def _box(parts: tuple[list[int], list[int], list[int] | None, int]) -> StoredBox:
+    offsets, sizes, strides, length = parts
+    return StoredBox(
+        tuple(offsets), tuple(sizes), None if strides is None else tuple(strides), length
+    )
 
 
 def problem_fields(error: UnshardError) -> dict[str, str]:
@@ -149,63 +191,3 @@ def _form(*, dtype: str, shape: list[int], boxed: bool, how: _ShardingFields | N
         orders = None if order is None else tuple((dim, tuple(dims)) for dim, dims in order)
         sharding = Sharding(mesh, placements, orders)
     return TensorForm(BY_NAME[dtype], tuple(shape), sharding, boxed)
-
-
-class Gathering:
-    """Unites the tables of rank files, taken in rank order, into drafts of tensors.
-
-    Attributes:
-        drafts: the tensors, as the first rank that has each describes it. Of a plain tensor, each
-            chunk is one rank's whole tensor; `copies` decides what they are together.
-        ranks: the ranks that have each tensor, including those that store no element of it.
-        skipped: values that are not tensors.
-        problems: tensors that cannot be read, or on which ranks disagree.
-    """
-
-    def __init__(self) -> None:
-        self.drafts: dict[str, TensorDraft] = {}
-        self.ranks: dict[str, array[int]] = {}
-        self.skipped: dict[str, Skipped] = {}
-        self.problems: list[UnshardError] = []
-        self._forms: dict[str, TensorForm] = {}
-
-    @property
-    def plain(self) -> list[TensorDraft]:
-        """The tensors of which nothing says how they are cut."""
-        return [self.drafts[name] for name, form in self._forms.items() if form.is_plain]
-
-    def add(self, table: RankTable) -> None:
-        """Add what one file contains; contradictions to earlier files go to `problems`."""
-        self.problems.extend(table.problems)
-        for name, reason in table.skipped.items():
-            self.skipped.setdefault(name, Skipped(name, reason))
-        at = chunk = 0
-        for name, number, count in zip(table.names, table.forms, table.counts, strict=True):
-            form = table.form_table[number]
-            if name not in self.drafts:
-                self._forms[name], self.ranks[name] = form, array("i")
-                self.drafts[name] = TensorDraft(name, form.dtype, form.shape, form.sharding)
-            first, ranks = self._forms[name], self.ranks[name]
-            end = at + count * (4 + 2 * len(form.shape))
-            if _agree(first, form):
-                ranks.append(table.rank)
-                odd = table.odd_strides
-                steps = {n: odd[chunk + n] for n in range(count) if chunk + n in odd}
-                self.drafts[name].rows.extend(table.rows[at:end], steps)
-            else:
-                what = f"rank {table.rank}: {form}, but rank {ranks[0]} says {first}"
-                self.problems.append(CorruptError(f"tensor {name}: {what}"))
-            at, chunk = end, chunk + count
-
-
-def _agree(first: TensorForm, other: TensorForm) -> bool:
-    """Return whether ranks agree: plain tensors may differ in size, as they may be shards."""
-    if first.dtype is not other.dtype or first.is_plain is not other.is_plain:
-        return False
-    if first.is_plain:
-        return len(first.shape) == len(other.shape)
-    ours, theirs = first.sharding, other.sharding
-    if ours is None or theirs is None:
-        return first.shape == other.shape and ours is theirs
-    same_mesh = ours.mesh.shape == theirs.mesh.shape  # coordinates on it differ between ranks
-    return first.shape == other.shape and same_mesh and ours.placements == theirs.placements

@@ -42,7 +42,7 @@ from unshard.tensors.placements import (
     StridedShard,
 )
 
-__all__ = ["LocalTensor", "TensorDecoder"]
+__all__ = ["DTENSORS", "LocalTensor", "TensorDecoder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class LocalTensor:
     offsets: tuple[tuple[int, ...], ...] = ()
 
 
-_DTENSORS = frozenset(
+DTENSORS = frozenset(
     {
         "torch.distributed.tensor.DTensor",
         "torch.distributed.tensor._api.DTensor",
@@ -110,7 +110,7 @@ class TensorDecoder:
             view = view_of(name, args)
             return LocalTensor(TensorForm(view.dtype, view.sizes, None), (view,))
         kind, inner, state = named(args[1]), args[2], args[3]
-        if kind in _DTENSORS and isinstance(inner, tuple):
+        if kind in DTENSORS and isinstance(inner, tuple):
             return self._dtensor(inner, state_of(state))
         if kind == _SHARDED_TENSOR and isinstance(inner, tuple):
             return self._sharded_tensor(inner, state)
@@ -177,14 +177,18 @@ class TensorDecoder:
         placements = member(fields, "placements")
         if not isinstance(placements, tuple | list):
             raise TensorFormError("placements that are not a sequence")
-        stated = member(fields, "mesh")
+        mesh = self.mesh(member(fields, "mesh"))
+        order = fields.get("shard_order")
+        return Sharding(mesh, tuple(_placement(p) for p in placements), _shard_order(order))
+
+    def mesh(self, stated: Value) -> DeviceMesh:
+        """Return a pickled device mesh as this rank sees it."""
         mesh = self._meshes.get(id(stated))
         if mesh is None:
             mesh, ranks = read_mesh(state_of(stated), self._rank, self._ranks)
             self._meshes[id(stated)] = mesh
             self.world_size = max(self.world_size, ranks)
-        order = fields.get("shard_order")
-        return Sharding(mesh, tuple(_placement(p) for p in placements), _shard_order(order))
+        return mesh
 
     def _ranks(self, value: Value) -> tuple[int, ...]:
         return self._read_ints(read_view(value, self._allowed))

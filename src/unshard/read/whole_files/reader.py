@@ -25,8 +25,8 @@ from unshard.read.hub_files import (
     saved_offsets,
     size_problem,
 )
+from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import tensors_of
-from unshard.read.torch_save.table import Gathering
 from unshard.read.torch_save.values import is_lightning, is_tensor, items_of
 from unshard.read.whole_files.names import choose_files, is_part_of_set, is_whole_file
 from unshard.read.wrapper_names import without_wrapper_module
@@ -107,12 +107,12 @@ class _UnitedFiles:
         gathered = Gathering()
         gathered.add(table)
         self.problems += gathered.problems
-        names = {name: name for name in gathered.drafts}
+        names = {name: name for name in gathered.names}
         if state.under == "state.model" or is_lightning(file.value):
             self.writer = "Composer" if state.under == "state.model" else "Lightning"
             names = without_wrapper_module(names)
-        for name, draft in gathered.drafts.items():
-            self._add(path, replace(draft.entry(self._paths), fqn=names[name]))
+        for name, entry in gathered.entries(self._paths).items():
+            self._add(path, replace(entry, fqn=names[name]))
         left = {name: Skipped(name, reason) for name, reason in state.skipped.items()}
         self.skipped |= gathered.skipped | left
         if state.under:

@@ -1,0 +1,218 @@
+"""Pickles that differ in their numbers only: one is run by the machine, the others are compared.
+
+The files of a checkpoint's ranks are such pickles: sizes, coordinates and hashes differ, and a
+number takes more bytes where it is larger. `Template` runs the machine once, with a mark in place
+of every number, and knows then which number of the pickle is where in the value. Of another pickle
+`numbers_in` finds the same numbers, if every byte between them is the same.
+
+The machine would then take the same steps for both: no step of it depends on a number, except that
+numbers as keys of a dict may be equal, and NEWOBJ_EX looks at what it pops (no template is made of
+a pickle that has one). So the value of the other pickle is that of the template, with its own
+numbers in the places of the marks; only what is below such a key of a dict is not known.
+"""
+
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unshard.containers.pickles.machine import NUMBER_COST, Machine
+from unshard.containers.pickles.opcodes import OPERATIONS, Operation, refuse
+from unshard.containers.pickles.records import Value
+from unshard.containers.pickles.unpickle import run_all
+
+__all__ = ["Numbers", "Template", "is_mark", "make_template", "number_of"]
+
+_FIRST_MARK = 1 << 48
+_LAST_MARK = 1 << 49
+_LONG1 = 0x8A
+_WIDTHS = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
+_PADDING = 300  # bytes behind a pickle: the longest number
+_WINDOW = 4096
+
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+
+
+def is_mark(value: Value) -> TypeGuard[int]:
+    """Return whether this is in place of a number."""
+    return type(value) is int and _FIRST_MARK <= value < _LAST_MARK
+
+
+def number_of(mark: int) -> int:
+    """Return which number of the pickle a mark is in place of."""
+    return mark - _FIRST_MARK
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Numbers:
+    """The numbers of a pickle, in the order of its bytes.
+
+    Attributes:
+        values: each, where it fits 64 bits.
+        fits: whether it does.
+    """
+
+    values: Ints
+    fits: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """A pickle with blanks for its numbers.
+
+    Attributes:
+        data: its bytes, padded.
+        size: how many they are without the padding.
+        at: where each number begins, with its opcode.
+        width: bytes of each, with its opcode.
+        fixed: 255 for the bytes that do not belong to a number, else 0.
+        numbers: its own.
+    """
+
+    data: Bytes
+    size: int
+    at: Ints
+    width: Ints
+    fixed: Bytes
+    numbers: Numbers
+
+    def numbers_in(self, data: bytes) -> Numbers | None:
+        """Return the numbers of another pickle; None if it differs in anything else."""
+        other = _padded(data)
+        found = self._places(other, len(data))
+        if found is None or not self._same_between(other, len(data), found):
+            return None
+        return _numbers(other, found)
+
+    def _places(self, other: Bytes, size: int) -> Ints | None:
+        """Return where the numbers begin in another pickle, if they are there at all.
+
+        As long as opcodes (and counts) are those of the template, the next number is as far away.
+        """
+        found = np.empty_like(self.at)
+        shift = start = 0
+        while start < len(found):
+            at = self.at[start : start + _WINDOW] + shift
+            mine = self.at[start : start + _WINDOW]
+            np.minimum(at, size, out=at)
+            same = other[at] == self.data[mine]
+            same &= (other[at] != _LONG1) | (other[at + 1] == self.data[mine + 1])
+            odd = len(at) if same.all() else int(same.argmin())
+            found[start : start + len(at[: odd + 1])] = at[: odd + 1]
+            start += odd
+            if odd < len(at):
+                width = _width(other, int(at[odd]))
+                if width is None:
+                    return None
+                shift += width - int(self.width[start])
+                start += 1
+        return found
+
+    def _same_between(self, other: Bytes, size: int, found: Ints) -> bool:
+        """Compare what is between the numbers, in parts in which nothing is shifted."""
+        ends, theirs = self.at + self.width, found + _widths(other, found)
+        shift = theirs - ends
+        changes = np.flatnonzero(np.diff(shift, prepend=0)).tolist()
+        starts = [(0, 0), *((int(ends[k]), int(theirs[k])) for k in changes)]
+        stops = [*(int(self.at[k]) for k in changes), self.size]
+        for (mine, its), stop in zip(starts, stops, strict=True):
+            length = stop - mine
+            if its + length > size:
+                return False
+            differs = self.data[mine:stop] ^ other[its : its + length]
+            if (differs & self.fixed[mine:stop]).any():
+                return False
+        return starts[-1][1] + self.size - starts[-1][0] == size
+
+
+def make_template(data: bytes) -> tuple[Template, Value]:
+    """Return the template of a pickle, and what it describes, with marks for its numbers.
+
+    Raises:
+        MalformedPickleError: not a pickle, or one beyond the bounds, or one that numbers may steer.
+        DangerousPickleError: it names something that runs commands (see `is_dangerous`).
+    """
+    machine = _Marking(data)
+    value = run_all(machine, _OPERATIONS, inline=False)
+    padded = _padded(data[: machine.pos])
+    at = np.array(machine.places, dtype=np.int64)
+    width = _widths(padded, at)
+    fixed = np.full(machine.pos, 255, np.uint8)
+    for wide in np.unique(width).tolist():
+        rows = at[width == wide]
+        fixed[rows[:, None] + np.arange(wide)] = 0
+    return Template(padded, machine.pos, at, width, fixed, _numbers(padded, at)), value
+
+
+class _Marking(Machine):
+    """A machine that notes where numbers are, and pushes marks in their place."""
+
+    __slots__ = ("places",)
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.places: list[int] = []
+
+    def mark_number(self, width: int) -> None:
+        self.push(_FIRST_MARK + len(self.places), NUMBER_COST)
+        self.places.append(self.pos - 1)
+        self.take(width)
+
+
+def _mark_number(width: int) -> Operation:
+    return lambda m: m.mark_number(width) if isinstance(m, _Marking) else refuse(m)
+
+
+def _mark_long(m: Machine) -> None:
+    count = m.data[m.pos] if m.pos < len(m.data) else 0
+    _mark_number(1 + count)(m)
+
+
+# Other opcodes of integers could make what looks like a mark.
+_MARKING = {code: _mark_number(width) for code, width in _WIDTHS.items()} | {_LONG1: _mark_long}
+_REFUSED = b"IL\x8b\x92"
+_OPERATIONS = tuple(
+    refuse if code in _REFUSED else _MARKING.get(code, operation)
+    for code, operation in enumerate(OPERATIONS)
+)
+
+
+def _padded(data: bytes) -> Bytes:
+    return np.frombuffer(data + bytes(_PADDING), np.uint8)
+
+
+def _width(data: Bytes, at: int) -> int | None:
+    """Return how many bytes a number takes, with its opcode; None if it is not a number."""
+    code = int(data[at])
+    if code == _LONG1:
+        return 2 + int(data[at + 1])
+    return None if code not in _WIDTHS else 1 + _WIDTHS[code]
+
+
+_WIDTH_TABLE = np.array([1 + _WIDTHS.get(code, 0) for code in range(256)], np.int64)
+
+
+def _widths(data: Bytes, at: Ints) -> Ints:
+    codes = data[at]
+    width: Ints = _WIDTH_TABLE[codes]
+    long = codes == _LONG1
+    width[long] = 2 + data[at[long] + 1].astype(np.int64)
+    return width
+
+
+def _numbers(data: Bytes, at: Ints) -> Numbers:
+    """Return the numbers that begin at these bytes: little-endian, K and M without a sign."""
+    codes, width = data[at], _widths(data, at)
+    head = np.where(codes == _LONG1, 2, 1)
+    size = width - head
+    eight = np.lib.stride_tricks.sliding_window_view(data, 8)[at + head]
+    unused = (64 - 8 * np.minimum(size, 8)).astype(np.uint64)
+    # Shifted to the top and back: arithmetically, where there is a sign.
+    top = np.where(size > 0, eight.view("<u8")[:, 0] << (unused & np.uint64(63)), 0)
+    signed = (codes == _LONG1) | (codes == ord("J"))
+    shift = unused & np.uint64(63)
+    plain = (top >> shift).astype(np.int64)
+    values = np.where(signed, top.astype(np.int64) >> shift.astype(np.int64), plain)
+    return Numbers(values, size <= 8)
