@@ -115,6 +115,7 @@ bench: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python benchmarks/trainer_step.py
 	$(TEST_VENV)/bin/python benchmarks/submissions.py
 	$(TEST_VENV)/bin/python benchmarks/long_run.py
+	$(TEST_VENV)/bin/python benchmarks/planning.py --directory build/planning
 
 # Other tools merge the same checkpoints, each in an environment of its own: 5 GB of packages. The
 # largest checkpoint and its truth need 25 GB in build/peers. PEERS="cells --size 0.5b --rounds 1"
