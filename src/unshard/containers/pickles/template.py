@@ -28,6 +28,7 @@ _FIRST_MARK = 1 << 48
 _LAST_MARK = 1 << 49
 _LONG1 = 0x8A
 _WIDTHS = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
+_REFUSED = b"IL\x8b\x92"  # other integers could look like a mark; NEWOBJ_EX looks at what it pops
 _PADDING = 300  # bytes behind a pickle: the longest number
 _WINDOW = 4096
 
@@ -134,10 +135,10 @@ def make_template(data: bytes) -> tuple[Template, Value]:
         MalformedPickleError: not a pickle, or one beyond the bounds, or one that numbers may steer.
         DangerousPickleError: it names something that runs commands (see `is_dangerous`).
     """
-    machine = _Marking(data)
-    value = run_all(machine, _OPERATIONS, inline=False)
+    machine, places = Machine(data), list[int]()
+    value = run_all(machine, _marking(places), inline=False)
     padded = _padded(data[: machine.pos])
-    at = np.array(machine.places, dtype=np.int64)
+    at = np.array(places, dtype=np.int64)
     width = _widths(padded, at)
     fixed = np.full(machine.pos, 255, np.uint8)
     for wide in np.unique(width).tolist():
@@ -146,37 +147,23 @@ def make_template(data: bytes) -> tuple[Template, Value]:
     return Template(padded, machine.pos, at, width, fixed, _numbers(padded, at)), value
 
 
-class _Marking(Machine):
-    """A machine that notes where numbers are, and pushes marks in their place."""
+def _marking(places: list[int]) -> tuple[Operation, ...]:
+    """Return the machine's steps, with those of numbers to note where one is and push a mark."""
 
-    __slots__ = ("places",)
+    def step(width: int) -> Operation:
+        def push_mark(m: Machine) -> None:
+            count = m.data[m.pos] if width == 0 and m.pos < len(m.data) else 0
+            m.push(_FIRST_MARK + len(places), NUMBER_COST)
+            places.append(m.pos - 1)
+            m.take(width or 1 + count)
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(data)
-        self.places: list[int] = []
+        return push_mark
 
-    def mark_number(self, width: int) -> None:
-        self.push(_FIRST_MARK + len(self.places), NUMBER_COST)
-        self.places.append(self.pos - 1)
-        self.take(width)
-
-
-def _mark_number(width: int) -> Operation:
-    return lambda m: m.mark_number(width) if isinstance(m, _Marking) else refuse(m)
-
-
-def _mark_long(m: Machine) -> None:
-    count = m.data[m.pos] if m.pos < len(m.data) else 0
-    _mark_number(1 + count)(m)
-
-
-# Other opcodes of integers could make what looks like a mark.
-_MARKING = {code: _mark_number(width) for code, width in _WIDTHS.items()} | {_LONG1: _mark_long}
-_REFUSED = b"IL\x8b\x92"
-_OPERATIONS = tuple(
-    refuse if code in _REFUSED else _MARKING.get(code, operation)
-    for code, operation in enumerate(OPERATIONS)
-)
+    steps = {code: step(width) for code, width in _WIDTHS.items()} | {_LONG1: step(0)}
+    return tuple(
+        refuse if code in _REFUSED else steps.get(code, operation)
+        for code, operation in enumerate(OPERATIONS)
+    )
 
 
 def _padded(data: bytes) -> Bytes:
