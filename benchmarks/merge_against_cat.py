@@ -1,24 +1,34 @@
-"""Compare `unshard merge` with `cat` of the same bytes, side by side; both sides are made durable.
+"""Compare `unshard merge` with two floors, side by side; all sides are made durable.
 
-The rounds interleave all contenders, so that a noisy machine slows all of them alike; the report
-has ratios of medians. The figures to reach are in ARCHITECTURE.md.
+The floors are `cat` of the input, and a loop that lets the kernel copy the pieces one by one, in
+one thread, without any start. The rounds interleave all contenders, so that a noisy machine slows
+all of them alike; the report has ratios of medians. The figures to reach are in ARCHITECTURE.md.
 
-    python benchmarks/merge_against_cat.py --gigabytes 3.2 --rounds 5
+    python benchmarks/merge_against_cat.py --gigabytes 3.2 --rounds 5 --directory /another/disk
 
 The checkpoint is written by real torch: DTensors on a fake process group, in one process.
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
+from unshard.api.making import Prepared
+from unshard.api.merging import merge_with
+from unshard.api.options import MergeOptions
+from unshard.plan.operations import CopyRange, Plan
+from unshard.progress import ignore
+
 _SIDE = 4096
+_SEVERAL = "500MB"
 
 
 def write_checkpoint(directory: Path, *, ranks: int, gigabytes: float, dim: int, run: int) -> None:
@@ -58,39 +68,97 @@ def cat(sources: list[Path], target: Path) -> None:
     subprocess.run(["sync", str(target)], check=True)
 
 
-def merge(checkpoint: Path, target: Path, dtype: str) -> None:
+def loop(plan: Plan, target: Path) -> None:
+    """Copy the pieces of a plan, one after another, by the kernel, and flush the files to disk."""
+    target.mkdir()
+    for number, file in enumerate(plan.layout.files):
+        with (target / file.filename).open("wb") as output:
+            output.write(file.header)
+            output.truncate(file.size)
+            output.flush()
+            for copy in plan.copies_into(number, number + 1):
+                copy_runs(copy, output.fileno())
+            os.fsync(output.fileno())
+
+
+def copy_runs(copy: CopyRange, output: int) -> None:
+    """Copy the runs of one piece."""
+    source = os.open(copy.source, os.O_RDONLY)
+    for run in range(copy.count):
+        start, at = copy.start + run * copy.length, copy.target + run * copy.target_stride
+        left = copy.length
+        while left:
+            left -= os.copy_file_range(
+                source, output, left, start + copy.length - left, at + copy.length - left
+            )
+    os.close(source)
+
+
+def merge(checkpoint: Path, options: list[str], target: Path) -> None:
     """Run the command as a user would, the interpreter's start included."""
     command = [sys.executable, "-m", "unshard", "merge", str(checkpoint), str(target), "--quiet"]
-    subprocess.run([*command, "--dtype", dtype], check=True)
+    subprocess.run([*command, *options], check=True)
 
 
-def timed(action: Callable[[], None]) -> float:
-    """Return the seconds that an action takes."""
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
+def plan_of(checkpoint: Path, shard_size: str) -> Plan:
+    """Return the plan of a merge."""
+    plans: list[Plan] = []
+
+    def keep(prepared: Prepared) -> Prepared:
+        plans.append(prepared.plan)
+        return prepared
+
+    options = MergeOptions(dry_run=True, max_shard_size=shard_size)
+    merge_with(checkpoint, checkpoint.parent / "output", options, ignore, before=keep)
+    return plans[0]
 
 
-def measure(checkpoint: Path, work: Path, rounds: int) -> dict[str, float]:
-    """Return the median seconds of every contender; each round runs all of them."""
+Contender = Callable[[Path], None]
+
+
+def contenders_of(checkpoint: Path) -> dict[str, Contender]:
+    """Return what is compared, by name: the floors first."""
     sources = sorted(checkpoint.glob("*.pt"))
-    contenders: dict[str, Callable[[Path], None]] = {
-        "cat": lambda target: cat(sources, target),
-        "merge keep": lambda target: merge(checkpoint, target, "keep"),
-        "merge bfloat16": lambda target: merge(checkpoint, target, "bfloat16"),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    contenders: dict[str, Contender] = {"cat": partial(cat, sources)}
+    for files, size in (("one file", "1TB"), ("several files", _SEVERAL)):
+        plan, sized = plan_of(checkpoint, size), ["--max-shard-size", size]
+        if not plan.tiled:
+            contenders[f"loop, {files}"] = partial(loop, plan)
+        for dtype in ("keep", "bfloat16"):
+            run = partial(merge, checkpoint, ["--dtype", dtype, *sized])
+            contenders[f"{dtype}, {files}"] = run
+    return contenders
+
+
+def timed(action: Contender, target: Path) -> tuple[float, float, float]:
+    """Return the seconds that an action takes: on the clock, in programs, and in the kernel."""
+    before, started = os.times(), time.perf_counter()
+    action(target)
+    took, after = time.perf_counter() - started, os.times()
+    user = after.user + after.children_user - before.user - before.children_user
+    system = after.system + after.children_system - before.system - before.children_system
+    return took, user, system
+
+
+def measure(contenders: dict[str, Contender], work: Path, rounds: int) -> None:
+    """Print the median seconds of every contender, as a ratio to `cat`; each round runs all."""
+    seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, run in contenders.items():
             target = work / "output"
             subprocess.run(["sync"], check=True)
-            took = timed(lambda run=run, target=target: run(target))  # type: ignore[misc]
+            took = timed(run, target)
             if number:  # the first round warms the page cache
                 seconds[name].append(took)
             shutil.rmtree(target) if target.is_dir() else target.unlink()
+    base = median(took for took, _, _ in seconds["cat"])
     for name, values in seconds.items():
-        print(f"  {name:<15} {' '.join(f'{value:.2f}' for value in values)} s")
-    return {name: median(values) for name, values in seconds.items()}
+        wall, user, system = (median(column) for column in zip(*values, strict=True))
+        rounds_seen = " ".join(f"{took:.2f}" for took, _, _ in values)
+        print(
+            f"  {name:<24}{wall / base:5.2f} x cat, user {user:.2f}, system {system:.2f} s"
+            f"  ({rounds_seen} s)"
+        )
 
 
 def main() -> None:
@@ -100,8 +168,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=None, help="where to work")
+    parser.add_argument("--dimension", type=int, choices=(0, 1), help="default: both")
     options = parser.parse_args()
     for dim, run, name in ((0, 1 << 20, "dimension 0"), (1, 1024, "dimension 1, runs of 1 KiB")):
+        if options.dimension not in (None, dim):
+            continue
         with tempfile.TemporaryDirectory(dir=options.directory) as folder:
             checkpoint = Path(folder) / "checkpoint"
             checkpoint.mkdir()
@@ -109,9 +180,7 @@ def main() -> None:
                 checkpoint, ranks=options.ranks, gigabytes=options.gigabytes, dim=dim, run=run
             )
             print(f"{options.gigabytes} GB on {options.ranks} ranks, sharded on {name}:")
-            medians = measure(checkpoint, Path(folder), options.rounds)
-            for contender in ("merge keep", "merge bfloat16"):
-                print(f"  {contender:<15} {medians[contender] / medians['cat']:.2f} x cat")
+            measure(contenders_of(checkpoint), Path(folder), options.rounds)
 
 
 if __name__ == "__main__":

@@ -174,9 +174,9 @@ class Knobs:
     """Thresholds of the machinery, made small so that small tensors meet them."""
 
     long_run: int = 64 * 1024
-    copy_unit: int = 64 * 1024 * 1024
+    copy_unit: int = 16 * 1024 * 1024
     small_read: int = 16384
-    tile_bytes: int = 8 * 1024 * 1024
+    tile_bytes: int = 4 * 1024 * 1024
     least_buffer: int = MIN_BUFFER
 
     @contextmanager

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sources import COPYING, Sources, grid
 from unshard.containers.chunks import chunk_part
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.outputs import Converted
@@ -19,7 +21,7 @@ from unshard.plan import planner, work
 from unshard.plan.layout import lay_out
 from unshard.plan.operations import Cast, CopyRange, Gather, Operation, Plan
 from unshard.plan.planner import LONG_RUN, make_plan
-from unshard.plan.work import Tile, Unit, split_into_units
+from unshard.plan.work import Tile, Unit, split_into_units, units_by_file
 from unshard.tensors.boxes import Box, row_major_strides
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
@@ -340,6 +342,21 @@ def test_tiles_cover_a_tensor_once_within_the_buffer(
         (top, left), (bottom, right) = unit.box.offsets, unit.box.ends
         count[top:bottom, left:right] += 1
     assert (count == 1).all()
+
+
+def test_the_copies_into_a_file_are_one_part_in_the_order_of_the_file(tmp_path: Path) -> None:
+    sources = Sources(tmp_path)
+    for number in range(6):
+        sources.add(f"t{number}", grid("int8", (6, 4), (3, 1)))
+    with COPYING.turned():
+        plan = sources.plan(max_shard_size=48)
+    copies, made = units_by_file(plan, buffer_bytes=1000)
+    parts = [list(part) for part in copies]
+    assert list(made) == []
+    assert [{copy.file for copy in part} for part in parts] == [{0}, {1}, {2}]
+    for part in parts:
+        assert [copy.target for copy in part] == sorted(copy.target for copy in part)
+    assert [*chain.from_iterable(parts)] == list(split_into_units(plan, buffer_bytes=1000))
 
 
 def tile_sizes(strides: Shape | None, buffer_bytes: int) -> set[Shape]:

@@ -107,6 +107,24 @@ def test_the_bytes_do_not_depend_on_workers_or_memory(
     assert tensors_in(files) == sources.expected()
 
 
+@pytest.mark.parametrize("target", [None, "bfloat16"])
+def test_the_files_of_a_model_do_not_depend_on_workers_or_memory(
+    tmp_path: Path, target: str | None
+) -> None:
+    """Copied, gathered and cast, in several files."""
+    sources = Sources(tmp_path)
+    for name, tensor in LARGE.items():
+        sources.add(name, tensor)
+    plan = sources.plan(target, max_shard_size=4_000_000)
+    first, *others = (
+        merged(plan, Resources(workers, memory))
+        for workers in (1, 2, 5)
+        for memory in (MIN_BUFFER, 1_000_000, 64_000_000)
+    )
+    assert len(first) >= 2
+    assert all(files == first for files in others)
+
+
 def test_the_large_tensors_take_both_ways(tmp_path: Path) -> None:
     sources = Sources(tmp_path)
     kinds = {}

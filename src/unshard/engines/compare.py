@@ -10,7 +10,7 @@ from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of
-from unshard.engines.threads import Resources, divide, work_off
+from unshard.engines.threads import Resources, divide, one_by_one, work_off
 from unshard.errors import UsageError
 from unshard.plan.work import PAIR_BYTES, Tile, make_pair, pair_tiles
 from unshard.progress import Listener, Stage
@@ -62,7 +62,7 @@ def compare(
     )
     files = share.open_files
     comparer = partial(_Comparer, measured, threading.Lock(), tolerances, open_files=files)
-    work_off(jobs, listener, workers, comparer)
+    work_off(one_by_one(jobs), listener, workers, comparer)
     names = {tensor.name for tensor in ours}
     return Comparison(
         tolerances.atol,

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from unshard.errors import CorruptError, OutputError, UnshardError, raise_all
 from unshard.plan.operations import Plan
-from unshard.plan.work import split_into_units
+from unshard.plan.work import Unit, split_into_units, units_by_file
 from unshard.progress import Advanced, Listener
 from unshard.signals import uninterrupted
 from unshard.tensors.catalog import Catalog
@@ -34,6 +34,7 @@ __all__ = [
     "default_workers",
     "divide",
     "named_overflows",
+    "one_by_one",
     "run_plan",
     "verify_full",
     "work_off",
@@ -91,32 +92,55 @@ class _Worker(Protocol[_Job_contra]):
         """Do a job; return the bytes of progress it makes."""
 
 
+class _Jobs(Generic[_T]):
+    """Jobs in parts, for several threads; `lock` is held while a part is taken."""
+
+    def __init__(self, parts: Iterator[Iterable[_T]]) -> None:
+        self.lock = threading.Lock()
+        self._parts = parts
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Let every worker end after its job."""
+        self._stopped = True
+
+    def of_one_worker(self) -> Iterator[_T]:
+        """Yield the jobs of the next part that no other worker has taken, and so on."""
+        while (part := self._next_part()) is not None:
+            for job in part:
+                if self._stopped:
+                    return
+                yield job
+
+    def _next_part(self) -> Iterable[_T] | None:
+        with self.lock:
+            return None if self._stopped else next(self._parts, None)
+
+
 def work_off(
-    jobs: Iterator[_T], listener: Listener, count: int, make_worker: Callable[[], _Worker[_T]]
+    parts: Iterator[Iterable[_T]],
+    listener: Listener,
+    count: int,
+    make_worker: Callable[[], _Worker[_T]],
 ) -> None:
     """Do jobs with `count` threads, each with its own worker, until they end or one fails.
 
-    The first error is raised when all threads have ended.
+    The jobs of a part are done by one worker, in their order. The first error is raised when all
+    threads have ended.
     """
-    lock = threading.Lock()
+    jobs = _Jobs(parts)
     errors: list[BaseException] = []
-    stopped = False
-
-    def next_job() -> _T | None:
-        with lock:
-            return None if stopped else next(jobs, None)
 
     def work() -> None:
-        nonlocal stopped
         try:
             with closing(make_worker()) as worker:
-                while (job := next_job()) is not None:
+                for job in jobs.of_one_worker():
                     done = worker.do(job)
-                    with lock:
+                    with jobs.lock:
                         listener(Advanced(done))
         except BaseException as error:  # noqa: BLE001 (raised by the main thread)
             errors.append(error)
-            stopped = True
+            jobs.stop()
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
     try:
@@ -125,13 +149,18 @@ def work_off(
         for thread in threads:
             thread.join()
     finally:  # Ctrl-C arrives here, in the main thread: let the others finish their job
-        stopped = True
+        jobs.stop()
         with uninterrupted():
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
     if errors:
         raise errors[0]
+
+
+def one_by_one(jobs: Iterable[_T]) -> Iterator[Iterable[_T]]:
+    """Yield each job as a part of its own, which any worker may do at any time."""
+    return ((job,) for job in jobs)
 
 
 Overflows = Counter[tuple[int, int]]
@@ -153,7 +182,9 @@ def run_plan(
     """
     outputs = create_files(plan, directory)
     share = divide(resources)
-    work = split_into_units(plan, buffer_bytes=share.buffer_bytes)
+    copies, made = units_by_file(plan, buffer_bytes=share.buffer_bytes)
+    # Two threads that write into one file wait for one another, because its inode is locked.
+    parts: Iterator[Iterable[Unit]] = chain(copies, one_by_one(made))
     executors: list[Executor] = []
 
     def executor() -> Executor:
@@ -162,7 +193,7 @@ def run_plan(
         )
         return executors[-1]
 
-    work_off(work, listener, share.workers, executor)
+    work_off(parts, listener, share.workers, executor)
     return named_overflows((one.overflows for one in executors), plan)
 
 
@@ -207,7 +238,7 @@ def verify_full(
 
     limits = {"open_files": share.open_files, "block_bytes": block // 2}
     checker = partial(Checker, catalogs, plan.layout, directory, problems, **limits)
-    work_off(jobs, listener, share.workers, checker)
+    work_off(one_by_one(jobs), listener, share.workers, checker)
     for kind in (CorruptError, OutputError):
         found = sorted((p for p in problems if isinstance(p, kind)), key=str)
         raise_all(kind, "verification found differences", found)

@@ -11,9 +11,10 @@ leaves as after Ctrl-C; if the leader itself has died, the others remove what it
 
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from unshard import signals
@@ -25,11 +26,12 @@ from unshard.engines.threads import (
     create_files,
     divide,
     named_overflows,
+    one_by_one,
     work_off,
 )
 from unshard.errors import UnshardError
 from unshard.plan.operations import Plan
-from unshard.plan.work import Unit, split_into_units, unit_bytes
+from unshard.plan.work import Unit, unit_bytes, units_by_file
 from unshard.progress import Listener
 from unshard.signals import Interrupted, uninterrupted
 from unshard.write.execute import Executor
@@ -74,7 +76,8 @@ class Leader:
         self._others += self._meeting_place.accept(wait=False)
         outputs = create_files(plan, directory)
         share = divide(resources)
-        work = _batches(split_into_units(plan, buffer_bytes=share.buffer_bytes))
+        copies, made = units_by_file(plan, buffer_bytes=share.buffer_bytes)
+        parts = chain(map(_batches, copies), one_by_one(_batches(made)))
         others = iter(self._others[: share.workers - 1])
         workers: list[_Here | _There] = []
 
@@ -84,7 +87,7 @@ class Leader:
             workers.append(new)
             return new
 
-        work_off(work, listener, share.workers, worker)
+        work_off(parts, listener, share.workers, worker)
         return named_overflows((one.overflows for one in workers), plan)
 
     def dismiss(self, exit_code: int) -> None:
@@ -162,7 +165,7 @@ class _There:
         return answer
 
 
-def _batches(work: Iterator[Unit]) -> Iterator[list[Unit]]:
+def _batches(work: Iterable[Unit]) -> Iterator[list[Unit]]:
     """Yield the units in lists that have the bytes of a batch, or more."""
     batch: list[Unit] = []
     size = 0

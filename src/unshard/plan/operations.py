@@ -249,7 +249,12 @@ class Plan:
 
     def operations(self) -> Iterator[Operation]:
         """Yield all operations: copies first, then tiled ones, each in the order of the files."""
-        for row in self.copies:
+        yield from self.copies_into(0, len(self.layout.files))
+        yield from self.tiled
+
+    def copies_into(self, first: int, end: int) -> Iterator[CopyRange]:
+        """Yield the copies into the output files from number `first` to before `end`."""
+        rows = slice(*np.searchsorted(self.copies["file"], [first, end]).tolist())
+        for row in self.copies[rows]:
             file, target, source, *rest = row.item()
             yield CopyRange(file, target, self.paths[source], *rest)
-        yield from self.tiled

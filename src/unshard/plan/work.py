@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, product
 from math import isqrt
 
+import numpy as np
+
 from unshard.containers.strided import SLACK
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import BLOCK, shape_of, take
@@ -44,14 +46,15 @@ __all__ = [
     "tile_parts",
     "tile_shape",
     "unit_bytes",
+    "units_by_file",
 ]
 
 PAIR_BYTES = 4 * 1024 * 1024
 """How much memory a pair of tiles takes at most. It is fixed: sums depend on how tiles are cut."""
 
 _MAKING = 3 * 1024 * 1024  # of it; the rest is for arithmetic
-_COPY_UNIT = 64 * 1024 * 1024
-_MAX_TILE = 8 * 1024 * 1024
+_COPY_UNIT = 16 * 1024 * 1024
+_MAX_TILE = 4 * 1024 * 1024
 _FLOAT32 = 4
 _FUSE_ROWS, _FUSE_COLUMNS = BLOCK, 4 * BLOCK
 
@@ -68,13 +71,27 @@ Unit = CopyRange | Tile
 
 
 def split_into_units(plan: Plan, *, buffer_bytes: int) -> Iterator[Unit]:
-    """Yield the plan's work, each unit to be done by one worker with buffers of `buffer_bytes`."""
-    for operation in plan.operations():
-        if isinstance(operation, CopyRange):
-            yield from _split(operation)
-        else:
-            tile = tile_shape(operation, min(buffer_bytes, _MAX_TILE))
-            yield from (Tile(operation, box) for box in tiles(operation.target.shape, tile))
+    """Return the plan's work, each unit to be done by one worker with buffers of `buffer_bytes`."""
+    copies, made = units_by_file(plan, buffer_bytes=buffer_bytes)
+    return chain(chain.from_iterable(copies), made)
+
+
+def units_by_file(
+    plan: Plan, *, buffer_bytes: int
+) -> tuple[Iterator[Iterator[CopyRange]], Iterator[Tile]]:
+    """Return the copies, those into each file apart, in its order; and the tiles of all files."""
+    return _copies_by_file(plan), _tiles(plan, buffer_bytes)
+
+
+def _copies_by_file(plan: Plan) -> Iterator[Iterator[CopyRange]]:
+    for file in np.unique(plan.copies["file"]).tolist():
+        yield chain.from_iterable(map(_split, plan.copies_into(file, file + 1)))
+
+
+def _tiles(plan: Plan, buffer_bytes: int) -> Iterator[Tile]:
+    for operation in plan.tiled:
+        tile = tile_shape(operation, min(buffer_bytes, _MAX_TILE))
+        yield from (Tile(operation, box) for box in tiles(operation.target.shape, tile))
 
 
 def _split(copy: CopyRange) -> Iterator[CopyRange]:

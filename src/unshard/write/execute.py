@@ -34,6 +34,7 @@ from unshard.plan.work import Pair, Tile, Unit, pair_tiles
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
 from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype
 from unshard.write.blocks import block_scales, dequantized, meeting, of_blocks, quantized
+from unshard.write.writeback import Writeback
 
 __all__ = ["Executor", "are_equal", "count_overflows", "make_tile", "tile_runs"]
 
@@ -63,6 +64,7 @@ class Executor:
         self._targets = OpenFiles(os.O_WRONLY, limit=targets)
         self._block = min(buffer_bytes, _BLOCK)
         self._kernel_copies = hasattr(os, "copy_file_range")
+        self._writeback = Writeback()
 
     def close(self) -> None:
         """Close all files."""
@@ -80,8 +82,9 @@ class Executor:
             return self._make_tile(unit)
         source, target = self._sources.fd(unit.source), self._targets.fd(self._outputs[unit.file])
         for run in range(unit.count):
-            start = unit.start + run * unit.length
-            self._copy(source, start, target, unit.target + run * unit.target_stride, unit.length)
+            start, at = unit.start + run * unit.length, unit.target + run * unit.target_stride
+            self._copy(source, start, target, at, unit.length)
+            self._writeback.wrote(unit.file, target, at, unit.length)
         return unit.size
 
     def _copy(self, source: int, start: int, target: int, at: int, length: int) -> None:
@@ -114,6 +117,7 @@ class Executor:
         fd = self._targets.fd(self._outputs[target.file])
         for offset, part in tile_runs(tile.box, target, out.reshape(-1).view(np.uint8).data):
             _write_all(fd, part, offset)
+            self._writeback.wrote(target.file, fd, offset, len(part))
         return out.nbytes
 
     def _count_lost_sums(self, tile: Tile, mean: Reduce, out: Elements) -> None:

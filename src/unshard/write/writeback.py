@@ -1,0 +1,45 @@
+"""Let files go to disk while they are written, so that the flush at the end finds little to do."""
+
+import ctypes
+import sys
+
+__all__ = ["Writeback"]
+
+_LEAST = 1024 * 1024
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE of Linux: begin to write dirty pages; wait for none
+
+
+class Writeback:
+    """Makes the system begin to write what was written last. For one thread.
+
+    Linux itself begins late: after 10 % of the memory was made dirty, or 30 seconds.
+    """
+
+    def __init__(self) -> None:
+        self._sync = _sync_file_range()
+        self._file, self._begin, self._end = -1, 0, 0
+
+    def wrote(self, file: int, fd: int, start: int, size: int) -> None:
+        """Take note that `size` bytes from `start` on were written to `fd`, which is file `file`.
+
+        Adjacent bytes are gathered to a megabyte or more; scattered ones are left to the flush at
+        the end, because writing them one by one would be slower.
+        """
+        if (file, start) != (self._file, self._end):
+            self._file, self._begin = file, start
+        self._end = start + size
+        if self._end - self._begin >= _LEAST:
+            if self._sync is not None:
+                # The result is ignored: whatever cannot be written is an error of that flush.
+                self._sync(fd, self._begin, self._end - self._begin, _WRITE)
+            self._begin = self._end
+
+
+def _sync_file_range() -> "ctypes._NamedFuncPointer | None":
+    """Return sync_file_range(2), or None on other systems than Linux."""
+    if sys.platform != "linux":
+        return None
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return function
