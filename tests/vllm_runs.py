@@ -31,6 +31,7 @@ def environment(**more: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "PYTHONDONTWRITEBYTECODE": "1",  # what engines write is counted
         **more,
     }
 
