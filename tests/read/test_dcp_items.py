@@ -1,7 +1,7 @@
 """Items of `.distcp` files: wherever they are, each is the tensor that torch loads from there."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -13,10 +13,12 @@ from torch.utils.serialization import config
 
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.reader import unpickled
+from unshard.containers.torch_files.zip import TorchZip, read_torch_zip
 from unshard.errors import CorruptError, IncompleteError, UnsafeError, UnshardError
 from unshard.read.dcp import items as dcp_items
 from unshard.read.dcp.items import StoredItem, Window, read_items
 
+_Pread = Callable[[int, int], bytes]
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)
 
 
@@ -236,3 +238,37 @@ def test_equal_pickles_are_decoded_once(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(dcp_items, "unpickled", counted)
     assert_as_torch_loads(windows)
     assert len(calls) == 1
+
+
+def test_items_that_differ_in_values_only_are_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = write(tmp_path / "a", [item(torch.full((3,), float(n))) for n in range(50)])
+    opened: list[int] = []
+
+    def counted(path: Path, *, offset: int, length: int, pread: _Pread) -> TorchZip:
+        opened.append(offset)
+        return read_torch_zip(path, offset=offset, length=length, pread=pread)
+
+    monkeypatch.setattr(dcp_items, "_THREADS", 1)
+    monkeypatch.setattr(dcp_items, "read_torch_zip", counted)
+    assert_as_torch_loads(windows)
+    assert opened == [0]
+
+
+@given(data=st.data(), size=st.integers(0, 40))
+def test_a_damaged_item_after_a_good_one_is_what_it_is_alone(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, size: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged"
+    damaged = bytearray(item(torch.arange(size)))
+    for _ in range(data.draw(st.integers(1, 2))):
+        at = data.draw(st.integers(0, len(damaged) - 1))
+        damaged[at] = data.draw(st.integers(0, 255) | st.just(damaged[at] ^ 1))
+    good, bad = write(path, [item(torch.arange(size)), bytes(damaged)])
+    (_, after), (alone,) = read_items([good, bad]), read_items([bad])
+    if isinstance(alone, UnshardError):
+        assert isinstance(after, UnshardError)
+        assert str(after) == str(alone)
+    else:
+        assert after == alone

@@ -45,7 +45,7 @@ from unshard.plan.operations import (
     Tiled,
 )
 from unshard.tensors.boxes import Box, Ints, distinct, row_major_strides
-from unshard.tensors.catalog import ChunkTable
+from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DType
 from unshard.tensors.selection import cut_out, joined, of_box, sliced, strides_of, unless_row_major
 
@@ -54,15 +54,43 @@ __all__ = ["LONG_RUN", "make_operation", "make_plan", "table_of"]
 LONG_RUN = 64 * 1024
 """Runs of this many bytes and more are copied one by one; shorter ones are gathered in memory."""
 
+_KEPT_PARTS = 8  # tensors whose parts are kept at a time: those of a layer and its neighbours
+_KEPT_RUNS = 64
 _LEAST = 1e-12
 _LEAST_BFLOAT16 = float.fromhex("0x1.1ap-40")
 
 Copies = NDArray[np.void]
-Tables = dict[tuple[int, Box], ChunkTable]
-"""The chunks of parts of tensors, by the entry's identity and the part."""
 _CutKey = tuple[int, int, tuple[int, ...], int]
 """How a tensor is cut: identities of its chunks' offsets and sizes; its shape; its item size."""
-_NONE: Tables = {}
+
+
+class _Parts:
+    """The chunks of everything that recipes take of tensors, where they take many parts of one.
+
+    Those of the tensor that is asked for are found together, and kept while it is among the last.
+    """
+
+    def __init__(self, recipes: Iterable[Recipe] = ()) -> None:
+        self._boxes: dict[int, dict[Box, None]] = {}
+        self._found: dict[int, dict[Box, ChunkTable]] = {}
+        for one in chain.from_iterable(map(takes, recipes)):
+            if one.box != Box.whole(one.entry.shape):
+                self._boxes.setdefault(id(one.entry), {})[one.box] = None
+
+    def get(self, entry: TensorEntry, box: Box) -> ChunkTable | None:
+        """Return the distinct chunks of a part; None if it is not one of many."""
+        boxes = self._boxes.get(id(entry), {})
+        if len(boxes) < 2 or box not in boxes:
+            return None
+        if id(entry) not in self._found:
+            if len(self._found) == _KEPT_PARTS:
+                del self._found[next(iter(self._found))]
+            cut = cut_out(_distinct(entry.chunks), list(boxes), entry.dtype.itemsize)
+            self._found[id(entry)] = dict(zip(boxes, cut, strict=True))
+        return self._found[id(entry)][box]
+
+
+_NONE = _Parts()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +99,7 @@ class _Runs:
 
     Attributes:
         order: the chunks, by target.
-        rows: their copies, where the tensor starts at byte 0; without what `rows_of` fills in.
+        rows: their copies, where the tensor starts at byte 0; without file, source and start.
     """
 
     order: Ints
@@ -87,7 +115,7 @@ class _Operations:
     paths: list[Path] = field(default_factory=list)
     bases: dict[int, tuple[int, tuple[Path, ...]]] = field(default_factory=dict)
     runs: dict[_CutKey, tuple[_Runs | None, ChunkTable]] = field(default_factory=dict)
-    tables: Tables = field(default_factory=dict)
+    parts: _Parts = _NONE
     bytes_read: int = 0
 
     def base(self, paths: tuple[Path, ...]) -> int:
@@ -105,6 +133,8 @@ class _Operations:
             return None
         key = id(chunks.offsets), id(chunks.sizes), target.shape, source.dtype.itemsize
         if key not in self.runs:  # tensors that are cut alike share these arrays
+            if len(self.runs) == _KEPT_RUNS:
+                del self.runs[next(iter(self.runs))]
             self.runs[key] = _long_runs(target.shape, chunks, source.dtype.itemsize), chunks
         runs = self.runs[key][0]
         if runs is None:
@@ -121,7 +151,7 @@ def make_plan(layout: Layout) -> Plan:
     """Return the operations that make the tensors of every output file, without the headers."""
     operations = _Operations()
     filled = [tensor for file in layout.files for tensor in file.tensors if 0 not in tensor.shape]
-    operations.tables = _parts_of(tensor.recipe for tensor in filled)
+    operations.parts = _Parts(tensor.recipe for tensor in filled)
     for index, file in enumerate(layout.files):
         for tensor in file.tensors:
             if 0 not in tensor.shape:
@@ -138,21 +168,6 @@ def make_plan(layout: Layout) -> Plan:
     )
 
 
-def _parts_of(recipes: Iterable[Recipe]) -> Tables:
-    """Return the chunks of everything that recipes take of tensors, where they take many parts."""
-    tables: Tables = {}
-    parts: dict[int, list[Take]] = {}
-    for one in chain.from_iterable(map(takes, recipes)):
-        if one.box != Box.whole(one.entry.shape):
-            parts.setdefault(id(one.entry), []).append(one)
-    for several in parts.values():
-        entry, boxes = several[0].entry, list({one.box for one in several})
-        if len(boxes) > 1:
-            cut = cut_out(_distinct(entry.chunks), boxes, entry.dtype.itemsize)
-            tables |= {(id(entry), box): table for box, table in zip(boxes, cut, strict=True)}
-    return tables
-
-
 def _distinct(chunks: ChunkTable) -> ChunkTable:
     rows = distinct(chunks.offsets, chunks.sizes)
     return chunks if len(rows) == len(chunks) else chunks.take(rows)
@@ -162,7 +177,7 @@ def _plan_tensor(operations: _Operations, target: Target, tensor: OutputTensor) 
     operations.bytes_read += sum(
         one.box.volume * one.entry.dtype.itemsize for one in takes(tensor.recipe)
     )
-    made = make_operation(target, tensor.recipe, tensor.dtype, operations.tables)
+    made = make_operation(target, tensor.recipe, tensor.dtype, operations.parts)
     copies = operations.copies_of(target, made.source) if isinstance(made, Gather) else None
     if copies is not None:
         operations.copies.append(copies)
@@ -170,27 +185,27 @@ def _plan_tensor(operations: _Operations, target: Target, tensor: OutputTensor) 
         operations.tiled.append(made)
 
 
-def make_operation(target: Target, recipe: Recipe, to: DType, tables: Tables = _NONE) -> Tiled:
+def make_operation(target: Target, recipe: Recipe, to: DType, parts: _Parts = _NONE) -> Tiled:
     """Return the operation that makes a recipe's tensor in memory, tile by tile."""
     match recipe:
         case WeightedSum(terms):
-            summed = tuple((weight, _source(part, tables)) for weight, part in terms)
+            summed = tuple((weight, _source(part, parts)) for weight, part in terms)
             return Reduce(target, summed, to)
         case LowRank(base, a, b, scale):
-            sources = (_source(base, tables), _source(a, tables), _source(b, tables))
+            sources = (_source(base, parts), _source(a, parts), _source(b, parts))
             return Fuse(target, *sources, shape_of(a)[-2], scale, to)
         case Quantized(values, name):
-            return Quantize(target, *_in_float32(values, tables), name)
+            return Quantize(target, *_in_float32(values, parts), name)
         case BlockScales(values, name):
-            return FindScales(target, *_in_float32(values, tables), name)
+            return FindScales(target, *_in_float32(values, parts), name)
         case Dequantized(weight, scales, block):
-            return Dequantize(target, _source(weight, tables), _source(scales, tables), block, to)
+            return Dequantize(target, _source(weight, parts), _source(scales, parts), block, to)
         case _:
-            source = _source(recipe, tables)
+            source = _source(recipe, parts)
             return Gather(target, source) if source.dtype is to else Cast(target, source, to)
 
 
-def _in_float32(values: Recipe, tables: Tables) -> tuple[Tiled, float]:
+def _in_float32(values: Recipe, parts: _Parts) -> tuple[Tiled, float]:
     """Return how a matrix to quantise is made, and the least size that a block of it counts for.
 
     slime, whose files these are like, finds the sizes in the dtype of the checkpoint, and 1e-12 is
@@ -198,7 +213,7 @@ def _in_float32(values: Recipe, tables: Tables) -> tuple[Tiled, float]:
     """
     nowhere = Target(0, 0, shape_of(values))
     least = _LEAST_BFLOAT16 if dtype_of(values) is BY_NAME["bfloat16"] else _LEAST
-    return make_operation(nowhere, values, BY_NAME["float32"], tables), least
+    return make_operation(nowhere, values, BY_NAME["float32"], parts), least
 
 
 def _in_turn(tiled: Sequence[Tiled]) -> tuple[Tiled, ...]:
@@ -216,20 +231,21 @@ def _in_turn(tiled: Sequence[Tiled]) -> tuple[Tiled, ...]:
     return (*found.values(), *ordered)
 
 
-def _source(recipe: Recipe, tables: Tables) -> StoredTensor:
-    return StoredTensor(dtype_of(recipe), table_of(recipe, tables))
+def _source(recipe: Recipe, parts: _Parts) -> StoredTensor:
+    return StoredTensor(dtype_of(recipe), table_of(recipe, parts))
 
 
-def table_of(recipe: Recipe, tables: Tables = _NONE) -> ChunkTable:
+def table_of(recipe: Recipe, known: _Parts = _NONE) -> ChunkTable:
     """Return the distinct chunks that make a recipe's tensor; every region from its first replica.
 
-    `tables` has parts that were looked up before. A recipe that computes values is a TypeError:
+    `known` has what was found before. A recipe that computes values is a TypeError:
     they are not stored.
     """
     match recipe:
         case Take(entry, box, permutation):
-            chunks = tables.get((id(entry), box), entry.chunks)
-            if chunks is entry.chunks:
+            part_chunks = known.get(entry, box)
+            chunks = entry.chunks if part_chunks is None else part_chunks
+            if part_chunks is None:
                 if box != Box.whole(entry.shape):  # first: a part meets few of a tensor's chunks
                     chunks = sliced(chunks, of_box(box), entry.dtype.itemsize)
                 chunks = _distinct(chunks)
@@ -241,7 +257,7 @@ def table_of(recipe: Recipe, tables: Tables = _NONE) -> ChunkTable:
         case Stack(dim, parts):
             found = []
             for index, part in enumerate(parts):
-                table = table_of(part, tables)
+                table = table_of(part, known)
                 offsets = np.insert(table.offsets, dim, index, axis=1)
                 sizes = np.insert(table.sizes, dim, 1, axis=1)
                 strides = np.insert(strides_of(table), dim, 0, axis=1)
@@ -250,7 +266,7 @@ def table_of(recipe: Recipe, tables: Tables = _NONE) -> ChunkTable:
         case Concat(dim, parts):
             found, start = [], 0
             for part in parts:
-                table = table_of(part, tables)
+                table = table_of(part, known)
                 offsets = table.offsets.copy()
                 offsets[:, dim] += start
                 found.append(replace(table, offsets=offsets))

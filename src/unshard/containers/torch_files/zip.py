@@ -12,7 +12,7 @@ Facts this module relies on (torch's `PyTorchStreamWriter`):
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from struct import unpack_from
@@ -106,11 +106,15 @@ class TorchZip:
         path: the file.
         pickle: the bytes of data.pkl; they fit its CRC-32, if it has one.
         storages: byte ranges of the storages, by key.
+        passed_over: begins and ends, in the window, of bytes that are read with the directory, and
+            that nothing depends on but the CRCs of `storages`: CRCs, except that of the pickle, and
+            first values.
     """
 
     path: Path
     pickle: bytes
     storages: Storages
+    passed_over: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64), compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,11 +125,12 @@ class _Entries:
     header: Ints
     size: Ints
     crc: Ints
+    crc_at: Ints
     compressed: NDArray[np.bool_]
 
     def take(self, rows: list[int]) -> "_Entries":
         names = [self.names[row] for row in rows]
-        columns = self.header[rows], self.size[rows], self.crc[rows]
+        columns = self.header[rows], self.size[rows], self.crc[rows], self.crc_at[rows]
         return _Entries(names, *columns, self.compressed[rows])
 
 
@@ -183,7 +188,13 @@ class _Reader:
             at = self.offset + int(begins[overlap[0] + 1])
             raise self.corrupt(f"two of its records overlap at byte {at}")
         storages = Storages(keys, start + self.offset, records.size, records.crc)
-        return TorchZip(self.path, pickle, storages)
+        local = records.header + 14
+        named = np.array([_LOCAL_SIZE + len(name) for name in records.names], np.int64)
+        others = entries.crc_at[[name != b"data.pkl" for name in names]]
+        begin = np.concatenate([others, local, start])
+        ends = np.maximum(records.header + named + _TWO_FIELDS, start)
+        end = np.concatenate([others + 4, local + 4, ends])
+        return TorchZip(self.path, pickle, storages, np.stack([begin, end], axis=1)[end > begin])
 
     def pickle(self, record: _Entries) -> bytes:
         size, crc = int(record.size[0]), int(record.crc[0])
@@ -230,7 +241,8 @@ class _Reader:
             wide[row] = self.widen(extra, *wide[row].tolist())
         plain, stored, header = wide.T
         compressed = (rows["method"] != 0) | (plain != stored)
-        return _Entries(names, header, plain, rows["crc"].astype(np.int64), compressed)
+        crc_at = np.array(places, np.int64) + start + 16
+        return _Entries(names, header, plain, rows["crc"].astype(np.int64), crc_at, compressed)
 
     def widen(self, extra: bytes, plain: int, stored: int, header: int) -> tuple[int, int, int]:
         """Take 64-bit values from the zip64 field, for those that do not fit 32 bits."""

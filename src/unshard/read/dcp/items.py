@@ -2,7 +2,9 @@
 
 A checkpoint may have 10^5 of them. The two ends of an item have all that is needed, and the end of
 one is next to the start of the next, so neighbours are read together, by several threads.
-Items of one shape have the same pickle, byte for byte; each is decoded once.
+Items of one shape have the same pickle, byte for byte; each is decoded once. So is each directory:
+an item of which the same bytes are read as of an earlier one (checksums and values aside) is what
+that one is.
 
 A compressed item can be read only from its start to its end. All are decompressed, one by one, into
 one file in the output's staging directory; everything after that works as for any other checkpoint.
@@ -11,9 +13,9 @@ one file in the output's staging directory; everything after that works as for a
 import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -34,8 +36,6 @@ Window = tuple[Path, int, int]
 """The place of an item: file, offset and length in bytes."""
 _Numbered = tuple[int, int, int]
 """Offset and length of an item, and its number among those to read."""
-_Known = dict[bytes, StorageView]
-"""Decoded tensors by their pickle."""
 
 _HEAD, _TAIL = 2048, 2048
 _GAP = 16 * 1024
@@ -43,6 +43,7 @@ _BATCH_BYTES = 4 * 1024 * 1024
 _BATCH_ITEMS = 2048
 _THREADS = 4
 _KNOWN_PICKLES = 8192
+_KNOWN_ALIKE = 4  # items of one length that are remembered
 _SLACK = 1 << 16  # of an item, what torch.save writes next to the tensor, and aligns it by
 
 
@@ -54,13 +55,58 @@ class StoredItem:
     start: int
 
 
+@dataclass(slots=True)
+class _Reads:
+    """Reads of an item, noted: where in the item, and which bytes."""
+
+    pread: Callable[[int, int], bytes]
+    offset: int
+    done: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def __call__(self, count: int, position: int) -> bytes:
+        data = self.pread(count, position)
+        self.done.append((position - self.offset, data))
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """An item that was read: every read of it, what is passed over in each, what it holds."""
+
+    reads: list[tuple[int, bytes, list[slice]]]
+    view: StorageView
+    start: int
+
+    def is_again(self, pread: Callable[[int, int], bytes], offset: int) -> bool:
+        """Return whether an item of the same length would be read just so."""
+        for position, data, passed in self.reads:
+            found = pread(len(data), offset + position)
+            if found != data and _blanked(found, passed) != _blanked(data, passed):
+                return False
+        return True
+
+
+def _blanked(data: bytes, passed: list[slice]) -> list[bytes]:
+    starts = [0, *(one.stop for one in passed)]
+    stops = [*(one.start for one in passed), len(data)]
+    return [data[start:stop] for start, stop in zip(starts, stops, strict=True)]
+
+
+@dataclass(slots=True)
+class _Known:
+    """Decoded tensors by their pickle, and items by their length."""
+
+    views: dict[bytes, StorageView] = field(default_factory=dict)
+    items: dict[int, list[_Seen]] = field(default_factory=dict)
+
+
 def read_items(items: Sequence[Window]) -> list[StoredItem | UnshardError]:
     """Return what every item holds; a problem in place of what cannot be read."""
     by_file: dict[Path, list[_Numbered]] = defaultdict(list)
     for number, (path, offset, length) in enumerate(items):
         by_file[path].append((offset, length, number))
     jobs = [(path, batch) for path, inside in by_file.items() for batch in _batches(sorted(inside))]
-    known: _Known = {}
+    known = _Known()
     found: dict[int, StoredItem | UnshardError] = {}
     with ThreadPoolExecutor(_THREADS) as pool:
         for part in pool.map(lambda job: _read_batch(job[0], job[1], known), jobs):
@@ -92,13 +138,39 @@ def _read_batch(
         blocks = _Blocks(fd, batch)
         for offset, length, number in batch:
             try:
-                archive = read_torch_zip(path, offset=offset, length=length, pread=blocks.pread)
-                found[number] = _stored(archive, known)
+                found[number] = _read_item(path, (offset, length), blocks.pread, known)
             except UnshardError as error:
                 found[number] = error
     finally:
         os.close(fd)
     return found
+
+
+def _read_item(
+    path: Path, window: tuple[int, int], pread: Callable[[int, int], bytes], known: _Known
+) -> StoredItem:
+    offset, length = window
+    alike = known.items.get(length, [])
+    for seen in alike:
+        if seen.is_again(pread, offset):
+            return StoredItem(seen.view, offset + seen.start)
+    reads = _Reads(pread, offset)
+    archive = read_torch_zip(path, offset=offset, length=length, pread=reads)
+    item = _stored(archive, known)
+    if len(alike) < _KNOWN_ALIKE and len(known.items) < _KNOWN_PICKLES:
+        places = sorted(archive.passed_over.tolist())
+        noted = [
+            (
+                at,
+                data,
+                [slice(max(0, b - at), e - at) for b, e in places if b < at + len(data) and at < e],
+            )
+            for at, data in reads.done
+        ]
+        # Each place is in one read, that of a header or of the directory: of nothing else.
+        if sum(len(inside) for *_, inside in noted) == len(places):
+            known.items.setdefault(length, []).append(_Seen(noted, item.view, item.start - offset))
+    return item
 
 
 class _Blocks:
@@ -128,14 +200,14 @@ class _Blocks:
 
 
 def _stored(archive: TorchZip, known: _Known) -> StoredItem:
-    view = known.get(archive.pickle)
+    view = known.views.get(archive.pickle)
     if view is None:
         try:
             view = read_view(unpickled(archive.path, archive.pickle))
         except TensorFormError as error:
             raise CorruptError(f"{archive.path}: an item cannot be read: {error}") from error
-        if len(known) < _KNOWN_PICKLES:
-            known[archive.pickle] = view
+        if len(known.views) < _KNOWN_PICKLES:
+            known.views[archive.pickle] = view
     storage = archive.storages.get(view.key)
     size = 0 if storage is None else storage.size
     needed = view.storage_elements * view.dtype.itemsize
