@@ -35,7 +35,7 @@ class _Engine:
         package: what must be installed.
         command: its command line, up to the model's directory.
         ours: options that we set.
-        tokenizer: options one of which must be given if there is no tokenizer.
+        tokenizer: two options; without a tokenizer, one of them is needed.
     """
 
     name: str
