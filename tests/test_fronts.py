@@ -46,6 +46,11 @@ VLLM = {
     *("--load-format", "--model-loader-extra-config", "--worker-extension-cls", "--model"),
     *("--served-model-name", "--skip-tokenizer-init", "--tokenizer"),
 }
+# Options of SGLang's server, which messages of its command and its plugin name.
+SGLANG = {
+    *("--load-format", "--speculative-draft-load-format", "--model-loader-extra-config"),
+    *("--model-path", "--tokenizer-path", "--skip-tokenizer-init"),
+}
 DROP_INS: Mapping[str, tuple[Callable[[], None], list[str]]] = {
     "convert_checkpoint_simple": (convert_checkpoint_simple.main, ["{run}", "--output", "{out}"]),
     "convert_fsdp_to_hf": (
@@ -178,8 +183,9 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
         "verify": options_of("verify"),
         "averag": options_of("average"),
         "cli/commands": set.union(*map(options_of, ("merge", "average", "verify", "inspect"))),
-        "cli/engines": VLLM,
+        "cli/engines": VLLM | SGLANG,
         "plugins/vllm": VLLM,
+        "plugins/sglang": SGLANG,
         "compat/commands": {"--output"},  # of one script; the other's test is below
         "compat/verl": options_of_drop_in(verl.main, monkeypatch),
         "compat/merge_fsdp": options_of_drop_in(merge_fsdp.main, monkeypatch),
