@@ -1,8 +1,9 @@
 """Compare `unshard merge` with two floors, side by side; all sides are made durable.
 
 The floors are `cat` of the input, and a loop that lets the kernel copy the pieces one by one, in
-one thread, without any start. The rounds interleave all contenders, so that a noisy machine slows
-all of them alike; the report has ratios of medians. The figures to reach are in ARCHITECTURE.md.
+one thread, without any start. Every round runs all contenders in an order of its own, with a pause
+before each, so that a noisy machine slows all of them alike and none always follows the same other;
+the report has ratios of medians.
 
     python benchmarks/merge_against_cat.py --gigabytes 3.2 --rounds 5 --directory /another/disk
 
@@ -11,6 +12,7 @@ The checkpoint is written by real torch: DTensors on a fake process group, in on
 
 import argparse
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -97,7 +99,9 @@ def copy_runs(copy: CopyRange, output: int) -> None:
 def merge(checkpoint: Path, options: list[str], target: Path) -> None:
     """Run the command as a user would, the interpreter's start included."""
     command = [sys.executable, "-m", "unshard", "merge", str(checkpoint), str(target), "--quiet"]
-    subprocess.run([*command, *options], check=True)
+    # An installed program has its bytecode; without it every start would compile it again.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run([*command, *options], check=True, env=environment)
 
 
 def plan_of(checkpoint: Path, shard_size: str) -> Plan:
@@ -143,10 +147,13 @@ def timed(action: Contender, target: Path) -> tuple[float, float, float]:
 def measure(contenders: dict[str, Contender], work: Path, rounds: int) -> None:
     """Print the median seconds of every contender, as a ratio to `cat`; each round runs all."""
     seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in contenders}
+    order = list(contenders.items())
     for number in range(rounds + 1):
-        for name, run in contenders.items():
+        random.shuffle(order)
+        for name, run in order:
             target = work / "output"
             subprocess.run(["sync"], check=True)
+            time.sleep(1)  # removing a large file goes on for a while
             took = timed(run, target)
             if number:  # the first round warms the page cache
                 seconds[name].append(took)
