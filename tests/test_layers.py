@@ -24,6 +24,7 @@ ROOMS = (
     {"convert"},
     {"read"},
     {"containers"},
+    {"stores"},
     {"tensors"},
     {"showing"},
     {"errors", "fronts", "keywords", "noted", "progress", "signals", "_version"},

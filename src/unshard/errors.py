@@ -11,7 +11,8 @@
     │   ├── UnsafeError                  a pickle refers to code that runs commands
     │   └── NotMergeableError            readable, but no full tensor follows from it
     ├── ConversionError              4   names or dtypes of the output cannot be resolved
-    └── OutputError                  5   the output exists, has no space or is not writable
+    ├── OutputError                  5   the output exists, has no space or is not writable
+    └── StoreError                   6   an object store does not answer, or refuses a request
 
 An error names its subject (file, tensor, rank), what was expected, what was found, and what to do
 next. A stage gathers all its problems and raises once (see `raise_all`).
@@ -34,6 +35,7 @@ __all__ = [
     "NoSuchTensorError",
     "NotMergeableError",
     "OutputError",
+    "StoreError",
     "UnknownFormatError",
     "UnsafeError",
     "UnshardError",
@@ -165,6 +167,12 @@ class OutputError(UnshardError):
     """The output exists already, has no space or cannot be written."""
 
     exit_code = 5
+
+
+class StoreError(UnshardError):
+    """An object store cannot be reached, or does not allow what was asked of it."""
+
+    exit_code = 6
 
 
 def how_to_install(packages: str, extra: str) -> str:

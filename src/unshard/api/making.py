@@ -28,6 +28,7 @@ from unshard.read.beside.model_config import ModelConfig
 from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
 from unshard.read.open import Checkpoint
 from unshard.showing import counted, is_notebook, is_terminal
+from unshard.stores.remote_path import path_of
 from unshard.tensors.catalog import TensorEntry
 from unshard.write.companions import (
     ADAPTER_NAME,
@@ -279,7 +280,7 @@ def named_companions(prepared: Prepared, options: MergeOptions) -> tuple[str, ..
     """Return the companions that the user named, by --config: a file, or a directory of them."""
     if options.config is None:
         return ()
-    files = prepared.checkpoint.companions.files if Path(options.config).is_dir() else ()
+    files = prepared.checkpoint.companions.files if path_of(options.config).is_dir() else ()
     return ("config.json", *files)
 
 

@@ -13,6 +13,7 @@ from unshard.errors import UsageError
 from unshard.keywords import CHOICES, DEFAULTS, DtypeLike
 from unshard.plan.layout import size_in_bytes
 from unshard.read.format import ROLES, Choice, ReadOptions
+from unshard.stores.remote_path import is_url, path_of
 
 __all__ = ["MergeOptions", "accepting", "given_output", "given_path"]
 
@@ -27,11 +28,16 @@ def given_path(path: str | Path, what: str) -> Path:
     """Return a path that a caller gave; `what` names it in the error: "the checkpoint"."""
     if path == "":  # `Path` would take it for the current directory
         raise UsageError(f"{what} is an empty path", hint="for the current directory, give .")
-    return Path(path)
+    return path_of(path)
 
 
 def given_output(path: str | Path) -> Path:
     """Return the directory that a caller wants the output in."""
+    if is_url(path):
+        raise UsageError(
+            f"{path}: outputs are written to a local file system",
+            hint="merge into a local directory, and copy that; checkpoints are read from buckets",
+        )
     output = given_path(path, "the output")
     if output.suffix in _FILES and not output.is_dir():
         raise UsageError(
@@ -136,7 +142,7 @@ class MergeOptions:
     def reading(self) -> ReadOptions:
         """How to read the checkpoint."""
         return ReadOptions(
-            None if self.config is None else Path(self.config),
+            None if self.config is None else path_of(self.config),
             self.assume_dim0,
             self.ep_size,
             frozenset(self.allow_globals),
@@ -148,7 +154,8 @@ class MergeOptions:
         """What shapes the output, for its record: without paths."""
         chosen = {name: value for name, value in self.chosen.items() if name in _SHAPING}
         if self.base is not None:
-            chosen["base"] = Path(self.base).name if Path(self.base).is_dir() else str(self.base)
+            base = path_of(self.base)
+            chosen["base"] = base.name if base.is_dir() else str(self.base)
         return {"dtype": self.dtype, "names": self.names, **chosen}
 
 

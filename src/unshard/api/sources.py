@@ -18,6 +18,7 @@ from unshard.read.beside.companions import completed
 from unshard.read.dcp.items import inflate, inflated_bytes
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.training_state.reader import TrainingState, read_training_state
+from unshard.stores.remote_path import path_of
 from unshard.write.staging.targets import check_space
 
 __all__ = [
@@ -81,7 +82,7 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
     base = None if options.base is None else read_base(str(options.base))
     reading = replace(options.reading, shapes={} if base is None else base.shapes)
     choice = replace(options.choice, pass_over=pass_over)
-    checkpoint = open_latest(path, choice, reading, [Path(one) for one in options.also])
+    checkpoint = open_latest(path, choice, reading, [path_of(one) for one in options.also])
     _log_choice(path, checkpoint)
     if base is None:
         return checkpoint

@@ -5,7 +5,7 @@ from types import EllipsisType
 
 import numpy as np
 
-from unshard.containers.open_files import OpenFiles
+from unshard.containers.open_files import Opened, OpenFiles
 from unshard.containers.strided import Elements, raw_dtype, read_exactly, read_strided
 from unshard.tensors.boxes import Box, row_major_strides, row_tile, tiles
 from unshard.tensors.catalog import ChunkTable, TensorEntry
@@ -32,13 +32,13 @@ def chunk_part(
     Raises:
         CorruptError: the file is gone or ends early.
     """
-    fd, start, strides = _place(table, row, box, dtype, files)
-    return read_strided(fd, start, strides, box.sizes, dtype)
+    file, start, strides = _place(table, row, box, dtype, files)
+    return read_strided(file, start, strides, box.sizes, dtype)
 
 
 def _place(
     table: ChunkTable, row: int, box: Box, dtype: np.dtype[np.generic], files: OpenFiles
-) -> tuple[int, int, tuple[int, ...]]:
+) -> tuple[Opened, int, tuple[int, ...]]:
     """Return the open file of a chunk, and start and strides (bytes) of a box of it there."""
     if table.compressed[row]:
         raise RuntimeError("a compressed chunk has no bytes to read: inflate the catalog first")
@@ -48,7 +48,8 @@ def _place(
         steps = tuple(table.strides[row].tolist())
     strides = tuple(step * dtype.itemsize for step in steps)
     skip = sum(at * step for at, step in zip(box.offsets, strides, strict=True))
-    return files.fd(table.paths[table.file[row]]), int(table.start[row]) + skip, strides
+    source = files.source(table.paths[table.file[row]])
+    return source, int(table.start[row]) + skip, strides
 
 
 def first_difference(

@@ -7,14 +7,13 @@ can be copied, compared and written again.
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
 from typing import TypeVar
 
+from unshard.containers.open_files import is_regular, opened, pread, size_of
 from unshard.errors import CorruptError
 
 __all__ = [
@@ -45,16 +44,14 @@ def json_object(path: Path) -> dict[str, object]:
             `parsed_object` takes.
     """
     try:
-        # Without O_NONBLOCK a pipe would wait for a process that writes to it.
-        with open(path, "rb", opener=lambda at, flags: os.open(at, flags | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            is_regular, too_long = S_ISREG(status.st_mode), status.st_size > MAX_JSON
-            text = file.read(MAX_JSON + 1) if is_regular and not too_long else b""
+        with opened(path) as file:
+            regular, size = is_regular(file), size_of(file)
+            text = pread(file, size, 0) if regular and size <= MAX_JSON else b""
     except OSError as error:
         raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
-    if not is_regular:
+    if not regular:
         raise CorruptError(f"{path}: cannot be read: not a regular file")
-    if too_long or len(text) > MAX_JSON:
+    if size > MAX_JSON:
         raise CorruptError(f"{path}: longer than {MAX_JSON} bytes")
     return parsed_object(text, str(path))
 

@@ -1,13 +1,93 @@
-"""Open files, as few as the process may have: a cache of descriptors that closes the oldest."""
+"""Open files, local or in a bucket, and a cache of them that closes the oldest."""
 
 import os
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from stat import S_ISREG
 from typing import Self
 
 from unshard.errors import CorruptError
+from unshard.stores.remote_file import RemoteFile
+from unshard.stores.remote_path import RemotePath
 
-__all__ = ["OpenFiles"]
+__all__ = [
+    "OpenFiles",
+    "Opened",
+    "Pread",
+    "is_regular",
+    "name_of",
+    "opened",
+    "pread",
+    "pread_many",
+    "preader",
+    "size_of",
+]
+
+Opened = int | RemoteFile
+"""A file that is open for reading: a descriptor, or an object in a bucket."""
+
+Pread = Callable[[int, int], bytes]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Opened]:
+    """Open a file for reading; a pipe does not make us wait.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    if isinstance(path, RemotePath):
+        file = path.opened()
+        try:
+            yield file
+        finally:
+            file.close()
+        return
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def size_of(file: Opened) -> int:
+    """Return the size of an open file, bytes."""
+    return file.size if isinstance(file, RemoteFile) else os.fstat(file).st_size
+
+
+def pread(file: Opened, count: int, at: int) -> bytes:
+    """Return `count` bytes from `at` on, or those up to the end, as `os.pread` does."""
+    return file.pread(count, at) if isinstance(file, RemoteFile) else os.pread(file, count, at)
+
+
+def preader(file: Opened) -> Pread:
+    """Return a function of count and place that returns bytes, as `os.pread` does."""
+    return file.pread if isinstance(file, RemoteFile) else partial(os.pread, file)
+
+
+def pread_many(file: Opened, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Return the bytes of many ranges (count, place); a bucket sends neighbours together."""
+    if isinstance(file, RemoteFile):
+        return file.pread_many(ranges)
+    return [os.pread(file, count, at) for count, at in ranges]
+
+
+def is_regular(file: Opened) -> bool:
+    """Return whether an open file is neither a folder nor a device nor a pipe."""
+    return isinstance(file, RemoteFile) or S_ISREG(os.fstat(file).st_mode)
+
+
+def name_of(file: Opened) -> str:
+    """Return the path of an open file, for messages."""
+    if isinstance(file, RemoteFile):
+        return file.name
+    try:
+        return str(Path(f"/proc/self/fd/{file}").readlink())
+    except OSError:
+        return "a source file"
 
 
 class OpenFiles:
@@ -20,12 +100,29 @@ class OpenFiles:
         self._flags = flags
         self._limit = limit
         self._open: OrderedDict[Path, int] = OrderedDict()
+        self._remote: dict[Path, RemoteFile] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def source(self, path: Path) -> Opened:
+        """Return a file to read, valid as that of `fd`; one in a bucket stays valid.
+
+        Raises:
+            CorruptError: as for `fd`.
+        """
+        if not isinstance(path, RemotePath):
+            return self.fd(path)
+        found = self._remote.get(path)
+        if found is None:
+            try:
+                found = self._remote[path] = path.opened()
+            except FileNotFoundError as error:
+                raise _gone(path) from error
+        return found
 
     def fd(self, path: Path) -> int:
         """Return a descriptor of this file; valid until `limit` other files have been asked for.
@@ -42,8 +139,7 @@ class OpenFiles:
         try:
             fd = self._open[path] = os.open(path, self._flags)
         except FileNotFoundError as error:
-            hint = "the checkpoint was removed while it was being read"
-            raise CorruptError(f"{path}: no longer exists", hint=hint) from error
+            raise _gone(path) from error
         except OSError as error:
             if self._flags != os.O_RDONLY:
                 raise
@@ -52,5 +148,11 @@ class OpenFiles:
 
     def close(self) -> None:
         """Close all."""
+        self._remote.clear()
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+def _gone(path: Path) -> CorruptError:
+    hint = "the checkpoint was removed while it was being read"
+    return CorruptError(f"{path}: no longer exists", hint=hint)

@@ -73,7 +73,8 @@ def read_safetensors(path: Path) -> SafetensorsFile:
         CorruptError: the header breaks a rule of the format; the message says which.
     """
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         if size < 8:
             raise IncompleteError(f"{path}: {size} bytes; a safetensors file has at least 8")
         (length,) = unpack("<Q", file.read(8))

@@ -5,12 +5,13 @@ Strides here are bytes. Memory: at most `SLACK` times the elements asked for, or
 
 import os
 from math import prod
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unshard.containers.open_files import Opened, name_of
 from unshard.errors import CorruptError
+from unshard.stores.remote_file import RemoteFile
 from unshard.tensors.dtypes import DType
 
 __all__ = ["NEAR", "SLACK", "SMALL", "raw_dtype", "read_exactly", "read_strided"]
@@ -30,7 +31,7 @@ def raw_dtype(dtype: DType) -> np.dtype[np.generic]:
     return np.dtype(f"u{dtype.itemsize}" if dtype.itemsize <= 8 else f"V{dtype.itemsize}")
 
 
-def read_exactly(fd: int, start: int, out: memoryview) -> None:
+def read_exactly(file: Opened, start: int, out: memoryview) -> None:
     """Fill `out` with the file's bytes from `start` on.
 
     Raises:
@@ -39,19 +40,22 @@ def read_exactly(fd: int, start: int, out: memoryview) -> None:
     done = 0
     while done < len(out):
         try:
-            count = os.preadv(fd, [out[done:]], start + done)
+            if isinstance(file, RemoteFile):
+                count = file.read_into(start + done, out[done:])
+            else:
+                count = os.preadv(file, [out[done:]], start + done)
         except OSError as error:  # left alone it would look like a failure to write the output
-            raise CorruptError(f"{_name(fd)}: cannot be read: {error.strerror}") from error
+            raise CorruptError(f"{name_of(file)}: cannot be read: {error.strerror}") from error
         if count == 0:
             raise CorruptError(
-                f"{_name(fd)}: ends at byte {start + done}, {len(out) - done} bytes too early",
+                f"{name_of(file)}: ends at byte {start + done}, {len(out) - done} bytes too early",
                 hint="was the checkpoint removed or rewritten while it was being read?",
             )
         done += count
 
 
 def read_strided(
-    fd: int,
+    file: Opened,
     start: int,
     strides: tuple[int, ...],
     sizes: tuple[int, ...],
@@ -64,7 +68,7 @@ def read_strided(
     span = dtype.itemsize + sum((size - 1) * step for size, step in steps)
     if span <= max(SLACK * prod(sizes) * dtype.itemsize, SMALL):
         data = np.empty(span, dtype=np.uint8)
-        read_exactly(fd, start, data.data)
+        read_exactly(file, start, data.data)
         return np.ndarray(sizes, dtype, data.data, 0, strides)
     # Read along the dimension whose elements are furthest apart: one by one, or some at a time.
     dim = max(range(len(sizes)), key=lambda d: strides[d] if sizes[d] > 1 else -1)
@@ -77,13 +81,6 @@ def read_strided(
     for first in range(0, sizes[dim], at_once):
         end = min(first + at_once, sizes[dim])
         some = (*sizes[:dim], end - first, *sizes[dim + 1 :])
-        part = read_strided(fd, start + first * strides[dim], strides, some, dtype)
+        part = read_strided(file, start + first * strides[dim], strides, some, dtype)
         out[(slice(None),) * dim + (slice(first, end),)] = part
     return out
-
-
-def _name(fd: int) -> str:
-    try:
-        return str(Path(f"/proc/self/fd/{fd}").readlink())
-    except OSError:
-        return "a source file"

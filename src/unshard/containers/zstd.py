@@ -5,6 +5,7 @@ Needs Python 3.14's own `compression.zstd`, or the package `zstandard` (the extr
 
 from typing import IO, Protocol
 
+from unshard.containers.open_files import Opened
 from unshard.containers.strided import read_exactly
 from unshard.errors import CorruptError, UsageError, how_to_install
 
@@ -26,7 +27,9 @@ class _Engine(Protocol):
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
-def decompress(source: str, fd: int, window: tuple[int, int], out: IO[bytes], limit: int) -> int:
+def decompress(
+    source: str, file: Opened, window: tuple[int, int], out: IO[bytes], limit: int
+) -> int:
     """Write what a compressed window (offset, length) of a file contains; return its size, bytes.
 
     `source` is the name of the file in errors. Never more than `limit` bytes are written.
@@ -41,7 +44,7 @@ def decompress(source: str, fd: int, window: tuple[int, int], out: IO[bytes], li
     try:
         for start in range(0, length, _BLOCK):
             block = bytearray(min(_BLOCK, length - start))
-            read_exactly(fd, offset + start, memoryview(block))
+            read_exactly(file, offset + start, memoryview(block))
             for at in range(0, len(block), _PIECE):
                 if engine.eof:
                     raise _followed(source, offset)

@@ -96,7 +96,7 @@ class PieceReader:
                 match piece:
                     case Run(source, start, length):
                         block = block[: length - skip]
-                        read_exactly(self._sources.fd(source), start + skip, block)
+                        read_exactly(self._sources.source(source), start + skip, block)
                     case Slab():
                         block = block[: piece.length - skip]
                         block[:] = self._bytes_of(piece)[skip : skip + len(block)]

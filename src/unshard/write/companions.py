@@ -60,7 +60,8 @@ def write_files(files: Mapping[str, bytes | Path], directory: Path) -> None:
         if isinstance(source, bytes):
             target.write_bytes(source)
         else:
-            shutil.copyfile(source, target)
+            with source.open("rb") as file, target.open("wb") as copy:
+                shutil.copyfileobj(file, copy)
 
 
 def state_file_names(state: TrainingState) -> tuple[str, ...]:

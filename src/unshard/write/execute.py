@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from unshard.containers.strided import Elements, raw_dtype, read_exactly
 from unshard.errors import ConversionError
 from unshard.plan.operations import (
     Cast,
+    CopyRange,
     Dequantize,
     FindScales,
     Fuse,
@@ -31,6 +33,7 @@ from unshard.plan.operations import (
     Target,
 )
 from unshard.plan.work import Pair, Tile, Unit, pair_tiles
+from unshard.stores.remote_file import RemoteFile, all_at_once
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
 from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype
 from unshard.write.blocks import block_scales, dequantized, meeting, of_blocks, quantized
@@ -39,6 +42,7 @@ from unshard.write.writeback import Writeback
 __all__ = ["Executor", "are_equal", "count_overflows", "make_tile", "tile_runs"]
 
 _BLOCK = 1024 * 1024
+_DOWNLOAD = 8 * 1024 * 1024
 _NO_KERNEL_COPY = frozenset(
     # EIO: of source or target; reading and writing separately shows of which
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EIO}
@@ -80,10 +84,14 @@ class Executor:
         """
         if isinstance(unit, Tile):
             return self._make_tile(unit)
-        source, target = self._sources.fd(unit.source), self._targets.fd(self._outputs[unit.file])
+        source = self._sources.source(unit.source)
+        target = self._targets.fd(self._outputs[unit.file])
+        if isinstance(source, RemoteFile):
+            _download(source, unit, target)
         for run in range(unit.count):
             start, at = unit.start + run * unit.length, unit.target + run * unit.target_stride
-            self._copy(source, start, target, at, unit.length)
+            if not isinstance(source, RemoteFile):
+                self._copy(source, start, target, at, unit.length)
             self._writeback.wrote(unit.file, target, at, unit.length)
         return unit.size
 
@@ -265,6 +273,23 @@ def _float32(source: StoredTensor, box: Box, files: OpenFiles) -> NDArray[np.flo
     out = np.empty(box.sizes, np.float32)
     fill_box(out, box, source.chunks, numpy_dtype(source.dtype), files)
     return out
+
+
+def _download(source: RemoteFile, copy: CopyRange, target: int) -> None:
+    """Write what a bucket has for a copy, whose runs follow one another there; several gets."""
+
+    def get(first: int) -> None:
+        def write(at: int, block: memoryview) -> None:
+            at += first
+            while block:
+                run, skip = divmod(at, copy.length)
+                part = block[: copy.length - skip]
+                _write_all(target, part, copy.target + run * copy.target_stride + skip)
+                at, block = at + len(part), block[len(part) :]
+
+        source.stream_to(copy.start + first, min(_DOWNLOAD, copy.size - first), write)
+
+    all_at_once([partial(get, first) for first in range(0, copy.size, _DOWNLOAD)])
 
 
 def _write_all(fd: int, data: memoryview, at: int) -> None:

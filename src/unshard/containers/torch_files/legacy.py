@@ -8,12 +8,12 @@ the sizes of all before it. Only the pickles and those numbers are read here, ne
 Source: `torch.serialization._legacy_save` and `_legacy_load`.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from struct import unpack
 
+from unshard.containers.open_files import Opened, opened, pread, size_of
 from unshard.containers.pickles.records import Global, Persistent, Record, Value
 from unshard.containers.pickles.unpickle import (
     MalformedPickleError,
@@ -68,33 +68,30 @@ def read_torch_legacy(
         MalformedPickleError: a pickle is broken, or beyond the bounds.
         DangerousPickleError: a pickle names something that runs commands.
     """
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        size = os.fstat(fd).st_size
+    with opened(path) as file:
+        size = size_of(file)
         end = size if length is None else min(size, offset + length)
-        stream = _Stream(path, fd, offset, end)
+        stream = _Stream(path, file, offset, end)
         _check_header(stream)
         value = stream.next_pickle()
         keys = stream.next_pickle()
         return value, dict(_storages(stream, keys, _stated_storages(path, value)))
-    finally:
-        os.close(fd)
 
 
 class _Stream:
     """A file read from the front; `at` is the byte that comes next, `end` the first beyond it."""
 
-    def __init__(self, path: Path, fd: int, at: int, end: int) -> None:
+    def __init__(self, path: Path, file: Opened, at: int, end: int) -> None:
         self.path = path
         self.at = at
         self.end = end
-        self._fd = fd
+        self._file = file
 
     def next_pickle(self) -> Value:
         """Return what the next pickle describes; read no more than about four times its size."""
         count = _FIRST_READ
         while True:
-            data = os.pread(self._fd, min(count, self.end - self.at), self.at)
+            data = pread(self._file, min(count, self.end - self.at), self.at)
             try:
                 value, _, used = unpickle_first(data)
             except TruncatedPickleError as error:
@@ -110,7 +107,7 @@ class _Stream:
 
     def next_number(self) -> int:
         """Return the next 64-bit integer."""
-        data = os.pread(self._fd, 8, self.at)
+        data = pread(self._file, 8, self.at)
         if self.at + 8 > self.end or len(data) != 8:
             raise self.truncated()
         self.at += 8

@@ -4,13 +4,12 @@ What it contains and where its storages are, both inert; no weights are read. Ol
 of torch (tar archives, TorchScript) are recognised and refused.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
 
+from unshard.containers.open_files import is_regular, opened, pread
 from unshard.containers.pickles.records import Value
 from unshard.containers.pickles.unpickle import DangerousPickleError, MalformedPickleError, unpickle
 from unshard.containers.torch_files.legacy import (
@@ -102,15 +101,12 @@ def _blaming(path: Path) -> Iterator[None]:
 def _head(path: Path, offset: int, length: int | None) -> bytes:
     """Return the first bytes of the window."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not make us wait
+        with opened(path) as file:
+            if not is_regular(file):
+                raise CorruptError(f"{path}: not a file")
+            head = pread(file, _HEAD if length is None else min(_HEAD, length), offset)
     except OSError as error:
         raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error
-    try:
-        if not S_ISREG(os.fstat(fd).st_mode):
-            raise CorruptError(f"{path}: not a file")
-        head = os.pread(fd, _HEAD if length is None else min(_HEAD, length), offset)
-    finally:
-        os.close(fd)
     if is_start_of_legacy(head):  # nothing at all is one, too
         what = "truncated in its first bytes" if head else "the file is empty"
         hint = "the save was interrupted, or is still under way; take another checkpoint"

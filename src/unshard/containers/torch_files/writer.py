@@ -9,7 +9,6 @@ Sources: `pickletools`, `torch._weights_only_unpickler`, `torch._utils._rebuild_
 `_rebuild_tensor_v3`.
 """
 
-import os
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from struct import pack
 from typing import BinaryIO
 from zipfile import ZipFile, ZipInfo
 
+from unshard.containers.open_files import opened
 from unshard.containers.strided import read_exactly
 from unshard.tensors.boxes import row_major_strides
 from unshard.tensors.catalog import ByteRange
@@ -126,14 +126,11 @@ def _elements(tensor: SavedTensor) -> Iterator[bytes | bytearray]:
     if isinstance(source, bytes):
         yield source
         return
-    fd = os.open(source.path, os.O_RDONLY)
-    try:
+    with opened(source.path) as file:
         for start in range(0, source.length, _BLOCK):
             block = bytearray(min(_BLOCK, source.length - start))
-            read_exactly(fd, source.offset + start, memoryview(block))
+            read_exactly(file, source.offset + start, memoryview(block))
             yield block
-    finally:
-        os.close(fd)
 
 
 def write_pickle(value: Plain) -> tuple[bytes, tuple[SavedTensor, ...]]:

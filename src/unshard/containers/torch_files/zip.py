@@ -9,9 +9,8 @@ Facts this module relies on (torch's `PyTorchStreamWriter`):
 * the zip may be a window inside a larger file (one item of a `.distcp` file).
 """
 
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from unshard.containers.open_files import Pread, opened, pread_many, preader, size_of
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.tensors.boxes import Ints
 
@@ -60,7 +60,6 @@ _HEADER = np.dtype(
         "itemsize": _LOCAL_SIZE,
     }
 )
-_Pread = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ class _Entries:
 
 
 def read_torch_zip(
-    path: Path, *, offset: int = 0, length: int | None = None, pread: _Pread | None = None
+    path: Path, *, offset: int = 0, length: int | None = None, pread: Pread | None = None
 ) -> TorchZip:
     """Read the directory and the pickle of a torch.save file, or of a window inside one.
 
@@ -148,19 +147,21 @@ def read_torch_zip(
         NotMergeableError: legacy (before torch 1.6) or big-endian files.
     """
     if pread is not None and length is not None:
-        return _Reader(path, pread, offset, length).read()
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        size = os.fstat(fd).st_size - offset if length is None else length
-        return _Reader(path, partial(os.pread, fd), offset, size).read()
-    finally:
-        os.close(fd)
+        return _Reader(path, pread, partial(_each, pread), offset, length).read()
+    with opened(path) as file:
+        size = size_of(file) - offset if length is None else length
+        return _Reader(path, preader(file), partial(pread_many, file), offset, size).read()
+
+
+def _each(pread: Pread, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    return [pread(count, at) for count, at in ranges]
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
     path: Path
-    pread: _Pread
+    pread: Pread
+    pread_many: Callable[[Sequence[tuple[int, int]]], list[bytes]]
     offset: int
     size: int
 
@@ -321,7 +322,7 @@ class _Reader:
     def headers(self, records: _Entries, counts: Ints) -> list[bytes]:
         """Return the local headers of records, so many bytes of each."""
         places = (records.header + self.offset).tolist()
-        found = [self.pread(n, at) for n, at in zip(counts.tolist(), places, strict=True)]
+        found = self.pread_many(list(zip(counts.tolist(), places, strict=True)))
         if sum(map(len, found)) != int(counts.sum()):
             raise IncompleteError(f"{self.path}: cannot read its local headers: truncated")
         return found

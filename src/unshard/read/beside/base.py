@@ -15,6 +15,7 @@ from unshard.read.beside.companions import Companions, companions_in
 from unshard.read.format import Location, ReadOptions, blaming
 from unshard.read.hub_files import INDEX_NAME, file_names, weight_map
 from unshard.read.whole_files.reader import WHOLE_FILES
+from unshard.stores.remote_path import path_of
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_CODE, DType
 
@@ -52,7 +53,7 @@ def read_base(spec: str, *, needs_weights: bool = False) -> Base:
         ConversionError: there is no such model, or the hub cannot be reached.
         CheckpointError: its files are damaged.
     """
-    directory = Path(spec)
+    directory = path_of(spec)
     with blaming(directory):
         is_local = directory.is_dir()
     if not is_local and _is_path(spec):
@@ -91,7 +92,7 @@ def _is_path(spec: str) -> bool:
         or spec.startswith((".", "/", "~"))
         or spec.endswith("/")
         or "\\" in spec
-        or spec.count("/") > 1
+        or spec.count("/") > 1  # an address of a store, too
         or Path(spec).exists()
         or (parent != Path() and parent.is_dir())
     )

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from unshard.containers.open_files import OpenFiles
+from unshard.containers.open_files import Opened, OpenFiles, opened, pread, pread_many
 from unshard.containers.torch_files.reader import unpickled
 from unshard.containers.torch_files.zip import TorchZip, read_torch_zip
 from unshard.containers.zstd import decompress
-from unshard.errors import CorruptError, UnshardError, raise_all
+from unshard.errors import CheckpointError, CorruptError, UnshardError, raise_all
 from unshard.read.torch_save.values import StorageView, TensorFormError, read_view
 from unshard.tensors.catalog import ByteRange, Catalog, Chunk, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
@@ -133,16 +133,13 @@ def _read_batch(
     path: Path, batch: Sequence[_Numbered], known: _Known
 ) -> dict[int, StoredItem | UnshardError]:
     found: dict[int, StoredItem | UnshardError] = {}
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        blocks = _Blocks(fd, batch)
+    with opened(path) as file:
+        blocks = _Blocks(file, batch)
         for offset, length, number in batch:
             try:
                 found[number] = _read_item(path, (offset, length), blocks.pread, known)
-            except UnshardError as error:
+            except CheckpointError as error:
                 found[number] = error
-    finally:
-        os.close(fd)
     return found
 
 
@@ -176,8 +173,8 @@ def _read_item(
 class _Blocks:
     """The ends of some items of a file, in memory; everything else is read from the file."""
 
-    def __init__(self, fd: int, batch: Sequence[_Numbered]) -> None:
-        self._fd = fd
+    def __init__(self, file: Opened, batch: Sequence[_Numbered]) -> None:
+        self._file = file
         spans: list[list[int]] = []
         for offset, length, _ in batch:
             end, head, tail = offset + length, offset + _HEAD, offset + length - _TAIL
@@ -188,7 +185,7 @@ class _Blocks:
                 else:
                     spans.append([start, end])
         self._starts = [start for start, _ in spans]
-        self._data = [os.pread(fd, end - start, start) for start, end in spans]
+        self._data = pread_many(file, [(end - start, start) for start, end in spans])
 
     def pread(self, count: int, position: int) -> bytes:
         at = bisect_right(self._starts, position) - 1
@@ -196,7 +193,7 @@ class _Blocks:
             skip = position - self._starts[at]
             if skip + count <= len(self._data[at]):
                 return self._data[at][skip : skip + count]
-        return os.pread(self._fd, count, position)
+        return pread(self._file, count, position)
 
 
 def _stored(archive: TorchZip, known: _Known) -> StoredItem:
@@ -249,7 +246,7 @@ def inflate(catalog: Catalog, path: Path) -> Catalog:
                 chunk = entry.chunks[row].source
                 window = (chunk.offset, chunk.length)
                 what = f"tensor {name}: {chunk.path}"
-                size = decompress(what, files.fd(chunk.path), window, out, limit)
+                size = decompress(what, files.source(chunk.path), window, out, limit)
                 archives.append(ByteRange(path, at, size))
                 windows.setdefault(name, {})[row] = archives[-1]
                 at += size

@@ -9,7 +9,6 @@ Lightning saves the LightningModule and Composer the ComposerModel, whose attrib
 every name starts with it (`model.model.norm.weight`). Nothing else is taken off a name.
 """
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -91,7 +90,7 @@ def _writer(location: Location, metadata: DcpMetadata, prefix: tuple[str, ...]) 
     if folder.name.startswith("pytorch_model_fsdp_"):
         trainer = (step / "trainer_state.json").is_file()
         return "HF Trainer (accelerate)" if trainer else "accelerate"
-    if os.path.lexists(folder / "meta.pt"):
+    if (folder / "meta.pt").exists():
         is_trainer = is_lightning(read_torch_file(folder / "meta.pt").value)
         return _LIGHTNING if is_trainer else "Lightning Fabric"
     if prefix in _BY_PREFIX:

@@ -19,6 +19,7 @@ from typing import IO
 from unshard.errors import CorruptError, UnshardError
 from unshard.read.torch_save.alike import RankFileReader
 from unshard.read.torch_save.table import RankTable, problem, problem_fields
+from unshard.stores.remote_path import path_of
 
 __all__ = ["read_rank_files"]
 
@@ -105,7 +106,7 @@ def main() -> None:
     known: list[str] | None = None
     for number, rank, path in jobs:
         try:
-            table = _read((number, rank, Path(path)), reader)
+            table = _read((number, rank, path_of(path)), reader)
             kind, data = b"T", table.to_bytes(known)
             known = table.names
         except UnshardError as error:

@@ -1,6 +1,5 @@
 """Read one torch.save file: where every tensor of its state dict is. No weights are read."""
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
@@ -8,6 +7,7 @@ from operator import mul
 
 import numpy as np
 
+from unshard.containers.open_files import opened
 from unshard.containers.pickles.records import Record, Value
 from unshard.containers.strided import read_strided
 from unshard.containers.torch_files.reader import TorchFile
@@ -190,13 +190,10 @@ def read_integers(archive: TorchFile, view: StorageView) -> tuple[int, ...]:
         raise TensorFormError(f"a mesh whose ranks (storage {view.key}) are missing")
     if prod(view.sizes) > view.storage_elements:
         raise TensorFormError("a mesh that names ranks several times")
-    fd = os.open(archive.path, os.O_RDONLY)
-    try:
+    with opened(archive.path) as file:
         strides = tuple(step * width for step in view.strides)
         start = storage.offset + view.offset * width
-        ranks = read_strided(fd, start, strides, view.sizes, numpy_dtype(view.dtype))
-    finally:
-        os.close(fd)
+        ranks = read_strided(file, start, strides, view.sizes, numpy_dtype(view.dtype))
     return tuple(ranks.reshape(-1).tolist())
 
 

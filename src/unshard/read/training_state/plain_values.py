@@ -9,7 +9,6 @@ Sources: numpy's `ndarray.__reduce__`, the pickles of numpy 1.26 (`numpy.core`) 
 (`numpy._core`).
 """
 
-import os
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from zlib import crc32
 
 import numpy as np
 
+from unshard.containers.open_files import Opened, opened, size_of
 from unshard.containers.pickles.records import Record, Value
 from unshard.containers.strided import Elements, raw_dtype, read_exactly, read_strided
 from unshard.containers.torch_files.reader import TorchFile
@@ -60,25 +60,22 @@ def plain_values(file: TorchFile) -> Noted[Plain]:
     Raises:
         CorruptError: it has values without end, or cannot be read.
     """
-    fd = os.open(file.path, os.O_RDONLY)
-    try:
-        decoder = _Decoder(file, fd)
+    with opened(file.path) as source:
+        decoder = _Decoder(file, source)
         try:
             value = decoder.plain(file.value, "", 0)
         except TensorFormError as error:
             raise CorruptError(f"{file.path}: has no plain values: {error}") from error
         return Noted(value, tuple(decoder.left_out))
-    finally:
-        os.close(fd)
 
 
 class _Decoder:
-    def __init__(self, file: TorchFile, fd: int) -> None:
+    def __init__(self, file: TorchFile, source: Opened) -> None:
         self.left_out: list[str] = []
         self._file = file
-        self._fd = fd
+        self._source = source
         self._values = 0
-        self._bytes = 4 * os.fstat(fd).st_size  # views may share a storage, within reason
+        self._bytes = 4 * size_of(source)  # views may share a storage, within reason
 
     def plain(self, value: Value, at: str, depth: int) -> Plain:
         """Return one value; `at` is its place, for messages.
@@ -190,12 +187,12 @@ class _Decoder:
                 raise TensorFormError(f"a tensor of {size} bytes that is not stored row by row")
             raw = raw_dtype(view.dtype)
             strides = tuple(step * raw.itemsize for step in view.strides)
-            elements = read_strided(self._fd, start, strides, view.sizes, raw)
+            elements = read_strided(self._source, start, strides, view.sizes, raw)
             return SavedTensor(view.dtype, view.sizes, elements.tobytes())
         if size > _SMALL:
             return SavedTensor(view.dtype, view.sizes, ByteRange(self._file.path, start, size))
         data = bytearray(size)
-        read_exactly(self._fd, start, memoryview(data))
+        read_exactly(self._source, start, memoryview(data))
         if size == stored.size and stored.crc not in (0, crc32(data)):
             raise TensorFormError("a tensor that does not fit its checksum (CRC-32)")
         return SavedTensor(view.dtype, view.sizes, bytes(data))

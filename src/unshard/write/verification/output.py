@@ -144,7 +144,7 @@ class Checker:
         value = 0
         for done in range(0, record.size, self._block):
             block = bytearray(min(self._block, record.size - done))
-            read_exactly(self._files.fd(path), record.offset + done, memoryview(block))
+            read_exactly(self._files.source(path), record.offset + done, memoryview(block))
             value = crc32(block, value)
         return value
 
@@ -184,7 +184,7 @@ class Checker:
             for done in range(0, copy.length, self._block):
                 size = min(self._block, copy.length - done)
                 expected, found = bytearray(size), bytearray(size)
-                read_exactly(self._files.fd(copy.source), start + done, memoryview(expected))
+                read_exactly(self._files.source(copy.source), start + done, memoryview(expected))
                 output = self._files.fd(self._outputs[copy.file])
                 read_exactly(output, target + done, memoryview(found))
                 if expected != found:

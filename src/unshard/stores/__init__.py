@@ -1,0 +1,1 @@
+"""Object stores: buckets, the paths in them, and the reading of their objects."""

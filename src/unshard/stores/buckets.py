@@ -1,0 +1,255 @@
+"""Buckets: what is in them, and ranges of their objects, by obstore.
+
+Knows listings, gets and errors of stores; knows no formats. Credentials, endpoints and regions are
+found by obstore: in the environment, or from the machine. No message contains anything that a
+store or obstore says in its own words, as that may be a key, a token or a signed address.
+"""
+
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from unshard.errors import CorruptError, StoreError, UnshardError, UsageError
+
+if TYPE_CHECKING:
+    from obstore import GetResult
+    from obstore.store import ObjectStore
+
+__all__ = ["Bucket", "Entry", "bucket_at", "client", "failure"]
+
+_CUT_RETRIES = 3
+"""How often the rest of a body is asked for again that ended early; requests are retried below."""
+_REQUEST_RETRIES = 10
+_STREAMED = 1 << 20
+
+_STATUS = re.compile(r"status code: (\d{3} [A-Z][A-Za-z ]*)")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_KNOWN_REASONS = {
+    "ConnectionRefused": "the connection was refused",
+    "dns error": "its host name is not known",
+    "TimedOut": "it did not answer in time",
+    "timed out": "it did not answer in time",
+    "certificate": "its certificate is not accepted",
+    "IncompleteMessage": "the connection was cut",
+    "ConnectionReset": "the connection was cut",
+    "kind: Decode": "the connection was cut",
+    "kind: Body": "the connection was cut",
+    "kind: Connect": "no connection could be made",
+    "MissingAccount": "no account is given: set AZURE_STORAGE_ACCOUNT_NAME",
+    "credential": "no credentials were found",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An object, as its listing states it.
+
+    Attributes:
+        size: bytes.
+        etag: changes with the content; None if the store has none.
+        modified: when it was last written, nanoseconds since 1970.
+    """
+
+    size: int
+    etag: str | None
+    modified: int
+
+
+def client(url: str) -> "ObjectStore":
+    """Return obstore's client of a bucket.
+
+    Raises:
+        UsageError: obstore is not installed.
+        StoreError: the address or its configuration is not accepted.
+    """
+    try:
+        from obstore.store import from_url
+    except ImportError:
+        raise UsageError(
+            f"{url}: reading object stores needs obstore, which is not installed",
+            hint='pip install "unshard[remote]"',
+        ) from None
+    try:
+        return from_url(url, retry_config={"max_retries": _REQUEST_RETRIES})
+    except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
+        raise failure(url, error) from None
+
+
+class Bucket:
+    """What is in a bucket: listings are asked for once, until they are forgotten. Thread-safe.
+
+    Keys have no slash at their ends; "" is the bucket itself.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._lock = threading.RLock()
+        self._store: ObjectStore | None = None
+        self._listings: dict[str, dict[str, Entry | None]] = {}
+        self._given: set[str] = set()
+
+    @property
+    def store(self) -> "ObjectStore":
+        """Obstore's client."""
+        with self._lock:
+            if self._store is None:
+                self._store = client(self.url)
+            return self._store
+
+    def forget(self, given: str | None = None) -> None:
+        """Forget all listings.
+
+        `given` is a key that a user named: folders above it may be denied. The environment may
+        have changed since the last one was: it is read again.
+        """
+        with self._lock:
+            self._listings.clear()
+            if given is not None:
+                self._given.add(given)
+                self._store = None
+
+    def children(self, key: str) -> dict[str, Entry | None]:
+        """Return what is directly below a key, by name: objects, and None for each folder.
+
+        Raises:
+            StoreError: the store cannot be reached, or does not allow it.
+        """
+        with self._lock:
+            found = self._listings.get(key)
+            if found is None:
+                found = self._listings[key] = self._list(key)
+            return found
+
+    def entry(self, key: str) -> Entry | None:
+        """Return the object of this key, or None if there is none.
+
+        Raises:
+            StoreError: as for `children`.
+        """
+        parent, _, name = key.rpartition("/")
+        return self.children(parent).get(name) if key else None
+
+    def is_folder(self, key: str) -> bool:
+        """Return whether there are objects below a key; the bucket itself is one.
+
+        Raises:
+            StoreError: as for `children`.
+        """
+        parent, _, name = key.rpartition("/")
+        with self._lock:
+            listed = self._listings.get(parent)
+        if listed and name in listed:
+            return listed[name] is None or bool(self.children(key))
+        return bool(self.children(key)) or not key
+
+    def chunks(self, key: str, entry: Entry, start: int, length: int) -> Iterator[memoryview]:
+        """Yield an object's bytes from `start` on, as they arrive; a cut answer is continued.
+
+        Raises:
+            CorruptError: the object is gone, or is not the one that was listed.
+            StoreError: the store cannot be reached, or does not allow it.
+        """
+        cuts = 0
+        while True:
+            try:
+                for data in self._get(key, entry, start, length).stream(_STREAMED):
+                    block = memoryview(data)[:length]
+                    start, length = start + len(block), length - len(block)
+                    yield block
+                error = None
+            except UnshardError:
+                raise
+            except Exception as raised:  # noqa: BLE001 (obstore's errors have no common base)
+                error = raised
+            if not length:
+                return
+            cuts += 1
+            if cuts > _CUT_RETRIES and error is not None:
+                raise self._failed(key, error) from None
+            if cuts > _CUT_RETRIES:
+                raise StoreError(f"{self.url}/{key}: every answer ends early, at byte {start}")
+
+    def _get(self, key: str, entry: Entry, start: int, length: int) -> "GetResult":
+        store = self.store
+        try:
+            return store.get(
+                key, options={"range": (start, start + length), "if_match": _quoted(entry.etag)}
+            )
+        except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
+            raise self._failed(key, error) from None
+
+    def _failed(self, key: str, error: Exception) -> UnshardError:
+        where = f"{self.url}/{key}"
+        hint = "was the checkpoint removed or rewritten while it was being read?"
+        if isinstance(error, FileNotFoundError):
+            return CorruptError(f"{where}: no longer exists", hint=hint)
+        if type(error).__name__ == "PreconditionError" or "416 Range" in str(error)[:2000]:
+            return CorruptError(f"{where}: has changed while it was being read", hint=hint)
+        return failure(where, error)
+
+    def _list(self, key: str) -> dict[str, Entry | None]:
+        store = self.store
+        try:
+            listed = store.list_with_delimiter(key)
+        except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
+            if _is_denied(error) and self._is_above_given(key):
+                return {}  # who may read one folder need not be allowed to list those above
+            raise failure(f"{self.url}/{key}", error) from None
+        found: dict[str, Entry | None] = {}
+        for one in listed["objects"]:
+            modified = int(one["last_modified"].timestamp() * 1e9)
+            entry = Entry(one["size"], one["e_tag"], modified)
+            found[one["path"].rpartition("/")[2]] = entry
+        found |= {prefix.rpartition("/")[2]: None for prefix in listed["common_prefixes"]}
+        return found
+
+    def _is_above_given(self, key: str) -> bool:
+        start = f"{key}/" if key else ""
+        return any(given != key and given.startswith(start) for given in self._given)
+
+
+_buckets: dict[str, Bucket] = {}
+_lock = threading.Lock()
+
+
+def bucket_at(url: str) -> Bucket:
+    """Return the bucket at an address such as s3://name: always the same one for an address."""
+    with _lock:
+        return _buckets.setdefault(url, Bucket(url))
+
+
+def _quoted(etag: str | None) -> str | None:
+    """Return an etag as requests have it, quoted; None if it is weak, which matches nothing."""
+    if etag is None or etag.startswith("W/"):
+        return None
+    return etag if etag.startswith('"') else f'"{etag}"'
+
+
+def _is_denied(error: Exception) -> bool:
+    is_named = type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
+    return is_named or "status code: 403" in str(error)[:2000]
+
+
+def failure(where: str, error: Exception) -> StoreError:
+    """Return the error that a request to a store failed; `where` is an address without secrets."""
+    return StoreError(
+        f"{where}: {_reason(error)}",
+        hint="check address, credentials and network: environment variables such as "
+        "AWS_ACCESS_KEY_ID, AWS_REGION and AWS_ENDPOINT_URL are read",
+    )
+
+
+def _reason(error: Exception) -> str:
+    """Return why a request failed, in our own words: theirs may contain secrets."""
+    text = str(error)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    if status or code:
+        words = [status[1].strip()] if status else []
+        words += [code[1]] if code else []
+        return f"the store answers {', '.join(words)}"
+    for mark, reason in _KNOWN_REASONS.items():
+        if mark in text:
+            return reason
+    return f"the request failed ({type(error).__name__})"

@@ -1,0 +1,169 @@
+"""Objects of a bucket as files: sizes, and ranges of their bytes."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from unshard.stores.buckets import Bucket, Entry
+
+__all__ = ["AT_ONCE", "RemoteFile", "all_at_once"]
+
+AT_ONCE = 16
+"""How many requests are under way at a time, in this process."""
+_GAP = 256 * 1024
+"""Ranges this close are read by one request."""
+_LONGEST = 8 << 20
+"""The most bytes that one request asks for."""
+_IN_MEMORY = 16 << 20
+"""The most bytes that are read together for many short ranges."""
+_BLOCK = 64 * 1024
+"""Short reads take this much, as the next one is often near."""
+_BLOCKS = 4
+
+_Task = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Neighbouring ranges (start, count), read by one request."""
+
+    start: int
+    length: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+class RemoteFile:
+    """An object, open for reading. Thread-safe.
+
+    Attributes:
+        name: its address.
+        size: bytes.
+    """
+
+    def __init__(self, bucket: Bucket, key: str, entry: Entry) -> None:
+        self.name = f"{bucket.url}/{key}"
+        self.size = entry.size
+        self._bucket, self._key, self._entry = bucket, key, entry
+        self._blocks: deque[tuple[int, bytearray]] = deque(maxlen=_BLOCKS)
+
+    def read_into(self, start: int, out: memoryview) -> int:
+        """Fill `out` with the bytes from `start` on; return how many there were.
+
+        Raises:
+            CorruptError: the object is gone, or is not the one that was opened.
+            StoreError: the store cannot be reached.
+        """
+        length = max(0, min(len(out), self.size - start))
+        parts = [
+            partial(self._fill, start + at, out[at : min(at + _LONGEST, length)])
+            for at in range(0, length, _LONGEST)
+        ]
+        all_at_once(parts)
+        return length
+
+    def pread(self, count: int, start: int) -> bytes:
+        """Return `count` bytes from `start` on, or those up to the end."""
+        length = max(0, min(count, self.size - start))
+        data = bytearray(length)
+        if not 0 < length < _BLOCK:
+            self.read_into(start, memoryview(data))
+            return bytes(data)
+        for begin, block in self._blocks:
+            if begin <= start and start + length <= begin + len(block):
+                return bytes(block[start - begin : start - begin + length])
+        begin = max(0, min(start, self.size - _BLOCK))
+        block = bytearray(min(_BLOCK, self.size - begin))
+        self.read_into(begin, memoryview(block))
+        self._blocks.append((begin, block))
+        return bytes(block[start - begin : start - begin + length])
+
+    def pread_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return what `pread` returns for each of many (count, start), with few requests."""
+        found: dict[tuple[int, int], bytes] = {}
+        spans = _united(sorted((start, count) for count, start in ranges))
+        while spans:
+            batch = [spans.pop()]
+            while spans and sum(one.length for one in (*batch, spans[-1])) <= _IN_MEMORY:
+                batch.append(spans.pop())
+            data = [bytearray(one.length) for one in batch]
+            parts = zip(batch, data, strict=True)
+            all_at_once([partial(self._fill, one.start, memoryview(to)) for one, to in parts])
+            for one, block in zip(batch, data, strict=True):
+                for start, count in one.ranges:
+                    at = start - one.start
+                    found[count, start] = bytes(block[at : at + count])
+        return [found[one] for one in ranges]
+
+    def close(self) -> None:
+        """Forget the blocks that were read."""
+        self._blocks.clear()
+
+    def stream_to(self, start: int, length: int, write: Callable[[int, memoryview], None]) -> None:
+        """Call `write(offset from start, bytes)` for all bytes of a range, in their order."""
+        at = 0
+        for block in self._bucket.chunks(self._key, self._entry, start, length):
+            write(at, block)
+            at += len(block)
+
+    def _fill(self, start: int, out: memoryview) -> None:
+        def write(at: int, block: memoryview) -> None:
+            out[at : at + len(block)] = block
+
+        self.stream_to(start, len(out), write)
+
+
+def _united(ranges: Iterable[tuple[int, int]]) -> list[_Span]:
+    """Return ranges (start, count), which are sorted, as spans: those with small gaps together."""
+    spans: list[_Span] = []
+    for start, count in ranges:
+        last = spans[-1] if spans else None
+        end = start + count
+        if (
+            last
+            and start - last.start - last.length <= _GAP
+            and end - last.start <= max(_LONGEST, last.length)
+        ):
+            length = max(last.length, end - last.start)
+            spans[-1] = _Span(last.start, length, (*last.ranges, (start, count)))
+        else:
+            spans.append(_Span(start, count, ((start, count),)))
+    return spans
+
+
+_pools: dict[int, ThreadPoolExecutor] = {}
+_lock = threading.Lock()
+
+
+def all_at_once(tasks: Iterable[_Task]) -> None:
+    """Do tasks that wait for a store, several at a time; the first error is raised at the end.
+
+    One alone is done by this thread. A task must not wait for others.
+    """
+    waiting = list(tasks)
+    if len(waiting) < 2:
+        for task in waiting:
+            task()
+        return
+    futures: list[Future[None]] = [_pool().submit(task) for task in waiting]
+    try:
+        for future in futures:
+            future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+        for future in futures:
+            if not future.cancelled():
+                future.exception()
+
+
+def _pool() -> ThreadPoolExecutor:
+    """Return the threads of this process; a fork has none of its parent's."""
+    with _lock:
+        if os.getpid() not in _pools:
+            _pools.clear()
+            _pools[os.getpid()] = ThreadPoolExecutor(AT_ONCE, "unshard-store")
+        return _pools[os.getpid()]

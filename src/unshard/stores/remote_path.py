@@ -1,0 +1,280 @@
+"""Paths of objects in stores, which everything takes that takes a `Path`.
+
+Their parts are those of /s3:/bucket/folder/name, and their text is s3://bucket/folder/name, which
+the operating system knows nothing of. What is asked of the store are listings; of a folder that
+was listed, everything is known.
+"""
+
+import io
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import IO, Self
+
+from unshard.errors import UsageError
+from unshard.stores.buckets import Bucket, Entry, bucket_at
+from unshard.stores.remote_file import RemoteFile
+
+__all__ = ["RemotePath", "is_url", "look_again", "path_of"]
+
+_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
+_STAT_FIELDS = 10
+_READ_BUFFER = 1 << 20
+
+
+def is_url(given: str | os.PathLike[str]) -> bool:
+    """Return whether this names something in an object store."""
+    return str(given).partition("://")[0] in _SCHEMES and "://" in str(given)
+
+
+def path_of(given: str | os.PathLike[str]) -> Path:
+    """Return a path that a caller gave, or a `RemotePath` for s3://bucket/folder and the like.
+
+    What was known of the bucket is forgotten: the caller may just have changed it.
+
+    Raises:
+        UsageError: an address has no bucket, or contains credentials.
+    """
+    if isinstance(given, RemotePath):
+        found = given
+    elif is_url(given):
+        found = RemotePath.of_url(str(given))
+    else:
+        return Path(given)
+    found.bucket.forget(found.key)
+    return found
+
+
+def look_again(path: Path) -> None:
+    """Forget what is known of the store that a path is in, if it is in one."""
+    if isinstance(path, RemotePath):
+        path.bucket.forget()
+
+
+class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this system's paths
+    """The path of an object, or of the folder of objects whose keys start with it.
+
+    It is absolute, and nothing is a link. Of paths relative to it only `Path` is made.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of_url(cls, url: str) -> Self:
+        """Return the path of an address; repeated slashes count as one.
+
+        Raises:
+            UsageError: it has no bucket, or contains credentials.
+        """
+        scheme, _, rest = url.partition("://")
+        bucket = rest.partition("/")[0]
+        if "?" in url or ("@" in bucket and (scheme[:4] != "abfs" or ":" in bucket)):
+            raise UsageError(
+                f"{scheme}://…: an address with a query or with credentials is not taken",
+                hint="set them in the environment, such as AWS_ACCESS_KEY_ID",
+            )
+        if not bucket:
+            raise UsageError(f"{url}: names no bucket", expected=f"{scheme}://bucket/folder")
+        return cls(f"/{scheme}:", bucket, rest.partition("/")[2].lstrip("/"))
+
+    def __str__(self) -> str:
+        """Return the address."""
+        if not self._is_inside:
+            return f"{self.parts[1]}//" if len(self.parts) > 1 else "/"
+        return f"{self.parts[1]}//{'/'.join(self.parts[2:])}"
+
+    def __repr__(self) -> str:
+        """Return class and address."""
+        return f"RemotePath({str(self)!r})"
+
+    def __fspath__(self) -> str:
+        """Return the address: the operating system finds no file of that name."""
+        return str(self)
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether it names a bucket or something in one: what is above is not there."""
+        return len(self.parts) > 2
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket it is in."""
+        scheme, name = self.parts[1:3]
+        return bucket_at(f"{scheme}//{name}")
+
+    @property
+    def key(self) -> str:
+        """The key of the object, without slashes at its ends; "" for the bucket itself."""
+        return "/".join(self.parts[3:])
+
+    def relative_to(self, *other: str | os.PathLike[str], **keywords: bool) -> Path:
+        """Return the rest of the path, a plain one."""
+        return Path(*super().relative_to(*other, **keywords).parts)
+
+    def is_dir(self, **_: bool) -> bool:
+        """Return whether objects are below it."""
+        return self._is_inside and self.bucket.is_folder(self.key)
+
+    def is_file(self, **_: bool) -> bool:
+        """Return whether it is an object."""
+        return self._entry() is not None
+
+    def exists(self, **_: bool) -> bool:
+        """Return whether it is an object or a folder of objects."""
+        return self.is_file() or self.is_dir()
+
+    def is_symlink(self) -> bool:
+        """Return False."""
+        return False
+
+    def samefile(self, other_path: str | os.PathLike[str]) -> bool:
+        """Return whether both are the same object."""
+        return self == other_path
+
+    def resolve(self, strict: bool = False) -> Self:  # noqa: ARG002, FBT001, FBT002 (as of a Path)
+        """Return the path itself: nothing is a link."""
+        return self
+
+    def absolute(self) -> Self:
+        """Return the path itself."""
+        return self
+
+    def expanduser(self) -> Self:
+        """Return the path itself."""
+        return self
+
+    def stat(self, **_: bool) -> os.stat_result:
+        """Return size and time of an object; another one in its place has another `st_ino`.
+
+        Raises:
+            FileNotFoundError: there is neither an object nor a folder.
+        """
+        entry = self._entry()
+        if entry is None and not self.is_dir():
+            raise self._missing()
+        fields = [0] * _STAT_FIELDS
+        fields[stat.ST_NLINK] = 1
+        if entry is None:
+            fields[stat.ST_MODE] = stat.S_IFDIR | 0o555
+            return os.stat_result(fields)
+        fields[stat.ST_MODE] = stat.S_IFREG | 0o444
+        fields[stat.ST_INO] = zlib.crc32((entry.etag or "").encode())
+        fields[stat.ST_SIZE] = entry.size
+        seconds = entry.modified // 10**9
+        fields[stat.ST_ATIME] = fields[stat.ST_MTIME] = fields[stat.ST_CTIME] = seconds
+        times = ("st_atime_ns", "st_mtime_ns", "st_ctime_ns")
+        return os.stat_result(fields, dict.fromkeys(times, entry.modified))
+
+    def lstat(self) -> os.stat_result:
+        """Return what `stat` returns."""
+        return self.stat()
+
+    def iterdir(self) -> Iterator[Self]:
+        """Yield what is directly in a folder.
+
+        Raises:
+            FileNotFoundError: there is no such folder; NotADirectoryError: it is an object.
+        """
+        found = self.bucket.children(self.key) if self._is_inside else {}
+        if not found and self.is_file():
+            raise NotADirectoryError(20, "Not a directory", str(self))
+        if not found:
+            raise self._missing()
+        yield from (self / name for name in list(found))
+
+    def glob(self, pattern: str, **_: bool) -> Iterator[Self]:
+        """Yield what is below and fits a relative pattern, which may have ** for any depth."""
+        first, _slash, rest = pattern.partition("/")
+        if first == "**":
+            yield from self.rglob(rest or "*")
+            return
+        for child in self._children():
+            if fnmatchcase(child.name, first) and not rest:
+                yield child
+            elif fnmatchcase(child.name, first) and child.is_dir():
+                yield from child.glob(rest)
+
+    def rglob(self, pattern: str, **_: bool) -> Iterator[Self]:
+        """Yield what fits a relative pattern at any depth."""
+        yield from self.glob(pattern)
+        for child in self._children():
+            if child.is_dir():
+                yield from child.rglob(pattern)
+
+    def open(
+        self,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+    ) -> IO[bytes] | IO[str]:
+        """Open an object for reading, as bytes or as text.
+
+        Raises:
+            FileNotFoundError: there is no such object; PermissionError: `mode` is to write.
+        """
+        if set(mode) - set("rbt"):
+            raise PermissionError(1, "objects are only read", str(self))
+        raw = _Reader(self.opened())
+        buffered = io.BufferedReader(raw, max(buffering, _READ_BUFFER))
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
+
+    def read_bytes(self) -> bytes:
+        """Return all bytes of an object."""
+        file = self.opened()
+        return file.pread(file.size, 0)
+
+    def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
+        """Return an object as text."""
+        return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
+
+    def opened(self) -> RemoteFile:
+        """Return the object, open for reading.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        entry = self._entry()
+        if entry is None:
+            raise self._missing()
+        return RemoteFile(self.bucket, self.key, entry)
+
+    def _entry(self) -> Entry | None:
+        return self.bucket.entry(self.key) if self._is_inside else None
+
+    def _children(self) -> list[Self]:
+        return [self / name for name in self.bucket.children(self.key)] if self._is_inside else []
+
+    def _missing(self) -> FileNotFoundError:
+        return FileNotFoundError(2, "No such object", str(self))
+
+
+class _Reader(io.RawIOBase):
+    """An object as the raw stream below a buffer."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"seek({offset}, {whence}): there is no such position")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: "memoryview", /) -> int:  # type: ignore[override]
+        with memoryview(buffer).cast("B") as out:
+            count = self._file.read_into(self._at, out)
+        self._at += count
+        return count

@@ -1,0 +1,171 @@
+"""An object store for tests: moto's S3 on loopback, and a proxy before it that makes faults.
+
+The keys of the environment are no secrets of anyone, and are looked for in what is printed.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+ACCESS_KEY, SECRET_KEY = "AKIAOFNOBODY00000000", "the-secret-of-nobody"
+SECRETS = (ACCESS_KEY, SECRET_KEY, "X-Amz", "Signature=")
+BUCKET = "shards"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asked for: the number counts from 0; key and query are decoded."""
+
+    number: int
+    method: str
+    key: str
+    query: str
+    range: tuple[int, int] | None
+
+
+@dataclass
+class Store:
+    """A bucket named `BUCKET` on a server.
+
+    Attributes:
+        endpoint: where it is, without the proxy.
+        requests: those that came through the proxy, in their order.
+        fault: decides what becomes of a request: None (nothing is wrong), "503", "cut" (the
+            connection ends without an answer), or "half" (it ends within the body).
+    """
+
+    endpoint: str
+    requests: list[Request] = field(default_factory=list)
+    fault: Callable[[Request], str | None] = lambda _: None
+
+    @property
+    def s3(self):  # type: ignore[no-untyped-def]  # noqa: ANN201 (boto3 has no types)
+        """A client of boto3."""
+        return boto3.client("s3", endpoint_url=self.endpoint, region_name="us-east-1")
+
+    def upload(self, directory: Path, prefix: str) -> str:
+        """Put every file below a directory under a prefix; return the address."""
+        client = self.s3
+        for path in sorted(directory.rglob("*")):
+            if path.is_file():
+                key = f"{prefix}/{path.relative_to(directory)}"
+                client.put_object(Bucket=BUCKET, Key=key, Body=path.read_bytes())
+        return f"s3://{BUCKET}/{prefix}"
+
+    def forget_requests(self) -> None:
+        self.requests.clear()
+        self.fault = lambda _: None
+
+
+@contextmanager
+def serving() -> Iterator[Store]:
+    """Run a server and the proxy before it; the environment names the proxy, and has keys."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+        patch.setenv("AWS_REGION", "us-east-1")
+        patch.setenv("AWS_ALLOW_HTTP", "true")
+        host, port = server.get_host_and_port()
+        store = Store(f"http://{host}:{port}")
+        try:
+            store.s3.create_bucket(Bucket=BUCKET)
+            with _proxy(store, (host, port)) as own:
+                patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{own}")
+                yield store
+        finally:
+            server.stop()
+
+
+@contextmanager
+def _proxy(store: Store, server: tuple[str, int]) -> Iterator[int]:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        with suppress(OSError):  # the listener is closed at the end
+            while True:
+                client, _ = listener.accept()
+                threading.Thread(target=_talk, args=(client, store, server), daemon=True).start()
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+def _talk(client: socket.socket, store: Store, server: tuple[str, int]) -> None:
+    """Answer the requests of one connection, each by another one to the server."""
+    with closing(client), suppress(OSError):
+        received = client.makefile("rb")
+        while head := _head(received):
+            request = _request(head, store)
+            body = received.read(int(_field(head, b"content-length") or 0))
+            fault = store.fault(request)
+            if fault == "cut":
+                return
+            if fault == "503":
+                client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n")
+                continue
+            with closing(socket.create_connection(server)) as upstream:
+                upstream.sendall(_closing(head) + body)
+                answer = upstream.makefile("rb")
+                back = _head(answer)
+                size = 0 if request.method == "HEAD" else int(_field(back, b"content-length") or 0)
+                data = answer.read(size)
+            if fault == "half":
+                client.sendall(back + data[: len(data) // 2])
+                return
+            client.sendall(_kept_open(back) + data)
+
+
+def _head(stream: object) -> bytes:
+    lines = []
+    while (line := stream.readline()) not in (b"\r\n", b""):  # type: ignore[attr-defined]
+        lines.append(line)
+    return b"".join(lines) + b"\r\n" if lines else b""
+
+
+def _field(head: bytes, name: bytes) -> bytes | None:
+    for line in head.split(b"\r\n")[1:]:
+        key, _, value = line.partition(b":")
+        if key.strip().lower() == name:
+            return value.strip()
+    return None
+
+
+def _closing(head: bytes) -> bytes:
+    first, _, rest = head.partition(b"\r\n")
+    lines = [one for one in rest.split(b"\r\n") if not one.lower().startswith(b"connection:")]
+    return b"\r\n".join([first, b"Connection: close", *lines])
+
+
+def _kept_open(head: bytes) -> bytes:
+    lines = [one for one in head.split(b"\r\n") if not one.lower().startswith(b"connection:")]
+    return b"\r\n".join(lines)
+
+
+def _request(head: bytes, store: Store) -> Request:
+    method, target, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
+    url = urlsplit(target)
+    given = _field(head, b"range")
+    span = None
+    if given is not None:
+        first, _, last = given.decode().removeprefix("bytes=").partition("-")
+        span = int(first), int(last)
+    key = unquote(url.path).removeprefix(f"/{BUCKET}").removeprefix("/")
+    request = Request(len(store.requests), method, key, unquote(url.query), span)
+    store.requests.append(request)
+    return request

@@ -1,0 +1,39 @@
+"""A merge of a checkpoint in a bucket: the bytes of a merge of the same files on disk."""
+
+from pathlib import Path
+
+import pytest
+
+import unshard
+from bucket_server import Store
+from merged_layouts import LAYOUTS, make_layout
+from oracle.conftest import WriteCheckpoint
+
+pytestmark = [
+    pytest.mark.xdist_group("torch processes"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bytes_are_those_of_a_merge_from_disk(
+    store: Store, write_checkpoint: WriteCheckpoint, tmp_path: Path, layout: str
+) -> None:
+    checkpoint = tmp_path / "ckpt"
+    options = make_layout(layout, checkpoint, write_checkpoint)
+    address = store.upload(checkpoint, f"layouts/{layout.replace(' ', '_')}/ckpt")
+    unshard.merge(checkpoint, tmp_path / "local", **options)
+    unshard.merge(address, tmp_path / "remote", **options)
+    local, remote = contents(tmp_path / "local"), contents(tmp_path / "remote")
+    assert local.keys() == remote.keys()
+    different = [name for name in local if local[name] != remote[name]]
+    assert different in ([], ["unshard.json"])
+    assert [one.method for one in store.requests if one.method not in ("GET", "HEAD")] == []
