@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unshard.errors import CorruptError, StoreError, UnshardError, UsageError
+from unshard.errors import CorruptError, StoreError, UnshardError, UsageError, how_to_install
 
 if TYPE_CHECKING:
     from obstore import GetResult
@@ -69,7 +69,7 @@ def client(url: str) -> "ObjectStore":
     except ImportError:
         raise UsageError(
             f"{url}: reading object stores needs obstore, which is not installed",
-            hint='pip install "unshard[remote]"',
+            hint=how_to_install("obstore", "remote"),
         ) from None
     try:
         return from_url(url, retry_config={"max_retries": _REQUEST_RETRIES})
