@@ -140,6 +140,7 @@ class MergeKeywords(VirtualKeywords, total=False):
     """Everything that can be chosen for a merge."""
 
     overwrite: bool | str
+    resume: bool
     push_to_hub: str | None
     private: bool
     dry_run: bool

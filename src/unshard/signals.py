@@ -16,6 +16,7 @@ __all__ = [
     "Interrupted",
     "end_at_once",
     "exit_code",
+    "how",
     "ignore",
     "ignore_for_good",
     "message",
@@ -125,17 +126,21 @@ def exit_code(error: BaseException) -> int:
 
 def message(error: KeyboardInterrupt) -> str:
     """Return the error's own message, or that nothing was left half done."""
-    return str(error) or _message(exit_code(error) - 128)
+    return str(error) or f"{how(error)}: nothing was left half done"
 
 
-def _message(number: int) -> str:
-    how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-    return f"{how}: nothing was left half done"
+def how(error: BaseException) -> str:
+    """Return what ended the work: "interrupted", or the name of the signal."""
+    return _how(exit_code(error) - 128)
+
+
+def _how(number: int) -> str:
+    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
     try:
-        os.write(_STDERR, f"{_message(number)}\n".encode())
+        os.write(_STDERR, f"{_how(number)}: nothing was left half done\n".encode())
     finally:
         os._exit(128 + number)
 

@@ -15,7 +15,7 @@ import unshard
 from ranks import merged, rank_path, save_ranks, snapshot
 from unshard.engines import sockets
 from unshard.engines.crew import as_one_of_torchrun, is_launcher, is_started_by_torchrun
-from unshard.write.staging.stage import recover
+from unshard.write.staging.recovery import recover
 from waiting import LIMIT_S
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")

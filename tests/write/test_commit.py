@@ -37,7 +37,8 @@ from commits import (
 )
 from unshard.errors import OutputError
 from unshard.write.staging.journal import Mode
-from unshard.write.staging.stage import Staging, recover
+from unshard.write.staging.recovery import recover
+from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import choose_mode
 
 

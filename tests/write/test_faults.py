@@ -30,7 +30,8 @@ from commits import (
 )
 from unshard.errors import OutputError
 from unshard.signals import Interrupted
-from unshard.write.staging.stage import Staging, recover
+from unshard.write.staging.recovery import recover
+from unshard.write.staging.stage import Staging
 
 MODES = ["new", "exchange", "aside", "in place"]
 SHARD = {"ckpt/model_world_size_1_rank_0.pt": "shard"}

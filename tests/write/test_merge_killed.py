@@ -7,7 +7,7 @@ import pytest
 import unshard
 from commits import age, survives
 from ranks import bits, merged, save_ranks, some_tensors
-from unshard.write.staging.stage import recover
+from unshard.write.staging.recovery import recover
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 

@@ -26,8 +26,9 @@ from commits import (
 )
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard.write.staging.journal import Journal, Mode, read_journal, write_journal
-from unshard.write.staging.owners import StagingDirectory, claim, staging_name
-from unshard.write.staging.stage import Staging, recover
+from unshard.write.staging.owners import Owner, StagingDirectory, claim, staging_name
+from unshard.write.staging.recovery import recover
+from unshard.write.staging.stage import Staging
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -58,7 +59,7 @@ def strangers_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
             path = parent / staging_name(fd, None)
             path.mkdir(mode=0o700)
             inside = os.open(path, os.O_RDONLY)
-            os.close(claim(StagingDirectory(path, fd, inside), [Path("/")]))
+            os.close(claim(StagingDirectory(path, fd, inside), Owner((Path("/"),))))
             (path / "output").mkdir()
             for name in place:
                 (path / "output" / Path(name).name).write_text("theirs")

@@ -30,7 +30,8 @@ from commits import (
     worlds,
     write,
 )
-from unshard.write.staging.stage import Staging, recover
+from unshard.write.staging.recovery import recover
+from unshard.write.staging.stage import Staging
 
 Edit = Callable[[Path], None]
 

@@ -14,7 +14,7 @@ from unshard import CorruptError, MergeOptions, OutputError, UsageError
 from unshard.api import merge_with
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.zip import read_torch_zip
-from unshard.engines.threads import Resources, run_plan
+from unshard.engines.threads import Finished, Resources, run_plan
 from unshard.plan.operations import Plan
 from unshard.progress import Listener, ignore
 from unshard.read.torch_save.state_dict import rank_table
@@ -141,9 +141,9 @@ def test_a_flipped_byte_of_an_output_header_is_found_by_light_verification(tmp_p
     save_ranks(tmp_path / "ckpt", large(), 2)
 
     def damaging_engine(
-        plan: Plan, directory: Path, resources: Resources, listener: Listener
+        plan: Plan, directory: Path, resources: Resources, listener: Listener, finished: Finished
     ) -> dict[str, int]:
-        overflows = run_plan(plan, directory, resources, listener)
+        overflows = run_plan(plan, directory, resources, listener, finished)
         path = directory / "model.safetensors"
         flip(path, path.read_bytes().index(b'"pt"') + 1)
         return overflows

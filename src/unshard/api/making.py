@@ -193,6 +193,7 @@ def stage_output(prepared: Prepared, target: Path, options: MergeOptions) -> Sta
         sources=[place for one in locations for place in (one.step_dir, *one.roots)],
         overwrite=options.overwrite,
         names=(*names, *state_file_names(sources.training)),
+        resume=options.resume,
     )
 
 

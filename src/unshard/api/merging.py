@@ -23,6 +23,7 @@ from unshard.api.making import (
 )
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
 from unshard.api.sources import Opening, decompressed, open_source
+from unshard.api.writing import digest_of_sources, write_weights
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import (
     IncompleteError,
@@ -107,12 +108,16 @@ def merge(
             put the weights there; other files stay. If a file that unshard did not write, or that
             was changed since, would be lost, or if transformers would load it instead of the
             output or together with it, this is an error; "all" removes such files too.
+        resume: go on with the finished files of a merge to the same output that was interrupted, if
+            the checkpoint and the options are the same; and leave the finished files if an error
+            or a signal ends this one. Without it nothing is left then.
         dry_run: plan only, write nothing.
         push_to_hub: the id of a repository to upload the output to, after it is safe on disk.
         private: make that repository private if it does not exist.
 
     Raises:
-        UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
+        UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then,
+            without `resume`.
     """
     with hearing(listener) as heard:
         return merge_with(checkpoint, output, MergeOptions(**options), heard)
@@ -152,14 +157,14 @@ def merge_with(
     if options.dry_run:
         stage.check()
         return make_report(prepared, target, options, started)
+    digest = digest_of_sources(sources)
     with stage:
         if sources.compressed_bytes:  # only now can values be compared, and be read anywhere
             sources = decompressed(sources, stage.scratch, listener)
             again = plan_output(sources, convert(sources, options), options)
             warn(listener, [one for one in again.warnings if one not in prepared.warnings])
             prepared = replace(again, files=prepared.files)
-        listener(Stage("writing", prepared.plan.layout.total_size))
-        overflows = engine(prepared.plan, stage.directory, options.resources, listener)
+        overflows = write_weights(prepared, stage, options, listener, engine=engine, sources=digest)
         add_files(prepared, stage.directory, options, listener)
         verify_output(prepared, stage.directory, options, listener)
         changed = compare_with_base(prepared, listener)

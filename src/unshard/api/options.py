@@ -82,6 +82,7 @@ class MergeOptions:
     verify: str = DEFAULTS["verify"]
     extra_state: bool = True
     overwrite: bool | str = False
+    resume: bool = False
     dry_run: bool = False
     push_to_hub: str | None = None
     private: bool = False

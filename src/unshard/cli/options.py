@@ -213,6 +213,11 @@ _TABLE: dict[str, dict[str, _Row]] = {
             "weights, adapters and other files in the way that unshard did not write.",
             "[=all]",
         ),
+        "resume": _Row(
+            bool,
+            "Go on with the finished files of an interrupted merge to the same output, and leave "
+            "them if this one is interrupted.",
+        ),
         "push_to_hub": _Row(str, "Upload the output to this repository afterwards.", "REPO"),
         "private": _Row(bool, "Make that repository private if it is new."),
         "dry_run": _Row(bool, "Show the plan and write nothing."),

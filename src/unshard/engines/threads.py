@@ -6,7 +6,7 @@ Threads are enough: moving bytes and casting release the interpreter lock.
 import os
 import resource
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 from unshard.errors import CorruptError, OutputError, UnshardError, raise_all
 from unshard.plan.operations import Plan
-from unshard.plan.work import Unit, split_into_units, units_by_file
+from unshard.plan.work import Unit, file_of, split_into_units, unit_bytes, units_by_file
 from unshard.progress import Advanced, Listener
 from unshard.signals import uninterrupted
 from unshard.tensors.catalog import Catalog
@@ -26,6 +26,8 @@ from unshard.write.verification.output import Check, Checker, source_jobs
 
 __all__ = [
     "MIN_BUFFER",
+    "Finished",
+    "Finishing",
     "Overflows",
     "Resources",
     "RunPlan",
@@ -33,6 +35,7 @@ __all__ = [
     "create_files",
     "default_workers",
     "divide",
+    "in_turn",
     "named_overflows",
     "one_by_one",
     "run_plan",
@@ -166,12 +169,31 @@ def one_by_one(jobs: Iterable[_T]) -> Iterator[Iterable[_T]]:
 Overflows = Counter[tuple[int, int]]
 """How many finite values became infinite, by output file and the byte where a tensor begins."""
 
-RunPlan = Callable[[Plan, Path, Resources, Listener], dict[str, int]]
-"""A function that does what `run_plan` does."""
+Finished = Callable[[int, Overflows], None]
+"""Called by a worker when an output file has all its bytes: its number, its `Overflows`."""
+
+
+class RunPlan(Protocol):
+    """What does as `run_plan` does."""
+
+    def __call__(
+        self,
+        plan: Plan,
+        directory: Path,
+        resources: Resources,
+        listener: Listener,
+        finished: Finished,
+        /,
+    ) -> dict[str, int]:
+        """Make the output files."""
 
 
 def run_plan(
-    plan: Plan, directory: Path, resources: Resources, listener: Listener
+    plan: Plan,
+    directory: Path,
+    resources: Resources,
+    listener: Listener,
+    finished: Finished = lambda _number, _overflows: None,
 ) -> dict[str, int]:
     """Make the output files in `directory`: headers, and every operation of the plan.
 
@@ -182,26 +204,85 @@ def run_plan(
     """
     outputs = create_files(plan, directory)
     share = divide(resources)
-    copies, made = units_by_file(plan, buffer_bytes=share.buffer_bytes)
-    # Two threads that write into one file wait for one another, because its inode is locked.
-    parts: Iterator[Iterable[Unit]] = chain(copies, one_by_one(made))
-    executors: list[Executor] = []
+    files = units_by_file(plan, buffer_bytes=share.buffer_bytes)
+    parts: Iterator[Iterable[Unit]] = in_turn(files, behind=share.workers)
+    finishing = Finishing(plan, finished)
 
-    def executor() -> Executor:
-        executors.append(
-            Executor(outputs, open_files=share.open_files, buffer_bytes=share.buffer_bytes)
-        )
-        return executors[-1]
+    def worker() -> _Recorded:
+        limits = {"open_files": share.open_files, "buffer_bytes": share.buffer_bytes}
+        return _Recorded(Executor(outputs, **limits), finishing)
 
-    work_off(parts, listener, share.workers, executor)
-    return named_overflows((one.overflows for one in executors), plan)
+    work_off(parts, listener, share.workers, worker)
+    return named_overflows([finishing.overflows], plan)
+
+
+def in_turn(
+    files: Iterable[tuple[Iterable[_T], Iterable[_T]]], *, behind: int
+) -> Iterator[Iterable[_T]]:
+    """Yield the work on each file, so that one file after the other is finished.
+
+    The copies into a file are one part: two threads that write into one file wait for one another,
+    because its inode is locked. For that reason its tiles, which any worker may make, come when
+    the copies of `behind` files were begun.
+    """
+    waiting: deque[Iterable[_T]] = deque()
+    for copies, made in files:
+        yield copies
+        waiting.append(made)
+        if len(waiting) >= behind:
+            yield from one_by_one(waiting.popleft())
+    yield from one_by_one(chain.from_iterable(waiting))
+
+
+class Finishing:
+    """Notices when an output file has all its bytes. For several threads.
+
+    Attributes:
+        overflows: what became infinite so far, in all files.
+    """
+
+    def __init__(self, plan: Plan, finished: Finished) -> None:
+        self.overflows = Overflows()
+        self._left = [file.size - len(file.header) for file in plan.layout.files]
+        self._finished = finished
+        self._lock = threading.Lock()
+
+    def did(self, units: Iterable[Unit], overflows: Overflows) -> None:
+        """Take note of units of work that were done, and of what became infinite in them."""
+        whole: dict[int, Overflows] = {}
+        with self._lock:
+            self.overflows.update(overflows)
+            for unit in units:
+                number, size = file_of(unit), unit_bytes(unit)
+                self._left[number] -= size
+                if size and not self._left[number]:
+                    found = self.overflows.items()
+                    whole[number] = Overflows({at: count for at, count in found if at[0] == number})
+        for number, lost in whole.items():
+            self._finished(number, lost)
+
+
+class _Recorded:
+    """A worker of the pool, whose work `finishing` takes note of."""
+
+    def __init__(self, executor: Executor, finishing: Finishing) -> None:
+        self._executor = executor
+        self._finishing = finishing
+        self.close = executor.close
+
+    def do(self, unit: Unit) -> int:
+        """Do a unit of work; return the bytes written."""
+        done = self._executor.do(unit)
+        self._finishing.did((unit,), self._executor.take_overflows())
+        return done
 
 
 def create_files(plan: Plan, directory: Path) -> tuple[Path, ...]:
-    """Make the output files at full size, their headers written; return their paths."""
+    """Make the plan's files at full size, their headers written; return the paths of all files."""
     outputs = tuple(directory / file.filename for file in plan.layout.files)
-    for path, file in zip(outputs, plan.layout.files, strict=True):
-        with path.open("xb") as stream:
+    for number in plan.numbers:
+        file = plan.layout.files[number]
+        with outputs[number].open("xb") as stream:
             stream.write(file.header)
             stream.truncate(file.size)
     return outputs

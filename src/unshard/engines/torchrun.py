@@ -10,23 +10,24 @@ leaves as after Ctrl-C; if the leader itself has died, the others remove what it
 """
 
 import signal
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
+from typing import cast
 
 from unshard import signals
 from unshard.engines.sockets import Connection, MeetingPlace
 from unshard.engines.threads import (
+    Finished,
+    Finishing,
     Overflows,
     Resources,
     Share,
     create_files,
     divide,
+    in_turn,
     named_overflows,
-    one_by_one,
     work_off,
 )
 from unshard.errors import UnshardError
@@ -35,7 +36,7 @@ from unshard.plan.work import Unit, unit_bytes, units_by_file
 from unshard.progress import Listener
 from unshard.signals import Interrupted, uninterrupted
 from unshard.write.execute import Executor
-from unshard.write.staging.stage import recover
+from unshard.write.staging.recovery import recover
 
 __all__ = ["Leader", "follow"]
 
@@ -54,7 +55,12 @@ class _Begin:
 
 @dataclass(frozen=True, slots=True)
 class _Enough:
-    """Close the files, and answer with the counts of what became infinite."""
+    """Close the files."""
+
+
+_Done = tuple[int, Overflows]
+"""The answer to each: bytes written, and what became infinite."""
+_NOTHING: _Done = (0, Overflows())
 
 
 class Leader:
@@ -65,7 +71,12 @@ class Leader:
         self._others: list[Connection] = []
 
     def run_plan(
-        self, plan: Plan, directory: Path, resources: Resources, listener: Listener
+        self,
+        plan: Plan,
+        directory: Path,
+        resources: Resources,
+        listener: Listener,
+        finished: Finished,
     ) -> dict[str, int]:
         """Make the output files as `threads.run_plan` does, with all processes that have connected.
 
@@ -76,19 +87,19 @@ class Leader:
         self._others += self._meeting_place.accept(wait=False)
         outputs = create_files(plan, directory)
         share = divide(resources)
-        copies, made = units_by_file(plan, buffer_bytes=share.buffer_bytes)
-        parts = chain(map(_batches, copies), one_by_one(_batches(made)))
+        files = units_by_file(plan, buffer_bytes=share.buffer_bytes)
+        batches = ((_batches(copies), _batches(made)) for copies, made in files)
         others = iter(self._others[: share.workers - 1])
-        workers: list[_Here | _There] = []
+        finishing = Finishing(plan, finished)
 
-        def worker() -> _Here | _There:
+        def worker() -> _Recorded:
             other = next(others, None)
-            new = _Here(outputs, share) if other is None else _There(other, outputs, share)
-            workers.append(new)
-            return new
+            return _Recorded(
+                _Here(outputs, share) if other is None else _There(other, outputs, share), finishing
+            )
 
-        work_off(parts, listener, share.workers, worker)
-        return named_overflows((one.overflows for one in workers), plan)
+        work_off(in_turn(batches, behind=share.workers), listener, share.workers, worker)
+        return named_overflows([finishing.overflows], plan)
 
     def dismiss(self, exit_code: int) -> None:
         """Let the others end with the exit code of this process, also those that connect late.
@@ -106,17 +117,16 @@ class Leader:
 
 
 class _Here:
-    """A worker of the pool that is a thread of this process."""
+    """Does the work in this process."""
 
     def __init__(self, outputs: tuple[Path, ...], share: Share) -> None:
         self._executor = Executor(
             outputs, open_files=share.open_files, buffer_bytes=share.buffer_bytes
         )
-        self.overflows: Overflows = self._executor.overflows
 
-    def do(self, batch: list[Unit]) -> int:
-        """Do units of work; return the bytes written."""
-        return sum(map(self._executor.do, batch))
+    def do(self, batch: list[Unit]) -> _Done:
+        """Do units of work."""
+        return sum(map(self._executor.do, batch)), self._executor.take_overflows()
 
     def close(self) -> None:
         """Close all files."""
@@ -124,31 +134,27 @@ class _Here:
 
 
 class _There:
-    """A worker of the pool that is another process."""
+    """Lets another process do the work."""
 
     def __init__(self, other: Connection, outputs: tuple[Path, ...], share: Share) -> None:
         self._other = other
-        self.overflows: Overflows = Counter()
         self._ask(_Begin(outputs, share))
 
-    def do(self, batch: list[Unit]) -> int:
-        """Let the other process do units of work; return the bytes written.
+    def do(self, batch: list[Unit]) -> _Done:
+        """Let the other process do units of work.
 
         Raises:
             UnshardError: as `Executor.do` raised it there.
             OSError: likewise.
             Interrupted: the process has died.
         """
-        done = self._ask(batch)
-        return done if isinstance(done, int) else 0
+        return self._ask(batch)
 
     def close(self) -> None:
-        """Let the other process close its files, and take its counts."""
-        overflows = self._ask(_Enough())
-        if isinstance(overflows, Counter):
-            self.overflows = overflows
+        """Let the other process close its files."""
+        self._ask(_Enough())
 
-    def _ask(self, message: object) -> object:
+    def _ask(self, message: object) -> _Done:
         """Return the answer to a message."""
         try:
             self._other.send(message)
@@ -156,13 +162,28 @@ class _There:
         except (OSError, EOFError) as error:
             raise Interrupted(
                 signal.SIGTERM,
-                "error: a process of this torchrun has died: nothing was written\n"
+                "error: a process of this torchrun has died: no output was made\n"
                 "  hint:     look for its own message above; if it was killed for memory, use "
                 "fewer processes",
             ) from error
         if isinstance(answer, UnshardError | OSError | MemoryError):
             raise answer
-        return answer
+        return cast("_Done", answer)
+
+
+class _Recorded:
+    """A worker of the pool, whose work `finishing` takes note of."""
+
+    def __init__(self, worker: _Here | _There, finishing: Finishing) -> None:
+        self._worker = worker
+        self._finishing = finishing
+        self.close = worker.close
+
+    def do(self, batch: list[Unit]) -> int:
+        """Do units of work; return the bytes written."""
+        done, overflows = self._worker.do(batch)
+        self._finishing.did(batch, overflows)
+        return done
 
 
 def _batches(work: Iterable[Unit]) -> Iterator[list[Unit]]:
@@ -188,12 +209,12 @@ def follow(leader: Connection, message: object) -> int:
     """
     outputs: tuple[Path, ...] = ()
     worker: _Here | None = None
-    answer: object = None
+    answer: object = _NOTHING
     try:
         while not isinstance(message, int):
             match message:
                 case _Begin(outputs, share):
-                    worker, answer = _Here(outputs, share), 0
+                    worker, answer = _Here(outputs, share), _NOTHING
                 case list() if worker is not None:
                     try:
                         answer = worker.do(message)
@@ -201,7 +222,7 @@ def follow(leader: Connection, message: object) -> int:
                         answer = error  # the leader raises it
                 case _Enough() if worker is not None:
                     worker.close()
-                    answer = worker.overflows
+                    answer = _NOTHING
             leader.send(answer)
             message = leader.receive()
     except (OSError, EOFError):

@@ -9,8 +9,8 @@ Two ways to make an output tensor:
   (`Quantize`, `FindScales`, `Dequantize`), and each tile is written at once.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -233,8 +233,9 @@ class Plan:
         paths: the source files that `copies` refers to.
         copies: the copy operations, as rows of `COPY_ROW`.
         tiled: the operations that go through memory.
-        bytes_read: bytes of tensor data that will be read.
+        bytes_read: bytes of tensor data that will be read; of `only` a part, still of the whole.
         bytes_written: bytes of all output files, headers included.
+        part: the numbers of the output files to make; None for all.
     """
 
     layout: Layout
@@ -243,6 +244,7 @@ class Plan:
     tiled: tuple[Tiled, ...]
     bytes_read: int
     bytes_written: int
+    part: frozenset[int] | None = None
 
     def __len__(self) -> int:
         return len(self.copies) + len(self.tiled)
@@ -251,6 +253,21 @@ class Plan:
         """Yield all operations: copies first, then tiled ones, each in the order of the files."""
         yield from self.copies_into(0, len(self.layout.files))
         yield from self.tiled
+
+    def only(self, files: Collection[int]) -> "Plan":
+        """Return what makes only these output files; each keeps its number in the layout."""
+        rows = np.isin(self.copies["file"], sorted(files))
+        tiled = tuple(one for one in self.tiled if one.target.file in files)
+        written = sum(self.layout.files[number].size for number in files)
+        part = frozenset(files)
+        return replace(
+            self, copies=self.copies[rows], tiled=tiled, bytes_written=written, part=part
+        )
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the output files to make."""
+        return sorted(range(len(self.layout.files)) if self.part is None else self.part)
 
     def copies_into(self, first: int, end: int) -> Iterator[CopyRange]:
         """Yield the copies into the output files from number `first` to before `end`."""

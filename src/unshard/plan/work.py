@@ -5,7 +5,7 @@ them, theirs is cast to ours, once, from the values of its recipe, as a merge do
 merge of a float32 checkpoint then equals it exactly.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from math import isqrt
@@ -40,6 +40,7 @@ __all__ = [
     "TilePart",
     "Unit",
     "as_stored",
+    "file_of",
     "make_pair",
     "pair_tiles",
     "split_into_units",
@@ -72,24 +73,25 @@ Unit = CopyRange | Tile
 
 def split_into_units(plan: Plan, *, buffer_bytes: int) -> Iterator[Unit]:
     """Return the plan's work, each unit to be done by one worker with buffers of `buffer_bytes`."""
-    copies, made = units_by_file(plan, buffer_bytes=buffer_bytes)
-    return chain(chain.from_iterable(copies), made)
+    for copies, made in units_by_file(plan, buffer_bytes=buffer_bytes):
+        yield from copies
+        yield from made
 
 
 def units_by_file(
     plan: Plan, *, buffer_bytes: int
-) -> tuple[Iterator[Iterator[CopyRange]], Iterator[Tile]]:
-    """Return the copies, those into each file apart, in its order; and the tiles of all files."""
-    return _copies_by_file(plan), _tiles(plan, buffer_bytes)
-
-
-def _copies_by_file(plan: Plan) -> Iterator[Iterator[CopyRange]]:
-    for file in np.unique(plan.copies["file"]).tolist():
-        yield chain.from_iterable(map(_split, plan.copies_into(file, file + 1)))
-
-
-def _tiles(plan: Plan, buffer_bytes: int) -> Iterator[Tile]:
+) -> Iterator[tuple[Iterator[CopyRange], Iterator[Tile]]]:
+    """Yield the copies into each output file, in its order, and its tiles."""
+    tiled: dict[int, list[Tiled]] = {}
     for operation in plan.tiled:
+        tiled.setdefault(operation.target.file, []).append(operation)
+    for file in sorted({*np.unique(plan.copies["file"]).tolist(), *tiled}):
+        copies = chain.from_iterable(map(_split, plan.copies_into(file, file + 1)))
+        yield copies, _tiles(tiled.get(file, ()), buffer_bytes)
+
+
+def _tiles(operations: Iterable[Tiled], buffer_bytes: int) -> Iterator[Tile]:
+    for operation in operations:
         tile = tile_shape(operation, min(buffer_bytes, _MAX_TILE))
         yield from (Tile(operation, box) for box in tiles(operation.target.shape, tile))
 
@@ -165,6 +167,11 @@ def unit_bytes(unit: Unit) -> int:
     if isinstance(unit, Tile):
         return unit.box.volume * unit.operation.to.itemsize
     return unit.size
+
+
+def file_of(unit: Unit) -> int:
+    """Return the number of the output file that a unit writes into."""
+    return unit.operation.target.file if isinstance(unit, Tile) else unit.file
 
 
 @dataclass(frozen=True, slots=True, eq=False)

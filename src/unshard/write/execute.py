@@ -55,13 +55,10 @@ class Executor:
     The output files exist, at full size. At most `open_files` descriptors stay open, at least 2;
     `buffer_bytes` are for copies that the kernel cannot make.
 
-    Attributes:
-        overflows: how many finite values became infinite, as float16 or in a sum, by output file
-            and the byte where their tensor begins there.
     """
 
     def __init__(self, outputs: tuple[Path, ...], *, open_files: int, buffer_bytes: int) -> None:
-        self.overflows: Counter[tuple[int, int]] = Counter()
+        self._overflows: Counter[tuple[int, int]] = Counter()
         targets = max(1, min(len(outputs), open_files // 4))
         self._outputs = outputs
         self._sources = OpenFiles(os.O_RDONLY, limit=max(1, open_files - targets))
@@ -74,6 +71,14 @@ class Executor:
         """Close all files."""
         self._sources.close()
         self._targets.close()
+
+    def take_overflows(self) -> Counter[tuple[int, int]]:
+        """Return how many finite values became infinite since the last call: in float16 or a sum.
+
+        They are counted by output file, and the byte where their tensor begins there.
+        """
+        taken, self._overflows = self._overflows, Counter()
+        return taken
 
     def do(self, unit: Unit) -> int:
         """Do a unit; return the bytes written.
@@ -121,7 +126,7 @@ class Executor:
         if isinstance(tile.operation, Reduce):
             self._count_lost_sums(tile, tile.operation, out)
         elif count := count_overflows(tile, out, self._sources):
-            self.overflows[target.file, target.start] += count
+            self._overflows[target.file, target.start] += count
         fd = self._targets.fd(self._outputs[target.file])
         for offset, part in tile_runs(tile.box, target, out.reshape(-1).view(np.uint8).data):
             _write_all(fd, part, offset)
@@ -134,7 +139,7 @@ class Executor:
         if lost.any():
             for _, source in mean.terms:
                 lost &= np.isfinite(_float32(source, tile.box, self._sources))
-            self.overflows[mean.target.file, mean.target.start] += int(lost.sum())
+            self._overflows[mean.target.file, mean.target.start] += int(lost.sum())
 
 
 def tile_runs(tile: Box, target: Target, data: memoryview) -> Iterator[tuple[int, memoryview]]:

@@ -23,7 +23,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +32,10 @@ from unshard.errors import OutputError
 from unshard.write.staging.beneath import names_in, read_with_status, try_lock
 
 __all__ = [
+    "DRAFT_NAME",
     "OWNER_NAME",
     "STAGING_PREFIX",
+    "Owner",
     "StagingDirectory",
     "claim",
     "dead_owner",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 OWNER_NAME = "owner.json"
+DRAFT_NAME = f"{OWNER_NAME}.new"
 STAGING_PREFIX = "_unshard-partial-"
 _MTIME = "-mtime-"
 _ABANDONED_AFTER_S = 60
@@ -84,10 +87,23 @@ def mtime_in(name: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def claim(place: StagingDirectory, made: Sequence[Path]) -> int:
-    """Write the owner file, locked from the start; return the descriptor that locks it.
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """What an owner file records for a later process.
 
-    `made` are the directories above the staging directory that were made for it.
+    Attributes:
+        made: the directories above the staging directory that were made for it.
+        target: name of the output that is made there.
+        keeps: whether it is left for a merge to the same target that goes on with it.
+    """
+
+    made: tuple[Path, ...] = ()
+    target: str = ""
+    keeps: bool = False
+
+
+def claim(place: StagingDirectory, owner: Owner) -> int:
+    """Write the owner file, locked from the start; return the descriptor that locks it.
 
     Raises:
         OutputError: the file system has no locks.
@@ -96,16 +112,17 @@ def claim(place: StagingDirectory, made: Sequence[Path]) -> int:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": time.time(),
-        "made": [str(path.resolve()) for path in made],
+        "made": [str(path.resolve()) for path in owner.made],
+        "target": owner.target,
+        "keeps": owner.keeps,
     }
     fields["seal"] = seal("owner", fields, os.fstat(place.fd).st_ino)
-    draft = f"{OWNER_NAME}.new"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(draft, flags, 0o600, dir_fd=place.fd)
+    fd = os.open(DRAFT_NAME, flags, 0o600, dir_fd=place.fd)
     try:
         _lock(fd, place.path.parent)
         os.write(fd, json.dumps(fields).encode())
-        os.rename(draft, OWNER_NAME, src_dir_fd=place.fd, dst_dir_fd=place.fd)
+        os.rename(DRAFT_NAME, OWNER_NAME, src_dir_fd=place.fd, dst_dir_fd=place.fd)
     except BaseException:
         os.close(fd)
         raise
@@ -126,8 +143,8 @@ def _lock(draft: int, directory: Path) -> None:
 
 
 @contextmanager
-def dead_owner(place: StagingDirectory) -> Iterator[list[Path] | None]:
-    """Yield the directories that a dead process made for a staging directory; None if it may live.
+def dead_owner(place: StagingDirectory) -> Iterator[Owner | None]:
+    """Yield what a dead process recorded as the owner of a staging directory; None if it may live.
 
     Its lock is held for as long, so that only one process cleans up.
 
@@ -139,16 +156,17 @@ def dead_owner(place: StagingDirectory) -> Iterator[list[Path] | None]:
     try:
         fd = os.open(OWNER_NAME, flags, dir_fd=place.fd)
     except FileNotFoundError:  # it died before it named itself, if nothing changes for a minute
-        is_empty = set(names_in(place.fd)) <= {f"{OWNER_NAME}.new"}
+        is_empty = set(names_in(place.fd)) <= {DRAFT_NAME}
         age = time.time() - os.fstat(place.fd).st_mtime
-        yield [] if is_empty and age > _ABANDONED_AFTER_S else None
+        yield Owner() if is_empty and age > _ABANDONED_AFTER_S else None
         return
     try:
         fields = _owner(place, fd)
         made = fields["made"]
         known = {str(path) for path in made} if isinstance(made, list) else set()
-        inner_first = [path for path in place.path.resolve().parents if str(path) in known]
-        yield inner_first if _is_dead(fd, fields) else None
+        inner_first = tuple(path for path in place.path.resolve().parents if str(path) in known)
+        target, keeps = str(fields.get("target", "")), fields.get("keeps") is True
+        yield Owner(inner_first, target, keeps) if _is_dead(place, fd, fields) else None
     finally:
         os.close(fd)
 
@@ -179,14 +197,17 @@ def _owner(place: StagingDirectory, fd: int) -> dict[str, object]:
     return fields
 
 
-def _is_dead(fd: int, fields: dict[str, object]) -> bool:
+def _is_dead(place: StagingDirectory, fd: int, fields: dict[str, object]) -> bool:
     """Return whether the owner was a process of this host whose lock is free; it is ours then."""
     if fields["host"] != socket.gethostname():
         return False
     try:
-        return try_lock(fd)
+        is_ours = try_lock(fd)
+        named = os.stat(OWNER_NAME, dir_fd=place.fd, follow_symlinks=False)
     except OSError:
         return False
+    # Another process that goes on with the merge puts its own owner file in the place of this one.
+    return is_ours and named.st_ino == os.fstat(fd).st_ino
 
 
 def seal(*facts: object) -> str:

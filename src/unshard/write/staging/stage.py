@@ -1,86 +1,38 @@
 """Staging: an output is made apart, then takes its place in one commit, or leaves nothing behind.
 
 A staging directory is `_unshard-partial-<random>/`, next to the target, and only its owner may
-enter it. It contains `owner.json`, `output/`, and in the end perhaps a journal. What a killed
-process left there is finished or removed by the next run, if it can be shown to be that user's own
-(see `owners`). Where the target is inside a checkpoint, the name also records the modification time
-to give back to the directory that holds both.
+enter it. It contains `owner.json`, `output/`, the record of the files there that are finished, and
+in the end perhaps a journal. What a killed process left there is finished or removed by the next
+run, or gone on with, if it can be shown to be that user's own (see `owners`). Where the target is
+inside a checkpoint, the name also records the modification time to give back to the directory that
+holds both.
 """
 
 import errno
 import logging
 import os
-import stat
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from unshard.errors import OutputError
-from unshard.signals import uninterrupted
-from unshard.write.staging.beneath import names_in, opened, remove, status_of, try_lock
+from unshard.errors import OutputError, UnshardError, printable
+from unshard.signals import how, uninterrupted
+from unshard.write.staging.beneath import opened, try_lock
 from unshard.write.staging.commit import begin, finish, is_begun, take_new
-from unshard.write.staging.journal import JOURNAL_NAME, OUTPUT, Mode, read_journal, write_journal
-from unshard.write.staging.owners import (
-    OWNER_NAME,
-    STAGING_PREFIX,
-    StagingDirectory,
-    claim,
-    dead_owner,
-    mtime_in,
-    staging_name,
-)
+from unshard.write.staging.finished import Ledger, Work, open_ledger
+from unshard.write.staging.journal import OUTPUT, Mode, write_journal
+from unshard.write.staging.owners import Owner, StagingDirectory, claim, seal, staging_name
+from unshard.write.staging.recovery import adopt, recover, remove_empty, remove_staging
 from unshard.write.staging.targets import check_space, choose_mode
 
-__all__ = ["Staging", "recover"]
+__all__ = ["Staging"]
 
+_BLOCK = 512  # of `st_blocks`
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 _log = logging.getLogger(__name__)
-
-
-def recover(directory: Path) -> None:
-    """Finish or remove what killed processes of this user left in a directory.
-
-    What may be alive is left alone. So is what cannot be shown to be this user's own, made in this
-    very directory (a log message names it): a journal is an instruction to move files, and a
-    downloaded checkpoint may contain one.
-    """
-    try:
-        names = sorted(path.name for path in directory.glob(STAGING_PREFIX + "*"))
-        parent = os.open(directory, _DIRECTORY) if names else -1
-    except OSError as error:
-        _log.debug("nothing to recover: %s", error)
-        return
-    for name in names:
-        try:
-            _recover(directory / name, parent)
-        except OSError as error:
-            _log.warning("left alone: %s: %s", directory / name, error)
-    if names:
-        os.close(parent)
-
-
-def _recover(path: Path, parent: int) -> None:
-    status = status_of(path.name, within=parent)
-    if status is None:  # its owner, or another run, has just removed it
-        return
-    if stat.S_ISDIR(status.st_mode) and status.st_uid != os.geteuid():
-        _log.info("left alone: %s, which belongs to another user", path)
-        return
-    with opened(path.name, within=parent) as fd:
-        place = StagingDirectory(path, parent, fd)
-        with dead_owner(place) as made:
-            if made is None:
-                _log.info("left alone: %s, whose owner may be alive", path)
-                return
-            journal = read_journal(place)
-            if journal is not None:
-                for sentence in finish(place, journal):
-                    _log.warning("%s: %s", path.parent / journal.target, sentence)
-            _remove(place)
-            _remove_empty(made)
 
 
 class Staging:
@@ -93,13 +45,15 @@ class Staging:
             keeps its modification time (trainers rotate checkpoints by it).
         overwrite: whether what unshard wrote there may be replaced; "all": other files too.
         names: the paths that the output will have, to refuse at once what would be refused later.
+        resume: whether to go on with what an earlier process left of this target, and to leave it
+            when a signal or an error ends this one, except an error of the output itself.
 
     Raises:
         OutputError: on entering: the target exists, is not writable or has no space, or its file
             system has no locks.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what must be known of a target)
         self,
         target: Path,
         needed_bytes: int,
@@ -107,12 +61,16 @@ class Staging:
         sources: Sequence[Path] = (),
         overwrite: bool | str = False,
         names: Collection[str] = (),
+        resume: bool = False,
     ) -> None:
         self._target = target
         self._needed = needed_bytes
         self._sources = tuple(sources)
         self._overwrite = overwrite
         self._names = names
+        self._resume = resume and bool(seal())  # without a key nothing that is left is believed
+        self._is_asked_to_resume = resume
+        self._is_adopted = False
         self._mode = Mode.NEW
         self._made_parents: list[Path] = []
         self._place: StagingDirectory | None = None
@@ -129,6 +87,14 @@ class Staging:
     def scratch(self) -> Path:
         """A path for a file that is needed while the output is made, and removed with the stage."""
         return self._staging.path / "scratch"
+
+    def open_ledger(self, work: Work) -> Ledger:
+        """Open the record of what is finished; nothing else remains in the output's directory."""
+        ledger = open_ledger(self._staging, work)
+        if self._is_asked_to_resume and not self._resume:
+            what = "--resume has no effect: there is no private directory for this user's key"
+            ledger.notes.append(f"{what}; set XDG_STATE_HOME to a directory of yours")
+        return ledger
 
     @property
     def _staging(self) -> StagingDirectory:
@@ -147,7 +113,7 @@ class Staging:
             self._enter()
             return self  # noqa: TRY300 (a signal just before it is caught, too)
         except BaseException as error:
-            self._clean_up()
+            self._clean_up(keep=self._is_adopted)
             if isinstance(error, OSError):
                 raise unwritable(self._target, error) from error
             raise
@@ -158,11 +124,16 @@ class Staging:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        left = None
+        if self._resume and error is not None and not isinstance(error, OutputError):
+            left = None if self._place is None else self._place.path
         try:
-            self._clean_up()
+            self._clean_up(keep=left is not None)
             self._quiet.close()
+            if left is not None:
+                _say_what_is_left(error, left)
             if isinstance(error, OSError):
-                raise unwritable(self._target, error) from error
+                raise unwritable(self._target, error, left) from error
         except KeyboardInterrupt as late:
             if self._is_complete:
                 late.args = (f"interrupted, but only after {self._target} was complete",)
@@ -184,7 +155,7 @@ class Staging:
             notes = self._take_place(replaced)
             self._is_complete = True
             self._made_parents.clear()
-            self._clean_up()
+            self._clean_up(keep=False)
             self._quiet = quiet.pop_all()
         return notes
 
@@ -215,7 +186,8 @@ class Staging:
             ) from error
 
     def _enter(self) -> None:
-        recover(self._target.parent)
+        name = self._target.resolve().name
+        recover(self._target.parent, target=name, resume=self._resume)
         missing = [p for p in (self._target.parent, *self._target.parent.parents) if not p.exists()]
         for parent in reversed(missing):
             parent.mkdir(exist_ok=True)
@@ -230,10 +202,31 @@ class Staging:
             )
         if self._mode is Mode.IN_PLACE:
             self._held.callback(os.close, _lock(self._target))
-        check_space(self._target.parent, self._needed)
         with uninterrupted():
-            self._make()
-        self.directory.mkdir()
+            if self._resume:
+                self._adopt()
+        here = _allocated(self._staging.path) if self._is_adopted else 0
+        check_space(self._target.parent, self._needed - here)
+        with uninterrupted():
+            if not self._is_adopted:
+                self._make()
+        self.directory.mkdir(exist_ok=self._is_adopted)
+
+    def _adopt(self) -> None:
+        """Take over what an earlier process left of this target, if there is something."""
+        holder = self._target.parent
+        with ExitStack() as held:
+            parent = os.open(holder, _DIRECTORY)
+            held.callback(os.close, parent)
+            owner = Owner(tuple(self._made_parents), self._target.name, keeps=True)
+            found = adopt(parent, holder, owner, held)
+            if found is None:
+                return
+            self._held.push(held.pop_all())
+        self._place, taken = found
+        self._made_parents = list(taken.made[::-1])
+        self._is_adopted = True
+        recover(holder, target=self._target.name)  # of the same target only one can be gone on with
 
     def _make(self) -> None:
         """Make the staging directory, and hold it open."""
@@ -249,32 +242,57 @@ class Staging:
             os.rmdir(name, dir_fd=parent)
             raise
         self._place = StagingDirectory(holder / name, parent, fd)
-        self._held.callback(os.close, claim(self._place, self._made_parents))
+        owner = Owner(tuple(self._made_parents), self._target.name, self._resume)
+        self._held.callback(os.close, claim(self._place, owner))
 
-    def _clean_up(self) -> None:
-        """Leave nothing, unless a commit is left for the next run."""
+    def _clean_up(self, *, keep: bool) -> None:
+        """Leave nothing, unless a commit is left for the next run, or all of it is to be kept."""
         try:
-            self._remove_what_is_left()
+            self._remove_what_is_left(keep=keep)
         except BaseException:  # a signal, before it could be held back
-            self._remove_what_is_left()
+            self._remove_what_is_left(keep=keep)
             raise
 
-    def _remove_what_is_left(self) -> None:
+    def _remove_what_is_left(self, *, keep: bool) -> None:
         with uninterrupted():
             place, self._place = self._place, None
-            if place is not None:
-                _remove(place)
+            if place is not None and not keep:
+                remove_staging(place)
             self._held.close()
-            _remove_empty(self._made_parents[::-1])
+            remove_empty(self._made_parents[::-1])
 
 
-def unwritable(target: Path, error: OSError) -> OutputError:
-    """Return the error for an output that could not be written."""
+def _say_what_is_left(error: BaseException | None, left: Path) -> None:
+    """Add to an error or an interruption where the finished files are, and how to go on."""
+    text = f"what is finished is kept in {left}; the same merge with --resume goes on with it"
+    if isinstance(error, KeyboardInterrupt):
+        error.args = (f"{error}\n  kept:     {text}" if error.args else f"{how(error)}: {text}",)
+    elif isinstance(error, UnshardError):
+        error.hint = printable(f"{error.hint}; {text}" if error.hint else text)
+
+
+def _allocated(directory: Path) -> int:
+    """Return the bytes of disk that the files in a directory take; what is gone takes none."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(folder, name).lstat().st_blocks * _BLOCK
+    return total
+
+
+def unwritable(target: Path, error: OSError, left: Path | None = None) -> OutputError:
+    """Return the error for an output that could not be written; `left` is what was kept of it."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return OutputError(
+    raised = OutputError(
         f"{target}: cannot be written: {error.strerror or error}",
-        hint="free some space and run it again; nothing was left behind" if full else "",
+        hint="free some space and run it again" if full else "",
     )
+    if left is not None:
+        _say_what_is_left(raised, left)
+    elif full:
+        raised.hint += "; nothing was left behind"
+    return raised
 
 
 def _lock(directory: Path) -> int:
@@ -298,27 +316,3 @@ def _durable(directory: int, target: Path) -> list[str]:
     except OSError as error:
         return [f"{target} is complete, but may not survive a power failure: {error}"]
     return []
-
-
-def _remove_empty(made: Sequence[Path]) -> None:
-    """Remove directories that were made for an output, innermost first, while they are empty."""
-    with suppress(OSError):
-        for directory in made:
-            directory.rmdir()
-
-
-def _remove(place: StagingDirectory) -> None:
-    """Remove a staging directory: its journal first, because half an output must not be moved.
-
-    Its owner file goes last: until then the next run can tell that its owner is dead.
-    """
-    try:
-        names = names_in(place.fd)
-        for name in sorted(names, key=lambda name: (name != JOURNAL_NAME, name == OWNER_NAME)):
-            remove(name, within=place.fd)
-        os.rmdir(place.path.name, dir_fd=place.parent)
-        mtime = mtime_in(place.path.name)
-        if mtime is not None:
-            os.utime(place.parent, ns=(os.fstat(place.parent).st_atime_ns, mtime))
-    except OSError as error:
-        _log.warning("%s is left for the next run: %s", place.path, error)

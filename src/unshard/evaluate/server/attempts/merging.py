@@ -25,7 +25,7 @@ from unshard.evaluate.server.attempts.merge_worker import ANSWER_NAME, MergeOrde
 from unshard.evaluate.server.config.profiles import CommandProfile, Profile, Weights
 from unshard.evaluate.server.processes.launching import start_module
 from unshard.evaluate.server.processes.table import identify, kill_group
-from unshard.write.staging.stage import recover
+from unshard.write.staging.recovery import recover
 
 __all__ = [
     "CrashedError",
