@@ -15,6 +15,8 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from unshard.stores import buckets
+
 ACCESS_KEY, SECRET_KEY = "AKIAOFNOBODY00000000", "the-secret-of-nobody"
 SECRETS = (ACCESS_KEY, SECRET_KEY, "X-Amz", "Signature=")
 BUCKET = "shards"
@@ -30,6 +32,11 @@ class Request:
     query: str
     range: tuple[int, int] | None
 
+    @property
+    def target(self) -> str:
+        """Key and query."""
+        return f"{self.key}?{self.query}"
+
 
 @dataclass
 class Store:
@@ -38,13 +45,16 @@ class Store:
     Attributes:
         endpoint: where it is, without the proxy.
         requests: those that came through the proxy, in their order.
-        fault: decides what becomes of a request: None (nothing is wrong), "503", "cut" (the
-            connection ends without an answer), or "half" (it ends within the body).
+        fault: decides what becomes of a request: None (nothing is wrong), a status such as "503",
+            "cut" (the connection ends without an answer), "cut after" (the server has done what
+            was asked), "kill" (then `kill` is called), or "half" (it ends within the body).
+        kill: ends the client.
     """
 
     endpoint: str
     requests: list[Request] = field(default_factory=list)
     fault: Callable[[Request], str | None] = lambda _: None
+    kill: Callable[[], None] = lambda: None
 
     @property
     def s3(self):  # type: ignore[no-untyped-def]  # noqa: ANN201 (boto3 has no types)
@@ -60,6 +70,24 @@ class Store:
                 client.put_object(Bucket=BUCKET, Key=key, Body=path.read_bytes())
         return f"s3://{BUCKET}/{prefix}"
 
+    def files(self, prefix: str) -> dict[str, bytes]:
+        """Return what is below a prefix, by the path from there."""
+        client = self.s3
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{prefix}/")
+        keys = [one["Key"] for page in pages for one in page.get("Contents", [])]
+        return {
+            key[len(prefix) + 1 :]: client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+            for key in keys
+        }
+
+    def abort_uploads(self) -> int:
+        """Abort what was begun in parts and is not finished; return how many there were."""
+        begun = self.s3.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+        for one in begun:
+            upload = {"Key": one["Key"], "UploadId": one["UploadId"]}
+            self.s3.abort_multipart_upload(Bucket=BUCKET, **upload)
+        return len(begun)
+
     def forget_requests(self) -> None:
         self.requests.clear()
         self.fault = lambda _: None
@@ -71,6 +99,7 @@ def serving() -> Iterator[Store]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "_buckets", {})  # a client knows only the server it was made for
         patch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
         patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
         patch.setenv("AWS_REGION", "us-east-1")
@@ -116,8 +145,8 @@ def _talk(client: socket.socket, store: Store, server: tuple[str, int]) -> None:
             fault = store.fault(request)
             if fault == "cut":
                 return
-            if fault == "503":
-                client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n")
+            if fault is not None and fault.isdecimal():
+                client.sendall(f"HTTP/1.1 {fault} Fault\r\nContent-Length: 0\r\n\r\n".encode())
                 continue
             with closing(socket.create_connection(server)) as upstream:
                 upstream.sendall(_closing(head) + body)
@@ -125,6 +154,10 @@ def _talk(client: socket.socket, store: Store, server: tuple[str, int]) -> None:
                 back = _head(answer)
                 size = 0 if request.method == "HEAD" else int(_field(back, b"content-length") or 0)
                 data = answer.read(size)
+            if fault == "kill":
+                store.kill()
+            if fault in ("cut after", "kill"):
+                return
             if fault == "half":
                 client.sendall(back + data[: len(data) // 2])
                 return

@@ -23,6 +23,7 @@ from unshard.api.making import (
 )
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
 from unshard.api.sources import Opening, decompressed, open_source
+from unshard.api.storing import store_output
 from unshard.api.writing import digest_of_sources, write_weights
 from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import (
@@ -36,6 +37,7 @@ from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.finding.discover import all_steps
 from unshard.showing import hearing
+from unshard.stores.remote_path import RemotePath
 from unshard.write.hub import check_repo
 from unshard.write.record import is_made_from
 from unshard.write.report import Report
@@ -153,6 +155,8 @@ def merge_with(
     target = target or sources.last.location.default_output
     prepared = before(plan_output(sources, convert(sources, options), options))
     warn(listener, prepared.warnings)
+    if isinstance(target, RemotePath):
+        return store_output(prepared, target, options, listener, started)
     stage = stage_output(prepared, target, options)
     if options.dry_run:
         stage.check()

@@ -13,7 +13,7 @@ from unshard.errors import UsageError
 from unshard.keywords import CHOICES, DEFAULTS, DtypeLike
 from unshard.plan.layout import size_in_bytes
 from unshard.read.format import ROLES, Choice, ReadOptions
-from unshard.stores.remote_path import is_url, path_of
+from unshard.stores.remote_path import path_of
 
 __all__ = ["MergeOptions", "accepting", "given_output", "given_path"]
 
@@ -33,11 +33,6 @@ def given_path(path: str | Path, what: str) -> Path:
 
 def given_output(path: str | Path) -> Path:
     """Return the directory that a caller wants the output in."""
-    if is_url(path):
-        raise UsageError(
-            f"{path}: outputs are written to a local file system",
-            hint="merge into a local directory, and copy that; checkpoints are read from buckets",
-        )
     output = given_path(path, "the output")
     if output.suffix in _FILES and not output.is_dir():
         raise UsageError(

@@ -38,10 +38,14 @@ class PieceReader:
     Args:
         path: that of the checkpoint, for errors.
         files: what will be read; their sources must not change from now on.
+        cache_bytes: how much is kept of what was made last; one slab in any case.
     """
 
-    def __init__(self, path: Path, files: Mapping[str, Contents]) -> None:
+    def __init__(
+        self, path: Path, files: Mapping[str, Contents], *, cache_bytes: int = CACHE_BYTES
+    ) -> None:
         self._path = path
+        self._cache_bytes = cache_bytes
         self._lock = Lock()
         self._sources = OpenFiles(os.O_RDONLY, limit=_OPEN_FILES)
         self._made: OrderedDict[tuple[int, tuple[int, ...]], memoryview] = OrderedDict()
@@ -112,7 +116,7 @@ class PieceReader:
         if found is None:
             found = self._make(slab)
             held = sum(map(len, self._made.values()))
-            while self._made and held + len(found) > CACHE_BYTES:
+            while self._made and held + len(found) > self._cache_bytes:
                 held -= len(self._made.popitem(last=False)[1])
         self._made[key] = found  # now the last to go
         return found

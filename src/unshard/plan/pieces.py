@@ -23,7 +23,7 @@ from unshard.plan.operations import (
 from unshard.plan.work import Tile, tile_shape
 from unshard.tensors.boxes import Box, Ints, row_major_strides, row_tile, tiles
 
-__all__ = ["Contents", "Piece", "Run", "Slab", "contents_of", "slab_tiles"]
+__all__ = ["Contents", "Piece", "Run", "Slab", "blocks_of", "contents_of", "slab_tiles"]
 
 _SLAB_BYTES = 1024 * 1024
 _IN_TILES = Fuse | Quantize | FindScales
@@ -133,6 +133,22 @@ def contents_of(plan: Plan) -> Iterator[tuple[str, Contents]]:
         copies = plan.copies[plan.copies["file"] == number]
         tiled = [one for one in plan.tiled if one.target.file == number]
         yield file.filename, Contents(file.size, file.header, copies, plan.paths, tiled)
+
+
+def blocks_of(contents: Contents, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield where blocks of a file begin and end; every slab is in one of them.
+
+    Blocks have `block_bytes` and, if a slab would be cut, the rest of that slab.
+    """
+    start = 0
+    while start < contents.size:
+        end = min(start + block_bytes, contents.size)
+        if end < contents.size:
+            piece, skip = contents.find(end)
+            if skip and isinstance(piece, Slab):
+                end += piece.length - skip
+        yield start, end
+        start = end
 
 
 def _find_slab(operation: Tiled, at: int) -> tuple[Slab, int]:

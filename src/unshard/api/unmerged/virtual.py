@@ -30,7 +30,7 @@ from unshard.showing import counted, hearing, human_size
 from unshard.write.companions import state_file_names, write_training_state
 from unshard.write.record import add_companions
 
-__all__ = ["VirtualFiles", "open_files", "plan_files", "virtual"]
+__all__ = ["VirtualFiles", "contents_of_output", "open_files", "plan_files", "virtual"]
 
 
 class VirtualFiles(Mapping[str, PlannedFile]):
@@ -183,6 +183,19 @@ def plan_files(
 
 def open_files(prepared: Prepared, options: MergeOptions, stack: ExitStack) -> VirtualFiles:
     """Return the files of a merge, weights first; closing them closes what the stack has."""
+    files = contents_of_output(prepared, options, stack)
+    reader = PieceReader(prepared.checkpoint.location.weights_dir, files)
+    stack.callback(reader.close)
+    return VirtualFiles(prepared, files, reader, stack.pop_all())
+
+
+def contents_of_output(
+    prepared: Prepared, options: MergeOptions, stack: ExitStack
+) -> dict[str, Contents]:
+    """Return what the files of a merge consist of, weights first and the record last.
+
+    The stack removes what is temporary.
+    """
     files = dict(contents_of(prepared.plan))
     weights = set(files)
     if prepared.adapter is not None:
@@ -197,9 +210,7 @@ def open_files(prepared: Prepared, options: MergeOptions, stack: ExitStack) -> V
         files |= {name: _as_contents(scratch / name) for name in names}
     listed = {name: files[name].size for name in sorted(files.keys() - weights)}
     files[RECORD_NAME] = _as_contents(add_companions(make_record(prepared, options), listed))
-    reader = PieceReader(prepared.checkpoint.location.weights_dir, files)
-    stack.callback(reader.close)
-    return VirtualFiles(prepared, files, reader, stack.pop_all())
+    return files
 
 
 def _as_contents(source: bytes | Path) -> Contents:

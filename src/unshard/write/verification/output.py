@@ -169,7 +169,7 @@ class Checker:
     def _check_tile(self, tile: Tile) -> int:
         target = tile.operation.target
         made = make_tile(tile, self._files).reshape(-1).view(np.uint8)
-        fd = self._files.fd(self._outputs[target.file])
+        fd = self._files.source(self._outputs[target.file])
         for offset, part in tile_runs(tile.box, target, made.data):
             found = bytearray(len(part))
             read_exactly(fd, offset, memoryview(found))
@@ -185,7 +185,7 @@ class Checker:
                 size = min(self._block, copy.length - done)
                 expected, found = bytearray(size), bytearray(size)
                 read_exactly(self._files.source(copy.source), start + done, memoryview(expected))
-                output = self._files.fd(self._outputs[copy.file])
+                output = self._files.source(self._outputs[copy.file])
                 read_exactly(output, target + done, memoryview(found))
                 if expected != found:
                     self._report(copy.file, target + done)

@@ -1,0 +1,110 @@
+"""A merge whose output is in an object store: made in memory, block by block, and uploaded."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+from unshard.api.converting import convert
+from unshard.api.making import (
+    Prepared,
+    compare_with_base,
+    late_notes,
+    make_report,
+    plan_output,
+    verify_output,
+    warn,
+)
+from unshard.api.options import MergeOptions
+from unshard.api.sources import inflated
+from unshard.api.unmerged.virtual import contents_of_output
+from unshard.engines.files import PieceReader
+from unshard.engines.threads import named_overflows
+from unshard.engines.uploads import upload_files
+from unshard.errors import UsageError
+from unshard.plan.pieces import Contents
+from unshard.progress import Listener, Stage
+from unshard.stores.remote_path import RemotePath, look_again
+from unshard.write.bucket_stage import BucketStage, is_last
+from unshard.write.report import Report
+
+__all__ = ["store_output"]
+
+_SMALL = 8 << 20
+
+
+def store_output(
+    prepared: Prepared,
+    target: RemotePath,
+    options: MergeOptions,
+    listener: Listener,
+    started: float,
+) -> Report:
+    """Make an output in a store, as `merge_with` makes one on disk; return its report.
+
+    Nothing is written on this machine, except that compressed items are decompressed, and training
+    state is written, into a temporary directory.
+
+    Raises:
+        UnshardError: nothing of the output is left then.
+    """
+    if options.push_to_hub is not None:
+        raise UsageError(
+            f"--push-to-hub needs an output on a disk, and {target} is in an object store",
+            hint="leave it out, and upload the checkpoint: unshard push CHECKPOINT REPO",
+        )
+    if options.resume:
+        raise UsageError(
+            f"--resume needs an output on a disk, and {target} is in an object store",
+            hint="leave it out: a merge that fails removes what it wrote there",
+        )
+    stage = BucketStage(target, overwrite=bool(options.overwrite))
+    if options.dry_run:
+        stage.check()
+        return make_report(prepared, target, options, started)
+    with stage, ExitStack() as stack:
+        prepared = _decompressed(prepared, options, listener, stack)
+        files = contents_of_output(prepared, options, stack)
+        where = prepared.checkpoint.location.weights_dir
+        reader = PieceReader(where, files)
+        stack.callback(reader.close)
+        large = {name: one for name, one in files.items() if not _is_small(name, one)}
+        listener(Stage("uploading", sum(one.size for one in large.values())))
+        overflows = upload_files(where, large, stage, options.resources, listener)
+        small = {name: _bytes_of(one, reader) for name, one in files.items() if name not in large}
+        for name, data in small.items():
+            if not is_last(name):
+                stage.create(name, data)
+        look_again(target)
+        verify_output(prepared, target, options, listener)
+        reader.check_sources()
+        changed = compare_with_base(prepared, listener)
+        listener(Stage("committing"))
+        notes = stage.commit({name: data for name, data in small.items() if is_last(name)})
+    lost = named_overflows([overflows], prepared.plan)
+    notes = warn(listener, [*late_notes(prepared, changed, lost), *notes])
+    return make_report(prepared, target, options, started, notes=notes, changed=changed)
+
+
+def _decompressed(
+    prepared: Prepared, options: MergeOptions, listener: Listener, stack: ExitStack
+) -> Prepared:
+    """Return the same with nothing compressed; the stack removes what that needs."""
+    sources = prepared.sources
+    if not sources.compressed_bytes:
+        return prepared
+    listener(Stage("decompressing"))
+    checkpoints = tuple(inflated(one, stack) for one in sources.checkpoints)
+    sources = replace(sources, checkpoints=checkpoints)
+    again = plan_output(sources, convert(sources, options), options)
+    warn(listener, [one for one in again.warnings if one not in prepared.warnings])
+    return replace(again, files=prepared.files)
+
+
+def _is_small(name: str, contents: Contents) -> bool:
+    """Return whether a file is created at once: one that must come last is."""
+    return is_last(name) or (contents.size <= _SMALL and not name.endswith(".safetensors"))
+
+
+def _bytes_of(contents: Contents, reader: PieceReader) -> bytes:
+    data = bytearray(contents.size)
+    reader.read(contents, 0, memoryview(data))
+    return bytes(data)

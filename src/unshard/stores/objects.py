@@ -1,0 +1,119 @@
+"""Writing into a bucket: objects that do not exist yet, whole or in parts; listing and removing.
+
+What is written by `create` never replaces an object. The parts of an upload become an object when
+all are there; an upload that fails is aborted, so that its parts are not left, and paid for.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from unshard.errors import UnshardError
+from unshard.stores.buckets import Bucket, failure
+
+__all__ = ["LEAST_PART", "MOST_PARTS", "Stored", "create", "listed", "remove", "upload"]
+
+LEAST_PART = 5 << 20
+"""The least that every part of an upload but the last may have, bytes. This is S3's rule."""
+MOST_PARTS = 10_000
+"""The most parts that an upload may have."""
+
+_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An object as a store has it: its size in bytes, and its entity tag if the store has those."""
+
+    size: int
+    etag: str | None
+
+
+def create(bucket: Bucket, key: str, data: bytes) -> Stored | None:
+    """Write an object where there is none; return None if there is another one.
+
+    The answer to a request may be lost after the store has done what it asks for. So after every
+    failure the object is read: what has these very bytes is ours.
+
+    Raises:
+        StoreError: the store cannot be reached, or does not allow it.
+    """
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            put = bucket.store.put(key, data, mode="create", use_multipart=False)
+            return Stored(len(data), put["e_tag"])
+        except UnshardError:
+            raise
+        except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
+            try:
+                found = bucket.store.get(key)
+                is_ours = found.meta["size"] == len(data) and bytes(found.bytes()) == data
+                return Stored(len(data), found.meta["e_tag"]) if is_ours else None
+            except FileNotFoundError:
+                if not tries_left:
+                    raise failure(f"{bucket.url}/{key}", error) from None
+            except Exception as again:  # noqa: BLE001
+                raise failure(f"{bucket.url}/{key}", again) from None
+    raise AssertionError("the last try returns or raises")
+
+
+def upload(
+    bucket: Bucket, key: str, blocks: Iterator[bytearray], *, part_bytes: int, at_once: int
+) -> Stored:
+    """Write an object from blocks of any size, in parts of `part_bytes`, `at_once` under way.
+
+    Memory: (`at_once` + 1) * `part_bytes`, and a block. What `blocks` raises aborts the upload, and
+    is raised.
+
+    Raises:
+        StoreError: the store cannot be reached, or does not allow it.
+    """
+    sizes: list[int] = []
+    raised: list[BaseException] = []
+
+    def watched() -> Iterator[bytearray]:
+        try:
+            for block in blocks:
+                sizes.append(len(block))
+                yield block
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    try:
+        put = bucket.store.put(key, watched(), chunk_size=part_bytes, max_concurrency=at_once)
+    except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
+        raise raised[0] if raised else failure(f"{bucket.url}/{key}", error) from None
+    return Stored(sum(sizes), put["e_tag"])
+
+
+def listed(bucket: Bucket, key: str) -> dict[str, Stored]:
+    """Return everything below a key as it is now, by the path from there.
+
+    Raises:
+        StoreError: the store cannot be reached, or does not allow it.
+    """
+    start = len(key) + 1 if key else 0
+    try:
+        pages = bucket.store.list(key or None)
+        objects = [one for page in pages for one in page]
+    except UnshardError:
+        raise
+    except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
+        raise failure(f"{bucket.url}/{key}", error) from None
+    return {one["path"][start:]: Stored(one["size"], one["e_tag"]) for one in objects}
+
+
+def remove(bucket: Bucket, key: str) -> None:
+    """Remove an object; it is not an error if there is none.
+
+    Raises:
+        StoreError: the store cannot be reached, or does not allow it.
+    """
+    try:
+        bucket.store.delete(key)
+    except FileNotFoundError:
+        return
+    except UnshardError:
+        raise
+    except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
+        raise failure(f"{bucket.url}/{key}", error) from None

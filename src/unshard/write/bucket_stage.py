@@ -1,0 +1,228 @@
+"""An output in an object store: written there directly, and complete only when it says so.
+
+A store cannot rename what was written. So a merge first claims the place, by an object that only
+one process can create; it writes the weights, then everything else, and last the files by which a
+reader takes a directory for a model: config.json and the like, and the record `unshard.json`. What
+fails removes what it wrote, and the claim. A process that is killed leaves both, and no config.
+"""
+
+import json
+import logging
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Self
+
+from unshard._version import __version__
+from unshard.errors import OutputError, UnshardError
+from unshard.read.hub_files import RECORD_NAME
+from unshard.showing import counted
+from unshard.signals import uninterrupted
+from unshard.stores.objects import Stored, create, listed, remove, upload
+from unshard.stores.remote_path import RemotePath
+from unshard.write.companions import ADAPTER_CONFIG_NAME
+
+__all__ = ["CLAIM_NAME", "BucketStage", "is_last"]
+
+CLAIM_NAME = "_unshard-partial.json"
+"""The object that claims a place until the output there is complete."""
+
+_CONFIGS = ("config.json", ADAPTER_CONFIG_NAME)
+_NO_OVERWRITE = (
+    "two outputs in an object store cannot be exchanged in one step, so nothing there is "
+    "overwritten: "
+)
+
+_log = logging.getLogger(__name__)
+
+
+def is_last(name: str) -> bool:
+    """Return whether a reader takes a directory with this file for a complete model."""
+    return name == RECORD_NAME or name.rpartition("/")[2] in _CONFIGS
+
+
+class BucketStage:
+    """Writes an output into a store. Left without a commit, nothing of it remains.
+
+    Args:
+        target: where the output goes; nothing may be there.
+        overwrite: whether the user asked for an output to be replaced; no store can do that.
+
+    Raises:
+        OutputError: on entering: the target exists, or another process writes there.
+        StoreError: the store cannot be reached, or does not allow it.
+    """
+
+    def __init__(self, target: RemotePath, *, overwrite: bool) -> None:
+        self._target = target
+        self._bucket = target.bucket
+        self._overwrite = overwrite
+        begun = datetime.now(UTC).isoformat(timespec="seconds")
+        claim = {"unshard": __version__, "begun": begun, "id": secrets.token_hex(16)}
+        self._claim = (json.dumps(claim) + "\n").encode()
+        self._written: dict[str, Stored | None] = {}
+        self._is_complete = False
+
+    def check(self) -> None:
+        """Check that there is nothing at the target; write nothing.
+
+        Raises:
+            OutputError: there is.
+        """
+        found = listed(self._bucket, self._target.key)
+        if CLAIM_NAME in found and RECORD_NAME not in found:
+            raise self._claimed()
+        if found:
+            hint = "give another output, or remove everything there first"
+            if self._overwrite:
+                hint = f"{_NO_OVERWRITE}{hint}"
+            raise OutputError(f"{self._target}: exists already", hint=hint)
+
+    def __enter__(self) -> Self:
+        self.check()
+        with uninterrupted():
+            if create(self._bucket, self._key(CLAIM_NAME), self._claim) is None:
+                raise self._claimed()
+            self._written[CLAIM_NAME] = None
+        try:
+            self.check_written()  # perhaps another process has just written there
+            return self  # noqa: TRY300 (a signal just before it is caught, too)
+        except BaseException as error:
+            self._clean_up(error)
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bucket.forget()
+        if not self._is_complete:
+            self._clean_up(error)
+        elif isinstance(error, KeyboardInterrupt):
+            error.args = (f"interrupted, but only after {self._target} was complete",)
+
+    def upload(
+        self, name: str, blocks: Iterator[bytearray], *, part_bytes: int, at_once: int
+    ) -> None:
+        """Write a file in parts, as `stores.objects.upload` does; for any thread.
+
+        Raises:
+            StoreError: the store cannot be reached, or does not allow it.
+        """
+        self._written[name] = None  # whatever happens now, it may be there
+        limits = {"part_bytes": part_bytes, "at_once": at_once}
+        self._written[name] = upload(self._bucket, self._key(name), blocks, **limits)
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a small file, whose name must not be taken.
+
+        Raises:
+            OutputError: it is taken: somebody else writes there.
+            StoreError: the store cannot be reached, or does not allow it.
+        """
+        with uninterrupted():
+            self._written[name] = None
+            stored = create(self._bucket, self._key(name), data)
+            if stored is None:
+                del self._written[name]  # it is not ours
+                raise OutputError(
+                    f"{self._target}/{name}: another process wrote it in the meantime",
+                    hint="give another output",
+                )
+            self._written[name] = stored
+
+    def check_written(self) -> None:
+        """Check that the store has everything as it was written, and that the claim is ours.
+
+        Raises:
+            OutputError: something is missing, was changed, or was added.
+        """
+        found = listed(self._bucket, self._target.key)
+        claim = found.pop(CLAIM_NAME, None)
+        wrong = sorted(
+            name
+            for name in {*found, *self._written} - {CLAIM_NAME}
+            if not _is_same(self._written.get(name), found.get(name))
+        )
+        if claim is None or self._read_claim() != self._claim:
+            wrong.append(CLAIM_NAME)
+        if wrong:
+            raise OutputError(
+                f"{self._target}: is not as it was written: {', '.join(wrong)}",
+                hint="another process writes there: give another output",
+            )
+
+    def commit(self, last: Mapping[str, bytes]) -> list[str]:
+        """Write the files that make the output complete, the record after all others.
+
+        Ctrl-C and the like wait until then. Return notes.
+
+        Raises:
+            OutputError: another process wrote there.
+        """
+        with uninterrupted():
+            self.check_written()
+            for name in sorted(last, key=lambda name: (name == RECORD_NAME, name)):
+                self.create(name, last[name])
+            self._is_complete = True
+            left = self._remove([CLAIM_NAME])
+        return [f"{self._target} is complete, but {CLAIM_NAME} could not be removed"] * bool(left)
+
+    def _key(self, name: str) -> str:
+        return f"{self._target.key}/{name}".lstrip("/")
+
+    def _read_claim(self) -> bytes:
+        self._bucket.forget()
+        claim: bytes = (self._target / CLAIM_NAME).read_bytes()
+        return claim
+
+    def _claimed(self) -> OutputError:
+        begun = "an unknown time"
+        try:
+            begun = str(json.loads(self._read_claim())["begun"])[:40]
+        except (OSError, UnshardError, ValueError, KeyError, TypeError):
+            _log.debug("%s/%s cannot be read", self._target, CLAIM_NAME)
+        return OutputError(
+            f"{self._target}: a merge into it began at {begun}, and is not complete",
+            hint="wait for it; or, if it was killed, remove everything there, or give another "
+            "output",
+        )
+
+    def _clean_up(self, error: BaseException | None) -> None:
+        """Remove what was written, the newest first and the claim last."""
+        with uninterrupted():
+            left = self._remove(reversed(self._written))
+            if left:
+                with suppress(UnshardError):  # what could not be removed need not be there
+                    left = [name for name in listed(self._bucket, self._target.key) if name in left]
+        if not left:
+            return
+        what = f"{self._target}: {counted(len(left), 'object')} of the unfinished output are left"
+        _log.warning("%s: %s", what, ", ".join(left))
+        if isinstance(error, KeyboardInterrupt):
+            error.args = (f"interrupted; {what}: remove everything there",)
+        else:
+            raise OutputError(what, hint="remove everything there") from error
+
+    def _remove(self, names: Iterable[str]) -> list[str]:
+        """Remove objects that this stage wrote; return those that could not be removed."""
+        left = []
+        for name in list(names):
+            try:
+                remove(self._bucket, self._key(name))
+                self._written.pop(name)
+            except UnshardError as error:
+                _log.info("%s/%s: %s", self._target, name, error)
+                left.append(name)
+        return left
+
+
+def _is_same(written: Stored | None, found: Stored | None) -> bool:
+    """Return whether the store has an object as it was written."""
+    if written is None or found is None or written.size != found.size:
+        return False
+    return None in (written.etag, found.etag) or written.etag == found.etag
