@@ -42,6 +42,8 @@ ON_DEMAND = {
     "engines.into_torch",
     "engines.into_transformers",
     "evaluate.callbacks.transformers",
+    "evaluate.server.cluster.place",
+    "evaluate.server.cluster.seat",
     "evaluate.server.warm.worker",
     "plugins.sglang",
     "plugins.sglang_check",

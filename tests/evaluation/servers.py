@@ -87,6 +87,7 @@ class Live:
     url: str = ""
     process: "subprocess.Popen[bytes] | None" = None
     headers: dict[str, str] = field(default_factory=dict)
+    interpreter: str = sys.executable
     _begin: int = 0
 
     @property
@@ -135,7 +136,7 @@ class Live:
 
     def launch(self, *options: str) -> None:
         """Start it; with no options, as configured."""
-        command = [sys.executable, "-m", "unshard", "eval", "serve"]
+        command = [self.interpreter, "-m", "unshard", "eval", "serve"]
         configured = ("--config", str(self.directory / "server.yaml"), *self.options)
         self._begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:

@@ -57,7 +57,7 @@ def prepare(tmp_path: Path, checkpoint: Path, profile: Profile, weights: str = "
 def configured(tmp_path: Path, **profile: object) -> Profile:
     path = tmp_path / "server.yaml"
     path.write_text(yaml.safe_dump({"profiles": {"lm": {"kind": "lm-eval", **profile}}}))
-    return read_server_yaml(path, ()).profiles["lm"]
+    return read_server_yaml(path, {"gpus": []}).profiles["lm"]
 
 
 def test_a_profile_says_whether_its_checkpoints_are_merged(tmp_path: Path) -> None:

@@ -135,6 +135,14 @@ def serve(
             metavar="DIR", help="Directory for jobs, logs and results.  [default: unshard-eval]"
         ),
     ] = None,
+    executor: Annotated[
+        str | None,
+        typer.Option(
+            metavar="embedded|ray",
+            help="What runs the evaluators: this machine, or the nodes of a Ray cluster (extra "
+            "`ray`).  [default: embedded]",
+        ),
+    ] = None,
 ) -> None:
     """Run the evaluation server."""
     check_installed("fastapi", "uvicorn", "httpx", "pydantic", "yaml")
@@ -149,6 +157,7 @@ def serve(
         token_file,
         tuple(allow_unauthenticated or ()),
         work_dir,
+        executor,
     )
     try:
         serve(given)

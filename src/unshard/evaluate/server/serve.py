@@ -6,15 +6,22 @@ import signal
 import socket
 import threading
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from anyio import to_thread
 
-from unshard.errors import UsageError
+from unshard.errors import UsageError, how_to_install
 from unshard.evaluate.logs import log_to_stderr
-from unshard.evaluate.server.config.server_yaml import ServerConfig, read_server_yaml
+from unshard.evaluate.server.attempts.attempt import Limits
+from unshard.evaluate.server.config.server_yaml import (
+    EXECUTORS,
+    RAY,
+    ServerConfig,
+    read_server_yaml,
+)
 from unshard.evaluate.server.evaluators.programs import Profiles, tell_missing
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, parse_gpus
@@ -26,6 +33,7 @@ from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.store import Store
+from unshard.showing import counted
 
 __all__ = ["Given", "configure", "make_service", "serve"]
 
@@ -48,6 +56,7 @@ class Given:
     token_file: Path | None = None
     allow_unauthenticated: tuple[str, ...] = ()
     work_dir: Path | None = None
+    executor: str | None = None
 
 
 def configure(given: Given) -> ServerConfig:
@@ -56,11 +65,19 @@ def configure(given: Given) -> ServerConfig:
     Raises:
         UsageError: a value cannot be used.
     """
-    gpus = None if given.gpus is None else parse_gpus(given.gpus)
+    stated: dict[str, object] = {}
+    if given.executor is not None:
+        if given.executor not in EXECUTORS:
+            raise UsageError(f"--executor {given.executor}: unknown", expected=", ".join(EXECUTORS))
+        stated["executor"] = given.executor
+    if given.gpus is not None:
+        stated["gpus"] = list(parse_gpus(given.gpus))
     if given.config is None:
-        config = ServerConfig.model_validate({"gpus": gpus})
+        config = ServerConfig.model_validate(stated)
     else:
-        config = read_server_yaml(given.config, gpus)
+        config = read_server_yaml(given.config, stated)
+    if config.executor == RAY and find_spec("ray") is None:
+        raise UsageError("executor ray: not installed: ray", hint=how_to_install("ray", "ray"))
     roots = given.roots or config.roots or (Path.cwd(),)
     work = given.work_dir or config.work_directory or _WORK_DIR
     chosen = {
@@ -79,7 +96,8 @@ def make_service(config: ServerConfig) -> Service:
     store = Store(work / _DATABASE)
     pins = Pins(store, config.roots, config.pin_quota)
     unknown = UnknownTasks()
-    settings = SchedulerSettings(work, keep_days=config.keep_days, unknown=unknown)
+    limits = Limits(cluster=config.ray_address if config.executor == RAY else None)
+    settings = SchedulerSettings(work, limits, keep_days=config.keep_days, unknown=unknown)
     scheduler = Scheduler(store, Slots(config.gpus), Profiles(config.profiles), pins, settings)
     return Service(store, scheduler, config, pins, HealthCheck(work / _DATABASE), unknown)
 
@@ -153,8 +171,10 @@ def _log_start(config: ServerConfig, listening: socket.socket) -> None:
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     _log.info("roots %s, profiles %s", list(map(str, config.roots)), list(config.profiles))
-    gpus = ", ".join(config.gpus) or "none"
-    _log.info("work directory %s, GPUs %s", config.work_directory, gpus)
+    gpus = f"GPUs {', '.join(config.gpus) or 'none'}"
+    if config.executor == RAY:
+        gpus = f"{counted(len(config.gpus), 'GPU')} of the Ray cluster {config.ray_address}"
+    _log.info("work directory %s, %s", config.work_directory, gpus)
     for root in config.roots:
         if not root.is_dir():
             _log.warning("root %s: no such directory", root)

@@ -1,6 +1,7 @@
 """One attempt at a job, from its checkpoint to its metrics; or the rest of one, after a restart."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from unshard.evaluate.server.attempts.merging import (
     PassingError,
     ask_disk,
 )
+from unshard.evaluate.server.cluster.assignment import assign, grace_on, is_placed, read_end
 from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile, keeps_engine
 from unshard.evaluate.server.evaluators.work import Evaluator, Work
 from unshard.evaluate.server.gpus import describe_slots
@@ -63,11 +65,14 @@ class Limits:
         grace_s: how long processes may take to end when they are asked to.
         poll_s: the interval between two looks at a running evaluator.
         log_bytes: the bound of its log.
+        cluster: the address of the Ray cluster whose nodes run the evaluators; None: this machine
+            runs them.
     """
 
     grace_s: float = 10.0
     poll_s: float = 0.2
     log_bytes: int = LOG_BYTES
+    cluster: str | None = None
 
 
 class Halt(Enum):
@@ -179,7 +184,8 @@ class Runner:
         Returns:
             Whether they are gone; processes that cannot be ended are left to the next server.
         """
-        while not kill_group(process, grace_s=self._limits.grace_s):
+        grace_s = grace_on(Path(process.directory), self._limits.grace_s)
+        while not kill_group(process, grace_s=grace_s):
             _log.error("process group %d cannot be ended; its slots stay taken", process.pid)
             if self._halt(job_id) in {Halt.LEAVE, Halt.END}:
                 return False
@@ -214,6 +220,11 @@ class Runner:
         order = Order(
             command, environment, directory, profile.timeout, limits.grace_s, limits.log_bytes
         )
+        where = describe_slots(attempt.gpus)
+        if limits.cluster is not None:
+            gpus, model = len(attempt.gpus), work.model
+            order = assign(order, own, address=limits.cluster, gpus=gpus, model=model)
+            where = "the Ray cluster"
         child = start_supervisor(gpus=attempt.gpus, directory=attempt.directory)
         try:
             self._store.record_process(attempt.job.id, child.process)
@@ -222,8 +233,8 @@ class Runner:
             child.reap()  # without an order: nothing runs that the database does not have
             raise
         child.give(order)
-        where = f"{attempt.job.request.profile} on {describe_slots(attempt.gpus)}"
-        tell(attempt.job, f"started: attempt {attempt.job.attempts}{what}, {where}")
+        started = f"started: attempt {attempt.job.attempts}{what}, "
+        tell(attempt.job, f"{started}{attempt.job.request.profile} on {where}")
         outcome: Outcome | None = None
         try:
             outcome = self._conclude(attempt, work, child.process)
@@ -247,9 +258,11 @@ class Runner:
 
     def _conclude(self, attempt: Attempt, work: Work, process: Process) -> Outcome:
         """Wait for a process, leave nothing of it behind, and judge what it did."""
-        # The supervisor keeps to the timeout; this is for one that cannot.
+        # The supervisor keeps to the timeout; this is for one that cannot. On a cluster the
+        # evaluator has waited for its node before.
         allowed_s = attempt.profile.timeout + 2 * self._limits.grace_s + _MARGIN_S
-        deadline = time.monotonic() + allowed_s
+        is_here = not is_placed(attempt.directory)
+        deadline = time.monotonic() + (allowed_s if is_here else math.inf)
         halt: Halt | None = None
         try:
             while halt is None and is_alive(process) and time.monotonic() < deadline:
@@ -270,7 +283,7 @@ class Runner:
 
     def _judge_left(self, attempt: Attempt, work: Work) -> Outcome:
         """Judge what an attempt's processes, which are gone, have left."""
-        done = read_exit(attempt.directory)
+        done = read_end(attempt.directory)
         if done is None and not has_begun(attempt.directory):
             return Postponed("its supervisor ended before it got its order")
         if done is None:

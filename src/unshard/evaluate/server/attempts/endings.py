@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from unshard.errors import UnshardError
+from unshard.evaluate.server.cluster.assignment import KILLED, LOST, NOT_PLACED
 from unshard.evaluate.server.evaluators.work import Evaluator, UnknownTasksError, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME, STOPS, Exit, is_ended_by
@@ -73,11 +74,16 @@ class Cause(StrEnum):
         KILLED: a signal ended its evaluator that the server did not send, but perhaps the kernel.
         DIED: its processes ended together with the server that ran it; it may have ended the
             server.
+        NODE: the node of the cluster that ran it is lost; it may have been the reason.
     """
 
     HINDERED = "postponed"
     KILLED = "killed"
     DIED = "died"
+    NODE = "node"
+
+
+_CAUSES = {KILLED: Cause.KILLED, LOST: Cause.NODE, NOT_PLACED: Cause.HINDERED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,7 @@ class Left:
 Outcome = Completed | Failed | Postponed | Expired | Lost | Cancelled | Left
 
 
-def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:
+def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:  # noqa: PLR0911 (a case each)
     """Return the outcome of an attempt whose evaluator ended like this."""
     match done.reason:
         case "timeout":
@@ -123,6 +129,8 @@ def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:
             return Failed(add_log(why, work.directory), may_retry=True)
         case "stopped":
             return Postponed("the evaluator was stopped by a signal to its supervisor")
+        case reason if reason in _CAUSES:
+            return Postponed(add_log(done.error, work.directory), _CAUSES[reason])
         case "not started":
             why = f"the evaluator cannot be started: {done.error}"
             return Postponed(why) if done.errno in _PASSING else Failed(why, may_retry=False)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import yaml
 from pydantic import (
@@ -40,7 +40,11 @@ from unshard.evaluate.server.config.profiles import (
 from unshard.evaluate.server.gpus import as_gpus, find_gpus, first_gpus, gpus_expected
 from unshard.evaluate.values import expects, problem_of, shown, whole
 
-__all__ = ["ServerConfig", "read_server_yaml"]
+__all__ = ["EXECUTORS", "RAY", "ServerConfig", "read_server_yaml"]
+
+RAY = "ray"
+EXECUTORS = ("embedded", RAY)
+"""What runs the evaluators: the server's machine, or the nodes of a Ray cluster."""
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"
 _MOST_GPUS = 1024
@@ -48,12 +52,29 @@ _MOST_GPUS = 1024
 
 def _gpu_names(value: object, info: ValidationInfo[Path | None]) -> object:
     """Return a count or a list of GPUs as names; None, which is refused, if one is not a name."""
+    if info.data.get("executor") == RAY:
+        return _gpu_count(value, info)
     if type(value) is int and 0 <= value <= _MOST_GPUS:
         return first_gpus(value, what=f"{info.context}: gpus {value}")
     if isinstance(value, list):
         are_names = all(type(one) in {int, str} for one in value)
         return as_gpus(map(str, value)) if are_names else None
     return value
+
+
+def _gpu_count(value: object, info: ValidationInfo[Path | None]) -> tuple[str, ...]:
+    """Return names for as many GPUs as jobs may use of a cluster, whose nodes have their own."""
+    count = len(value) if isinstance(value, list | tuple) else value
+    if type(count) is int and 0 <= count <= _MOST_GPUS:
+        names = tuple(map(str, range(count)))
+        if not isinstance(value, list | tuple) or names == tuple(value):  # as --gpus makes it
+            return names
+    raise UsageError(
+        f"{info.context or 'executor ray'}: gpus cannot be read",
+        expected="how many GPUs of the Ray cluster jobs may use at the same time",
+        found=shown(value),
+        hint="Ray chooses the node and its GPUs",
+    )
 
 
 def _without_limit_of_bytes(quota: object) -> object:
@@ -75,6 +96,13 @@ def _fit(
         where = f"{info.context}: profiles.{name} (kind {profile.kind})"
         if profile.weights is Weights.DIRECT:
             _check_direct(profile, where)
+        if keeps_engine(profile) and info.data.get("executor") == RAY:
+            raise UsageError(
+                f"{where}: a kept engine of vLLM is not possible on a cluster",
+                found="executor: ray",
+                expected="`weights: merged`, another model, or `executor: embedded`",
+                hint="Ray chooses a node for each job, and the engine would keep its GPUs",
+            )
         if "idle_timeout" in profile.model_fields_set and not keeps_engine(profile):
             raise UsageError(
                 f"{where}: idle_timeout means nothing without an engine that is kept",
@@ -121,12 +149,18 @@ class ServerConfig(BaseModel):
 
     roots: Places = ()
     """Checkpoints must be under one of these; without any, no checkpoint is accepted."""
+    executor: Annotated[str, expects(" or ".join(EXECUTORS), lambda value: value in EXECUTORS)] = (
+        "embedded"
+    )
+    """What runs the evaluators."""
+    ray_address: NonEmptyText = "auto"
+    """The cluster, as `ray.init` takes it; "auto": RAY_ADDRESS, or else the one of this machine."""
     gpus: Annotated[
         tuple[str, ...],
         BeforeValidator(_gpu_names),
         expects("how many, or a list of their numbers or ids"),
     ] = Field(default_factory=find_gpus)
-    """The GPUs that jobs may have, by number or id."""
+    """The GPUs that jobs may have, by number or id; of a Ray cluster numbers without a meaning."""
     host: NonEmptyText = "127.0.0.1"
     """Where the server listens."""
     port: Annotated[int, whole(0, 65535)] = 8000
@@ -146,11 +180,21 @@ class ServerConfig(BaseModel):
     ] = None  # type: ignore[assignment]  # `_or_default` makes those of a server without a file
     """The evaluators, by the names that clients call them."""
 
+    @model_validator(mode="after")
+    def _has_count(self, info: ValidationInfo[Path | None]) -> Self:
+        if self.executor == RAY and "gpus" not in self.model_fields_set:
+            raise UsageError(
+                f"{info.context or 'executor ray'}: gpus is missing",
+                expected="how many GPUs of the Ray cluster jobs may use at the same time",
+                hint="add --gpus N or, in the configuration, gpus: N",
+            )
+        return self
 
-def read_server_yaml(path: Path, gpus: tuple[str, ...] | None = None) -> ServerConfig:
+
+def read_server_yaml(path: Path, given: Mapping[str, object] | None = None) -> ServerConfig:
     """Read a configuration file.
 
-    Relative paths start at the file's directory. `gpus` replaces the file's.
+    Relative paths start at the file's directory. `given` replaces values of the file.
 
     Raises:
         UsageError: the file cannot be read, or a key is unknown or has a wrong value.
@@ -160,8 +204,8 @@ def read_server_yaml(path: Path, gpus: tuple[str, ...] | None = None) -> ServerC
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{path} cannot be read", found=str(error)) from error
     document = {} if document is None else document
-    if gpus is not None and isinstance(document, dict):
-        document = {**document, "gpus": list(gpus)}
+    if given and isinstance(document, dict):
+        document = {**document, **given}
     try:
         return ServerConfig.model_validate(document, context=path)
     except ValidationError as error:

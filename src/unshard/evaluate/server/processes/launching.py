@@ -8,19 +8,31 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import unshard
 from unshard.evaluate.jobs import Process
-from unshard.evaluate.server.processes.supervise import STOPS, Order
+from unshard.evaluate.server.processes.supervise import APART, STOPS, Order
 from unshard.evaluate.server.processes.table import MARK, identify
 
-__all__ = ["Child", "evaluator_environment", "scrub", "start_module", "start_supervisor"]
+__all__ = [
+    "Child",
+    "environment_of_module",
+    "evaluator_environment",
+    "python_path",
+    "scrub",
+    "start_apart",
+    "start_module",
+    "start_supervisor",
+]
+
+_SUPERVISE = "unshard.evaluate.server.processes.supervise"
 
 _LOG_NAME = "supervisor.txt"
 
@@ -67,35 +79,70 @@ def start_supervisor(*, gpus: tuple[str, ...], directory: Path) -> Child:
     Raises:
         OSError: it cannot be started.
     """
-    log = directory / _LOG_NAME
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until it has its handlers
-    try:
-        popen = start_module(
-            "unshard.evaluate.server.processes.supervise", directory=directory, log=log
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    with _held_back():
+        popen = start_module(_SUPERVISE, directory=directory, log=directory / _LOG_NAME)
     return Child(identify(popen.pid, gpus=gpus, directory=str(directory)), popen)
 
 
-def start_module(module: str, *, directory: Path, log: Path) -> "subprocess.Popen[bytes]":
-    """Start a module of this package as the leader of a process group, with a pipe to its stdin.
+def start_apart(order: Order) -> socket.socket:
+    """Start a supervisor that is nobody's child, and that ends when this process does.
+
+    Returns:
+        What ties it to this process: the supervisor ends its evaluator, and then itself, when this
+        end is closed or shut down; it can be read, without data, when the supervisor has ended.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    directory = Path(order.directory)
+    own, other = socket.socketpair()
+    with other, _held_back():
+        log = directory / _LOG_NAME
+        start_module(_SUPERVISE, APART, directory=directory, log=log, stdin=other.fileno()).wait()
+    with suppress(BrokenPipeError):
+        own.sendall(json.dumps(asdict(order)).encode() + b"\n")
+    return own
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Hold back the signals that a supervisor takes note of, until it has its handlers."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def start_module(
+    module: str, *arguments: str, directory: Path, log: Path, stdin: int = subprocess.PIPE
+) -> "subprocess.Popen[bytes]":
+    """Start a module of this package as the leader of a process group; stdin is a pipe or given.
 
     The directory of the attempt, in which it works, marks its processes.
     """
-    root = str(Path(unshard.__file__).parent.parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = {"PYTHONPATH": os.pathsep.join(paths), MARK: str(directory)}
     with log.open("wb") as output:
         return subprocess.Popen(  # noqa: S603
-            [sys.executable, "-P", "-m", module],
-            stdin=subprocess.PIPE,
+            [sys.executable, "-P", "-m", module, *arguments],
+            stdin=stdin,
             stdout=output,
             stderr=output,
             cwd=directory,
-            env=scrub(os.environ) | found,
+            env=scrub(environment_of_module(str(directory))),
             start_new_session=True,
         )
+
+
+def environment_of_module(directory: str) -> dict[str, str]:
+    """Return this process's environment for a module of this package that works in a directory."""
+    return {**os.environ, "PYTHONPATH": python_path(), MARK: directory}
+
+
+def python_path() -> str:
+    """Return a PYTHONPATH with which this package is found."""
+    root = str(Path(unshard.__file__).parent.parent)
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([root, *filter(None, others)]))
 
 
 def scrub(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,11 +1,11 @@
 """The process between the server and an evaluator, which outlives the server.
 
-`python -m unshard.evaluate.server.processes.supervise` reads an `Order` from stdin. Without a whole
-one it ends, so nothing runs that the server has not recorded, and there is no log, by which the
-next server knows it. It leads the process group, bounds the log, keeps to the timeout, ends
-whatever the evaluator leaves behind, and writes `exit.json` in one step. On Linux it also
+`python -m unshard.evaluate.server.processes.supervise` reads an `Order`, one line, from stdin.
+Without a whole one it ends, so nothing runs that the server has not recorded, and there is no log,
+by which the next server knows it. It leads the process group, bounds the log, keeps to the timeout,
+ends whatever the evaluator leaves behind, and writes `exit.json` in one step. On Linux it also
 inherits the orphans of its descendants, so that they can be found, and the evaluator dies with it.
-Imports nothing heavy.
+With `--apart` it leaves its parent and its group first. Imports nothing heavy.
 """
 
 import ctypes
@@ -27,6 +27,7 @@ from unshard.evaluate.server.processes.table import identify, list_members, send
 from unshard.write.staging.beneath import write_whole
 
 __all__ = [
+    "APART",
     "EXIT_NAME",
     "LOG_NAME",
     "STOPS",
@@ -38,6 +39,7 @@ __all__ = [
     "read_exit",
 ]
 
+APART = "--apart"
 EXIT_NAME = "exit.json"
 LOG_NAME = "log.txt"
 
@@ -62,6 +64,7 @@ class Order:
         timeout_s: how long it may run.
         grace_s: how long it may take to end when it is asked to.
         log_bytes: the bound of the log.
+        is_tied: whether all of it ends when the other end of the supervisor's stdin is closed.
     """
 
     command: list[str]
@@ -70,6 +73,7 @@ class Order:
     timeout_s: float
     grace_s: float
     log_bytes: int
+    is_tied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +110,27 @@ def has_begun(directory: Path) -> bool:
 
 def main() -> int:
     """Run the order on stdin."""
+    if APART in sys.argv[1:]:
+        if os.fork():
+            os._exit(0)
+        os.setsid()
     stops: list[int] = []
     for number in STOPS:
         signal.signal(number, lambda number, _frame: stops.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     try:
-        order = Order(**json.loads(sys.stdin.buffer.read()))
+        order = Order(**json.loads(sys.stdin.buffer.readline()))
     except (ValueError, TypeError):  # the server is gone
         return 1
     _control(_SET_CHILD_SUBREAPER, 1)
+
+    def is_stopped() -> bool:
+        # Nothing follows the order: there is something to read only when the other end is closed.
+        return bool(stops) or (order.is_tied and bool(select.select([sys.stdin], [], [], 0)[0]))
+
     with BoundedLog(Path(order.directory) / LOG_NAME, order.log_bytes) as log:
-        done = supervise(order, log, lambda: bool(stops))
-    write_exit(Path(order.directory), done, lambda: bool(stops))
+        done = supervise(order, log, is_stopped)
+    write_exit(Path(order.directory), done, is_stopped)
     return 0
 
 
@@ -237,11 +250,13 @@ def _end_all(order: Order, watched: _Watched) -> None:
         pass
 
 
-def write_exit(directory: Path, done: Exit, is_stopped: Callable[[], bool]) -> None:
-    """Write `exit.json`; on a full disk try again until that works, or a signal comes."""
+def write_exit(
+    directory: Path, done: Exit, is_stopped: Callable[[], bool], *, name: str = EXIT_NAME
+) -> None:
+    """Write how an evaluator ended; on a full disk try until that works, or a signal comes."""
     while True:
         try:
-            write_whole(directory / EXIT_NAME, json.dumps(asdict(done)).encode())
+            write_whole(directory / name, json.dumps(asdict(done)).encode())
         except OSError:
             if is_stopped():
                 return
