@@ -3,7 +3,10 @@
 import json
 import logging
 import os
+import resource
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -290,3 +293,37 @@ def test_options_that_need_a_disk_are_refused(
     with pytest.raises(UsageError, match="needs an output on a disk"):
         unshard.merge(large(tmp_path / "ckpt"), url("refused"), dry_run=True, **option)
     assert not store.files("refused")
+
+
+MERGE = """
+import json, sys, unshard
+report = unshard.merge(*sys.argv[1:], listener=lambda event: None)
+print(json.dumps([report.bytes_written, report.peak_memory_bytes]))
+"""
+
+
+@pytest.mark.xdist_group("memory")
+def test_nothing_is_written_to_disk_in_little_memory(store: Store, tmp_path: Path) -> None:
+    """A process that may write no byte to any file merges more than it may have in memory."""
+    state = {"large": torch.zeros(80_000, 1000), "small": torch.ones(3)}  # 320 MB
+    source = store.upload(save_ranks(tmp_path / "ckpt", state, 2), "memory/ckpt")
+    (tmp_path / "home").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    homes = dict.fromkeys(("HOME", "TMPDIR"), str(tmp_path / "home"))
+    done = subprocess.run(
+        [sys.executable, "-c", MERGE, source, url("memory/out")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | homes | {"PYTHONDONTWRITEBYTECODE": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+    written, peak = json.loads(done.stdout)
+    assert written > 320_000_000 > MEMORY > peak
+    with unshard.virtual(tmp_path / "ckpt", listener=ignore) as files:
+        truth = files["model.safetensors"].read()
+    assert store.files("memory/out")["model.safetensors"] == truth
+    assert not [secret for secret in SECRETS if secret in done.stdout + done.stderr]

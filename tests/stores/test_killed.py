@@ -1,0 +1,99 @@
+"""Merges into an object store, killed at every request: no config or index without its model."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import Popen
+
+import pytest
+
+import unshard
+from adapters import adapted
+from bucket_server import BUCKET, Request, Store
+from merging_child import OPTIONS
+from ranks import snapshot
+from unshard.progress import ignore
+from unshard.write.bucket_stage import CLAIM_NAME
+
+MORE = (
+    *("added_tokens.json", "chat_template.jinja", "generation_config.json", "merges.txt"),
+    *("preprocessor_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json"),
+    *("tokenizer_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def child(store: Store) -> Iterator["Popen[str]"]:
+    assert store.endpoint  # the child inherits its address
+    script = Path(__file__).parents[1] / "merging_child.py"
+    pipe = subprocess.PIPE
+    with Popen([sys.executable, script], stdin=pipe, stdout=pipe, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def status_of(child: "Popen[str]", store: Store, line: str, number: int, when: str) -> int:
+    """Let the child merge, kill that merge at a request, and return its exit status."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(f"{line}\n")
+    child.stdin.flush()
+    pid = int(child.stdout.readline())
+
+    def kill() -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def fault(request: Request) -> str | None:
+        if request.number != number:
+            return None
+        if when == "before":
+            kill()
+            return "cut"
+        return "kill"
+
+    store.kill = kill
+    store.fault = fault
+    return int(child.stdout.readline())
+
+
+@pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+def test_a_merge_killed_anywhere_leaves_no_config_without_its_model(
+    store: Store, child: "Popen[str]", tmp_path: Path
+) -> None:
+    """Before every request, and after every request that the store has fulfilled."""
+    checkpoint = tmp_path / "ckpt"
+    adapted(checkpoint)
+    for name in MORE:
+        (checkpoint / name).write_text(name)
+    unshard.merge(checkpoint, tmp_path / "out", listener=ignore, **OPTIONS)
+    truth = {str(path): data for path, (_, _, data) in snapshot(tmp_path / "out").items()}
+    adapter = {name for name in truth if name.startswith("lora_adapter/")}
+    needs = {
+        INDEX: {name for name in truth if "-of-" in name},
+        "lora_adapter/adapter_config.json": adapter,
+        "config.json": truth.keys() - {"unshard.json", *adapter} | {INDEX},
+        "unshard.json": truth.keys(),
+    }
+    killed, left = 0, set[str]()
+    for number in range(500):
+        for when in ("before", "after"):
+            folder = f"killed/{number}-{when}"
+            store.forget_requests()
+            status = status_of(child, store, f"{checkpoint} s3://{BUCKET}/{folder}", number, when)
+            found = store.files(folder)  # by another client: what a reader would see
+            for name in found.keys() - {CLAIM_NAME}:
+                assert found[name] == truth[name], (name, number, when)
+                assert needs.get(name, set()) <= found.keys(), (name, number, when)
+            left |= found.keys()
+            killed += status == signal.SIGKILL
+        if status == 0:
+            break
+    assert found == truth
+    assert killed >= 100, killed
+    assert left == {*truth, CLAIM_NAME}
+    store.abort_uploads()
