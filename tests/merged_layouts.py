@@ -89,3 +89,12 @@ def make_layout(
     else:
         writer(checkpoint)
     return options
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return every file below a directory, by its path there."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }

@@ -6,21 +6,13 @@ import pytest
 
 import unshard
 from bucket_server import Store
-from merged_layouts import LAYOUTS, make_layout
+from merged_layouts import LAYOUTS, contents, make_layout
 from oracle.conftest import WriteCheckpoint
 
 pytestmark = [
     pytest.mark.xdist_group("torch processes"),
     pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
 ]
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -23,6 +23,7 @@ from unshard.read.format import blaming
 from unshard.read.hub_files import RECORD_NAME
 from unshard.read.open import Checkpoint, open_whole
 from unshard.showing import hearing
+from unshard.stores.remote_path import RemotePath
 from unshard.write.verification.comparison import ByConfig, Comparison, Tolerances
 
 __all__ = ["verify"]
@@ -67,6 +68,8 @@ def verify(
     if not (0 <= atol < inf and 0 <= rtol < inf):
         raise UsageError("--atol, --rtol: a tolerance must be a number, 0 or more")
     place, other = given_path(output, "the output"), given_path(against, "--against")
+    if load and isinstance(place, RemotePath):
+        raise UsageError(f"--load: transformers reads directories on disk, and this is {place}")
     with blaming(place):
         chosen = _as_merged(place, names, options)
     with ExitStack() as stack:

@@ -179,14 +179,16 @@ def _split_paths(paths: list[Path], output: Path | None) -> tuple[list[Path], Pa
 
     A path that exists may be a checkpoint: only the option can mean it as the output.
     """
+    from unshard.stores.remote_path import path_of
+
     if output is not None:
         return paths, output
     *sources, last = paths
-    if not sources or last.exists():
+    if not sources or path_of(last).exists():
         raise UsageError(
             "the output is missing",
             expected="a last argument that does not exist yet, or --output OUTPUT",
-            found=f"{last} exists" if last.exists() else f"only {last}",
+            found=f"{last} exists" if path_of(last).exists() else f"only {last}",
         )
     return sources, last
 

@@ -1,12 +1,15 @@
 """Reading parts of stored chunks, and boxes of the tensors that they make."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import EllipsisType
 
 import numpy as np
 
 from unshard.containers.open_files import Opened, OpenFiles
 from unshard.containers.strided import Elements, raw_dtype, read_exactly, read_strided
+from unshard.stores.at_once import all_at_once
+from unshard.stores.remote_file import RemoteFile
 from unshard.tensors.boxes import Box, row_major_strides, row_tile, tiles
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 
@@ -77,21 +80,33 @@ def fill_box(
     """
     starts = table.offsets < np.asarray(box.ends, dtype=np.int64)
     ends = table.offsets + table.sizes > np.asarray(box.offsets, dtype=np.int64)
+    gets: list[Callable[[], None]] = []
     for row in np.flatnonzero((starts & ends).all(axis=1)).tolist():
         lo = np.maximum(table.offsets[row], box.offsets)
         hi = np.minimum(table.offsets[row] + table.sizes[row], box.ends)
         inside = Box(tuple((lo - table.offsets[row]).tolist()), tuple((hi - lo).tolist()))
         place = view(out, Box(tuple((lo - box.offsets).tolist()), inside.sizes))
-        fd, start, strides = _place(table, row, inside, dtype, files)
-        if place.dtype == dtype and place.strides == strides and place.flags.c_contiguous:
-            # One run of bytes on both sides: it is read straight to where it goes.
-            read_exactly(fd, start, place.reshape(-1).view(np.uint8).data)
-            continue
-        part = read_strided(fd, start, strides, inside.sizes, dtype)
-        with np.errstate(all="ignore"):
-            if part.dtype == np.float64 and out.itemsize == 2:
-                part = part.astype(np.float32)  # as torch does it
-            np.copyto(place, part, casting="unsafe")
+        file, start, strides = _place(table, row, inside, dtype, files)
+        if isinstance(file, RemoteFile):
+            gets.append(partial(_fill, place, file, start, strides, dtype))
+        else:
+            _fill(place, file, start, strides, dtype)
+    all_at_once(gets)
+
+
+def _fill(
+    place: Elements, file: Opened, start: int, strides: tuple[int, ...], dtype: np.dtype[np.generic]
+) -> None:
+    """Read the elements of a part of a tensor, which have these strides in the file."""
+    if place.dtype == dtype and place.strides == strides and place.flags.c_contiguous:
+        # One run of bytes on both sides: it is read straight to where it goes.
+        read_exactly(file, start, place.reshape(-1).view(np.uint8).data)
+        return
+    part = read_strided(file, start, strides, place.shape, dtype)
+    with np.errstate(all="ignore"):
+        if part.dtype == np.float64 and place.itemsize == 2:
+            part = part.astype(np.float32)  # as torch does it
+        np.copyto(place, part, casting="unsafe")
 
 
 def view(array: Elements, box: Box) -> Elements:

@@ -23,6 +23,9 @@ SMALL = 16384
 NEAR = 1024
 """Elements further apart than this many bytes are read one by one, without what is between."""
 
+_SMALL_GET, _NEAR_GET = 1 << 20, 256 * 1024
+"""The same of an object in a bucket, where a request takes the time of many bytes."""
+
 Elements = NDArray[np.generic]
 
 
@@ -66,17 +69,18 @@ def read_strided(
         return np.empty(sizes, dtype)
     steps = zip(sizes, strides, strict=True)
     span = dtype.itemsize + sum((size - 1) * step for size, step in steps)
-    if span <= max(SLACK * prod(sizes) * dtype.itemsize, SMALL):
+    small, near = (_SMALL_GET, _NEAR_GET) if isinstance(file, RemoteFile) else (SMALL, NEAR)
+    if span <= max(SLACK * prod(sizes) * dtype.itemsize, small):
         data = np.empty(span, dtype=np.uint8)
         read_exactly(file, start, data.data)
         return np.ndarray(sizes, dtype, data.data, 0, strides)
     # Read along the dimension whose elements are furthest apart: one by one, or some at a time.
     dim = max(range(len(sizes)), key=lambda d: strides[d] if sizes[d] > 1 else -1)
     at_once = 1
-    if strides[dim] <= NEAR:
+    if strides[dim] <= near:
         steps = zip(sizes, strides, strict=True)
         inner = sum((size - 1) * step for d, (size, step) in enumerate(steps) if d != dim)
-        at_once = max(1, 1 + (SMALL - dtype.itemsize - inner) // strides[dim])
+        at_once = max(1, 1 + (small - dtype.itemsize - inner) // strides[dim])
     out = np.empty(sizes, dtype=dtype)
     for first in range(0, sizes[dim], at_once):
         end = min(first + at_once, sizes[dim])

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unshard.containers.chunks import view
-from unshard.containers.open_files import OpenFiles
+from unshard.containers.open_files import Opened, OpenFiles
 from unshard.containers.strided import raw_dtype, read_exactly
 from unshard.errors import CorruptError, UsageError
 from unshard.plan.pieces import Contents, Run, Slab, slab_tiles
+from unshard.stores.remote_file import RemoteFile
+from unshard.stores.remote_path import look_again
 from unshard.write.execute import count_overflows, make_tile
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ class PieceReader:
         Raises:
             CorruptError: one is gone, was replaced, or was written to.
         """
+        for path in self._identities:
+            look_again(path)
         for path, identity in self._identities.items():
             if _identity(path) != identity:
                 raise CorruptError(
@@ -97,16 +101,23 @@ class PieceReader:
                     raise UsageError(what, hint="open it again")
                 piece, skip = contents.find(at)
                 block = out[:_BLOCK]
+                source: Opened = -1
                 match piece:
-                    case Run(source, start, length):
-                        block = block[: length - skip]
-                        read_exactly(self._sources.source(source), start + skip, block)
+                    case Run(path, start, length):
+                        source = self._sources.source(path)
+                        if isinstance(source, RemoteFile):
+                            block = out[: length - skip]
+                        else:
+                            block = block[: length - skip]
+                            read_exactly(source, start + skip, block)
                     case Slab():
                         block = block[: piece.length - skip]
                         block[:] = self._bytes_of(piece)[skip : skip + len(block)]
                     case _:
                         block = block[: len(piece) - skip]
                         block[:] = piece[skip : skip + len(block)]
+            if isinstance(source, RemoteFile):  # others need not wait for a bucket
+                read_exactly(source, start + skip, block)
             at, out = at + len(block), out[len(block) :]
 
     def _bytes_of(self, slab: Slab) -> memoryview:

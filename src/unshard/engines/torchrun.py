@@ -126,7 +126,9 @@ class _Here:
 
     def do(self, batch: list[Unit]) -> _Done:
         """Do units of work."""
-        return sum(map(self._executor.do, batch)), self._executor.take_overflows()
+        done = sum(map(self._executor.do, batch))
+        self._executor.finish()
+        return done, self._executor.take_overflows()
 
     def close(self) -> None:
         """Close all files."""

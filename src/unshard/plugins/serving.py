@@ -25,6 +25,7 @@ from unshard.progress import Warned
 from unshard.read.beside.companions import Companions
 from unshard.read.beside.model_config import ModelConfig
 from unshard.showing import hearing
+from unshard.stores.remote_path import path_of
 from unshard.write.companions import companion_files, write_files
 
 if TYPE_CHECKING:
@@ -268,7 +269,7 @@ def loader_config(
         step: the step that was found: a run may have a newer one when the engine loads.
         options: as for `describe`.
     """
-    found: dict[str, object] = {"checkpoint": str(Path(checkpoint).absolute())}
+    found: dict[str, object] = {"checkpoint": str(path_of(checkpoint).absolute())}
     found |= {} if step is None else {"step": step}
     for name, value in options.items():
         if value is None or value is False or value in ((), []):
@@ -282,5 +283,5 @@ def loader_config(
 
 def _absolute(value: object) -> str:
     """Return a local path as an absolute one; the id of a model on the hub as it is."""
-    path = Path(str(value))
+    path = path_of(str(value))
     return str(path.absolute()) if path.exists() else str(value)

@@ -6,13 +6,13 @@ for holes, companions) is done by `open` afterwards. Three formats are here that
 refused: only their own tools can read them.
 """
 
-import filecmp
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from unshard.containers.open_files import opened, pread, size_of
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.beside.model_config import ConfigFile
 from unshard.tensors.catalog import Catalog
@@ -37,6 +37,8 @@ __all__ = [
     "role_in",
     "shortened",
 ]
+
+_COMPARED = 1 << 20
 
 _NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)")
 _DEEPSPEED = re.compile(
@@ -272,6 +274,15 @@ def files_in(roots: Sequence[Path], is_meant: Callable[[str], bool]) -> list[Pat
     return [path for path in found if path is not None]
 
 
+def _have_same_bytes(first: Path, second: Path) -> bool:
+    with opened(first) as ours, opened(second) as theirs:
+        size = size_of(ours)
+        return size == size_of(theirs) and all(
+            pread(ours, _COMPARED, at) == pread(theirs, _COMPARED, at)
+            for at in range(0, size, _COMPARED)
+        )
+
+
 def find_file(roots: Sequence[Path], name: str) -> Path | None:
     """Return the file of this name, or relative path, from the first directory that has it.
 
@@ -280,7 +291,7 @@ def find_file(roots: Sequence[Path], name: str) -> Path | None:
     """
     there = [root / name for root in roots if (root / name).is_file()]
     for other in there[1:]:
-        if not (there[0].samefile(other) or filecmp.cmp(there[0], other, shallow=False)):
+        if not (there[0].samefile(other) or _have_same_bytes(there[0], other)):
             raise CorruptError(
                 f"{other}: differs from {there[0]}, which has the same name",
                 expected="directories that each hold other ranks' files of one checkpoint",

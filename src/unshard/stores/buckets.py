@@ -26,16 +26,17 @@ _STREAMED = 1 << 20
 
 _STATUS = re.compile(r"status code: (\d{3} [A-Z][A-Za-z ]*)")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_CUT = "the connection was cut"
 _KNOWN_REASONS = {
     "ConnectionRefused": "the connection was refused",
     "dns error": "its host name is not known",
     "TimedOut": "it did not answer in time",
     "timed out": "it did not answer in time",
     "certificate": "its certificate is not accepted",
-    "IncompleteMessage": "the connection was cut",
-    "ConnectionReset": "the connection was cut",
-    "kind: Decode": "the connection was cut",
-    "kind: Body": "the connection was cut",
+    "IncompleteMessage": _CUT,
+    "ConnectionReset": _CUT,
+    "kind: Decode": _CUT,
+    "kind: Body": _CUT,
     "kind: Connect": "no connection could be made",
     "MissingAccount": "no account is given: set AZURE_STORAGE_ACCOUNT_NAME",
     "credential": "no credentials were found",
@@ -191,12 +192,15 @@ class Bucket:
 
     def _list(self, key: str) -> dict[str, Entry | None]:
         store = self.store
-        try:
-            listed = store.list_with_delimiter(key)
-        except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
-            if _is_denied(error) and self._is_above_given(key):
-                return {}  # who may read one folder need not be allowed to list those above
-            raise failure(f"{self.url}/{key}", error) from None
+        for tries_left in reversed(range(1 + _CUT_RETRIES)):
+            try:
+                listed = store.list_with_delimiter(key)
+                break
+            except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
+                if _is_denied(error) and self._is_above_given(key):
+                    return {}  # who may read one folder need not be allowed to list those above
+                if not tries_left or _reason(error) != _CUT:
+                    raise failure(f"{self.url}/{key}".rstrip("/"), error) from None
         found: dict[str, Entry | None] = {}
         for one in listed["objects"]:
             modified = int(one["last_modified"].timestamp() * 1e9)

@@ -1,19 +1,15 @@
 """Objects of a bucket as files: sizes, and ranges of their bytes."""
 
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from unshard.stores.at_once import all_at_once
 from unshard.stores.buckets import Bucket, Entry
 
-__all__ = ["AT_ONCE", "RemoteFile", "all_at_once"]
+__all__ = ["RemoteFile"]
 
-AT_ONCE = 16
-"""How many requests are under way at a time, in this process."""
 _GAP = 256 * 1024
 """Ranges this close are read by one request."""
 _LONGEST = 8 << 20
@@ -23,8 +19,6 @@ _IN_MEMORY = 16 << 20
 _BLOCK = 64 * 1024
 """Short reads take this much, as the next one is often near."""
 _BLOCKS = 4
-
-_Task = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,38 +126,3 @@ def _united(ranges: Iterable[tuple[int, int]]) -> list[_Span]:
         else:
             spans.append(_Span(start, count, ((start, count),)))
     return spans
-
-
-_pools: dict[int, ThreadPoolExecutor] = {}
-_lock = threading.Lock()
-
-
-def all_at_once(tasks: Iterable[_Task]) -> None:
-    """Do tasks that wait for a store, several at a time; the first error is raised at the end.
-
-    One alone is done by this thread. A task must not wait for others.
-    """
-    waiting = list(tasks)
-    if len(waiting) < 2:
-        for task in waiting:
-            task()
-        return
-    futures: list[Future[None]] = [_pool().submit(task) for task in waiting]
-    try:
-        for future in futures:
-            future.result()
-    finally:
-        for future in futures:
-            future.cancel()
-        for future in futures:
-            if not future.cancelled():
-                future.exception()
-
-
-def _pool() -> ThreadPoolExecutor:
-    """Return the threads of this process; a fork has none of its parent's."""
-    with _lock:
-        if os.getpid() not in _pools:
-            _pools.clear()
-            _pools[os.getpid()] = ThreadPoolExecutor(AT_ONCE, "unshard-store")
-        return _pools[os.getpid()]

@@ -26,8 +26,12 @@ _READ_BUFFER = 1 << 20
 
 
 def is_url(given: str | os.PathLike[str]) -> bool:
-    """Return whether this names something in an object store."""
-    return str(given).partition("://")[0] in _SCHEMES and "://" in str(given)
+    """Return whether this names something in an object store.
+
+    A `Path` that was made of an address does, too: s3:/bucket is what such a path has left of it.
+    """
+    scheme, colon, _ = str(given).partition(":/")
+    return bool(colon) and scheme in _SCHEMES
 
 
 def path_of(given: str | os.PathLike[str]) -> Path:
@@ -39,7 +43,7 @@ def path_of(given: str | os.PathLike[str]) -> Path:
         UsageError: an address has no bucket, or contains credentials.
     """
     if isinstance(given, RemotePath):
-        found = given
+        found = RemotePath(*given.parts)
     elif is_url(given):
         found = RemotePath.of_url(str(given))
     else:
@@ -57,10 +61,11 @@ def look_again(path: Path) -> None:
 class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this system's paths
     """The path of an object, or of the folder of objects whose keys start with it.
 
-    It is absolute, and nothing is a link. Of paths relative to it only `Path` is made.
+    It is absolute, and nothing is a link. Of paths relative to it only `Path` is made. Once it was
+    opened, it means the object that was there then: another one in its place cannot be read by it.
     """
 
-    __slots__ = ()
+    __slots__ = ("_first",)
 
     @classmethod
     def of_url(cls, url: str) -> Self:
@@ -69,7 +74,8 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         Raises:
             UsageError: it has no bucket, or contains credentials.
         """
-        scheme, _, rest = url.partition("://")
+        scheme, _, rest = url.partition(":/")
+        rest = rest.lstrip("/")
         bucket = rest.partition("/")[0]
         if "?" in url or ("@" in bucket and (scheme[:4] != "abfs" or ":" in bucket)):
             raise UsageError(
@@ -238,7 +244,9 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         Raises:
             FileNotFoundError: there is none.
         """
-        entry = self._entry()
+        entry: Entry | None = getattr(self, "_first", None)
+        if entry is None:
+            entry = self._first = self._entry()
         if entry is None:
             raise self._missing()
         return RemoteFile(self.bucket, self.key, entry)

@@ -7,7 +7,7 @@ through one tile of memory. Knows byte ranges and boxes, not names, recipes or f
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -33,7 +33,8 @@ from unshard.plan.operations import (
     Target,
 )
 from unshard.plan.work import Pair, Tile, Unit, pair_tiles
-from unshard.stores.remote_file import RemoteFile, all_at_once
+from unshard.stores.at_once import AT_ONCE, Ongoing
+from unshard.stores.remote_file import RemoteFile
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
 from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype
 from unshard.write.blocks import block_scales, dequantized, meeting, of_blocks, quantized
@@ -66,11 +67,20 @@ class Executor:
         self._block = min(buffer_bytes, _BLOCK)
         self._kernel_copies = hasattr(os, "copy_file_range")
         self._writeback = Writeback()
+        self._ongoing = Ongoing(AT_ONCE // 2)
+        self._written = -1
 
     def close(self) -> None:
-        """Close all files."""
-        self._sources.close()
-        self._targets.close()
+        """Wait until all bytes are written, and close all files.
+
+        Raises:
+            CorruptError, StoreError, OSError: as by `do`.
+        """
+        try:
+            self.finish()
+        finally:
+            self._sources.close()
+            self._targets.close()
 
     def take_overflows(self) -> Counter[tuple[int, int]]:
         """Return how many finite values became infinite since the last call: in float16 or a sum.
@@ -81,24 +91,40 @@ class Executor:
         return taken
 
     def do(self, unit: Unit) -> int:
-        """Do a unit; return the bytes written.
+        """Do a unit; return its bytes. Those from a bucket are written when `finish` returns.
 
         Raises:
             CorruptError: a source file ends early or is gone.
+            StoreError: a bucket cannot be reached.
             OSError: the output cannot be written.
         """
         if isinstance(unit, Tile):
             return self._make_tile(unit)
-        source = self._sources.source(unit.source)
-        target = self._targets.fd(self._outputs[unit.file])
+        source, target = self._sources.source(unit.source), self._target(unit.file)
         if isinstance(source, RemoteFile):
-            _download(source, unit, target)
+            for task in _downloads(source, unit, target):
+                self._ongoing.add(task)
+            return unit.size
         for run in range(unit.count):
             start, at = unit.start + run * unit.length, unit.target + run * unit.target_stride
-            if not isinstance(source, RemoteFile):
-                self._copy(source, start, target, at, unit.length)
+            self._copy(source, start, target, at, unit.length)
             self._writeback.wrote(unit.file, target, at, unit.length)
         return unit.size
+
+    def finish(self) -> None:
+        """Wait until all bytes are written: those from a bucket may not be when `do` returns.
+
+        Raises:
+            CorruptError, StoreError, OSError: as by `do`.
+        """
+        self._ongoing.finish()
+
+    def _target(self, file: int) -> int:
+        """Return the descriptor of an output file; no other one is being written."""
+        if file != self._written:
+            self.finish()
+            self._written = file
+        return self._targets.fd(self._outputs[file])
 
     def _copy(self, source: int, start: int, target: int, at: int, length: int) -> None:
         while length and self._kernel_copies:
@@ -127,7 +153,7 @@ class Executor:
             self._count_lost_sums(tile, tile.operation, out)
         elif count := count_overflows(tile, out, self._sources):
             self._overflows[target.file, target.start] += count
-        fd = self._targets.fd(self._outputs[target.file])
+        fd = self._target(target.file)
         for offset, part in tile_runs(tile.box, target, out.reshape(-1).view(np.uint8).data):
             _write_all(fd, part, offset)
             self._writeback.wrote(target.file, fd, offset, len(part))
@@ -280,8 +306,8 @@ def _float32(source: StoredTensor, box: Box, files: OpenFiles) -> NDArray[np.flo
     return out
 
 
-def _download(source: RemoteFile, copy: CopyRange, target: int) -> None:
-    """Write what a bucket has for a copy, whose runs follow one another there; several gets."""
+def _downloads(source: RemoteFile, copy: CopyRange, target: int) -> Iterator[Callable[[], None]]:
+    """Yield what writes the blocks of a copy from a bucket: its runs follow one another there."""
 
     def get(first: int) -> None:
         def write(at: int, block: memoryview) -> None:
@@ -294,7 +320,8 @@ def _download(source: RemoteFile, copy: CopyRange, target: int) -> None:
 
         source.stream_to(copy.start + first, min(_DOWNLOAD, copy.size - first), write)
 
-    all_at_once([partial(get, first) for first in range(0, copy.size, _DOWNLOAD)])
+    for first in range(0, copy.size, _DOWNLOAD):
+        yield partial(get, first)
 
 
 def _write_all(fd: int, data: memoryview, at: int) -> None:

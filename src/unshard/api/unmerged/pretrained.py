@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
@@ -29,10 +30,13 @@ from unshard.fronts import Python, spell
 from unshard.keywords import MergeKeywords, PretrainedKeywords
 from unshard.plan.operations import Tiled
 from unshard.progress import Warned
-from unshard.read.beside.model_config import ModelConfig
+from unshard.read.beside.companions import Companions
+from unshard.read.beside.model_config import ConfigFile, ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.showing import hearing
+from unshard.stores.remote_path import RemotePath
 from unshard.tensors.selection import Selection
+from unshard.write.companions import write_files
 
 if TYPE_CHECKING:
     from unshard.engines.into_transformers import PreTrainedConfig, PreTrainedModel
@@ -95,7 +99,7 @@ def from_pretrained(
         if given is not None:
             ours["config"] = _saved(given, stack)
         options = MergeOptions(**cast("MergeKeywords", ours))
-        source = read_unmerged(checkpoint, options, stack)
+        source = _with_local_config(read_unmerged(checkpoint, options, stack), stack)
         made = convert(Sources((source,)), options)
         config = _choose_config(source, made, given, kwargs)
         loader, built, rest = choose_loader(auto_class, config, kwargs)
@@ -106,10 +110,10 @@ def from_pretrained(
             "allow_unexpected": options.allow_unexpected,
         }
         refuse_differences(model, found, **allowed)
-    files = source.companions.files
-    generation = files.get(GENERATION_NAME, source.companions.config if given is None else None)
-    if kwargs.get("generation_config") is None and generation is not None:
-        set_generation(model, generation)
+        files = source.companions.files
+        generation = files.get(GENERATION_NAME, source.companions.config if given is None else None)
+        if kwargs.get("generation_config") is None and generation is not None:
+            set_generation(model, generation)
     model.name_or_path = model.config.name_or_path = str(source.location.place)
     return model
 
@@ -119,6 +123,17 @@ def _saved(config: "PreTrainedConfig", stack: ExitStack) -> Path:
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="_unshard-")))
     config.save_pretrained(folder)
     return folder / "config.json"
+
+
+def _with_local_config(source: Checkpoint, stack: ExitStack) -> Checkpoint:
+    """Return a checkpoint whose companions are on disk: transformers reads them by itself."""
+    config, files = source.companions.config, source.companions.files
+    if not isinstance(config, RemotePath):
+        return source
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="_unshard-")))
+    write_files({**files, "config.json": config}, folder)
+    local = Companions(ConfigFile(folder / "config.json"), {name: folder / name for name in files})
+    return replace(source, companions=local)
 
 
 def _choose_config(
