@@ -40,14 +40,15 @@ class PieceReader:
     Args:
         path: that of the checkpoint, for errors.
         files: what will be read; their sources must not change from now on.
-        cache_bytes: how much is kept of what was made last; one slab in any case.
+        cache_bytes: how much is kept of what was made last, `CACHE_BYTES` by default; one slab in
+            any case.
     """
 
     def __init__(
-        self, path: Path, files: Mapping[str, Contents], *, cache_bytes: int = CACHE_BYTES
+        self, path: Path, files: Mapping[str, Contents], *, cache_bytes: int | None = None
     ) -> None:
         self._path = path
-        self._cache_bytes = cache_bytes
+        self._cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
         self._lock = Lock()
         self._sources = OpenFiles(os.O_RDONLY, limit=_OPEN_FILES)
         self._made: OrderedDict[tuple[int, tuple[int, ...]], memoryview] = OrderedDict()
