@@ -33,7 +33,8 @@ def serving() -> Iterator[str]:
     """Run moto's server; yield its address, which the environment names, too."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [Path(sys.executable).with_name("moto_server"), "-H", "127.0.0.1", "-p", str(port)]
+    program = str(Path(sys.executable).with_name("moto_server"))
+    command = [program, "-H", "127.0.0.1", "-p", str(port)]
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdout=quiet, stderr=quiet) as server:
         try:

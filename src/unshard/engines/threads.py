@@ -268,13 +268,30 @@ class _Recorded:
     def __init__(self, executor: Executor, finishing: Finishing) -> None:
         self._executor = executor
         self._finishing = finishing
-        self.close = executor.close
+        self._begun: list[Unit] = []  # of one file; what comes from a bucket is not all there yet
 
     def do(self, unit: Unit) -> int:
-        """Do a unit of work; return the bytes written."""
+        """Do a unit of work, or begin it; return its bytes."""
+        if self._begun and file_of(self._begun[0]) != file_of(unit):
+            self._finish()
+        begun, self._begun = self._begun, []  # after an error none of them counts as done
         done = self._executor.do(unit)
-        self._finishing.did((unit,), self._executor.take_overflows())
+        self._begun = [*begun, unit]
+        if not self._executor.is_waiting:
+            self._finish()
         return done
+
+    def close(self) -> None:
+        """Finish what was begun, and close all files."""
+        try:
+            self._finish()
+        finally:
+            self._executor.close()
+
+    def _finish(self) -> None:
+        begun, self._begun = self._begun, []
+        self._executor.finish()
+        self._finishing.did(begun, self._executor.take_overflows())
 
 
 def create_files(plan: Plan, directory: Path) -> tuple[Path, ...]:

@@ -31,6 +31,11 @@ class Ongoing:
             self._wait_for_first()
         self._futures.append(_pool().submit(task))
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are tasks whose end was not waited for."""
+        return bool(self._futures)
+
     def finish(self) -> None:
         """Wait for all tasks.
 

@@ -66,9 +66,8 @@ class RemoteFile:
         if not 0 < length < _BLOCK:
             self.read_into(start, memoryview(data))
             return bytes(data)
-        for begin, block in self._blocks:
-            if begin <= start and start + length <= begin + len(block):
-                return bytes(block[start - begin : start - begin + length])
+        if (kept := self._kept(length, start)) is not None:
+            return kept
         begin = max(0, min(start, self.size - _BLOCK))
         block = bytearray(min(_BLOCK, self.size - begin))
         self.read_into(begin, memoryview(block))
@@ -77,13 +76,14 @@ class RemoteFile:
 
     def pread_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return what `pread` returns for each of many (count, start), with few requests."""
-        found: dict[tuple[int, int], bytes] = {}
-        spans = _united(sorted((start, count) for count, start in ranges))
+        found = {one: kept for one in ranges if (kept := self._kept(*one)) is not None}
+        absent = [(start, count) for count, start in ranges if (count, start) not in found]
+        spans = _united(sorted(absent))
         while spans:
             batch = [spans.pop()]
             while spans and sum(one.length for one in (*batch, spans[-1])) <= _IN_MEMORY:
                 batch.append(spans.pop())
-            data = [bytearray(one.length) for one in batch]
+            data = [bytearray(max(0, min(one.length, self.size - one.start))) for one in batch]
             parts = zip(batch, data, strict=True)
             all_at_once([partial(self._fill, one.start, memoryview(to)) for one, to in parts])
             for one, block in zip(batch, data, strict=True):
@@ -102,6 +102,12 @@ class RemoteFile:
         for block in self._bucket.chunks(self._key, self._entry, start, length):
             write(at, block)
             at += len(block)
+
+    def _kept(self, count: int, start: int) -> bytes | None:
+        for begin, block in list(self._blocks):
+            if begin <= start and start + count <= begin + len(block):
+                return bytes(block[start - begin : start - begin + count])
+        return None
 
     def _fill(self, start: int, out: memoryview) -> None:
         def write(at: int, block: memoryview) -> None:

@@ -111,6 +111,11 @@ class Executor:
             self._writeback.wrote(unit.file, target, at, unit.length)
         return unit.size
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether bytes from a bucket may not be written yet."""
+        return self._ongoing.is_busy
+
     def finish(self) -> None:
         """Wait until all bytes are written: those from a bucket may not be when `do` returns.
 
