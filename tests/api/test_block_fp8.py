@@ -135,6 +135,31 @@ def test_transformers_dequantises_to_what_a_cast_gives(output: Path, tmp_path: P
     assert_same(theirs.state_dict(), ours.state_dict())
 
 
+def test_blocks_of_another_size_are_those_of_the_checkpoint_and_not_of_the_output(
+    output: Path, tmp_path: Path
+) -> None:
+    model, cast = tmp_path / "model", tmp_path / "cast"
+    model.mkdir()
+    tensors = merged(output)
+    matrices = [name.removesuffix("_scale_inv") for name in tensors if name.endswith("_scale_inv")]
+    for name in matrices:
+        scales = tensors[f"{name}_scale_inv"].repeat_interleave(2, 0)
+        tensors[f"{name}_scale_inv"] = scales[: -(-tensors[name].shape[0] // 64)] * 3
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    fields = config(output)
+    fields["quantization_config"]["weight_block_size"] = [64, 128]
+    (model / "config.json").write_text(json.dumps(fields))
+    unshard.merge(model, cast, dtype="bfloat16")
+    for name in matrices:
+        values = dequantised(tensors[name], tensors[f"{name}_scale_inv"], (64, 128))
+        assert torch.equal(merged(cast)[name], values.bfloat16())
+    assert "quantization_config" not in config(cast)
+    assert unshard.verify(cast, model).equal
+    again = tmp_path / "again"
+    unshard.merge(model, again, dtype="bfloat16", config=cast / "config.json")
+    assert_same(merged(again), merged(cast))
+
+
 def test_block_fp8_is_copied_as_it_is_without_a_dtype(output: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     report = unshard.merge(output, copy)

@@ -14,6 +14,7 @@ import unshard.read.rank_files.workers
 from ranks import assert_same, merged, rank_path, save_ranks, some_tensors
 from unshard import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.rank_files.workers import read_rank_files
+from unshard.read.torch_save import alike
 from unshard.read.torch_save.table import RankTable
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 @pytest.fixture(autouse=True)
 def processes_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unshard.read.rank_files.workers, "_WORTH_PROCESSES", 0)
+    monkeypatch.setattr(alike, "_KEPT", 0)
 
 
 def files(directory: Path, world: int) -> list[tuple[int, Path]]:
@@ -67,6 +69,38 @@ def test_processes_yield_the_same_tables_in_the_same_order(varied: Path, process
         assert one.cut_table == other.cut_table
         assert any(box.strides for cut in one.cut_table for box in cut.boxes)
         assert one.skipped == {"epoch": "not a tensor: int"}
+
+
+def test_files_that_are_alike_are_read_by_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_ranks(tmp_path / "ckpt", some_tensors(), 8)
+    through_processes = [table.to_bytes() for table in tables(directory, 8, 4)]
+    monkeypatch.setattr(alike, "_KEPT", 2)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    assert [table.to_bytes() for table in tables(directory, 8, 4)] == through_processes
+
+
+def test_processes_read_what_follows_files_that_are_not_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ckpt").mkdir()
+    for rank in range(6):
+        tensors = {f"layers.{at}": torch.ones(6) for at in range(rank, 8)}
+        one = save_ranks(tmp_path / f"{rank}", tensors, 6)
+        rank_path(one, 6, rank).rename(rank_path(tmp_path / "ckpt", 6, rank))
+    monkeypatch.setattr(alike, "_KEPT", 2)
+    alone = [table.to_bytes() for table in tables(tmp_path / "ckpt", 6, 1)]
+    started = []
+    real = subprocess.Popen
+
+    def noted(*arguments: object, **options: object) -> object:
+        started.append(arguments)
+        return real(*arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    assert [table.to_bytes() for table in tables(tmp_path / "ckpt", 6, 8)] == alone
+    assert len(started) == 3  # one for each of those that follow the first three
 
 
 def test_a_merge_through_processes_is_exact(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import TypeGuard
 
@@ -41,7 +42,7 @@ from unshard.noted import Noted
 from unshard.plan.work import make_pair
 from unshard.read.beside.adapter_config import read_adapter_config
 from unshard.read.beside.base import Base
-from unshard.read.beside.model_config import ModelConfig
+from unshard.read.beside.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import Catalog, TensorEntry
@@ -168,7 +169,9 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     rule = precision(options.dtype, config, dtypes, options.keep_fp32)
     adapted = fuse_adapter(checkpoint, options)
     tensors, notes = without_trl_wrapper(adapted.value), adapted.notes
-    tensors = dequantise(tensors, rule, config)
+    # How a model is stored is what its own config says: the user's may be that of the output.
+    own = (config_at(path, None) for path in (checkpoint.own_config,) if path is not None)
+    tensors = dequantise(tensors, rule, chain(own, [config]))
     if base is not None and not any(map(is_scale, tensors)):
         base = _without_scales(base)
     if options.names == "hub":

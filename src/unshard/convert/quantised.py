@@ -117,11 +117,12 @@ def quantisation_config(config: ModelConfig, tensors: Sequence[Converted]) -> Mo
 
 
 def dequantise(
-    tensors: Mapping[str, Recipe], precision: Precision, config: ModelConfig | None
+    tensors: Mapping[str, Recipe], precision: Precision, configs: Iterable[ModelConfig | None]
 ) -> dict[str, Recipe]:
     """Return a model's tensors; what is block FP8 and gets another dtype is computed.
 
-    A model without scales of blocks is returned as it is.
+    A model without scales of blocks is returned as it is. The first of `configs` that states the
+    size of a block decides; without one it is 128 x 128.
 
     Raises:
         ConversionError: a scale is missing, or does not fit its matrix.
@@ -129,7 +130,7 @@ def dequantise(
     made, problems = dict(tensors), []
     if not any(map(is_scale, tensors)):
         return made
-    block = _block_of(config)
+    block = next(filter(None, map(_block_of, configs)), (BLOCK, BLOCK))
     for name, recipe in tensors.items():
         if not isinstance(recipe, Take) or recipe.entry.dtype is not _ELEMENTS:
             continue
@@ -162,15 +163,15 @@ def true_config(config: ModelConfig, tensors: Iterable[Converted]) -> ModelConfi
     return replace(config, fields=fields)
 
 
-def _block_of(config: ModelConfig | None) -> tuple[int, int]:
-    """Return rows and columns of a block, as the config states them."""
+def _block_of(config: ModelConfig | None) -> tuple[int, int] | None:
+    """Return rows and columns of a block, if the config states them."""
     stated = None if config is None else config.fields.get(_CONFIG)
     sizes = stated.get("weight_block_size") if isinstance(stated, dict) else None
     match sizes:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
         case _:
-            return BLOCK, BLOCK
+            return None
 
 
 def _fit(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int]) -> bool:

@@ -41,6 +41,7 @@ class Checkpoint:
         companions: config, tokenizer and the like; completed by those of the base model.
         base: the model that it was trained from, if one was named.
         passed_over: higher steps of the run, or other steps of an average, that are not complete.
+        own_config: the config.json of the checkpoint itself, if the user named another one.
     """
 
     location: Location
@@ -48,6 +49,7 @@ class Checkpoint:
     companions: Companions
     base: Base | None = None
     passed_over: tuple[PassedOver, ...] = ()
+    own_config: Path | None = None
 
     @property
     def config(self) -> ModelConfig | None:
@@ -185,7 +187,8 @@ def _read(location: Location, options: ReadOptions) -> Checkpoint:
     if location.weights == "ema" and (regular := at_same_step(location, "model")) is not None:
         catalog = _completed(catalog, _weights(regular, options))
     _check(catalog)
-    return Checkpoint(location, catalog, companions)
+    own = None if options.config is None else find_companions(location, None).config
+    return Checkpoint(location, catalog, companions, own_config=own)
 
 
 def _weights(location: Location, options: ReadOptions) -> Catalog:

@@ -1,8 +1,10 @@
 """Read many rank files, in several processes where that pays.
 
-Unpickling is interpreted work, about 50 µs a tensor, so a thousand files of a thousand tensors take
-a core a minute. Workers are plain child processes that read paths from a pipe and send tables back:
-nothing of the caller's program is imported again, and nothing is pickled on the way.
+Files that are alike are compared with one that was unpickled: this process does that, because every
+other would have to unpickle one first, and would need the memory for it. Where files are not alike,
+each is unpickled: interpreted work, about 50 µs a tensor, so a thousand files of a thousand tensors
+take a core a minute. Workers are plain child processes that read paths from a pipe and send tables
+back: nothing of the caller's program is imported again, and nothing is pickled on the way.
 """
 
 import gc
@@ -24,7 +26,7 @@ from unshard.stores.remote_path import path_of
 __all__ = ["read_rank_files"]
 
 _WORTH_PROCESSES = 16 * 1024 * 1024
-"""Bytes of pickle, all files together, from which on processes are started."""
+"""Bytes of pickle, all files together, from which on processes are started for unlike files."""
 
 _Job = tuple[int, int, Path]
 
@@ -34,18 +36,16 @@ def read_rank_files(
 ) -> Iterator[RankTable]:
     """Yield the table of every (rank, path), in this order; a CheckpointError if one has none."""
     jobs = [(number, rank, path) for number, (rank, path) in enumerate(files)]
-    if not jobs:
-        return
-    reader = RankFileReader(allowed)
-    first = _read(jobs[0], reader)
-    yield first
-    # Torch writes some 350 bytes for a DTensor.
-    many = 350 * len(first.names) * len(jobs) >= _WORTH_PROCESSES
-    if processes < 2 or not many:
-        for job in jobs[1:]:
-            yield _read(job, reader)
-    else:
-        yield from _read_in_processes(jobs[1:], allowed, min(processes, len(jobs) - 1))
+    reader, names = RankFileReader(allowed), 0
+    for done, job in enumerate(jobs):
+        # Torch writes some 350 bytes for a DTensor.
+        many = 350 * names * len(jobs) >= _WORTH_PROCESSES
+        if done and processes > 1 and many and reader.has_given_up:
+            yield from _read_in_processes(jobs[done:], allowed, min(processes, len(jobs) - done))
+            return
+        table = _read(job, reader)
+        names = len(table.names)
+        yield table
 
 
 def _read(job: _Job, reader: RankFileReader) -> RankTable:

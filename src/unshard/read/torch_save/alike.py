@@ -33,7 +33,7 @@ from unshard.tensors.placements import DeviceMesh, PlacementError
 __all__ = ["RankFileReader"]
 
 _KEPT = 4
-_FRUITLESS = 3
+"""Files that others are compared with; after as many that were like none of them, no more is."""
 _MAX_NUMBER = 1 << 58  # elements of 16 bytes each: nothing overflows
 
 
@@ -46,7 +46,7 @@ class RankFileReader:
     def __init__(self, allowed: frozenset[str]) -> None:
         self._allowed = allowed
         self._known: deque[_Known] = deque(maxlen=_KEPT)
-        self._unused = 0
+        self._unlike = 0  # files that were read in full since the last one that was not
         self._last: tuple[TorchZip, RankTable] | None = None
 
     def read(self, path: Path, *, rank: int, file: int) -> RankTable:
@@ -63,20 +63,25 @@ class RankFileReader:
         for known in self._known:
             table = known.table(archive, rank=rank, file=file)
             if table is not None:
-                self._unused = 0
+                self._unlike = 0
                 return table
         value = unpickled(path, archive.pickle)
         whole = TorchFile(path, value, archive.storages)
         table = rank_table(whole, rank=rank, file=file, allowed=self._allowed)
         self._last = archive, table
+        self._unlike += 1
         return table
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the last files were so different that no more is learned from them."""
+        return self._unlike > _KEPT
+
     def _learn(self) -> None:
-        """Make a template of the file that was read last, unless the last ones were of no use."""
-        if self._last is None or self._unused == _FRUITLESS:
+        """Make a template of the file that was read last in full, unless that is of no use."""
+        if self._last is None or self.has_given_up:
             return
         (archive, table), self._last = self._last, None
-        self._unused += 1
         if table.problems:
             return
         try:
