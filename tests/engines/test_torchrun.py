@@ -14,7 +14,7 @@ import torch
 import unshard
 from ranks import merged, rank_path, save_ranks, snapshot
 from unshard.engines import sockets
-from unshard.engines.crew import as_one_of_torchrun, is_launcher, is_started_by_torchrun
+from unshard.engines.crew import is_launcher, is_started_by_torchrun
 from unshard.write.staging.recovery import recover
 from waiting import LIMIT_S
 
@@ -373,13 +373,6 @@ def test_a_launcher_is_known(command: str) -> None:
 )
 def test_whatever_else_has_its_name_somewhere_is_none(command: str) -> None:
     assert not is_launcher(command.split())
-
-
-def test_several_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (ENVIRONMENT | {"WORLD_SIZE": "4"}).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(unshard.UsageError, match="torchrun on several nodes"):
-        as_one_of_torchrun(lambda: 0)
 
 
 def test_what_a_dead_owner_made_above_is_removed_if_it_is_empty(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unshard import signals
-from unshard.errors import UsageError
 
 if TYPE_CHECKING:
+    from unshard.engines.nodes import Chief
     from unshard.engines.threads import RunPlan
     from unshard.engines.torchrun import Leader
 
@@ -26,7 +26,7 @@ _MODULES = frozenset(
 _WITH_VALUE = frozenset({"-W", "-X"})  # options of the interpreter that take the next word
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TERMINATED = 128 + signal.SIGTERM
-_LEADER: "ContextVar[Leader | None]" = ContextVar("leader", default=None)
+_LEADER: "ContextVar[Leader | Chief | None]" = ContextVar("leader", default=None)
 
 
 def crew() -> "RunPlan":
@@ -44,26 +44,45 @@ def as_one_of_torchrun(command: Callable[[], int]) -> int:
         The exit code of the command, the same in all processes.
 
     Raises:
-        UsageError: they run on several nodes.
         OutputError: they cannot meet.
     """
-    size = int(os.environ["WORLD_SIZE"])
-    if int(os.environ["LOCAL_WORLD_SIZE"]) != size:
-        raise UsageError(
-            "torchrun on several nodes: the processes must be on one",
-            hint="run it on one node that sees all files: torchrun --nproc_per_node=N",
-        )
+    size, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if size == 1:
         return command()
-    if os.environ["RANK"] != "0":
+    if os.environ.get("LOCAL_RANK", os.environ["RANK"]) != "0":
         return _follow()
-    from unshard.engines.torchrun import Leader
-
-    leader = Leader(size)
+    if os.environ["RANK"] != "0":
+        return _serve(here)
+    leader = _make_leader(here, several_nodes=here != size)
     _LEADER.set(leader)
     code = command()
     leader.dismiss(code)
     return code
+
+
+def _make_leader(here: int, *, several_nodes: bool) -> "Leader | Chief":
+    from unshard.engines.torchrun import Leader
+
+    leader = Leader(here)
+    if not several_nodes:
+        return leader
+    from unshard.engines.nodes import Chief
+
+    return Chief(leader, int(os.environ["GROUP_WORLD_SIZE"]))
+
+
+def _serve(here: int) -> int:
+    """Work for the first process of all nodes, with the processes of this one."""
+    from unshard.engines.links import connect_to_office
+    from unshard.engines.nodes import serve
+    from unshard.engines.torchrun import Leader
+
+    signals.raise_them()
+    try:
+        leader = Leader(here)
+        return serve(connect_to_office(), leader)
+    except KeyboardInterrupt as error:
+        return signals.exit_code(error)
 
 
 def _follow() -> int:

@@ -38,9 +38,10 @@ from unshard.signals import Interrupted, uninterrupted
 from unshard.write.execute import Executor
 from unshard.write.staging.recovery import recover
 
-__all__ = ["Leader", "follow"]
+__all__ = ["SIGNALS", "Leader", "died", "follow"]
 
-_SIGNALS = 128  # exit codes from here on are those of signals
+SIGNALS = 128
+"""Exit codes from here on are those of signals."""
 _BATCH_BYTES = 4 * 1024 * 1024
 """Small units are sent together, so that moving them takes longer than asking for them."""
 
@@ -61,6 +62,16 @@ class _Enough:
 _Done = tuple[int, Overflows]
 """The answer to each: bytes written, and what became infinite."""
 _NOTHING: _Done = (0, Overflows())
+
+
+def died() -> Interrupted:
+    """Return what ends the work when another process has died."""
+    return Interrupted(
+        signal.SIGTERM,
+        "error: a process of this torchrun has died: no output was made\n"
+        "  hint:     look for its own message above; if it was killed for memory, use "
+        "fewer processes",
+    )
 
 
 class Leader:
@@ -108,7 +119,7 @@ class Leader:
         torchrun ends them all.
         """
         signals.end_at_once()
-        self._others += self._meeting_place.accept(wait=exit_code < _SIGNALS)
+        self._others += self._meeting_place.accept(wait=exit_code < SIGNALS)
         signals.ignore()
         self._meeting_place.close()
         for other in self._others:
@@ -162,12 +173,7 @@ class _There:
             self._other.send(message)
             answer = self._other.receive()
         except (OSError, EOFError) as error:
-            raise Interrupted(
-                signal.SIGTERM,
-                "error: a process of this torchrun has died: no output was made\n"
-                "  hint:     look for its own message above; if it was killed for memory, use "
-                "fewer processes",
-            ) from error
+            raise died() from error
         if isinstance(answer, UnshardError | OSError | MemoryError):
             raise answer
         return cast("_Done", answer)

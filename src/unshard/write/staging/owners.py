@@ -43,6 +43,7 @@ __all__ = [
     "mtime_in",
     "seal",
     "staging_name",
+    "state_folder",
 ]
 
 OWNER_NAME = "owner.json"
@@ -143,10 +144,11 @@ def _lock(draft: int, directory: Path) -> None:
 
 
 @contextmanager
-def dead_owner(place: StagingDirectory) -> Iterator[Owner | None]:
+def dead_owner(place: StagingDirectory, *, has_ended: bool) -> Iterator[Owner | None]:
     """Yield what a dead process recorded as the owner of a staging directory; None if it may live.
 
-    Its lock is held for as long, so that only one process cleans up.
+    `has_ended`: the caller knows that it has ended, also if it ran on another host. Its lock is
+    held for as long, so that only one process cleans up.
 
     Raises:
         PermissionError: nothing proves that this user made the staging directory, here.
@@ -166,7 +168,9 @@ def dead_owner(place: StagingDirectory) -> Iterator[Owner | None]:
         known = {str(path) for path in made} if isinstance(made, list) else set()
         inner_first = tuple(path for path in place.path.resolve().parents if str(path) in known)
         target, keeps = str(fields.get("target", "")), fields.get("keeps") is True
-        yield Owner(inner_first, target, keeps) if _is_dead(place, fd, fields) else None
+        is_here = fields["host"] == socket.gethostname()
+        is_dead = (is_here or has_ended) and _is_free(place, fd)
+        yield Owner(inner_first, target, keeps) if is_dead else None
     finally:
         os.close(fd)
 
@@ -197,10 +201,8 @@ def _owner(place: StagingDirectory, fd: int) -> dict[str, object]:
     return fields
 
 
-def _is_dead(place: StagingDirectory, fd: int, fields: dict[str, object]) -> bool:
-    """Return whether the owner was a process of this host whose lock is free; it is ours then."""
-    if fields["host"] != socket.gethostname():
-        return False
+def _is_free(place: StagingDirectory, fd: int) -> bool:
+    """Return whether the lock of an owner is free; it is ours then."""
     try:
         is_ours = try_lock(fd)
         named = os.stat(OWNER_NAME, dir_fd=place.fd, follow_symlinks=False)
@@ -228,7 +230,7 @@ def is_sealed(code: object, *facts: object) -> bool:
 def _key() -> bytes:
     """Return the user's key, made if there is none yet; b"" where there is no place for one."""
     try:
-        with _key_folder() as folder:
+        with state_folder() as folder:
             with suppress(FileNotFoundError):
                 return _read_key(folder)
             _make_key(folder)
@@ -239,8 +241,13 @@ def _key() -> bytes:
 
 
 @contextmanager
-def _key_folder() -> Iterator[int]:
-    """Yield the descriptor of the folder of the key; refuse one into which others could write."""
+def state_folder() -> Iterator[int]:
+    """Yield the descriptor of the folder of the key, which only this user can enter.
+
+    Raises:
+        OSError: it cannot be made, or others could write into it.
+        RuntimeError: there is no home directory.
+    """
     named = Path(os.environ.get("XDG_STATE_HOME", ""))
     base = named if named.is_absolute() else Path.home() / ".local" / "state"
     there = next(path for path in (base, *base.parents) if path.exists())
