@@ -224,3 +224,60 @@ def test_the_command_prints_where_it_went(
     assert f"pushed to {hub.address}/someone/model" in printed.out
     assert "saved to" not in printed.out
     assert hub.repos["someone/model"].private
+
+
+def run_merge(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    from unshard.cli.main import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", *map(str, arguments)])
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), printed.out, printed.err
+
+
+def test_a_merge_without_a_local_output_is_a_push(
+    hub: Hub, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--push-to-hub", "someone/a", "--no-local", "--private", "--dtype", "bf16")
+    before = snapshot(tmp_path)
+    code, out, err = run_merge(capsys, checkpoint, *options, "--no-extra-state", "--include", "w")
+    assert code == 0, err
+    assert f"pushed to {hub.address}/someone/a" in out
+    assert snapshot(tmp_path) == before
+    unshard.push(checkpoint, "someone/b", dtype="bf16", include="w", listener=ignore)
+    ours, theirs = hub.repos["someone/a"], hub.repos["someone/b"].files
+    assert ours.private
+    assert ours.files.pop("README.md").replace(b"# a", b"# b") == theirs.pop("README.md")
+    assert ours.files == theirs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["OUT"], "the output OUT"),
+        (["--output", "OUT"], "the output OUT"),
+        (["--all-steps"], "--all-steps"),
+        (["--dry-run"], "--dry-run"),
+        (["--overwrite", "--verify", "full", "--workers", "2"], "--workers, --verify, --overwrite"),
+        (["--memory", "1GB"], "--memory"),
+    ],
+)
+def test_what_needs_a_local_output_is_refused_without_one(
+    hub: Hub,
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    named: str,
+) -> None:
+    given = (checkpoint, *arguments, "--push-to-hub", "someone/a", "--no-local")
+    code, out, err = run_merge(capsys, *given)
+    assert (code, out) == (2, "")
+    assert f"--no-local writes no output, and excludes {named}\n" in err
+    assert not hub.requests
+    assert not hub.repos
+
+
+def test_no_local_alone_is_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run_merge(capsys, checkpoint, "--no-local")
+    assert code == 2
+    assert "--no-local needs --push-to-hub" in err

@@ -12,6 +12,7 @@ import typer
 from unshard import signals
 from unshard.cli.options import (
     CHECKPOINT,
+    OUTPUT,
     CheckpointArgument,
     Json,
     OutputOption,
@@ -32,12 +33,13 @@ from unshard.cli.reports import (
 )
 from unshard.cli.running import front_of
 from unshard.errors import UsageError
-from unshard.fronts import Front
+from unshard.fronts import Front, spell
 from unshard.keywords import CHOICES, MergeKeywords, PushKeywords, ReadKeywords, VerifyKeywords
 from unshard.progress import Event, Listener, Stage
 from unshard.showing import listening
 
 if TYPE_CHECKING:
+    from unshard.api import MergeOptions
     from unshard.engines.threads import RunPlan
 
 __all__ = ["average", "inspect", "merge", "push", "verify"]
@@ -78,6 +80,10 @@ def merge(
             CHECKPOINT,
         ),
     ] = False,
+    no_local: Annotated[
+        bool,
+        flag("--no-local", "With --push-to-hub: write no output here, as `unshard push`.", OUTPUT),
+    ] = False,
     output_option: OutputOption = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -93,8 +99,14 @@ def merge(
     what = (checkpoint, output or output_option, options)
     if skip_existing and not all_steps:
         raise UsageError("--skip-existing needs --all-steps")
+    repo = _repo_without_output(options, what[1], all_steps=all_steps) if no_local else None
     with _working(quiet=quiet, front=front_of(merge)) as (listener, engine):
-        if not all_steps:
+        if repo is not None:
+            keywords = keywords_of(PushKeywords, given)
+            report = api.push(
+                checkpoint, repo, private=options.private, listener=listener, **keywords
+            )
+        elif not all_steps:
             report = api.merge_with(*what, listener, engine=engine)
         else:
             steps = api.merge_steps(*what, listener, engine, skip_existing=skip_existing)
@@ -105,6 +117,22 @@ def merge(
     for one in steps:
         if one.error is not None and one.has_failed:
             raise typer.Exit(one.error.exit_code)
+
+
+def _repo_without_output(options: "MergeOptions", output: Path | None, *, all_steps: bool) -> str:
+    """Return where `--no-local` uploads to; refuse what it would have to ignore."""
+    if options.push_to_hub is None:
+        raise UsageError("--no-local needs --push-to-hub")
+    kept = {*PushKeywords.__annotations__, "push_to_hub", "private", "extra_state"}
+    local = ["--all-steps"] if all_steps else []
+    local += [f"--{spell(name)}" for name in options.chosen if name not in kept]
+    local += [] if output is None else [f"the output {output}"]
+    if local:
+        raise UsageError(
+            f"--no-local writes no output, and excludes {', '.join(local)}",
+            hint="leave out --no-local, or what it excludes",
+        )
+    return options.push_to_hub
 
 
 @contextmanager

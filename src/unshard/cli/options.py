@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHECKPOINT",
+    "OUTPUT",
     "CheckpointArgument",
     "Grouped",
     "Json",
@@ -38,7 +39,7 @@ Option = tuple[object, OptionInfo]
 """The type of a value, and the option as typer has it, with its default."""
 
 CHECKPOINT = "Checkpoint"
-_OUTPUT = "Output"
+OUTPUT = "Output"
 
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
@@ -118,7 +119,7 @@ CheckpointArgument = Annotated[
 ]
 OutputOption = Annotated[
     Path | None,
-    option("OUTPUT", "The same as the argument OUTPUT.", _OUTPUT, "--output", "-o"),
+    option("OUTPUT", "The same as the argument OUTPUT.", OUTPUT, "--output", "-o"),
 ]
 Json = Annotated[
     bool, flag("--json", "Print one JSON object on stdout; everything else goes to stderr.")
@@ -197,7 +198,7 @@ _TABLE: dict[str, dict[str, _Row]] = {
         ),
         "allow_unexpected": _Row(bool, "Also write tensors that neither of them has."),
     },
-    _OUTPUT: {
+    OUTPUT: {
         "config": _Row(
             Path,
             "A config.json to use instead, or a directory with config, tokenizer and the like.",
