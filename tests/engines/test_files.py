@@ -3,7 +3,9 @@
 import io
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -174,6 +176,34 @@ def test_a_slab_is_made_once_for_who_reads_in_order(
         file.seek(file.size - 16_000)
         assert file.read(7)
         assert len(made) == 2 * 40 // 4 + 1
+        reader.close()
+
+
+@pytest.mark.parametrize("target", [None, "bfloat16"])
+def test_threads_do_not_wait_for_one_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str | None
+) -> None:
+    """Two threads are in the middle of a piece at the same time, copied or cast."""
+    sources = Sources(tmp_path)
+    sources.add("w", grid("float32", (40, 100), (4, 1)))
+    name = "read_exactly" if target is None else "make_tile"
+    work, both = getattr(engine, name), threading.Barrier(2)
+
+    def together(*given: object) -> object:
+        both.wait(timeout=60)
+        return work(*given)
+
+    with COPYING.turned(), small_slabs(1600):
+        plan = sources.plan(target)
+        truth = merged(plan)["model.safetensors"]
+        reader, files = opened(plan)
+        monkeypatch.setattr(engine, name, together)
+        (file,) = files.values()
+        out = [bytearray(100), bytearray(100)]
+        ends = file.size - 16_000 // (1 if target is None else 2), file.size - 100
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(file.read_at, ends, map(memoryview, out)))
+        assert out == [truth[at : at + 100] for at in ends]
         reader.close()
 
 

@@ -1,4 +1,4 @@
-"""Open files, local or in a bucket, and a cache of them that closes the oldest."""
+"""Open files, local or in a bucket, and caches of them, for one thread or for several."""
 
 import os
 from collections import OrderedDict
@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from queue import LifoQueue
 from stat import S_ISREG
+from threading import Lock
 from typing import Self
 
-from unshard.errors import CorruptError
+from unshard.errors import CorruptError, UsageError
 from unshard.stores.remote_file import RemoteFile
 from unshard.stores.remote_path import RemotePath
 
 __all__ = [
+    "LentFiles",
     "OpenFiles",
     "Opened",
     "Pread",
@@ -151,6 +154,53 @@ class OpenFiles:
         self._remote.clear()
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+class LentFiles:
+    """Open files to read, for several threads: each borrows some, and `at_once` may at a time.
+
+    Args:
+        what: names what was opened, for errors.
+        at_once: how many threads may read at the same time.
+        limit: how many files each of them has open, at most.
+    """
+
+    def __init__(self, what: str, *, at_once: int, limit: int) -> None:
+        self._what = what
+        self._at_once = at_once
+        self._closing = Lock()
+        self._closed = False
+        self._idle: LifoQueue[OpenFiles] = LifoQueue()
+        for _ in range(at_once):
+            self._idle.put(OpenFiles(os.O_RDONLY, limit=limit))
+
+    def close(self) -> None:
+        """Close all files once those that are lent are back; nothing can be read then."""
+        self._closed = True
+        with self._closing:
+            taken = [self._idle.get() for _ in range(self._at_once)]
+            for files in taken:
+                files.close()
+                self._idle.put(files)
+
+    def check(self) -> None:
+        """Raise the error of `borrow` if the files are closed."""
+        if self._closed:
+            raise UsageError(self._what, hint="open it again")
+
+    @contextmanager
+    def borrow(self) -> Iterator[OpenFiles]:
+        """Lend the open files that were used last; wait if all are lent.
+
+        Raises:
+            UsageError: they are closed.
+        """
+        files = self._idle.get()
+        try:
+            self.check()
+            yield files
+        finally:
+            self._idle.put(files)
 
 
 def _gone(path: Path) -> CorruptError:

@@ -4,20 +4,15 @@ At most `TILE_BYTES` per thread that reads, and for at most `AT_ONCE` of them, a
 addition to the results, whatever is read. Arrays have raw bits; the caller knows their dtype.
 """
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from queue import LifoQueue
-from threading import Lock
 from types import EllipsisType
 
 import numpy as np
 
 from unshard.containers.chunks import fill_box, place_of, view
-from unshard.containers.open_files import OpenFiles
+from unshard.containers.open_files import LentFiles
 from unshard.containers.strided import SLACK, Elements, raw_dtype
-from unshard.errors import UsageError
 from unshard.plan.operations import Gather, Tiled
 from unshard.plan.work import Tile, tile_parts, tile_shape
 from unshard.tensors.boxes import Box, row_tile, square_tile, tiles
@@ -44,22 +39,13 @@ class TensorReader:
     """
 
     def __init__(self, path: Path, empty: Empty = np.empty) -> None:
-        self._path = path
         self._empty = empty
-        self._closing = Lock()
-        self._closed = False
-        self._idle: LifoQueue[OpenFiles] = LifoQueue()
-        for _ in range(AT_ONCE):
-            self._idle.put(OpenFiles(os.O_RDONLY, limit=_OPEN_FILES))
+        what = f"{path}: the checkpoint was closed"
+        self._files = LentFiles(what, at_once=AT_ONCE, limit=_OPEN_FILES)
 
     def close(self) -> None:
         """Close all files once the tiles that are being made are done; nothing can be read then."""
-        self._closed = True
-        with self._closing:
-            taken = [self._idle.get() for _ in range(AT_ONCE)]
-            for files in taken:
-                files.close()
-                self._idle.put(files)
+        self._files.close()
 
     def read(self, operation: Tiled, selection: Selection) -> Elements:
         """Return what a selection takes of the tensor that an operation makes.
@@ -71,12 +57,12 @@ class TensorReader:
             CorruptError: a file is gone or ends early.
             UsageError: the reader is closed.
         """
-        self._check()
+        self._files.check()
         out = self._empty(selection.counts, raw_dtype(operation.to))
         forward = np.flip(out, selection.turned) if selection.turned else out
         if isinstance(operation, Gather):
             for box, table in _stored_parts(operation, selection):
-                with self._borrow() as files:
+                with self._files.borrow() as files:
                     fill_box(view(forward, box), box, table, out.dtype, files)
         else:
             for place, bits in self._computed_parts(operation, selection):
@@ -93,7 +79,7 @@ class TensorReader:
             CorruptError: as by `read`.
             UsageError: as by `read`.
         """
-        self._check()
+        self._files.check()
         if not isinstance(operation, Gather):
             yield from self._computed_parts(operation, selection)
             return
@@ -102,7 +88,7 @@ class TensorReader:
             if memory.size < box.volume:
                 memory = self._empty((box.volume,), memory.dtype)
             bits = memory[: box.volume].reshape(box.sizes)
-            with self._borrow() as files:
+            with self._files.borrow() as files:
                 fill_box(bits, box, table, bits.dtype, files)
             yield place_of(box), bits
 
@@ -110,24 +96,10 @@ class TensorReader:
         """Yield parts of the tiles that a merge makes: sums depend on how tiles are cut."""
         shape, bits = operation.target.shape, raw_dtype(operation.to)
         for part in tile_parts(shape, tile_shape(operation, TILE_BYTES), selection):
-            with self._borrow() as files:
+            with self._files.borrow() as files:
                 made = make_tile(Tile(operation, part.tile), files)
             taken: Place = (*part.taken, ...)  # an array also of a tensor without dimensions
             yield part.place, made.view(bits)[taken]
-
-    @contextmanager
-    def _borrow(self) -> Iterator[OpenFiles]:
-        """Lend the open files that were used last, while a tile is made; wait if all are lent."""
-        files = self._idle.get()
-        try:
-            self._check()
-            yield files
-        finally:
-            self._idle.put(files)
-
-    def _check(self) -> None:
-        if self._closed:
-            raise UsageError(f"{self._path}: the checkpoint was closed", hint="open it again")
 
 
 def _stored_parts(gather: Gather, selection: Selection) -> Iterator[tuple[Box, ChunkTable]]:

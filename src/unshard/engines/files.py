@@ -1,6 +1,7 @@
 """Files that a plan would write, read without writing them: a part at a time, from anywhere.
 
-Memory: the bytes that are asked for, `CACHE_BYTES` of what was made last, and one slab.
+Memory: the bytes that are asked for, `CACHE_BYTES` of what was made last, and one slab for each
+thread that makes one.
 """
 
 import io
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unshard.containers.chunks import view
-from unshard.containers.open_files import Opened, OpenFiles
+from unshard.containers.open_files import LentFiles, Opened, OpenFiles
 from unshard.containers.strided import raw_dtype, read_exactly
-from unshard.errors import CorruptError, UsageError
+from unshard.errors import CorruptError
 from unshard.plan.pieces import Contents, Run, Slab, slab_tiles
 from unshard.stores.remote_file import RemoteFile
 from unshard.stores.remote_path import look_again
@@ -25,17 +26,18 @@ from unshard.write.execute import count_overflows, make_tile
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["CACHE_BYTES", "PieceReader", "PlannedFile"]
+__all__ = ["AT_ONCE", "CACHE_BYTES", "PieceReader", "PlannedFile"]
 
 CACHE_BYTES = 32 * 1024 * 1024
-_OPEN_FILES = 64
+AT_ONCE = 8
+_OPEN_FILES = 32  # for each piece that is read at the same time
 _BLOCK = 1024 * 1024
 
 _Identity = tuple[int, int, int, int]
 
 
 class PieceReader:
-    """Reads what output files consist of; several threads may, and one piece is read at a time.
+    """Reads what output files consist of; threads may, and `AT_ONCE` pieces are read at a time.
 
     Args:
         path: that of the checkpoint, for errors.
@@ -47,22 +49,19 @@ class PieceReader:
     def __init__(
         self, path: Path, files: Mapping[str, Contents], *, cache_bytes: int | None = None
     ) -> None:
-        self._path = path
+        what = f"{path}: the files of the checkpoint were closed"
+        self._sources = LentFiles(what, at_once=AT_ONCE, limit=_OPEN_FILES)
         self._cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
-        self._lock = Lock()
-        self._sources = OpenFiles(os.O_RDONLY, limit=_OPEN_FILES)
+        self._lock = Lock()  # of the two that follow
         self._made: OrderedDict[tuple[int, tuple[int, ...]], memoryview] = OrderedDict()
         self._lost: dict[tuple[int, int, tuple[int, ...]], int] = {}
-        self._closed = False
         paths = set[Path]().union(*(one.sources() for one in files.values()))
         self._identities = {path: _identity(path) for path in sorted(paths)}
 
     def close(self) -> None:
-        """Close all files; nothing can be read afterwards."""
-        with self._lock:
-            self._closed = True
-            self._made.clear()
-            self._sources.close()
+        """Close all files once the pieces being read are done; nothing can be read then."""
+        self._sources.close()
+        self._made.clear()
 
     def check_sources(self) -> None:
         """Check that every source file is the one that it was in the beginning.
@@ -96,16 +95,13 @@ class PieceReader:
             UsageError: the reader is closed.
         """
         while out:
-            with self._lock:  # given up between blocks, for others who read
-                if self._closed:
-                    what = f"{self._path}: the files of the checkpoint were closed"
-                    raise UsageError(what, hint="open it again")
+            with self._sources.borrow() as files:  # given back between blocks, for other threads
                 piece, skip = contents.find(at)
                 block = out[:_BLOCK]
                 source: Opened = -1
                 match piece:
                     case Run(path, start, length):
-                        source = self._sources.source(path)
+                        source = files.source(path)
                         if isinstance(source, RemoteFile):
                             block = out[: length - skip]
                         else:
@@ -113,7 +109,7 @@ class PieceReader:
                             read_exactly(source, start + skip, block)
                     case Slab():
                         block = block[: piece.length - skip]
-                        block[:] = self._bytes_of(piece)[skip : skip + len(block)]
+                        block[:] = self._bytes_of(piece, files)[skip : skip + len(block)]
                     case _:
                         block = block[: len(piece) - skip]
                         block[:] = piece[skip : skip + len(block)]
@@ -121,26 +117,34 @@ class PieceReader:
                 read_exactly(source, start + skip, block)
             at, out = at + len(block), out[len(block) :]
 
-    def _bytes_of(self, slab: Slab) -> memoryview:
-        """Return the bytes of a slab: of one made lately, or made now."""
-        key = id(slab.operation), slab.box.offsets
-        found = self._made.pop(key, None)
-        if found is None:
-            found = self._make(slab)
-            held = sum(map(len, self._made.values()))
-            while self._made and held + len(found) > self._cache_bytes:
-                held -= len(self._made.popitem(last=False)[1])
-        self._made[key] = found  # now the last to go
-        return found
+    def _bytes_of(self, slab: Slab, files: OpenFiles) -> memoryview:
+        """Return the bytes of a slab: of one made lately, or made now.
 
-    def _make(self, slab: Slab) -> memoryview:
+        Threads that want the same slab at the same time each make it.
+        """
+        key = id(slab.operation), slab.box.offsets
+        with self._lock:
+            found = self._made.get(key)
+            if found is not None:
+                self._made.move_to_end(key)  # now the last to go
+                return found
+        made = self._make(slab, files)
+        with self._lock:
+            self._made[key] = made
+            held = sum(map(len, self._made.values()))
+            while held > self._cache_bytes and len(self._made) > 1:
+                held -= len(self._made.popitem(last=False)[1])
+        return made
+
+    def _make(self, slab: Slab, files: OpenFiles) -> memoryview:
         out = np.empty(slab.box.sizes, raw_dtype(slab.operation.to))
         for place, tile in slab_tiles(slab):
-            made = make_tile(tile, self._sources)
+            made = make_tile(tile, files)
             view(out, place)[...] = made.view(out.dtype)
-            if count := count_overflows(tile, made, self._sources):
+            if count := count_overflows(tile, made, files):
                 target = tile.operation.target  # a slab may be made again: it counts once
-                self._lost[target.file, target.start, tile.box.offsets] = count
+                with self._lock:
+                    self._lost[target.file, target.start, tile.box.offsets] = count
         return out.reshape(-1).view(np.uint8).data
 
 
