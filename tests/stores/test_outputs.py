@@ -327,3 +327,20 @@ def test_nothing_is_written_to_disk_in_little_memory(store: Store, tmp_path: Pat
         truth = files["model.safetensors"].read()
     assert store.files("memory/out")["model.safetensors"] == truth
     assert not [secret for secret in SECRETS if secret in done.stdout + done.stderr]
+
+
+@pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+def test_all_steps_and_averages_go_into_a_bucket(store: Store, tmp_path: Path) -> None:
+    for step in (1, 2):
+        state = {"w": torch.full((70, 30), float(step))}
+        save_ranks(tmp_path / "run" / f"global_step_{step}" / "actor", state, 2)
+    run = store.upload(tmp_path / "run", "run")
+    for _ in range(2):
+        unshard.merge_all(run, url("all"), skip_existing=True)
+    unshard.merge_all(tmp_path / "run", tmp_path / "all")
+    assert store.files("all") == files_in(tmp_path / "all")
+    unshard.average(run, url("mean"))
+    unshard.average(tmp_path / "run", tmp_path / "mean")
+    assert store.files("mean") == files_in(tmp_path / "mean")
+    unshard.merge(run)
+    assert store.files("run/merged/global_step_2") == files_in(tmp_path / "all" / "global_step_2")

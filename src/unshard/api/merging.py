@@ -55,14 +55,16 @@ def merge(
 ) -> Report:
     """Merge a sharded checkpoint into a Hugging Face directory.
 
-    The output appears by one rename, complete, verified and durable, or not at all; the checkpoint
-    is only read. The same checkpoint gives the same bytes, whatever `workers` and `memory` are.
+    The output appears by one rename, complete, verified and durable, or not at all. In an object
+    store its config.json is written when all else is there and verified. The checkpoint is only
+    read. The same checkpoint gives the same bytes, whatever `workers` and `memory` are.
 
     Args:
         checkpoint: a checkpoint, a directory of several (the highest complete step is taken), or
             any directory inside one.
         output: must not exist unless `overwrite`; default `merged/<step directory>[-critic][-ema]`
-            next to the step directory.
+            next to the step directory. An address such as s3://bucket/model is one in an object
+            store, where `overwrite`, `resume` and `push_to_hub` are refused.
         listener: called with progress events and warnings; without one, warnings are
             `UnshardWarning` of Python, and a terminal or a notebook gets a progress bar.
 

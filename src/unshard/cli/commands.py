@@ -59,8 +59,8 @@ def merge(
         Path | None,
         typer.Argument(
             metavar="OUTPUT",
-            help="Output directory; must not exist yet.  [default: merged/<step> next to the "
-            "checkpoint]",
+            help="Output directory, or the address of one in an object store; must not exist yet.  "
+            "[default: merged/<step> next to the checkpoint]",
         ),
     ] = None,
     *,
