@@ -7,6 +7,7 @@ import re
 import struct
 import subprocess
 import sys
+import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +17,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from unshard.containers.pickles.machine import SLOT_COST, Machine
+from unshard.containers.pickles.opcodes import OPERATIONS
 from unshard.containers.pickles.records import Global, Persistent, Record, Value
-from unshard.containers.pickles.unpickle import DangerousPickleError, MalformedPickleError, unpickle
+from unshard.containers.pickles.unpickle import (
+    DangerousPickleError,
+    MalformedPickleError,
+    run_all,
+    unpickle,
+)
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 every_protocol = pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -558,7 +566,12 @@ def test_a_mutated_pickle_is_read_or_refused(
 _CHILD = """
 import resource
 import struct
-from unshard.containers.pickles.unpickle import DangerousPickleError, MalformedPickleError, unpickle
+from unshard.containers.pickles.unpickle import (
+    DangerousPickleError,
+    MalformedPickleError,
+    run_all,
+    unpickle,
+)
 
 def memory(field):
     with open("/proc/self/status") as status:
@@ -723,3 +736,18 @@ def test_equal_long_keys_cannot_make_it_quadratic() -> None:
     text = r"b'X\x00\x00\x10\x00' + b'x' * 0x100000"
     source = rf"{text} + b'q\x000' + {text} + b'q\x010}}h\x00Ns' + b'h\x01Ns' * 500_000 + b'.'"
     assert in_a_child(source, seconds=5).size < 5_000_000
+
+
+@pytest.mark.parametrize("entries", [1, 2, 5, 6, 11, 43])
+def test_no_less_is_charged_for_dicts_than_they_take(entries: int) -> None:
+    keys = [f"key{number}" for number in range(entries)]
+    data = pickle.dumps([dict.fromkeys(keys) for _ in range(5000)])
+    state = Machine(data)
+    tracemalloc.start()
+    try:
+        value = run_all(state, OPERATIONS, inline=True)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert isinstance(value, list)
+    assert taken <= state.spent + SLOT_COST * len(state.memo)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from unshard.containers.pickles import machine
 from unshard.errors import (
     CheckpointError,
     CorruptError,
@@ -298,3 +299,22 @@ def test_megatrons_metadata_is_refused_with_its_own_tool(tmp_path: Path) -> None
     (tmp_path / ".metadata").write_bytes(data.replace(ours, theirs))
     with pytest.raises(NotMergeableError, match="Megatron-core"):
         read_metadata([tmp_path / ".metadata"])
+
+
+@pytest.mark.parametrize("shape", [(4096,), (4096, 64), (4096, 8, 8)])
+def test_metadata_of_any_length_is_within_the_bound_of_pickles(
+    shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_MEMORY_FLOOR", 0)  # as where there are a million items
+    inner = shape[1:]
+    chunks = [((start, *(0 for _ in inner)), (64, *inner)) for start in range(0, 4096, 64)]
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(80)]
+    storage = {
+        MetadataIndex(name, torch.Size(offsets)): _StorageInfo(f"__{rank}_0.distcp", 9000, 9000)
+        for name in names
+        for rank, (offsets, _) in enumerate(chunks)
+    }
+    described = {name: tensor(shape, chunks) for name in names}
+    one = Metadata(described, {name: (name,) for name in names}, storage)  # type: ignore[arg-type]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(one))
+    assert len(read_metadata([tmp_path / ".metadata"]).items) == 64 * 80

@@ -24,6 +24,7 @@ _SALT = secrets.randbits(61)
 TUPLE_COST, LIST_COST, DICT_COST, SET_COST = 56, 72, 80, 232
 RECORD_COST, ENTRY_COST, NUMBER_COST, TEXT_COST = 110, 130, 28, 60
 TABLE_COST = 120  # of the smallest hash table
+_FIRST_TABLE = 5  # entries of a dict that fit it: the state of an object
 SALTED_COST = 64
 SLOT_COST = 9  # of one place on the stack or in the memo
 _CHECK_EVERY = 1_000_000
@@ -190,9 +191,12 @@ class Machine:
             raise MalformedPickleError(f"a key without a value at byte {self.pos}")
         for start in range(0, len(items), _BATCH):  # copies of keys are gone after each batch
             batch = items[start : start + _BATCH]
+            keys = batch[::2]
             self.charge(TABLE_COST)
-            pairs = zip(self.safe_elements(batch[::2]), batch[1::2], strict=True)
+            pairs = zip(self.safe_elements(keys), batch[1::2], strict=True)
             if isinstance(target, dict):
+                if not target and all(type(key) is str for key in keys):
+                    self.spent -= ENTRY_COST * (len(keys) if len(keys) <= _FIRST_TABLE else 4)
                 target.update(pairs)
             elif isinstance(target, Record):
                 target.items.extend(pairs)
