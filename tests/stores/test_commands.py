@@ -17,6 +17,8 @@ from merged_layouts import contents
 from ranks import save_ranks, some_tensors
 from tiny_models import assert_same_model, tiny_model
 from unshard import CorruptError, StoreError, UnknownFormatError, UsageError
+from unshard.cli.commands import merge
+from unshard.cli.running import front_of
 from unshard.errors import UnshardError
 
 pytestmark = [
@@ -84,6 +86,20 @@ def test_inspect_states_what_the_files_on_disk_have(run: str, local: Path) -> No
     assert remote.returncode == here.returncode == 0, remote.stderr
     truth = json.loads(here.stdout.replace(str(local), "RUN"))
     assert json.loads(remote.stdout.replace(run, "RUN")) == truth
+
+
+def test_a_command_to_use_instead_has_the_address_as_it_was_given(
+    store: Store, tmp_path: Path
+) -> None:
+    model = tiny_model()
+    place = save_ranks(tmp_path / "float32", model.state_dict(), 2)
+    model.config.dtype = "bfloat16"
+    model.config.save_pretrained(place / "huggingface")
+    address = store.upload(place, "float32")
+    done = command("inspect", address)
+    assert f"(use: unshard merge {address} OUTPUT --dtype config)" in done.stdout
+    given = {"checkpoint": Path("s3://key:pass@bucket/model")}
+    assert "key:pass" not in str(front_of(merge, given))
 
 
 def test_verify_compares_with_a_bucket_and_in_a_bucket(

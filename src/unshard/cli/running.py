@@ -14,7 +14,7 @@ from typing import NoReturn, ParamSpec, TextIO
 
 from unshard import signals
 from unshard.engines.crew import as_one_of_torchrun, is_started_by_torchrun
-from unshard.errors import UnshardError, printable
+from unshard.errors import UnshardError, UsageError, printable
 from unshard.fronts import PYTHON, Command
 
 __all__ = ["error_fields", "front_of", "guarded", "run", "say"]
@@ -140,9 +140,21 @@ def front_of(command: Callable[..., None], given: Mapping[str, object] | None = 
         given: its arguments, as far as they are known.
     """
     names = [name.replace("_", "-") for name in inspect.signature(command).parameters]
-    checkpoint = shlex.quote(str((given or {}).get("checkpoint", "CHECKPOINT")))
+    checkpoint = _as_given((given or {}).get("checkpoint", "CHECKPOINT"))
     own = {name: f"--{name}" for name in names}
-    return Command(own, f"unshard merge {checkpoint} OUTPUT")
+    return Command(own, f"unshard merge {shlex.quote(checkpoint)} OUTPUT")
+
+
+def _as_given(checkpoint: object) -> str:
+    """Return what the user wrote: pathlib makes `s3:/` of `s3://`."""
+    from unshard.stores.remote_path import RemotePath, is_url
+
+    if not isinstance(checkpoint, Path) or not is_url(checkpoint):
+        return str(checkpoint)
+    try:
+        return str(RemotePath.of_url(str(checkpoint)))
+    except UsageError:
+        return "CHECKPOINT"  # it may contain credentials
 
 
 def error_fields(error: UnshardError) -> dict[str, object]:
