@@ -3,14 +3,20 @@
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
 
-__all__ = ["AT_ONCE", "Ongoing", "all_at_once"]
+__all__ = ["AT_ONCE", "Ongoing", "ahead", "all_at_once"]
 
 AT_ONCE = 16
 """How many requests are under way at a time, in this process."""
 
+_AHEAD = 8
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 _Task = Callable[[], None]
 
 
@@ -56,6 +62,26 @@ class Ongoing:
                 if not future.cancelled():
                     future.exception()
             raise
+
+
+def ahead(function: Callable[[_T], _R], given: Sequence[_T]) -> Iterator[_R]:
+    """Yield what a function returns for each value, in their order; the next few are under way.
+
+    Raises:
+        Exception: what the function raised for the value whose turn it is.
+    """
+    futures: deque[Future[_R]] = deque()
+    left = iter(given)
+    try:
+        while True:
+            more = islice(left, _AHEAD - len(futures))
+            futures.extend(_pool().submit(function, one) for one in more)
+            if not futures:
+                return
+            yield futures.popleft().result()
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 def all_at_once(tasks: Iterable[_Task]) -> None:

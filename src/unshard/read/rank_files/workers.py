@@ -18,10 +18,12 @@ from pathlib import Path
 from struct import pack, unpack
 from typing import IO
 
+from unshard.containers.torch_files.reader import open_torch_file
 from unshard.errors import CorruptError, UnshardError
 from unshard.read.torch_save.alike import RankFileReader
 from unshard.read.torch_save.table import RankTable, problem, problem_fields
-from unshard.stores.remote_path import path_of
+from unshard.stores.at_once import ahead
+from unshard.stores.remote_path import RemotePath, path_of
 
 __all__ = ["read_rank_files"]
 
@@ -37,20 +39,24 @@ def read_rank_files(
     """Yield the table of every (rank, path), in this order; a CheckpointError if one has none."""
     jobs = [(number, rank, path) for number, (rank, path) in enumerate(files)]
     reader, names = RankFileReader(allowed), 0
-    for done, job in enumerate(jobs):
+    tables = _tables(jobs, reader)
+    for done in range(len(jobs)):
         # Torch writes some 350 bytes for a DTensor.
         many = 350 * names * len(jobs) >= _WORTH_PROCESSES
         if done and processes > 1 and many and reader.has_given_up:
             yield from _read_in_processes(jobs[done:], allowed, min(processes, len(jobs) - done))
             return
-        table = _read(job, reader)
+        table = next(tables)
         names = len(table.names)
         yield table
 
 
-def _read(job: _Job, reader: RankFileReader) -> RankTable:
-    number, rank, path = job
-    return reader.read(path, rank=rank, file=number)
+def _tables(jobs: Sequence[_Job], reader: RankFileReader) -> Iterator[RankTable]:
+    paths = [path for _, _, path in jobs]
+    in_bucket = any(isinstance(path, RemotePath) for path in paths)
+    archives = (ahead if in_bucket else map)(open_torch_file, paths)
+    for (number, rank, _), archive in zip(jobs, archives, strict=True):
+        yield reader.take(archive, rank=rank, file=number)
 
 
 def _read_in_processes(
@@ -101,20 +107,22 @@ def _receive(pipe: IO[bytes], path: Path, names: list[str] | None) -> RankTable:
 def main() -> None:
     """Be a worker: read jobs from stdin, write tables (T) or the first error (E) to stdout."""
     gc.disable()  # tables are freed by reference; cycles of a pickle are few, and the process ends
-    allowed, jobs = json.load(sys.stdin)
-    reader = RankFileReader(frozenset(allowed))
+    allowed, given = json.load(sys.stdin)
+    jobs = [(number, rank, path_of(path)) for number, rank, path in given]
     known: list[str] | None = None
-    for number, rank, path in jobs:
-        try:
-            table = _read((number, rank, path_of(path)), reader)
-            kind, data = b"T", table.to_bytes(known)
+    try:
+        for count, table in enumerate(_tables(jobs, RankFileReader(frozenset(allowed)))):
+            _send(b"T", table.to_bytes(known))
             known = table.names
-        except UnshardError as error:
-            kind, data = b"E", json.dumps(problem_fields(error)).encode()
-        sys.stdout.buffer.write(kind + pack("<Q", len(data)) + data)
-        sys.stdout.buffer.flush()
-        if number % 16 == 0:
-            gc.collect()
+            if count % 16 == 0:
+                gc.collect()
+    except UnshardError as error:
+        _send(b"E", json.dumps(problem_fields(error)).encode())
+
+
+def _send(kind: bytes, data: bytes) -> None:
+    sys.stdout.buffer.write(kind + pack("<Q", len(data)) + data)
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -56,7 +56,11 @@ class RankFileReader:
             CheckpointError: the file as a whole cannot be read. Problems of single tensors are in
                 the table.
         """
-        archive = open_torch_file(path)
+        return self.take(open_torch_file(path), rank=rank, file=file)
+
+    def take(self, archive: TorchFile | TorchZip, *, rank: int, file: int) -> RankTable:
+        """Return what `read` does, of a file that was opened by `open_torch_file`."""
+        path = archive.path
         if isinstance(archive, TorchFile):
             return rank_table(archive, rank=rank, file=file, allowed=self._allowed)
         self._learn()
