@@ -23,7 +23,7 @@ from unshard.stores.objects import LEAST_PART, MOST_PARTS
 
 __all__ = ["Pace", "Uploader", "pace", "upload_files"]
 
-_SHARE = 12
+_SHARE = 8
 _LARGEST_BLOCK = 32 << 20
 _MOST_AT_ONCE = 16
 
