@@ -80,10 +80,13 @@ def test_large_files_go_in_parts(hub: Hub, checkpoint: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.xdist_group("memory")
-def test_nothing_is_written_in_little_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["1GB", "100MB"], ids=["one file", "several at once"])
+def test_nothing_is_written_in_little_memory(tmp_path: Path, size: str) -> None:
     """A process that may write no byte to any file pushes more than it may have in memory."""
-    save_ranks(tmp_path / "ckpt", {"large": torch.zeros(80_000, 1000)}, 2)  # 320 MB
+    tensors = {f"large{n}": torch.full((20_000, 1000), float(n)) for n in range(4)}
+    save_ranks(tmp_path / "ckpt", tensors, 2)  # 320 MB
     (tmp_path / "home").mkdir()
+    command = (sys.executable, "-m", "unshard")
     before = sorted(tmp_path.rglob("*"))
     with serving() as hub:
         settings = {
@@ -95,7 +98,7 @@ def test_nothing_is_written_in_little_memory(tmp_path: Path) -> None:
             **dict.fromkeys(("HF_HOME", "HOME", "TMPDIR"), str(tmp_path / "home")),
         }
         done = subprocess.run(
-            [sys.executable, "-m", "unshard", "push", "ckpt", "someone/model", "--json"],
+            [*command, "push", "ckpt", "someone/model", "--json", "--max-shard-size", size],
             capture_output=True,
             text=True,
             check=False,
@@ -109,9 +112,10 @@ def test_nothing_is_written_in_little_memory(tmp_path: Path) -> None:
     assert report["url"] == f"{hub.address}/someone/model"
     assert report["bytes_written"] > 320_000_000 > MEMORY > report["peak_memory_bytes"]
     assert "Xet" not in done.stderr
-    with unshard.virtual(tmp_path / "ckpt", listener=ignore) as files, files[WEIGHTS] as file:
-        truth = file_digest(file, "sha256").digest()
-    assert sha256(hub.repos["someone/model"].files[WEIGHTS]).digest() == truth
+    found = hub.repos["someone/model"].files
+    with unshard.virtual(tmp_path / "ckpt", max_shard_size=size, listener=ignore) as files:
+        truth = {name: file_digest(file, "sha256").digest() for name, file in files.items()}
+    assert {name: sha256(found[name]).digest() for name in truth} == truth
 
 
 @pytest.mark.parametrize("change", ["written to", "removed"])
