@@ -197,7 +197,7 @@ def _ends_of_item(directory: Path, sizes: tuple[int, ...]) -> tuple[bytes, bytes
     """Return the bytes around the values of a saved tensor, and the length of all."""
     import torch
 
-    path = directory / "item"
+    path = directory / "archive"  # the name of the records, as in a buffer, where DCP writes them
     with torch.serialization.skip_data():
         torch.save(torch.empty(sizes, dtype=torch.bfloat16), path)
     length = path.stat().st_size
