@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from unshard._version import __version__
 from unshard.api.making import Prepared, warn
@@ -11,6 +12,7 @@ from unshard.engines.threads import Overflows, RunPlan, named_overflows
 from unshard.plan.identity import digest_of
 from unshard.plan.operations import Plan
 from unshard.progress import Chosen, Listener, Stage
+from unshard.signals import uninterrupted
 from unshard.write.staging.finished import Counts, Work
 from unshard.write.staging.stage import Staging
 
@@ -62,13 +64,22 @@ def write_weights(
         listener(Chosen(f"resuming: {count}"))
     left = plan.only(rest) if ledger.known else plan
 
-    def finished(number: int, overflows: Overflows) -> None:
-        counts = Counts({start: count for (_, start), count in overflows.items()})
-        ledger.add(files[number].filename, counts)
-
     data = sum(files[number].size - len(files[number].header) for number in rest)
     listener(Stage("writing", data))
-    made = engine(left, stage.directory, options.resources, listener, finished)
+    recorder = ThreadPoolExecutor(1)  # flushes a file while others are written
+    records: list[Future[None]] = []
+
+    def finished(number: int, overflows: Overflows) -> None:
+        counts = Counts({start: count for (_, start), count in overflows.items()})
+        records.append(recorder.submit(ledger.add, files[number].filename, counts))
+
+    try:
+        made = engine(left, stage.directory, options.resources, listener, finished)
+        for record in records:
+            record.result()
+    finally:
+        with uninterrupted():  # nothing may be recorded while the stage is removed
+            recorder.shutdown(cancel_futures=True)
     return _earlier(plan, ledger.known) | made
 
 
