@@ -260,6 +260,7 @@ def test_a_merge_without_a_local_output_is_a_push(
     [
         (["OUT"], "the output OUT"),
         (["--output", "OUT"], "the output OUT"),
+        (["s3://models/x"], "the output s3://models/x"),
         (["--all-steps"], "--all-steps"),
         (["--dry-run"], "--dry-run"),
         (["--overwrite", "--verify", "full", "--workers", "2"], "--workers, --verify, --overwrite"),

@@ -31,7 +31,7 @@ from unshard.cli.reports import (
     print_report,
     print_steps,
 )
-from unshard.cli.running import front_of
+from unshard.cli.running import as_given, front_of
 from unshard.errors import UsageError
 from unshard.fronts import Front, spell
 from unshard.keywords import CHOICES, MergeKeywords, PushKeywords, ReadKeywords, VerifyKeywords
@@ -126,7 +126,7 @@ def _repo_without_output(options: "MergeOptions", output: Path | None, *, all_st
     kept = {*PushKeywords.__annotations__, "push_to_hub", "private", "extra_state"}
     local = ["--all-steps"] if all_steps else []
     local += [f"--{spell(name)}" for name in options.chosen if name not in kept]
-    local += [] if output is None else [f"the output {output}"]
+    local += [] if output is None else [f"the output {as_given(output)}"]
     if local:
         raise UsageError(
             f"--no-local writes no output, and excludes {', '.join(local)}",

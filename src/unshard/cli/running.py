@@ -17,7 +17,7 @@ from unshard.engines.crew import as_one_of_torchrun, is_started_by_torchrun
 from unshard.errors import UnshardError, UsageError, printable
 from unshard.fronts import PYTHON, Command
 
-__all__ = ["error_fields", "front_of", "guarded", "run", "say"]
+__all__ = ["as_given", "error_fields", "front_of", "guarded", "run", "say"]
 
 P = ParamSpec("P")
 
@@ -140,21 +140,21 @@ def front_of(command: Callable[..., None], given: Mapping[str, object] | None = 
         given: its arguments, as far as they are known.
     """
     names = [name.replace("_", "-") for name in inspect.signature(command).parameters]
-    checkpoint = _as_given((given or {}).get("checkpoint", "CHECKPOINT"))
+    checkpoint = as_given((given or {}).get("checkpoint", "CHECKPOINT"))
     own = {name: f"--{name}" for name in names}
     return Command(own, f"unshard merge {shlex.quote(checkpoint)} OUTPUT")
 
 
-def _as_given(checkpoint: object) -> str:
-    """Return what the user wrote: pathlib makes `s3:/` of `s3://`."""
+def as_given(argument: object) -> str:
+    """Return an argument as the user wrote it: pathlib makes `s3:/` of `s3://`."""
     from unshard.stores.remote_path import RemotePath, is_url
 
-    if not isinstance(checkpoint, Path) or not is_url(checkpoint):
-        return str(checkpoint)
+    if not isinstance(argument, Path) or not is_url(argument):
+        return str(argument)
     try:
-        return str(RemotePath.of_url(str(checkpoint)))
+        return str(RemotePath.of_url(str(argument)))
     except UsageError:
-        return "CHECKPOINT"  # it may contain credentials
+        return "ADDRESS"  # it may contain credentials
 
 
 def error_fields(error: UnshardError) -> dict[str, object]:

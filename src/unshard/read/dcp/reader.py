@@ -90,8 +90,9 @@ def _writer(location: Location, metadata: DcpMetadata, prefix: tuple[str, ...]) 
     if folder.name.startswith("pytorch_model_fsdp_"):
         trainer = (step / "trainer_state.json").is_file()
         return "HF Trainer (accelerate)" if trainer else "accelerate"
-    if (folder / "meta.pt").exists():
-        is_trainer = is_lightning(read_torch_file(folder / "meta.pt").value)
+    meta = folder / "meta.pt"
+    if meta.exists() or meta.is_symlink():  # a link that leads nowhere is an error, not Fabric
+        is_trainer = is_lightning(read_torch_file(meta).value)
         return _LIGHTNING if is_trainer else "Lightning Fabric"
     if prefix in _BY_PREFIX:
         return _BY_PREFIX[prefix]
