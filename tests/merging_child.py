@@ -21,7 +21,7 @@ def tell(number: int) -> None:
 
 
 if __name__ == "__main__":
-    for name in ("unshard.api.storing", "unshard.engines.torchrun", "obstore.store"):
+    for name in ("unshard.api.storing", "unshard.engines.several.torchrun", "obstore.store"):
         importlib.import_module(name)
     for line in sys.stdin:
         checkpoint, output = line.split()

@@ -15,9 +15,9 @@ import torch
 
 import unshard
 from ranks import save_ranks, snapshot
-from unshard.engines import links
-from unshard.engines.links import Office, connect_to_office
-from unshard.engines.nodes import divided
+from unshard.engines.several import links
+from unshard.engines.several.links import Office, connect_to_office
+from unshard.engines.several.nodes import divided
 from unshard.write.staging.beneath import names_in
 from unshard.write.staging.finished import FINISHED_NAME
 from unshard.write.staging.owners import state_folder
@@ -49,7 +49,7 @@ print(json.dumps([child.wait() for child in children]))
 DYING = """
 import os, signal, threading
 from unshard.__main__ import main
-from unshard.engines import sockets, torchrun
+from unshard.engines.several import sockets, torchrun
 from unshard.write.execute import Executor
 
 torchrun._BATCH_BYTES = 1

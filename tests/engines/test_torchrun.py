@@ -13,8 +13,8 @@ import torch
 
 import unshard
 from ranks import merged, rank_path, save_ranks, snapshot
-from unshard.engines import sockets
 from unshard.engines.crew import is_launcher, is_started_by_torchrun
+from unshard.engines.several import sockets
 from unshard.write.staging.recovery import recover
 from waiting import LIMIT_S
 
@@ -48,7 +48,7 @@ print(json.dumps(codes))
 TOGETHER = """
 import os, signal, sys, threading
 from unshard.__main__ import main
-from unshard.engines import sockets, torchrun
+from unshard.engines.several import sockets, torchrun
 
 torchrun._BATCH_BYTES = 1
 accept = sockets.MeetingPlace.accept

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from unshard import signals
 
 if TYPE_CHECKING:
-    from unshard.engines.nodes import Chief
+    from unshard.engines.several.nodes import Chief
+    from unshard.engines.several.torchrun import Leader
     from unshard.engines.threads import RunPlan
-    from unshard.engines.torchrun import Leader
 
 __all__ = ["as_one_of_torchrun", "crew", "is_launcher", "is_started_by_torchrun"]
 
@@ -61,21 +61,21 @@ def as_one_of_torchrun(command: Callable[[], int]) -> int:
 
 
 def _make_leader(here: int, *, several_nodes: bool) -> "Leader | Chief":
-    from unshard.engines.torchrun import Leader
+    from unshard.engines.several.torchrun import Leader
 
     leader = Leader(here)
     if not several_nodes:
         return leader
-    from unshard.engines.nodes import Chief
+    from unshard.engines.several.nodes import Chief
 
     return Chief(leader, int(os.environ["GROUP_WORLD_SIZE"]))
 
 
 def _serve(here: int) -> int:
     """Work for the first process of all nodes, with the processes of this one."""
-    from unshard.engines.links import connect_to_office
-    from unshard.engines.nodes import serve
-    from unshard.engines.torchrun import Leader
+    from unshard.engines.several.links import connect_to_office
+    from unshard.engines.several.nodes import serve
+    from unshard.engines.several.torchrun import Leader
 
     signals.raise_them()
     try:
@@ -90,7 +90,7 @@ def _follow() -> int:
 
     Neither numpy nor anything that needs it is imported before there is work for this process.
     """
-    from unshard.engines.sockets import connect, remove_meeting_place
+    from unshard.engines.several.sockets import connect, remove_meeting_place
 
     signals.raise_them()
     try:
@@ -98,7 +98,7 @@ def _follow() -> int:
         message = leader.receive()
         if isinstance(message, int):
             return message
-        from unshard.engines.torchrun import follow
+        from unshard.engines.several.torchrun import follow
 
         return follow(leader, message)
     except (OSError, EOFError):

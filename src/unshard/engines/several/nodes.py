@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unshard import signals
-from unshard.engines.links import Link, Office
+from unshard.engines.several.links import Link, Office
+from unshard.engines.several.torchrun import SIGNALS, Leader, died
 from unshard.engines.threads import Finished, Overflows, Resources
-from unshard.engines.torchrun import SIGNALS, Leader, died
 from unshard.errors import UnshardError
 from unshard.plan.operations import Plan
 from unshard.progress import Advanced, Event, Listener

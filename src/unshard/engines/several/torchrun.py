@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from unshard import signals
-from unshard.engines.sockets import Connection, MeetingPlace
+from unshard.engines.several.sockets import Connection, MeetingPlace
 from unshard.engines.threads import (
     Finished,
     Finishing,
