@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Limits
 from unshard.evaluate.server.config.profiles import CommandProfile, Profile
 from unshard.evaluate.server.evaluators.programs import Profiles
-from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.evaluators.work import Measured, Work
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
@@ -54,12 +54,12 @@ class ScriptEvaluator:
         places = [str(work.model), str(work.output)]
         return [sys.executable, "-I", "-S", "-c", SCORE + self.script, *places, step]
 
-    def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
+    def measured(self, work: Work, returncode: int) -> Measured:
         path = work.output / "metrics.json"
         if returncode != 0 or not path.exists():
             raise EvaluationError("no metrics", found=f"exit code {returncode}")
         found: dict[str, float] = json.loads(path.read_text())
-        return found
+        return Measured(found, {})
 
     def results_file(self, work: Work) -> Path | None:
         return work.output / "metrics.json"

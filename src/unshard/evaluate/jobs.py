@@ -241,7 +241,10 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One number, and where it belongs; what is completed later has a higher `number`."""
+    """One number, and where it belongs; what is completed later has a higher `number`.
+
+    `stderr` is its standard error, if the evaluator gave one.
+    """
 
     number: int
     job_id: str
@@ -253,6 +256,7 @@ class Result:
     metric: str
     value: float
     completed_at: float
+    stderr: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ def attempt(tmp_path: Path, *tasks: str, command: tuple[str, ...] = ("true",)) -
 
 def measured(work: Work, document: object) -> dict[str, float]:
     (work.output / "results.json").write_text(json.dumps(document))
-    return dict(make_evaluator(work.profile).metrics(work, 0))
+    return dict(make_evaluator(work.profile).measured(work, 0).metrics)
 
 
 def test_the_program_gets_each_value_in_the_argument_that_names_it(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_the_program_gets_each_value_in_the_argument_that_names_it(tmp_path: Pat
     seen = json.loads((work.output / "seen.json").read_text())
     model = f"--model={tmp_path}/a model"
     assert seen == [model, "gsm8k", "300", "ema", "a run; rm -rf $HOME", '{"a": 1}']
-    assert evaluator.metrics(work, 0) == {"gsm8k/exact_match": 0.5}
+    assert evaluator.measured(work, 0).metrics == {"gsm8k/exact_match": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_results_that_are_too_large_are_not_read(tmp_path: Path) -> None:
     with (small.output / "results.json").open("wb") as file:
         file.truncate(3 << 30)
     with pytest.raises(EvaluationError, match=f"at most {64 << 20} bytes"):
-        make_evaluator(work.profile).metrics(work, 0)
+        make_evaluator(work.profile).measured(work, 0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_there_are_not_too_many_numbers(
 def test_a_program_that_fails_or_writes_nothing(tmp_path: Path) -> None:
     work = attempt(tmp_path, "a")
     with pytest.raises(EvaluationError, match=r"own wrote no results\n.*results\.json"):
-        make_evaluator(work.profile).metrics(work, 0)
+        make_evaluator(work.profile).measured(work, 0)
     (work.output / "results.json").write_text('{"a": 1}')
     with pytest.raises(EvaluationError, match="exit code 3"):
-        make_evaluator(work.profile).metrics(work, 3)
+        make_evaluator(work.profile).measured(work, 3)

@@ -170,7 +170,7 @@ def test_the_numbers_are_those_of_the_merged_model(tmp_path: Path, weights: str)
         evaluator = make_evaluator(profile)
         done = run_evaluator(evaluator.command(work), work.directory)
         assert done.returncode == 0, done.stdout
-        found.append(evaluator.metrics(work, done.returncode))
+        found.append(evaluator.measured(work, done.returncode).metrics)
     assert found[0] == found[1]
     assert found[0].keys() == {f"{TASK}/perplexity", f"{TASK}/acc"}
     assert not list((tmp_path / "attempt-direct-model").glob("**/*.safetensors"))
@@ -187,7 +187,7 @@ def test_shards_that_are_gone_when_the_evaluator_reads_them_are_named(tmp_path: 
     assert "rank 1" in done.stdout.splitlines()[-1] or "rank_1" in done.stdout
     assert "Traceback" not in done.stdout
     with pytest.raises(EvaluationError, match="exit code 1"):
-        evaluator.metrics(work, done.returncode)
+        evaluator.measured(work, done.returncode)
 
 
 def test_an_interpreter_without_unshard_or_torch_is_reported(tmp_path: Path) -> None:

@@ -36,13 +36,16 @@ def test_what_lm_eval_measures_is_read(tmp_path: Path) -> None:
     work = work_at(tmp_path / "attempt", model, request, profile)
     evaluator = make_evaluator(profile)
     done = run_evaluator(evaluator.command(work), work.directory)
-    metrics = evaluator.metrics(work, done.returncode)
+    measured = evaluator.measured(work, done.returncode)
+    metrics = measured.metrics
     assert metrics.keys() == {
         "sights/acc",
         *(f"colours_of_{when}/{name}" for when in ("day", "night") for name in ("acc", "acc_norm")),
         *(f"colours_of_dusk/{name}" for name in ("acc", "acc_norm")),
     }
     assert all(0 <= value <= 1 for value in metrics.values())
+    assert measured.errors.keys() == metrics.keys()
+    assert all(0 <= value <= 1 for value in measured.errors.values())
     assert metrics["colours_of_day/acc"] == metrics["colours_of_night/acc"] == metrics["sights/acc"]
     results = evaluator.results_file(work)
     assert results is not None
@@ -58,10 +61,10 @@ def test_an_unknown_task_is_an_error(tmp_path: Path) -> None:
     done = run_evaluator(evaluator.command(work), work.directory)
     assert "Tasks not found: nothing_of_that_name" in done.stdout
     with pytest.raises(EvaluationError, match="exit code 1"):
-        evaluator.metrics(work, done.returncode)
+        evaluator.measured(work, done.returncode)
     (work.directory / LOG_NAME).write_text(done.stdout)
     with pytest.raises(UnknownTasksError, match="not know the task nothing_of_that_name") as caught:
-        evaluator.metrics(work, done.returncode)
+        evaluator.measured(work, done.returncode)
     assert caught.value.tasks == ("nothing_of_that_name",)
     assert evaluator.results_file(work) is None
 
@@ -128,30 +131,30 @@ def test_results_without_what_was_asked_for(
     write_results(work, document)
     evaluator = make_evaluator(work.profile)
     if message is None:
-        assert evaluator.metrics(work, 0) == {"other/acc": 1.0}
+        assert evaluator.measured(work, 0).metrics == {"other/acc": 1.0}
         return
     with pytest.raises(EvaluationError, match=message):
-        evaluator.metrics(work, 0)
+        evaluator.measured(work, 0)
 
 
 def test_results_that_end_in_the_middle_are_an_error(tmp_path: Path) -> None:
     work = attempt(tmp_path, "a")
     (work.output / "results_now.json").write_text('{"results": {"a": {"acc,none": 0.')
     with pytest.raises(EvaluationError, match="cannot be read"):
-        make_evaluator(work.profile).metrics(work, 0)
+        make_evaluator(work.profile).measured(work, 0)
 
 
 def test_no_results_after_a_good_end_are_an_error(tmp_path: Path) -> None:
     """It says "Could not save results aggregated" in its log and ends with 0."""
     work = attempt(tmp_path, "a")
     with pytest.raises(EvaluationError, match="wrote no results"):
-        make_evaluator(work.profile).metrics(work, 0)
+        make_evaluator(work.profile).measured(work, 0)
 
 
 def test_a_signal_is_named(tmp_path: Path) -> None:
     work = attempt(tmp_path, "a")
     with pytest.raises(EvaluationError, match="SIGKILL"):
-        make_evaluator(work.profile).metrics(work, -9)
+        make_evaluator(work.profile).measured(work, -9)
 
 
 def test_an_output_that_is_not_empty_is_refused(tmp_path: Path) -> None:

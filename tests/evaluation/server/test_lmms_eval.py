@@ -48,7 +48,7 @@ def test_what_lmms_eval_measures_is_read(tmp_path: Path) -> None:
     done = run_evaluator(evaluator.command(work), work.directory)
     assert done.returncode == 0, done.stdout
     expected = dict.fromkeys(["colours_of_day/exact_match", "colours_of_night/exact_match"], 1 / 3)
-    assert evaluator.metrics(work, 0) == pytest.approx(expected)
+    assert evaluator.measured(work, 0).metrics == pytest.approx(expected)
     results = evaluator.results_file(work)
     assert results is not None
     assert results.parent.name == f"{tmp_path.name}__model"
@@ -65,13 +65,13 @@ def test_lmms_eval_ends_with_0_when_it_fails_and_is_not_believed(tmp_path: Path)
     assert done.returncode == 0
     assert "Tasks not found: nothing_of_that_name" in done.stdout
     with pytest.raises(EvaluationError, match="lmms-eval wrote no results"):
-        evaluator.metrics(work, done.returncode)
+        evaluator.measured(work, done.returncode)
     (work.directory / LOG_NAME).write_text(done.stdout)
     with pytest.raises(UnknownTasksError, match="not know the task nothing_of_that_name"):
-        evaluator.metrics(work, done.returncode)
+        evaluator.measured(work, done.returncode)
     write_results(work, {"results": {"another_task": {"acc,none": 0.5}}})
     with pytest.raises(EvaluationError, match="no finite number for: nothing_of_that_name"):
-        evaluator.metrics(work, done.returncode)
+        evaluator.measured(work, done.returncode)
 
 
 def test_the_results_of_a_group_are_those_of_its_tasks(tmp_path: Path) -> None:
@@ -92,12 +92,12 @@ def test_the_results_of_a_group_are_those_of_its_tasks(tmp_path: Path) -> None:
     write_results(work, document)
     evaluator = make_evaluator(work.profile)
     expected = {"day/exact_match": 0.25, "night/exact_match": 0.25}
-    assert evaluator.metrics(work, 0) == expected
+    assert evaluator.measured(work, 0).metrics == expected
     del results["night"]
     (found,) = work.output.rglob("*_results.json")
     found.write_text(json.dumps(document))
     with pytest.raises(EvaluationError, match="no finite number for: night"):
-        evaluator.metrics(work, 0)
+        evaluator.measured(work, 0)
 
 
 def test_a_group_of_itself_has_no_numbers(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_group_of_itself_has_no_numbers(tmp_path: Path) -> None:
     groups = {"a": ["b"], "b": ["a"]}
     write_results(work, {"results": {"a": {}, "b": {}}, "group_subtasks": groups})
     with pytest.raises(EvaluationError, match="no finite number for: a"):
-        make_evaluator(work.profile).metrics(work, 0)
+        make_evaluator(work.profile).measured(work, 0)
 
 
 def test_the_command_has_one_argument_per_option(tmp_path: Path) -> None:
@@ -153,4 +153,4 @@ def test_an_honest_failure_is_believed(tmp_path: Path, returncode: int) -> None:
     work = attempt(tmp_path, "a")
     write_results(work, {"results": {"a": {"acc,none": 1.0}}})
     with pytest.raises(EvaluationError, match="lmms-eval failed"):
-        make_evaluator(work.profile).metrics(work, returncode)
+        make_evaluator(work.profile).measured(work, returncode)

@@ -2,11 +2,13 @@
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unshard.evaluate.server.evaluators.documents import (
     as_finite,
+    collect_errors,
     collect_metrics,
     metric_key,
     tasks_without,
@@ -38,6 +40,15 @@ def test_results_of_lm_eval() -> None:
         "gsm8k/exact_match,flexible-extract": 1.0,
         "lambada/perplexity": 3.5,
     }
+    assert collect_errors(results, collect_metrics(results)) == {
+        "gsm8k/exact_match,strict-match": 0.1
+    }
+
+
+@pytest.mark.parametrize("value", [-0.1, "N/A", None, True, math.nan, math.inf])
+def test_what_cannot_be_a_standard_error_is_left_out(value: object) -> None:
+    results = {"task": {"acc,none": 0.5, "acc_stderr,none": value, "f1_stderr,none": 0.1}}
+    assert collect_errors(results, collect_metrics(results)) == {}
 
 
 @given(NAMES, NAMES, st.sampled_from(["", ",none"]), NUMBERS)

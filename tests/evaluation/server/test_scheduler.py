@@ -43,7 +43,7 @@ from unshard.evaluate.server.attempts import attempt as attempts
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.endings import Cause, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger, PassingError
-from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.evaluators.work import Measured, Work
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.supervise import LOG_NAME, Exit, write_exit
 from unshard.evaluate.server.processes.table import boot_id, is_alive
@@ -380,10 +380,15 @@ def test_a_second_attempt_may_succeed_and_starts_with_an_empty_output(
     job, complete = submit(store, server, model), store.complete
     left: list[str] = []
 
-    def completed(job_id: str, metrics: Mapping[str, float], results: Path | None) -> bool:
+    def completed(
+        job_id: str,
+        metrics: Mapping[str, float],
+        results: Path | None,
+        errors: Mapping[str, float],
+    ) -> bool:
         attempts = server.directory_of(job_of(store, job_id)).parent
         left.extend(path.name for path in attempts.iterdir())  # to a server that follows
-        return complete(job_id, metrics, results)
+        return complete(job_id, metrics, results, errors)
 
     monkeypatch.setattr(store, "complete", completed)
     server.start()
@@ -484,9 +489,14 @@ def test_a_job_that_is_cancelled_when_its_evaluator_has_ended_leaves_no_model(
     store, server = scheduler(tmp_path / "work", SCORED)
     real = store.complete
 
-    def late(job_id: str, metrics: Mapping[str, float], results: Path | None) -> bool:
+    def late(
+        job_id: str,
+        metrics: Mapping[str, float],
+        results: Path | None,
+        errors: Mapping[str, float],
+    ) -> bool:
         server.cancel(job_id)
-        return real(job_id, metrics, results)
+        return real(job_id, metrics, results, errors)
 
     monkeypatch.setattr(store, "complete", late)
     job = submit(store, server, checkpoint)
@@ -734,10 +744,10 @@ class Hangs(ScriptEvaluator):
     begun: threading.Event
     hung: threading.Event
 
-    def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
+    def measured(self, work: Work, returncode: int) -> Measured:
         self.begun.set()
         self.hung.wait(DEADLINE_S)
-        return super().metrics(work, returncode)
+        return super().measured(work, returncode)
 
 
 def test_a_thread_that_hangs_does_not_hold_up_a_stop(
@@ -813,12 +823,12 @@ class ReadsTogether(ScriptEvaluator):
     noted: list[int]
     both: threading.Barrier
 
-    def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
+    def measured(self, work: Work, returncode: int) -> Measured:
         wait_until(lambda: len(list(self.jobs.glob("*/1/exit.json"))) == 2, "two results")
         with suppress(threading.BrokenBarrierError):
             self.both.wait(0.5)
         self.noted.append(len(list(self.jobs.glob("*/1/reading"))))
-        return super().metrics(work, returncode)
+        return super().measured(work, returncode)
 
 
 def test_results_are_read_one_after_the_other(

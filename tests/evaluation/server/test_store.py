@@ -188,12 +188,16 @@ def test_the_database_of_an_earlier_version_gets_the_columns_that_it_lacks(tmp_p
         connection.execute("DROP INDEX jobs_alike")
         for column in ("superseded_by", "attempts_before", "alike"):
             connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
+        connection.execute("ALTER TABLE results DROP COLUMN stderr")
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
         assert store.count_in_a_row(job.id, Cause.DIED) == 0
         assert store.alike(job.request) == [job]
         assert store.pinned_runs() == ["/runs/a"]
         assert store.supersede(job.id, "newer")
         assert job_of(store, job.id).superseded_by == "newer"
+        claim(store)
+        store.complete(store.running()[0].id, {"t/a": 0.5}, None, {"t/a": 0.25})
+        assert [one.stderr for one in store.results(Filters())] == [0.25]
 
 
 def interrupt(store: Store, job: Job, outcome: str) -> int:
@@ -389,8 +393,10 @@ def test_numbers_come_back_bit_for_bit(store: Store) -> None:
     metrics = {"t/a": 0.1 + 0.2, "t/b": 1 / 3, "t/c": 1.7976931348623157e308, "t/d": 5e-324}
     job = submit(store)
     claim(store)
-    store.complete(job.id, metrics, None)
+    store.complete(job.id, metrics, None, {"t/b": 1 / 7})
     assert job_of(store, job.id).metrics == metrics
+    errors = {f"{one.task}/{one.metric}": one.stderr for one in store.results(Filters())}
+    assert errors == {**dict.fromkeys(metrics), "t/b": 1 / 7}
     assert {f"{one.task}/{one.metric}": one.value for one in store.results(Filters())} == metrics
 
 

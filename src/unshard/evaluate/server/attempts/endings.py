@@ -4,7 +4,7 @@ import errno
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -44,10 +44,17 @@ _SPACE_BYTES = 8 << 20  # with less an evaluator's failure is taken for the disk
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The evaluator measured something."""
+    """The evaluator measured something.
+
+    Attributes:
+        metrics: by "task/metric" or "task/metric,filter".
+        results: the evaluator's own file.
+        errors: the standard errors of those metrics that have one.
+    """
 
     metrics: Mapping[str, float]
     results: Path | None
+    errors: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +142,8 @@ def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:  # noqa: PLR
             why = f"the evaluator cannot be started: {done.error}"
             return Postponed(why) if done.errno in _PASSING else Failed(why, may_retry=False)
     try:
-        return Completed(evaluator.metrics(work, done.returncode), evaluator.results_file(work))
+        found = evaluator.measured(work, done.returncode)
+        return Completed(found.metrics, evaluator.results_file(work), found.errors)
     except (UnshardError, OSError) as error:
         unknown = error if isinstance(error, UnknownTasksError) else None
         why = add_log(str(error), work.directory)

@@ -1,7 +1,8 @@
 """Find and read the file of results that an evaluator wrote, and see whether it is complete.
 
 lm-eval and lmms-eval write `{task: {"acc,none": 0.3, "acc_stderr,none": 0.1, "alias": ...}}`, where
-a comma separates a metric from its filter. Only finite numbers are metrics.
+a comma separates a metric from its filter. Only finite numbers are metrics, and `acc_stderr` is the
+standard error of `acc`.
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.server.config.profiles import HarnessProfile
-from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
+from unshard.evaluate.server.evaluators.work import Measured, UnknownTasksError, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 
@@ -22,6 +23,7 @@ __all__ = [
     "as_finite",
     "check_known",
     "check_tasks",
+    "collect_errors",
     "collect_metrics",
     "find_newest",
     "metric_key",
@@ -30,6 +32,7 @@ __all__ = [
     "tasks_without",
 ]
 
+_STDERR = "_stderr"
 _NOT_METRICS = frozenset({"alias", "name", "sample_len", "samples", "sample_count"})
 _LOG_LINES = 100
 _NOT_FOUND = re.compile(r"Tasks not found: (.*?)(?:\. Try .*)?$", re.MULTILINE)
@@ -97,8 +100,8 @@ def read_results(
 
 def check_tasks(
     document: Mapping[str, object], tasks: Collection[str], *, program: str
-) -> dict[str, float]:
-    """Return the metrics of a document that names every one of the tasks, with numbers.
+) -> Measured:
+    """Return the numbers of a document that names every one of the tasks, with numbers.
 
     A group has numbers if it has its own or all of its tasks have.
 
@@ -118,7 +121,7 @@ def check_tasks(
     parts = _expand(document, tasks, lambda task: bool(tasks_without([task], metrics)))
     missing = tasks_without(sorted(task for task in parts if not parts[task]), metrics)
     if metrics and not missing:
-        return metrics
+        return Measured(metrics, collect_errors(results, metrics))
     raise EvaluationError(
         f"{program}'s results have no finite number for: {', '.join(missing or tasks)}",
         expected=", ".join(tasks),
@@ -176,7 +179,7 @@ def metric_key(task: str, name: str) -> str | None:
     The filter "none" is left out.
     """
     metric, _, filter_name = name.partition(",")
-    if not metric.strip() or metric in _NOT_METRICS or "_stderr" in metric:
+    if not metric.strip() or metric in _NOT_METRICS or _STDERR in metric:
         return None
     return f"{task}/{metric}" + (f",{filter_name}" if filter_name not in {"", "none"} else "")
 
@@ -190,6 +193,21 @@ def collect_metrics(results: Mapping[str, object]) -> dict[str, float]:
             if key is not None and number is not None:
                 metrics[key] = number
     return metrics
+
+
+def collect_errors(results: Mapping[str, object], metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the standard errors of metrics: that of "acc,filter" is "acc_stderr,filter"."""
+    errors = dict[str, float]()
+    for task, values in results.items():
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            metric, comma, filter_name = str(name).partition(",")
+            own = f"{metric.removesuffix(_STDERR)}{comma}{filter_name}"
+            key, number = metric_key(task, own), as_finite(value)
+            if not metric.endswith(_STDERR) or key not in metrics:
+                continue
+            if key is not None and number is not None and number >= 0:
+                errors[key] = number
+    return errors
 
 
 def tasks_without(tasks: Iterable[str], metrics: Mapping[str, float]) -> list[str]:

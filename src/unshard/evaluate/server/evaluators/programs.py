@@ -51,7 +51,7 @@ from unshard.evaluate.server.evaluators.documents import (
     read_results,
     replace_tags,
 )
-from unshard.evaluate.server.evaluators.work import Evaluator, Work
+from unshard.evaluate.server.evaluators.work import Evaluator, Measured, Work
 from unshard.evaluate.server.processes.launching import evaluator_environment
 from unshard.evaluate.server.telling import one_line
 from unshard.evaluate.values import Scalar
@@ -157,7 +157,7 @@ class _LmEval:
         path.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
         return [*_module_command(self.profile, work), "run", f"--config={path}"]
 
-    def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
+    def measured(self, work: Work, returncode: int) -> Measured:
         """Return the numbers of all tasks and groups."""
         if returncode != 0:
             check_known(work, self.profile)
@@ -205,7 +205,7 @@ class _LmmsEval:
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
         return [*_module_command(self.profile, work), *given, "--log_samples"]
 
-    def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
+    def measured(self, work: Work, returncode: int) -> Measured:
         """Return the numbers of all tasks and groups."""
         results = self.results_file(work)
         if results is None:
@@ -240,7 +240,7 @@ class _Command:
         }
         return [fill(part, values) for part in self.profile.command]
 
-    def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
+    def measured(self, work: Work, returncode: int) -> Measured:
         """Return the numbers of all tasks, whatever form the program chose."""
         results_file, tasks = self.results_file(work), work.request.tasks
         document = read_results(work, results_file, returncode, expected=self.profile.results)

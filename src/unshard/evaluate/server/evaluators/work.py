@@ -54,6 +54,19 @@ class Work:
         return self.request.profile if is_named else self.profile.kind
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The finite numbers of results, by "task/metric" or "task/metric,filter".
+
+    Attributes:
+        metrics: what was measured.
+        errors: the standard errors of those metrics that have one; not negative.
+    """
+
+    metrics: Mapping[str, float]
+    errors: Mapping[str, float]
+
+
 class Evaluator(Protocol):
     """Knows how to start one kind of evaluator, and how to read what it left."""
 
@@ -63,8 +76,8 @@ class Evaluator(Protocol):
         May write files into the attempt's directory.
         """
 
-    def metrics(self, work: Work, returncode: int) -> Mapping[str, float]:
-        """Return the finite numbers that were measured, by "task/metric" or "task/metric,filter".
+    def measured(self, work: Work, returncode: int) -> Measured:
+        """Return the finite numbers that were measured.
 
         Raises:
             EvaluationError: what was asked for is not there.

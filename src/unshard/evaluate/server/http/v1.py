@@ -147,6 +147,7 @@ class ResultView(BaseModel):
     metric: str
     value: float
     completed_at: float
+    stderr: float | None
 
 
 class ResultList(BaseModel):

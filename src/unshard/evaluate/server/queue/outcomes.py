@@ -5,9 +5,8 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import assert_never
 
 from unshard.errors import UnshardError
@@ -143,8 +142,8 @@ class Outcomes:
     def _write(self, attempt: Attempt, outcome: Outcome) -> None:
         job, store = attempt.job, self._store
         match outcome:
-            case Completed(metrics, results):
-                self._complete(attempt, metrics, results)
+            case Completed():
+                self._complete(attempt, outcome)
             case Failed(error, may_retry):
                 is_last = not may_retry or job.failures >= attempt.profile.retries
                 retry_at = self._due_at(job.failures)
@@ -177,9 +176,7 @@ class Outcomes:
     def _due_at(self, failures: int) -> float:
         return time.time() + backoff(failures, first_s=self._backoff_s, most_s=LONGEST_WAIT_S)
 
-    def _complete(
-        self, attempt: Attempt, metrics: Mapping[str, float], results: Path | None
-    ) -> None:
+    def _complete(self, attempt: Attempt, done: Completed) -> None:
         """Record a job's results, and remove the directories of its other attempts."""
         job_id = attempt.job.id
         place = attempt.directory.parent
@@ -190,7 +187,7 @@ class Outcomes:
             others = set()
         for other in others:
             shutil.rmtree(other, ignore_errors=True)
-        if self._store.complete(job_id, metrics, results):
+        if self._store.complete(job_id, done.metrics, done.results, done.errors):
             return
         now = self._store.get(job_id)
         if now is None or now.status in {Status.CANCELLED, Status.SUPERSEDED}:

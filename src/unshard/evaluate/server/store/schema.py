@@ -66,6 +66,7 @@ CREATE TABLE results (
     job_id TEXT NOT NULL REFERENCES jobs (id),
     metric TEXT NOT NULL,
     value REAL NOT NULL,
+    stderr REAL,
     PRIMARY KEY (job_id, metric)
 );
 CREATE TABLE events (
@@ -93,9 +94,10 @@ _PINNED_RUNS = (
 )
 
 _COLUMNS = {
-    "superseded_by": "TEXT",
-    "attempts_before": "INTEGER NOT NULL DEFAULT 0",  # how many when the job was last submitted
-    "alike": "TEXT",
+    ("jobs", "superseded_by"): "TEXT",
+    ("jobs", "attempts_before"): "INTEGER NOT NULL DEFAULT 0",  # how many when last submitted
+    ("jobs", "alike"): "TEXT",
+    ("results", "stderr"): "REAL",
 }
 
 _BUSY_S = 30.0
@@ -148,14 +150,17 @@ def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
 def _bring_up_to_date(connection: sqlite3.Connection) -> None:
     """Add to a database of an earlier version what it lacks."""
 
-    def missing() -> set[str]:
-        there = {row["name"] for row in connection.execute("PRAGMA table_info(jobs)")}
+    def missing() -> set[tuple[str, str]]:
+        query = "SELECT name FROM pragma_table_info(?)"
+        tables = {table for table, _ in _COLUMNS}
+        there = {(one, row[0]) for one in tables for row in connection.execute(query, (one,))}
         return _COLUMNS.keys() - there
 
     if missing():
         with _writing(connection):
-            for name in missing():  # another process may have been first
-                connection.execute(f"ALTER TABLE jobs ADD COLUMN {name} {_COLUMNS[name]}")
+            for table, name in missing():  # another process may have been first
+                kind = _COLUMNS[table, name]
+                connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
     for addition in _ADDITIONS:
         connection.execute(addition)
     if not connection.execute("PRAGMA table_info(pinned_runs)").fetchall():

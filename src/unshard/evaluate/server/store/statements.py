@@ -68,7 +68,8 @@ _JOB_COLUMNS = """
 """  # what `_as_job` reads, after SELECT
 
 RESULT_COLUMNS = """
-    results.rowid AS number, id AS job_id, run, step, weights, profile, metric, value, completed_at
+    results.rowid AS number, id AS job_id, run, step, weights, profile, metric, value, stderr,
+    completed_at
     FROM results CROSS JOIN jobs ON jobs.id = results.job_id
 """
 """What `as_result` reads, after SELECT; SQLite reads the left table of a CROSS JOIN in order."""
@@ -219,11 +220,14 @@ def _storable(text: str) -> str:
 
 
 def replace_results(
-    connection: sqlite3.Connection, job_id: str, metrics: Mapping[str, float]
+    connection: sqlite3.Connection,
+    job_id: str,
+    metrics: Mapping[str, tuple[float, float | None]],
 ) -> None:
     """Write what was measured, instead of what an earlier attempt measured.
 
-    A name that SQLite does not take is changed; if another has that name, it gets a number.
+    A value has its standard error next to it. A name that SQLite does not take is changed; if
+    another has that name, it gets a number.
     """
     found = {name: value for name, value in metrics.items() if _storable(name) == name}
     for name, value in metrics.items():
@@ -233,8 +237,8 @@ def replace_results(
             found[next(one for one in chain([fit], others) if one not in found)] = value
     connection.execute("DELETE FROM results WHERE job_id = ?", (job_id,))
     connection.executemany(
-        "INSERT INTO results (job_id, metric, value) VALUES (?, ?, ?)",
-        [(job_id, name, value) for name, value in found.items()],
+        "INSERT INTO results (job_id, metric, value, stderr) VALUES (?, ?, ?, ?)",
+        [(job_id, name, *numbers) for name, numbers in found.items()],
     )
 
 

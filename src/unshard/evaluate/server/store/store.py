@@ -172,11 +172,21 @@ class Store:
             if done.rowcount:
                 add_event(connection, job_id, time.time())
 
-    def complete(self, job_id: str, metrics: Mapping[str, float], results: Path | None) -> bool:
-        """End the open attempt with what was measured; return whether the job was still running."""
+    def complete(
+        self,
+        job_id: str,
+        metrics: Mapping[str, float],
+        results: Path | None,
+        errors: Mapping[str, float] | None = None,
+    ) -> bool:
+        """End the open attempt with what was measured; return whether the job was still running.
+
+        `errors` are the standard errors of those metrics that have one.
+        """
         file = None if results is None else str(results)
         changes = {**change_to_final(Status.COMPLETED), "results": file}
-        return self._end(job_id, Status.COMPLETED, changes, metrics)
+        found = {name: (value, (errors or {}).get(name)) for name, value in metrics.items()}
+        return self._end(job_id, Status.COMPLETED, changes, found)
 
     def fail(self, job_id: str, error: str, retry_at: float | None) -> bool:
         """End the open attempt as failed; the job is due again at `retry_at`, or failed if None."""
@@ -208,7 +218,7 @@ class Store:
         job_id: str,
         outcome: str,
         changes: Mapping[str, str | float | None],
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, tuple[float, float | None]] | None = None,
     ) -> bool:
         """End the open attempt; change its job if that is still running; return whether it is."""
         now = time.time()
