@@ -98,7 +98,8 @@ def serve(
         list[Path] | None,
         typer.Option(
             metavar="DIR",
-            help="A directory that may contain checkpoints; may be repeated.  "
+            help="A directory that may contain checkpoints, or s3://bucket/folder; may be "
+            "repeated.  "
             "[default: the current directory]",
         ),
     ] = None,
@@ -197,8 +198,12 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Queue evaluations of a checkpoint."""
+    from unshard.stores.remote_path import is_url, path_of
+
     with connect(server, token_file) as client:
-        path = os.path.realpath(checkpoint)  # the server checks it: it may see other paths
+        # The server checks it: it may see other paths.
+        is_here = not is_url(checkpoint)
+        path = os.path.realpath(checkpoint) if is_here else str(path_of(checkpoint))
         names = _split_list(tasks)
         jobs: list[dict[str, object]] = []
         try:

@@ -46,7 +46,11 @@ Server = Annotated[
 def watch(
     directory: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="The directory where the trainer saves checkpoints."),
+        typer.Argument(
+            metavar="DIR",
+            help="The directory where the trainer saves checkpoints, or its address in an object "
+            "store.",
+        ),
     ],
     tasks: Annotated[str | None, typer.Option(metavar="A,B", help="Tasks to evaluate.")] = None,
     profile: Annotated[
@@ -87,17 +91,25 @@ def watch(
             "not accept all of them.",
         ),
     ] = False,
+    work_dir: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="For a run in an object store: the local directory of submissions and results.",
+        ),
+    ] = Path("unshard-watch"),
     server: Server = None,
     token_file: TokenFile = None,
 ) -> None:
     """Evaluate a run's checkpoints as they are saved, by any trainer.
 
     A checkpoint is submitted once, when it is complete, and hard links keep it until it has been
-    evaluated. Ctrl-C stops watching; the same command resumes.
+    evaluated; there are none in an object store. Ctrl-C stops watching; the same command resumes.
     """
     check_installed("httpx", "pydantic", "yaml")
     from unshard.evaluate.logs import log_to_stderr
     from unshard.evaluate.trainer.watcher import Watching
+    from unshard.stores.remote_path import RemotePath, path_of
 
     log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
     given: dict[str, object] = {
@@ -112,8 +124,12 @@ def watch(
     }
     chosen = {key: value for key, value in given.items() if value is not None}
     configured = _configure(config, chosen, interval)
-    _wait_for_directory(directory, None if once else interval)
-    with Watching(directory, configured) as watching:
+    place = path_of(directory)
+    _wait_for_directory(place, None if once else interval)
+    own = None
+    if isinstance(place, RemotePath):
+        own = work_dir.joinpath(place.parts[1].removesuffix(":"), *place.parts[2:])
+    with Watching(place, configured, own) as watching:
         if once:
             _watch_once(watching, min(interval, _SETTLE_S))
             return
@@ -191,6 +207,8 @@ def _configure(file: Path | None, chosen: dict[str, object], interval: float) ->
 
 def _wait_for_directory(directory: Path, interval: float | None) -> None:
     """Wait until a trainer has made a directory; fail if it is missing and `interval` is None."""
+    from unshard.stores.remote_path import look_again
+
     if directory.is_dir():
         return
     if interval is None or directory.exists():
@@ -199,6 +217,7 @@ def _wait_for_directory(directory: Path, interval: float | None) -> None:
     say(f"waiting for {directory}, which does not exist yet")
     while not directory.is_dir():
         time.sleep(interval)
+        look_again(directory)
 
 
 def _watch_once(watching: "Watching", apart: float) -> None:

@@ -71,6 +71,8 @@ def print_jobs(jobs: Sequence[Row], *, run: str | None = None, as_json: bool) ->
     print(head)
     for job, line in zip(jobs, lines, strict=True):
         print(line)
+        if job.get("pinned") is False and job["completed_at"] is None:
+            print("    not pinned: the checkpoint must stay where it is until it is merged")
         metrics = job["metrics"]
         if isinstance(metrics, Mapping):
             for name, value in metrics.items():

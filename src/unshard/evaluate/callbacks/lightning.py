@@ -11,16 +11,19 @@ of its directory, or of the one above if that is `checkpoints`.
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 
+from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors, open_sinks
 from unshard.evaluate.trainer.completeness import why_unfinished
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.submitter import Submitter
+from unshard.stores.remote_path import is_url, path_of
 
 __all__ = ["UnshardEvalCallback"]
 
@@ -30,7 +33,8 @@ class UnshardEvalCallback(Callback):
 
     Args:
         config: a file of YAML, its text, a mapping, or an `EvalConfig`.
-        run_dir: of pins and results; None: the directory that checkpoints are saved to.
+        run_dir: of pins and results; None: the directory that checkpoints are saved to, or the
+            trainer's own if that is in an object store.
         sinks: further places for results.
     """
 
@@ -61,11 +65,14 @@ class UnshardEvalCallback(Callback):
                 one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)
             ]
             saved_to = getattr(savers[0], "dirpath", None) if savers else None
-            run_dir = self._run_dir or Path(saved_to or trainer.default_root_dir)
+            run_dir, config = self._run_dir, self.config
+            if saved_to and is_url(saved_to):  # submissions and results need a disk
+                run_dir = run_dir or Path(trainer.default_root_dir)
+                config = replace(config, run=config.run or RunFolder(path_of(saved_to)).name)
             self._saves = _Saves(savers)
             self.submitter = Submitter(
-                self.config,
-                run_dir,
+                config,
+                run_dir or Path(saved_to or trainer.default_root_dir),
                 sinks=[*found, *self._sinks],
                 paced=paced,
                 acts=trainer.is_global_zero,
@@ -151,6 +158,8 @@ def _saved_paths(saver: ModelCheckpoint) -> set[str]:
 
 def _is_whole(path: Path) -> bool:
     """Return whether a checkpoint is whole: `AsyncCheckpointIO` writes it in another thread."""
+    if is_url(path):
+        return True  # written by this process; the server refuses it until it is there
     with suppress(FileNotFoundError):
         return path.is_dir() or why_unfinished([path]) is None
     return False

@@ -21,6 +21,8 @@ from unshard.read.beside.companions import Companions, companions_in, find_compa
 from unshard.read.finding.discover import find
 from unshard.read.finding.step_names import STATE_FOLDER
 from unshard.read.format import Choice
+from unshard.stores.objects import listed
+from unshard.stores.remote_path import RemotePath
 from unshard.write.staging.beneath import Identity, identity
 
 __all__ = [
@@ -168,8 +170,14 @@ def _is_same(now: Identity, was: Identity, *, is_numbered: bool) -> bool:
 def read_stamps(checkpoint: Path) -> dict[str, list[int]]:
     """Return size, and mtime in ns, of the files of weights, by path relative to the checkpoint.
 
-    A pin shares them with its original. Empty if the checkpoint is gone.
+    A pin shares them with its original. In an object store they are size, and a number made of the
+    ETag. Empty if the checkpoint is gone.
+
+    Raises:
+        StoreError: the store cannot be reached, or does not allow it.
     """
+    if isinstance(checkpoint, RemotePath):
+        return _stamps_of_objects(checkpoint)
     try:
         files = list_checkpoint(checkpoint).files
     except OSError:
@@ -179,6 +187,28 @@ def read_stamps(checkpoint: Path) -> dict[str, list[int]]:
         for name, (_, size, mtime) in files.items()
         if PurePosixPath(name).suffix in _WEIGHTS
     }
+
+
+def _stamps_of_objects(checkpoint: RemotePath) -> dict[str, list[int]]:
+    alone = checkpoint.bucket.entry(checkpoint.key)
+    if alone is not None:
+        return {checkpoint.name: [alone.size, _number_of(alone.etag)]}
+    found = listed(checkpoint.bucket, checkpoint.key)
+    return {
+        name: [one.size, _number_of(one.etag)]
+        for name, one in found.items()
+        if PurePosixPath(name).suffix in _WEIGHTS and not _is_left_out(PurePosixPath(name))
+    }
+
+
+def _number_of(etag: str | None) -> int:
+    """Return a number that JSON keeps as it is."""
+    return int(hashlib.sha256((etag or "").encode()).hexdigest()[:13], 16)
+
+
+def _is_left_out(name: PurePosixPath) -> bool:
+    folders = any(_LEFT_OUT_FOLDERS.fullmatch(part) for part in name.parts[:-1])
+    return folders or _LEFT_OUT_FILES.fullmatch(name.name) is not None
 
 
 def fingerprint(stamped: Mapping[str, Sequence[int]]) -> str:

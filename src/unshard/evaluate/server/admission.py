@@ -20,17 +20,19 @@ from unshard.evaluate.jobs import OPTIONS, Arguments, Request
 from unshard.evaluate.pins.files import list_checkpoint
 from unshard.evaluate.server.config.arguments import has_separator, parse_arguments, placeholders_in
 from unshard.evaluate.server.config.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
-from unshard.evaluate.server.config.profiles import CommandProfile, Profile, base_of
+from unshard.evaluate.server.config.profiles import CommandProfile, Profile, Weights, base_of
 from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.evaluators.programs import modules_of
 from unshard.evaluate.server.gpus import gpus_expected
 from unshard.evaluate.values import LARGEST, Scalar
 from unshard.read.beside.companions import companions_in
 from unshard.read.finding.step_names import step_of
+from unshard.stores.remote_path import RemotePath, is_url, path_of
 
 __all__ = [
     "MOST_TASKS",
     "check_links",
+    "check_merged",
     "check_request",
     "check_there",
     "not_readable",
@@ -82,14 +84,19 @@ def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
     the checkpoint by a link after this check, and no check can prevent that: roots are for
     directories whose writers may read everything that the server can read.
 
+    An address in an object store must be below a root that is one, too; nothing is asked of the
+    store for that.
+
     Raises:
         UsageError: the path is not absolute, or is not below a root.
     """
-    if not path.startswith("/") or len(path) > _LONGEST_PATH or not path.isprintable():
-        raise _wrong("checkpoint", path, expected="an absolute path")
+    is_address = is_url(path)
+    if not (path.startswith("/") or is_address) or _is_odd(path):
+        raise _wrong("checkpoint", path, expected="an absolute path, or s3://bucket/folder")
     try:
-        resolved = Path(path).resolve()
-        resolved.exists()  # raises where no file can have this name
+        resolved = path_of(path).resolve()
+        if not is_address:
+            resolved.exists()  # raises where no file can have this name
         places = [root.resolve() for root in roots]
     except PermissionError as error:
         raise not_readable(error) from error
@@ -106,11 +113,27 @@ def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
     )
 
 
+def _is_odd(path: str) -> bool:
+    """Return whether a path is too long, or has what only tricks need in an address."""
+    is_trick = is_url(path) and (".." in path.split("/") or "%" in path or "\\" in path)
+    return is_trick or len(path) > _LONGEST_PATH or not path.isprintable()
+
+
+def check_merged(checkpoint: Path, profile: Profile) -> None:
+    """Raise if a checkpoint in an object store is meant for an evaluator that reads it itself."""
+    if isinstance(checkpoint, RemotePath) and profile.weights is Weights.DIRECT:
+        raise UsageError(
+            "checkpoint: the profile merges nothing, and evaluators get no credentials of stores",
+            expected="a checkpoint on a disk, or a profile with `weights: merged`",
+            found=str(checkpoint),
+        )
+
+
 def check_links(checkpoint: Path, run: Path, roots: Sequence[Path]) -> None:
     """Raise unless every file that would be pinned or merged is below a root, links followed.
 
-    Files that no longer exist are ignored. A link that is made after this check is not found: see
-    `resolve_checkpoint`.
+    Object stores have no links. Files that no longer exist are ignored. A link that is made after
+    this check is not found: see `resolve_checkpoint`.
 
     Args:
         checkpoint: a directory, or a file that is one.
@@ -120,6 +143,8 @@ def check_links(checkpoint: Path, run: Path, roots: Sequence[Path]) -> None:
     Raises:
         UsageError: names the first file that is not.
     """
+    if isinstance(checkpoint, RemotePath):
+        return
     places = [root.resolve() for root in roots]
     try:
         for file in _files(checkpoint, run):

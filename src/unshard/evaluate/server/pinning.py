@@ -29,6 +29,7 @@ from unshard.evaluate.run_folder import PINS, RunFolder
 from unshard.evaluate.server.admission import resolve_checkpoint
 from unshard.evaluate.server.store.store import Store
 from unshard.read.finding.step_names import STATE_FOLDER
+from unshard.stores.remote_path import RemotePath, path_of
 
 __all__ = ["Pins"]
 
@@ -59,7 +60,7 @@ class Pins:
             UsageError: it is not one, or outside the roots.
         """
         path = resolve_checkpoint(pin, self.roots)
-        if RunFolder.of_pin(path.parent) is None:
+        if isinstance(path, RemotePath) or RunFolder.of_pin(path.parent) is None:
             raise UsageError(
                 "pin cannot be accepted",
                 expected=f"RUN/{STATE_FOLDER}/{PINS}/NAME/CHECKPOINT",
@@ -135,13 +136,13 @@ class Pins:
         with suppress(ExpiredError):
             if job.pin is not None:
                 return read_pin(Path(job.pin)).changed()
-        was, now = job.request.stamps, read_stamps(Path(job.request.checkpoint))
+        was, now = job.request.stamps, read_stamps(path_of(job.request.checkpoint))
         if was and now and was.keys().isdisjoint(now):
             return [job.request.checkpoint]
         return [name for name, stamp in was.items() if now.get(name, stamp) != stamp]
 
     def _places(self) -> Iterator[Path]:
-        for root in self.roots:
+        for root in self._roots_on_disk():
             for depth in _DEPTHS:
                 yield from (
                     place.parents[1] for place in root.glob(f"{depth}{STATE_FOLDER}/{PINS}")
@@ -149,9 +150,12 @@ class Pins:
         yield from map(Path, self.store.pinned_runs())
         yield from _runs_of(pin for _, pin in self.store.pins_below())
 
+    def _roots_on_disk(self) -> list[Path]:
+        return [root for root in self.roots if not isinstance(root, RemotePath)]
+
     def _is_inside(self, run: Path) -> bool:
         """Return whether a run and its pins, links followed, are below a root."""
-        roots = [root.resolve() for root in self.roots]
+        roots = [root.resolve() for root in self._roots_on_disk()]
         places = (run.resolve(), RunFolder(run).pins.resolve())
         return all(any(place.is_relative_to(root) for root in roots) for place in places)
 

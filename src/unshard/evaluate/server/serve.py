@@ -34,6 +34,7 @@ from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.store import Store
 from unshard.showing import counted
+from unshard.stores.remote_path import RemotePath, path_of
 
 __all__ = ["Given", "configure", "make_service", "serve"]
 
@@ -81,7 +82,7 @@ def configure(given: Given) -> ServerConfig:
     roots = given.roots or config.roots or (Path.cwd(),)
     work = given.work_dir or config.work_directory or _WORK_DIR
     chosen = {
-        "roots": tuple(root.absolute() for root in roots),
+        "roots": tuple(path_of(root).absolute() for root in roots),
         "host": given.host or config.host,
         "port": config.port if given.port is None else given.port,
         "token_file": given.token_file or config.token_file,
@@ -176,7 +177,7 @@ def _log_start(config: ServerConfig, listening: socket.socket) -> None:
         gpus = f"{counted(len(config.gpus), 'GPU')} of the Ray cluster {config.ray_address}"
     _log.info("work directory %s, %s", config.work_directory, gpus)
     for root in config.roots:
-        if not root.is_dir():
+        if not isinstance(root, RemotePath) and not root.is_dir():
             _log.warning("root %s: no such directory", root)
     # In a thread: a slow disk must not keep the server from listening.
     probed = (config.profiles, config.work_directory or _WORK_DIR)

@@ -14,13 +14,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from unshard.api.options import MergeOptions
-from unshard.errors import UnshardError, UsageError
+from unshard.errors import StoreError, UnshardError, UsageError
 from unshard.evaluate.jobs import Job, Request, Status
 from unshard.evaluate.pins.files import fingerprint, read_stamps
 from unshard.evaluate.pins.pin import ExpiredError
 from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.server.admission import (
     check_links,
+    check_merged,
     check_request,
     check_there,
     not_readable,
@@ -45,6 +46,7 @@ from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
 from unshard.read.finding.discover import find
 from unshard.read.format import Choice
+from unshard.stores.remote_path import RemotePath, path_of
 from unshard.write.staging.beneath import write_whole
 
 __all__ = ["Service", "group_by_task"]
@@ -92,7 +94,9 @@ class Service:
             tell_refusal(request, str(error))
             raise
         what = f"{job.request.profile}: {','.join(job.request.tasks)} of {job.request.checkpoint}"
-        tell(job, f"accepted: {what}" if is_new else f"submitted again: it is {job.status}")
+        kept = "" if job.pin is not None or job.status.is_final else ", not pinned"
+        told = f"accepted: {what}" if is_new else f"submitted again: it is {job.status}"
+        tell(job, f"{told}{kept}")
         return job, is_new
 
     def _submit(self, request: Request, pin: str | None) -> tuple[Job, bool]:
@@ -115,7 +119,8 @@ class Service:
         self.unknown.check(base_of(name), request.tasks)
         found = resolve_checkpoint(request.checkpoint, self.config.roots)
         request, run = _place(replace(request, checkpoint=str(found)))
-        resolve_checkpoint(request.checkpoint, self.config.roots)
+        checkpoint = resolve_checkpoint(request.checkpoint, self.config.roots)
+        check_merged(checkpoint, profile)
         given = None if pin is None else self.pins.find_client_pin(pin)
         request = self._stamp(request, given)
         if is_done := self.store.status_of(request.key) is Status.COMPLETED:
@@ -123,7 +128,6 @@ class Service:
         elif given is not None:
             check_links(Path(given), Path(given).parent, self.config.roots)
         else:  # without the lock: it lists a directory, which may take long
-            checkpoint = Path(request.checkpoint)
             if pin is None:
                 check_there(checkpoint, is_step=request.step is not None)
             check_links(checkpoint, run, self.config.roots)
@@ -161,7 +165,7 @@ class Service:
 
     def _stamp(self, request: Request, given: str | None) -> Request:
         """Add the checkpoint's fingerprint; where it is gone, that of the last job like it."""
-        if stamps := read_stamps(Path(given or request.checkpoint)):
+        if stamps := read_stamps(path_of(given or request.checkpoint)):
             return replace(request, fingerprint=fingerprint(stamps), stamps=stamps)
         for job in self.store.alike(request):
             known = job.request
@@ -170,7 +174,9 @@ class Service:
 
     def _pin(self, request: Request, run: Path, given: str | None) -> str | None:
         """Return the pin of a checkpoint: its client's, or one of ours; None: not possible."""
-        checkpoint = Path(request.checkpoint)
+        checkpoint = path_of(request.checkpoint)
+        if isinstance(checkpoint, RemotePath):
+            return None
         if given is not None:
             if Path(given).exists():
                 return given
@@ -190,6 +196,11 @@ class Service:
             UnshardError: it cannot be merged.
         """
         path = resolve_checkpoint(checkpoint, self.config.roots)
+        if isinstance(path, RemotePath):
+            raise UsageError(
+                f"{path}: the server merges no checkpoint of an object store into its run",
+                hint="submit it, or use unshard merge",
+            )
         if not path.exists():
             raise GoneError(f"{path} does not exist")
         request, run = _place(Request(str(path), "", (), weights=weights))
@@ -274,9 +285,11 @@ def _place(request: Request) -> tuple[Request, Path]:
 
     The directory of a run means its newest step.
     """
-    path = Path(request.checkpoint)
+    path = path_of(request.checkpoint)
     try:
         found = next(find(path, Choice(weights=request.weights)))
+    except StoreError:
+        raise
     except UnshardError as error:
         if isinstance(error.__cause__, PermissionError):
             raise not_readable(error.__cause__) from error

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from unshard.errors import printable
+from unshard.evaluate.credentials import without_password
 from unshard.evaluate.jobs import Job, Request, Status
 from unshard.evaluate.server.attempts.endings import (
     LOG_MARK,
@@ -20,6 +21,7 @@ from unshard.evaluate.server.attempts.endings import (
     Outcome,
     Postponed,
 )
+from unshard.stores.remote_path import is_url
 
 __all__ = ["one_line", "short_id", "tell", "tell_outcome", "tell_refusal"]
 
@@ -78,7 +80,10 @@ def one_line(text: str) -> str:
 
 def _where(request: Request) -> str:
     """Return run and step; the last parts of the checkpoint's path where no run is known."""
-    parts = PurePosixPath(request.checkpoint).parts[-2:]
+    place = request.checkpoint
+    if is_url(place):  # one that was refused may have credentials
+        place = without_password(place).partition("?")[0]
+    parts = PurePosixPath(place).parts[-2:]
     if not request.run:
         return one_line("/".join(parts)) or "-"
     step = "-" if request.step is None else request.step

@@ -6,7 +6,8 @@ LLaMA-Factory, transformers' `trainer_state.json`, OLMo-core's `.metadata.json`,
 A directory that is renamed when it is complete (NeMo-RL, xtuner) has no step until then. Rank files
 without a mark (lmms-engine) are complete when every rank's are there, in the folder of the
 dataloader too, every zip has its end, and the config is there; safetensors files when the set is
-complete and each file is as long as its header says.
+complete and each file is as long as its header says. In an object store, where uploads may come in
+any order, a checkpoint must also be whole as a merge reads it: no file, rank or tensor is missing.
 """
 
 import logging
@@ -18,14 +19,25 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
+from unshard.api.options import MergeOptions
+from unshard.api.sources import read_checkpoint
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.containers.safetensors_file import read_safetensors
-from unshard.errors import CorruptError, UnshardError, UsageError
+from unshard.errors import (
+    CorruptError,
+    IncompleteError,
+    StoreError,
+    UnknownFormatError,
+    UnshardError,
+    UsageError,
+)
 from unshard.read.finding.discover import all_steps, step_numbers
 from unshard.read.finding.markers import find_markers
 from unshard.read.finding.step_names import step_of
 from unshard.read.format import Choice, Location
 from unshard.read.hub_files import INDEX_NAME, weight_map
+from unshard.stores.objects import listed
+from unshard.stores.remote_path import RemotePath, look_again
 
 __all__ = ["CheckpointFinder", "why_incomplete", "why_unfinished"]
 
@@ -57,14 +69,21 @@ class CheckpointFinder:
     def __init__(self, run: Path, *, weights: str = "model", role: str | None = None) -> None:
         self._run = run
         self._choice = Choice(None, role, weights)
-        self._before: dict[Path, dict[Path, tuple[int, int]]] = {}  # sizes and mtimes
+        self._before: dict[Path, Mapping[str, object]] = {}  # see `_status_of`
+        self._unread: dict[Path, Mapping[str, object]] = {}  # of those that were read in vain
         self._seen: set[Path] = set()
         self._warned: set[str] = set()
 
     def look(self) -> list[Location]:
         """Return the checkpoints that are complete since the last look, the lowest step first."""
+        look_again(self._run)
+        try:
+            steps = self._steps()
+        except StoreError as error:
+            self._warn(f"the run cannot be listed now: {error}")
+            return []
         found = []
-        for location in self._steps():
+        for location in steps:
             if location.path not in self._seen and self._is_ready(location):
                 self._seen.add(location.path)
                 found.append(location)
@@ -107,18 +126,46 @@ class CheckpointFinder:
         place = location.path
         before = self._before.get(place)
         try:
-            inside = [place] if place.is_file() else place.rglob("*")
-            files = {path: path.stat() for path in inside if path.is_file()}
-            now = {path: (one.st_size, one.st_mtime_ns) for path, one in files.items()}
-            self._before[place] = now
-            if before != now:
+            now = self._before[place] = _status_of(place)
+            if before != now or now == self._unread.get(place):
                 return False
             why = why_incomplete(location)
+            if why is None and isinstance(place, RemotePath):
+                why = _why_unread(location)
+                self._unread |= {} if why is None else {place: now}
         except OSError:  # the trainer has just removed it
             return False
+        except StoreError as error:
+            why = str(error)
         if why is not None:
             self._warn(f"step {location.step} is not complete yet: {why}")
         return why is None
+
+
+def _status_of(place: Path) -> Mapping[str, object]:
+    """Return what changes with any file of a checkpoint: size and time, or size and ETag."""
+    if isinstance(place, RemotePath) and not place.is_file():
+        return listed(place.bucket, place.key)
+    inside = [place] if place.is_file() else place.rglob("*")
+    files = {path: path.stat() for path in inside if path.is_file()}
+    return {str(path): (one.st_size, one.st_mtime_ns) for path, one in files.items()}
+
+
+def _why_unread(location: Location) -> str | None:
+    """Return what a checkpoint in a store lacks; None also if it fails for another reason.
+
+    That is for the server to report: waiting would not help.
+    """
+    options = MergeOptions(role=location.role, weights=location.weights)
+    try:
+        read_checkpoint(location.path, options, pass_over=False)
+    except (IncompleteError, UnknownFormatError, CorruptError) as error:
+        return str(error)
+    except StoreError:
+        raise
+    except UnshardError as error:
+        log.info("%s: submitted, although it cannot be read: %s", location.path, error)
+    return None
 
 
 def why_incomplete(location: Location) -> str | None:
@@ -147,14 +194,25 @@ def _look_at_run(location: Location) -> Iterator[str]:
             continue
         if latest.step is None or latest.step < step:
             yield f"{latest.name} has {'nothing' if latest.step is None else latest.step}"
-        elif latest.step in _list_steps(run, run.stat().st_mtime_ns):  # else an earlier run's
+        elif latest.step in _steps_of(run):  # else an earlier run's
             yield ""
 
 
 @lru_cache(maxsize=8)
 def _list_steps(run: Path, changed: int) -> dict[int, str]:
-    """Return the names of a run's steps by number; its directory was last `changed` then, in ns."""
+    """Return what `_steps_of` does; the run's directory was last `changed` then, in ns."""
     del changed
+    return _steps_in(run)
+
+
+def _steps_of(run: Path) -> dict[int, str]:
+    """Return the names of a run's steps by number; of a folder in a store no time is known."""
+    if isinstance(run, RemotePath):
+        return _steps_in(run)
+    return _list_steps(run, run.stat().st_mtime_ns)
+
+
+def _steps_in(run: Path) -> dict[int, str]:
     found = {step_of(path.name): path.name for path in run.iterdir()}
     return {step: name for step, name in found.items() if step is not None}
 
@@ -162,7 +220,7 @@ def _list_steps(run: Path, changed: int) -> dict[int, str]:
 def _look_at_step(location: Location) -> Iterator[str]:
     """Yield what the marks in the step's own directory say: what is wrong, or ""."""
     step_dir, run = location.step_dir, location.step_dir.parent
-    others = _list_steps(run, run.stat().st_mtime_ns).values()
+    others = _steps_of(run).values()
     for name in _COMPLETE:
         if (step_dir / name).is_file():
             yield ""
@@ -235,6 +293,8 @@ def _why_shards(folder: Path, names: set[str]) -> str | None:
 def why_unfinished(files: Iterable[Path]) -> str | None:
     """Return which file is empty or a zip without its end; torch's legacy files are not zips."""
     for path in files:
+        if isinstance(path, RemotePath):
+            continue  # an object is there only when it is whole
         with path.open("rb") as stream:
             head = stream.read(4)
             stream.seek(max(0, path.stat().st_size - _END_SIZE - _MOST_COMMENT))

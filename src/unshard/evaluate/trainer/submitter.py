@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from unshard.errors import UsageError
 from unshard.evaluate.pins.pin import ExpiredError, PinError, pin_checkpoint
 from unshard.evaluate.run_folder import SPOOL_LOCK, RunFolder, unlock
 from unshard.evaluate.sinks.base import JsonlSink, PacedSink, Sink, ignoring_errors
@@ -24,6 +25,7 @@ from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.courier import Courier, release
 from unshard.evaluate.trainer.recorder import Recorder, Recording
 from unshard.evaluate.trainer.spool import Spool
+from unshard.stores.remote_path import RemotePath, is_url, path_of
 
 __all__ = ["Submitter", "is_first_rank"]
 
@@ -48,7 +50,8 @@ class Submitter:
 
     Args:
         config: what is evaluated, when, and by which server.
-        run_dir: the run's directory, which contains its checkpoints and the spool.
+        run_dir: the run's directory, on a disk, which contains the spool and the checkpoints;
+            these may be in an object store instead.
         sinks: where results are written as they come, next to `<run>/_unshard/results.jsonl`.
         paced: where they are written by `tick`, in the trainer's thread.
         acts: whether this process is the one that submits; only global rank 0 is.
@@ -65,6 +68,11 @@ class Submitter:
         acts: bool | None = None,
         logs_refusals: bool = True,
     ) -> None:
+        if is_url(run_dir):
+            raise UsageError(
+                f"{path_of(run_dir)}: submissions and results are kept on a disk",
+                expected="a local directory as `run_dir`; only checkpoints may be in a store",
+            )
         self.config = config
         self.run_dir = Path(run_dir).absolute()
         self.acts = is_first_rank() if acts is None else acts
@@ -94,7 +102,7 @@ class Submitter:
         Milliseconds: hard links and a file for each set of weights. The checkpoint must be whole.
 
         Args:
-            checkpoint_dir: the checkpoint.
+            checkpoint_dir: the checkpoint, or its address in an object store, which is not pinned.
             step: the training step.
             weights: of these only; None: as the configuration says.
         """
@@ -104,7 +112,7 @@ class Submitter:
             is_due = self.acts and self.config.is_due(step, self._previous)
             self._previous = step
             if is_due:
-                place = Path(checkpoint_dir).absolute()
+                place = path_of(checkpoint_dir).absolute()
                 is_spooled = self._pin_and_spool(place, step, weights or self.config.weights)
             self._wake.set()
         return is_spooled
@@ -204,12 +212,8 @@ class Submitter:
 
     def _pin_and_spool(self, checkpoint: Path, step: int, sets: Sequence[str]) -> bool:
         """Pin a checkpoint and add its submissions to the spool."""
-        pins: list[str] = []
         try:
-            pin = pin_checkpoint(checkpoint, quota=self.config.quota, step=step, run=self.run_dir)
-            pins = [str(pin.path)]
-        except PinError as error:
-            log.warning("not kept, it may be removed before it is evaluated: %s", error)
+            pins = self._pin(checkpoint, step)
         except ExpiredError as error:
             log.error("step %s cannot be evaluated any more: %s", step, error)  # noqa: TRY400
             return False
@@ -223,6 +227,17 @@ class Submitter:
             release(pins, self._spool)
             raise
         return True
+
+    def _pin(self, checkpoint: Path, step: int) -> list[str]:
+        """Return the pin of a checkpoint, in a list; none if it is not possible."""
+        if isinstance(checkpoint, RemotePath):
+            return []
+        try:
+            pin = pin_checkpoint(checkpoint, quota=self.config.quota, step=step, run=self.run_dir)
+        except PinError as error:
+            log.warning("not kept, it may be removed before it is evaluated: %s", error)
+            return []
+        return [str(pin.path)]
 
     def follow(self, job_id: str, checkpoint: Path, step: int, weights: str) -> None:
         """Fetch the result of a job that another client submitted, too."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from unshard.errors import UnshardError, UsageError
+from unshard.errors import StoreError, UnshardError, UsageError
 from unshard.evaluate.client.v1 import EvalClient, ServerAwayError
 from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.pins.files import fingerprint, list_checkpoint, read_stamps
@@ -27,6 +27,7 @@ from unshard.evaluate.trainer.spool import Spool, request_key
 from unshard.evaluate.trainer.submitter import StepMetrics, Submitter
 from unshard.read.finding.discover import discover, step_numbers
 from unshard.read.format import Choice, Location
+from unshard.stores.remote_path import path_of
 
 __all__ = ["Decision", "Watching"]
 
@@ -55,18 +56,21 @@ class Watching:
     """A run that is watched, by one process at a time.
 
     Args:
-        run: the directory of the checkpoints; it need not exist yet.
+        run: the directory of the checkpoints, or its address; it need not exist yet.
         config: what is evaluated, and by which server. Of the checkpoints from one multiple of
             `eval_steps` to the next, the first that is complete is evaluated.
+        directory: of the submissions and results; None: the run, which must be on a disk then.
 
     Raises:
         UsageError: `run` is a checkpoint itself, or another process watches it.
     """
 
-    def __init__(self, run: Path, config: EvalConfig) -> None:
-        self.run = run.absolute()
+    def __init__(self, run: Path, config: EvalConfig, directory: Path | None = None) -> None:
+        self.run = path_of(run).absolute()
         self._check_is_run()
-        held = RunFolder(self.run).lock(WATCH_LOCK)
+        config = replace(config, run=config.run or RunFolder(self.run).name)
+        self._folder = RunFolder(self.run if directory is None else directory.absolute())
+        held = self._folder.lock(WATCH_LOCK)
         if held is None:
             raise UsageError(f"{run}: another process watches this run")
         self._lock = held
@@ -77,15 +81,15 @@ class Watching:
         self._finders = {one: CheckpointFinder(self.run, weights=one) for one in config.weights}
         self._complete: dict[Path, set[str]] = {}
         self._ready: list[Location] = []
-        self._marks = Marks(RunFolder(self.run).state, WATCHED)
-        self._spool = Spool(self.run)
+        self._marks = Marks(self._folder.state, WATCHED)
+        self._spool = Spool(self._folder.path)
         # Why each request was refused, as `decisions` reported last; None if it has no answer yet.
         left = (*self._spool.waiting(), *self._spool.refused())
         self._unanswered: dict[str, str | None] = {entry.key: None for entry in left}
         self._client = EvalClient(config.server_url, timeout=_TIMEOUT, token=config.token())
         always = replace(config, eval_strategy="steps", eval_steps=None, save_steps=None)
         # `decisions` returns the refusals.
-        self._submitter = Submitter(always, self.run, acts=True, logs_refusals=False)
+        self._submitter = Submitter(always, self._folder.path, acts=True, logs_refusals=False)
 
     def __enter__(self) -> Self:
         return self
@@ -102,7 +106,14 @@ class Watching:
             RefusedError: the server does not let this client ask.
         """
         self._collect()
-        submitted = []
+        submitted: list[tuple[int, tuple[str, ...]]] = []
+        try:
+            self._submit_ready(submitted)
+        except StoreError as error:
+            log.warning("submissions wait until the store answers: %s", error)
+        return submitted
+
+    def _submit_ready(self, submitted: list[tuple[int, tuple[str, ...]]]) -> None:
         while self._ready and self._has_room(_checkpoint(self._ready[0])):
             location = self._ready[0]
             checkpoint, step = _checkpoint(location), location.step or 0
@@ -119,7 +130,6 @@ class Watching:
                 asked = {**self._submitter.request(step), "checkpoint": str(checkpoint)}
                 keys = [request_key({**asked, "weights": one}) for one in weights]
                 self._unanswered |= dict.fromkeys(keys)
-        return submitted
 
     @property
     def held_back(self) -> int:
@@ -223,9 +233,8 @@ class Watching:
         if any({**entry.request, "checkpoint": None} == asked for entry in entries):
             return True
         place, own = f"{step}/{version}/", f"{step}/{version}/{self._hash(weights)}"
-        name = self._config.run or RunFolder(self.run).name
         try:
-            jobs = self._client.jobs(run=name, step=step, weights=weights)
+            jobs = self._client.jobs(run=self._config.run, step=step, weights=weights)
         except (ServerAwayError, EvaluationError):
             return own in self._marks
         tasks, profile = set(self._config.tasks), f":{self._config.profile}"
@@ -265,7 +274,7 @@ class Watching:
 
     def _has_room(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint can be pinned without the loss of another pin."""
-        pins = [pin.files for pin in list_pins(self.run) if pin.is_ours and not pin.owner]
+        pins = [pin.files for pin in list_pins(self._folder.path) if pin.is_ours and not pin.owner]
         if not pins or self._config.quota.count == 0:
             return True
         try:

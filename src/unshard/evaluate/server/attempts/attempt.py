@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
-from unshard.errors import UnshardError
+from unshard.errors import StoreError, UnshardError
 from unshard.evaluate.jobs import Job, Phase, Process
 from unshard.evaluate.server.attempts.endings import (
     SHOWN_LINES,
@@ -47,6 +47,7 @@ from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell
 from unshard.evaluate.server.warm.engines import Engines, engine_key
 from unshard.evaluate.server.warm.worker import REPLACE
+from unshard.stores.remote_path import is_url
 
 __all__ = ["Attempt", "Halt", "Limits", "Runner"]
 
@@ -141,6 +142,8 @@ class Runner:
     def _run(self, attempt: Attempt) -> Outcome:
         job = attempt.job
         (attempt.directory / "output").mkdir(parents=True)
+        if is_url(job.request.checkpoint) and (why := self._fail_if_rewritten(attempt)):
+            return why  # nothing is downloaded in vain
         model = self._merger.prepare(
             job,
             attempt.profile,
@@ -161,7 +164,7 @@ class Runner:
             if self._halt(job.id) is Halt.CANCELLED:
                 return Cancelled()
             return Lost("the server was stopped while it read the checkpoint")
-        except (PassingError, OSError) as error:
+        except (PassingError, StoreError, OSError) as error:
             return Postponed(_name_submitted(error, job))
         except UnshardError as error:
             return Failed(_name_submitted(error, job), may_retry=isinstance(error, CrashedError))

@@ -20,9 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unshard.errors import ConversionError, OutputError, UnshardError
+from unshard.errors import ConversionError, OutputError, StoreError, UnshardError
 from unshard.evaluate.server.evaluators.direct import PLACE_NAME
 from unshard.fronts import Command
+from unshard.stores.remote_path import path_of
 from unshard.write.staging.beneath import write_whole
 
 if TYPE_CHECKING:
@@ -95,12 +96,20 @@ def _answer(order: MergeOrder) -> dict[str, object]:
             _merge(order)
     except UnshardError as error:
         error.front = Command({}, f"unshard merge {shlex.quote(order.checkpoint)} OUTPUT")
-        found = {"error": str(error), "may_pass": isinstance(error, OutputError)}
+        found = {"error": str(error), "may_pass": isinstance(error, OutputError | StoreError)}
     except (OSError, MemoryError) as error:
         found = {"error": f"{order.checkpoint}: {error!r}", "may_pass": True}
     else:
         return answer | {"model": order.output}
-    return answer | found | {"is_gone": not Path(order.checkpoint).exists()}
+    return answer | found | {"is_gone": _is_gone(order.checkpoint)}
+
+
+def _is_gone(checkpoint: str) -> bool:
+    """Return whether nothing is there any more; False if its store does not say."""
+    try:
+        return not path_of(checkpoint).exists()
+    except StoreError:
+        return False
 
 
 def _is_whole(source: Path, options: Mapping[str, object]) -> bool:
@@ -175,7 +184,7 @@ def _options(order: MergeOrder) -> "MergeOptions":
 
     options = MergeOptions(**order.options)  # type: ignore[arg-type]  # JSON
     if order.config is not None:
-        location = next(find(Path(order.checkpoint), options.choice))
+        location = next(find(path_of(order.checkpoint), options.choice))
         if find_companions(location, None).config is None:
             return replace(options, config=order.config)
     return options

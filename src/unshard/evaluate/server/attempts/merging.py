@@ -25,6 +25,7 @@ from unshard.evaluate.server.attempts.merge_worker import ANSWER_NAME, MergeOrde
 from unshard.evaluate.server.config.profiles import CommandProfile, Profile, Weights
 from unshard.evaluate.server.processes.launching import start_module
 from unshard.evaluate.server.processes.table import identify, kill_group
+from unshard.stores.remote_path import RemotePath, is_url, path_of
 from unshard.write.staging.recovery import recover
 
 __all__ = [
@@ -82,7 +83,7 @@ class Merger:
     def model_of(self, job: Job) -> Path:
         """Return the model that a job's evaluator was given."""
         merged = self.merged(job.id)
-        return merged if merged.exists() else Path(job.pin or job.request.checkpoint).absolute()
+        return merged if merged.exists() else path_of(job.pin or job.request.checkpoint).absolute()
 
     def list_kept(self) -> list[str]:
         """Return the jobs whose merged models are there."""
@@ -110,7 +111,7 @@ class Merger:
             EvaluationError: see `merge_in_process`.
         """
         self.remove(job.id)
-        source = Path(job.request.checkpoint).absolute()
+        source = path_of(job.request.checkpoint).absolute()
         while not self._turns.acquire(timeout=_POLL_S):
             if is_given_up():
                 raise GivenUpError(f"the merge of {source} was given up before it started")
@@ -123,7 +124,7 @@ class Merger:
             None if profile.config is None else str(profile.config),
             needs_config=not isinstance(profile, CommandProfile),
             pin=job.pin,
-            may_be_whole=not is_direct,
+            may_be_whole=not (is_direct or isinstance(source, RemotePath)),
             is_direct=is_direct,
         )
         is_made = False
@@ -181,7 +182,10 @@ def merge_in_process(
     """
     log, patience = directory / _LOG_NAME, _Patience("the merge", timeout_s, is_given_up)
     with start_module(
-        "unshard.evaluate.server.attempts.merge_worker", directory=directory, log=log
+        "unshard.evaluate.server.attempts.merge_worker",
+        directory=directory,
+        log=log,
+        reads_store=is_url(order.checkpoint),
     ) as worker:
         if worker.stdin is None:
             raise RuntimeError("the worker has no stdin")
@@ -246,8 +250,13 @@ def _judge(source: str, directory: Path, returncode: int) -> Path:
     if answer["is_gone"]:
         raise GoneError(
             f"checkpoint {answer['checkpoint']} does not exist (removed, or the path is wrong)",
-            hint="check the path; pin checkpoints when they are submitted, or let more of them "
-            "stay",
+            hint=_hint_for_gone(source),
         )
     kind = PassingError if answer["may_pass"] else EvaluationError
     raise kind(answer["error"])
+
+
+def _hint_for_gone(source: str) -> str:
+    if is_url(source):
+        return "check the address; an object store has no pins: let checkpoints stay for longer"
+    return "check the path; pin checkpoints when they are submitted, or let more of them stay"

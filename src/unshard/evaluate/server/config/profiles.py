@@ -22,6 +22,7 @@ from unshard.evaluate.server.config.arguments import PLACEHOLDERS, placeholders_
 from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
 from unshard.evaluate.values import Scalar, expected, expects, whole
 from unshard.read.beside.model_config import read_config
+from unshard.stores.remote_path import is_url, path_of
 
 __all__ = [
     "COMMAND_EXPECTED",
@@ -80,6 +81,11 @@ def _absolute(value: object, info: ValidationInfo[Path | None]) -> Path:
     return info.context.absolute().parent / Path(value).expanduser()
 
 
+def _absolute_or_address(value: object, info: ValidationInfo[Path | None]) -> Path:
+    """Return a directory, or an address in an object store."""
+    return path_of(value) if isinstance(value, str) and is_url(value) else _absolute(value, info)
+
+
 def _program(text: str, info: ValidationInfo[Path | None]) -> str:
     """Return a program that exists. A link is not resolved: it is what names an environment."""
     if info.context is None:
@@ -125,6 +131,10 @@ NonEmptyText = Annotated[Bare, expects("a string that is not empty")]
 Texts = Annotated[tuple[Bare, ...], BeforeValidator(_list), expects("a list of strings")]
 Place = Annotated[Path, BeforeValidator(_absolute), expects("a string that is not empty")]
 Places = Annotated[tuple[Place, ...], BeforeValidator(_list), expects("a list of strings")]
+Root = Annotated[
+    Path, BeforeValidator(_absolute_or_address), expects("a directory, or s3://bucket/folder")
+]
+Roots = Annotated[tuple[Root, ...], BeforeValidator(_list), expects("a list of strings")]
 Folders = Annotated[Places, expects("directories that exist", _are_folders)]
 Environment = Annotated[
     Mapping[

@@ -29,9 +29,9 @@ from unshard.evaluate.server.config.profiles import (
     LmEvalProfile,
     NonEmptyText,
     Place,
-    Places,
     Profile,
     ProfileKeys,
+    Roots,
     Weights,
     default_profiles,
     drop_nulls,
@@ -147,7 +147,7 @@ class ServerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     _read = model_validator(mode="before")(drop_nulls)
 
-    roots: Places = ()
+    roots: Roots = ()
     """Checkpoints must be under one of these; without any, no checkpoint is accepted."""
     executor: Annotated[str, expects(" or ".join(EXECUTORS), lambda value: value in EXECUTORS)] = (
         "embedded"

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 
 from unshard._version import __version__
-from unshard.errors import UnshardError, UsageError
+from unshard.errors import StoreError, UnshardError, UsageError
 from unshard.evaluate.server.health import RETRY_AFTER_S, UnhealthyError
 from unshard.evaluate.server.http import lmms, v1
 from unshard.evaluate.server.http.answers import ErrorBody, ErrorFields
@@ -43,6 +43,7 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
     for kind, handler in {
         UnshardError: _on_error,
         UnhealthyError: _on_unhealthy,
+        StoreError: _on_unhealthy,
         sqlite3.OperationalError: _on_database,
         HTTPException: _on_http_error,
         RequestValidationError: _on_invalid,

@@ -74,6 +74,7 @@ class JobView(BaseModel):
     """A job and its state; times are seconds since the epoch.
 
     `superseded_by` is the job for the files that its trainer has saved in the same place since.
+    `pinned`: whether hard links keep the checkpoint, which may otherwise be removed while it waits.
     """
 
     id: str
@@ -92,13 +93,14 @@ class JobView(BaseModel):
     attempts: int
     error: str | None
     superseded_by: str | None
+    pinned: bool
     position: int | None
     metrics: dict[str, float]
 
     @classmethod
     def of(cls, job: Job, position: int | None) -> "JobView":
         """Return what clients see of a job."""
-        given: dict[str, object] = {"position": position}
+        given: dict[str, object] = {"position": position, "pinned": job.pin is not None}
         for name in cls.model_fields.keys() - given.keys():
             given[name] = getattr(job.request if name in _OF_REQUEST else job, name)
         return cls.model_validate(given)

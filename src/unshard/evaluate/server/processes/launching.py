@@ -45,6 +45,7 @@ _LAUNCHER = re.compile(
 # What this interpreter finds, another one should not.
 _PYTHON = frozenset({"PYTHONHOME", "PYTHONPATH"})
 # A URL in UNSHARD_EVAL_SERVER may contain a password.
+_STORES = re.compile(r"AWS_|GOOGLE_|AZURE_")  # what obstore reads
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL|^UNSHARD_EVAL_SERVER$", re.IGNORECASE)
 
 
@@ -115,12 +116,20 @@ def _held_back() -> Iterator[None]:
 
 
 def start_module(
-    module: str, *arguments: str, directory: Path, log: Path, stdin: int = subprocess.PIPE
+    module: str,
+    *arguments: str,
+    directory: Path,
+    log: Path,
+    stdin: int = subprocess.PIPE,
+    reads_store: bool = False,
 ) -> "subprocess.Popen[bytes]":
     """Start a module of this package as the leader of a process group; stdin is a pipe or given.
 
-    The directory of the attempt, in which it works, marks its processes.
+    The directory of the attempt, in which it works, marks its processes. Only one that reads an
+    object store gets the variables with this process's credentials for stores.
     """
+    environment = environment_of_module(str(directory))
+    stores = {name: environment[name] for name in environment if _STORES.match(name)}
     with log.open("wb") as output:
         return subprocess.Popen(  # noqa: S603
             [sys.executable, "-P", "-m", module, *arguments],
@@ -128,7 +137,7 @@ def start_module(
             stdout=output,
             stderr=output,
             cwd=directory,
-            env=scrub(environment_of_module(str(directory))),
+            env=scrub(environment) | (stores if reads_store else {}),
             start_new_session=True,
         )
 
