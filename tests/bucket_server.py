@@ -24,13 +24,18 @@ BUCKET = "shards"
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asked for: the number counts from 0; key and query are decoded."""
+    """What a client asked for: the number counts from 0; key and query are decoded.
+
+    Attributes:
+        copied: the ETag and the range of the object that the store is to copy.
+    """
 
     number: int
     method: str
     key: str
     query: str
     range: tuple[int, int] | None
+    copied: tuple[str, tuple[int, int]] | None
 
     @property
     def target(self) -> str:
@@ -193,12 +198,19 @@ def _kept_open(head: bytes) -> bytes:
 def _request(head: bytes, store: Store) -> Request:
     method, target, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
     url = urlsplit(target)
-    given = _field(head, b"range")
-    span = None
-    if given is not None:
-        first, _, last = given.decode().removeprefix("bytes=").partition("-")
-        span = int(first), int(last)
+    copied = None
+    if (span := _span(head, b"x-amz-copy-source-range")) is not None:
+        copied = (_field(head, b"x-amz-copy-source-if-match") or b"").decode(), span
     key = unquote(url.path).removeprefix(f"/{BUCKET}").removeprefix("/")
-    request = Request(len(store.requests), method, key, unquote(url.query), span)
+    number, query = len(store.requests), unquote(url.query)
+    request = Request(number, method, key, query, _span(head, b"range"), copied)
     store.requests.append(request)
     return request
+
+
+def _span(head: bytes, name: bytes) -> tuple[int, int] | None:
+    given = _field(head, name)
+    if given is None:
+        return None
+    first, _, last = given.decode().removeprefix("bytes=").partition("-")
+    return int(first), int(last)

@@ -17,11 +17,12 @@ from hypothesis.extra.numpy import basic_indices
 
 from recipe_values import filled, moves, whole
 from sources import ANY_DTYPE, Sources, Tensor, column_major, grid, merged, tensors, tensors_in
-from unshard.containers import strided
+from unshard.containers import open_files, strided
+from unshard.containers.open_files import AT_ONCE
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import LowRank, Recipe, WeightedSum, dtype_of, shape_of, take
 from unshard.engines import arrays
-from unshard.engines.arrays import AT_ONCE, TILE_BYTES, TensorReader
+from unshard.engines.arrays import TILE_BYTES, TensorReader
 from unshard.engines.threads import MIN_BUFFER, Resources
 from unshard.errors import CorruptError, UsageError
 from unshard.plan.layout import lay_out
@@ -249,7 +250,7 @@ def test_files_that_are_not_met_are_not_opened(large: Sources) -> None:
 
 def test_many_threads_read_from_one_reader(large: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has one file open at a time, and there are more threads than may read at a time."""
-    monkeypatch.setattr(arrays, "_OPEN_FILES", 1)
+    monkeypatch.setattr(open_files, "_OPEN_FILES", 1)
     reader, w = TensorReader(Path("checkpoint")), operation(take(large.entries["w"]))
 
     def rows(first: int) -> bool:

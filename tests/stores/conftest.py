@@ -1,13 +1,15 @@
 """Fixtures: a store per module, and the checkpoints that torch's processes write."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import unshard
 from bucket_server import Store, serving
 from oracle.conftest import samples, worker_pool, write_checkpoint
 
-__all__ = ["samples", "served", "store", "worker_pool", "write_checkpoint"]
+__all__ = ["samples", "served", "store", "truth", "worker_pool", "write_checkpoint"]
 
 
 @pytest.fixture(scope="module")
@@ -22,3 +24,11 @@ def store(served: Store) -> Store:
     """Return the module's store, without faults."""
     served.forget_requests()
     return served
+
+
+@pytest.fixture(scope="module")
+def truth(local: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Return the weights that a merge of a module's checkpoint `local` writes to disk."""
+    output = tmp_path_factory.mktemp("truth") / "out"
+    unshard.merge(local, output)
+    return (output / "model.safetensors").read_bytes()

@@ -38,13 +38,6 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def truth(local: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    output = tmp_path_factory.mktemp("truth") / "out"
-    unshard.merge(local, output)
-    return (output / WEIGHTS).read_bytes()
-
-
-@pytest.fixture(scope="module")
 def address(served: Store, local: Path) -> str:
     return served.upload(local, "faults")
 

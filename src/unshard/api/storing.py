@@ -18,7 +18,7 @@ from unshard.api.sources import inflated
 from unshard.api.unmerged.virtual import contents_of_output
 from unshard.engines.files import PieceReader
 from unshard.engines.threads import named_overflows
-from unshard.engines.uploads import upload_files
+from unshard.engines.uploads import Uploaded, upload_files
 from unshard.errors import UsageError
 from unshard.plan.pieces import Contents
 from unshard.progress import Listener, Stage
@@ -68,7 +68,7 @@ def store_output(
         stack.callback(reader.close)
         large = {name: one for name, one in files.items() if not _is_small(name, one)}
         listener(Stage("uploading", sum(one.size for one in large.values())))
-        overflows = upload_files(where, large, stage, options.resources, listener)
+        uploaded = upload_files(where, large, stage, options.resources, listener)
         small = {name: _bytes_of(one, reader) for name, one in files.items() if name not in large}
         for name, data in small.items():
             if not is_last(name):
@@ -79,9 +79,18 @@ def store_output(
         changed = compare_with_base(prepared, listener)
         listener(Stage("committing"))
         notes = stage.commit({name: data for name, data in small.items() if is_last(name)})
-    lost = named_overflows([overflows], prepared.plan)
+    lost = named_overflows([uploaded.overflows], prepared.plan)
+    notes += _not_copied(uploaded)
     notes = warn(listener, [*late_notes(prepared, changed, lost), *notes])
-    return make_report(prepared, target, options, started, notes=notes, changed=changed)
+    report = make_report(prepared, target, options, started, notes=notes, changed=changed)
+    return replace(report, bytes_copied=uploaded.copied)
+
+
+def _not_copied(uploaded: Uploaded) -> list[str]:
+    if uploaded.refused is None:
+        return []
+    why = uploaded.refused.subject
+    return [f"the store did not copy weights itself, so they were down- and uploaded: {why}"]
 
 
 def _decompressed(

@@ -83,6 +83,8 @@ def _print_merge(report: "Report") -> None:
         f"{report.seconds:.2f} s ({human_size(rate)}/s), "
         f"peak memory {human_size(report.peak_memory_bytes)}"
     )
+    if report.bytes_copied:
+        print(f"the store copied {human_size(report.bytes_copied)} of it itself")
     if report.changed_from_base is not None:
         changed, compared = report.changed_from_base
         print(f"{changed:,} of {counted(compared, 'tensor')} changed from the base model")

@@ -16,6 +16,7 @@ from unshard.stores.remote_file import RemoteFile
 from unshard.stores.remote_path import RemotePath
 
 __all__ = [
+    "AT_ONCE",
     "LentFiles",
     "OpenFiles",
     "Opened",
@@ -28,6 +29,10 @@ __all__ = [
     "preader",
     "size_of",
 ]
+
+AT_ONCE = 8
+"""How many threads read from `LentFiles` at the same time by default."""
+_OPEN_FILES = 32  # for each of them
 
 Opened = int | RemoteFile
 """A file that is open for reading: a descriptor, or an object in a bucket."""
@@ -162,17 +167,16 @@ class LentFiles:
     Args:
         what: names what was opened, for errors.
         at_once: how many threads may read at the same time.
-        limit: how many files each of them has open, at most.
     """
 
-    def __init__(self, what: str, *, at_once: int, limit: int) -> None:
+    def __init__(self, what: str, *, at_once: int = AT_ONCE) -> None:
         self._what = what
         self._at_once = at_once
         self._closing = Lock()
         self._closed = False
         self._idle: LifoQueue[OpenFiles] = LifoQueue()
         for _ in range(at_once):
-            self._idle.put(OpenFiles(os.O_RDONLY, limit=limit))
+            self._idle.put(OpenFiles(os.O_RDONLY, limit=_OPEN_FILES))
 
     def close(self) -> None:
         """Close all files once those that are lent are back; nothing can be read then."""

@@ -20,11 +20,9 @@ from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.selection import Selection, sliced, strides_of
 from unshard.write.execute import make_tile
 
-__all__ = ["AT_ONCE", "TILE_BYTES", "Empty", "Part", "TensorReader"]
+__all__ = ["TILE_BYTES", "Empty", "Part", "TensorReader"]
 
 TILE_BYTES = 4 * 1024 * 1024
-AT_ONCE = 8
-_OPEN_FILES = 32  # for each tile that is made at the same time
 
 Place = tuple[slice | EllipsisType, ...]
 Part = tuple[Place, Elements]
@@ -41,7 +39,7 @@ class TensorReader:
     def __init__(self, path: Path, empty: Empty = np.empty) -> None:
         self._empty = empty
         what = f"{path}: the checkpoint was closed"
-        self._files = LentFiles(what, at_once=AT_ONCE, limit=_OPEN_FILES)
+        self._files = LentFiles(what)
 
     def close(self) -> None:
         """Close all files once the tiles that are being made are done; nothing can be read then."""

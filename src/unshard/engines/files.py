@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unshard.containers.chunks import view
-from unshard.containers.open_files import LentFiles, Opened, OpenFiles
+from unshard.containers.open_files import AT_ONCE, LentFiles, Opened, OpenFiles
 from unshard.containers.strided import raw_dtype, read_exactly
 from unshard.errors import CorruptError
 from unshard.plan.pieces import Contents, Run, Slab, slab_tiles
@@ -26,31 +26,35 @@ from unshard.write.execute import count_overflows, make_tile
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["AT_ONCE", "CACHE_BYTES", "PieceReader", "PlannedFile"]
+__all__ = ["CACHE_BYTES", "PieceReader", "PlannedFile"]
 
 CACHE_BYTES = 32 * 1024 * 1024
-AT_ONCE = 8
-_OPEN_FILES = 32  # for each piece that is read at the same time
 _BLOCK = 1024 * 1024
 
 _Identity = tuple[int, int, int, int]
 
 
 class PieceReader:
-    """Reads what output files consist of; threads may, and `AT_ONCE` pieces are read at a time.
+    """Reads what output files consist of; threads may, and `at_once` pieces are read at a time.
 
     Args:
         path: that of the checkpoint, for errors.
         files: what will be read; their sources must not change from now on.
         cache_bytes: how much is kept of what was made last, `CACHE_BYTES` by default; one slab in
             any case.
+        at_once: how many pieces are read at a time.
     """
 
     def __init__(
-        self, path: Path, files: Mapping[str, Contents], *, cache_bytes: int | None = None
+        self,
+        path: Path,
+        files: Mapping[str, Contents],
+        *,
+        cache_bytes: int | None = None,
+        at_once: int = AT_ONCE,
     ) -> None:
         what = f"{path}: the files of the checkpoint were closed"
-        self._sources = LentFiles(what, at_once=AT_ONCE, limit=_OPEN_FILES)
+        self._sources = LentFiles(what, at_once=at_once)
         self._cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
         self._lock = Lock()  # of the two that follow
         self._made: OrderedDict[tuple[int, tuple[int, ...]], memoryview] = OrderedDict()

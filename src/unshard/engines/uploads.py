@@ -1,31 +1,40 @@
 """Make the files of an output block by block, and upload them without writing them anywhere.
 
 Blocks are made ahead by several threads, and uploaded in their order. No slab of a tensor is made
-twice, because blocks end where slabs do. Memory: see `Pace`.
+twice, because blocks end where slabs do. Files with long runs that the store can copy itself are
+composed of such copies and of what is between them. Memory: see `Pace`.
 """
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Protocol, Self
 
 from unshard.engines.files import PieceReader
 from unshard.engines.threads import Overflows, Resources
+from unshard.errors import StoreError
+from unshard.plan.parts import Part, parts_of
 from unshard.plan.pieces import Contents, blocks_of
 from unshard.progress import Advanced, Listener
 from unshard.signals import uninterrupted
+from unshard.stores.at_once import AT_ONCE
+from unshard.stores.copying import Composition
 from unshard.stores.objects import LEAST_PART, MOST_PARTS
+from unshard.stores.remote_path import RemotePath
 
-__all__ = ["Pace", "Uploader", "pace", "upload_files"]
+__all__ = ["Pace", "Uploaded", "Uploader", "pace", "upload_files"]
 
 _SHARE = 8
 _LARGEST_BLOCK = 32 << 20
 _MOST_AT_ONCE = 16
+
+_log = logging.getLogger(__name__)
 
 
 class Uploader(Protocol):
@@ -35,6 +44,12 @@ class Uploader(Protocol):
         self, name: str, blocks: Iterator[bytearray], *, part_bytes: int, at_once: int
     ) -> None:
         """Write a file from its blocks; what they raise is raised."""
+
+    def can_copy(self, source: Path, /) -> bool:
+        """Return whether `compose` can copy from a source file."""
+
+    def compose(self, name: str, size: int, send: Callable[[Composition], None], /) -> None:
+        """Write a file from the parts that `send` adds; what it raises is raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +68,11 @@ class Pace:
     ahead: int
     at_once: int
 
+    @property
+    def blocks(self) -> int:
+        """How many blocks are in memory where parts are sent in any order."""
+        return self.ahead + self.at_once
+
 
 def pace(memory_bytes: int) -> Pace:
     """Divide a bound on memory; four parts of 5 MiB are needed in any case."""
@@ -61,13 +81,28 @@ def pace(memory_bytes: int) -> Pace:
     return Pace(block, each, each)
 
 
+@dataclass(slots=True)
+class Uploaded:
+    """What became of the files.
+
+    Attributes:
+        overflows: how many finite values became infinite.
+        copied: how many bytes the store copied itself.
+        refused: why the store did not copy, where it failed to.
+    """
+
+    overflows: Overflows = field(default_factory=Overflows)
+    copied: int = 0
+    refused: StoreError | None = None
+
+
 def upload_files(
     path: Path,
     files: Mapping[str, Contents],
     uploader: Uploader,
     resources: Resources,
     listener: Listener,
-) -> Overflows:
+) -> Uploaded:
     """Make and upload files, one after another.
 
     Args:
@@ -75,23 +110,21 @@ def upload_files(
         files: what they consist of.
         uploader: takes them; called from another thread.
         resources: `memory_bytes` bounds the blocks.
-        listener: is told what was sent; called from another thread.
-
-    Returns:
-        How many finite values became infinite.
+        listener: is told what was sent or copied; called from another thread.
 
     Raises:
-        UnshardError: a source cannot be read, or what `uploader` raises.
+        UnshardError: a source cannot be read, or what `uploader` raises. If the store does not
+            copy, the files are uploaded.
     """
     chosen = pace(resources.memory_bytes)
-    readers = [PieceReader(path, {}, cache_bytes=0) for _ in range(chosen.ahead)]
+    reader = PieceReader(path, {}, cache_bytes=0, at_once=chosen.blocks)
     try:
-        with _Making(files, readers, chosen) as making:
-            making.send(uploader, listener)
+        with _Making(files, reader, chosen) as making:
+            done = making.send(uploader, listener)
     finally:
-        for reader in readers:
-            reader.close()
-    return sum((one.overflows for one in readers), Overflows())
+        reader.close()
+    done.overflows = reader.overflows
+    return done
 
 
 class _StoppedError(Exception):
@@ -101,23 +134,16 @@ class _StoppedError(Exception):
 class _Making:
     """Makes the blocks of files ahead of their upload."""
 
-    def __init__(
-        self, files: Mapping[str, Contents], readers: list[PieceReader], chosen: Pace
-    ) -> None:
-        self._files = files
+    def __init__(self, files: Mapping[str, Contents], reader: PieceReader, chosen: Pace) -> None:
+        self._files = dict(files)
         self._pace = chosen
         self._stopped = threading.Event()
-        self._readers: SimpleQueue[PieceReader] = SimpleQueue()
-        for reader in readers:
-            self._readers.put(reader)
-        self._makers = ThreadPoolExecutor(chosen.ahead, "unshard-blocks")
+        self._reader = reader
+        self._makers = ThreadPoolExecutor(chosen.blocks, "unshard-blocks")
+        self._copiers = ThreadPoolExecutor(AT_ONCE, "unshard-copies")
         self._sender = ThreadPoolExecutor(1, "unshard-upload")
-        self._made: deque[Future[bytearray]] = deque()
-        self._left = (
-            (one, *span)
-            for one in files.values()
-            for span in blocks_of(one, self._block_bytes(one))
-        )
+        self._done = Uploaded()
+        self._again = 0  # bytes that were announced, and are sent once more
 
     def __enter__(self) -> Self:
         return self
@@ -128,38 +154,112 @@ class _Making:
         with uninterrupted():
             self._sender.shutdown()
             self._makers.shutdown(cancel_futures=True)
+            self._copiers.shutdown(cancel_futures=True)
 
-    def send(self, uploader: Uploader, listener: Listener) -> None:
-        """Upload all files from a thread of their own, so that a signal can end the wait."""
+    def send(self, uploader: Uploader, listener: Listener) -> Uploaded:
+        """Write all files from a thread of their own, so that a signal can end the wait."""
 
         def send_all() -> None:
+            self._compose_files(uploader, listener)
+            made: deque[Future[bytearray]] = deque()
+            left = self._jobs()
             for name, contents in self._files.items():
                 part = self._block_bytes(contents)
-                blocks = self._blocks(contents, listener)
+                blocks = self._blocks(contents.size, made, left, listener)
                 uploader.upload(name, blocks, part_bytes=part, at_once=self._pace.at_once)
 
         self._sender.submit(send_all).result()
+        return self._done
+
+    def _compose_files(self, uploader: Uploader, listener: Listener) -> None:
+        """Write the files of which the store copies something; the others are left."""
+        for name, contents in list(self._files.items()):
+            parts = self._parts(contents, uploader)
+            if not any(one.copied for one in parts):
+                continue
+            sent: list[int] = []
+            send = partial(self._add_parts, contents, parts, sent, listener)
+            try:
+                uploader.compose(name, contents.size, send)
+            except StoreError as error:
+                _log.info("%s: the store does not copy: %s", name, error)
+                self._done.refused = error
+                self._again += sum(sent)
+                return
+            self._done.copied += sum(one.size for one in parts if one.copied)
+            del self._files[name]
+
+    def _parts(self, contents: Contents, uploader: Uploader) -> list[Part]:
+        least = max(LEAST_PART, -(-contents.size // (MOST_PARTS - 1)))
+        made = max(self._pace.block_bytes, 2 * least)
+        sizes = {"least": least, "made_bytes": made}
+        return list(parts_of(contents, **sizes, can_copy=uploader.can_copy))
+
+    def _add_parts(
+        self,
+        contents: Contents,
+        parts: Sequence[Part],
+        sent: list[int],
+        listener: Listener,
+        made: Composition,
+    ) -> None:
+        """Add all parts of a file, in any order; `sent` gets their sizes."""
+
+        def add(number: int, part: Part) -> int:
+            if self._stopped.is_set():
+                raise _StoppedError
+            run = part.copied
+            if run is not None and isinstance(run.source, RemotePath):
+                made.copy(number, run.source, run.start, run.length)
+            else:
+                made.put(number, self._make(contents, part.start, part.end))
+            return part.size
+
+        futures = [
+            (self._copiers if part.copied else self._makers).submit(add, number, part)
+            for number, part in enumerate(parts, 1)
+        ]
+        try:
+            for future in as_completed(futures):
+                sent.append(future.result())
+                self._advance(sent[-1], listener)
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+
+    def _advance(self, count: int, listener: Listener) -> None:
+        known = min(self._again, count)
+        self._again -= known
+        listener(Advanced(count - known))
 
     def _block_bytes(self, contents: Contents) -> int:
         return max(self._pace.block_bytes, -(-contents.size // MOST_PARTS))
 
-    def _blocks(self, contents: Contents, listener: Listener) -> Iterator[bytearray]:
-        left = contents.size
+    def _jobs(self) -> Iterator[tuple[Contents, int, int]]:
+        for one in self._files.values():
+            for start, end in blocks_of(one, self._block_bytes(one)):
+                yield one, start, end
+
+    def _blocks(
+        self,
+        left: int,
+        made: deque[Future[bytearray]],
+        jobs: Iterator[tuple[Contents, int, int]],
+        listener: Listener,
+    ) -> Iterator[bytearray]:
+        """Yield the blocks of a file of which `left` bytes are left; the next ones are made."""
         while left:
             if self._stopped.is_set():
                 raise _StoppedError
-            for job in islice(self._left, 1 + self._pace.ahead - len(self._made)):
-                self._made.append(self._makers.submit(self._make, *job))
-            block = self._made.popleft().result()
+            for job in islice(jobs, 1 + self._pace.ahead - len(made)):
+                made.append(self._makers.submit(self._make, *job))
+            block = made.popleft().result()
             left -= len(block)
-            listener(Advanced(len(block)))
+            self._advance(len(block), listener)
             yield block
 
     def _make(self, contents: Contents, start: int, end: int) -> bytearray:
-        reader = self._readers.get()
-        try:
-            block = bytearray(end - start)
-            reader.read(contents, start, memoryview(block))
-            return block
-        finally:
-            self._readers.put(reader)
+        block = bytearray(end - start)
+        self._reader.read(contents, start, memoryview(block))
+        return block

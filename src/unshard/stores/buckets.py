@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from obstore import GetResult
     from obstore.store import ObjectStore
 
-__all__ = ["Bucket", "Entry", "bucket_at", "client", "failure"]
+__all__ = ["Bucket", "Entry", "bucket_at", "changed", "client", "failure", "quoted"]
 
 _CUT_RETRIES = 3
 """How often the rest of a body is asked for again that ended early; requests are retried below."""
@@ -176,18 +176,17 @@ class Bucket:
         store = self.store
         try:
             return store.get(
-                key, options={"range": (start, start + length), "if_match": _quoted(entry.etag)}
+                key, options={"range": (start, start + length), "if_match": quoted(entry.etag)}
             )
         except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
             raise self._failed(key, error) from None
 
     def _failed(self, key: str, error: Exception) -> UnshardError:
         where = f"{self.url}/{key}"
-        hint = "was the checkpoint removed or rewritten while it was being read?"
         if isinstance(error, FileNotFoundError):
-            return CorruptError(f"{where}: no longer exists", hint=hint)
+            return changed(where, "no longer exists")
         if type(error).__name__ == "PreconditionError" or "416 Range" in str(error)[:2000]:
-            return CorruptError(f"{where}: has changed while it was being read", hint=hint)
+            return changed(where)
         return failure(where, error)
 
     def _list(self, key: str) -> dict[str, Entry | None]:
@@ -224,7 +223,7 @@ def bucket_at(url: str) -> Bucket:
         return _buckets.setdefault(url, Bucket(url))
 
 
-def _quoted(etag: str | None) -> str | None:
+def quoted(etag: str | None) -> str | None:
     """Return an etag as requests have it, quoted; None if it is weak, which matches nothing."""
     if etag is None or etag.startswith("W/"):
         return None
@@ -234,6 +233,12 @@ def _quoted(etag: str | None) -> str | None:
 def _is_denied(error: Exception) -> bool:
     is_named = type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
     return is_named or "status code: 403" in str(error)[:2000]
+
+
+def changed(where: str, how: str = "has changed while it was being read") -> CorruptError:
+    """Return the error that an object is gone, or is not the one that was listed."""
+    hint = "was the checkpoint removed or rewritten while it was being read?"
+    return CorruptError(f"{where}: {how}", hint=hint)
 
 
 def failure(where: str, error: Exception) -> StoreError:

@@ -36,11 +36,13 @@ class RemoteFile:
     Attributes:
         name: its address.
         size: bytes.
+        etag: as that of an `Entry`.
     """
 
     def __init__(self, bucket: Bucket, key: str, entry: Entry) -> None:
         self.name = f"{bucket.url}/{key}"
         self.size = entry.size
+        self.etag = entry.etag
         self._bucket, self._key, self._entry = bucket, key, entry
         self._blocks: deque[tuple[int, bytearray]] = deque(maxlen=_BLOCKS)
 

@@ -9,9 +9,11 @@ fails removes what it wrote, and the claim. A process that is killed leaves both
 import json
 import logging
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +22,7 @@ from unshard.errors import OutputError, UnshardError
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted
 from unshard.signals import uninterrupted
+from unshard.stores.copying import Composition, Copier
 from unshard.stores.objects import Stored, create, listed, remove, upload
 from unshard.stores.remote_path import RemotePath
 from unshard.write.companions import ADAPTER_CONFIG_NAME
@@ -117,6 +120,21 @@ class BucketStage:
         limits = {"part_bytes": part_bytes, "at_once": at_once}
         self._written[name] = upload(self._bucket, self._key(name), blocks, **limits)
 
+    def can_copy(self, source: Path) -> bool:
+        """Return whether the store copies from a file of the checkpoint itself, for `compose`."""
+        return self._copier is not None and self._copier.can_copy(source)
+
+    def compose(self, name: str, size: int, send: Callable[[Composition], None]) -> None:
+        """Write a file from parts, as `Copier.compose` does; for any thread.
+
+        Raises:
+            StoreError: the store cannot be reached, or does not do it.
+        """
+        if self._copier is None:
+            raise TypeError("the store cannot copy")
+        self._written[name] = None  # whatever happens now, it may be there
+        self._written[name] = self._copier.compose(self._bucket, self._key(name), size, send)
+
     def create(self, name: str, data: bytes) -> None:
         """Write a small file, whose name must not be taken.
 
@@ -171,6 +189,10 @@ class BucketStage:
             self._is_complete = True
             left = self._remove([CLAIM_NAME])
         return [f"{self._target} is complete, but {CLAIM_NAME} could not be removed"] * bool(left)
+
+    @cached_property
+    def _copier(self) -> Copier | None:
+        return Copier.into(self._bucket)
 
     def _key(self, name: str) -> str:
         return f"{self._target.key}/{name}".lstrip("/")

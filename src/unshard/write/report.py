@@ -29,6 +29,8 @@ class Report:
         dtypes: dtypes written, with tensor counts.
         operations: number of operations of the plan, by kind.
         bytes_read, bytes_written: of weights.
+        bytes_copied: how many of the written ones an object store copied itself: they did not pass
+            through this machine.
         memory_bytes: bound on the buffers.
         seconds: how long it took; peak_memory_bytes: of this process so far.
         dry_run: nothing was written.
@@ -67,6 +69,7 @@ class Report:
     url: str | None
     notes: tuple[str, ...]
     skipped: tuple[Skipped, ...]
+    bytes_copied: int = 0
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -1,0 +1,186 @@
+"""Objects of S3 that are made of ranges of others, which the store copies itself, by boto3.
+
+obstore has no such request. boto3 finds credentials as obstore does, in the environment or from the
+machine; where it finds others, the store refuses. No message contains what a store says.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Self
+
+from unshard.errors import StoreError
+from unshard.stores.buckets import Bucket, changed, quoted
+from unshard.stores.objects import Stored
+from unshard.stores.remote_path import RemotePath
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
+
+__all__ = ["Composition", "Copier"]
+
+_SCHEMES = ("s3", "s3a")
+_SECONDS = 600
+_TRIES = 10
+_CONNECTIONS = 16
+_CODE = re.compile(r"\w{1,64}")
+_CHANGED = ("PreconditionFailed", "412", "NoSuchKey", "InvalidRange")
+
+
+class Composition:
+    """The parts of an object that is not there yet; any thread may add one.
+
+    Args:
+        client: of boto3.
+        where: the address of the object, for errors.
+        names: bucket, key and number of the upload, as requests have them.
+    """
+
+    def __init__(self, client: "BaseClient", where: str, names: dict[str, str]) -> None:
+        self._client, self._where, self._names = client, where, names
+        self._lock = Lock()
+        self._etags: dict[int, str] = {}
+
+    def put(self, number: int, data: bytearray) -> None:
+        """Send a part. Numbers begin with 1.
+
+        Raises:
+            StoreError: the store cannot be reached, or does not allow it.
+        """
+        try:
+            done = self._client.upload_part(**self._names, PartNumber=number, Body=data)
+        except Exception as error:  # noqa: BLE001 (botocore's errors have no common base)
+            raise _failure(self._where, error) from None
+        self._add(number, done["ETag"])
+
+    def copy(self, number: int, source: RemotePath, start: int, length: int) -> None:
+        """Let the store copy a part from another object, which must be the one that was opened.
+
+        Raises:
+            CorruptError: it is gone, or is another one.
+            StoreError: the store cannot be reached, or does not do it.
+        """
+        try:
+            done = self._client.upload_part_copy(
+                **self._names,
+                PartNumber=number,
+                CopySource={"Bucket": _name_of(source.bucket), "Key": source.key},
+                CopySourceRange=f"bytes={start}-{start + length - 1}",
+                CopySourceIfMatch=quoted(source.opened().etag),
+            )
+        except Exception as error:  # noqa: BLE001
+            if _code(error) in _CHANGED:
+                raise changed(str(source)) from None
+            raise _failure(self._where, error) from None
+        self._add(number, done["CopyPartResult"]["ETag"])
+
+    def complete(self) -> str:
+        """Make the object of all parts, in the order of their numbers; return its entity tag.
+
+        Raises:
+            StoreError: the store cannot be reached, or does not take the parts.
+        """
+        parts = [{"PartNumber": one, "ETag": self._etags[one]} for one in sorted(self._etags)]
+        try:
+            done = self._client.complete_multipart_upload(
+                **self._names, MultipartUpload={"Parts": parts}
+            )
+        except Exception as error:  # noqa: BLE001
+            raise _failure(self._where, error) from None
+        etag: str = done["ETag"]
+        return etag
+
+    def _add(self, number: int, etag: str) -> None:
+        with self._lock:
+            self._etags[number] = etag
+
+
+class Copier:
+    """Composes objects of parts that S3 copies.
+
+    Args:
+        client: of boto3.
+    """
+
+    def __init__(self, client: "BaseClient") -> None:
+        self._client = client
+
+    @classmethod
+    def into(cls, bucket: Bucket) -> Self | None:
+        """Return what writes into a bucket; None if it is not in S3, or boto3 is absent or old."""
+        client = _client() if _is_in_s3(bucket) else None
+        return None if client is None else cls(client)
+
+    def can_copy(self, source: Path) -> bool:
+        """Return whether a file is an object of S3 whose replacement would be noticed."""
+        if not isinstance(source, RemotePath) or not _is_in_s3(source.bucket):
+            return False
+        return quoted(source.opened().etag) is not None
+
+    def compose(
+        self, bucket: Bucket, key: str, size: int, send: Callable[[Composition], None]
+    ) -> Stored:
+        """Write an object of `size` bytes from the parts that `send` adds before it returns.
+
+        What `send` raises aborts the upload, and is raised.
+
+        Raises:
+            StoreError: the store cannot be reached, or does not allow it.
+        """
+        where, names = f"{bucket.url}/{key}", {"Bucket": _name_of(bucket), "Key": key}
+        try:
+            names["UploadId"] = self._client.create_multipart_upload(**names)["UploadId"]
+        except Exception as error:  # noqa: BLE001 (botocore's errors have no common base)
+            raise _failure(where, error) from None
+        made = Composition(self._client, where, names)
+        try:
+            send(made)
+            return Stored(size, made.complete())
+        except BaseException:
+            with suppress(Exception):  # what made it fail is raised
+                self._client.abort_multipart_upload(**names)
+            raise
+
+
+def _is_in_s3(bucket: Bucket) -> bool:
+    return bucket.url.partition(":")[0] in _SCHEMES
+
+
+def _name_of(bucket: Bucket) -> str:
+    return bucket.url.partition("://")[2]
+
+
+def _client() -> "BaseClient | None":
+    try:
+        from boto3.session import Session
+        from botocore.config import Config
+
+        config = Config(
+            retries={"mode": "standard", "max_attempts": _TRIES},
+            read_timeout=_SECONDS,
+            max_pool_connections=_CONNECTIONS,
+            request_checksum_calculation="when_required",  # other servers do not know them
+            response_checksum_validation="when_required",
+        )
+    except (ImportError, TypeError):
+        return None
+    find = os.environ.get  # these are the names that obstore reads
+    endpoint = find("AWS_ENDPOINT_URL_S3") or find("AWS_ENDPOINT_URL") or find("AWS_ENDPOINT")
+    region = find("AWS_REGION") or find("AWS_DEFAULT_REGION")
+    return Session().client("s3", endpoint_url=endpoint, region_name=region, config=config)
+
+
+def _code(error: Exception) -> str:
+    """Return the code of an answer that is an error, or ""."""
+    found = getattr(error, "response", {}).get("Error", {}).get("Code", "")
+    return found if _CODE.fullmatch(found) else ""
+
+
+def _failure(where: str, error: Exception) -> StoreError:
+    status = getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", "")
+    if status:
+        return StoreError(f"{where}: the store answers {status} {_code(error)}".rstrip())
+    return StoreError(f"{where}: the request failed ({type(error).__name__})")
