@@ -1,6 +1,7 @@
 """The safetensors container: the bytes of the reference implementation, and no laxer than it."""
 
 import json
+import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -144,6 +145,19 @@ def test_entries_come_in_the_order_of_their_data_whatever_the_header_says(file: 
 def test_a_file_without_tensors_is_read(file: Path, header: dict[str, object]) -> None:
     file.write_bytes(container(header))
     assert read_safetensors(file).entries == ()
+    assert reference_accepts(file)
+
+
+def test_tensors_may_lie_beyond_the_first_4_gib(file: Path) -> None:
+    sizes = {"a": (1 << 32) - 4, "b": 8, "c": 1 << 33}
+    entries, at = [], 0
+    for name, size in sizes.items():
+        entries.append(HeaderEntry(name, BY_CODE["U8"], (size,), at, at + size))
+        at += size
+    header = encode_header(entries, {})
+    file.write_bytes(header)
+    os.truncate(file, len(header) + at)  # the data is a hole: it takes no space
+    assert read_safetensors(file).entries == tuple(entries)
     assert reference_accepts(file)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from struct import pack, unpack
+from typing import TypeGuard
 
 from unshard.errors import CorruptError, IncompleteError
 from unshard.tensors.dtypes import BY_CODE, DType
@@ -122,7 +123,7 @@ def _no_constant(name: str) -> object:
 def _entry(path: Path, name: str, value: object) -> HeaderEntry:
     match value:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
-            _are_sizes(shape) and _are_sizes([begin, end])
+            _is_shape(shape) and _is_size(begin) and _is_size(end)
         ):
             pass
         case _:
@@ -141,14 +142,21 @@ def _entry(path: Path, name: str, value: object) -> HeaderEntry:
     return HeaderEntry(name, dtype, tuple(shape), begin, end)
 
 
-def _are_sizes(values: list[object]) -> bool:
-    """Return whether these are sizes as the format has them: not negative, below 2^64 in all."""
-    product = 1
-    for value in values:
-        if type(value) is not int or not 0 <= value < _MAX_SIZE:
+def _is_shape(sizes: list[object]) -> bool:
+    """Return whether these are sizes, and their product is one, whichever of them are 0."""
+    elements = 1
+    for size in sizes:
+        if not _is_size(size):
             return False
-        product *= max(value, 1)
-    return product < _MAX_SIZE
+        elements *= max(size, 1)
+        if elements >= _MAX_SIZE:
+            return False
+    return True
+
+
+def _is_size(value: object) -> TypeGuard[int]:
+    """Return whether this is a size as the format has them: not negative, below 2^64."""
+    return type(value) is int and 0 <= value < _MAX_SIZE
 
 
 def _check_tiling(path: Path, entries: Sequence[HeaderEntry], data_size: int) -> None:
