@@ -7,6 +7,10 @@ metadata is a `Metadata` object that pickle writes, as `FileSystemWriter.finish`
 
     python benchmarks/planning.py --directory DIR 1000x64 10000x64 --against OTHER_CHECKOUT
 
+A case is TENSORSxRANKS; or a model, how it has its experts (one by one, fused, or fused with a LoRA
+adapter), and optionally the number of ranks: deepseek-v3-experts, kimi-k2-expertsx8,
+qwen3-moe-fused, gpt-oss-lora. With -dcp at its end it is a checkpoint of DCP.
+
 With `--against`, the sources of another checkout run in turns with these. Times are medians, of the
 clock and of all processors together; memory is the highest sum of the resident sets of the command
 and its workers.
@@ -16,6 +20,7 @@ import argparse
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -58,23 +63,49 @@ _KIMI_K2 = _DEEPSEEK_V3 | {
     "num_key_value_heads": 64,
     "vocab_size": 163840,
 }
-_CONFIGS = {"deepseek-v3": _DEEPSEEK_V3, "kimi-k2": _KIMI_K2}
+_QWEN3_MOE = {  # of 235 billion parameters
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 4096,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_experts": 128,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+_GPT_OSS = _QWEN3_MOE | {  # of 120 billion parameters; its experts are stored as (E, in, out)
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "moe_intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+}
+_CONFIGS = {
+    "deepseek-v3": _DEEPSEEK_V3,
+    "kimi-k2": _KIMI_K2,
+    "qwen3-moe": _QWEN3_MOE,
+    "gpt-oss": _GPT_OSS,
+}
+_LORA_RANK = 16
 
 
-def mixture(config: Mapping[str, object], *, fused: bool) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of such a model: its experts one by one, or fused in one tensor."""
+def latent(config: Mapping[str, object], kind: str) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of a model like DeepSeek-V3; `kind` is as for `experts`."""
     size = {key: value for key, value in config.items() if isinstance(value, int)}
     hidden, heads = size["hidden_size"], size["num_attention_heads"]
     rope, nope, value = size["qk_rope_head_dim"], size["qk_nope_head_dim"], size["v_head_dim"]
     q_rank, kv_rank = size["q_lora_rank"], size["kv_lora_rank"]
-    experts, inner = size["n_routed_experts"], size["moe_intermediate_size"]
+    routed, inner = size["n_routed_experts"], size["moe_intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (size["vocab_size"], hidden)}
-
-    def mlp(prefix: str, width: int) -> None:
-        shapes[f"{prefix}.gate_proj.weight"] = (width, hidden)
-        shapes[f"{prefix}.up_proj.weight"] = (width, hidden)
-        shapes[f"{prefix}.down_proj.weight"] = (hidden, width)
-
     for layer in range(size["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         shapes |= {
@@ -89,27 +120,88 @@ def mixture(config: Mapping[str, object], *, fused: bool) -> dict[str, tuple[int
             f"{at}.post_attention_layernorm.weight": (hidden,),
         }
         if layer < size["first_k_dense_replace"]:
-            mlp(f"{at}.mlp", size["intermediate_size"])
+            shapes |= mlp(f"{at}.mlp", size["intermediate_size"], hidden)
             continue
-        shapes[f"{at}.mlp.gate.weight"] = (experts, hidden)
-        shapes[f"{at}.mlp.gate.e_score_correction_bias"] = (experts,)
-        mlp(f"{at}.mlp.shared_experts", inner)
-        if fused:
-            shapes[f"{at}.mlp.experts.gate_up_proj"] = (experts, 2 * inner, hidden)
-            shapes[f"{at}.mlp.experts.down_proj"] = (experts, hidden, inner)
-        else:
-            for expert in range(experts):
-                mlp(f"{at}.mlp.experts.{expert}", inner)
+        shapes[f"{at}.mlp.gate.weight"] = (routed, hidden)
+        shapes[f"{at}.mlp.gate.e_score_correction_bias"] = (routed,)
+        shapes |= mlp(f"{at}.mlp.shared_experts", inner, hidden)
+        shapes |= experts(f"{at}.mlp.experts", kind, (routed, inner, hidden), turned=False)
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (size["vocab_size"], hidden)}
 
 
-def shapes_of(case: str) -> tuple[Shapes, int, Mapping[str, object] | None]:
-    """Return names and shapes, number of ranks, and config of a case.
+def grouped(config: Mapping[str, object], kind: str) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of a model like Qwen3 MoE or gpt-oss; `kind` is as for `experts`."""
+    size = {key: value for key, value in config.items() if isinstance(value, int)}
+    hidden, routed, head = size["hidden_size"], size["num_experts"], size["head_dim"]
+    queries, keys = size["num_attention_heads"] * head, size["num_key_value_heads"] * head
+    turned = config["model_type"] == "gpt_oss"
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (size["vocab_size"], hidden)}
+    for layer in range(size["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.self_attn.q_proj.weight": (queries, hidden),
+            f"{at}.self_attn.k_proj.weight": (keys, hidden),
+            f"{at}.self_attn.v_proj.weight": (keys, hidden),
+            f"{at}.self_attn.o_proj.weight": (hidden, queries),
+            f"{at}.input_layernorm.weight": (hidden,),
+            f"{at}.post_attention_layernorm.weight": (hidden,),
+            f"{at}.mlp.{'router' if turned else 'gate'}.weight": (routed, hidden),
+        }
+        if turned:
+            widths = (queries, keys, keys, hidden)
+            rows = zip("qkvo", widths, strict=True)
+            shapes |= {f"{at}.self_attn.{one}_proj.bias": (width,) for one, width in rows}
+            shapes |= {
+                f"{at}.self_attn.sinks": (queries // head,),
+                f"{at}.mlp.router.bias": (routed,),
+            }
+        else:
+            shapes |= {f"{at}.self_attn.{one}_norm.weight": (head,) for one in "qk"}
+        inner = size["moe_intermediate_size"]
+        shapes |= experts(f"{at}.mlp.experts", kind, (routed, inner, hidden), turned=turned)
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (size["vocab_size"], hidden)}
 
-    "1000x64" has 1,000 tensors on 64 ranks; the others are "deepseek-v3-fused", "kimi-k2-experts".
+
+def mlp(prefix: str, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the three matrices of an expert, or of a dense layer."""
+    return {
+        f"{prefix}.gate_proj.weight": (width, hidden),
+        f"{prefix}.up_proj.weight": (width, hidden),
+        f"{prefix}.down_proj.weight": (hidden, width),
+    }
+
+
+def experts(
+    at: str, kind: str, size: tuple[int, int, int], *, turned: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of a layer's experts; `size` is their number, and their sizes.
+
+    Their `kind` is "experts" (one by one), "fused" in two tensors, or "lora": fused, as PEFT names
+    them when both have an adapter.
     """
+    count, inner, hidden = size
+    if kind == "experts":
+        each = (mlp(f"{at}.{expert}", inner, hidden) for expert in range(count))
+        return {name: shape for one in each for name, shape in one.items()}
+    front, wrapper = ("base_model.model.", ".base_layer") if kind == "lora" else ("", "")
+    shapes: dict[str, tuple[int, ...]] = {}
+    parts = ("gate_up_proj", wrapper, 2 * inner, hidden), ("down_proj", "", hidden, inner)
+    for name, inside, rows, columns in parts:
+        matrix = (columns, rows) if turned else (rows, columns)
+        shapes[f"{front}{at}{wrapper * 2}.{name}"] = (count, *matrix)
+        if turned:
+            shapes[f"{front}{at}{wrapper * 2}.{name}_bias"] = (count, rows)
+        if kind == "lora":
+            pair = f"{front}{at}{inside}.lora_"
+            shapes[f"{pair}A.default.weight"] = (count * _LORA_RANK, matrix[1])
+            shapes[f"{pair}B.default.weight"] = (matrix[0], _LORA_RANK * count)
+    return shapes
+
+
+def shapes_of(case: str) -> tuple[Shapes, int, Mapping[str, object] | None]:
+    """Return names and shapes, number of ranks, and config of a case."""
     count, _, ranks = case.partition("x")
-    if count.isdigit() and ranks.isdigit():
+    if count.isdigit():
         rows = max(1024, int(ranks))
         odd = (rows + 1, 64)  # one in eight does not divide
         return (
@@ -120,8 +212,12 @@ def shapes_of(case: str) -> tuple[Shapes, int, Mapping[str, object] | None]:
             int(ranks),
             None,
         )
-    name, _, kind = case.rpartition("-")
-    return mixture(_CONFIGS[name], fused=kind == "fused"), 64, _CONFIGS[name]
+    found = re.fullmatch(r"(.+)-(experts|fused|lora)(?:x(\d+))?", case)
+    if found is None or found[1] not in _CONFIGS:
+        raise SystemExit(f"{case}: unknown, see --help")
+    config = _CONFIGS[found[1]]
+    make = latent if "q_lora_rank" in config else grouped
+    return make(config, found[2]), int(found[3] or 64), config
 
 
 def write_rank(rank: int, *, directory: Path, shapes: Shapes, ranks: int) -> None:
@@ -219,6 +315,8 @@ def write(case: str, directory: Path) -> Path:
     begun.mkdir(parents=True)
     if config is not None:
         (begun / "config.json").write_text(json.dumps(config))
+        meta = {"r": _LORA_RANK, "lora_alpha": 32, "task_type": "CAUSAL_LM"}
+        (begun / "lora_train_meta.json").write_text(json.dumps(meta))
     if case.endswith("-dcp"):
         write_dcp(begun, shapes, ranks)
     else:
@@ -269,7 +367,9 @@ def _resident(pid: int) -> int:
 
 def main() -> None:
     """Write what is missing, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", default=["1000x64", "1000x256", "10000x64"])
     parser.add_argument("--directory", type=Path, required=True, help="keeps the checkpoints")
     parser.add_argument("--against", type=Path, help="another checkout of unshard")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from unshard.convert.lora.names import FRONT
-from unshard.convert.recipes import Recipe, take
+from unshard.convert.recipes import Take, take
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
@@ -15,7 +15,7 @@ def entry(name: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorEn
     return TensorEntry(name, BY_NAME[dtype], shape, ChunkRows(len(shape)).table(()))
 
 
-def recipes(shapes: Shapes, dtype: str = "float32") -> dict[str, Recipe]:
+def recipes(shapes: Shapes, dtype: str = "float32") -> dict[str, Take]:
     """Recipes of tensors of which nothing but names, shapes and dtypes is looked at."""
     return {name: take(entry(name, shape, dtype)) for name, shape in shapes.items()}
 

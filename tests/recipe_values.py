@@ -24,8 +24,9 @@ Array = NDArray[np.generic]
 def evaluate(recipe: Recipe, values: dict[str, Array]) -> Array:
     """Return what a recipe means: the definition, in numpy."""
     match recipe:
-        case Take(entry, box, permutation):
-            where = tuple(slice(lo, hi) for lo, hi in zip(box.offsets, box.ends, strict=True))
+        case Take(entry, box, permutation, steps):
+            grid = zip(box.offsets, box.sizes, steps or (1,) * len(box.sizes), strict=True)
+            where = tuple(slice(lo, lo + (count - 1) * by + 1, by) for lo, count, by in grid)
             part = values[entry.fqn][where]
             if permutation is None:
                 return part
@@ -54,13 +55,18 @@ def evaluate(recipe: Recipe, values: dict[str, Array]) -> Array:
 
 @st.composite
 def takes(draw: st.DrawFn, entry: TensorEntry, sizes: tuple[int, ...] | None = None) -> Take:
-    """A random box of a tensor, permuted."""
+    """Random elements of a tensor, evenly spaced and permuted."""
     wanted = sizes or tuple(draw(st.integers(1, size)) for size in entry.shape)
+    most = [(n - 1) // max(want - 1, 1) for n, want in zip(entry.shape, wanted, strict=True)]
+    steps = tuple(draw(st.integers(1, max(by, 1))) for by in most)
+    spans = [(want - 1) * by + 1 for want, by in zip(wanted, steps, strict=True)]
     offsets = tuple(
-        draw(st.integers(0, size - want)) for size, want in zip(entry.shape, wanted, strict=True)
+        draw(st.integers(0, size - span)) for size, span in zip(entry.shape, spans, strict=True)
     )
     permutation = draw(st.none() | st.permutations(range(len(wanted))).map(tuple))
-    return Take(entry, Box(offsets, wanted), permutation if sizes is None else None)
+    is_box = steps == (1,) * len(steps) and draw(st.booleans())
+    turned = permutation if sizes is None else None
+    return Take(entry, Box(offsets, wanted), turned, None if is_box else steps)
 
 
 @st.composite

@@ -17,11 +17,11 @@ from unshard.convert.lora.files import adapter_tensors, completed
 from unshard.convert.lora.fuse import fuse, scale_of
 from unshard.convert.lora.names import FRONT, split_adapter
 from unshard.convert.outputs import Converted
-from unshard.convert.recipes import LowRank, Recipe, Take, stored_dtype, take
+from unshard.convert.recipes import LowRank, Recipe, Take, pick, stored_dtype, take
 from unshard.errors import ConversionError, UsageError
 from unshard.noted import Noted
 from unshard.plan.layout import lay_out
-from unshard.plan.planner import make_plan
+from unshard.plan.planner import make_plan, table_of
 from unshard.read.beside.adapter_config import AdapterConfig
 from unshard.tensors.boxes import Box
 from unshard.tensors.dtypes import BY_NAME
@@ -62,9 +62,7 @@ class Model:
             kept = tuple(chunk for chunk in chunks if chunk.box.volume)
             self.sources.add(name, Tensor(BY_NAME[dtype], shape, kept), values.view("u4"))
             self.values[name] = values
-        self.recipes: dict[str, Recipe] = {
-            name: take(one) for name, one in self.sources.entries.items()
-        }
+        self.recipes = {name: take(one) for name, one in self.sources.entries.items()}
 
     def fuse(self, config: AdapterConfig | None = PLAIN) -> dict[str, Array]:
         """Fuse, write, and return what was written."""
@@ -130,6 +128,15 @@ def test_experts_get_their_own_updates(tmp_path: Path, *, is_turned: bool) -> No
         delta = np.einsum("ore,eri->eoi", b.reshape(len(b), 2, 3), ranks)
         expected = weight + 4 * (delta.transpose(0, 2, 1) if is_turned else delta)
         assert_close(found[f"m.experts.{name}"], expected)
+
+
+def test_an_expert_takes_one_piece_of_every_chunk(tmp_path: Path) -> None:
+    """Its columns in B are evenly spaced: they are found, and read, all at once."""
+    model = Model(tmp_path, EXPERTS)
+    fused = fuse(split_adapter(model.recipes), PLAIN, None, None).value
+    expert = pick(fused["m.experts.down_proj"], 1)
+    assert isinstance(expert, LowRank)
+    assert [len(table_of(one)) for one in (expert.a, expert.b)] == [2, 2]  # each cut in two
 
 
 def test_an_attention_module_of_torch_is_refused() -> None:

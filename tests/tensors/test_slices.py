@@ -16,7 +16,7 @@ from unshard.plan.work import tile_parts
 from unshard.tensors.boxes import find_gap
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import BY_NAME
-from unshard.tensors.selection import Selection, select, sliced
+from unshard.tensors.selection import Selection, cut_out, select, sliced
 
 DTYPES = [BY_NAME[name] for name in ("uint8", "float16", "float32", "complex64")]
 
@@ -81,6 +81,16 @@ def test_only_the_chunks_that_are_met_stay(tmp_path: Path) -> None:
     assert len(sliced(table, select(slice(5, 5), (40, 6)), 4)) == 0
     assert sliced(table, select(slice(3, 14), (40, 6)), 4).strides is None
     assert sliced(table, select((slice(None), 0), (40, 6)), 4).length.tolist() == [9 * 24 + 4] * 4
+
+
+def test_parts_that_are_cut_alike_share_their_boxes(tmp_path: Path) -> None:
+    """So a plan finds their runs of bytes once, not for every expert of a layer."""
+    sources = Sources(tmp_path)
+    sources.add("w", grid("float32", (4, 6, 8), (2, 1, 1)))
+    experts = [((at, 0, 0), (1, 1, 1), (1, 6, 8)) for at in range(4)]
+    parts = cut_out(sources.entries["w"].chunks, experts, 4, (1, 2))
+    assert {id(part.offsets) for part in parts} == {id(parts[0].offsets)}
+    assert parts[1].start - parts[0].start == [6 * 8 * 4]
 
 
 @st.composite

@@ -140,7 +140,7 @@ def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping
         if options.lora == "both":
             raise _no_adapter(checkpoint, options)
         return Noted({**split.base, **split.saved})
-    base: dict[str, Recipe] | None = None
+    base: Mapping[str, Recipe] | None = None
     if split.adapter_only and checkpoint.base is not None:
         base = _as_stored(checkpoint.base)
         if not all(path in base or f"{path}.weight" in base for path in split.pairs):
@@ -151,7 +151,7 @@ def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping
     return Noted(fused.value, (note, *fused.notes))
 
 
-def _as_stored(found: Catalog | Base) -> dict[str, Recipe]:
+def _as_stored(found: Catalog | Base) -> dict[str, Take]:
     return {name: take(entry) for name, entry in found.tensors.items()}
 
 

@@ -39,14 +39,21 @@ BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A box of a tensor, with its dimensions permuted afterwards (None: left in order).
+    """Elements of a tensor, with its dimensions permuted afterwards (None: left in order).
 
-    Dimensions that the permutation leaves out have size 1 in the box, and are dropped.
+    Dimensions that the permutation leaves out have size 1, and are dropped.
+
+    Attributes:
+        entry: the tensor.
+        box: where the elements begin, and how many there are in each dimension.
+        permutation: the dimensions in their new order.
+        steps: from one element to the next, in each dimension; None: they are a box.
     """
 
     entry: TensorEntry
     box: Box
     permutation: tuple[int, ...] | None = None
+    steps: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,7 @@ def shape_of(recipe: Recipe) -> tuple[int, ...]:  # noqa: PLR0911 (a case each)
         case Take(_, box, None):
             return box.sizes
         case Take(_, box, permutation):
-            return tuple(box.sizes[dim] for dim in permutation or ())
+            return tuple(map(box.sizes.__getitem__, permutation or ()))
         case Stack(dim, parts):
             inner = shape_of(parts[0])
             return (*inner[:dim], len(parts), *inner[dim:])
@@ -196,13 +203,13 @@ def stored_dtype(recipe: Recipe) -> DType:
 def cut(recipe: Recipe, box: Box) -> Recipe:
     """Return the part of a recipe's tensor inside a box of at least one element."""
     match recipe:
-        case Take(entry, inner, permutation):
+        case Take(entry, inner, permutation, steps):
             order = range(len(inner.sizes)) if permutation is None else permutation
             offsets, sizes = list(inner.offsets), list(inner.sizes)
             for dim, start, size in zip(order, box.offsets, box.sizes, strict=True):
-                offsets[dim] += start
+                offsets[dim] += start if steps is None else start * steps[dim]
                 sizes[dim] = size
-            return Take(entry, Box(tuple(offsets), tuple(sizes)), permutation)
+            return Take(entry, Box(tuple(offsets), tuple(sizes)), permutation, steps)
         case Stack(dim, parts):
             kept = [at for at in range(len(box.sizes)) if at != dim]
             rest = Box(*(tuple(of[at] for at in kept) for of in (box.offsets, box.sizes)))
@@ -229,10 +236,11 @@ def pick(recipe: Recipe, index: int) -> Recipe:  # noqa: PLR0911 (a case each)
     The tensor of a `LowRank` must have at least three dimensions: the first is a batch then.
     """
     match recipe:
-        case Take(entry, inner, permutation):
+        case Take(entry, inner, permutation, steps):
             first, *rest = range(len(inner.sizes)) if permutation is None else permutation
-            at = _narrowed(inner, first, inner.offsets[first] + index, 1)
-            return Take(entry, at, tuple(rest))
+            skip = index if steps is None else index * steps[first]
+            at = _narrowed(inner, first, inner.offsets[first] + skip, 1)
+            return Take(entry, at, tuple(rest), steps)
         case Stack(dim, parts):
             if dim == 0:
                 return parts[index]
@@ -257,9 +265,9 @@ def transpose(recipe: Recipe) -> Recipe:
     last = len(shape_of(recipe)) - 1
     exchanged = {last: last - 1, last - 1: last}
     match recipe:
-        case Take(entry, box, permutation):
+        case Take(entry, box, permutation, steps):
             *rest, before, after = range(len(box.sizes)) if permutation is None else permutation
-            return Take(entry, box, (*rest, after, before))
+            return Take(entry, box, (*rest, after, before), steps)
         case Stack(dim, parts) if dim < last - 1:
             return Stack(dim, tuple(transpose(part) for part in parts))
         case Stack(dim, parts):

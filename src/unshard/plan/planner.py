@@ -45,9 +45,9 @@ from unshard.plan.operations import (
     Tiled,
 )
 from unshard.tensors.boxes import Box, Ints, distinct, row_major_strides
-from unshard.tensors.catalog import ChunkTable, TensorEntry
+from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import BY_NAME, DType
-from unshard.tensors.selection import cut_out, joined, of_box, sliced, strides_of, unless_row_major
+from unshard.tensors.selection import Grid, cut_out, joined, strides_of, unless_row_major
 
 __all__ = ["LONG_RUN", "make_operation", "make_plan", "table_of"]
 
@@ -60,6 +60,8 @@ _LEAST = 1e-12
 _LEAST_BFLOAT16 = float.fromhex("0x1.1ap-40")
 
 Copies = NDArray[np.void]
+_PartsKey = tuple[int, tuple[int, ...] | None]
+"""A tensor, by identity, and the permutation of its parts."""
 _CutKey = tuple[int, int, tuple[int, ...], int]
 """How a tensor is cut: identities of its chunks' offsets and sizes; its shape; its item size."""
 
@@ -71,23 +73,36 @@ class _Parts:
     """
 
     def __init__(self, recipes: Iterable[Recipe] = ()) -> None:
-        self._boxes: dict[int, dict[Box, None]] = {}
-        self._found: dict[int, dict[Box, ChunkTable]] = {}
+        self._grids: dict[_PartsKey, dict[Grid, None]] = {}
+        self._found: dict[_PartsKey, dict[Grid, ChunkTable]] = {}
         for one in chain.from_iterable(map(takes, recipes)):
             if one.box != Box.whole(one.entry.shape):
-                self._boxes.setdefault(id(one.entry), {})[one.box] = None
+                key = id(one.entry), one.permutation
+                self._grids.setdefault(key, {})[_grid_of(one)] = None
 
-    def get(self, entry: TensorEntry, box: Box) -> ChunkTable | None:
+    def get(self, part: Take) -> ChunkTable | None:
         """Return the distinct chunks of a part; None if it is not one of many."""
-        boxes = self._boxes.get(id(entry), {})
-        if len(boxes) < 2 or box not in boxes:
+        key, grid = (id(part.entry), part.permutation), _grid_of(part)
+        grids = self._grids.get(key, {})
+        if len(grids) < 2 or grid not in grids:
             return None
-        if id(entry) not in self._found:
+        if key not in self._found:
             if len(self._found) == _KEPT_PARTS:
                 del self._found[next(iter(self._found))]
-            cut = cut_out(_distinct(entry.chunks), list(boxes), entry.dtype.itemsize)
-            self._found[id(entry)] = dict(zip(boxes, cut, strict=True))
-        return self._found[id(entry)][box]
+            cut = _cut_out(part, list(grids), _distinct(part.entry.chunks))
+            self._found[key] = dict(zip(grids, cut, strict=True))
+        return self._found[key][grid]
+
+
+def _grid_of(part: Take) -> Grid:
+    starts, counts = part.box.offsets, part.box.sizes
+    return starts, part.steps or (1,) * len(starts), counts
+
+
+def _cut_out(part: Take, grids: Sequence[Grid], chunks: ChunkTable) -> list[ChunkTable]:
+    """Return these grids of a tensor's chunks, their dimensions permuted as those of the part."""
+    order = range(len(part.entry.shape)) if part.permutation is None else part.permutation
+    return cut_out(chunks, grids, part.entry.dtype.itemsize, order)
 
 
 _NONE = _Parts()
@@ -157,7 +172,7 @@ def make_plan(layout: Layout) -> Plan:
             if 0 not in tensor.shape:
                 start = len(file.header) + tensor.data_offsets[0]
                 _plan_tensor(operations, Target(index, start, tensor.shape), tensor)
-    copies = np.concatenate([np.empty(0, COPY_ROW), *operations.copies])
+    copies = np.concatenate([np.empty(0, COPY_ROW), *operations.copies], dtype=COPY_ROW)
     return Plan(
         layout,
         tuple(operations.paths),
@@ -242,27 +257,16 @@ def table_of(recipe: Recipe, known: _Parts = _NONE) -> ChunkTable:
     they are not stored.
     """
     match recipe:
-        case Take(entry, box, permutation):
-            part_chunks = known.get(entry, box)
-            chunks = entry.chunks if part_chunks is None else part_chunks
-            if part_chunks is None:
-                if box != Box.whole(entry.shape):  # first: a part meets few of a tensor's chunks
-                    chunks = sliced(chunks, of_box(box), entry.dtype.itemsize)
-                chunks = _distinct(chunks)
-            if permutation is None:
-                return chunks
-            order = list(permutation)
-            strides = strides_of(chunks)[:, order]
-            return _moved(chunks, chunks.offsets[:, order], chunks.sizes[:, order], strides)
+        case Take():
+            return _chunks_of(recipe, known)
         case Stack(dim, parts):
-            found = []
-            for index, part in enumerate(parts):
-                table = table_of(part, known)
-                offsets = np.insert(table.offsets, dim, index, axis=1)
-                sizes = np.insert(table.sizes, dim, 1, axis=1)
-                strides = np.insert(strides_of(table), dim, 0, axis=1)
-                found.append(_moved(table, offsets, sizes, strides))
-            return joined(found)
+            tables = [table_of(part, known) for part in parts]
+            table = joined(tables)
+            place = np.repeat(np.arange(len(parts)), list(map(len, tables)))
+            offsets = np.insert(table.offsets, dim, place, axis=1)
+            sizes = np.insert(table.sizes, dim, 1, axis=1)
+            strides = unless_row_major(sizes, np.insert(strides_of(table), dim, 0, axis=1))
+            return replace(table, offsets=offsets, sizes=sizes, strides=strides)
         case Concat(dim, parts):
             found, start = [], 0
             for part in parts:
@@ -276,9 +280,13 @@ def table_of(recipe: Recipe, known: _Parts = _NONE) -> ChunkTable:
             raise TypeError(f"the values of a {type(recipe).__name__} are computed")
 
 
-def _moved(table: ChunkTable, offsets: Ints, sizes: Ints, strides: Ints) -> ChunkTable:
-    """Return the same stored bytes as other boxes."""
-    return replace(table, offsets=offsets, sizes=sizes, strides=unless_row_major(sizes, strides))
+def _chunks_of(part: Take, known: _Parts) -> ChunkTable:
+    """Return the distinct chunks of what is taken of a tensor."""
+    chunks = part.entry.chunks
+    if part.permutation is None and part.box == Box.whole(part.entry.shape):
+        return _distinct(chunks)
+    found = known.get(part)  # else it is cut first: a part meets few of a tensor's chunks
+    return _distinct(_cut_out(part, [_grid_of(part)], chunks)[0]) if found is None else found
 
 
 def _long_runs(shape: tuple[int, ...], chunks: ChunkTable, itemsize: int) -> _Runs | None:

@@ -13,11 +13,13 @@ from types import EllipsisType
 from typing import SupportsIndex, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unshard.tensors.boxes import Box, Ints
 from unshard.tensors.catalog import ChunkTable
 
 __all__ = [
+    "Grid",
     "Index",
     "Selection",
     "cut_out",
@@ -33,7 +35,10 @@ __all__ = [
 _Item: TypeAlias = SupportsIndex | slice | EllipsisType | None
 Index: TypeAlias = _Item | tuple[_Item, ...]
 
-_MAX_PAIRS = 1 << 17  # of a box and a chunk, looked at together
+Grid: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Elements of a tensor: the lowest index per dimension, the steps between them, how many."""
+
+_MAX_PAIRS = 1 << 17  # of a grid and a chunk, looked at together
 _KINDS = "integers, slices, ... and None"
 
 
@@ -121,80 +126,75 @@ def _position(item: SupportsIndex, dim: int, size: int) -> int:
 
 def sliced(table: ChunkTable, selection: Selection, itemsize: int) -> ChunkTable:
     """Return the parts of chunks that a selection takes, not turned, as chunks of what it takes."""
-    first = np.asarray(selection.starts, dtype=np.int64)
-    steps = np.asarray(selection.steps, dtype=np.int64)
-    counts = np.asarray(selection.counts, dtype=np.int64)
-    lo = np.maximum(_up(table.offsets - first, steps), 0)
-    hi = np.minimum(_up(table.offsets + table.sizes - first, steps), counts)
-    rows = np.flatnonzero((hi > lo).all(axis=1))
-    strides = strides_of(table)[rows]
-    lo, sizes = lo[rows], (hi - lo)[rows]
-    cut = table.take(rows)
-    skip = ((first + lo * steps - cut.offsets) * strides).sum(axis=1) * itemsize
-    strides *= steps
-    length = (((sizes - 1) * strides).sum(axis=1) + 1) * itemsize
-    plain = ~cut.compressed  # of a compressed chunk only the whole has a place
-    return replace(
-        cut,
-        offsets=lo,
-        sizes=sizes,
-        strides=unless_row_major(sizes, strides),
-        start=np.where(plain, cut.start + skip, cut.start),
-        length=np.where(plain, length, cut.length),
-    )
+    grid = selection.starts, selection.steps, selection.counts
+    return cut_out(table, [grid], itemsize, range(len(selection.counts)))[0]
 
 
-def cut_out(table: ChunkTable, boxes: Sequence[Box], itemsize: int) -> list[ChunkTable]:
-    """Return the chunks of many boxes of one tensor, as `sliced` returns those of one.
+def cut_out(
+    table: ChunkTable, grids: Sequence[Grid], itemsize: int, order: Sequence[int]
+) -> list[ChunkTable]:
+    """Return the chunks of many grids of elements of one tensor, as `sliced` returns those of one.
 
-    None of the chunks may be a replica of another one.
+    Their dimensions are those of the tensor in this `order`; those left out have one element.
+    Grids that are cut alike share their arrays of boxes.
     """
     tables: list[ChunkTable] = []
     step = max(1, _MAX_PAIRS // max(len(table), 1))
-    for first in range(0, len(boxes), step):
-        tables += _cut_out(table, boxes[first : first + step], itemsize)
+    for at in range(0, len(grids), step):
+        columns = (np.array(one, np.int64) for one in zip(*grids[at : at + step], strict=True))
+        tables += _cut_out(table, itemsize, list(order), *columns)
     return tables
 
 
-def _cut_out(table: ChunkTable, boxes: Sequence[Box], itemsize: int) -> list[ChunkTable]:
-    begin = np.array([box.offsets for box in boxes], dtype=np.int64)
-    end = begin + np.array([box.sizes for box in boxes], dtype=np.int64)
-    lo = np.maximum(table.offsets, begin[:, None])
-    hi = np.minimum(table.offsets + table.sizes, end[:, None])
+def _cut_out(  # noqa: PLR0913, PLR0917 (a grid has three columns)
+    table: ChunkTable, itemsize: int, order: list[int], first: Ints, steps: Ints, counts: Ints
+) -> list[ChunkTable]:
+    count = len(first)
+    first, steps, counts = (one[:, None] for one in (first, steps, counts))
+    lo = np.maximum(_up(table.offsets - first, steps), 0)
+    hi = np.minimum(_up(table.offsets + table.sizes - first, steps), counts)
     number, row = np.nonzero((hi > lo).all(axis=2))
     lo, sizes = lo[number, row], (hi - lo)[number, row]
     cut = table.take(row)
-    strides = strides_of(cut)
-    skip = ((lo - cut.offsets) * strides).sum(axis=1) * itemsize
+    strides, steps = strides_of(cut), steps[number, 0]
+    skip = ((first[number, 0] + lo * steps - cut.offsets) * strides).sum(axis=1) * itemsize
+    strides = strides * steps
     length = (((sizes - 1) * strides).sum(axis=1) + 1) * itemsize
+    lo, sizes, strides = lo[:, order], sizes[:, order], strides[:, order]
     odd = ((sizes > 1) & (strides != _row_major(sizes))).any(axis=1)
     whole = replace(
         cut,
-        offsets=lo - begin[number],
+        offsets=lo,
         sizes=sizes,
         strides=strides,
+        # Of a compressed chunk only the whole has a place.
         start=np.where(cut.compressed, cut.start, cut.start + skip),
         length=np.where(cut.compressed, cut.length, length),
     )
-    ends = np.searchsorted(number, np.arange(len(boxes)), side="right").tolist()
-    has_odd = np.bincount(number, odd, len(boxes)) > 0
-    parts = zip([0, *ends[:-1]], ends, has_odd.tolist(), strict=True)
-    return [_part(whole, first, last, is_odd=is_odd) for first, last, is_odd in parts]
+    ends = np.searchsorted(number, np.arange(count), side="right").tolist()
+    return _divided(whole, ends, np.bincount(number, odd, count) > 0)
 
 
-def _part(table: ChunkTable, first: int, last: int, *, is_odd: bool) -> ChunkTable:
-    rows = slice(first, last)
-    return ChunkTable(
-        table.paths,
-        table.offsets[rows],
-        table.sizes[rows],
-        table.strides[rows] if is_odd and table.strides is not None else None,
-        table.file[rows],
-        table.start[rows],
-        table.length[rows],
-        table.rank[rows],
-        table.compressed[rows],
-    )
+def _divided(table: ChunkTable, ends: Sequence[int], is_odd: NDArray[np.bool_]) -> list[ChunkTable]:
+    """Return the rows up to each end as a table; without strides where they are not odd."""
+    known: dict[tuple[bytes, bytes], tuple[Ints, Ints]] = {}
+    tables = []
+    for begin, end, odd in zip([0, *ends[:-1]], ends, is_odd.tolist(), strict=True):
+        rows = slice(begin, end)
+        boxes = table.offsets[rows], table.sizes[rows]
+        tables.append(
+            ChunkTable(
+                table.paths,
+                *known.setdefault((boxes[0].tobytes(), boxes[1].tobytes()), boxes),
+                table.strides[rows] if odd and table.strides is not None else None,
+                table.file[rows],
+                table.start[rows],
+                table.length[rows],
+                table.rank[rows],
+                table.compressed[rows],
+            )
+        )
+    return tables
 
 
 def joined(tables: Sequence[ChunkTable]) -> ChunkTable:

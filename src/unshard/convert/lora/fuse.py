@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import TypeVar
 
-from unshard.convert.lora.names import Split
+from unshard.convert.lora.names import LoraPair, Split
 from unshard.convert.lora.patterns import ends_like
 from unshard.convert.lora.weights import AdaptedWeight, find_weights
-from unshard.convert.recipes import LowRank, Recipe, Stack, cut, shape_of, transpose
+from unshard.convert.recipes import LowRank, Recipe, Stack, Take, transpose
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.noted import Noted
 from unshard.read.beside.adapter_config import AdapterConfig
@@ -152,24 +152,26 @@ def _updated(
     target = adapted.target(config)
     check_rank(target, adapted.rank, config)
     scale = scale_of(target, adapted.rank, config, alpha)
-    a, b = adapted.pair.a, adapted.pair.b
+    a: Recipe = adapted.pair.a
+    b: Recipe = adapted.pair.b
     if adapted.is_stacked:
-        a, b = _of_experts(a, b, adapted.experts)
+        a, b = _of_experts(adapted.pair, adapted.experts)
     if adapted.is_turned:
         a, b = transpose(b), transpose(a)
     return LowRank(weight, a, b, scale)
 
 
-def _of_experts(a: Recipe, b: Recipe, experts: int) -> tuple[Recipe, Recipe]:
+def _of_experts(pair: LoraPair, experts: int) -> tuple[Stack, Stack]:
     """Return a and b of all experts: (experts, rank, in) and (experts, out, rank).
 
     In A, the rows of an expert are neighbours; in B, the columns of a rank are, one per expert.
     """
-    (rows, inputs), outputs = shape_of(a), shape_of(b)[0]
-    rank = rows // experts
-    of_a = [cut(a, Box((at * rank, 0), (rank, inputs))) for at in range(experts)]
-    of_b = [cut(b, Box((0, at * experts), (outputs, experts))) for at in range(rank)]
-    return Stack(0, tuple(of_a)), Stack(2, tuple(transpose(part) for part in of_b))
+    a, b = pair.a.entry, pair.b.entry
+    (rows, inputs), outputs = a.shape, b.shape[0]
+    rank, each = rows // experts, range(experts)
+    of_a = [Take(a, Box((at * rank, 0), (rank, inputs))) for at in each]
+    of_b = [Take(b, Box((0, at), (outputs, rank)), steps=(1, experts)) for at in each]
+    return Stack(0, tuple(of_a)), Stack(0, tuple(of_b))
 
 
 def known_alpha(config: AdapterConfig | None, alpha: float | None) -> float:

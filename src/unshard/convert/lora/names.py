@@ -16,7 +16,7 @@ Source: peft/tuners/lora/layer.py, peft/utils/save_and_load.py, peft/utils/other
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from unshard.convert.recipes import Recipe, shape_of
+from unshard.convert.recipes import Recipe, Take, shape_of
 from unshard.errors import ConversionError, raise_all
 
 __all__ = ["FRONT", "LoraPair", "Split", "split_adapter"]
@@ -53,8 +53,8 @@ class LoraPair:
 
     path: str
     module: str
-    a: Recipe
-    b: Recipe
+    a: Take
+    b: Take
     is_embedding: bool
 
 
@@ -104,7 +104,7 @@ class _Weight:
     module: str = ""
 
 
-def split_adapter(tensors: Mapping[str, Recipe]) -> Split:
+def split_adapter(tensors: Mapping[str, Take]) -> Split:
     """Separate a checkpoint's adapter from its model; without PEFT's names all is the model's.
 
     Raises:
@@ -219,7 +219,7 @@ def _own(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _WRAPPER)
 
 
-def _pairs(matrices: Iterable[_Matrix], tensors: Mapping[str, Recipe]) -> dict[str, LoraPair]:
+def _pairs(matrices: Iterable[_Matrix], tensors: Mapping[str, Take]) -> dict[str, LoraPair]:
     """Return complete pairs, or raise a `ConversionError` that names the incomplete ones."""
     found: dict[str, dict[str, _Matrix]] = {}
     problems: list[ConversionError] = []
