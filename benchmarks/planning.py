@@ -329,11 +329,11 @@ def write(case: str, directory: Path) -> Path:
 def measure(checkpoint: Path, sources: Path) -> tuple[float, float, float]:
     """Return the seconds that a dry run takes, those of all its processes, and the megabytes."""
     command = [sys.executable, "-m", "unshard", "merge", str(checkpoint), "--dry-run", "--quiet"]
+    environment = os.environ | {"PYTHONPATH": str(sources)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed is compiled
     with TemporaryDirectory() as empty:
         started = time.perf_counter()
-        child = subprocess.Popen(
-            [*command, str(Path(empty) / "output")], env=os.environ | {"PYTHONPATH": str(sources)}
-        )
+        child = subprocess.Popen([*command, str(Path(empty) / "output")], env=environment)
         peak = 0
         ended, status = 0, 0
         while not ended:

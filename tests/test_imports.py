@@ -43,6 +43,18 @@ def test_a_merge_imports_no_torch_even_where_it_is_installed(tmp_path: object) -
     assert loaded.isdisjoint({"torch", "transformers"})
 
 
+def test_only_the_command_changes_how_garbage_is_collected() -> None:
+    """The process of whoever imports the package is theirs."""
+    code = (
+        "import gc; own = gc.get_threshold()\n"
+        "import unshard.api; assert gc.get_threshold() == own\n"
+        "from unshard.cli.running import run; assert gc.get_threshold() == own\n"
+        "run(lambda: print(gc.get_threshold() > own))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
 def test_an_older_python_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a source tree or PYTHONPATH, where pip's own check has never run."""
     package = Path(unshard.__file__)
