@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,12 @@ from evaluation.servers import Fields, Live, cli, live
 from unshard.errors import UsageError
 from unshard.evaluate.pins.pin import Quota, pin_checkpoint
 from unshard.evaluate.server.http.security import rules_for
+from unshard.evaluate.server.http.sessions import (
+    LASTS_S,
+    cookie_name,
+    make_session,
+    shows_session,
+)
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
@@ -135,6 +142,53 @@ def test_the_token_opens_as_bearer_and_as_a_password(guarded: Live) -> None:
     assert httpx.get(f"{with_user}/api/v1/jobs", timeout=LIMIT_S).status_code == 200
     as_user = guarded.url.replace("http://", f"http://{TOKEN}@")
     assert httpx.get(f"{as_user}/health", timeout=LIMIT_S).status_code == 401
+
+
+def test_a_browser_without_the_token_is_led_to_the_form(guarded: Live) -> None:
+    asked = guarded.call("GET", "/view/jobs?run=a", headers={"Accept": "text/html"})
+    assert asked.status_code == 303
+    assert asked.headers["location"] == "/view/log-in?next=%2Fview%2Fjobs%3Frun%3Da"
+    form = guarded.call("GET", asked.headers["location"])
+    assert (form.status_code, "<form" in form.text) == (200, True)
+    assert guarded.call("GET", "/view/static/page.js").status_code == 200
+    own = guarded.call("GET", "/view/jobs", headers={"X-Unshard-Page": "1", "Accept": "text/html"})
+    assert own.status_code == 401
+    assert "www-authenticate" not in own.headers  # or else the browser asks for a password
+
+
+def test_the_token_opens_the_page_by_a_cookie_that_does_not_have_it(guarded: Live) -> None:
+    wrong = guarded.call("POST", "/view/log-in", json={"token": f"{TOKEN}x"})
+    assert (wrong.status_code, "set-cookie" in wrong.headers) == (401, False)
+    right = guarded.call("POST", "/view/log-in", json={"token": TOKEN})
+    cookie = right.headers["set-cookie"]
+    assert "httponly" in cookie.lower()
+    assert "samesite=strict" in cookie.lower()
+    assert TOKEN not in cookie
+    shown = {"Cookie": cookie.partition(";")[0]}
+    assert guarded.call("GET", "/", headers=shown).status_code == 200
+    assert guarded.call("GET", "/api/v1/jobs", headers=shown).status_code == 200
+    evil = {**shown, "Origin": "http://evil.example"}
+    assert guarded.call("POST", "/api/v1/jobs", json={}, headers=evil).status_code == 403
+    out = guarded.call("POST", "/view/log-out", headers=shown)
+    assert "max-age=0" in out.headers["set-cookie"].lower()
+
+
+def test_a_form_of_another_site_cannot_log_in(guarded: Live) -> None:
+    answer = guarded.call("POST", "/view/log-in", data={"token": TOKEN})
+    assert answer.status_code == 415
+
+
+def test_a_cookie_that_is_old_or_forged_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, value = cookie_name(TOKEN), make_session(TOKEN)
+    assert shows_session(TOKEN, f"other=1; {name}={value}")
+    end, _, code = value.partition(".")
+    forged = ["", "x", ".", f"{int(end) + 1}.{code}", f"{end}.", make_session(f"{TOKEN}x"), TOKEN]
+    assert not any(shows_session(TOKEN, f"{name}={one}") for one in forged)
+    assert not shows_session(TOKEN, f"{cookie_name('another token')}={value}")
+    assert not shows_session(TOKEN, '"; =;;\x01')
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + LASTS_S + 1)
+    assert not shows_session(TOKEN, f"{name}={value}")
 
 
 def test_no_secret_is_shown(guarded: Live) -> None:

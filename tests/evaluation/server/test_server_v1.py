@@ -4,6 +4,7 @@ import json
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import rmtree
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from evaluation.running import all_gone
 from evaluation.runs import checkpoint
 from evaluation.servers import Fields, Live, live
 from unshard.evaluate.jobs import Request
+from unshard.evaluate.pins.pin import Quota, pin_checkpoint
 from unshard.evaluate.server.http import v1 as views
 from unshard.evaluate.server.http.answers import ErrorBody, ErrorFields
 from unshard.evaluate.server.store.store import Store
@@ -154,6 +156,30 @@ def test_a_job_that_waits_is_cancelled(server: Live, run: Path) -> None:
     assert server.v1("DELETE", f"/jobs/{second['id']}")["status"] == "cancelled"
     server.v1("DELETE", f"/jobs/{first['id']}")
     assert not (server.control / "began-9").exists()
+
+
+def test_what_has_failed_or_was_cancelled_is_retried_and_nothing_else(
+    server: Live, run: Path, done: Fields
+) -> None:
+    failed = server.ended(server.submit(run / "checkpoint-5", "fails"), "failed")
+    again = server.v1("POST", f"/jobs/{failed['id']}/retry")
+    assert (again["id"], again["status"], again["error"]) == (failed["id"], "queued", None)
+    server.ended(failed, "failed")
+    answer = server.call("POST", f"/api/v1/jobs/{done['id']}/retry")
+    assert (answer.status_code, error_of(answer).found) == (400, "completed")
+    assert server.call("POST", "/api/v1/jobs/0000/retry").status_code == 404
+
+
+def test_a_job_is_retried_from_its_pin_when_its_checkpoint_is_gone(
+    server: Live,
+) -> None:
+    place = checkpoint(server.root / "gone", 5)
+    pin = pin_checkpoint(place, quota=Quota(count=8))
+    failed = server.ended(server.submit(place, "fails", pin=str(pin.path)), "failed")
+    rmtree(place)
+    again = server.v1("POST", f"/jobs/{failed['id']}/retry")
+    assert again["id"] == failed["id"]
+    assert "nothing was measured" in str(server.ended(failed, "failed")["error"])
 
 
 def test_a_log_is_read_part_by_part(server: Live, run: Path) -> None:

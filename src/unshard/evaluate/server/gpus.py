@@ -163,6 +163,11 @@ class Slots:
             self._free.difference_update(gpus)
             return True
 
+    def free(self) -> frozenset[str]:
+        """Return the GPUs that no job or engine has now."""
+        with self._lock:
+            return frozenset(self._free)
+
     def give_back(self, gpus: tuple[str, ...]) -> None:
         """Give back what `take` returned or `adopt` took."""
         with self._lock:

@@ -109,6 +109,16 @@ class Pins:
                     return str(pin)
         return None
 
+    def list_all(self) -> list[tuple[Pin, list[str]]]:
+        """Return the pins below the roots, each with the jobs that need it, the oldest first."""
+        inside = {run.resolve() for run in self._places() if self._is_inside(run)}
+        needed = dict[str, list[str]]()
+        for job_id, path in self.store.pins_below():
+            needed.setdefault(path, []).append(job_id)
+        found = [pin for run in inside for pin in list_pins(run)]
+        found.sort(key=lambda pin: (pin.created, pin.name))
+        return [(pin, needed.get(str(pin.path), [])) for pin in found]
+
     def remove_unneeded(self, pin: str | None = None) -> None:
         """Remove the pins of this server that no job needs: those of a pin's run, or of all."""
         with self.lock:

@@ -99,8 +99,11 @@ def make_service(config: ServerConfig) -> Service:
     unknown = UnknownTasks()
     limits = Limits(cluster=config.ray_address if config.executor == RAY else None)
     settings = SchedulerSettings(work, limits, keep_days=config.keep_days, unknown=unknown)
-    scheduler = Scheduler(store, Slots(config.gpus), Profiles(config.profiles), pins, settings)
-    return Service(store, scheduler, config, pins, HealthCheck(work / _DATABASE), unknown)
+    slots = Slots(config.gpus)
+    scheduler = Scheduler(store, slots, Profiles(config.profiles), pins, settings)
+    return Service(
+        store, scheduler, config, pins, HealthCheck(work / _DATABASE), unknown, slots, work
+    )
 
 
 def _make_private(work: Path) -> Path:

@@ -38,6 +38,7 @@ from unshard.evaluate.server.config.profiles import (
 )
 from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.evaluators.work import UnknownTasks
+from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import read_log
@@ -46,6 +47,7 @@ from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
 from unshard.read.finding.discover import find
 from unshard.read.format import Choice
+from unshard.read.hub_files import RECORD_NAME
 from unshard.stores.remote_path import RemotePath, path_of
 from unshard.write.staging.beneath import write_whole
 
@@ -53,6 +55,7 @@ __all__ = ["Service", "group_by_task"]
 
 _log = logging.getLogger(__name__)
 _MOST_FILES = 1000
+_MOST_RECORD = 1 << 16  # characters
 _SHORT_ID = re.compile(r"[0-9a-f]{4,15}", re.ASCII)
 _SHOWN_IDS = 20
 
@@ -68,6 +71,8 @@ class Service:
         pins: what keeps checkpoints while their jobs wait.
         health: whether an accepted job can be kept.
         unknown: the tasks that an evaluator does not know.
+        slots: the GPUs.
+        work_dir: of the database, the logs and the merged models.
         merging: held during a merge for a client: one at a time.
         stopping: set when the server must end.
     """
@@ -78,6 +83,8 @@ class Service:
     pins: Pins
     health: HealthCheck
     unknown: UnknownTasks
+    slots: Slots
+    work_dir: Path
     merging: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -143,6 +150,22 @@ class Service:
                     self.scheduler.supersede(other.id, job.id)
         self.scheduler.wake()
         return job, is_new
+
+    def retry(self, job: Job) -> Job:
+        """Queue a job again that has not been completed; return it, or the one for what is there.
+
+        Raises:
+            UsageError: it has not ended, or has ended well.
+            UnshardError: see `_submit`.
+        """
+        if job.status not in {Status.FAILED, Status.CANCELLED, Status.EXPIRED}:
+            raise UsageError(
+                f"job {job.id} cannot be retried",
+                expected="a job that has failed, was cancelled or has expired",
+                found=job.status,
+            )
+        has_pin = job.pin is not None and Path(job.pin).exists()
+        return self.submit(job.request, job.pin if has_pin else None)[0]
 
     def _store(self, request: Request, pin: str | None) -> tuple[Job, bool]:
         """Queue a job; a pin of ours does not stay if that is not possible."""
@@ -256,6 +279,15 @@ class Service:
                 found=", ".join(ids),
             )
         return self.store.get(ids[0]) if ids else None
+
+    def merged_model(self, job: Job) -> tuple[Path, str] | None:
+        """Return a job's merged model and its record of what it was made from, if it is there."""
+        model = self.work_dir / "merged" / job.id
+        try:
+            with (model / RECORD_NAME).open(encoding="utf-8", errors="replace") as file:
+                return model, file.read(_MOST_RECORD)
+        except OSError:
+            return None
 
     def log(self, job: Job, offset: int) -> tuple[str, int, bool]:
         """Return a part of the log of a job's last attempt, where the next begins, and if it ends.

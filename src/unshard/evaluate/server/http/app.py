@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 
@@ -19,6 +19,8 @@ from unshard.errors import StoreError, UnshardError, UsageError
 from unshard.evaluate.server.health import RETRY_AFTER_S, UnhealthyError
 from unshard.evaluate.server.http import lmms, v1
 from unshard.evaluate.server.http.answers import ErrorBody, ErrorFields
+from unshard.evaluate.server.http.page import log_in, routes
+from unshard.evaluate.server.http.page.rendering import show_error
 from unshard.evaluate.server.http.security import Guard, Rules
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.telling import one_line
@@ -38,8 +40,11 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
+    app.state.rules = rules
     app.include_router(v1.router)
     app.include_router(lmms.router)
+    app.include_router(routes.router)
+    app.include_router(log_in.router)
     for kind, handler in {
         UnshardError: _on_error,
         UnhealthyError: _on_unhealthy,
@@ -59,37 +64,37 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
     return app
 
 
-async def _on_error(connection: HTTPConnection, error: Exception) -> JSONResponse:
+async def _on_error(connection: HTTPConnection, error: Exception) -> Response:
     """Answer with one of our errors, as a bad request."""
     return _answer_error(connection, error, 400)
 
 
-async def _on_unhealthy(connection: HTTPConnection, error: Exception) -> JSONResponse:
+async def _on_unhealthy(connection: HTTPConnection, error: Exception) -> Response:
     """Answer that the request may be repeated later."""
     return _answer_error(connection, error, 503, {"Retry-After": str(RETRY_AFTER_S)})
 
 
-async def _on_database(connection: HTTPConnection, error: Exception) -> JSONResponse:
+async def _on_database(connection: HTTPConnection, error: Exception) -> Response:
     """Answer when the database is locked, or its disk is full; the log has the error."""
     _log.warning("the database of jobs does not answer: %s", error)
     why = UnhealthyError("the server's database does not answer", found=str(error))
     return await _on_unhealthy(connection, why)
 
 
-async def _on_http_error(connection: HTTPConnection, error: Exception) -> JSONResponse:
+async def _on_http_error(connection: HTTPConnection, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     fields = ErrorFields(type="HTTPError", code=error.status_code, message=error.detail)
     return _answer(connection, fields, error.status_code, headers=error.headers)
 
 
-async def _on_mistake(connection: HTTPConnection, _error: Exception) -> JSONResponse:
+async def _on_mistake(connection: HTTPConnection, _error: Exception) -> Response:
     """Answer after a mistake of ours; the log has the traceback."""
     message = "the server made a mistake: its log says which"
     return _answer(connection, ErrorFields(type="HTTPError", code=500, message=message), 500)
 
 
-async def _on_invalid(connection: HTTPConnection, error: Exception) -> JSONResponse:
+async def _on_invalid(connection: HTTPConnection, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
     problems = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors()[:8]]
@@ -105,12 +110,18 @@ def _is_ours(connection: HTTPConnection) -> bool:
     return connection.url.path.startswith("/api/")
 
 
+def _is_view(connection: HTTPConnection) -> bool:
+    """Return whether a request is for what a person looks at."""
+    path, accepted = connection.url.path, connection.headers.get("accept", "")
+    return (path == "/" or path.startswith("/view/")) and "text/html" in accepted
+
+
 def _answer_error(
     connection: HTTPConnection,
     error: Exception,
     status: int,
     headers: Mapping[str, str] | None = None,
-) -> JSONResponse:
+) -> Response:
     """Return one of our errors, whole, in the form of the request's protocol."""
     if not isinstance(error, UnshardError):
         raise error
@@ -125,8 +136,11 @@ def _answer(
     *,
     detail: str | None = None,
     headers: Mapping[str, str] | None = None,
-) -> JSONResponse:
+) -> Response:
     """Return an error in the form of the request's protocol; theirs has one text, `detail`."""
+    if _is_view(connection):
+        parts = {"expected": fields.expected, "found": fields.found, "hint": fields.hint}
+        return show_error(status, fields.message, parts)
     body: dict[str, object] = {"detail": fields.message if detail is None else detail}
     if _is_ours(connection):
         body = ErrorBody(error=fields).model_dump()

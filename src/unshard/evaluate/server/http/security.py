@@ -5,6 +5,9 @@ none; without a token, clients on loopback need none either. A request without a
 this server, or an address, in its Host header, and a browser's Origin must always be this server: a
 page of another site can reach the server under a host name that the site controls (DNS rebinding),
 but it cannot forge these headers. Headers in which proxies describe their clients are ignored.
+
+A browser shows the token by the cookie that it got when its user logged in. Without it, it is led
+to the form; the form and the files that it loads need no token.
 """
 
 import hmac
@@ -23,18 +26,26 @@ from ipaddress import (
     ip_network,
 )
 from pathlib import Path
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unshard.errors import UsageError
 from unshard.evaluate.credentials import read_token
+from unshard.evaluate.server.http.sessions import shows_session
 
-__all__ = ["Guard", "Rules", "rules_for"]
+__all__ = ["LOG_IN", "PAGE_HEADER", "Guard", "Rules", "rules_for"]
 
 Network = IPv4Network | IPv6Network
 
+LOG_IN = "/view/log-in"
+"""Where the form for the token is."""
+
+PAGE_HEADER = "x-unshard-page"
+"""A header of the page's own requests: a browser must not ask for a password if one is refused."""
+
+_OPEN = (LOG_IN, "/view/static/")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LOOPBACK_NETWORKS = ("127.0.0.0/8", "::1/128")
 _MAX_BODY = 1 << 20
@@ -134,18 +145,12 @@ class Guard:
         else:
             await refusal(scope, receive, send)
 
-    def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> JSONResponse | None:
+    def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not self._shows_token(headers.get("authorization", "")):
+        is_open = self._rules.token is not None and scope["path"].startswith(_OPEN)
+        if not is_open and not self._shows_token(headers):
             if self._needs_token(scope.get("client")):
-                why = (
-                    "this token is not the server's" if "authorization" in headers else "none came"
-                )
-                response = _refused(
-                    401, f"a token is needed, and {why}: Authorization: Bearer TOKEN"
-                )
-                response.headers["WWW-Authenticate"] = 'Basic realm="unshard", charset="UTF-8"'
-                return response
+                return _ask_for_token(scope, headers)
             name = (_split(f"//{host}").hostname or "").lower()
             if name not in self._rules.hosts and _address(name) is None:
                 return _refused(403, f"Host {host!r:.200} is not this server")
@@ -160,11 +165,13 @@ class Guard:
     def _too_large(self) -> JSONResponse:
         return _refused(413, f"the body is too large: at most {self._rules.max_body} bytes")
 
-    def _shows_token(self, authorization: str) -> bool:
-        """Return whether a header has the token: as Bearer, or as the password of Basic."""
+    def _shows_token(self, headers: Mapping[str, str]) -> bool:
+        """Return whether the token is shown: as Bearer, as the password of Basic, by a cookie."""
         if self._rules.token is None:
             return False
-        kind, _, value = authorization.partition(" ")
+        if shows_session(self._rules.token, headers.get("cookie", "")):
+            return True
+        kind, _, value = headers.get("authorization", "").partition(" ")
         shown = value.strip() if kind.lower() == "bearer" else ""
         if kind.lower() == "basic":
             with suppress(Base64Error, UnicodeDecodeError, ValueError):
@@ -195,6 +202,20 @@ def _split(url: str) -> SplitResult:
     except ValueError:
         return urlsplit("")
     return parts
+
+
+def _ask_for_token(scope: Scope, headers: Mapping[str, str]) -> Response:
+    """Refuse a request without the token; lead a browser that wants to see a page to the form."""
+    is_script = PAGE_HEADER in headers
+    if scope["method"] == "GET" and "text/html" in headers.get("accept", "") and not is_script:
+        query = scope.get("query_string", b"").decode("latin-1")
+        place = quote(f"{scope['path']}?{query}" if query else scope["path"], safe="")
+        return RedirectResponse(f"{LOG_IN}?next={place}", 303, {"Cache-Control": "no-store"})
+    why = "this token is not the server's" if "authorization" in headers else "none came"
+    response = _refused(401, f"a token is needed, and {why}: Authorization: Bearer TOKEN")
+    if not is_script:
+        response.headers["WWW-Authenticate"] = 'Basic realm="unshard", charset="UTF-8"'
+    return response
 
 
 def _not_json(body: bytes, headers: Mapping[str, str]) -> JSONResponse | None:

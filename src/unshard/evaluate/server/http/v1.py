@@ -236,6 +236,12 @@ def cancel(service: Served, job_id: str) -> JobView:
     return _view(service, _find(service, found.id))
 
 
+@router.post("/jobs/{job_id}/retry")
+def retry(service: Served, job_id: str) -> JobView:
+    """Queue a job again that has failed, was cancelled or has expired."""
+    return _view(service, service.retry(_find(service, job_id)))
+
+
 @router.get("/jobs/{job_id}/log", response_model=LogPart)
 def log(service: Served, job_id: str, offset: Number = 0) -> Response:
     """Read the log of a job's last attempt, from a byte offset."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["LOG_BYTES", "BoundedLog", "last_lines", "read_log"]
+__all__ = ["LOG_BYTES", "BoundedLog", "last_lines", "log_end", "read_log"]
 
 LOG_BYTES = 10_000_000
 
@@ -94,6 +94,16 @@ def read_log(path: Path, offset: int, *, most_bytes: int = LOG_BYTES) -> tuple[s
         # A last character that is not complete is left to the next call.
         return text, after - len(decoder.getstate()[0])
     return found.decode("utf-8", "replace"), after
+
+
+def log_end(path: Path, *, most_bytes: int = LOG_BYTES) -> int:
+    """Return the offset at which a log ends now; 0 if it is not there."""
+    try:
+        with path.open("rb") as file:
+            left_out, size = _bounds(file.fileno(), max(most_bytes, 1000) // 2)
+    except OSError:
+        return 0
+    return size - _WIDTH + left_out if left_out else size
 
 
 def _read(fd: int, offset: int, *, head: int) -> tuple[bytes, int]:

@@ -245,7 +245,7 @@ class Scheduler:
             return False
         claimed = None
         try:
-            claimed = self._store.claim(time.time(), job.id)
+            claimed = self._store.claim(time.time(), job.id, gpus)
         finally:
             if claimed is None and not self._engines.rest(gpus):
                 self._slots.give_back(gpus)

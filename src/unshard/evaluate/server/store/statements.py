@@ -70,9 +70,8 @@ _JOB_COLUMNS = """
 RESULT_COLUMNS = """
     results.rowid AS number, id AS job_id, run, step, weights, profile, metric, value, stderr,
     completed_at
-    FROM results CROSS JOIN jobs ON jobs.id = results.job_id
 """
-"""What `as_result` reads, after SELECT; SQLite reads the left table of a CROSS JOIN in order."""
+"""What `as_result` reads of `results` and `jobs`."""
 
 _PLAIN_FIELDS = tuple(
     "id created_at started_at completed_at pin attempts error results failures "

@@ -47,6 +47,11 @@ class Store:
         self._connections.close()
 
     @property
+    def connection(self) -> sqlite3.Connection:
+        """Return the connection of this thread, for what only reads: see `overview`."""
+        return self._connections.own
+
+    @property
     def identity(self) -> int:
         """Return what distinguishes this database from others."""
         return int(self._rows("PRAGMA application_id")[0][0])
@@ -129,10 +134,12 @@ class Store:
 
     # What a scheduler does.
 
-    def claim(self, now: float, job_id: str | None = None) -> Job | None:
+    def claim(
+        self, now: float, job_id: str | None = None, gpus: tuple[str, ...] = ()
+    ) -> Job | None:
         """Begin an attempt of the oldest job that is queued and due, or of this one if it is.
 
-        A concurrent call gets another job.
+        A concurrent call gets another job. `gpus` are those that the attempt has.
         """
         only, values = ("", []) if job_id is None else ("AND jobs.id = ?", [job_id])
         with self._transaction() as connection:
@@ -146,8 +153,8 @@ class Store:
             if row is None:
                 return None
             connection.execute(
-                "INSERT INTO attempts (job_id, number, began_at) VALUES (?, ?, ?)",
-                (row["id"], row["attempts"], now),
+                "INSERT INTO attempts (job_id, number, began_at, gpus) VALUES (?, ?, ?, ?)",
+                (row["id"], row["attempts"], now, gpus_as_json(gpus)),
             )
             add_event(connection, row["id"], now)
             return read_job(connection, row["id"])
@@ -379,7 +386,9 @@ class Store:
         """
         where, values = condition_of(filters)
         rows = self._connections.own.execute(
-            f"SELECT {RESULT_COLUMNS} WHERE results.rowid > ? AND jobs.status = 'completed'"
+            # SQLite reads the left table of a CROSS JOIN in order.
+            f"SELECT {RESULT_COLUMNS} FROM results CROSS JOIN jobs ON jobs.id = results.job_id"  # noqa: S608
+            " WHERE results.rowid > ? AND jobs.status = 'completed'"
             f" AND {where} ORDER BY results.rowid LIMIT COALESCE(?, -1)",
             [after, *values, filters.limit],
         )

@@ -1,0 +1,108 @@
+"""The plots of runs: one per task and metric against the training step, as data and as CSV."""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+
+from pydantic import BaseModel
+
+from unshard.evaluate.jobs import Result
+
+__all__ = ["Plot", "PlotList", "Series", "as_csv", "make_plots"]
+
+_COLUMNS = ("run", "weights", "profile", "step", "task", "metric", "value", "stderr", "completed")
+_ORDER = ("model", "ema")
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+class Series(BaseModel):
+    """A line: the points of a run, its weights and a profile, by rising step.
+
+    Attributes:
+        run, weights, profile: whose.
+        steps, values: of the points.
+        errors: the standard errors of the values; None where there is none.
+        base: the value at step 0, which is the model that training began with.
+    """
+
+    run: str
+    weights: str
+    profile: str
+    steps: list[int]
+    values: list[float]
+    errors: list[float | None]
+    base: float | None
+
+
+class Plot(BaseModel):
+    """All lines of a metric."""
+
+    name: str
+    task: str
+    metric: str
+    series: list[Series]
+
+
+class PlotList(BaseModel):
+    """The plots of a page."""
+
+    plots: list[Plot]
+
+
+def make_plots(points: Iterable[Result], names: Sequence[str], runs: Sequence[str]) -> list[Plot]:
+    """Return the plots of these names, whose lines are in the order of the runs.
+
+    Args:
+        points: results with a step, in the order in which they came; of a step's, the last counts.
+        names: "task/metric".
+        runs: the names of the runs.
+    """
+    found: dict[str, dict[tuple[int, int, str], dict[int, Result]]] = {name: {} for name in names}
+    for one in points:
+        line = (runs.index(one.run), _ORDER.index(one.weights), one.profile)
+        found[f"{one.task}/{one.metric}"].setdefault(line, {})[one.step or 0] = one
+    return [
+        _make_plot(name, [lines[line] for line in sorted(lines)])
+        for name, lines in found.items()
+        if lines
+    ]
+
+
+def _make_plot(name: str, lines: Sequence[dict[int, Result]]) -> Plot:
+    task, _, metric = name.partition("/")
+    return Plot(name=name, task=task, metric=metric, series=list(map(_make_series, lines)))
+
+
+def _make_series(points: dict[int, Result]) -> Series:
+    ordered = [points[step] for step in sorted(points)]
+    first = ordered[0]
+    return Series(
+        run=first.run,
+        weights=first.weights,
+        profile=first.profile,
+        steps=sorted(points),
+        values=[one.value for one in ordered],
+        errors=[one.stderr for one in ordered],
+        base=first.value if first.step == 0 else None,
+    )
+
+
+def as_csv(points: Iterable[Result]) -> str:
+    """Return results as CSV, with headings.
+
+    A text that a spreadsheet would take for a formula begins with an apostrophe.
+    """
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for one in points:
+        when = datetime.fromtimestamp(one.completed_at, UTC).isoformat(timespec="seconds")
+        names = map(_plain, (one.run, one.weights, one.profile))
+        what = map(_plain, (one.task, one.metric))
+        writer.writerow((*names, one.step, *what, repr(one.value), one.stderr, when))
+    return file.getvalue()
+
+
+def _plain(text: str) -> str:
+    return f"'{text}" if text.startswith(_FORMULA) else text

@@ -1,0 +1,300 @@
+"""The views: each is an address that holds all that is chosen, so that it can be sent to others."""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, HTTPException, Query, Response
+from fastapi.responses import HTMLResponse, StreamingResponse
+from pydantic import BaseModel, Field
+from starlette.requests import HTTPConnection
+
+from unshard.evaluate.jobs import Filters, Job, Status
+from unshard.evaluate.pins.pin import Pin
+from unshard.evaluate.server.http.answers import BoundedText, Served, answer
+from unshard.evaluate.server.http.page.plots import PlotList, as_csv, make_plots
+from unshard.evaluate.server.http.page.progress import Progress, progress_of
+from unshard.evaluate.server.http.page.rendering import HEADERS, STATIC, render, version_of
+from unshard.evaluate.server.http.security import Rules
+from unshard.evaluate.server.processes.bounded_log import log_end
+from unshard.evaluate.server.processes.supervise import LOG_NAME
+from unshard.evaluate.server.service import Service
+from unshard.evaluate.server.store.overview import (
+    last_event,
+    list_holders,
+    list_metrics,
+    list_points,
+    list_runs,
+    results_of,
+)
+
+__all__ = ["router"]
+
+router = APIRouter(include_in_schema=False)
+
+_RUNS, _JOBS, _PLOTS, _FEW = 50, 50, 12, 20
+_MOST_RUNS = 12  # overlaid
+_TAIL_BYTES = 1 << 16
+_TEXT = "text/plain; charset=utf-8"
+
+Names = Annotated[list[BoundedText], Field(max_length=_MOST_RUNS)]
+PageNumber = Annotated[int, Field(ge=1, le=10_000)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A job in a list: its place in the queue, and how far its evaluator is."""
+
+    job: Job
+    position: int | None
+    progress: Progress | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A pin, the jobs that need it, and bytes: of its files, and of those only it has."""
+
+    pin: Pin
+    jobs: Sequence[str]
+    size: int
+    alone: int
+
+
+def _kept(pin: Pin, jobs: Sequence[str]) -> _Kept:
+    place = pin.path if pin.path.is_dir() else pin.path.parent
+    alone = 0
+    for name, (_, size, _) in pin.files.items():
+        with suppress(OSError):
+            alone += size if (place / name).lstat().st_nlink == 1 else 0
+    return _Kept(pin, jobs, sum(size for _, size, _ in pin.files.values()), alone)
+
+
+class RunsPage(BaseModel):
+    """Which runs to list."""
+
+    q: BoundedText = ""
+    page: PageNumber = 1
+
+
+class PlotsPage(BaseModel):
+    """Which plots to show: of these runs, the metrics that contain a text."""
+
+    run: Names = []
+    q: BoundedText = ""
+    page: PageNumber = 1
+
+
+class JobsPage(BaseModel):
+    """Which jobs to list."""
+
+    run: BoundedText = ""
+    profile: BoundedText = ""
+    status: Status | Literal[""] = ""
+    before: BoundedText = ""
+
+    def filters(self) -> Filters:
+        """Return them; an empty field of the form means any."""
+        return Filters(self.status or None, self.run or None, profile=self.profile or None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """What views are made of."""
+
+    service: Service
+    has_token: bool
+
+    def show(self, template: str, title: str, **values: object) -> HTMLResponse:
+        """Return a view with what every view has."""
+        service = self.service
+        common: dict[str, object] = {
+            "title": title,
+            "since": last_event(service.store.connection),
+            "problems": service.health.problems(),
+            "counts": service.store.counts(),
+            "has_token": self.has_token,
+        }
+        return render(template, common | values)
+
+
+async def _views_of(connection: HTTPConnection, service: Served) -> _Views:
+    rules: Rules = connection.app.state.rules
+    return _Views(service, rules.token is not None)
+
+
+Views = Annotated[_Views, Depends(_views_of)]
+
+
+def _rows(service: Service, jobs: Sequence[Job]) -> list[_Row]:
+    places = {job_id: place for place, job_id in enumerate(service.store.queued_ids(), start=1)}
+    return [_Row(job, places.get(job.id), _progress(service, job)) for job in jobs]
+
+
+def _progress(service: Service, job: Job) -> Progress | None:
+    if job.status is not Status.RUNNING:
+        return None
+    return progress_of(service.scheduler.directory_of(job) / LOG_NAME)
+
+
+def _found(service: Service, job_id: str) -> Job:
+    job = service.job(job_id)
+    if job is None:
+        raise HTTPException(404, f"job {job_id} does not exist")
+    return job
+
+
+@router.get("/")
+def overview(views: Views, wanted: Annotated[RunsPage, Query()]) -> HTMLResponse:
+    """Show what runs, what waits, who has the GPUs, and all runs."""
+    service = views.service
+    store, start = service.store, (wanted.page - 1) * _RUNS
+    runs = list_runs(store.connection, wanted.q, limit=_RUNS + 1, offset=start)
+    queued = [job for one in store.queued_ids()[:_FEW] if (job := store.get(one)) is not None]
+    running = [job for job in store.running() if job.status is Status.RUNNING]
+    return views.show(
+        "overview.html",
+        "Overview",
+        wanted=wanted,
+        runs=runs[:_RUNS],
+        has_more=len(runs) > _RUNS,
+        running=_rows(service, running),
+        queued=_rows(service, queued),
+        gpus=_gpus(service),
+    )
+
+
+def _gpus(service: Service) -> Mapping[str, object]:
+    """Return each GPU with the job that has it; None for a free one."""
+    holders = list_holders(service.store.connection)
+    by_gpu = {gpu: holder for holder in holders for gpu in holder.gpus}
+    free = service.slots.free()
+    return {
+        gpu: None if gpu in free else by_gpu.get(gpu, "an engine that is kept")
+        for gpu in service.config.gpus
+    }
+
+
+@router.get("/view/runs")
+def runs(views: Views, wanted: Annotated[PlotsPage, Query()]) -> HTMLResponse:
+    """Show the plots of runs, overlaid."""
+    service = views.service
+    names = _plotted(service, wanted)
+    return views.show(
+        "runs.html",
+        ", ".join(wanted.run) or "Runs",
+        wanted=wanted,
+        names=names[:_PLOTS],
+        has_more=len(names) > _PLOTS,
+        jobs={
+            run: _rows(service, service.store.jobs(Filters(run=run, limit=_FEW)))
+            for run in wanted.run
+        },
+    )
+
+
+def _plotted(service: Service, wanted: PlotsPage) -> list[str]:
+    """Return the names of the metrics of a page of plots, and one more if there are more."""
+    names = list_metrics(service.store.connection, wanted.run, wanted.q)
+    start = (wanted.page - 1) * _PLOTS
+    return names[start : start + _PLOTS + 1]
+
+
+@router.get("/view/plots.json")
+def plots(service: Served, wanted: Annotated[PlotsPage, Query()]) -> Response:
+    """Return the data of a page of plots."""
+    names = _plotted(service, wanted)[:_PLOTS]
+    points = list_points(service.store.connection, wanted.run, names)
+    return answer(PlotList(plots=make_plots(points, names, wanted.run)))
+
+
+class OnePlot(BaseModel):
+    """A plot as a file."""
+
+    run: Names
+    metric: BoundedText
+
+
+@router.get("/view/plot.csv")
+def plot_csv(service: Served, wanted: Annotated[OnePlot, Query()]) -> Response:
+    """Return the points of a plot as CSV."""
+    text = as_csv(list_points(service.store.connection, wanted.run, [wanted.metric]))
+    attached = {"Content-Disposition": 'attachment; filename="plot.csv"'}
+    return Response(text, media_type="text/csv", headers={**HEADERS, **attached})
+
+
+@router.get("/view/jobs")
+def jobs(views: Views, wanted: Annotated[JobsPage, Query()]) -> HTMLResponse:
+    """List jobs, the newest first."""
+    service = views.service
+    before = _found(service, wanted.before).id if wanted.before else None
+    found = list(islice(service.store.newest(wanted.filters(), before), _JOBS + 1))
+    return views.show(
+        "jobs.html",
+        "Jobs",
+        wanted=wanted,
+        rows=_rows(service, found[:_JOBS]),
+        has_more=len(found) > _JOBS,
+        statuses=list(Status),
+        profiles=list(service.profiles),
+    )
+
+
+@router.get("/view/jobs/{job_id}")
+def job(views: Views, job_id: str) -> HTMLResponse:
+    """Show a job: its state, its numbers, what it was made from, and the end of its log."""
+    service = views.service
+    found = _found(service, job_id)
+    end = log_end(service.scheduler.directory_of(found) / LOG_NAME)
+    return views.show(
+        "job.html",
+        f"Job {found.id[:8]}",
+        row=_Row(found, service.store.position(found.id), _progress(service, found)),
+        results=results_of(service.store.connection, found.id),
+        log_start=max(0, end - _TAIL_BYTES),
+        model=service.merged_model(found),
+        stamps=found.request.stamps,
+    )
+
+
+@router.get("/view/jobs/{job_id}/log.txt")
+def whole_log(service: Served, job_id: str) -> StreamingResponse:
+    """Return the log of a job's last attempt as plain text, as it was written."""
+    found = _found(service, job_id)
+    return StreamingResponse(_log_parts(service, found), media_type=_TEXT, headers=HEADERS)
+
+
+def _log_parts(service: Service, found: Job) -> Iterator[str]:
+    text, after, _ = service.log(found, 0)
+    while text:
+        yield text
+        text, after, _ = service.log(found, after)
+
+
+@router.get("/view/submit")
+def submit(views: Views) -> HTMLResponse:
+    """Show a form for a new job."""
+    service = views.service
+    return views.show("submit.html", "Submit", profiles=list(service.profiles))
+
+
+@router.get("/view/disk")
+def disk(views: Views) -> HTMLResponse:
+    """Show the pins and what they keep on the disk."""
+    service = views.service
+    work = service.work_dir
+    pins = [_kept(pin, jobs) for pin, jobs in service.pins.list_all()]
+    space = shutil.disk_usage(work)
+    return views.show("disk.html", "Disk", pins=pins, space=space, work=str(work))
+
+
+@router.get("/view/static/{name}")
+def static(name: str, v: str = "") -> Response:
+    """Return a file that the page loads; one of another version is not kept by browsers."""
+    if name not in STATIC:
+        raise HTTPException(404, "there is no such file")
+    body, kind = STATIC[name]
+    kept = "max-age=31536000, immutable" if v == version_of(name) else "no-cache"
+    return Response(body, media_type=kind, headers={**HEADERS, "Cache-Control": kept})

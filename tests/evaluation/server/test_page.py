@@ -1,0 +1,194 @@
+"""The page as a server answers it: what the views show, and what a browser is told."""
+
+import csv
+import io
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from evaluation.servers import Still, still
+from unshard.evaluate.jobs import Request, Status
+from unshard.evaluate.server.config.profiles import CommandProfile
+from unshard.evaluate.server.http.page.plots import as_csv, make_plots
+from unshard.evaluate.server.http.page.progress import progress_of
+from unshard.evaluate.server.http.page.rendering import STATIC
+from unshard.evaluate.server.store.overview import list_holders, list_points, list_runs
+
+HTML = {"Accept": "text/html"}
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m\u202e'\""
+VIEWS = ("/", "/view/jobs", "/view/runs", "/view/submit", "/view/disk")
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Still]:
+    with still(tmp_path, script=CommandProfile(command=("true",))) as server:
+        yield server
+
+
+def complete(
+    server: Still, run: str, step: int | None, metrics: dict[str, float], **more: object
+) -> str:
+    """Add a job that was completed; return its id."""
+    errors = more.pop("errors", {})
+    assert isinstance(errors, dict)
+    asked = Request(f"/runs/{run}/{step}", "script", ("task",), step=step, run=run)
+    store = server.service.store
+    job, _ = store.submit(replace(asked, **more), pin=None)  # type: ignore[arg-type]  # its fields
+    store.claim(time.time(), job.id)
+    store.complete(job.id, metrics, None, errors)
+    return job.id
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_of_an_empty_server_says_that_it_is_empty(served: Still, view: str) -> None:
+    answer = served.client.get(view, headers=HTML)
+    assert answer.status_code == 200
+    assert "text/html" in answer.headers["content-type"]
+    assert "empty" in answer.text or view == "/view/submit"
+
+
+@pytest.mark.parametrize("view", [*VIEWS, "/view/jobs/0000", "/view/nothing", "/view/log-in"])
+def test_no_view_has_code_inside_or_lets_any_from_elsewhere_run(served: Still, view: str) -> None:
+    answer = served.client.get(view, headers=HTML)
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert not re.search(r"<script(?! src=\"/view/static/)|<style| style=| on\w+=", answer.text)
+    assert not re.search(r"(?:src|href|action)=\"(?!/|#)", answer.text)
+
+
+def test_hostile_names_are_shown_as_text(served: Still) -> None:
+    complete(served, HOSTILE, 3, {f"{HOSTILE}/{HOSTILE}": 0.5}, tasks=(HOSTILE,))
+    job_id = complete(served, HOSTILE, 4, {f"{HOSTILE}/acc": 0.5})
+    for view in ("/", "/view/jobs", f"/view/jobs/{job_id}", f"/view/runs?run={quote(HOSTILE)}"):
+        text = served.client.get(view, headers=HTML).text
+        assert "<img" not in text
+        assert "\x1b" not in text
+        assert r"&lt;img src=x onerror=alert(1)&gt;\x1b[31m" in text
+
+
+def test_an_unknown_job_is_an_error_for_people_and_for_programs(served: Still) -> None:
+    people = served.client.get("/view/jobs/0000", headers=HTML)
+    assert (people.status_code, "does not exist" in people.text) == (404, True)
+    assert "<h1>" in people.text
+    assert served.client.get("/view/jobs/0000").json() == {"detail": "job 0000 does not exist"}
+
+
+def test_the_files_of_the_page_are_kept_by_browsers_until_they_change(served: Still) -> None:
+    page = served.client.get("/", headers=HTML).text
+    addresses = re.findall(r"\"(/view/static/[^\"]+)\"", page)
+    assert addresses
+    for address in addresses:
+        assert "immutable" in served.client.get(address).headers["cache-control"]
+    old = served.client.get("/view/static/page.js?v=0")
+    assert old.headers["cache-control"] == "no-cache"
+    assert served.client.get("/view/static/../routes.py").status_code == 404
+    assert set(STATIC) >= {"uPlot.LICENSE", "uPlot.iife.min.js"}
+
+
+def test_a_plot_has_a_line_for_each_run_and_its_weights_by_rising_step(served: Still) -> None:
+    for step in (20, 0, 10):
+        complete(served, "a", step, {"t/acc": step / 100}, errors={"t/acc": 0.01})
+    complete(served, "a", 10, {"t/acc": 0.7}, weights="ema")
+    complete(served, "b", 5, {"t/acc": 0.2, "t/f1": 0.3})
+    complete(served, "b", None, {"t/acc": 0.9})
+    answer = served.client.get("/view/plots.json?run=b&run=a").json()
+    acc, f1 = answer["plots"]
+    assert (acc["name"], f1["name"]) == ("t/acc", "t/f1")
+    lines = [(one["run"], one["weights"], one["steps"], one["values"]) for one in acc["series"]]
+    assert lines == [
+        ("b", "model", [5], [0.2]),
+        ("a", "model", [0, 10, 20], [0.0, 0.1, 0.2]),
+        ("a", "ema", [10], [0.7]),
+    ]
+    assert acc["series"][1]["errors"] == [0.01] * 3
+    assert [one["base"] for one in acc["series"]] == [None, 0.0, None]
+    assert f1["series"][0]["errors"] == [None]
+
+
+def test_of_two_results_of_a_step_the_later_one_is_plotted(served: Still) -> None:
+    complete(served, "a", 1, {"t/acc": 0.1})
+    complete(served, "a", 1, {"t/acc": 0.2}, fingerprint="saved again")
+    points = list_points(served.service.store.connection, ["a"], ["t/acc"])
+    (plot,) = make_plots(points, ["t/acc"], ["a"])
+    assert plot.series[0].values == [0.2]
+
+
+def test_a_plot_as_csv_has_its_numbers_exactly_and_no_formula(served: Still) -> None:
+    complete(served, "=cmd()", 7, {"+task/-acc": 0.1 + 0.2}, errors={"+task/-acc": 1 / 3})
+    answer = served.client.get("/view/plot.csv?run==cmd()&metric=%2Btask/-acc")
+    assert answer.headers["content-disposition"].startswith("attachment")
+    (row,) = csv.DictReader(io.StringIO(answer.text))
+    assert (row["run"], row["task"], row["metric"]) == ("'=cmd()", "'+task", "'-acc")
+    assert (float(row["value"]), float(row["stderr"]), row["step"]) == (0.1 + 0.2, 1 / 3, "7")
+    assert as_csv([]).count("\n") == 1
+
+
+def test_plots_are_searched_and_have_pages(served: Still) -> None:
+    complete(served, "a", 1, {f"task{number:02d}/acc": 0.5 for number in range(30)})
+    names, counts = set(), []
+    for page in (1, 2, 3, 4):
+        found = served.client.get(f"/view/plots.json?run=a&page={page}").json()["plots"]
+        names |= {one["name"] for one in found}
+        counts.append(len(found))
+    assert counts == [12, 12, 6, 0]
+    assert len(names) == 30
+    assert len(served.client.get("/view/plots.json?run=a&q=task07").json()["plots"]) == 1
+    assert 'rel="next"' in served.client.get("/view/runs?run=a", headers=HTML).text
+
+
+def test_runs_are_listed_with_the_newest_job_first(served: Still) -> None:
+    for run, step in (("old", 5), ("new", 2), ("new", 1)):
+        complete(served, run, step, {"t/acc": 0.5})
+    served.service.store.submit(Request("/c", "script", ("t",), step=9, run="old"), pin=None)
+    found = list_runs(served.service.store.connection, "", limit=10, offset=0)
+    assert [(one.name, one.step) for one in found] == [("old", 9), ("new", 2)]
+    assert found[0].counts[Status.QUEUED] == found[0].counts[Status.COMPLETED] == 1
+    only = list_runs(served.service.store.connection, "ne", limit=10, offset=0)
+    assert [one.name for one in only] == ["new"]
+
+
+def test_jobs_are_filtered_and_have_pages(served: Still) -> None:
+    for step in range(60):
+        complete(served, "a", step, {"t/acc": 0.5})
+    complete(served, "b/c", 1, {"t/acc": 0.5})
+
+    def ids(address: str) -> tuple[list[str], str | None]:
+        text = served.client.get(address, headers=HTML).text
+        after = re.search(r'rel="next" href="([^"]+)"', text)
+        found = re.findall(r'<th scope="row"[^>]*><a href="/view/jobs/(\w+)"', text)
+        return found, after and after[1].replace("&amp;", "&")
+
+    first, after = ids("/view/jobs?run=a&status=&profile=")
+    assert after is not None
+    rest, end = ids(after)
+    assert (len(first), len(rest), end) == (50, 10, None)
+    assert len({*first, *rest}) == 60
+    assert len(ids("/view/jobs?run=b/c")[0]) == 1
+    assert ids("/view/jobs?status=failed")[0] == []
+
+
+def test_an_attempt_has_its_gpus_before_its_process_is_there(served: Still) -> None:
+    store = served.service.store
+    job, _ = store.submit(Request("/c", "script", ("t",), step=9, run="a"), pin=None)
+    store.claim(time.time(), job.id, ("6", "7"))
+    (holder,) = list_holders(store.connection)
+    assert (holder.job_id, holder.step, holder.gpus) == (job.id, 9, ("6", "7"))
+
+
+def test_the_progress_of_an_evaluator_is_that_of_its_last_bar(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    assert progress_of(log) is None
+    log.write_text("accuracy 99%|\nloading\r\x1b[32mRequests:  40%|####      | 4/10\x1b[0m\r")
+    found = progress_of(log)
+    assert found is not None
+    assert (found.percent, found.line) == (40, "Requests:  40%|####      | 4/10")
+    log.write_text("RuntimeError: 0.5% of all\n")
+    assert (found := progress_of(log)) is not None
+    assert found.percent is None
