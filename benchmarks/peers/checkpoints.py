@@ -111,7 +111,7 @@ def _config(cell: Cell) -> Any:
 
 def _be_rank(rank: int, cell: Cell, made: Made) -> None:
     torch.set_num_threads(1)
-    meeting = f"file://{made.root / 'meeting'}"
+    meeting = f"file://{made.root.resolve() / 'meeting'}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=cell.ranks)
     mesh = init_device_mesh("cpu", (cell.ranks,), mesh_dim_names=("fsdp",))
     with safe_open(made.truth, framework="pt") as truth:
