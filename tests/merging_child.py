@@ -1,10 +1,11 @@
 """A process that merges again and again, each time in a fork of itself: it starts quickly.
 
-Reads "checkpoint output" from its input; prints the number of the process that merges, then its
-exit status.
+Reads "checkpoint output" from its input, and perhaps more options as JSON without blanks; prints
+the number of the process that merges, then its exit status.
 """
 
 import importlib
+import json
 import os
 import sys
 from typing import Any
@@ -24,10 +25,11 @@ if __name__ == "__main__":
     for name in ("unshard.api.storing", "unshard.engines.several.torchrun", "obstore.store"):
         importlib.import_module(name)
     for line in sys.stdin:
-        checkpoint, output = line.split()
+        checkpoint, output, *more = line.split()
         pid = os.fork()
         if pid == 0:
-            unshard.merge(checkpoint, output, listener=ignore, **OPTIONS)
+            chosen = OPTIONS | (json.loads(more[0]) if more else {})
+            unshard.merge(checkpoint, output, listener=ignore, **chosen)
             os._exit(0)
         tell(pid)
         tell(os.waitpid(pid, 0)[1])

@@ -1,5 +1,6 @@
 """Merges into an object store, killed at every request: no config or index without its model."""
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from bucket_server import BUCKET, Request, Store
 from merging_child import OPTIONS
 from ranks import snapshot
 from unshard.progress import ignore
+from unshard.write.bucket_ledger import FINISHED_NAME
 from unshard.write.bucket_stage import CLAIM_NAME
 
 MORE = (
@@ -97,3 +99,42 @@ def test_a_merge_killed_anywhere_leaves_no_config_without_its_model(
     assert killed >= 100, killed
     assert left == {*truth, CLAIM_NAME}
     store.abort_uploads()
+
+
+@pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+def test_a_merge_that_is_killed_twice_is_resumed_and_puts_nothing_finished_again(
+    store: Store, child: "Popen[str]", tmp_path: Path
+) -> None:
+    """Before a request of the first merge, after one of the second; the third is not killed."""
+    checkpoint = tmp_path / "ckpt"
+    adapted(checkpoint)
+    chosen = {"resume": True, "lora": "fuse", "max_shard_size": "300B", "verify": "light"}
+    unshard.merge(checkpoint, tmp_path / "out", listener=ignore, **OPTIONS | chosen)
+    truth = {str(path): data for path, (_, _, data) in snapshot(tmp_path / "out").items()}
+    more = json.dumps(chosen, separators=(",", ":"))
+    kills, gone_on = 0, 0
+    for number in range(500):
+        folder, statuses = f"resumed/{number}", []
+        line = f"{checkpoint} s3://{BUCKET}/{folder} {more}"
+        for at, when in ((number, "before"), (number, "after"), (-1, "before")):
+            finished = finished_in(store.files(folder))
+            store.forget_requests()
+            statuses.append(status_of(child, store, line, at, when))
+            put = {one.key for one in store.requests if one.method in ("PUT", "POST")}
+            assert not {f"{folder}/{name}" for name in finished} & put, (number, when)
+            found = store.files(folder)
+            if "config.json" in found:
+                assert truth.keys() - found.keys() <= {"unshard.json"}, (number, when)
+            gone_on += bool(finished)
+        kills += statuses.count(signal.SIGKILL)
+        assert found == truth, (number, statuses)
+        if signal.SIGKILL not in statuses:
+            break
+    assert kills >= 50, kills
+    assert gone_on >= 20, gone_on
+    store.abort_uploads()
+
+
+def finished_in(files: dict[str, bytes]) -> set[str]:
+    """Return the files that a record names as finished."""
+    return set(json.loads(files.get(FINISHED_NAME, b'{"files": []}'))["files"])

@@ -64,7 +64,7 @@ def merge(
             any directory inside one.
         output: must not exist unless `overwrite`; default `merged/<step directory>[-critic][-ema]`
             next to the step directory. An address such as s3://bucket/model is one in an object
-            store, where `overwrite`, `resume` and `push_to_hub` are refused.
+            store, where `overwrite` and `push_to_hub` are refused.
         listener: called with progress events and warnings; without one, warnings are
             `UnshardWarning` of Python, and a terminal or a notebook gets a progress bar.
 

@@ -1,8 +1,11 @@
 """A merge whose output is in an object store: made in memory, block by block, and uploaded."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
+from unshard._version import __version__
 from unshard.api.converting import convert
 from unshard.api.making import (
     Prepared,
@@ -16,15 +19,19 @@ from unshard.api.making import (
 from unshard.api.options import MergeOptions
 from unshard.api.sources import inflated
 from unshard.api.unmerged.virtual import contents_of_output
+from unshard.api.writing import digest_of_sources, earlier_overflows, say_what_is_known
 from unshard.engines.files import PieceReader
-from unshard.engines.threads import named_overflows
+from unshard.engines.threads import Overflows, named_overflows
 from unshard.engines.uploads import Uploaded, upload_files
 from unshard.errors import UsageError
+from unshard.plan.identity import digest_of
+from unshard.plan.operations import Plan
 from unshard.plan.pieces import Contents
 from unshard.progress import Listener, Stage
 from unshard.stores.remote_path import RemotePath, look_again
 from unshard.write.bucket_stage import BucketStage, is_last
 from unshard.write.report import Report
+from unshard.write.staging.finished import Counts, Work
 
 __all__ = ["store_output"]
 
@@ -44,32 +51,31 @@ def store_output(
     state is written, into a temporary directory.
 
     Raises:
-        UnshardError: nothing of the output is left then.
+        UnshardError: nothing of the output is left then; with `resume`, what is finished.
     """
     if options.push_to_hub is not None:
         raise UsageError(
             f"--push-to-hub needs an output on a disk, and {target} is in an object store",
             hint="leave it out, and upload the checkpoint: unshard push CHECKPOINT REPO",
         )
-    if options.resume:
-        raise UsageError(
-            f"--resume needs an output on a disk, and {target} is in an object store",
-            hint="leave it out: a merge that fails removes what it wrote there",
-        )
-    stage = BucketStage(target, overwrite=bool(options.overwrite))
+    stage = BucketStage(target, overwrite=bool(options.overwrite), resume=options.resume)
     if options.dry_run:
         stage.check()
         return make_report(prepared, target, options, started)
+    work = _work_of(prepared)
     with stage, ExitStack() as stack:
         prepared = _decompressed(prepared, options, listener, stack)
         files = contents_of_output(prepared, options, stack)
         where = prepared.checkpoint.location.weights_dir
         reader = PieceReader(where, files)
         stack.callback(reader.close)
-        large = {name: one for name, one in files.items() if not _is_small(name, one)}
-        listener(Stage("uploading", sum(one.size for one in large.values())))
-        uploaded = upload_files(where, large, stage, options.resources, listener)
-        small = {name: _bytes_of(one, reader) for name, one in files.items() if name not in large}
+        ledger = stage.open_ledger(work, files.keys())
+        say_what_is_known(ledger, len(prepared.plan.layout.files), listener)
+        rest = {name: one for name, one in files.items() if name not in ledger.known}
+        uploaded = _upload(prepared, rest, stage, options, listener)
+        small = {
+            name: _bytes_of(one, reader) for name, one in files.items() if _is_small(name, one)
+        }
         for name, data in small.items():
             if not is_last(name):
                 stage.create(name, data)
@@ -80,10 +86,40 @@ def store_output(
         listener(Stage("committing"))
         notes = stage.commit({name: data for name, data in small.items() if is_last(name)})
     lost = named_overflows([uploaded.overflows], prepared.plan)
+    lost |= earlier_overflows(prepared.plan, ledger.known)
     notes += _not_copied(uploaded)
     notes = warn(listener, [*late_notes(prepared, changed, lost), *notes])
     report = make_report(prepared, target, options, started, notes=notes, changed=changed)
     return replace(report, bytes_copied=uploaded.copied)
+
+
+def _upload(
+    prepared: Prepared,
+    files: Mapping[str, Contents],
+    stage: BucketStage,
+    options: MergeOptions,
+    listener: Listener,
+) -> Uploaded:
+    """Upload the files that are not created at once, and record each."""
+    large = {name: one for name, one in files.items() if not _is_small(name, one)}
+    where = prepared.checkpoint.location.weights_dir
+    listener(Stage("uploading", sum(one.size for one in large.values())))
+    record = partial(_record, stage, prepared.plan)
+    return upload_files(where, large, stage, options.resources, listener, finished=record)
+
+
+def _work_of(prepared: Prepared) -> Work:
+    """Return what a merge does: what is compressed is planned again, but always in the same way."""
+    sources, plan = digest_of_sources(prepared.sources), digest_of(prepared.plan)
+    return Work(sources, f"{plan} {__version__}")
+
+
+def _record(stage: BucketStage, plan: Plan, name: str, overflows: Overflows) -> None:
+    """Record a file of weights as finished; an adapter of its own is always made again."""
+    for number, file in enumerate(plan.layout.files):
+        if file.filename == name:
+            found = overflows.items()
+            stage.record(name, Counts({at: one for (of, at), one in found if of == number}))
 
 
 def _not_copied(uploaded: Uploaded) -> list[str]:

@@ -13,10 +13,11 @@ from unshard.plan.identity import digest_of
 from unshard.plan.operations import Plan
 from unshard.progress import Chosen, Listener, Stage
 from unshard.signals import uninterrupted
-from unshard.write.staging.finished import Counts, Work
+from unshard.write.bucket_ledger import BucketLedger
+from unshard.write.staging.finished import Counts, Ledger, Work
 from unshard.write.staging.stage import Staging
 
-__all__ = ["digest_of_sources", "write_weights"]
+__all__ = ["digest_of_sources", "earlier_overflows", "say_what_is_known", "write_weights"]
 
 
 def digest_of_sources(sources: Sources) -> str:
@@ -57,11 +58,8 @@ def write_weights(
     """
     plan, files = prepared.plan, prepared.plan.layout.files
     ledger = stage.open_ledger(Work(sources, f"{digest_of(plan)} {__version__}"))
-    warn(listener, ledger.notes)
+    say_what_is_known(ledger, len(files), listener)
     rest = [number for number, file in enumerate(files) if file.filename not in ledger.known]
-    if ledger.known:
-        count = f"{len(ledger.known)} of {len(files)} files were finished by an earlier merge"
-        listener(Chosen(f"resuming: {count}"))
     left = plan.only(rest) if ledger.known else plan
 
     data = sum(files[number].size - len(files[number].header) for number in rest)
@@ -80,10 +78,18 @@ def write_weights(
     finally:
         with uninterrupted():  # nothing may be recorded while the stage is removed
             recorder.shutdown(cancel_futures=True)
-    return _earlier(plan, ledger.known) | made
+    return earlier_overflows(plan, ledger.known) | made
 
 
-def _earlier(plan: Plan, known: Mapping[str, Counts]) -> dict[str, int]:
+def say_what_is_known(ledger: Ledger | BucketLedger, files: int, listener: Listener) -> None:
+    """Report how many of the files an earlier process has finished, and why not others."""
+    warn(listener, ledger.notes)
+    if ledger.known:
+        count = f"{len(ledger.known)} of {files} files were finished by an earlier merge"
+        listener(Chosen(f"resuming: {count}"))
+
+
+def earlier_overflows(plan: Plan, known: Mapping[str, Counts]) -> dict[str, int]:
     """Return what became infinite in the files that were finished before."""
     numbered = enumerate(plan.layout.files)
     counts = {

@@ -96,12 +96,14 @@ class Uploaded:
     refused: StoreError | None = None
 
 
-def upload_files(
+def upload_files(  # noqa: PLR0913 (what is made, what takes it, and who is told)
     path: Path,
     files: Mapping[str, Contents],
     uploader: Uploader,
     resources: Resources,
     listener: Listener,
+    *,
+    finished: Callable[[str, Overflows], None],
 ) -> Uploaded:
     """Make and upload files, one after another.
 
@@ -111,6 +113,8 @@ def upload_files(
         uploader: takes them; called from another thread.
         resources: `memory_bytes` bounds the blocks.
         listener: is told what was sent or copied; called from another thread.
+        finished: called with the name of a file that was written, and what became infinite in all
+            files until then; from another thread.
 
     Raises:
         UnshardError: a source cannot be read, or what `uploader` raises. If the store does not
@@ -120,7 +124,7 @@ def upload_files(
     reader = PieceReader(path, {}, cache_bytes=0, at_once=chosen.blocks)
     try:
         with _Making(files, reader, chosen) as making:
-            done = making.send(uploader, listener)
+            done = making.send(uploader, listener, finished)
     finally:
         reader.close()
     done.overflows = reader.overflows
@@ -156,23 +160,30 @@ class _Making:
             self._makers.shutdown(cancel_futures=True)
             self._copiers.shutdown(cancel_futures=True)
 
-    def send(self, uploader: Uploader, listener: Listener) -> Uploaded:
+    def send(
+        self,
+        uploader: Uploader,
+        listener: Listener,
+        finished: Callable[[str, Overflows], None],
+    ) -> Uploaded:
         """Write all files from a thread of their own, so that a signal can end the wait."""
 
         def send_all() -> None:
-            self._compose_files(uploader, listener)
+            for name in self._compose_files(uploader, listener):
+                finished(name, self._reader.overflows)
             made: deque[Future[bytearray]] = deque()
             left = self._jobs()
             for name, contents in self._files.items():
                 part = self._block_bytes(contents)
                 blocks = self._blocks(contents.size, made, left, listener)
                 uploader.upload(name, blocks, part_bytes=part, at_once=self._pace.at_once)
+                finished(name, self._reader.overflows)
 
         self._sender.submit(send_all).result()
         return self._done
 
-    def _compose_files(self, uploader: Uploader, listener: Listener) -> None:
-        """Write the files of which the store copies something; the others are left."""
+    def _compose_files(self, uploader: Uploader, listener: Listener) -> Iterator[str]:
+        """Write the files of which the store copies something, and yield each; others are left."""
         for name, contents in list(self._files.items()):
             parts = self._parts(contents, uploader)
             if not any(one.copied for one in parts):
@@ -188,6 +199,7 @@ class _Making:
                 return
             self._done.copied += sum(one.size for one in parts if one.copied)
             del self._files[name]
+            yield name
 
     def _parts(self, contents: Contents, uploader: Uploader) -> list[Part]:
         least = max(LEAST_PART, -(-contents.size // (MOST_PARTS - 1)))

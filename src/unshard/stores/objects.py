@@ -6,9 +6,13 @@ all are there; an upload that fails is aborted, so that its parts are not left, 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from unshard.errors import UnshardError
 from unshard.stores.buckets import Bucket, failure
+
+if TYPE_CHECKING:
+    from obstore import PutMode
 
 __all__ = ["LEAST_PART", "MOST_PARTS", "Stored", "create", "listed", "remove", "upload"]
 
@@ -28,8 +32,12 @@ class Stored:
     etag: str | None
 
 
-def create(bucket: Bucket, key: str, data: bytes) -> Stored | None:
-    """Write an object where there is none; return None if there is another one.
+def create(
+    bucket: Bucket, key: str, data: bytes, *, instead_of: str | None = None
+) -> Stored | None:
+    """Write an object where there is none, or in place of the one with an entity tag.
+
+    Return None if there is another one.
 
     The answer to a request may be lost after the store has done what it asks for. So after every
     failure the object is read: what has these very bytes is ours.
@@ -37,22 +45,27 @@ def create(bucket: Bucket, key: str, data: bytes) -> Stored | None:
     Raises:
         StoreError: the store cannot be reached, or does not allow it.
     """
+    mode: PutMode = "create" if instead_of is None else {"e_tag": instead_of}
     for tries_left in reversed(range(_TRIES)):
         try:
-            put = bucket.store.put(key, data, mode="create", use_multipart=False)
+            put = bucket.store.put(key, data, mode=mode, use_multipart=False)
             return Stored(len(data), put["e_tag"])
         except UnshardError:
             raise
         except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
             try:
                 found = bucket.store.get(key)
-                is_ours = found.meta["size"] == len(data) and bytes(found.bytes()) == data
-                return Stored(len(data), found.meta["e_tag"]) if is_ours else None
+                if found.meta["size"] == len(data) and bytes(found.bytes()) == data:
+                    return Stored(len(data), found.meta["e_tag"])
+                if found.meta["e_tag"] != instead_of:
+                    return None
             except FileNotFoundError:
-                if not tries_left:
-                    raise failure(f"{bucket.url}/{key}", error) from None
+                if instead_of is not None:
+                    return None
             except Exception as again:  # noqa: BLE001
                 raise failure(f"{bucket.url}/{key}", again) from None
+            if not tries_left:
+                raise failure(f"{bucket.url}/{key}", error) from None
     raise AssertionError("the last try returns or raises")
 
 

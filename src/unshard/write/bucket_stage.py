@@ -4,12 +4,15 @@ A store cannot rename what was written. So a merge first claims the place, by an
 one process can create; it writes the weights, then everything else, and last the files by which a
 reader takes a directory for a model: config.json and the like, and the record `unshard.json`. What
 fails removes what it wrote, and the claim. A process that is killed leaves both, and no config.
+
+With `--resume` each finished file of weights is recorded, and a later merge takes the claim over;
+it removes what is not finished. A merge whose claim was taken over stops, and removes nothing.
 """
 
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property
@@ -18,14 +21,17 @@ from types import TracebackType
 from typing import Self
 
 from unshard._version import __version__
-from unshard.errors import OutputError, UnshardError
+from unshard.errors import CorruptError, OutputError, UnshardError
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted
 from unshard.signals import uninterrupted
 from unshard.stores.copying import Composition, Copier
 from unshard.stores.objects import Stored, create, listed, remove, upload
 from unshard.stores.remote_path import RemotePath
+from unshard.write.bucket_ledger import FINISHED_NAME, BucketLedger, open_bucket_ledger
 from unshard.write.companions import ADAPTER_CONFIG_NAME
+from unshard.write.staging.finished import Counts, Work
+from unshard.write.staging.stage import say_what_is_left
 
 __all__ = ["CLAIM_NAME", "BucketStage", "is_last"]
 
@@ -52,13 +58,15 @@ class BucketStage:
     Args:
         target: where the output goes; nothing may be there.
         overwrite: whether the user asked for an output to be replaced; no store can do that.
+        resume: whether to take over what an interrupted merge left, and to leave what is finished
+            after an error.
 
     Raises:
         OutputError: on entering: the target exists, or another process writes there.
         StoreError: the store cannot be reached, or does not allow it.
     """
 
-    def __init__(self, target: RemotePath, *, overwrite: bool) -> None:
+    def __init__(self, target: RemotePath, *, overwrite: bool, resume: bool = False) -> None:
         self._target = target
         self._bucket = target.bucket
         self._overwrite = overwrite
@@ -66,6 +74,9 @@ class BucketStage:
         claim = {"unshard": __version__, "begun": begun, "id": secrets.token_hex(16)}
         self._claim = (json.dumps(claim) + "\n").encode()
         self._written: dict[str, Stored | None] = {}
+        self._resume = resume
+        self._found: dict[str, Stored] = {}  # what an interrupted merge left
+        self._ledger: BucketLedger | None = None
         self._is_complete = False
 
     def check(self) -> None:
@@ -76,6 +87,8 @@ class BucketStage:
         """
         found = listed(self._bucket, self._target.key)
         if CLAIM_NAME in found and RECORD_NAME not in found:
+            if self._resume:
+                return
             raise self._claimed()
         if found:
             hint = "give another output, or remove everything there first"
@@ -84,6 +97,9 @@ class BucketStage:
             raise OutputError(f"{self._target}: exists already", hint=hint)
 
     def __enter__(self) -> Self:
+        with uninterrupted():
+            if self._resume and self._take_over():
+                return self
         self.check()
         with uninterrupted():
             if create(self._bucket, self._key(CLAIM_NAME), self._claim) is None:
@@ -107,6 +123,70 @@ class BucketStage:
             self._clean_up(error)
         elif isinstance(error, KeyboardInterrupt):
             error.args = (f"interrupted, but only after {self._target} was complete",)
+
+    def _take_over(self) -> bool:
+        """Make the claim of an interrupted merge this one's; return whether there was one."""
+        found = listed(self._bucket, self._target.key)
+        claim = found.pop(CLAIM_NAME, None)
+        if claim is None:
+            return False
+        if RECORD_NAME in found:  # it was killed when all was written
+            left = [*found.keys() & {FINISHED_NAME}, CLAIM_NAME]
+            self._written |= dict.fromkeys(left)
+            self._remove(left)
+            return False
+        if create(self._bucket, self._key(CLAIM_NAME), self._claim, instead_of=claim.etag) is None:
+            raise self._claimed()
+        self._written[CLAIM_NAME] = None
+        self._found = found
+        return True
+
+    def open_ledger(self, work: Work, names: Collection[str]) -> BucketLedger:
+        """Open the record of what is finished, and remove everything else that a merge left.
+
+        Args:
+            work: what the merge does.
+            names: of all files that it writes.
+
+        Raises:
+            OutputError: something else is there.
+            StoreError: the store cannot be reached, or does not allow it.
+        """
+        found, self._found = self._found, {}
+        written = found.pop(FINISHED_NAME, None)
+        data = b"" if written is None else self._read(FINISHED_NAME)
+        ledger = open_bucket_ledger(work, data, found)
+        if strange := sorted(found.keys() - set(names)):
+            raise self._not_as_written(strange)
+        if written is not None:
+            self._written[FINISHED_NAME] = written
+        rest = [name for name in found if name not in ledger.known]
+        rest.sort(key=is_last, reverse=True)  # no reader may find a config without its model
+        self._written |= dict.fromkeys(rest) | dict(ledger.files)
+        if left := self._remove(rest):
+            raise OutputError(f"{self._target}: cannot be removed: {', '.join(left)}")
+        self._ledger = ledger
+        return ledger
+
+    def record(self, name: str, counts: Counts) -> None:
+        """Record a file as finished, if the merge can be resumed; for any thread.
+
+        Raises:
+            OutputError: another merge has taken over.
+            StoreError: the store cannot be reached, or does not allow it.
+        """
+        stored, ledger = self._written[name], self._ledger
+        if not self._resume or ledger is None or stored is None:
+            return
+        if self._claim_now() != self._claim:
+            raise self._not_as_written([CLAIM_NAME])
+        before = self._written.setdefault(FINISHED_NAME, None)
+        etag = None if before is None else before.etag
+        data, key = ledger.add(name, stored, counts), self._key(FINISHED_NAME)
+        written = create(self._bucket, key, data, instead_of=etag)
+        if written is None:
+            raise self._not_as_written([FINISHED_NAME])
+        self._written[FINISHED_NAME] = written
 
     def upload(
         self, name: str, blocks: Iterator[bytearray], *, part_bytes: int, at_once: int
@@ -160,19 +240,16 @@ class BucketStage:
             OutputError: something is missing, was changed, or was added.
         """
         found = listed(self._bucket, self._target.key)
-        claim = found.pop(CLAIM_NAME, None)
+        found.pop(CLAIM_NAME, None)
         wrong = sorted(
             name
             for name in {*found, *self._written} - {CLAIM_NAME}
             if not _is_same(self._written.get(name), found.get(name))
         )
-        if claim is None or self._read_claim() != self._claim:
+        if self._claim_now() != self._claim:
             wrong.append(CLAIM_NAME)
         if wrong:
-            raise OutputError(
-                f"{self._target}: is not as it was written: {', '.join(wrong)}",
-                hint="another process writes there: give another output",
-            )
+            raise self._not_as_written(wrong)
 
     def commit(self, last: Mapping[str, bytes]) -> list[str]:
         """Write the files that make the output complete, the record after all others.
@@ -187,8 +264,9 @@ class BucketStage:
             for name in sorted(last, key=lambda name: (name == RECORD_NAME, name)):
                 self.create(name, last[name])
             self._is_complete = True
-            left = self._remove([CLAIM_NAME])
-        return [f"{self._target} is complete, but {CLAIM_NAME} could not be removed"] * bool(left)
+            own = [name for name in (FINISHED_NAME, CLAIM_NAME) if name in self._written]
+            left = self._remove(own)
+        return [f"{self._target} is complete, but {name} could not be removed" for name in left]
 
     @cached_property
     def _copier(self) -> Copier | None:
@@ -197,27 +275,50 @@ class BucketStage:
     def _key(self, name: str) -> str:
         return f"{self._target.key}/{name}".lstrip("/")
 
-    def _read_claim(self) -> bytes:
+    def _read(self, name: str) -> bytes:
         self._bucket.forget()
-        claim: bytes = (self._target / CLAIM_NAME).read_bytes()
-        return claim
+        data: bytes = (self._target / name).read_bytes()
+        return data
+
+    def _claim_now(self) -> bytes | None:
+        """Return the claim as the store has it; None if it is gone."""
+        try:
+            return self._read(CLAIM_NAME)
+        except (FileNotFoundError, CorruptError):
+            return None
+
+    def _not_as_written(self, names: Iterable[str]) -> OutputError:
+        return OutputError(
+            f"{self._target}: is not as it was written: {', '.join(names)}",
+            hint="another process writes there: give another output",
+        )
 
     def _claimed(self) -> OutputError:
         begun = "an unknown time"
         try:
-            begun = str(json.loads(self._read_claim())["begun"])[:40]
+            begun = str(json.loads(self._read(CLAIM_NAME))["begun"])[:40]
         except (OSError, UnshardError, ValueError, KeyError, TypeError):
             _log.debug("%s/%s cannot be read", self._target, CLAIM_NAME)
         return OutputError(
             f"{self._target}: a merge into it began at {begun}, and is not complete",
-            hint="wait for it; or, if it was killed, remove everything there, or give another "
-            "output",
+            hint="wait for it; or, if it was killed, go on with it by --resume, remove everything "
+            "there, or give another output",
         )
 
     def _clean_up(self, error: BaseException | None) -> None:
-        """Remove what was written, the newest first and the claim last."""
+        """Remove what was written, the newest first and the claim last.
+
+        What is finished stays if the merge can be resumed; all stays that another took over.
+        """
         with uninterrupted():
-            left = self._remove(reversed(self._written))
+            with suppress(UnshardError):  # a store that does not answer removes nothing, either
+                if self._claim_now() != self._claim:  # another may have made it complete
+                    _log.warning("%s: the claim is not this merge's; left alone", self._target)
+                    return
+            kept = self._kept(error)
+            left = self._remove([name for name in reversed(self._written) if name not in kept])
+            if kept:
+                say_what_is_left(error, self._target)
             if left:
                 with suppress(UnshardError):  # what could not be removed need not be there
                     left = [name for name in listed(self._bucket, self._target.key) if name in left]
@@ -229,6 +330,13 @@ class BucketStage:
             error.args = (f"interrupted; {what}: remove everything there",)
         else:
             raise OutputError(what, hint="remove everything there") from error
+
+    def _kept(self, error: BaseException | None) -> set[str]:
+        """Return what stays for a merge that goes on; an error of the output removes everything."""
+        ledger = self._ledger
+        if not self._resume or ledger is None or isinstance(error, OutputError):
+            return set()
+        return {*ledger.files, FINISHED_NAME, CLAIM_NAME} if ledger.files else set()
 
     def _remove(self, names: Iterable[str]) -> list[str]:
         """Remove objects that this stage wrote; return those that could not be removed."""

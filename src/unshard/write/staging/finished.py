@@ -10,7 +10,7 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from unshard.write.staging.beneath import (
@@ -26,7 +26,7 @@ from unshard.write.staging.beneath import (
 from unshard.write.staging.journal import OUTPUT
 from unshard.write.staging.owners import StagingDirectory, is_sealed, seal
 
-__all__ = ["FINISHED_NAME", "Counts", "Ledger", "Work", "open_ledger"]
+__all__ = ["FINISHED_NAME", "Counts", "Ledger", "Work", "notes_of", "open_ledger"]
 
 FINISHED_NAME = "finished.jsonl"
 
@@ -119,11 +119,18 @@ def open_ledger(place: StagingDirectory, work: Work) -> Ledger:
         name: Counts({int(start): count for start, count in line.counts.items()})
         for name, line in kept.items()
     }
-    return Ledger(place, work, known, _notes(lines, work, len(same) - len(kept)))
-
-
-def _notes(lines: list[_Line], work: Work, changed: int) -> list[str]:
     others = [line.work for line in lines if line.work != work]
+    return Ledger(place, work, known, notes_of(others, work, len(same) - len(kept)))
+
+
+def notes_of(others: Sequence[Work], work: Work, changed: int) -> list[str]:
+    """Return why files that were finished are made again.
+
+    Args:
+        others: what interrupted merges did that left finished files, unless it was the same.
+        work: what this one does.
+        changed: how many files were finished by the same merge, and are not as they were.
+    """
     notes = []
     if others:
         why = "the files of the checkpoint have changed since it was interrupted"

@@ -131,7 +131,7 @@ class Staging:
             self._clean_up(keep=left is not None)
             self._quiet.close()
             if left is not None:
-                _say_what_is_left(error, left)
+                say_what_is_left(error, left)
             if isinstance(error, OSError):
                 raise unwritable(self._target, error, left) from error
         except KeyboardInterrupt as late:
@@ -262,7 +262,7 @@ class Staging:
             remove_empty(self._made_parents[::-1])
 
 
-def _say_what_is_left(error: BaseException | None, left: Path) -> None:
+def say_what_is_left(error: BaseException | None, left: Path) -> None:
     """Add to an error or an interruption where the finished files are, and how to go on."""
     text = f"what is finished is kept in {left}; the same merge with --resume goes on with it"
     if isinstance(error, KeyboardInterrupt):
@@ -289,7 +289,7 @@ def unwritable(target: Path, error: OSError, left: Path | None = None) -> Output
         hint="free some space and run it again" if full else "",
     )
     if left is not None:
-        _say_what_is_left(raised, left)
+        say_what_is_left(raised, left)
     elif full:
         raised.hint += "; nothing was left behind"
     return raised
