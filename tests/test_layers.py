@@ -41,6 +41,7 @@ ON_DEMAND = {
     "write.verification.load",
     "engines.into_torch",
     "engines.into_transformers",
+    "engines.several.cluster",
     "evaluate.callbacks.transformers",
     "evaluate.server.cluster.place",
     "evaluate.server.cluster.seat",

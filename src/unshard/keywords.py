@@ -31,6 +31,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "quantize": ("fp8-block",),
     "weights": ("model", "ema"),
     "verify": ("light", "full", "off"),
+    "engine": ("ray",),
 }
 """The values of each option that takes a name; `dtype` has more spellings (see `merge`)."""
 DEFAULTS: Mapping[str, str] = {
@@ -114,6 +115,7 @@ class VerifyKeywords(ReadKeywords, total=False):
     config: str | Path | None
     workers: int | None
     memory: str | int
+    engine: str | None
 
 
 class PushKeywords(OpenKeywords, total=False):
@@ -147,3 +149,4 @@ class MergeKeywords(VirtualKeywords, total=False):
     verify: str
     workers: int | None
     memory: str | int
+    engine: str | None

@@ -1,9 +1,10 @@
 """A Ray cluster on this machine, with pretended GPUs, in a process that has Ray.
 
 `python -m evaluation.ray_nodes DIRECTORY GPUS...` starts a node with so many GPUs for each number,
-the first of which is the head, and prints the cluster's address. "kill N" on stdin kills node N as
-if its machine were lost, and "add GPUS" adds another; "done" answers both. The end of stdin ends
-the cluster. Nothing is written outside of the directory, and nothing is reported to anyone.
+the first of which is the head, and prints the cluster's address. "kill N" on stdin kills node N (0:
+the newest) as if its machine were lost, and "add GPUS" adds another; "done" answers both. The end
+of stdin ends the cluster. Nothing is written outside of the directory, and nothing is reported to
+anyone.
 """
 
 import os

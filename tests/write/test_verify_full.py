@@ -10,13 +10,10 @@ import unshard
 import unshard.api.making
 import unshard.write.verification.output
 from ranks import merged, rank_path, save_ranks, some_tensors
-from unshard import CorruptError, MergeOptions, OutputError, UsageError
-from unshard.api import merge_with
+from unshard import CorruptError, OutputError, UsageError
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.zip import read_torch_zip
-from unshard.engines.threads import Finished, Resources, run_plan
-from unshard.plan.operations import Plan
-from unshard.progress import Listener, ignore
+from unshard.progress import Event, Stage
 from unshard.read.torch_save.state_dict import rank_table
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -140,18 +137,13 @@ def test_a_flipped_byte_of_the_output_is_found(
 def test_a_flipped_byte_of_an_output_header_is_found_by_light_verification(tmp_path: Path) -> None:
     save_ranks(tmp_path / "ckpt", large(), 2)
 
-    def damaging_engine(
-        plan: Plan, directory: Path, resources: Resources, listener: Listener, finished: Finished
-    ) -> dict[str, int]:
-        overflows = run_plan(plan, directory, resources, listener, finished)
-        path = directory / "model.safetensors"
-        flip(path, path.read_bytes().index(b'"pt"') + 1)
-        return overflows
+    def damaging(event: Event) -> None:
+        if event == Stage("verifying"):
+            (path,) = tmp_path.glob("_unshard-partial-*/output/model.safetensors")
+            flip(path, path.read_bytes().index(b'"pt"') + 1)
 
     with pytest.raises(OutputError, match="its header is not what was laid out"):
-        merge_with(
-            tmp_path / "ckpt", tmp_path / "out", MergeOptions(), ignore, engine=damaging_engine
-        )
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out", listener=damaging)
 
 
 def test_verification_can_be_turned_off_and_is_one_of_three(

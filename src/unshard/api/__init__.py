@@ -17,7 +17,6 @@ from unshard.api.unmerged.pretrained import from_pretrained
 from unshard.api.unmerged.pushing import push
 from unshard.api.unmerged.virtual import VirtualFiles, virtual
 from unshard.api.verifying import verify
-from unshard.engines.crew import crew
 from unshard.write.report import Report
 from unshard.write.verification.comparison import Comparison
 
@@ -33,7 +32,6 @@ __all__ = [
     "StepResult",
     "VirtualFiles",
     "average",
-    "crew",
     "from_pretrained",
     "inspect",
     "load_into",

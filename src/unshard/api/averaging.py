@@ -10,7 +10,6 @@ from unshard.api.making import Prepared
 from unshard.api.merging import merge_with
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
 from unshard.api.sources import Sources, read_checkpoint
-from unshard.engines.threads import RunPlan, run_plan
 from unshard.errors import IncompleteError, UsageError, raise_all
 from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage
@@ -37,7 +36,6 @@ def average(
     every: int | None = None,
     options: MergeOptions | None = None,
     listener: Listener | None = None,
-    engine: RunPlan = run_plan,
     before: Callable[[Prepared], Prepared] = lambda prepared: prepared,
     pass_over: bool = True,
     **keywords: Unpack[MergeKeywords],
@@ -61,7 +59,6 @@ def average(
         every: use every Nth step of a run, counting back from the highest.
         options: those of `merge` as one value.
         listener: as for `merge`; steps that are incomplete are named.
-        engine: what writes the files; see `unshard.engines.crew`.
         before: as for `merge_with`.
         pass_over: whether steps of a run that are not complete are left out, with a warning, or
             are an error.
@@ -90,7 +87,7 @@ def average(
         return Sources(tuple(found), weights)
 
     with hearing(listener) as heard:
-        return merge_with(opened, target, chosen, heard, engine=engine, before=before)
+        return merge_with(opened, target, chosen, heard, before=before)
 
 
 def _check(

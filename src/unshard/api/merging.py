@@ -25,7 +25,7 @@ from unshard.api.options import MergeOptions, accepting, given_output, given_pat
 from unshard.api.sources import Opening, decompressed, open_source
 from unshard.api.storing import store_output
 from unshard.api.writing import digest_of_sources, write_weights
-from unshard.engines.threads import RunPlan, run_plan
+from unshard.engines.crew import crew
 from unshard.errors import (
     IncompleteError,
     UnknownFormatError,
@@ -104,6 +104,9 @@ def merge(
         assume_dim0: treat plain tensors that differ between ranks as shards along dimension 0.
         ep_size: size of the expert parallelism, if the files do not record it (verl's VeOmni).
         allow_globals: tensor subclasses in pickles to read as the plain tensors they store.
+        engine: "ray": do the work on the nodes of a Ray cluster, which this process is connected
+            with, or which RAY_ADDRESS names, or which this machine is a node of. `workers` and
+            `memory` are those of each node then. Default: threads of this process.
         verify: "light" (the output is reopened: headers, names, shapes, dtypes, sizes, index),
             "full" (also checksums of the sources, replicas, and every byte read back), or "off".
         extra_state: write scheduler and random state of all ranks next to the weights, if the
@@ -133,7 +136,6 @@ def merge_with(
     options: MergeOptions,
     listener: Listener,
     *,
-    engine: RunPlan = run_plan,
     before: Callable[[Prepared], Prepared] = lambda prepared: prepared,
     pass_over: bool = True,
 ) -> Report:
@@ -142,7 +144,6 @@ def merge_with(
     Args:
         checkpoint: as for `merge`; or a function that opens several, to be averaged.
         output, options, listener: as for `merge`.
-        engine: what writes the files; see `unshard.engines.crew`.
         before: called with the plan before writing; may add small files, or raise to end the merge.
         pass_over: whether an older step may be taken, with a warning, for one that is not complete,
             or that is an error, as it is for the tools that `unshard.compat` replaces.
@@ -164,13 +165,14 @@ def merge_with(
         stage.check()
         return make_report(prepared, target, options, started)
     digest = digest_of_sources(sources)
-    with stage:
+    with crew(options.engine) as engine, stage:
         if sources.compressed_bytes:  # only now can values be compared, and be read anywhere
             sources = decompressed(sources, stage.scratch, listener)
             again = plan_output(sources, convert(sources, options), options)
             warn(listener, [one for one in again.warnings if one not in prepared.warnings])
             prepared = replace(again, files=prepared.files)
-        overflows = write_weights(prepared, stage, options, listener, engine=engine, sources=digest)
+        run = engine.run_plan
+        overflows = write_weights(prepared, stage, options, listener, engine=run, sources=digest)
         add_files(prepared, stage.directory, options, listener)
         verify_output(prepared, stage.directory, options, listener)
         changed = compare_with_base(prepared, listener)
@@ -210,7 +212,6 @@ def merge_all(
     output: str | Path | None = None,
     options: MergeOptions | None = None,
     listener: Listener | None = None,
-    engine: RunPlan = run_plan,
     *,
     skip_existing: bool = False,
 ) -> list[Report]:
@@ -223,7 +224,6 @@ def merge_all(
         output: the directory to make one output per step in; default `merged` next to the steps.
         options: as for `merge`.
         listener: as for `merge`; steps that are incomplete are named.
-        engine: what writes the files; see `unshard.engines.crew`.
         skip_existing: leave out the steps whose output an earlier merge with the same options made.
 
     Returns:
@@ -234,7 +234,7 @@ def merge_all(
             ended with. The outputs of the others stay.
     """
     with hearing(listener) as heard:
-        results = merge_steps(run, output, options, heard, engine, skip_existing=skip_existing)
+        results = merge_steps(run, output, options, heard, skip_existing=skip_existing)
     failed = [one.error for one in results if one.error is not None and one.has_failed]
     kinds = {type(error) for error in failed}
     kind = kinds.pop() if len(kinds) == 1 else UnshardError
@@ -247,7 +247,6 @@ def merge_steps(
     output: str | Path | None,
     options: MergeOptions | None,
     listener: Listener,
-    engine: RunPlan,
     *,
     skip_existing: bool,
 ) -> list[StepResult]:
@@ -277,7 +276,7 @@ def merge_steps(
             listener(Chosen(f"skipping step {location.step}: {target} was made from it already"))
         else:
             try:
-                report = merge_with(location.path, target, chosen, listener, engine=engine)
+                report = merge_with(location.path, target, chosen, listener)
             except UnshardError as raised:
                 error, what = raised, f"step {location.step} could not be merged"
                 if isinstance(error, IncompleteError):

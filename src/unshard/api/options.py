@@ -74,6 +74,7 @@ class MergeOptions:
     assume_dim0: bool = False
     ep_size: int | None = None
     allow_globals: Sequence[str] = ()
+    engine: str | None = None
     verify: str = DEFAULTS["verify"]
     extra_state: bool = True
     overwrite: bool | str = False
@@ -87,9 +88,9 @@ class MergeOptions:
         if "" in (self.base, self.config, *self.also):
             what = "a value of --base, --config or --also is an empty path"
             raise UsageError(what, hint="give a path, or leave the option out")
-        for option in ("names", "lora", "verify", "weights", "quantize"):
+        for option in ("names", "lora", "verify", "weights", "quantize", "engine"):
             value = getattr(self, option)
-            is_default = value is None and option in ("weights", "quantize")
+            is_default = value is None and option in ("weights", "quantize", "engine")
             if not is_default and value not in CHOICES[option]:
                 expected = ", ".join(CHOICES[option])
                 raise UsageError(f"--{option} {value}: unknown", expected=expected)

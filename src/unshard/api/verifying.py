@@ -14,6 +14,7 @@ from unshard.containers.json_file import JsonFields, json_object
 from unshard.convert.outputs import Converted, precision
 from unshard.convert.quantised import is_scale
 from unshard.engines.compare import compare
+from unshard.engines.crew import crew
 from unshard.errors import UsageError
 from unshard.keywords import DtypeLike, VerifyKeywords
 from unshard.plan.work import as_stored
@@ -87,7 +88,11 @@ def verify(
         if _has_scales(theirs) and not _has_scales(ours):
             chosen = replace(chosen, dtype="float32")  # exact: dequantised, and then cast to ours
         other_side = _cast(_choose_form(theirs, chosen, {one.name for one in mine}), dtype)
-        found = compare(mine, other_side, Tolerances(atol, rtol), chosen.resources, heard)
+        tolerances = Tolerances(atol, rtol)
+        with crew(chosen.engine) as engine:
+            found = compare(
+                mine, other_side, tolerances, chosen.resources, heard, measuring=engine.measure
+            )
         found = replace(found, by_config=_compare_by_config(ours, chosen))
         if load:
             from unshard.write.verification.load import forms_of, verify_load

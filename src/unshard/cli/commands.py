@@ -40,7 +40,6 @@ from unshard.showing import listening
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions
-    from unshard.engines.threads import RunPlan
 
 __all__ = ["average", "inspect", "merge", "push", "verify"]
 
@@ -100,16 +99,16 @@ def merge(
     if skip_existing and not all_steps:
         raise UsageError("--skip-existing needs --all-steps")
     repo = _repo_without_output(options, what[1], all_steps=all_steps) if no_local else None
-    with _working(quiet=quiet, front=front_of(merge)) as (listener, engine):
+    with _working(quiet=quiet, front=front_of(merge)) as listener:
         if repo is not None:
             keywords = keywords_of(PushKeywords, given)
             report = api.push(
                 checkpoint, repo, private=options.private, listener=listener, **keywords
             )
         elif not all_steps:
-            report = api.merge_with(*what, listener, engine=engine)
+            report = api.merge_with(*what, listener)
         else:
-            steps = api.merge_steps(*what, listener, engine, skip_existing=skip_existing)
+            steps = api.merge_steps(*what, listener, skip_existing=skip_existing)
     if not all_steps:
         print_report(report, as_json=as_json, quiet=quiet)
         return
@@ -136,10 +135,8 @@ def _repo_without_output(options: "MergeOptions", output: Path | None, *, all_st
 
 
 @contextmanager
-def _working(*, quiet: bool, front: Front) -> Iterator[tuple[Listener, "RunPlan"]]:
-    """Yield the listener, and what makes the files: all processes of torchrun, if it is running."""
-    from unshard import api
-
+def _working(*, quiet: bool, front: Front) -> Iterator[Listener]:
+    """Yield the listener of a command that writes."""
     with listening(quiet=quiet, front=front) as listener:
 
         def logged(event: Event) -> None:
@@ -148,7 +145,7 @@ def _working(*, quiet: bool, front: Front) -> Iterator[tuple[Listener, "RunPlan"
             listener(event)
 
         # The listener itself says that nothing is shown: it must reach the upload.
-        yield logged if _log.isEnabledFor(logging.INFO) else listener, api.crew()
+        yield logged if _log.isEnabledFor(logging.INFO) else listener
 
 
 @taking(MergeKeywords, but=("step", "lora", "lora_alpha", "extra_state"))
@@ -188,7 +185,7 @@ def average(
     """Average checkpoints into a Hugging Face directory, in one pass."""
     from unshard import api
 
-    with _working(quiet=quiet, front=front_of(average)) as (listener, engine):
+    with _working(quiet=quiet, front=front_of(average)) as listener:
         report = api.average(
             *_split_paths(checkpoints, output),
             coefficients=_parse_numbers(coefficients),
@@ -196,7 +193,6 @@ def average(
             last=last,
             every=every,
             listener=listener,
-            engine=engine,
             **keywords_of(MergeKeywords, given),
         )
     print_report(report, as_json=as_json, quiet=quiet)
@@ -299,7 +295,7 @@ def push(
     """Upload the model that `merge` would write to the Hugging Face hub, without a local copy."""
     from unshard import api
 
-    with _working(quiet=quiet, front=front_of(push)) as (listener, _):
+    with _working(quiet=quiet, front=front_of(push)) as listener:
         keywords = keywords_of(PushKeywords, given)
         report = api.push(checkpoint, repo, private=private, listener=listener, **keywords)
     print_report(report, as_json=as_json, quiet=quiet)

@@ -229,6 +229,9 @@ _TABLE: dict[str, dict[str, _Row]] = {
         ),
         "workers": _Row(int, "Number of threads.  [default: one per core, at most 8]", "N"),
         "memory": _Row(str, "Total size of all buffers, at most.", "SIZE"),
+        "engine": _Row(
+            str, "Work on the nodes of a Ray cluster.  [default: the threads of this process]"
+        ),
     },
 }
 """The options by their groups in `--help`, in its order."""

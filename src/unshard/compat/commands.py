@@ -17,7 +17,6 @@ from unshard.showing import listening
 if TYPE_CHECKING:
     from unshard.api import MergeOptions, Prepared, Report
     from unshard.api.inspecting import ShardCounts
-    from unshard.engines.threads import RunPlan
     from unshard.read.beside.model_config import Fields
     from unshard.tensors.catalog import Catalog
 
@@ -174,7 +173,6 @@ def find_paths(checkpoint: str, subfolder: str, output: str | None) -> Paths:
 def convert(
     paths: Paths,
     options: "MergeOptions",
-    engine: "RunPlan",
     before: Callable[["Catalog", "ShardCounts"], None],
 ) -> "Report":
     """Make the output of a conversion script, and show the progress.
@@ -191,7 +189,7 @@ def convert(
 
     front = Command({}, merge_line(paths.actor, paths.output, options))
     with showing(front) as listener:
-        return merge_with(paths.actor, paths.output, options, listener, engine=engine, before=tell)
+        return merge_with(paths.actor, paths.output, options, listener, before=tell)
 
 
 def print_how_to_load(output: Path) -> None:

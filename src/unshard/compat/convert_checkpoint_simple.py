@@ -43,7 +43,6 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Convert as the arguments say."""
     from unshard import api
-    from unshard.engines.threads import run_plan
 
     arguments = _arguments()
     paths = find_paths(arguments.checkpoint_path, arguments.actor_dir, arguments.output)
@@ -66,7 +65,7 @@ def main() -> None:
         merged.append(counts)
 
     merged: list[ShardCounts] = []
-    report = convert(paths, options, run_plan, before)
+    report = convert(paths, options, before)
     print(f"✓ Merged {merged[0].replicated + merged[0].sharded} parameters:")
     print(f"  - {merged[0].replicated} replicated parameters")
     print(f"  - {merged[0].sharded} sharded parameters")

@@ -73,7 +73,7 @@ def main() -> None:
         print(f"\nLoading and merging {len(counts.keys)} checkpoint shards...")
         print(f"\nSaving merged model with dtype={arguments.torch_dtype}...", flush=True)
 
-    _print_saved(convert(paths, options, api.crew(), before), paths)
+    _print_saved(convert(paths, options, before), paths)
 
 
 def _print_saved(report: "Report", paths: Paths) -> None:

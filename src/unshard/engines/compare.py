@@ -1,10 +1,11 @@
-"""Compare two models with threads of this process, tile by tile, in bounded memory."""
+"""Compare two models tile by tile, in bounded memory: by threads of this process, or by others."""
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
+from typing import Protocol
 
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements
@@ -19,22 +20,63 @@ from unshard.write.execute import make_tile
 from unshard.write.verification.comparison import Comparison, TensorComparison, Tolerances
 from unshard.write.verification.measure import Measures, measure
 
-__all__ = ["compare"]
+__all__ = ["Measure", "Pairs", "compare", "measure_pairs", "size_of_pair"]
 
 _TilePair = tuple[str, Tile, Tile]
 """The name of two tensors, and the same box of both."""
 
+Pairs = Mapping[str, tuple[Converted, Converted]]
+"""Two tensors of equal shape, ours and theirs, by their name."""
 
-def compare(
+
+class Measure(Protocol):
+    """What does as `measure_pairs` does."""
+
+    def __call__(
+        self, pairs: Pairs, tolerances: Tolerances, resources: Resources, listener: Listener, /
+    ) -> Mapping[str, Measures]:
+        """Measure pairs of tensors."""
+
+
+def size_of_pair(pair: tuple[Converted, Converted]) -> int:
+    """Return the bytes of the first of two tensors."""
+    return prod(shape_of(pair[0].recipe)) * pair[0].dtype.itemsize
+
+
+def measure_pairs(
+    pairs: Pairs, tolerances: Tolerances, resources: Resources, listener: Listener
+) -> Mapping[str, Measures]:
+    """Return the measures of each pair of tensors, by their name.
+
+    Raises:
+        CorruptError: a file is gone or ends early.
+    """
+    measured = dict.fromkeys(pairs, Measures())
+    share = divide(resources)
+    workers = min(share.workers, resources.memory_bytes // PAIR_BYTES)
+    jobs = (  # a generator: the chunks of a tensor are looked up only when it is its turn
+        (name, mine, other)
+        for name, pair in pairs.items()
+        for mine, other in pair_tiles(make_pair(*pair))
+    )
+    files = share.open_files
+    comparer = partial(_Comparer, measured, threading.Lock(), tolerances, open_files=files)
+    work_off(one_by_one(jobs), listener, workers, comparer)
+    return measured
+
+
+def compare(  # noqa: PLR0913 (two models, and how they are compared)
     ours: Sequence[Converted],
     theirs: Sequence[Converted],
     tolerances: Tolerances,
     resources: Resources,
     listener: Listener,
+    *,
+    measuring: Measure = measure_pairs,
 ) -> Comparison:
     """Compare every tensor of two models; the result does not depend on the resources.
 
-    The listener gets a stage "comparing" of our bytes.
+    The listener gets a stage "comparing" of our bytes. `measuring` reads the tensors.
 
     Raises:
         UsageError: one tile needs more memory.
@@ -50,19 +92,8 @@ def compare(
         for name, (mine, other) in both.items()
         if shape_of(mine.recipe) == shape_of(other.recipe)
     }
-    measured = dict.fromkeys(alike, Measures())
-    size = sum(prod(shape_of(one.recipe)) * one.dtype.itemsize for one, _ in alike.values())
-    listener(Stage("comparing", size))
-    share = divide(resources)
-    workers = min(share.workers, resources.memory_bytes // PAIR_BYTES)
-    jobs = (  # a generator: the chunks of a tensor are looked up only when it is its turn
-        (name, mine, other)
-        for name, pair in alike.items()
-        for mine, other in pair_tiles(make_pair(*pair))
-    )
-    files = share.open_files
-    comparer = partial(_Comparer, measured, threading.Lock(), tolerances, open_files=files)
-    work_off(one_by_one(jobs), listener, workers, comparer)
+    listener(Stage("comparing", sum(map(size_of_pair, alike.values()))))
+    measured = measuring(alike, tolerances, resources, listener)
     names = {tensor.name for tensor in ours}
     return Comparison(
         tolerances.atol,

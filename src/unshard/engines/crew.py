@@ -1,23 +1,26 @@
-"""What moves the bytes of a plan: the threads of this process, or all processes of a torchrun.
+"""What does the work: the threads of this process, all processes of a torchrun, or a Ray cluster.
 
 Every command imports this to learn whether torchrun started it, so it imports little.
 """
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unshard import signals
 
 if TYPE_CHECKING:
+    from unshard.engines.compare import Measure
     from unshard.engines.several.nodes import Chief
     from unshard.engines.several.torchrun import Leader
     from unshard.engines.threads import RunPlan
 
-__all__ = ["as_one_of_torchrun", "crew", "is_launcher", "is_started_by_torchrun"]
+__all__ = ["Crew", "as_one_of_torchrun", "crew", "is_launcher", "is_started_by_torchrun"]
 
 _SCRIPTS = frozenset({"torchrun", "accelerate", "accelerate-launch"})
 _MODULES = frozenset(
@@ -29,12 +32,45 @@ _TERMINATED = 128 + signal.SIGTERM
 _LEADER: "ContextVar[Leader | Chief | None]" = ContextVar("leader", default=None)
 
 
-def crew() -> "RunPlan":
-    """Return what runs a plan: all processes of a torchrun if this one leads, else threads."""
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """What does the work.
+
+    Attributes:
+        run_plan: makes the files of a plan.
+        measure: compares tensors.
+    """
+
+    run_plan: "RunPlan"
+    measure: "Measure"
+
+
+@contextmanager
+def crew(engine: str | None = None) -> Iterator[Crew]:
+    """Yield what does the work: the nodes of a Ray cluster for "ray".
+
+    Without a choice it is all processes of a torchrun if this one leads, else threads.
+
+    Raises:
+        UsageError: there is no cluster, or two engines.
+    """
+    leader = _LEADER.get()
+    if engine == "ray":
+        from unshard.engines.several.cluster import connected
+        from unshard.engines.several.over_ray import OverRay
+        from unshard.errors import UsageError
+
+        if leader is not None:
+            what = "--engine ray: torchrun has started several processes for this command"
+            raise UsageError(what, hint="start it without torchrun, or leave out --engine ray")
+        with connected() as cluster:
+            over_ray = OverRay(cluster)
+            yield Crew(over_ray.run_plan, over_ray.measure)
+        return
+    from unshard.engines.compare import measure_pairs
     from unshard.engines.threads import run_plan
 
-    leader = _LEADER.get()
-    return run_plan if leader is None else leader.run_plan
+    yield Crew(run_plan if leader is None else leader.run_plan, measure_pairs)
 
 
 def as_one_of_torchrun(command: Callable[[], int]) -> int:

@@ -28,7 +28,7 @@ from unshard.progress import Advanced, Event, Listener
 from unshard.signals import uninterrupted
 from unshard.write.staging.recovery import recover
 
-__all__ = ["Chief", "divided", "serve"]
+__all__ = ["Chief", "divided", "flush", "serve"]
 
 _TERMINATED = 143
 _LOOKS = 100
@@ -276,19 +276,19 @@ def _made(chief: Link, leader: Leader, order: _Make, stop: threading.Event) -> _
             chief.send(event.written_bytes)
 
     def finished(number: int, overflows: Overflows) -> None:
-        _flush(order.directory / files[number].filename)
+        flush(order.directory / files[number].filename)
         chief.send(_Whole(number, overflows))
 
     try:
         made = leader.run_plan(order.plan, order.directory, order.resources, told, finished)
         for number in order.plan.numbers:
-            _flush(order.directory / files[number].filename)
+            flush(order.directory / files[number].filename)
     except (UnshardError, OSError, MemoryError, _StoppedError) as error:
         return error
     return _Made(made)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Flush a file to disk: another node cannot."""
     fd = os.open(path, os.O_RDONLY)
     try:

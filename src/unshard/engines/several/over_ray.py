@@ -1,0 +1,190 @@
+"""The work of a merge on the nodes of a Ray cluster: each output file is made by one node.
+
+A file is made in a directory of its own next to the output, and moved there when the node has
+flushed it. So what a node writes that was taken for lost can never come between.
+"""
+
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unshard.convert.outputs import Converted
+from unshard.convert.recipes import Take, takes
+from unshard.engines.compare import Pairs, measure_pairs, size_of_pair
+from unshard.engines.several.cluster import Cluster, Work
+from unshard.engines.several.nodes import flush
+from unshard.engines.threads import (
+    MIN_BUFFER,
+    Finished,
+    Overflows,
+    Resources,
+    named_overflows,
+    run_plan,
+)
+from unshard.errors import OutputError
+from unshard.plan.operations import Plan, stored_tensors
+from unshard.progress import Listener
+from unshard.stores.remote_path import RemotePath
+from unshard.write.verification.comparison import Tolerances
+from unshard.write.verification.measure import Measures
+
+__all__ = ["OverRay"]
+
+_VISIBLE_S = 90.0  # a network file system may show what another machine has made later
+_LOOK_S = 0.1
+_PARTS = 4  # for each node: nodes are not equally fast
+
+
+@dataclass(frozen=True, slots=True)
+class OverRay:
+    """Does on the nodes of a cluster what `threads` does here; resources are those of each node."""
+
+    cluster: Cluster
+
+    def run_plan(
+        self,
+        plan: Plan,
+        directory: Path,
+        resources: Resources,
+        listener: Listener,
+        finished: Finished,
+    ) -> dict[str, int]:
+        """Make the output files as `threads.run_plan` does; `directory` is in a stage."""
+        files, staging = plan.layout.files, directory.parent
+        each = self._share(resources, len(plan.numbers))
+        overflows = Overflows()
+
+        def done(number: int, attempt: int, lost: Overflows) -> None:
+            name = files[number].filename
+            place = _place_of(attempt, staging)
+            _move(place / name, directory / name)
+            place.rmdir()
+            overflows.update(lost)
+            finished(number, lost)
+
+        work = Work(
+            _Making(plan, staging, each),
+            sorted(plan.numbers, key=lambda number: -files[number].size),
+            {**_by_directory(_sources(plan)), str(staging): ()},
+            slots=resources.workers // each.workers,
+            cpus=resources.workers,
+            done=done,
+            lost=lambda attempt: shutil.rmtree(_place_of(attempt, staging), ignore_errors=True),
+        )
+        self.cluster.run(work, listener)
+        return named_overflows([overflows], plan)
+
+    def measure(
+        self, pairs: Pairs, tolerances: Tolerances, resources: Resources, listener: Listener
+    ) -> Mapping[str, Measures]:
+        """Compare tensors as `compare.measure_pairs` does; a node takes some at a time."""
+        parts = _divided(pairs, _PARTS * max(1, len(self.cluster.nodes())))
+        recipes = (one.recipe for pair in pairs.values() for one in pair)
+        tables = {id(one): one for recipe in recipes for one in map(_paths_of, takes(recipe))}
+        measured: dict[str, Measures] = {}
+        work = Work(
+            _Measuring(parts, tolerances, resources),
+            range(len(parts)),
+            _by_directory({path for paths in tables.values() for path in paths}),
+            slots=1,
+            cpus=resources.workers,
+            done=lambda _job, _attempt, found: measured.update(found),
+        )
+        self.cluster.run(work, listener)
+        return measured
+
+    def _share(self, resources: Resources, jobs: int) -> Resources:
+        """Return the resources of one of the jobs that a node does at a time."""
+        nodes = max(1, len(self.cluster.nodes()))
+        most = min(resources.workers, resources.memory_bytes // MIN_BUFFER, -(-jobs // nodes))
+        slots = max(1, most)
+        return Resources(resources.workers // slots, resources.memory_bytes // slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Making:
+    """Makes an output file; runs on a node."""
+
+    plan: Plan
+    staging: Path
+    resources: Resources
+
+    def do(self, number: int, attempt: int, listener: Listener) -> Overflows:
+        """Make an output file in a directory of its own; return what became infinite in it."""
+        place, found = _place_of(attempt, self.staging), Overflows()
+        place.mkdir()
+
+        def finished(_: int, lost: Overflows) -> None:
+            found.update(lost)
+
+        run_plan(self.plan.only([number]), place, self.resources, listener, finished)
+        flush(place / self.plan.layout.files[number].filename)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Measuring:
+    """Compares some of the tensors; runs on a node."""
+
+    parts: Sequence[Pairs]
+    tolerances: Tolerances
+    resources: Resources
+
+    def do(self, number: int, _attempt: int, listener: Listener) -> Mapping[str, Measures]:
+        """Return the measures of the tensors of a part."""
+        return measure_pairs(self.parts[number], self.tolerances, self.resources, listener)
+
+
+def _divided(pairs: Pairs, count: int) -> list[Pairs]:
+    """Divide pairs into parts of about as many bytes, none of them empty."""
+    parts: list[dict[str, tuple[Converted, Converted]]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    for name in sorted(pairs, key=lambda name: -size_of_pair(pairs[name])):
+        least = sizes.index(min(sizes))
+        parts[least][name] = pairs[name]
+        sizes[least] += size_of_pair(pairs[name]) + 1
+    return [part for part in parts if part]
+
+
+def _paths_of(taken: Take) -> Sequence[Path]:
+    """Return the files that a tensor may be in; those of one checkpoint share the object."""
+    return taken.entry.chunks.paths
+
+
+def _place_of(attempt: int, staging: Path) -> Path:
+    return staging / f"attempt-{attempt}"
+
+
+def _move(made: Path, target: Path) -> None:
+    """Move a file that another machine has made."""
+    until = time.monotonic() + _VISIBLE_S
+    while True:
+        try:
+            made.rename(target)
+        except FileNotFoundError as error:
+            if time.monotonic() > until:
+                raise OutputError(
+                    f"{made}: a node has made it, but this machine does not see it",
+                    hint="the output must be on a file system that the nodes share",
+                ) from error
+            time.sleep(_LOOK_S)
+        else:
+            return
+
+
+def _sources(plan: Plan) -> set[Path]:
+    """Return the files that may be read for a plan."""
+    tables = [source.chunks.paths for one in plan.tiled for source in stored_tensors(one)]
+    shared = {id(paths): paths for paths in (plan.paths, *tables)}
+    return {path for paths in shared.values() for path in paths}
+
+
+def _by_directory(paths: Iterable[Path]) -> Mapping[str, Sequence[str]]:
+    """Return the names of files on disk by their directories."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        if not isinstance(path, RemotePath):
+            found.setdefault(str(path.parent), []).append(path.name)
+    return found

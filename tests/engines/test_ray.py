@@ -1,0 +1,326 @@
+"""`--engine ray` on a real Ray cluster of two nodes: the bytes of one process, or none at all."""
+
+import os
+import signal
+import subprocess
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import unshard
+from command import unshard as unshard_alone
+from evaluation.ray_nodes import PYTHON, Nodes, needs_ray, nodes
+from evaluation.running import all_gone, child_environment
+from ranks import rank_path, save_ranks, snapshot
+from waiting import LIMIT_S, wait_until
+
+pytestmark = [
+    needs_ray,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]
+
+FILES = 7
+OPTIONS = ("--engine", "ray", "--dtype", "float16", "--max-shard-size", "60KB", "--workers", "2")
+
+# The command `unshard`. On a node each attempt at a file waits where HOLD says, until there is a
+# file "go": before it begins, or in the middle of its bytes. PATCH is Python.
+HELD = """
+import os, time
+from pathlib import Path
+import unshard
+from unshard.__main__ import main
+from unshard.engines.several import cluster, over_ray
+from unshard.progress import Advanced
+
+making = over_ray._Making
+
+class Held:
+    def __init__(self, *given):
+        self.making, self.control = making(*given), Path(os.environ["CONTROL"])
+        self.where = os.environ.get("HOLD", "")
+
+    def wait(self, attempt, listener):
+        import ray
+
+        note = f"{os.getpid()} {ray.get_runtime_context().get_node_id()}"
+        (self.control / f"begun-{attempt}.tmp").write_text(note)
+        (self.control / f"begun-{attempt}.tmp").rename(self.control / f"begun-{attempt}")
+        while not (self.control / "go").exists():
+            listener(Advanced(0))
+            time.sleep(0.01)
+
+    def do(self, number, attempt, listener):
+        if self.where == "before":
+            self.wait(attempt, listener)
+        waited = []
+
+        def told(event):
+            if self.where == "middle" and not waited:
+                waited.append(True)
+                self.wait(attempt, listener)
+            listener(event)
+
+        return self.making.do(number, attempt, told)
+
+over_ray._Making = Held
+exec(os.environ.get("PATCH", ""))
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Nodes]:
+    with nodes(0, 0) as made:
+        yield made
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found = {f"l.{number}.w": torch.randn(160, 160, generator=generator) for number in range(FILES)}
+    return found | {"huge": torch.full((5, 3), 1e6), "zero": torch.zeros(0, 4)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save_ranks(tmp_path / "ckpt", tensors(), 3)
+
+
+@pytest.fixture
+def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("control")
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {name: text for name, (_, _, text) in snapshot(directory).items()}
+
+
+def begin(
+    cluster: Nodes, control: Path, *arguments: str | Path, **variables: str
+) -> "subprocess.Popen[str]":
+    script = control / "held.py"
+    script.write_text(HELD)
+    told = {"RAY_ADDRESS": cluster.address, "CONTROL": str(control), "LC_ALL": "C.UTF-8"}
+    return subprocess.Popen(
+        [PYTHON, str(script), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=control,
+        env=child_environment() | told | variables,
+    )
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    out, errors = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out + errors
+
+
+def ran(cluster: Nodes, control: Path, *arguments: str | Path, **variables: str) -> tuple[int, str]:
+    return ended(begin(cluster, control, *arguments, **variables))
+
+
+def begun(control: Path) -> Mapping[str, list[int]]:
+    """Return the processes that have begun an attempt, by their nodes."""
+    found: dict[str, list[int]] = {}
+    for note in control.glob("begun-*[0-9]"):
+        pid, node = note.read_text().split()
+        found.setdefault(node, []).append(int(pid))
+    return found
+
+
+def wait_for_nodes(process: "subprocess.Popen[str]", control: Path, count: int) -> None:
+    def at_work() -> bool:
+        assert process.poll() is None, ended(process)
+        return len(begun(control)) >= count
+
+    wait_until(at_work, f"an attempt on each of {count} nodes")
+
+
+def alone(checkpoint: Path, out: Path) -> dict[str, bytes]:
+    unshard.merge(checkpoint, out, dtype="float16", max_shard_size="60KB")
+    return contents(out)
+
+
+def test_the_nodes_make_the_same_files(
+    cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    relative = os.path.relpath(checkpoint, control)
+    command = ("merge", relative, tmp_path / "out", *OPTIONS, "--json", "--verify", "full")
+    process = begin(cluster, control, *command, HOLD="middle")
+    wait_for_nodes(process, control, 2)
+    (control / "go").touch()
+    code, said = ended(process)
+    assert code == 0, said
+    assert contents(tmp_path / "out") == alone(checkpoint, tmp_path / "alone")
+    assert "too large for float16" in said
+    assert "Traceback" not in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "ckpt", "out"]
+
+
+def test_a_dcp_checkpoint_and_an_average_have_the_same_files(
+    cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(dict(tensors(1)), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    given = (checkpoint, tmp_path / "dcp")
+    script = f"""
+unshard.merge({str(given[1])!r}, {str(tmp_path / "merged")!r}, engine="ray", max_shard_size="60KB")
+unshard.average({[*map(str, given)]!r}, {str(tmp_path / "mean")!r}, engine="ray", workers=1)
+raise SystemExit
+"""
+    code, said = ran(cluster, control, PATCH=script)
+    assert code == 0, said
+    unshard.merge(given[1], tmp_path / "merged alone", max_shard_size="60KB")
+    unshard.average(given, tmp_path / "mean alone")
+    for name in ("merged", "mean"):
+        assert contents(tmp_path / name) == contents(tmp_path / f"{name} alone")
+
+
+@pytest.mark.parametrize("command", ["merge", "average"])
+def test_the_files_of_a_lost_node_are_made_on_another_one(
+    cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path, command: str
+) -> None:
+    given = [checkpoint, checkpoint] if command == "average" else [checkpoint]
+    process = begin(cluster, control, command, *given, tmp_path / "out", *OPTIONS, HOLD="middle")
+    wait_for_nodes(process, control, 2)
+    before = begun(control)
+    cluster.kill(0)
+    wait_until(lambda: any(map(all_gone, before.values())), "the end of what ran there")
+    (control / "go").touch()
+    code, said = ended(process)
+    cluster.add(0)
+    assert code == 0, said
+    assert "of the work are done again" in said
+    unshard.merge(checkpoint, tmp_path / "alone", dtype="float16", max_shard_size="60KB")
+    made, expected = contents(tmp_path / "out"), contents(tmp_path / "alone")
+    if command == "average":
+        del made["unshard.json"], expected["unshard.json"]
+    assert made == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "ckpt", "out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_work_on_all_nodes_and_nothing_is_left(
+    cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path, number: int
+) -> None:
+    before = snapshot(tmp_path)
+    command = ("merge", checkpoint, tmp_path / "deep" / "out", *OPTIONS)
+    process = begin(cluster, control, *command, HOLD="middle")
+    wait_for_nodes(process, control, 2)
+    process.send_signal(number)
+    found, said = ended(process)
+    assert found == 128 + number, said
+    assert "Traceback" not in said
+    assert snapshot(tmp_path) == before
+    assert not (tmp_path / "deep").exists()
+    wait_until(lambda: all(map(all_gone, begun(control).values())), "the end of the actors")
+
+
+def test_an_error_on_a_node_is_ours_and_names_file_and_node(
+    cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    command = ("merge", checkpoint, tmp_path / "out", *OPTIONS, "--json")
+    process = begin(cluster, control, *command, HOLD="before")
+    wait_for_nodes(process, control, 1)
+    rank_path(checkpoint, 3, 1).rename(tmp_path / "elsewhere")
+    (control / "go").touch()
+    code, said = ended(process)
+    assert code == 3, said
+    assert f"error: {rank_path(checkpoint, 3, 1)}: no longer exists" in said
+    assert f"(on node {os.uname().nodename})" in said
+    assert "Traceback" not in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "elsewhere"]
+
+
+def test_what_is_finished_is_resumed(
+    cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The driver is killed when some files are finished, and others are in their middle."""
+    patch = """
+write = over_ray._move
+def moved(*paths):
+    write(*paths)
+    (Path(os.environ["CONTROL"]) / "moved").touch()
+over_ray._move = moved
+going = Held.do
+Held.do = lambda self, number, *rest: making.do(self.making, number, *rest) if number == 0 else (
+    going(self, number, *rest))
+"""
+    command = ("merge", checkpoint, tmp_path / "out", *OPTIONS, "--resume")
+    process = begin(cluster, control, *command, HOLD="middle", PATCH=patch)
+    wait_until((control / "moved").exists, "a finished file")
+    wait_until(lambda: list(tmp_path.glob("_unshard-partial-*/finished.jsonl")), "its record")
+    process.kill()
+    ended(process)
+    (control / "go").touch()
+    code, said = ran(cluster, control, *command)
+    assert code == 0, said
+    assert "resuming: 1 of " in said
+    assert contents(tmp_path / "out") == alone(checkpoint, tmp_path / "alone")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "ckpt", "out"]
+
+
+def test_another_version_on_the_nodes_is_refused(
+    cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    patch = "cluster.__version__ = '99.1'"
+    code, said = ran(cluster, control, "merge", checkpoint, tmp_path / "o", *OPTIONS, PATCH=patch)
+    assert code == 2, said
+    assert f"has unshard {unshard.__version__}, this process has 99.1" in said
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_cluster_that_does_not_see_the_checkpoint_is_an_error(
+    cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    patch = """
+cluster._VISIBLE_S = 0
+needed = over_ray._by_directory
+over_ray._by_directory = lambda paths: needed([*paths, Path("/nowhere/rank_7.pt")])
+"""
+    code, said = ran(cluster, control, "merge", checkpoint, tmp_path / "o", *OPTIONS, PATCH=patch)
+    assert code == 5, said
+    assert "does not see /nowhere" in said
+    assert not (tmp_path / "o").exists()
+
+
+def test_without_a_cluster_none_is_started(checkpoint: Path, tmp_path: Path) -> None:
+    command = [PYTHON, "-m", "unshard", "merge", str(checkpoint), str(tmp_path / "out"), *OPTIONS]
+    variables = child_environment() | {"RAY_ADDRESS": "127.0.0.1:1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert done.returncode == 2, done
+    assert "error: --engine ray: no Ray cluster can be used: RAY_ADDRESS=127.0.0.1:1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_ray_the_error_says_how_to_install_it(checkpoint: Path, tmp_path: Path) -> None:
+    hidden = "import sys; sys.modules['ray'] = None; from unshard.__main__ import main; main()"
+    command = [PYTHON, "-c", hidden, "merge", str(checkpoint), str(tmp_path / "out"), *OPTIONS]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=child_environment(), check=False
+    )
+    assert done.returncode == 2, done
+    assert "Ray is not installed" in done.stderr
+    assert "pip install ray" in done.stderr
+
+
+def test_the_nodes_compare_what_one_process_compares(
+    cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    merged = tmp_path / "merged"
+    unshard.merge(checkpoint, merged, dtype="bfloat16", max_shard_size="60KB")
+    first = next(iter(sorted(merged.glob("*.safetensors"))))
+    data = bytearray(first.read_bytes())
+    data[-1] ^= 0x10
+    first.write_bytes(data)
+    command = ("verify", merged, "--against", checkpoint, "--json")
+    code, said = ran(cluster, control, *command, "--engine", "ray")
+    here = unshard_alone(*command)
+    assert code == here.returncode == 1, said
+    assert said.splitlines()[0] == here.stdout.strip()
