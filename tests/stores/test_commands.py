@@ -1,6 +1,7 @@
 """Every command and function that reads a checkpoint reads it in a bucket, too."""
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hub_server import Hub, standing_in
 from merged_layouts import contents
 from ranks import save_ranks, some_tensors
 from tiny_models import assert_same_model, tiny_model
-from unshard import CorruptError, StoreError, UnknownFormatError, UsageError
+from unshard import CorruptError, OutputError, StoreError, UnknownFormatError, UsageError
 from unshard.cli.commands import merge
 from unshard.cli.running import front_of
 from unshard.errors import UnshardError
@@ -112,6 +113,29 @@ def test_verify_compares_with_a_bucket_and_in_a_bucket(
         assert not unshard.verify(output, f"{run}/global_step_10").equal
     done = command("verify", merged, "--against", run)
     assert done.returncode == 0, done.stderr
+
+
+def test_transformers_loads_names_and_shapes_of_an_output_in_a_bucket(
+    store: Store, qwen: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen.save_pretrained(tmp_path / "model")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    model, merged = store.upload(tmp_path / "model", "to load"), f"s3://{BUCKET}/loaded"
+    unshard.merge(model, merged)
+    found = unshard.verify(merged, model, load=True, dtype="bfloat16", names="hub")
+    assert found.equal
+    assert found.loading is not None
+    assert found.loading.model_class == "Qwen2ForCausalLM"
+    assert found.loading.complete
+    done = command("verify", merged, "--against", model, "--load")
+    assert done.returncode == 0, done.stderr
+    assert "as Qwen2ForCausalLM" in done.stdout
+    assert list(scratch.iterdir()) == []
+    store.s3.delete_object(Bucket=BUCKET, Key="loaded/config.json")
+    with pytest.raises(OutputError, match=f"{merged} has no config"):
+        unshard.verify(merged, model, load=True)
 
 
 def test_a_base_and_a_config_may_be_in_a_bucket(

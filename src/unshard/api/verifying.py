@@ -24,7 +24,6 @@ from unshard.read.format import blaming
 from unshard.read.hub_files import RECORD_NAME
 from unshard.read.open import Checkpoint, open_whole
 from unshard.showing import hearing
-from unshard.stores.remote_path import RemotePath
 from unshard.write.verification.comparison import ByConfig, Comparison, Tolerances
 
 __all__ = ["verify"]
@@ -55,7 +54,8 @@ def verify(
         atol: allowed |ours - theirs|; `rtol` adds to it.
         rtol: allowed |ours - theirs| / |theirs|. If both are 0, the comparison is bit by bit.
         dtype: cast both to this first: bfloat16, float16 or float32, given as for `merge`.
-        load: also load names and shapes with transformers (extra `torch`).
+        load: also load names and shapes with transformers (extra `torch`). Of an output in an
+            object store, config.json is copied into a temporary directory for that.
         names: "hub" or "training", as given to `merge`; default: as in the output's record.
         listener: as for `merge`.
         options: as given to `merge`; the defaults of `include`, `exclude`, `quantize` and
@@ -69,8 +69,6 @@ def verify(
     if not (0 <= atol < inf and 0 <= rtol < inf):
         raise UsageError("--atol, --rtol: a tolerance must be a number, 0 or more")
     place, other = given_path(output, "the output"), given_path(against, "--against")
-    if load and isinstance(place, RemotePath):
-        raise UsageError(f"--load: transformers reads directories on disk, and this is {place}")
     with blaming(place):
         chosen = _as_merged(place, names, options)
     with ExitStack() as stack:

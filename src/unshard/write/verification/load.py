@@ -20,6 +20,7 @@ from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of
 from unshard.errors import ConversionError, OutputError, UsageError, how_to_install
 from unshard.read.beside.model_config import ModelConfig
+from unshard.stores.remote_path import RemotePath
 from unshard.tensors.dtypes import DType
 from unshard.write.verification.comparison import Loading, Mismatch
 
@@ -58,19 +59,31 @@ def verify_load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> 
         raise OutputError(
             f"--load: {directory} has no config.json", hint="merge again with --config FILE|DIR"
         )
-    try:
-        with _silence():
-            from transformers import AutoConfig
+    with _config_on_disk(directory) as here:
+        try:
+            with _silence():
+                from transformers import AutoConfig
 
-            config = AutoConfig.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False
-            )
-            model_class = _model_class(directory, config.architectures or [])
-            return _placed(model_class, config, tensors)
-    except OutputError:
-        raise
-    except Exception as error:
-        raise OutputError(f"{directory}: transformers does not load it: {error}") from error
+                config = AutoConfig.from_pretrained(
+                    here, local_files_only=True, trust_remote_code=False
+                )
+                model_class = _model_class(directory, config.architectures or [])
+                return _placed(model_class, config, tensors)
+        except OutputError:
+            raise
+        except Exception as error:
+            raise OutputError(f"{directory}: transformers does not load it: {error}") from error
+
+
+@contextmanager
+def _config_on_disk(directory: Path) -> Iterator[Path]:
+    """Yield a directory on disk with the config.json of one that may be in an object store."""
+    if not isinstance(directory, RemotePath):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="_unshard-") as scratch:
+        (Path(scratch) / "config.json").write_bytes((directory / "config.json").read_bytes())
+        yield Path(scratch)
 
 
 def check_class(
