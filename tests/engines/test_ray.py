@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import unshard
+from bucket_server import BUCKET, Store, serving
 from command import unshard as unshard_alone
 from evaluation.ray_nodes import PYTHON, Nodes, needs_ray, nodes
 from evaluation.running import all_gone, child_environment
@@ -74,7 +75,13 @@ main()
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Nodes]:
+def store() -> Iterator[Store]:
+    with serving() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster(store: Store) -> Iterator[Nodes]:  # noqa: ARG001 (it sets the nodes' environment)
     with nodes(0, 0) as made:
         yield made
 
@@ -324,3 +331,40 @@ def test_the_nodes_compare_what_one_process_compares(
     here = unshard_alone(*command)
     assert code == here.returncode == 1, said
     assert said.splitlines()[0] == here.stdout.strip()
+
+
+def test_the_nodes_read_from_a_store_and_upload_into_it(
+    cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path, store: Store
+) -> None:
+    source, out = store.upload(checkpoint, "ckpt"), f"s3://{BUCKET}/out"
+    code, said = ran(cluster, control, "merge", source, out, *OPTIONS, "--verify", "full")
+    assert code == 0, said
+    assert "Traceback" not in said
+    made, expected = store.files("out"), alone(checkpoint, tmp_path / "alone")
+    assert made.keys() == expected.keys()
+    for name in expected.keys() - {"unshard.json"}:
+        assert made[name] == expected[name]
+    assert store.abort_uploads() == 0
+
+
+def test_a_failed_merge_into_a_store_leaves_nothing_there(
+    cluster: Nodes, control: Path, checkpoint: Path, store: Store
+) -> None:
+    patch = """
+Uploading = over_ray._Uploading
+class Failing:
+    def __init__(self, *given):
+        self.uploading = Uploading(*given)
+    def do(self, number, attempt, listener):
+        if number == 3:
+            raise unshard.CorruptError("tensor l.3.w: rank 1 is damaged")
+        return self.uploading.do(number, attempt, listener)
+over_ray._Uploading = Failing
+"""
+    code, said = ran(
+        cluster, control, "merge", checkpoint, f"s3://{BUCKET}/failed", *OPTIONS, PATCH=patch
+    )
+    assert code == 3, said
+    assert "error: tensor l.3.w: rank 1 is damaged" in said
+    assert store.files("failed") == {}
+    assert store.abort_uploads() == 0

@@ -20,6 +20,7 @@ from unshard.api.options import MergeOptions
 from unshard.api.sources import inflated
 from unshard.api.unmerged.virtual import contents_of_output
 from unshard.api.writing import digest_of_sources, earlier_overflows, say_what_is_known
+from unshard.engines.crew import Crew, crew
 from unshard.engines.files import PieceReader
 from unshard.engines.threads import Overflows, named_overflows
 from unshard.engines.uploads import Uploaded, upload_files
@@ -53,13 +54,17 @@ def store_output(
     Raises:
         UnshardError: nothing of the output is left then; with `resume`, what is finished.
     """
-    _check(options, target)
+    if options.push_to_hub is not None:
+        raise UsageError(
+            f"--push-to-hub needs an output on a disk, and {target} is in an object store",
+            hint="leave it out, and upload the checkpoint: unshard push CHECKPOINT REPO",
+        )
     stage = BucketStage(target, overwrite=bool(options.overwrite), resume=options.resume)
     if options.dry_run:
         stage.check()
         return make_report(prepared, target, options, started)
     work = _work_of(prepared)
-    with stage, ExitStack() as stack:
+    with crew(options.engine) as engine, stage, ExitStack() as stack:
         prepared = _decompressed(prepared, options, listener, stack)
         files = contents_of_output(prepared, options, stack)
         where = prepared.checkpoint.location.weights_dir
@@ -68,7 +73,7 @@ def store_output(
         ledger = stage.open_ledger(work, files.keys())
         say_what_is_known(ledger, len(prepared.plan.layout.files), listener)
         rest = {name: one for name, one in files.items() if name not in ledger.known}
-        uploaded = _upload(prepared, rest, stage, options, listener)
+        uploaded = _upload(prepared, rest, stage, options, listener, engine)
         small = {
             name: _bytes_of(one, reader) for name, one in files.items() if _is_small(name, one)
         }
@@ -89,34 +94,23 @@ def store_output(
     return replace(report, bytes_copied=uploaded.copied)
 
 
-def _check(options: MergeOptions, target: RemotePath) -> None:
-    """Refuse the options that an output in a store cannot have."""
-    if options.push_to_hub is not None:
-        raise UsageError(
-            f"--push-to-hub needs an output on a disk, and {target} is in an object store",
-            hint="leave it out, and upload the checkpoint: unshard push CHECKPOINT REPO",
-        )
-    if options.engine is not None:
-        raise UsageError(
-            f"--engine {options.engine} needs an output on a disk that the nodes share, and "
-            f"{target} is in an object store",
-            hint="leave it out",
-        )
-
-
-def _upload(
+def _upload(  # noqa: PLR0917 (what is made, where, and how)
     prepared: Prepared,
     files: Mapping[str, Contents],
     stage: BucketStage,
     options: MergeOptions,
     listener: Listener,
+    engine: Crew,
 ) -> Uploaded:
     """Upload the files that are not created at once, and record each."""
     large = {name: one for name, one in files.items() if not _is_small(name, one)}
     where = prepared.checkpoint.location.weights_dir
     listener(Stage("uploading", sum(one.size for one in large.values())))
     record = partial(_record, stage, prepared.plan)
-    return upload_files(where, large, stage, options.resources, listener, finished=record)
+    given = (where, large, stage, options.resources, listener)
+    if engine.upload is None:
+        return upload_files(*given, finished=record)
+    return engine.upload(prepared.plan, *given, finished=record)
 
 
 def _work_of(prepared: Prepared) -> Work:

@@ -17,6 +17,7 @@ from unshard import signals
 if TYPE_CHECKING:
     from unshard.engines.compare import Measure
     from unshard.engines.several.nodes import Chief
+    from unshard.engines.several.over_ray import Upload
     from unshard.engines.several.torchrun import Leader
     from unshard.engines.threads import RunPlan
 
@@ -39,10 +40,12 @@ class Crew:
     Attributes:
         run_plan: makes the files of a plan.
         measure: compares tensors.
+        upload: uploads the files of a plan into a store; None: this process does.
     """
 
     run_plan: "RunPlan"
     measure: "Measure"
+    upload: "Upload | None" = None
 
 
 @contextmanager
@@ -65,7 +68,7 @@ def crew(engine: str | None = None) -> Iterator[Crew]:
             raise UsageError(what, hint="start it without torchrun, or leave out --engine ray")
         with connected() as cluster:
             over_ray = OverRay(cluster)
-            yield Crew(over_ray.run_plan, over_ray.measure)
+            yield Crew(over_ray.run_plan, over_ray.measure, over_ray.upload)
         return
     from unshard.engines.compare import measure_pairs
     from unshard.engines.threads import run_plan

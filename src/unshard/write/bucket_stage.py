@@ -200,6 +200,20 @@ class BucketStage:
         limits = {"part_bytes": part_bytes, "at_once": at_once}
         self._written[name] = upload(self._bucket, self._key(name), blocks, **limits)
 
+    @property
+    def target(self) -> RemotePath:
+        """Where the output goes."""
+        return self._target
+
+    @property
+    def written(self) -> Mapping[str, Stored | None]:
+        """What this stage has written, by name; None is what may be there."""
+        return self._written
+
+    def wrote(self, name: str, stored: Stored | None) -> None:
+        """Take note of a file that another process has written, or None: that it may write."""
+        self._written[name] = stored
+
     def can_copy(self, source: Path) -> bool:
         """Return whether the store copies from a file of the checkpoint itself, for `compose`."""
         return self._copier is not None and self._copier.can_copy(source)

@@ -6,9 +6,10 @@ flushed it. So what a node writes that was taken for lost can never come between
 
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import Take, takes
@@ -23,18 +24,40 @@ from unshard.engines.threads import (
     named_overflows,
     run_plan,
 )
+from unshard.engines.uploads import Uploaded, upload_files
 from unshard.errors import OutputError
 from unshard.plan.operations import Plan, stored_tensors
+from unshard.plan.pieces import Contents, contents_of
 from unshard.progress import Listener
+from unshard.stores.objects import Stored
 from unshard.stores.remote_path import RemotePath
+from unshard.write.bucket_stage import BucketStage
 from unshard.write.verification.comparison import Tolerances
 from unshard.write.verification.measure import Measures
 
-__all__ = ["OverRay"]
+__all__ = ["OverRay", "Upload"]
 
 _VISIBLE_S = 90.0  # a network file system may show what another machine has made later
 _LOOK_S = 0.1
 _PARTS = 4  # for each node: nodes are not equally fast
+
+
+class Upload(Protocol):
+    """What does as `OverRay.upload` does."""
+
+    def __call__(  # noqa: PLR0913, PLR0917 (as `uploads.upload_files`, and the plan)
+        self,
+        plan: Plan,
+        path: Path,
+        files: Mapping[str, Contents],
+        stage: BucketStage,
+        resources: Resources,
+        listener: Listener,
+        /,
+        *,
+        finished: Callable[[str, Overflows], None],
+    ) -> Uploaded:
+        """Upload files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +98,44 @@ class OverRay:
         )
         self.cluster.run(work, listener)
         return named_overflows([overflows], plan)
+
+    def upload(  # noqa: PLR0913, PLR0917 (see `Upload`)
+        self,
+        plan: Plan,
+        path: Path,
+        files: Mapping[str, Contents],
+        stage: BucketStage,
+        resources: Resources,
+        listener: Listener,
+        *,
+        finished: Callable[[str, Overflows], None],
+    ) -> Uploaded:
+        """Upload files as `uploads.upload_files` does; each one of the plan from one node."""
+        numbers = {file.filename: number for number, file in enumerate(plan.layout.files)}
+        here = {name: one for name, one in files.items() if name not in numbers}
+        names = {numbers[name]: name for name in files if name in numbers}
+        uploaded = upload_files(path, here, stage, resources, listener, finished=finished)
+        for name in names.values():
+            stage.wrote(name, None)  # whatever happens now, it may be there
+
+        def done(number: int, _attempt: int, answer: tuple[Stored, Uploaded]) -> None:
+            stored, one = answer
+            stage.wrote(names[number], stored)
+            uploaded.overflows.update(one.overflows)
+            uploaded.copied += one.copied
+            uploaded.refused = uploaded.refused or one.refused
+            finished(names[number], uploaded.overflows)
+
+        work = Work(
+            _Uploading(plan, path, stage.target, resources),
+            sorted(names, key=lambda number: -plan.layout.files[number].size),
+            _by_directory(_sources(plan)),
+            slots=1,
+            cpus=resources.workers,
+            done=done,
+        )
+        self.cluster.run(work, listener)
+        return uploaded
 
     def measure(
         self, pairs: Pairs, tolerances: Tolerances, resources: Resources, listener: Listener
@@ -135,6 +196,30 @@ class _Measuring:
     def do(self, number: int, _attempt: int, listener: Listener) -> Mapping[str, Measures]:
         """Return the measures of the tensors of a part."""
         return measure_pairs(self.parts[number], self.tolerances, self.resources, listener)
+
+
+@dataclass(frozen=True, slots=True)
+class _Uploading:
+    """Uploads an output file; runs on a node."""
+
+    plan: Plan
+    path: Path
+    target: RemotePath
+    resources: Resources
+
+    def do(self, number: int, _attempt: int, listener: Listener) -> tuple[Stored | None, Uploaded]:
+        """Upload a file of the plan; the driver has claimed the place."""
+        name = self.plan.layout.files[number].filename
+        contents = dict(contents_of(self.plan.only([number])))[name]
+        stage = BucketStage(self.target, overwrite=False)
+        uploaded = upload_files(
+            self.path, {name: contents}, stage, self.resources, listener, finished=_forgotten
+        )
+        return stage.written[name], uploaded
+
+
+def _forgotten(_name: str, _overflows: Overflows) -> None:
+    """Take no note of a file: the driver does."""
 
 
 def _divided(pairs: Pairs, count: int) -> list[Pairs]:
