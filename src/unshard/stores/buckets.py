@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unshard.errors import CorruptError, StoreError, UnshardError, UsageError, how_to_install
+from unshard.stores.other_stores import OTHER_SCHEMES, Answer, OtherStore
 
 if TYPE_CHECKING:
     from obstore import GetResult
@@ -88,16 +89,34 @@ class Bucket:
         self.url = url
         self._lock = threading.RLock()
         self._store: ObjectStore | None = None
+        self._other: OtherStore | None = None
         self._listings: dict[str, dict[str, Entry | None]] = {}
         self._given: set[str] = set()
 
     @property
     def store(self) -> "ObjectStore":
-        """Obstore's client."""
+        """Obstore's client.
+
+        Raises:
+            UsageError: obstore does not know such addresses: they are only read.
+        """
+        if _is_other(self.url):
+            raise UsageError(
+                f"{self.url}: nothing can be written there",
+                expected="a path, s3://, gs:// or az://",
+            )
         with self._lock:
             if self._store is None:
                 self._store = client(self.url)
             return self._store
+
+    def _readable(self) -> "ObjectStore | OtherStore":
+        if not _is_other(self.url):
+            return self.store
+        with self._lock:
+            if self._other is None:
+                self._other = OtherStore(self.url, self._given)
+            return self._other
 
     def forget(self, given: str | None = None) -> None:
         """Forget all listings.
@@ -109,7 +128,7 @@ class Bucket:
             self._listings.clear()
             if given is not None:
                 self._given.add(given)
-                self._store = None
+                self._store = self._other = None
 
     def children(self, key: str) -> dict[str, Entry | None]:
         """Return what is directly below a key, by name: objects, and None for each folder.
@@ -172,12 +191,14 @@ class Bucket:
             if cuts > _CUT_RETRIES:
                 raise StoreError(f"{self.url}/{key}: every answer ends early, at byte {start}")
 
-    def _get(self, key: str, entry: Entry, start: int, length: int) -> "GetResult":
-        store = self.store
+    def _get(self, key: str, entry: Entry, start: int, length: int) -> "GetResult | Answer":
+        store = self._readable()
         try:
             return store.get(
                 key, options={"range": (start, start + length), "if_match": quoted(entry.etag)}
             )
+        except UnshardError:
+            raise
         except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
             raise self._failed(key, error) from None
 
@@ -190,11 +211,13 @@ class Bucket:
         return failure(where, error)
 
     def _list(self, key: str) -> dict[str, Entry | None]:
-        store = self.store
+        store = self._readable()
         for tries_left in reversed(range(1 + _CUT_RETRIES)):
             try:
                 listed = store.list_with_delimiter(key)
                 break
+            except UnshardError:
+                raise
             except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
                 if _is_denied(error) and self._is_above_given(key):
                     return {}  # who may read one folder need not be allowed to list those above
@@ -211,6 +234,10 @@ class Bucket:
     def _is_above_given(self, key: str) -> bool:
         start = f"{key}/" if key else ""
         return any(given != key and given.startswith(start) for given in self._given)
+
+
+def _is_other(url: str) -> bool:
+    return url.partition(":")[0] in OTHER_SCHEMES
 
 
 _buckets: dict[str, Bucket] = {}

@@ -16,11 +16,12 @@ from typing import IO, Self
 
 from unshard.errors import UsageError
 from unshard.stores.buckets import Bucket, Entry, bucket_at
+from unshard.stores.other_stores import OTHER_SCHEMES
 from unshard.stores.remote_file import RemoteFile
 
 __all__ = ["RemotePath", "is_url", "look_again", "path_of"]
 
-_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
+_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", *OTHER_SCHEMES)
 _STAT_FIELDS = 10
 _READ_BUFFER = 1 << 20
 
