@@ -1,15 +1,20 @@
-"""Compare a merge of a checkpoint in a bucket with obstore's own get of the same files, to disk.
+"""Compare a merge of a checkpoint in a bucket with obstore's own get (and put) of the same files.
 
-The bucket is on moto's S3 server, in a process of its own on this machine. obstore gets the rank
-files one after another, each by one request, and writes what arrives; both sides are made durable.
-Every round runs both, in another order, and the report has ratios of medians.
+The bucket is on moto's S3 server, in a process of its own on this machine, or on a server that runs
+already (`--endpoint`; then the environment has the keys). obstore gets the rank files one after
+another, each by one request, and writes what arrives to disk, both sides durable; or puts it under
+another name, in parts, as it does by default (`--into bucket`). Within a bucket the merge is made
+twice: one lets the store copy weights itself, the other sends all of them. Every round runs all, in
+another order, and the report has ratios of medians.
 
     python benchmarks/merge_from_bucket.py --gigabytes 0.4 --rounds 5
+    python benchmarks/merge_from_bucket.py --into bucket
 
 The checkpoint is written by real torch: DTensors on a fake process group, in one process.
 """
 
 import argparse
+import asyncio
 import os
 import random
 import shutil
@@ -20,17 +25,25 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from merge_against_cat import write_checkpoint
 
 _BUCKET = "benchmark"
+_SCRIPT = "import sys, unshard; unshard.merge(*sys.argv[1:], listener=lambda event: None)"
+_WITHOUT_BOTO3 = f"import sys; sys.modules['boto3'] = None; {_SCRIPT}"
 
 
 @contextmanager
-def serving() -> Iterator[str]:
-    """Run moto's server; yield its address, which the environment names, too."""
+def serving(endpoint: str | None) -> Iterator[str]:
+    """Yield the address of a server, which the environment names, too; of moto's by default."""
+    os.environ |= {"AWS_ALLOW_HTTP": "true"}
+    if endpoint is not None:
+        os.environ |= {"AWS_ENDPOINT_URL": endpoint}
+        yield endpoint
+        return
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     program = str(Path(sys.executable).with_name("moto_server"))
@@ -40,14 +53,10 @@ def serving() -> Iterator[str]:
         try:
             while socket.socket().connect_ex(("127.0.0.1", port)):
                 time.sleep(0.05)
+            keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
             address = f"http://127.0.0.1:{port}"
-            os.environ |= {
-                "AWS_ENDPOINT_URL": address,
-                "AWS_ALLOW_HTTP": "true",
-                "AWS_REGION": "us-east-1",
-                "AWS_ACCESS_KEY_ID": "none",
-                "AWS_SECRET_ACCESS_KEY": "none",
-            }
+            os.environ |= dict.fromkeys(keys, "none")
+            os.environ |= {"AWS_ENDPOINT_URL": address, "AWS_REGION": "us-east-1"}
             yield address
         finally:
             server.terminate()
@@ -77,25 +86,60 @@ def get(names: list[str], output: Path) -> None:
             os.fsync(file.fileno())
 
 
-def merge(output: Path) -> None:
-    """Run the command as a user would, the interpreter's start included."""
-    command = [sys.executable, "-m", "unshard", "merge", f"s3://{_BUCKET}/ckpt", str(output)]
-    subprocess.run([*command, "--quiet"], check=True)
+def copy(names: list[str]) -> None:
+    """Get objects by obstore, and put them under another name."""
+    from obstore.store import from_url
+
+    async def copy_all() -> None:
+        store = from_url(f"s3://{_BUCKET}")
+        for name in names:
+            await store.put_async(f"output/{name}", await store.get_async(f"ckpt/{name}"))
+
+    asyncio.run(copy_all())
 
 
-def measure(
-    contenders: dict[str, Callable[[Path], None]], output: Path, rounds: int
-) -> dict[str, float]:
+def merge(script: str, output: str) -> None:
+    """Merge as a user would, the interpreter's start included."""
+    subprocess.run([sys.executable, "-c", script, f"s3://{_BUCKET}/ckpt", output], check=True)
+
+
+def clear() -> None:
+    """Remove what was written into the bucket."""
+    from obstore.store import from_url
+
+    store = from_url(f"s3://{_BUCKET}")
+    for page in store.list("output"):
+        for one in page:
+            store.delete(one["path"])
+
+
+def contenders(names: list[str], output: Path | None) -> dict[str, Callable[[], None]]:
+    """Return what writes to disk, or within the bucket if there is no `output`."""
+    if output is not None:
+        return {
+            "obstore": partial(get, names, output),
+            "merge": partial(merge, _SCRIPT, str(output)),
+        }
+    address = f"s3://{_BUCKET}/output"
+    return {
+        "obstore": partial(copy, names),
+        "merge": partial(merge, _WITHOUT_BOTO3, address),
+        "merge, copied": partial(merge, _SCRIPT, address),
+    }
+
+
+def measure(names: list[str], output: Path | None, rounds: int) -> dict[str, float]:
     """Return the median seconds of each; the first round is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    run = contenders(names, output)
+    seconds: dict[str, list[float]] = {name: [] for name in run}
     for number in range(rounds + 1):
-        for name in random.sample(list(contenders), len(contenders)):
+        for name in random.sample(list(run), len(run)):
             os.sync()
             started = time.perf_counter()
-            contenders[name](output)
+            run[name]()
             if number:
                 seconds[name].append(time.perf_counter() - started)
-            shutil.rmtree(output)
+            clear() if output is None else shutil.rmtree(output)
     return {name: median(found) for name, found in seconds.items()}
 
 
@@ -105,25 +149,24 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=0.4)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--into", choices=["disk", "bucket"], default="disk")
+    parser.add_argument("--endpoint", help="address of an S3 server; default: one of moto's")
     parser.add_argument("--directory", type=Path, help="where to write; default: TMPDIR")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.directory) as scratch, serving() as address:
+    folder = tempfile.TemporaryDirectory(dir=given.directory)
+    with folder as scratch, serving(given.endpoint) as address:
         place = Path(scratch) / "ckpt"
         place.mkdir()
         write_checkpoint(place, ranks=given.ranks, gigabytes=given.gigabytes, dim=0, run=0)
         files = sorted(place.iterdir())
         size = sum(path.stat().st_size for path in files)
-        names = [path.name for path in files]
         upload(files, address)
         shutil.rmtree(place)
-        found = measure(
-            {"obstore": lambda to: get(names, to), "merge": merge},
-            Path(scratch) / "output",
-            given.rounds,
-        )
+        output = Path(scratch) / "output" if given.into == "disk" else None
+        found = measure([path.name for path in files], output, given.rounds)
     for name, seconds in found.items():
-        print(f"{name:8} {seconds:6.2f} s  {size / seconds / 1e6:6.0f} MB/s")
-    print(f"throughput of a merge: {found['obstore'] / found['merge']:.2f} x obstore's")
+        ratio = found["obstore"] / seconds
+        print(f"{name:14} {seconds:6.2f} s  {size / seconds / 1e6:6.0f} MB/s  {ratio:5.2f} x")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from ranks import save_ranks
 from unshard import CorruptError, StoreError
 from unshard.engines import uploads
 from unshard.progress import Advanced, Event, ignore
+from unshard.stores import remote_file
 
 pytestmark = [
     pytest.mark.xdist_group("a bucket"),
@@ -34,13 +35,14 @@ def _smaller_parts(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     """Let parts have a least size that is scaled as the model is; the server enforces it, too."""
     monkeypatch.setattr(uploads, "LEAST_PART", LEAST)
     monkeypatch.setattr(models, "S3_UPLOAD_PART_MIN_SIZE", LEAST)
+    monkeypatch.setattr(remote_file, "_WEIGHTS_GAP", (1 << 20) // SCALE**2)
     yield
     assert not store.abort_uploads()
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight ranks of two layers in float32, whose names and shapes are those of Llama's."""
+    """Eight ranks of a layer in float32, whose names and shapes are those of Llama's."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens": (WORDS, WIDTH),
         "model.norm": (WIDTH,),

@@ -92,6 +92,22 @@ def test_an_existing_output_is_refused_and_stays(store: Store, tmp_path: Path) -
     assert not [one for one in store.requests if one.method in ("PUT", "POST", "DELETE")]
 
 
+def test_small_tensors_are_read_together(store: Store, tmp_path: Path) -> None:
+    """Neighbours in a rank file by one request, whichever tensors of the output they belong to."""
+    generator = torch.Generator().manual_seed(4)
+    tensors = {f"w{n}": torch.randn(40, 30 + n, generator=generator) for n in range(100)}
+    local = save_ranks(tmp_path / "ckpt", tensors, 2)
+    source = store.upload(local, "small/ckpt")
+    unshard.merge(source, url("small/out"), dry_run=True)
+    planning = len([one for one in store.requests if one.range])
+    store.forget_requests()
+    unshard.merge(source, url("small/out"), verify="off")
+    assert len([one for one in store.requests if one.range]) <= planning + 4
+    unshard.merge(local, tmp_path / "out")
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert store.files("small/out")["model.safetensors"] == weights
+
+
 def test_a_dry_run_writes_nothing(store: Store, tmp_path: Path) -> None:
     report = unshard.merge(large(tmp_path / "ckpt"), url("dry"), dry_run=True)
     assert report.dry_run

@@ -1,7 +1,7 @@
 """Reading parts of stored chunks, and boxes of the tensors that they make."""
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from dataclasses import dataclass
 from types import EllipsisType
 
 import numpy as np
@@ -14,6 +14,7 @@ from unshard.tensors.boxes import Box, row_major_strides, row_tile, tiles
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 
 __all__ = [
+    "StoredPart",
     "chunk_part",
     "equal_chunks",
     "equal_tensors",
@@ -21,6 +22,7 @@ __all__ = [
     "first_difference",
     "place_of",
     "replicas",
+    "stored_parts",
     "view",
 ]
 
@@ -78,35 +80,69 @@ def fill_box(
     Raises:
         CorruptError: a file is gone or ends early.
     """
+    gets: list[Callable[[], None]] = []
+    for part in stored_parts(out, box, table, dtype, files):
+        if isinstance(part.file, RemoteFile):
+            gets.append(part.fill)
+        else:
+            part.fill()
+    all_at_once(gets)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """What one chunk has of a box of a tensor.
+
+    Attributes:
+        place: a view of the box, to be filled.
+        file: where it is stored, from byte `start` on.
+        start: where its first element is.
+        strides: bytes between elements of the file, per dimension.
+        dtype: as what they are stored.
+    """
+
+    place: Elements
+    file: Opened
+    start: int
+    strides: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+    def run(self) -> memoryview | None:
+        """Return the bytes to be filled, if they are the next ones in the file; else None."""
+        place = self.place
+        if place.dtype != self.dtype or place.strides != self.strides:
+            return None
+        return place.reshape(-1).view(np.uint8).data if place.flags.c_contiguous else None
+
+    def fill(self) -> None:
+        """Read the elements from the file."""
+        run = self.run()
+        if run is not None:  # it is read straight to where it goes
+            read_exactly(self.file, self.start, run)
+            return
+        part = read_strided(self.file, self.start, self.strides, self.place.shape, self.dtype)
+        with np.errstate(all="ignore"):
+            if part.dtype == np.float64 and self.place.itemsize == 2:
+                part = part.astype(np.float32)  # as torch does it
+            np.copyto(self.place, part, casting="unsafe")
+
+
+def stored_parts(
+    out: Elements, box: Box, table: ChunkTable, dtype: np.dtype[np.generic], files: OpenFiles
+) -> Iterator[StoredPart]:
+    """Yield what every chunk has of a box of a tensor; `out` has the box's shape.
+
+    Raises:
+        CorruptError: a file is gone.
+    """
     starts = table.offsets < np.asarray(box.ends, dtype=np.int64)
     ends = table.offsets + table.sizes > np.asarray(box.offsets, dtype=np.int64)
-    gets: list[Callable[[], None]] = []
     for row in np.flatnonzero((starts & ends).all(axis=1)).tolist():
         lo = np.maximum(table.offsets[row], box.offsets)
         hi = np.minimum(table.offsets[row] + table.sizes[row], box.ends)
         inside = Box(tuple((lo - table.offsets[row]).tolist()), tuple((hi - lo).tolist()))
         place = view(out, Box(tuple((lo - box.offsets).tolist()), inside.sizes))
-        file, start, strides = _place(table, row, inside, dtype, files)
-        if isinstance(file, RemoteFile):
-            gets.append(partial(_fill, place, file, start, strides, dtype))
-        else:
-            _fill(place, file, start, strides, dtype)
-    all_at_once(gets)
-
-
-def _fill(
-    place: Elements, file: Opened, start: int, strides: tuple[int, ...], dtype: np.dtype[np.generic]
-) -> None:
-    """Read the elements of a part of a tensor, which have these strides in the file."""
-    if place.dtype == dtype and place.strides == strides and place.flags.c_contiguous:
-        # One run of bytes on both sides: it is read straight to where it goes.
-        read_exactly(file, start, place.reshape(-1).view(np.uint8).data)
-        return
-    part = read_strided(file, start, strides, place.shape, dtype)
-    with np.errstate(all="ignore"):
-        if part.dtype == np.float64 and place.itemsize == 2:
-            part = part.astype(np.float32)  # as torch does it
-        np.copyto(place, part, casting="unsafe")
+        yield StoredPart(place, *_place(table, row, inside, dtype, files), dtype)
 
 
 def view(array: Elements, box: Box) -> Elements:

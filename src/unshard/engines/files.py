@@ -8,19 +8,22 @@ import io
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unshard.containers.chunks import view
-from unshard.containers.open_files import AT_ONCE, LentFiles, Opened, OpenFiles
+from unshard.containers.chunks import StoredPart, stored_parts, view
+from unshard.containers.open_files import AT_ONCE, LentFiles, OpenFiles
 from unshard.containers.strided import raw_dtype, read_exactly
 from unshard.errors import CorruptError
+from unshard.plan.operations import Gather, stored_tensors
 from unshard.plan.pieces import Contents, Run, Slab, slab_tiles
+from unshard.stores.at_once import all_at_once
 from unshard.stores.remote_file import RemoteFile
-from unshard.stores.remote_path import look_again
+from unshard.stores.remote_path import RemotePath, look_again
 from unshard.write.execute import count_overflows, make_tile
 
 if TYPE_CHECKING:
@@ -98,28 +101,47 @@ class PieceReader:
             CorruptError: a source file is gone or ends early.
             UsageError: the reader is closed.
         """
+        waiting = _Waiting()
         while out:
-            with self._sources.borrow() as files:  # given back between blocks, for other threads
-                piece, skip = contents.find(at)
-                block = out[:_BLOCK]
-                source: Opened = -1
-                match piece:
-                    case Run(path, start, length):
+            self._sources.check()
+            piece, skip = contents.find(at)
+            block = out[:_BLOCK]
+            match piece:
+                case Run(path, start, length):
+                    with self._sources.borrow() as files:  # and given back, for other threads
                         source = files.source(path)
                         if isinstance(source, RemoteFile):
                             block = out[: length - skip]
+                            waiting.add_run(source, start + skip, block)
                         else:
                             block = block[: length - skip]
                             read_exactly(source, start + skip, block)
-                    case Slab():
-                        block = block[: piece.length - skip]
-                        block[:] = self._bytes_of(piece, files)[skip : skip + len(block)]
-                    case _:
-                        block = block[: len(piece) - skip]
-                        block[:] = piece[skip : skip + len(block)]
-            if isinstance(source, RemoteFile):  # others need not wait for a bucket
-                read_exactly(source, start + skip, block)
+                case Slab():
+                    block = out[: piece.length - skip]
+                    self._read_slab(piece, skip, block, waiting)
+                case _:
+                    block = block[: len(piece) - skip]
+                    block[:] = piece[skip : skip + len(block)]
             at, out = at + len(block), out[len(block) :]
+        waiting.finish()
+
+    def _read_slab(self, slab: Slab, skip: int, out: memoryview, waiting: "_Waiting") -> None:
+        """Read a part of a slab; if it is made of what is in a bucket, `waiting` reads it later."""
+        tables = (one.chunks for one in stored_tensors(slab.operation))
+        if not any(isinstance(path, RemotePath) for table in tables for path in table.paths[:1]):
+            self._copy_slab(slab, skip, out)
+        elif isinstance(slab.operation, Gather) and len(out) == slab.length:
+            source, raw = slab.operation.source, raw_dtype(slab.operation.to)
+            array = np.frombuffer(out, raw).reshape(slab.box.sizes)
+            with self._sources.borrow() as files:
+                for part in stored_parts(array, slab.box, source.chunks, raw, files):
+                    waiting.add_part(part)
+        else:
+            waiting.tasks.append(partial(self._copy_slab, slab, skip, out))
+
+    def _copy_slab(self, slab: Slab, skip: int, out: memoryview) -> None:
+        with self._sources.borrow() as files:
+            out[:] = self._bytes_of(slab, files)[skip : skip + len(out)]
 
     def _bytes_of(self, slab: Slab, files: OpenFiles) -> memoryview:
         """Return the bytes of a slab: of one made lately, or made now.
@@ -150,6 +172,40 @@ class PieceReader:
                 with self._lock:
                     self._lost[target.file, target.start, tile.box.offsets] = count
         return out.reshape(-1).view(np.uint8).data
+
+
+class _Waiting:
+    """What is still to be read from buckets, with few requests, several at a time.
+
+    Attributes:
+        tasks: what reads by itself.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: list[Callable[[], None]] = []
+        self._runs: dict[str, tuple[RemoteFile, list[tuple[int, memoryview]]]] = {}
+
+    def add_run(self, file: RemoteFile, start: int, out: memoryview) -> None:
+        """Add bytes of an object; neighbours are read together."""
+        if start + len(out) > file.size:
+            read_exactly(file, start, out)  # raises that the object ends too early
+        self._runs.setdefault(file.name, (file, []))[1].append((start, out))
+
+    def add_part(self, part: StoredPart) -> None:
+        """Add a part of a box of a tensor; one on disk is read at once."""
+        run = part.run()
+        if not isinstance(part.file, RemoteFile):
+            part.fill()
+        elif run is None:
+            self.tasks.append(part.fill)
+        else:
+            self.add_run(part.file, part.start, run)
+
+    def finish(self) -> None:
+        """Read all of it."""
+        for file, runs in self._runs.values():
+            self.tasks += file.fills(runs)
+        all_at_once(self.tasks)
 
 
 def _identity(path: Path) -> _Identity:

@@ -1,9 +1,11 @@
 """Objects of a bucket as files: sizes, and ranges of their bytes."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from operator import itemgetter
 
 from unshard.stores.at_once import all_at_once
 from unshard.stores.buckets import Bucket, Entry
@@ -12,6 +14,8 @@ __all__ = ["RemoteFile"]
 
 _GAP = 256 * 1024
 """Ranges this close are read by one request."""
+_WEIGHTS_GAP = 1 << 20
+"""The same of weights, which are not kept in between."""
 _LONGEST = 8 << 20
 """The most bytes that one request asks for."""
 _IN_MEMORY = 16 << 20
@@ -80,7 +84,7 @@ class RemoteFile:
         """Return what `pread` returns for each of many (count, start), with few requests."""
         found = {one: kept for one in ranges if (kept := self._kept(*one)) is not None}
         absent = [(start, count) for count, start in ranges if (count, start) not in found]
-        spans = _united(sorted(absent))
+        spans = _united(sorted(absent), gap=_GAP)
         while spans:
             batch = [spans.pop()]
             while spans and sum(one.length for one in (*batch, spans[-1])) <= _IN_MEMORY:
@@ -93,6 +97,33 @@ class RemoteFile:
                     at = start - one.start
                     found[count, start] = bytes(block[at : at + count])
         return [found[one] for one in ranges]
+
+    def fills(self, ranges: Sequence[tuple[int, memoryview]]) -> Iterator[Callable[[], None]]:
+        """Yield what fills each memory with the bytes from a place on, with few requests.
+
+        All ranges are within the object. What is yielded may be called by several threads, and
+        raises as `read_into` does.
+        """
+        parts = [
+            (start + at, out[at : at + _LONGEST])
+            for start, out in sorted(ranges, key=itemgetter(0))
+            for at in range(0, len(out), _LONGEST)
+        ]
+        left = iter(parts)
+        for span in _united([(start, len(out)) for start, out in parts], gap=_WEIGHTS_GAP):
+            yield partial(self._scatter, span, list(islice(left, len(span.ranges))))
+
+    def _scatter(self, span: _Span, parts: Sequence[tuple[int, memoryview]]) -> None:
+        """Read a span, and copy what arrives to where its parts go."""
+
+        def write(at: int, block: memoryview) -> None:
+            begin, end = span.start + at, span.start + at + len(block)
+            for start, out in parts:
+                low, high = max(start, begin), min(start + len(out), end)
+                if low < high:
+                    out[low - start : high - start] = block[low - begin : high - begin]
+
+        self.stream_to(span.start, span.length, write)
 
     def close(self) -> None:
         """Forget the blocks that were read."""
@@ -118,7 +149,7 @@ class RemoteFile:
         self.stream_to(start, len(out), write)
 
 
-def _united(ranges: Iterable[tuple[int, int]]) -> list[_Span]:
+def _united(ranges: Iterable[tuple[int, int]], *, gap: int) -> list[_Span]:
     """Return ranges (start, count), which are sorted, as spans: those with small gaps together."""
     spans: list[_Span] = []
     for start, count in ranges:
@@ -126,7 +157,7 @@ def _united(ranges: Iterable[tuple[int, int]]) -> list[_Span]:
         end = start + count
         if (
             last
-            and start - last.start - last.length <= _GAP
+            and start - last.start - last.length <= gap
             and end - last.start <= max(_LONGEST, last.length)
         ):
             length = max(last.length, end - last.start)

@@ -43,7 +43,7 @@ from unshard.write.writeback import Writeback
 __all__ = ["Executor", "are_equal", "count_overflows", "make_tile", "tile_runs"]
 
 _BLOCK = 1024 * 1024
-_DOWNLOAD = 8 * 1024 * 1024
+_DOWNLOAD = 16 * 1024 * 1024
 _NO_KERNEL_COPY = frozenset(
     # EIO: of source or target; reading and writing separately shows of which
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EIO}
