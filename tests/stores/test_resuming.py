@@ -11,7 +11,7 @@ import torch
 import unshard
 from bucket_server import BUCKET, Request, Store
 from ranks import save_ranks
-from unshard import OutputError
+from unshard import OutputError, UsageError
 from unshard.errors import StoreError
 from unshard.progress import Chosen, Event, Stage, Warned, ignore
 from unshard.write.bucket_ledger import FINISHED_NAME
@@ -186,6 +186,11 @@ def test_a_merge_that_was_taken_over_stops_and_removes_nothing(
     with pytest.raises(OutputError, match="is not as it was written"):
         merge(checkpoint, folder, take_over)
     assert store.files(folder) == truth
+
+
+def test_a_store_that_replaces_nothing_by_its_etag_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(UsageError, match="on the condition of its ETag"):
+        unshard.merge(checkpoint, "gs://bucket/model", resume=True, listener=ignore)
 
 
 def test_an_output_that_differs_is_removed(

@@ -54,11 +54,7 @@ def store_output(
     Raises:
         UnshardError: nothing of the output is left then; with `resume`, what is finished.
     """
-    if options.push_to_hub is not None:
-        raise UsageError(
-            f"--push-to-hub needs an output on a disk, and {target} is in an object store",
-            hint="leave it out, and upload the checkpoint: unshard push CHECKPOINT REPO",
-        )
+    _check(options, target)
     stage = BucketStage(target, overwrite=bool(options.overwrite), resume=options.resume)
     if options.dry_run:
         stage.check()
@@ -92,6 +88,21 @@ def store_output(
     notes = warn(listener, [*late_notes(prepared, changed, lost), *notes])
     report = make_report(prepared, target, options, started, notes=notes, changed=changed)
     return replace(report, bytes_copied=uploaded.copied)
+
+
+def _check(options: MergeOptions, target: RemotePath) -> None:
+    """Refuse the options that an output in a store cannot have."""
+    if options.push_to_hub is not None:
+        raise UsageError(
+            f"--push-to-hub needs an output on a disk, and {target} is in an object store",
+            hint="leave it out, and upload the checkpoint: unshard push CHECKPOINT REPO",
+        )
+    if options.resume and target.bucket.url.startswith("gs:"):
+        raise UsageError(
+            f"--resume needs a store that replaces an object on the condition of its ETag, and "
+            f"{target} is not in one",
+            hint="leave it out: a merge that fails removes what it wrote there",
+        )
 
 
 def _upload(  # noqa: PLR0917 (what is made, where, and how)
