@@ -126,6 +126,7 @@ bench: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python benchmarks/from_pretrained_against_merge.py
 	$(TEST_VENV)/bin/python benchmarks/trainer_step.py
 	$(TEST_VENV)/bin/python benchmarks/submissions.py
+	$(TEST_VENV)/bin/python benchmarks/page.py
 	$(TEST_VENV)/bin/python benchmarks/long_run.py
 	$(TEST_VENV)/bin/python benchmarks/planning.py --directory build/planning
 

@@ -155,7 +155,7 @@ def test_runs_are_listed_with_the_newest_job_first(served: Still) -> None:
 
 
 def test_jobs_are_filtered_and_have_pages(served: Still) -> None:
-    for step in range(60):
+    for step in range(40):
         complete(served, "a", step, {"t/acc": 0.5})
     complete(served, "b/c", 1, {"t/acc": 0.5})
 
@@ -168,8 +168,8 @@ def test_jobs_are_filtered_and_have_pages(served: Still) -> None:
     first, after = ids("/view/jobs?run=a&status=&profile=")
     assert after is not None
     rest, end = ids(after)
-    assert (len(first), len(rest), end) == (50, 10, None)
-    assert len({*first, *rest}) == 60
+    assert (len(first), len(rest), end) == (25, 15, None)
+    assert len({*first, *rest}) == 40
     assert len(ids("/view/jobs?run=b/c")[0]) == 1
     assert ids("/view/jobs?status=failed")[0] == []
 

@@ -48,7 +48,7 @@ class Store:
 
     @property
     def connection(self) -> sqlite3.Connection:
-        """Return the connection of this thread, for what only reads: see `overview`."""
+        """The connection of this thread, for what only reads: see `overview`."""
         return self._connections.own
 
     @property
@@ -385,14 +385,14 @@ class Store:
         The filters' `limit` counts numbers; `after` is the number of the last one to leave out.
         """
         where, values = condition_of(filters)
-        rows = self._connections.own.execute(
-            # SQLite reads the left table of a CROSS JOIN in order.
-            f"SELECT {RESULT_COLUMNS} FROM results CROSS JOIN jobs ON jobs.id = results.job_id"  # noqa: S608
+        # SQLite reads the left table of a CROSS JOIN first: all results in order, or a run's jobs.
+        tables = ("results CROSS JOIN jobs", "jobs CROSS JOIN results")[filters.run is not None]
+        query = (
+            f"SELECT {RESULT_COLUMNS} FROM {tables} ON jobs.id = results.job_id"  # noqa: S608
             " WHERE results.rowid > ? AND jobs.status = 'completed'"
-            f" AND {where} ORDER BY results.rowid LIMIT COALESCE(?, -1)",
-            [after, *values, filters.limit],
+            f" AND {where} ORDER BY results.rowid LIMIT COALESCE(?, -1)"
         )
-        return map(as_result, rows)
+        return map(as_result, self.connection.execute(query, [after, *values, filters.limit]))
 
     def events(self, since: int) -> list[JobEvent]:
         """Return the changes after the one of this number, the oldest first, 1,000 at most."""

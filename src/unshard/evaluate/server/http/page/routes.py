@@ -35,7 +35,7 @@ __all__ = ["router"]
 
 router = APIRouter(include_in_schema=False)
 
-_RUNS, _JOBS, _PLOTS, _FEW = 50, 50, 12, 20
+_RUNS, _JOBS, _PLOTS, _FEW = 25, 25, 12, 20
 _MOST_RUNS = 12  # overlaid
 _TAIL_BYTES = 1 << 16
 _TEXT = "text/plain; charset=utf-8"

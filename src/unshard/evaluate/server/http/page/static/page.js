@@ -167,10 +167,10 @@ async function ask(method, address, body) {
 
 document.addEventListener("click", async (event) => {
   const button = event.target.closest("button[data-action]");
-  if (!button) return;
+  if (!button || button.ariaBusy === "true") return;
   const { action, job } = button.dataset;
   if (action === "cancel" && !confirm(`Cancel job ${job.slice(0, 8)}?`)) return;
-  button.disabled = true;
+  button.ariaBusy = "true"; // a button that is disabled would lose the focus
   try {
     if (action === "cancel") await ask("DELETE", `/api/v1/jobs/${job}`);
     else await ask("POST", `/api/v1/jobs/${job}/retry`);
@@ -179,7 +179,7 @@ document.addEventListener("click", async (event) => {
     byId("announce").textContent = error.message;
     alert(error.message);
   } finally {
-    button.disabled = false;
+    button.ariaBusy = "false";
   }
 });
 

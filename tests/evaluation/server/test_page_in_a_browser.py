@@ -1,0 +1,284 @@
+"""The page in Chromium, with a real server: what a person sees, and what no text may do there."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Route, ViewportSize, expect
+
+from evaluation.browsing import WIDE, Scheme, View, chromium, viewing
+from evaluation.runs import checkpoint
+from evaluation.servers import SCRIPT, Live, free_port, live
+from unshard.evaluate.jobs import Request
+from unshard.evaluate.server.store.store import Store
+from waiting import wait_until
+
+pytestmark = pytest.mark.xdist_group("eval-page")  # one browser, and one server for most
+TOKEN = "correct-horse-battery-staple"  # noqa: S105  (of the test)
+PHONE = ViewportSize(width=360, height=740)
+LINES = 1_000_000
+SPEAKS = f"""
+if "floods" in tasks:
+    for first in range(0, {LINES}, 1000):
+        print("\\n".join(f"\\x1b[1mline {{n}}\\x1b[0m" for n in range(first, first + 1000)))
+    print("<img src=x onerror='window.isHacked = 1'>\\x07 5%\\r60%\\rthe end", flush=True)
+if "waits" in tasks:"""
+PAGE_SCRIPT = SCRIPT.replace('"acc_stderr": 9', '"acc_stderr,none": 0.05').replace(
+    '\nif "waits" in tasks:', SPEAKS, 1
+)
+HOSTILE = "<img src=x onerror='window.isHacked = 1'>\"]}\x1b[31m\u202e"
+IS_HACKED = "window.isHacked !== undefined || document.querySelector('main img') !== null"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server whose run `a` has results of three steps, and of EMA weights."""
+    with live(tmp_path_factory.mktemp("server"), script=PAGE_SCRIPT) as started:
+        run = started.root / "a"
+        jobs = []
+        for step in (0, 10, 20):
+            place = checkpoint(run, step, ema=True)
+            jobs += [started.submit(place, weights=one) for one in ("model", "ema")]
+        jobs.append(started.submit(checkpoint(started.root / "b", 5)))
+        for job in jobs:
+            started.ended(job)
+        yield started
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as launched:
+        yield launched
+
+
+@pytest.fixture
+def view(browser: Browser, server: Live) -> Iterator[View]:
+    with viewing(browser, server) as opened:
+        yield opened
+
+
+@pytest.fixture
+def waiting(server: Live) -> Iterator[dict[str, object]]:
+    """A job that runs until the test lets it go."""
+    (server.control / "go").unlink(missing_ok=True)
+    for note in server.control.glob("began-*"):
+        note.unlink()
+    unique = f"t{time.time_ns()}"
+    job = server.submit(server.root / "a" / "checkpoint-20", "waits", unique, step=7)
+    server.began(7)
+    yield job
+    server.go()
+    wait_until(lambda: server.job(job)["completed_at"], "the end of the job")
+
+
+def plotted(view: View) -> Any:
+    """Return the data of the first plot."""
+    view.until("document.querySelector('figure')?.plot?.data[0].length > 0")
+    return view.page.evaluate("document.querySelector('figure').plot.data")
+
+
+def test_a_job_goes_through_its_states_without_a_reload(
+    view: View, waiting: dict[str, object]
+) -> None:
+    view.open(f"/view/jobs/{waiting['id']}")
+    view.mark()
+    state = view.page.locator("#live-job .state")
+    expect(state).to_have_text("running")
+    expect(view.page.locator("#live-job")).to_contain_text("evaluating")
+    expect(view.page.locator("#log")).to_contain_text("evaluating step 7 with model")
+    view.server.go()
+    expect(state).to_have_text("completed")
+    expect(view.page.locator("#live-job table").first).to_contain_text("± 0.05")
+    expect(view.page.locator("#announce")).to_contain_text("completed")
+    assert view.is_marked()
+
+
+def test_a_plot_has_the_points_at_their_steps_with_error_bars(view: View) -> None:
+    view.open("/view/runs?run=a&q=score/acc")
+    steps, model, ema, *bases = plotted(view)
+    assert steps == [0, 10, 20]
+    assert model == ema == [0, 0.1, 0.2]
+    assert bases == [[0, 0, 0], [0, 0, 0]]
+    drawn = view.page.evaluate(
+        """() => {
+            const { plot } = document.querySelector("figure");
+            const [steps, values] = plot.data;
+            const isDrawn = (step, y) => {
+                const at = [plot.valToPos(step, "x", true) - 2, plot.valToPos(y, "y", true) - 2];
+                const { data } = plot.ctx.getImageData(...at.map(Math.round), 5, 5);
+                const isOpaque = (index) => data[index + 3] > 200;
+                return data.some((red, index) => index % 4 === 0 && red < 90 && isOpaque(index));
+            };
+            return steps.map((step, one) => [0.03, 0.05, 0.08].map(
+                (off) => isDrawn(step, values[one] + off)));
+        }"""
+    )
+    assert [one[:2] for one in drawn] == [[True, True]] * 3  # along the bar, and at its end
+    assert not any(one[2] for one in drawn[1:2])  # above it is the grid
+    label = view.page.locator("figure [role=img]").first.get_attribute("aria-label")
+    assert label is not None
+    assert "a · model: 0.2 at step 20" in label
+
+
+def test_a_result_appears_in_the_plot_without_a_reload(view: View) -> None:
+    run = f"new-{time.time_ns()}"
+    view.open(f"/view/runs?run={run}")
+    expect(view.page.locator("#live-names")).to_contain_text("no results yet")
+    view.mark()
+    view.server.submit(view.server.root / "a" / "checkpoint-20", run=run, step=20)
+    assert plotted(view) == [[20], [0.2]]
+    view.server.submit(view.server.root / "a" / "checkpoint-10", run=run, step=10)
+    view.until("document.querySelector('figure').plot.data[0].length === 2")
+    assert view.is_marked()
+
+
+def test_runs_are_chosen_and_overlaid_and_their_points_are_saved(view: View) -> None:
+    view.open("/")
+    view.page.get_by_label("choose run a", exact=True).check()
+    view.page.get_by_label("choose run b", exact=True).check()
+    view.page.get_by_role("button", name="Plot the chosen runs").click()
+    view.page.wait_for_url("**/view/runs?run=*&run=*")
+    assert plotted(view)[0] == [0, 5, 10, 20]
+    figure = view.page.locator("figure").filter(has_text="score/acc").first
+    figure.get_by_text("Table").click()
+    expect(figure.locator("tbody tr")).to_have_count(7)
+    with view.page.expect_download() as saved:
+        figure.get_by_role("link", name="CSV").click()
+    rows = Path(saved.value.path()).read_text().splitlines()
+    assert len(rows) == 8
+
+
+def test_a_job_is_cancelled_and_retried_by_keyboard(view: View, waiting: dict[str, object]) -> None:
+    view.open(f"/view/jobs/{waiting['id']}")
+    state = view.page.locator("#live-job .state")
+    expect(state).to_have_text("running")
+    view.press_until("Tab", "[data-action=cancel]")
+    view.page.keyboard.press("Enter")
+    expect(state).to_have_text("cancelled")
+    assert "Cancel job" in view.dialogs[0]
+    view.until("document.activeElement?.matches('[data-action=retry]')")
+    view.page.keyboard.press("Enter")
+    expect(state).to_have_text("running")
+    view.until("document.activeElement?.matches('[data-action=cancel]')")
+
+
+def test_a_checkpoint_is_submitted_by_the_form(view: View) -> None:
+    view.open("/view/submit")
+    view.page.get_by_label("Checkpoint").fill("/nowhere")
+    view.page.get_by_label("Profile").select_option("script")
+    view.page.get_by_label("Tasks").fill("score, other")
+    view.page.get_by_role("button", name="Submit").click()
+    expect(view.page.get_by_role("alert").filter(has_text="root")).to_be_visible()
+    place = str(view.server.root / "b" / "checkpoint-5")
+    view.page.get_by_label("Checkpoint").fill(place)
+    view.page.get_by_role("button", name="Submit").click()
+    view.page.wait_for_url("**/view/jobs/*")
+    expect(view.page.locator("#live-job .state")).to_have_text("completed")
+    expect(view.page.locator("#live-job")).to_contain_text(place)
+
+
+VIEWS = ("/", "/view/jobs", "/view/runs?run=a&run=b", "/view/submit", "/view/disk", "/view/none")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, WIDE], ids=["phone", "wide"])
+def test_every_view_fits_and_can_be_read_by_everyone(
+    browser: Browser, server: Live, waiting: dict[str, object], size: ViewportSize, scheme: Scheme
+) -> None:
+    with viewing(browser, server, size=size, scheme=scheme) as view:
+        for address in (*VIEWS, f"/view/jobs/{waiting['id']}"):
+            view.open(address)
+            if "runs" in address:
+                plotted(view)
+            width = view.page.evaluate("document.documentElement.scrollWidth")
+            assert width <= size["width"], address
+            assert view.violations() == [], address
+            back = view.page.evaluate("getComputedStyle(document.body).backgroundColor")
+            brightness = sum(map(int, back.removeprefix("rgb(").rstrip(")").split(",")))
+            assert (brightness < 200) == (scheme == "dark")
+
+
+def test_no_text_of_others_does_any_harm(view: View) -> None:
+    with closing(Store(view.server.work / "jobs.sqlite")) as store:
+        asked = Request("/c", HOSTILE, (HOSTILE,), step=3, run=HOSTILE)
+        job, _ = store.submit(asked, pin=None)
+        store.claim(time.time(), job.id)
+        store.complete(job.id, {f"{HOSTILE}/{HOSTILE}": 0.5, f"{HOSTILE}/x": 1e308}, None)
+    for address in ("/", "/view/jobs", f"/view/jobs/{job.id}", "/view/disk"):
+        view.open(address)
+        assert not view.page.evaluate(IS_HACKED), address
+    view.open("/")
+    view.page.get_by_role("link", name="<img src=x").first.click()
+    assert plotted(view)[0] == [3]
+    view.page.locator("summary").first.click()
+    expect(view.page.locator("figure td").first).to_be_visible()
+    assert not view.page.evaluate(IS_HACKED)
+    assert view.dialogs == []
+
+
+def test_a_log_of_a_million_lines_is_shown_in_part_and_as_text(view: View) -> None:
+    job = view.server.submit(view.server.root / "b" / "checkpoint-5", "floods")
+    view.server.ended(job)
+    view.open(f"/view/jobs/{job['id']}")
+    log = view.page.locator("#log")
+    expect(log).to_contain_text("the end")
+    text = log.inner_text()
+    assert len(text) < 300_000
+    assert f"line {LINES - 1}\n" in text
+    assert "\x1b" not in text
+    assert "60%" not in text
+    assert not view.page.evaluate(IS_HACKED)
+
+
+def test_without_events_the_page_asks(view: View, waiting: dict[str, object]) -> None:
+    def refuse(route: Route) -> None:
+        route.abort()
+
+    view.page.route("**/api/v1/events*", refuse)
+    view.open("/view/jobs?status=running")
+    expect(view.page.locator("tbody tr")).to_have_count(1)
+    view.server.v1("DELETE", f"/jobs/{waiting['id']}")
+    expect(view.page.locator(".empty")).to_have_text("There is no such job.")
+
+
+def test_a_server_that_is_away_is_noticed_and_so_is_its_return(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with live(tmp_path, script=PAGE_SCRIPT, port=free_port()) as server:
+        place = checkpoint(server.root / "run", 5)
+        with viewing(browser, server) as view:
+            view.open("/view/jobs")
+            expect(view.page.locator(".empty")).to_be_visible()
+            view.mark()
+            server.kill()
+            expect(view.page.locator("#stale")).to_contain_text("The server does not answer.")
+            server.start()
+            expect(view.page.locator("#stale")).to_be_hidden()
+            server.submit(place)
+            expect(view.page.locator("tbody .state")).to_have_text("completed")
+            assert view.is_marked()
+
+
+def test_a_browser_logs_in_and_out(browser: Browser, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    with live(tmp_path, "--token-file", str(token)) as server, viewing(browser, server) as view:
+        view.open("/view/jobs?status=failed")
+        view.page.get_by_label("Token").fill(f"{TOKEN}x")
+        view.page.keyboard.press("Enter")
+        expect(view.page.get_by_role("alert").filter(has_text="not the server's")).to_be_visible()
+        assert view.violations() == []
+        view.page.get_by_label("Token").fill(TOKEN)
+        view.page.keyboard.press("Enter")
+        view.page.wait_for_url("**/view/jobs?status=failed")
+        assert view.page.evaluate("document.cookie") == ""
+        view.page.get_by_role("button", name="Log out").click()
+        expect(view.page.get_by_label("Token")).to_be_visible()
+        view.open("/view/disk")
+        assert "log-in" in view.page.url
+    assert json.dumps(TOKEN) not in str(view.requests)
