@@ -1,6 +1,7 @@
 """A store that fails now and then is asked again; one that always fails is an error, not a hang."""
 
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from ranks import save_ranks, some_tensors
 from unshard import CorruptError, StoreError, UsageError
 from unshard.read.torch_save.alike import RankFileReader
 from unshard.stores.at_once import Ongoing, all_at_once
-from unshard.stores.remote_path import RemotePath, path_of
+from unshard.stores.remote_path import RemotePath, look_again, path_of
 
 pytestmark = [
     pytest.mark.xdist_group("a bucket"),
@@ -152,6 +153,20 @@ def test_the_memory_stays_bounded(served: Store, tmp_path: Path, dtype: str) -> 
     assert done.returncode == 0, done.stderr
     peak = int(done.stdout.split('"peak_memory_bytes":')[1].split(",")[0])
     assert 0 < peak < MEMORY
+
+
+def test_a_path_that_was_opened_means_the_same_object_in_another_process(store: Store) -> None:
+    """Pickled and back, as on the way to another process."""
+    store.s3.put_object(Bucket=BUCKET, Key="travelling/one", Body=b"before")
+    path, fresh = (path_of(f"s3://{BUCKET}/travelling/one") for _ in range(2))
+    assert path.read_bytes() == b"before"
+    store.s3.put_object(Bucket=BUCKET, Key="travelling/one", Body=b"afterw")
+    look_again(fresh)
+    for one in (path, fresh):
+        assert pickle.loads(pickle.dumps(one)) == one
+    assert pickle.loads(pickle.dumps(fresh)).read_bytes() == b"afterw"
+    with pytest.raises(CorruptError, match="has changed while it was being read"):
+        pickle.loads(pickle.dumps(path)).read_bytes()
 
 
 @pytest.mark.usefixtures("store")

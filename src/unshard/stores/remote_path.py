@@ -97,6 +97,17 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         """Return class and address."""
         return f"RemotePath({str(self)!r})"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Travel between processes: once it was opened, it means the same object there."""
+        return self._as_opened, (self.parts, getattr(self, "_first", None))
+
+    @classmethod
+    def _as_opened(cls, parts: tuple[str, ...], first: Entry | None) -> Self:
+        path = cls(*parts)
+        if first is not None:
+            path._first = first
+        return path
+
     def __fspath__(self) -> str:
         """Return the address: the operating system finds no file of that name."""
         return str(self)
