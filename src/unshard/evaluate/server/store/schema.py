@@ -82,6 +82,7 @@ _ADDITIONS = (
     "CREATE INDEX IF NOT EXISTS jobs_by_step ON jobs (run, step)",
     "CREATE INDEX IF NOT EXISTS jobs_by_pin ON jobs (pin)",
     "CREATE INDEX IF NOT EXISTS jobs_alike ON jobs (alike)",
+    "CREATE INDEX IF NOT EXISTS jobs_of_status ON jobs (status, number)",  # the newest of a status
     "CREATE INDEX IF NOT EXISTS jobs_of_runs ON jobs (run, status, step)",  # a list of all runs
     # Ids of ended jobs whose directories are to be removed; a job may have a new id by now.
     "CREATE TABLE IF NOT EXISTS forgotten (job_id TEXT PRIMARY KEY)",
