@@ -225,6 +225,13 @@ def test_an_address_that_leads_nowhere_is_an_error_that_says_so(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("store")
+def test_a_bucket_that_is_not_there_gets_a_hint_about_its_name(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="NoSuchBucket") as caught:
+        unshard.merge("s3://another/model", tmp_path / "out")
+    assert "check the name of the bucket" in caught.value.hint
+
+
 def test_nothing_that_is_printed_has_a_secret(run: str, tmp_path: Path) -> None:
     for address in (run, f"s3://{BUCKET}/nothing", "s3://another/model"):
         done = command("merge", address, tmp_path / "out", "-vv", "--dry-run")

@@ -270,11 +270,15 @@ def changed(where: str, how: str = "has changed while it was being read") -> Cor
 
 def failure(where: str, error: Exception) -> StoreError:
     """Return the error that a request to a store failed; `where` is an address without secrets."""
-    return StoreError(
-        f"{where}: {_reason(error)}",
-        hint="check address, credentials and network: environment variables such as "
-        "AWS_ACCESS_KEY_ID, AWS_REGION and AWS_ENDPOINT_URL are read",
-    )
+    reason = _reason(error)
+    hint = "check address, credentials and network: environment variables such as "
+    hint += "AWS_ACCESS_KEY_ID, AWS_REGION and AWS_ENDPOINT_URL are read"
+    if "NoSuchBucket" in reason:
+        hint = "check the name of the bucket, and AWS_REGION and AWS_ENDPOINT_URL, which decide "
+        hint += "where it is looked for"
+    elif _is_other(where):
+        hint = "check the address, and whether it can be reached from here"
+    return StoreError(f"{where}: {reason}", hint=hint)
 
 
 def _reason(error: Exception) -> str:
@@ -285,6 +289,8 @@ def _reason(error: Exception) -> str:
         words = [status[1].strip()] if status else []
         words += [code[1]] if code else []
         return f"the store answers {', '.join(words)}"
+    if isinstance(answered := getattr(error, "status", None), int):  # by a web server
+        return f"the server answers {answered}"
     for mark, reason in _KNOWN_REASONS.items():
         if mark in text:
             return reason
