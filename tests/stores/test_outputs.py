@@ -23,6 +23,7 @@ from ranks import save_ranks, snapshot
 from unshard import OutputError, UsageError
 from unshard.errors import StoreError, UnshardError
 from unshard.progress import Advanced, Event, Stage, ignore
+from unshard.stores.objects import Stored
 from unshard.write.bucket_stage import CLAIM_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -106,6 +107,15 @@ def test_small_tensors_are_read_together(store: Store, tmp_path: Path) -> None:
     unshard.merge(local, tmp_path / "out")
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert store.files("small/out")["model.safetensors"] == weights
+
+
+def test_objects_are_compared_by_size_and_tag() -> None:
+    ours = Stored(3, '"0x8D"')
+    assert ours.is_same(Stored(3, "0x8D"))  # Azure: the answer to a put, and its listing
+    assert ours.is_same(Stored(3, None))
+    assert Stored(3, None).is_same(Stored(3, None))
+    assert not ours.is_same(Stored(3, '"0x8E"'))
+    assert not ours.is_same(Stored(4, '"0x8D"'))
 
 
 def test_a_dry_run_writes_nothing(store: Store, tmp_path: Path) -> None:

@@ -31,6 +31,14 @@ class Stored:
     size: int
     etag: str | None
 
+    def is_same(self, other: "Stored") -> bool:
+        """Return whether sizes agree, and tags where both have one.
+
+        Azure's answers to a put have quotes around the tag, its listings do not.
+        """
+        tags = [one.strip('"') for one in (self.etag, other.etag) if one is not None]
+        return self.size == other.size and tags[:1] == tags[-1:]
+
 
 def create(
     bucket: Bucket, key: str, data: bytes, *, instead_of: str | None = None

@@ -64,7 +64,11 @@ def open_bucket_ledger(work: Work, data: bytes, found: Mapping[str, Stored]) -> 
     if recorded != work:
         others = [] if recorded is None else [recorded]
         return BucketLedger(work, {}, {}, tuple(notes_of(others, work, 0)))
-    same = {name: one for name, one in files.items() if one.etag and found.get(name) == one}
+    same = {
+        name: one
+        for name, one in files.items()
+        if one.etag and name in found and one.is_same(found[name])
+    }
     kept = {name: counts[name] for name in same}
     notes = tuple(notes_of([], work, len(files) - len(same)))
     return BucketLedger(work, same, dict(kept), notes, kept)

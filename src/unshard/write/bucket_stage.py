@@ -367,6 +367,4 @@ class BucketStage:
 
 def _is_same(written: Stored | None, found: Stored | None) -> bool:
     """Return whether the store has an object as it was written."""
-    if written is None or found is None or written.size != found.size:
-        return False
-    return None in (written.etag, found.etag) or written.etag == found.etag
+    return written is not None and found is not None and written.is_same(found)
