@@ -641,8 +641,8 @@ def test_a_job_that_begins_while_the_server_stops_is_waited_for(
     store, server = scheduler(tmp_path / "work", SLEEPS)
     claim, claimed = store.claim, threading.Event()
 
-    def slowly(now: float, job_id: str | None = None) -> Job | None:
-        job = claim(now, job_id)
+    def slowly(now: float, job_id: str | None, gpus: tuple[str, ...]) -> Job | None:
+        job = claim(now, job_id, gpus)
         claimed.set()
         wait_until(lambda: server._halt is not None, "the stop")
         return job
@@ -650,7 +650,7 @@ def test_a_job_that_begins_while_the_server_stops_is_waited_for(
     monkeypatch.setattr(store, "claim", slowly)
     job = submit(store, server, model)
     server.start()
-    claimed.wait()
+    assert claimed.wait(DEADLINE_S)
     server.stop(end=True)
     assert not server._threads
     assert (job_of(store, job.id).status, store.running()) == (Status.QUEUED, [])
