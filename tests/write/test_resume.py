@@ -132,7 +132,8 @@ def test_a_merge_that_is_killed_again_and_again_writes_no_finished_file_twice(
     shutil.rmtree(tmp_path / "whole")
     draw, kills, gone_on = random.Random(dtype), 0, 0
     target = tmp_path / "out"
-    while kills < KILLS // 2:
+    while kills < KILLS // 2 or gone_on <= KILLS // 20:  # few go on where a machine is slow
+        assert kills < 10 * KILLS
         seen: Statuses = {}
         survived = False
         while not survived:
@@ -160,7 +161,6 @@ def test_a_merge_that_is_killed_again_and_again_writes_no_finished_file_twice(
         recover(tmp_path)
         shutil.rmtree(target)
         assert staged(tmp_path) == []
-    assert gone_on > KILLS // 20
 
 
 def test_a_killed_merge_is_resumed_also_if_it_was_not_asked_for_then(
