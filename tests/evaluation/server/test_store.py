@@ -253,7 +253,9 @@ def test_a_job_that_ended_badly_is_queued_anew_with_the_new_checkpoint(store: St
 def test_the_oldest_is_claimed_first_and_only_when_it_is_due(store: Store) -> None:
     first, second = submit(store, 1), submit(store, 2)
     assert [store.position(job.id) for job in (first, second)] == [1, 2]
-    assert store.due(time.time()) == first
+    due = [(first.id, "script", None), (second.id, "script", None)]
+    assert list(store.due(time.time(), 9)) == due
+    assert list(store.due(time.time(), 1)) == due[:1]
     claimed = claim(store)
     assert (claimed.id, claimed.status, claimed.phase) == (first.id, Status.RUNNING, Phase.MERGING)
     assert claimed.attempts == 1
@@ -405,8 +407,8 @@ def test_a_clock_that_is_set_back_makes_no_job_wait_longer(store: Store) -> None
     now = time.time()
     store.claim(now)
     store.postpone(job.id, Cause.HINDERED, "full", now + LONGEST_WAIT_S)
-    assert store.due(now + 1) is None
-    assert store.due(now - 10) is not None
+    assert list(store.due(now + 1, 1)) == []
+    assert len(list(store.due(now - 10, 1))) == 1
     assert store.claim(now - 10) is not None
 
 

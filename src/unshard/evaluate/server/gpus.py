@@ -168,6 +168,12 @@ class Slots:
         with self._lock:
             return frozenset(self._free)
 
+    @property
+    def cpu_is_free(self) -> bool:
+        """Whether no job or engine has the slot of the CPU."""
+        with self._lock:
+            return self._cpu_is_free
+
     def give_back(self, gpus: tuple[str, ...]) -> None:
         """Give back what `take` returned or `adopt` took."""
         with self._lock:

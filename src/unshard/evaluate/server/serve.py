@@ -98,7 +98,13 @@ def make_service(config: ServerConfig) -> Service:
     pins = Pins(store, config.roots, config.pin_quota)
     unknown = UnknownTasks()
     limits = Limits(cluster=config.ray_address if config.executor == RAY else None)
-    settings = SchedulerSettings(work, limits, keep_days=config.keep_days, unknown=unknown)
+    settings = SchedulerSettings(
+        work,
+        limits,
+        keep_days=config.keep_days,
+        unknown=unknown,
+        pass_at_most=config.pass_at_most,
+    )
     slots = Slots(config.gpus)
     scheduler = Scheduler(store, slots, Profiles(config.profiles), pins, settings)
     return Service(

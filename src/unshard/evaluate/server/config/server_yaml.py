@@ -172,6 +172,9 @@ class ServerConfig(BaseModel):
     """How much of a run the server's pins keep from rotation at most."""
     keep_days: Annotated[int, whole(1)] | None = 30
     """How long the directories of ended jobs are kept, with their logs; None: for ever."""
+    pass_at_most: Annotated[int, whole(0)] = 8
+    """How many jobs may pass a job that needs more GPUs than are free; then they are held for it.
+    """
     profiles: Annotated[
         Mapping[Annotated[str, Field(pattern=_NAME)], ProfileKeys],
         BeforeValidator(_or_default),

@@ -17,12 +17,14 @@ from unshard.evaluate.run_folder import lock_file, unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.endings import Completed, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger
-from unshard.evaluate.server.config.profiles import Profile, base_of, keeps_engine
+from unshard.evaluate.server.config.profiles import base_of, keeps_engine
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, describe_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.table import identify, is_alive
+from unshard.evaluate.server.queue.allotment import Allotment
+from unshard.evaluate.server.queue.choosing import Choice
 from unshard.evaluate.server.queue.outcomes import Outcomes
 from unshard.evaluate.server.queue.retention import JOBS, Retention
 from unshard.evaluate.server.store.store import Store
@@ -51,6 +53,7 @@ class SchedulerSettings:
             hour at most.
         keep_days: see `retention.Retention`.
         unknown: the tasks that an evaluator does not know.
+        pass_at_most: how many jobs may pass a job that needs more GPUs than are free.
     """
 
     work_dir: Path
@@ -58,13 +61,11 @@ class SchedulerSettings:
     backoff_s: float = 30.0
     keep_days: float | None = None
     unknown: UnknownTasks = field(default_factory=UnknownTasks)
+    pass_at_most: int = 0
 
 
 class Scheduler:
-    """Runs the jobs of a store, the oldest first, as slots are free.
-
-    A job that needs more slots than are free waits, and those behind it with it: none starves.
-    """
+    """Runs the jobs of a store as slots are free, in the order that `choosing` describes."""
 
     def __init__(
         self,
@@ -96,6 +97,8 @@ class Scheduler:
             settings.backoff_s,
             is_stopped=lambda: self._halt is not None,
         )
+        most, engines = settings.pass_at_most, self._engines
+        self._allotment = Allotment(store, slots, profiles, engines, most, self._retire)
         self._retention = Retention(store, self._work_dir, settings.keep_days)
         self._halt: Halt | None = None
         self._wake = threading.Event()
@@ -172,6 +175,7 @@ class Scheduler:
         return done and self._stopped(job_id, f"superseded by job {short_id(by)}")
 
     def _stopped(self, job_id: str, what: str) -> bool:
+        self._allotment.forget(job_id)
         self._outcomes.tell(job_id, what)
         if job_id not in {job.id for job in self._store.running()}:
             self._outcomes.release_pin(job_id)
@@ -205,7 +209,7 @@ class Scheduler:
                     self._spawn(self._sweep, "retention")
                 for gpus in self._engines.take_overdue(are_all=False):
                     self._retire(gpus)
-                while (job := self._store.due(time.time())) is not None and self._begin(job):
+                while (choice := self._allotment.choose(time.time())) and self._begin(choice):
                     pass
             except Exception:  # noqa: BLE001  the jobs after it must not wait forever
                 _log.exception("no job can be started; trying again")
@@ -227,30 +231,30 @@ class Scheduler:
             return None
         return None if job is not None and job.status is Status.RUNNING else Halt.CANCELLED
 
-    def _begin(self, job: Job) -> bool:
+    def _begin(self, choice: Choice) -> bool:
         """Begin an attempt at a job; return whether another job may be looked at."""
-        if self._halt is not None:
+        job = self._store.get(choice.job.job_id)
+        if self._halt is not None or job is None:
             return False
         try:
-            profile, evaluator = self._profiles.find(job.request.profile)
-            asked = job.request.arguments.num_gpus
-            count = profile.gpus if asked is None else asked
-            self._slots.check(count)
+            name, asked = job.request.profile, job.request.arguments.num_gpus
+            profile, evaluator, count = self._allotment.find(name, asked)
         except UnshardError as error:
             if self._store.claim(time.time(), job.id) is not None:
                 self._outcomes.fail(job.id, str(error))
             return True
-        gpus = self._take_slots(job.request.profile, profile, count)
+        gpus = self._allotment.take(name, profile, count)
         if gpus is None:
             return False
         claimed = None
         try:
             claimed = self._store.claim(time.time(), job.id, gpus)
         finally:
-            if claimed is None and not self._engines.rest(gpus):
-                self._slots.give_back(gpus)
+            if claimed is None:
+                self._allotment.return_unused(gpus)
         if claimed is None:
             return True
+        self._allotment.count(choice)
         attempt = Attempt(claimed, profile, evaluator, gpus, self.directory_of(claimed))
         try:
             self._spawn(lambda: self._perform(attempt, None), f"job {job.id}")
@@ -259,24 +263,6 @@ class Scheduler:
             self._close(attempt, Postponed(f"its thread could not be started: {error}"))
             return False
         return True
-
-    def _take_slots(self, name: str, profile: Profile, count: int) -> tuple[str, ...] | None:
-        """Take slots for a job: those of an idle engine of its profile, or free ones.
-
-        None: too few are free; if an idle engine of other jobs has some, it is ended for them.
-        """
-        on_cpu = self._slots.are_cpu(count)
-        are_ending = self._engines.are_ending  # asked first: then their slots may suffice
-        gpus = None
-        if keeps_engine(profile):
-            gpus = self._engines.take(name, 0 if on_cpu else count)
-        if gpus is None:
-            gpus = self._slots.take(count)
-        if gpus is None and not are_ending:
-            idle = self._engines.take_longest_idle(on_cpu=on_cpu)
-            if idle is not None:
-                self._retire(idle)
-        return gpus
 
     def _retire(self, gpus: tuple[str, ...], *, has_slots: bool = True) -> None:
         """End an engine that no job uses, and give its slots back."""

@@ -22,6 +22,7 @@ from unshard.evaluate.jobs import (
 
 __all__ = [
     "CLAIMABLE",
+    "DUE",
     "FORGETTABLE",
     "LONGEST_WAIT_S",
     "NEEDS_PIN",
@@ -54,6 +55,10 @@ _FINAL = ", ".join(f"'{status}'" for status in Status if status.is_final)
 CLAIMABLE = f"""jobs.status = 'queued' AND jobs.not_before - ? NOT BETWEEN 1e-6 AND {LONGEST_WAIT_S}
     AND NOT {_ATTEMPT} AND attempts.ended_at IS NULL)"""
 """Which jobs may be claimed, at a time that is its one value."""
+
+DUE = f"""SELECT id, profile, json_extract(request, '$.num_gpus') FROM jobs
+    WHERE {CLAIMABLE} ORDER BY queued_at, jobs.number LIMIT ?"""  # noqa: S608
+"""Id, profile and wanted GPUs of those, at a time; the second value is how many at most."""
 
 NEEDS_PIN = f"(jobs.status = 'queued' OR {_ATTEMPT} AND attempts.ended_at IS NULL))"
 """Which jobs need their pins."""

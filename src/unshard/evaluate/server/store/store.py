@@ -13,6 +13,7 @@ from unshard.evaluate.jobs import Filters, Job, JobEvent, Phase, Process, Reques
 from unshard.evaluate.server.store.schema import Connections
 from unshard.evaluate.server.store.statements import (
     CLAIMABLE,
+    DUE,
     FORGETTABLE,
     NEEDS_PIN,
     RESULT_COLUMNS,
@@ -274,10 +275,9 @@ class Store:
 
     # What is read.
 
-    def due(self, now: float) -> Job | None:
-        """Return the oldest job that could be claimed."""
-        rest = f"WHERE {CLAIMABLE} ORDER BY queued_at, jobs.number LIMIT 1"
-        return next(self._jobs(rest, now), None)
+    def due(self, now: float, most: int) -> Iterator[tuple[str, str, int | None]]:
+        """Read id, profile and wanted GPUs of the jobs that could be claimed, the next first."""
+        return map(tuple, self.connection.execute(DUE, (now, most)))
 
     def running(self) -> list[Job]:
         """Return every job with an open attempt, including those that were cancelled since."""

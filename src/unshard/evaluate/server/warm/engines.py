@@ -108,6 +108,18 @@ class Engines:
                 self._kept[gpus] = replace(one, idle_since=time.monotonic())
             return one is not None
 
+    def list_lent(self) -> list[tuple[str | None, Gpus]]:
+        """Return the GPUs of workers that are idle, with their profile, or are ending, with None.
+
+        A new worker on these GPUs is not among them: it has a job.
+        """
+        with self._lock:
+            return [
+                (None if one.is_ending else one.worker.profile, gpus)
+                for gpus, one in self._kept.items()
+                if one.is_ending or one.idle_since is not None
+            ]
+
     @property
     def are_ending(self) -> bool:
         """Whether workers are being ended whose GPUs are not free yet."""

@@ -1,0 +1,86 @@
+"""Which job of the queue begins next, as a pure function of the queue and of what is free.
+
+The first job that fits begins. A job that needs more GPUs than are free may be passed by those
+behind it, but only a number of times: then GPUs are held for it until it begins. So none starves:
+it waits for the jobs that run, and for that many more. The slot of the CPU is not among the GPUs,
+so jobs on the CPU and jobs on GPUs do not wait for one another.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["Choice", "Free", "Waiting", "choose"]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A queued job that is due.
+
+    Attributes:
+        job_id: its id.
+        profile: the name of its profile, whose idle engine it may use.
+        gpus: how many it needs, 0 for the slot of the CPU; None: it cannot run and is to fail.
+    """
+
+    job_id: str
+    profile: str
+    gpus: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """What jobs may have now, or soon.
+
+    Attributes:
+        gpus: how many GPUs no job and no engine has.
+        lent: how many GPUs belong to engines that are idle, and end if they are needed, or that
+            are ending.
+        cpu: whether the slot of the CPU is free, or belongs to such an engine.
+        engines: profile and number of GPUs of the idle engines.
+    """
+
+    gpus: int
+    lent: int = 0
+    cpu: bool = True
+    engines: frozenset[tuple[str, int]] = frozenset()
+
+    def is_enough_for(self, job: Waiting) -> bool:
+        """Return whether a job can begin, at the latest when idle engines have ended."""
+        if not job.gpus:
+            return job.gpus is None or self.cpu
+        return job.gpus <= self.gpus + self.lent or (job.profile, job.gpus) in self.engines
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The job that begins next, and those before it that need more GPUs than are free."""
+
+    job: Waiting
+    passes: tuple[str, ...] = ()
+
+
+def choose(
+    queue: Iterable[Waiting], free: Free, passed: Mapping[str, int], most: int
+) -> Choice | None:
+    """Return the job that begins next; None if none can.
+
+    Args:
+        queue: the jobs that are due, in order; read as far as necessary.
+        free: what they may have.
+        passed: how many jobs have passed a job so far.
+        most: how many may pass a job; 0: none, so GPUs are given strictly in order.
+    """
+    waiting: list[str] = []
+    is_held = not (free.gpus or free.lent)
+    for job in queue:
+        if is_held and not free.cpu:
+            return None
+        needs_gpus = bool(job.gpus)
+        if needs_gpus and is_held:
+            continue
+        if free.is_enough_for(job):
+            return Choice(job, tuple(waiting) if needs_gpus else ())
+        if needs_gpus:
+            waiting.append(job.job_id)
+            is_held = passed.get(job.job_id, 0) >= most
+    return None

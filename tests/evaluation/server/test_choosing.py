@@ -1,0 +1,200 @@
+"""Which job begins next: none starves, no GPU that may be used is idle, and equals keep order."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import repeat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evaluation.running import job_of, request, scheduler, wait_for, whole_model
+from unshard.evaluate.jobs import Job, Status
+from unshard.evaluate.server.gpus import Slots
+from unshard.evaluate.server.queue.choosing import Choice, Free, Waiting, choose
+from waiting import wait_until
+
+
+def waiting(*gpus: int | None) -> list[Waiting]:
+    return [Waiting(str(number), "profile", count) for number, count in enumerate(gpus)]
+
+
+def chosen(
+    queue: list[Waiting], free: Free, most: int = 9, **passed: int
+) -> tuple[str, tuple[str, ...]] | None:
+    found = choose(queue, free, {name[1:]: count for name, count in passed.items()}, most)
+    return None if found is None else (found.job.job_id, found.passes)
+
+
+def test_the_first_job_that_fits_begins() -> None:
+    assert chosen(waiting(1, 1), Free(2)) == ("0", ())
+    assert chosen(waiting(2, 4, 1), Free(1)) == ("2", ("0", "1"))
+    assert chosen(waiting(2, 2), Free(1)) is None
+    assert chosen([], Free(1)) is None
+
+
+def test_a_job_is_passed_so_often_and_no_more() -> None:
+    queue = waiting(2, 1)
+    assert chosen(queue, Free(1), 3, _0=2) == ("1", ("0",))
+    assert chosen(queue, Free(1), 3, _0=3) is None
+    assert chosen(queue, Free(2), 3, _0=3) == ("0", ())
+    assert chosen(queue, Free(1), 0) is None
+
+
+def test_jobs_on_the_cpu_and_on_gpus_do_not_wait_for_one_another() -> None:
+    assert chosen(waiting(2, 1, 0), Free(1), 0) == ("2", ())
+    assert chosen(waiting(0, 0, 1), Free(1, cpu=False), 0) == ("2", ())
+    assert chosen(waiting(2, 0), Free(1, cpu=False)) is None
+
+
+def test_what_engines_can_give_back_is_waited_for_and_not_given_to_others() -> None:
+    assert chosen(waiting(2, 1), Free(1, lent=1)) == ("0", ())
+    assert chosen(waiting(3, 1), Free(0, lent=1)) == ("1", ("0",))
+    own = frozenset({("profile", 2)})
+    assert chosen(waiting(4, 2), Free(0, lent=2, engines=own)) == ("1", ("0",))
+
+
+def test_a_job_that_can_never_begin_is_chosen_so_that_it_fails() -> None:
+    assert chosen(waiting(2, None, 1), Free(1)) == ("1", ())
+
+
+@dataclass
+class Model:
+    """A server that begins what `choose` says, and how often each job was passed."""
+
+    total: int
+    most: int
+    queue: list[Waiting] = field(default_factory=list)
+    running: list[Waiting] = field(default_factory=list)
+    begun: list[Waiting] = field(default_factory=list)
+    passed: Counter[str] = field(default_factory=Counter)
+    overtaken: Counter[str] = field(default_factory=Counter)
+    submitted: int = 0
+
+    def free(self) -> Free:
+        used = sum(job.gpus or 0 for job in self.running)
+        return Free(self.total - used, cpu=all(job.gpus for job in self.running))
+
+    def submit(self, gpus: int) -> None:
+        self.queue.append(Waiting(str(self.submitted), "profile", gpus))
+        self.submitted += 1
+        self.begin()
+
+    def end(self, number: int) -> None:
+        if self.running:
+            del self.running[number % len(self.running)]
+            self.begin()
+
+    def begin(self) -> None:
+        while choice := choose(self.queue, self.free(), self.passed, self.most):
+            self._begin(choice)
+
+    def _begin(self, choice: Choice) -> None:
+        job, before = choice.job, self.queue[: self.queue.index(choice.job)]
+        assert self.free().is_enough_for(job)
+        assert not any(other.gpus == job.gpus for other in before)  # equals keep their order
+        self.overtaken.update(one.job_id for one in before if one.gpus and job.gpus)
+        self.passed.update(choice.passes)
+        self.queue.remove(job)
+        self.running.append(job)
+        self.begun.append(job)
+
+
+Step = tuple[str, int]
+
+
+@given(
+    total=st.integers(1, 4),
+    most=st.integers(0, 3),
+    steps=st.lists(st.tuples(st.sampled_from(["submit", "end"]), st.integers(0, 4)), max_size=60),
+)
+def test_no_job_starves_and_no_gpu_is_idle_that_a_job_may_use(
+    total: int, most: int, steps: list[Step]
+) -> None:
+    model = Model(total, most)
+    for what, number in steps:
+        if what == "submit":
+            model.submit(number % (total + 1))
+        else:
+            model.end(number)
+        # None is passed more often than that, counted by the model itself.
+        assert max(model.overtaken.values(), default=0) <= most
+        # What fits waits only behind a job that was passed so often, and the CPU never waits.
+        is_held = False
+        for job in model.queue:
+            assert not model.free().is_enough_for(job) or (job.gpus and is_held)
+            is_held |= bool(job.gpus) and model.overtaken[job.job_id] >= most
+    while model.running:
+        model.end(0)
+    assert not model.queue
+    assert len(model.begun) == model.submitted
+    if most == 0:
+        for of_cpu in (True, False):
+            own = [int(job.job_id) for job in model.begun if of_cpu is not bool(job.gpus)]
+            assert own == sorted(own)
+
+
+WAITS = """
+(model.parent / f"began-{step}").touch()
+while not (model.parent / f"end-{step}").exists():
+    time.sleep(0.02)
+done(acc=1)
+"""
+
+
+@pytest.mark.parametrize("most", [1, 0])
+def test_a_small_job_passes_a_large_one_as_often_as_is_allowed(tmp_path: Path, most: int) -> None:
+    """On two GPUs: a job runs on one, a job for both waits, and two small ones are behind it."""
+    store, server = scheduler(tmp_path / "work", WAITS, gpus="0,1", pass_at_most=most)
+    model = whole_model(tmp_path / "model")
+
+    def submit(step: int, gpus: int) -> Job:
+        return store.submit(request(model, step, num_gpus=gpus), pin=None)[0]
+
+    def began(step: int) -> bool:
+        return (tmp_path / f"began-{step}").exists()
+
+    def end(step: int) -> None:
+        (tmp_path / f"end-{step}").touch()
+
+    first = submit(1, 1)
+    server.start()
+    try:
+        wait_until(lambda: began(1), "the first job")
+        large, third, fourth = submit(2, 2), submit(3, 1), submit(4, 1)
+        assert [store.position(job.id) for job in (large, third, fourth)] == [1, 2, 3]
+        server.wake()
+        if most:
+            wait_until(lambda: began(3), "the job that passes")
+            end(3)
+            wait_for(store, third.id, Status.COMPLETED)
+        # A GPU is free now, but held: the loop has looked again when a later job has failed.
+        unknown = store.submit(request(model, 5, num_gpus=9), pin=None)[0]
+        wait_for(store, unknown.id, Status.FAILED)
+        assert job_of(store, fourth.id).status is Status.QUEUED
+        assert job_of(store, third.id).status is (Status.COMPLETED if most else Status.QUEUED)
+        assert len(server._allotment._passed) == most
+        end(1)
+        wait_until(lambda: began(2), "the large job")
+        assert not began(4)
+        for step in (2, 3, 4):
+            end(step)
+        for job in (first, large, third, fourth):
+            wait_for(store, job.id, Status.COMPLETED)
+        assert server._allotment._passed == {}
+    finally:
+        server.stop(end=True)
+
+
+def test_a_long_queue_is_not_read_to_its_end() -> None:
+    endless = repeat(Waiting("0", "profile", 2))
+    assert choose(endless, Free(0, cpu=False), {}, 9) is None
+    assert choose(endless, Free(1, cpu=False), {}, 0) is None
+
+
+def test_slots_say_whether_the_cpu_is_free() -> None:
+    slots = Slots(("0",))
+    assert slots.cpu_is_free
+    assert slots.take(0) == ()
+    assert not slots.cpu_is_free
