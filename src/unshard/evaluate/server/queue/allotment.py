@@ -35,6 +35,7 @@ class Allotment:
         slots: Slots,
         profiles: Profiles,
         engines: Engines,
+        *,
         pass_at_most: int,
         retire: Callable[[tuple[str, ...]], None],
     ) -> None:

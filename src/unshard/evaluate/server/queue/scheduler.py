@@ -98,7 +98,9 @@ class Scheduler:
             is_stopped=lambda: self._halt is not None,
         )
         most, engines = settings.pass_at_most, self._engines
-        self._allotment = Allotment(store, slots, profiles, engines, most, self._retire)
+        self._allotment = Allotment(
+            store, slots, profiles, engines, pass_at_most=most, retire=self._retire
+        )
         self._retention = Retention(store, self._work_dir, settings.keep_days)
         self._halt: Halt | None = None
         self._wake = threading.Event()
