@@ -1,15 +1,13 @@
 """Files as `torch.save` writes them: plain values and tensors in a zip, written without torch.
 
 `torch.load` reads them with `weights_only=True`, also with `mmap=True`. The same value gives the
-same bytes: times are fixed, and sets are written in the order of their elements' bytes. The pickle
-is of protocol 2, and has only what torch's restricted unpickler knows; nothing is memoised, so what
-occurs twice is written twice.
+same bytes: times are fixed. The pickle has only what torch's restricted unpickler knows.
 
-Sources: `pickletools`, `torch._weights_only_unpickler`, `torch._utils._rebuild_tensor_v2` and
+Sources: `torch._weights_only_unpickler`, `torch._utils._rebuild_tensor_v2` and
 `_rebuild_tensor_v3`.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,25 +16,21 @@ from typing import BinaryIO
 from zipfile import ZipFile, ZipInfo
 
 from unshard.containers.open_files import opened
+from unshard.containers.pickles.pickler import Call, pickled
+from unshard.containers.pickles.records import Global, Persistent
 from unshard.containers.strided import read_exactly
 from unshard.tensors.boxes import row_major_strides
 from unshard.tensors.catalog import ByteRange
 from unshard.tensors.dtypes import DType
 
 __all__ = [
-    "MAX_DEPTH",
-    "MAX_INT_BYTES",
     "STORAGES",
     "Plain",
     "SavedTensor",
+    "rebuilt",
     "write_pickle",
     "write_torch_file",
 ]
-
-MAX_DEPTH = 100
-"""How deep containers may be nested."""
-MAX_INT_BYTES = 255
-"""The longest integer, in two's complement."""
 
 Plain = object
 """What can be written: None, bool, int, float, str, bytes and `SavedTensor`; and lists, tuples,
@@ -136,121 +130,29 @@ def _elements(tensor: SavedTensor) -> Iterator[bytes | bytearray]:
 def write_pickle(value: Plain) -> tuple[bytes, tuple[SavedTensor, ...]]:
     """Return the pickle of a value, and the tensors whose storages it names "0", "1", ….
 
-    An instance of a subclass is written as what `Plain` lists: a defaultdict as a dict.
-
     Raises:
-        TypeError: a part of it is nothing that `Plain` lists.
-        ValueError: it is nested too deep, or has an integer that is too long.
+        TypeError, ValueError: it cannot be written (see `pickler.pickled`).
     """
-    writer = _Writer()
-    writer.out += b"\x80\x02"
-    writer.emit(value, 0)
-    writer.out += b"."
-    return bytes(writer.out), tuple(writer.tensors)
+    tensors: list[SavedTensor] = []
+
+    def reduce(part: object) -> Call:
+        if not isinstance(part, SavedTensor):
+            raise TypeError(f"a value of type {type(part).__name__} cannot be written")
+        tensors.append(part)
+        return rebuilt(part, str(len(tensors) - 1))
+
+    return pickled(value, reduce), tuple(tensors)
 
 
-class _Writer:
-    """The opcodes written so far, and the tensors they refer to."""
-
-    def __init__(self) -> None:
-        self.out = bytearray()
-        self.tensors: list[SavedTensor] = []
-
-    def emit(self, value: Plain, depth: int) -> None:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH}")
-        match value:
-            case None | bool() | int() | float() | str() | bytes():
-                self.out += _scalar(value)
-            case list():
-                self.out += b"]"
-                self.marked(value, depth, b"e")
-            case tuple() if value:
-                self.marked(value, depth, b"t")
-            case tuple():
-                self.out += b")"
-            case dict():
-                self.mapping(value, depth)
-            case set():
-                self.elements(value, depth)
-            case SavedTensor():
-                self.tensor(value, depth)
-            case _:
-                raise TypeError(f"a value of type {type(value).__name__} cannot be written")
-
-    def marked(self, values: Iterable[Plain], depth: int, end: bytes) -> None:
-        """Write values between a mark and the opcode that takes them together."""
-        self.out += b"("
-        for value in values:
-            self.emit(value, depth + 1)
-        self.out += end
-
-    def mapping(self, value: dict[Plain, Plain], depth: int) -> None:
-        is_counter = isinstance(value, Counter)
-        if isinstance(value, OrderedDict):
-            self.out += _named("collections", "OrderedDict") + b")R"
-        else:
-            self.out += (_named("collections", "Counter") if is_counter else b"") + b"}"
-        self.marked((part for item in value.items() for part in item), depth, b"u")
-        self.out += b"\x85R" if is_counter else b""
-
-    def elements(self, value: set[Plain], depth: int) -> None:
-        """Write the elements in the order of their bytes: a set has none of its own."""
-        parts = []
-        for element in value:
-            part = _Writer()
-            part.emit(element, depth + 1)
-            if part.tensors:
-                raise TypeError("a tensor in a set cannot be written")
-            parts.append(bytes(part.out))
-        self.out += _named("__builtin__", "set") + b"](" + b"".join(sorted(parts)) + b"e\x85R"
-
-    def tensor(self, value: SavedTensor, depth: int) -> None:
-        storage = STORAGES.get(value.dtype.name)
-        count = value.nbytes // value.dtype.itemsize if storage else value.nbytes
-        self.out += _named("torch._utils", f"_rebuild_tensor_v{2 if storage else 3}") + b"(("
-        self.out += _scalar("storage")
-        self.out += _named("torch" if storage else "torch.storage", storage or "UntypedStorage")
-        self.out += _scalar(str(len(self.tensors))) + _scalar("cpu") + _scalar(count) + b"tQ"
-        view: list[Plain] = [0, value.shape, row_major_strides(value.shape), False, OrderedDict()]
-        for field in view:
-            self.emit(field, depth)
-        self.out += (b"" if storage else _named("torch", value.dtype.name)) + b"tR"
-        self.tensors.append(value)
-
-
-def _named(module: str, name: str) -> bytes:
-    return f"c{module}\n{name}\n".encode()
-
-
-def _scalar(value: float | str | bytes | None) -> bytes:
-    """Return the opcodes of one value. Protocol 2 has no bytes: they are encoded text."""
-    match value:
-        case None:
-            code = b"N"
-        case bool():
-            code = b"\x88" if value else b"\x89"
-        case int():
-            code = _integer(value)
-        case float():
-            code = pack(">cd", b"G", value)
-        case str():
-            data = value.encode("utf-8", "surrogatepass")
-            code = pack("<cI", b"X", len(data)) + data
-        case bytes():
-            text = _scalar(value.decode("latin1"))
-            code = _named("_codecs", "encode") + text + _scalar("latin1") + b"\x86R"
-    return code
-
-
-_INTEGERS = ((b"K", "B", 0, 1 << 8), (b"M", "H", 0, 1 << 16), (b"J", "i", -(1 << 31), 1 << 31))
-
-
-def _integer(value: int) -> bytes:
-    for code, layout, low, high in _INTEGERS:
-        if low <= value < high:
-            return pack(f"<c{layout}", code, value)
-    size = (value if value >= 0 else ~value).bit_length() // 8 + 1
-    if size > MAX_INT_BYTES:
-        raise ValueError(f"an integer of {size} bytes; torch reads up to {MAX_INT_BYTES}")
-    return pack("<cB", b"\x8a", size) + value.to_bytes(size, "little", signed=True)
+def rebuilt(tensor: SavedTensor, key: str) -> Call:
+    """Return the call that makes a tensor of the storage with this key."""
+    storage = STORAGES.get(tensor.dtype.name)
+    kind = Global("torch", storage) if storage else Global("torch.storage", "UntypedStorage")
+    count = tensor.nbytes // tensor.dtype.itemsize if storage else tensor.nbytes
+    at = Persistent(("storage", kind, key, "cpu", count))
+    strides = row_major_strides(tensor.shape)
+    args = (at, 0, tensor.shape, strides, False, OrderedDict[str, object]())
+    if storage:
+        return Call(Global("torch._utils", "_rebuild_tensor_v2"), args)
+    dtype = Global("torch", tensor.dtype.name)
+    return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*args, dtype))

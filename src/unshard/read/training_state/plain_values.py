@@ -18,10 +18,11 @@ from zlib import crc32
 import numpy as np
 
 from unshard.containers.open_files import Opened, opened, size_of
+from unshard.containers.pickles.pickler import MAX_INT_BYTES
 from unshard.containers.pickles.records import Record, Value
 from unshard.containers.strided import Elements, raw_dtype, read_exactly, read_strided
 from unshard.containers.torch_files.reader import TorchFile
-from unshard.containers.torch_files.writer import MAX_INT_BYTES, Plain, SavedTensor
+from unshard.containers.torch_files.writer import Plain, SavedTensor
 from unshard.errors import CorruptError
 from unshard.noted import Noted
 from unshard.read.torch_save.values import (
@@ -38,7 +39,7 @@ from unshard.tensors.dtypes import BY_NAME
 
 __all__ = ["bytes_of", "plain_values", "read_array", "read_scalar"]
 
-_MAX_DEPTH = 80  # what is written around them must fit `writer.MAX_DEPTH`
+_MAX_DEPTH = 80  # what is written around them must fit `pickler.MAX_DEPTH`
 _MAX_VALUES = 2_000_000  # a rank's random state has some 1,300
 _SMALL = 1 << 16  # bytes of a tensor that is read at once, so that two can be compared
 _MAX_STRIDED = 1 << 24

@@ -1,0 +1,264 @@
+"""Write pickles of protocol 2 as Python's own pickler does, opcode for opcode.
+
+What is written are plain values, and `Call`s in place of objects, so nothing needs to be imported
+that a pickle names. An object that occurs twice is written once, as Python does it: objects are
+told apart by identity, globals by name. Sets have no order of their own and are written in the
+order of their elements' bytes, so the same value always gives the same pickle.
+
+Sources: `pickletools`, CPython's `_pickle.c`.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from struct import pack
+from typing import TypeVar
+
+from unshard.containers.pickles.records import Global, Persistent, Value
+
+__all__ = ["MAX_DEPTH", "MAX_INT_BYTES", "Call", "Text", "pickled"]
+
+MAX_DEPTH = 100
+"""How deep values may be nested."""
+MAX_INT_BYTES = 255
+"""The longest integer, in two's complement."""
+
+_T = TypeVar("_T")
+_BATCH = 1000  # entries that Python adds to a list or dict by one opcode
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """An object: what is called to make it, and what it is then given.
+
+    Attributes:
+        callee: a class or function.
+        args: its positional arguments.
+        state: what BUILD sets.
+        items: what is set as if it were a dict.
+        is_new: whether it is made by `callee.__new__` (NEWOBJ), and not by a call (REDUCE).
+    """
+
+    callee: Global
+    args: tuple[Value, ...] = ()
+    state: Value = None
+    items: Sequence[tuple[Value, Value]] = ()
+    is_new: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Text:
+    """A string that is an object of its own, even if an equal one has been written."""
+
+    value: str
+
+
+def _refuse(value: Value) -> Call:
+    raise TypeError(f"a value of type {type(value).__name__} cannot be written")
+
+
+def pickled(value: Value, reduce: Callable[[Value], Call] = _refuse) -> bytes:
+    """Return the pickle of a value.
+
+    It may have: None, bool, int, float, str, bytes; lists, tuples, dicts, sets, OrderedDicts and
+    Counters; `Text`, `Call`, `Global` and `Persistent`. An instance of a subclass is written as the
+    class that is named here: a defaultdict as a dict.
+
+    Args:
+        value: what to write.
+        reduce: returns what is written in place of anything else, or raises a TypeError.
+
+    Raises:
+        TypeError: a part of it is something else.
+        ValueError: it is nested too deep, or has an integer that is too long.
+    """
+    pickler = _Pickler(reduce)
+    pickler.save(value, 0)
+    return b"\x80\x02" + bytes(pickler.out) + b"."
+
+
+_ORDERED = Global("collections", "OrderedDict")
+_COUNTER = Global("collections", "Counter")
+_SET = Global("__builtin__", "set")
+_ENCODE = Global("_codecs", "encode")
+_TUPLE_ENDS = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
+
+
+class _Pickler:
+    """The opcodes written so far, and what can be referred to.
+
+    Attributes:
+        out: the opcodes.
+        refers: whether they refer to anything outside the pickle.
+    """
+
+    def __init__(self, reduce: Callable[[Value], Call]) -> None:
+        self.out = bytearray()
+        self.refers = False
+        self._reduce = reduce
+        self._memo: dict[object, int] = {}
+        self._kept: list[Value] = []  # an identity is that of one object only as long as it lives
+
+    def save(self, value: Value, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        match value:
+            case None | bool() | int() | float():
+                self.out += _scalar(value)
+            case tuple() if not value:
+                self.out += b")"
+            case Persistent(pid=pid):
+                self.refers = True
+                self.save(pid, depth + 1)
+                self.out += b"Q"
+            case Global():
+                if not self._is_known(value):
+                    self.out += f"c{value.module}\n{value.name}\n".encode()
+                    self._remember(value)
+            case _:
+                if not self._is_known(id(value)):
+                    self._object(value, depth + 1)
+
+    def _object(self, value: Value, depth: int) -> None:
+        """Write what is written once only."""
+        match value:
+            case str() | Text():
+                text = value if isinstance(value, str) else value.value
+                data = text.encode("utf-8", "surrogatepass")
+                self.out += pack("<cI", b"X", len(data)) + data
+                self._remember_object(value)
+            case bytes():
+                self._call(_encoded(value), depth, of=value)
+            case tuple():
+                self._tuple(value, depth)
+            case list():
+                self._list(value, depth)
+            case OrderedDict():
+                self._call(Call(_ORDERED, (), None, list(value.items())), depth, of=value)
+            case Counter():
+                self._call(Call(_COUNTER, (dict(value),)), depth, of=value)
+            case dict():
+                self._dict(value, depth)
+            case set():
+                self._set(value, depth)
+            case Call():
+                self._call(value, depth, of=value)
+            case _:
+                self._call(self._reduce(value), depth, of=value)
+
+    def _tuple(self, value: tuple[Value, ...], depth: int) -> None:
+        end = _TUPLE_ENDS.get(len(value))
+        self.out += b"" if end else b"("
+        for part in value:
+            self.save(part, depth)
+        self.out += end or b"t"
+        self._remember_object(value)
+
+    def _call(self, call: Call, depth: int, *, of: Value) -> None:
+        self.save(call.callee, depth)
+        self.save(call.args, depth)
+        self.out += b"\x81" if call.is_new else b"R"
+        self._remember_object(of)
+        for batch in _batches(call.items):
+            mark, end = (b"(", b"u") if len(batch) > 1 else (b"", b"s")
+            self._entries(batch, depth, mark, end)
+        if call.state is not None:
+            self.save(call.state, depth)
+            self.out += b"b"
+
+    def _list(self, value: list[Value], depth: int) -> None:
+        self.out += b"]"
+        self._remember_object(value)
+        entries = [(part,) for part in value]
+        if len(entries) == 1:
+            self._entries(entries, depth, b"", b"a")
+        else:
+            for batch in _batches(entries):
+                self._entries(batch, depth, b"(", b"e")
+
+    def _dict(self, value: dict[Value, Value], depth: int) -> None:
+        self.out += b"}"
+        self._remember_object(value)
+        entries = list(value.items())
+        if len(entries) == 1:
+            self._entries(entries, depth, b"", b"s")
+            return
+        for batch in _batches(entries):
+            self._entries(batch, depth, b"(", b"u")
+        if entries and len(entries) % _BATCH == 0:  # Python sees only then that there is no more
+            self._entries([], depth, b"(", b"u")
+
+    def _entries(
+        self, entries: Sequence[tuple[Value, ...]], depth: int, mark: bytes, end: bytes
+    ) -> None:
+        self.out += mark
+        for entry in entries:
+            for part in entry:
+                self.save(part, depth)
+        self.out += end
+
+    def _set(self, value: set[Value], depth: int) -> None:
+        # Each element by itself, where nothing refers to another: so they can be sorted.
+        parts = []
+        for element in value:
+            alone = _Pickler(self._reduce)
+            alone.save(element, depth + 1)
+            if alone.refers:
+                raise TypeError("a tensor in a set cannot be written")
+            parts.append((bytes(alone.out), element))
+        ordered = [element for _, element in sorted(parts, key=lambda part: part[0])]
+        self._call(Call(_SET, (ordered,)), depth, of=value)
+
+    def _is_known(self, key: object) -> bool:
+        """Refer to what has been written before; return whether it has."""
+        number = self._memo.get(key)
+        if number is None:
+            return False
+        self.out += pack("<cB", b"h", number) if number < 256 else pack("<cI", b"j", number)
+        return True
+
+    def _remember_object(self, value: Value) -> None:
+        self._kept.append(value)
+        self._remember(id(value))
+
+    def _remember(self, key: object) -> None:
+        number = self._memo[key] = len(self._memo)
+        self.out += pack("<cB", b"q", number) if number < 256 else pack("<cI", b"r", number)
+
+
+def _batches(entries: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    """Yield the entries that are added together."""
+    return (entries[start : start + _BATCH] for start in range(0, len(entries), _BATCH))
+
+
+def _encoded(value: bytes) -> Call:
+    """Return how protocol 2, which has no bytes, has them: as encoded text.
+
+    Python writes empty ones as a call of `bytes`, which torch's restricted unpickler does not know.
+    """
+    return Call(_ENCODE, (value.decode("latin1"), "latin1"))
+
+
+def _scalar(value: float | None) -> bytes:
+    match value:
+        case None:
+            return b"N"
+        case bool():
+            return b"\x88" if value else b"\x89"
+        case int():
+            return _integer(value)
+        case float():
+            return pack(">cd", b"G", value)
+
+
+_INTEGERS = ((b"K", "B", 0, 1 << 8), (b"M", "H", 0, 1 << 16), (b"J", "i", -(1 << 31), 1 << 31))
+
+
+def _integer(value: int) -> bytes:
+    for code, layout, low, high in _INTEGERS:
+        if low <= value < high:
+            return pack(f"<c{layout}", code, value)
+    size = (value if value >= 0 else ~value).bit_length() // 8 + 1
+    if size > MAX_INT_BYTES:
+        raise ValueError(f"an integer of {size} bytes; torch reads up to {MAX_INT_BYTES}")
+    return pack("<cB", b"\x8a", size) + value.to_bytes(size, "little", signed=True)
