@@ -207,7 +207,7 @@ class Job:
         error: why it failed, was expired, or the last attempt did.
         metrics: by "task/metric", or "task/metric,filter" where the filter is not "none".
         results: the evaluator's own file, on the server.
-        superseded_by: the id of the job that has come in its place.
+        superseded_by: the id of the job that has come in its place; None if it was skipped.
     """
 
     id: str

@@ -58,6 +58,7 @@ _MOST_FILES = 1000
 _MOST_RECORD = 1 << 16  # characters
 _SHORT_ID = re.compile(r"[0-9a-f]{4,15}", re.ASCII)
 _SHOWN_IDS = 20
+_RETRIED = frozenset({Status.FAILED, Status.CANCELLED, Status.EXPIRED})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,6 +149,7 @@ class Service:
             for other in self.store.alike(job.request):
                 if other.id != job.id and self.pins.list_changed(other):
                     self.scheduler.supersede(other.id, job.id)
+            self.scheduler.arrange(job)
         self.scheduler.wake()
         return job, is_new
 
@@ -158,10 +160,11 @@ class Service:
             UsageError: it has not ended, or has ended well.
             UnshardError: see `_submit`.
         """
-        if job.status not in {Status.FAILED, Status.CANCELLED, Status.EXPIRED}:
+        is_skipped = job.status is Status.SUPERSEDED and job.superseded_by is None
+        if not is_skipped and job.status not in _RETRIED:
             raise UsageError(
                 f"job {job.id} cannot be retried",
-                expected="a job that has failed, was cancelled or has expired",
+                expected="a job that has failed, was cancelled or skipped, or has expired",
                 found=job.status,
             )
         has_pin = job.pin is not None and Path(job.pin).exists()

@@ -185,8 +185,8 @@ class Courier:
         why = f"step {entry.step}: job {entry.name} {status}: {job.get('error')}"
         if status == Status.COMPLETED:
             self._take(_to_recording(self._spool.arrive(entry, {"metrics": _read_metrics(job)})))
-        elif status == Status.SUPERSEDED:
-            log.info("%s", why)
+        elif status == Status.SUPERSEDED and job.get("superseded_by"):
+            log.info("%s", why)  # that job has the result of this step
         else:
             log.warning("%s", why)
             self.failures[entry.key] = why

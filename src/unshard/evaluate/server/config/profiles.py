@@ -187,6 +187,10 @@ class CommonKeys(BaseModel):
     """How many more attempts a failed one gets."""
     gpus: Annotated[int, whole(0)] = 0
     """How many a job gets that does not choose; in a file: 1, if the server has any."""
+    order: Annotated[Literal["oldest", "newest"], expects("oldest, newest")] = "oldest"
+    """Which of a run's queued steps is first: that which was submitted first, or the highest."""
+    max_lag: Annotated[int, whole(1)] | None = None
+    """How many steps of a run wait at most: lower ones are skipped; None: none is skipped."""
     weights: Annotated[Weights, expects(", ".join(Weights))] = Weights.MERGED
     """Whether the checkpoint is merged, or read by the evaluator itself."""
     keep: Annotated[Literal["none", "best", "all"], expects("none, best, all")] = "none"

@@ -73,7 +73,8 @@ class Submission(Arguments):
 class JobView(BaseModel):
     """A job and its state; times are seconds since the epoch.
 
-    `superseded_by` is the job for the files that its trainer has saved in the same place since.
+    `superseded_by` is the job for the files that its trainer has saved in the same place since;
+    a superseded job without one was skipped, because newer steps wait (`max_lag`).
     `pinned`: whether hard links keep the checkpoint, which may otherwise be removed while it waits.
     """
 
@@ -238,7 +239,7 @@ def cancel(service: Served, job_id: str) -> JobView:
 
 @router.post("/jobs/{job_id}/retry")
 def retry(service: Served, job_id: str) -> JobView:
-    """Queue a job again that has failed, was cancelled or has expired."""
+    """Queue a job again that has failed, was cancelled or skipped, or has expired."""
     return _view(service, service.retry(_find(service, job_id)))
 
 

@@ -176,6 +176,17 @@ class Scheduler:
         done = self._store.supersede(job_id, by)
         return done and self._stopped(job_id, f"superseded by job {short_id(by)}")
 
+    def arrange(self, job: Job) -> None:
+        """Give a job that was submitted its place, and skip others, as its profile says."""
+        profile, _ = self._profiles.find(job.request.profile)
+        if job.status is not Status.QUEUED or not job.request.step:
+            return
+        if profile.max_lag is not None:
+            for other in self._store.ordering.skip(job, profile.max_lag):
+                self._stopped(other, f"skipped: step {job.request.step} was submitted (max_lag)")
+        if profile.order == "newest":
+            self._store.ordering.put_newest_first(job)
+
     def _stopped(self, job_id: str, what: str) -> bool:
         self._allotment.forget(job_id)
         self._outcomes.tell(job_id, what)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from unshard.evaluate.jobs import Filters, Job, JobEvent, Phase, Process, Request, Result, Status
+from unshard.evaluate.server.store.ordering import Ordering
 from unshard.evaluate.server.store.schema import Connections
 from unshard.evaluate.server.store.statements import (
     CLAIMABLE,
@@ -42,6 +43,7 @@ class Store:
     def __init__(self, path: Path) -> None:
         self._connections = Connections(path)
         self._transaction = self._connections.transaction
+        self.ordering = Ordering(self._connections)
 
     def close(self) -> None:
         """Close the connections of all threads, none of which may use the store any more."""

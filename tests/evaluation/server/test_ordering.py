@@ -1,0 +1,162 @@
+"""Which step of a run is evaluated first, and which are skipped, as the profile says."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evaluation.running import job_of, request, whole_model
+from evaluation.servers import Live, cli, live
+from unshard.evaluate.jobs import Filters, Status
+from unshard.evaluate.server.store.store import Store
+from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.submitter import Submitter
+from waiting import LIMIT_S, wait_until
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Live]:
+    """Return a server whose slot of the CPU has step 1 of another run until `go`."""
+    command = [sys.executable, "-I", "-S", str(tmp_path / "script.py"), "{checkpoint}", "{output}"]
+    command += [str(tmp_path / "control"), "{tasks}", "{step}", "{weights}"]
+    plain = {"kind": "command", "command": command, "gpus": 0}
+    profiles = {
+        "script": plain,
+        "newest": {**plain, "order": "newest"},
+        "skipping": {**plain, "order": "newest", "max_lag": 2},
+        "bounded": {**plain, "max_lag": 1},
+    }
+    with live(tmp_path, profiles=profiles) as started:
+        submit(started, 1, "waits", run="first", profile="script")
+        started.began(1)
+        yield started
+
+
+def submit(server: Live, step: int, *tasks: str, **more: object) -> dict[str, object]:
+    run = str(more.setdefault("run", "run"))
+    checkpoint = whole_model(server.root / run / f"checkpoint-{step}")
+    return server.submit(checkpoint, *tasks, step=step, **more)
+
+
+def queued(server: Live) -> list[dict[str, object]]:
+    found = server.v1("GET", "/jobs?status=queued")["jobs"]
+    assert isinstance(found, list)
+    return sorted(found, key=lambda job: int(job["position"]))
+
+
+def order_of(server: Live) -> list[object]:
+    """Return the steps that wait, by the place that the server shows for each."""
+    found = queued(server)
+    places = list(range(1, len(found) + 1))
+    assert [job["position"] for job in found] == places
+    assert [server.job(job)["position"] for job in found] == places
+    return [job["step"] for job in found]
+
+
+def test_the_highest_step_is_first_and_other_runs_keep_their_places(server: Live) -> None:
+    for step in (20, 10):
+        submit(server, step, profile="newest")
+    submit(server, 5, run="other", profile="newest")
+    submit(server, 7, run="other", profile="script")
+    assert order_of(server) == [20, 10, 5, 7]
+    submit(server, 40, profile="newest")
+    submit(server, 0, profile="newest")  # the base keeps its place
+    answer = submit(server, 30, profile="newest")
+    assert order_of(server) == [40, 30, 5, 7, 20, 0, 10]
+    assert answer["position"] == 2
+    queue = server.call("GET", "/queue").json()["queued_jobs"]
+    assert queue[1] == answer["id"]
+    server.go()
+    ended = [job for job in server.all_ended(8) if job["run"] != "first"]
+    began = sorted(ended, key=lambda job: float(str(job["started_at"])))
+    assert [job["step"] for job in began] == [40, 30, 5, 7, 20, 0, 10]
+
+
+def test_steps_that_fell_behind_are_skipped_and_their_clients_are_told(
+    server: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    config = EvalConfig.from_dict(
+        {"server_url": server.url, "profile": "skipping", "tasks": ["score"], "poll_interval": 0.05}
+    )
+    run = server.root / "run"
+    submitter = Submitter(config, run, acts=True)
+    try:
+        for step in (0, 10, 20):
+            assert submitter.submit(whole_model(run / f"checkpoint-{step}"), step)
+        wait_until(lambda: len(queued(server)) == 3, "three jobs")
+        first = server.v1("GET", "/jobs?step=10")["jobs"][0]  # type: ignore[index]  # its list
+        assert submitter.submit(whole_model(run / "checkpoint-30"), 30)
+        skipped = server.ended(first, "superseded")
+        # Step 0 keeps its place, and is never skipped.
+        wait_until(lambda: [job["step"] for job in queued(server)] == [0, 30, 20], "the order")
+        assert skipped["superseded_by"] is None
+        assert skipped["error"] == "skipped: 2 newer steps of the run wait (max_lag: 2)"
+        waited = cli(server.url, "status", str(first["id"]))
+        assert "skipped: 2 newer steps" in waited.stdout
+        server.go()
+        assert not submitter.close(LIMIT_S)
+    finally:
+        submitter.stop()
+    assert {step for step, _ in submitter.completed()} == {0, 20, 30}
+    assert f"no result: step 10: job {first['id']} superseded: skipped" in caplog.text
+    # Its pin is gone; it can be had all the same, because the checkpoint is still there.
+    again = server.v1("POST", f"/jobs/{first['id']}/retry")
+    assert server.ended(again)["metrics"]
+
+
+def test_a_step_that_is_asked_for_later_is_not_skipped_by_itself(server: Live) -> None:
+    late = submit(server, 30, profile="bounded")
+    early = submit(server, 10, profile="bounded")
+    other = submit(server, 20, run="other", profile="bounded")
+    assert order_of(server) == [30, 10, 20]
+    waited = cli(server.url, "results", "--run", "run")
+    assert waited.returncode == 0
+    newest = submit(server, 40, profile="bounded")
+    assert order_of(server) == [20, 40]
+    for one in (late, early):
+        assert server.ended(one, "superseded")["superseded_by"] is None
+    server.go()
+    for one in (other, newest):
+        server.ended(one)
+
+
+Submission = tuple[int, str]
+
+
+@given(
+    submissions=st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from(["a", "b"])), max_size=12, unique=True
+    ),
+    begun=st.integers(0, 3),
+)
+def test_places_are_exchanged_within_a_run_only(
+    tmp_path_factory: pytest.TempPathFactory, submissions: list[Submission], begun: int
+) -> None:
+    """The model: each run's steps fill the places of the run from the highest step down."""
+    directory = tmp_path_factory.mktemp("store")
+    store = Store(directory / "jobs.sqlite")
+    store.connection.execute("PRAGMA synchronous = OFF")
+    places: list[Submission] = []
+    for number, (step, run) in enumerate(submissions):
+        job, _ = store.submit(request(directory, step, weights=run), pin=None)
+        places.append((step, run))
+        if number < begun:  # it is tried again, and keeps its place
+            store.claim(2e9, job.id)
+            store.postpone(job.id, "lost", "", 0)
+        store.ordering.put_newest_first(job)
+    movable = [place for n, place in enumerate(places) if n >= begun and place[0]]
+    movable.sort(key=lambda place: -place[0])
+    expected = [
+        places[n][0] if n < begun or not places[n][0] else movable.pop(0)[0]
+        for n in range(len(places))
+    ]
+    queued = [job_of(store, job_id) for job_id in store.queued_ids()]
+    assert [job.request.step for job in queued] == expected
+    assert [store.position(job.id) for job in queued] == list(range(1, len(queued) + 1))
+    assert len(store.jobs(Filters(status=Status.QUEUED))) == len(places)
+    store.close()
