@@ -17,6 +17,7 @@ from unshard.errors import UnshardError
 from unshard.evaluate.values import LARGEST, Scalar, Whole, expects
 
 __all__ = [
+    "BASE_STEP",
     "OPTIONS",
     "ArgumentFields",
     "Arguments",
@@ -31,6 +32,9 @@ __all__ = [
     "Status",
     "backoff",
 ]
+
+BASE_STEP = 0
+"""The step of the results of the model that training began with."""
 
 _LONGEST = 4000
 _AUTO = r"^auto(:[1-9][0-9]{0,3})?$"

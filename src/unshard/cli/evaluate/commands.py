@@ -19,7 +19,16 @@ from unshard.errors import UnshardError, UsageError, how_to_install
 if TYPE_CHECKING:
     from unshard.evaluate.client.v1 import EvalClient
 
-__all__ = ["FAILED", "URL", "RandomSeed", "TokenFile", "app", "check_installed", "connect"]
+__all__ = [
+    "FAILED",
+    "URL",
+    "BaseModel",
+    "RandomSeed",
+    "TokenFile",
+    "app",
+    "check_installed",
+    "connect",
+]
 
 URL = "http://127.0.0.1:8000"
 FAILED = 1
@@ -53,6 +62,14 @@ TokenFile = Annotated[
     ),
 ]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, or its beginning.")]
+BaseModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="The model that training began with, evaluated once as step 0: a Hugging Face "
+        "directory, or the id of a model that was downloaded from the hub.",
+    ),
+]
 RandomSeed = Annotated[
     int | None,
     typer.Option(
@@ -184,6 +201,7 @@ def submit(
     weights: Annotated[
         str, typer.Option(metavar="model,ema", help="Which weights; one job for each.")
     ] = "model",
+    base: BaseModel = None,
     seed: RandomSeed = None,
     wait: Annotated[
         bool,
@@ -198,6 +216,8 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Queue evaluations of a checkpoint."""
+    from unshard.evaluate.jobs import BASE_STEP
+    from unshard.evaluate.trainer.base_model import find_base
     from unshard.stores.remote_path import is_url, path_of
 
     with connect(server, token_file) as client:
@@ -205,11 +225,15 @@ def submit(
         is_here = not is_url(checkpoint)
         path = os.path.realpath(checkpoint) if is_here else str(path_of(checkpoint))
         names = _split_list(tasks)
+        base = None if base is None else find_base(base)
         jobs: list[dict[str, object]] = []
         try:
             for one in _split_list(weights):
                 job = client.submit(path, step, profile, names, weights=one, run=run, seed=seed)
                 jobs.append(job)
+            if base is not None:
+                own = str(jobs[0]["run"])
+                jobs.append(client.submit(base, BASE_STEP, profile, names, run=own, seed=seed))
         except UnshardError as error:
             if not jobs:
                 raise

@@ -14,6 +14,7 @@ import typer
 from unshard.cli.evaluate.commands import (
     FAILED,
     URL,
+    BaseModel,
     RandomSeed,
     TokenFile,
     check_installed,
@@ -73,6 +74,7 @@ def watch(
     run: Annotated[
         str | None, typer.Option(help="The training run.  [default: the directory's name]")
     ] = None,
+    base: BaseModel = None,
     seed: RandomSeed = None,
     config: Annotated[
         Path | None,
@@ -119,6 +121,7 @@ def watch(
         "weights": weights,
         "eval_steps": every,
         "run": run,
+        "base": base,
         "seed": seed,
         "token_file": None if token_file is None else str(token_file),
     }

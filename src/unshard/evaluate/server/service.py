@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from unshard.api.options import MergeOptions
 from unshard.errors import StoreError, UnshardError, UsageError
-from unshard.evaluate.jobs import Job, Request, Status
+from unshard.evaluate.jobs import BASE_STEP, Job, Request, Status
 from unshard.evaluate.pins.files import fingerprint, read_stamps
 from unshard.evaluate.pins.pin import ExpiredError
 from unshard.evaluate.run_folder import RunFolder
@@ -46,6 +46,7 @@ from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
 from unshard.read.finding.discover import find
+from unshard.read.finding.step_names import step_of
 from unshard.read.format import Choice
 from unshard.read.hub_files import RECORD_NAME
 from unshard.stores.remote_path import RemotePath, path_of
@@ -201,8 +202,9 @@ class Service:
     def _pin(self, request: Request, run: Path, given: str | None) -> str | None:
         """Return the pin of a checkpoint: its client's, or one of ours; None: not possible."""
         checkpoint = path_of(request.checkpoint)
-        if isinstance(checkpoint, RemotePath):
-            return None
+        is_base = request.step == BASE_STEP and step_of(checkpoint.name) is None
+        if is_base or isinstance(checkpoint, RemotePath):
+            return None  # no trainer removes a base model
         if given is not None:
             if Path(given).exists():
                 return given

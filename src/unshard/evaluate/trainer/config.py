@@ -34,8 +34,9 @@ from pydantic.dataclasses import dataclass
 
 from unshard.errors import UsageError
 from unshard.evaluate.credentials import read_token, split_url
-from unshard.evaluate.jobs import Arguments, BatchSize, Limit, Pairs, Seed
+from unshard.evaluate.jobs import BASE_STEP, Arguments, BatchSize, Limit, Pairs, Seed
 from unshard.evaluate.pins.pin import Quota
+from unshard.evaluate.trainer.base_model import find_base
 from unshard.evaluate.values import Whole, expects, in_our_words
 
 __all__ = ["EvalConfig"]
@@ -101,6 +102,7 @@ Argument = Annotated[
     str | int | Annotated[float, Field(allow_inf_nan=False)] | bool,
     expects("a text, a number or a boolean", or_boolean=True),
 ]
+Base = Annotated[Text, AfterValidator(find_base)]
 Absolute = Annotated[str, AfterValidator(_check_absolute)]
 PathMap = Annotated[
     dict[Absolute, Absolute],
@@ -126,6 +128,8 @@ class EvalConfig:
             because the server sets it.
         model_args, num_fewshot, batch_size, limit, gen_kwargs, num_gpus, seed: see `Arguments`.
         run: the name of the training run; None: the name of its directory.
+        base: the model that training began with, which is evaluated once, as step 0: see
+            `find_base`.
         path_map: beginnings of paths on this machine, each with the server's path for it.
         token_file: a file with the server's token, read when it is needed.
         quota: limits of the run's pins.
@@ -152,6 +156,7 @@ class EvalConfig:
     num_gpus: Whole | None = None
     seed: Seed | None = None
     run: Text | None = None
+    base: Base | None = None
     path_map: PathMap = Field(default_factory=dict)
     token_file: Path | None = None
     quota: PinQuota = Quota()
@@ -229,13 +234,14 @@ class EvalConfig:
     def is_due(self, step: int, previous: int | None) -> bool:
         """Return whether a checkpoint is to be evaluated.
 
-        Every one is that is the first at or after an evaluation step.
+        Every one is that is the first at or after an evaluation step; none of step 0 if there is a
+        base model, which is evaluated as that step.
 
         Args:
             step: of the checkpoint.
             previous: the step of the one before it; None if there is none.
         """
-        if self.eval_strategy == "no":
+        if self.eval_strategy == "no" or (step == BASE_STEP and self.base is not None):
             return False
         if self.eval_strategy != "steps" or not self.eval_steps:
             return True

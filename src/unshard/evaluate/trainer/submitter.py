@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unshard.errors import UsageError
+from unshard.evaluate.jobs import BASE_STEP
 from unshard.evaluate.pins.pin import ExpiredError, PinError, pin_checkpoint
 from unshard.evaluate.run_folder import SPOOL_LOCK, RunFolder, unlock
 from unshard.evaluate.sinks.base import JsonlSink, PacedSink, Sink, ignoring_errors
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.courier import Courier, release
 from unshard.evaluate.trainer.recorder import Recorder, Recording
-from unshard.evaluate.trainer.spool import Spool
+from unshard.evaluate.trainer.spool import Spool, request_key
 from unshard.stores.remote_path import RemotePath, is_url, path_of
 
 __all__ = ["Submitter", "is_first_rank"]
@@ -209,6 +210,23 @@ class Submitter:
             self._thread = threading.Thread(None, self._work, "unshard-evaluation", daemon=True)
             self._thread.start()
             self.acts = True
+        if self.acts and self.config.eval_strategy != "no":
+            with ignoring_errors("the base model is not evaluated"):
+                self._spool_base()
+
+    def base_request(self) -> dict[str, object] | None:
+        """Return the request for the base model, if there is one."""
+        if self.config.base is None:
+            return None
+        return {**self.request(BASE_STEP), "checkpoint": self.config.base, "weights": "model"}
+
+    def _spool_base(self) -> None:
+        """Submit the base model, unless an earlier process has; for the server it is one job."""
+        request, spool = self.base_request(), self._spool
+        known = (*spool.waiting(), *spool.pending(), *spool.arrived(), *spool.refused())
+        if request is not None and request_key(request) not in {entry.key for entry in known}:
+            spool.add({"step": BASE_STEP, "pins": [], "request": request})
+            self._wake.set()
 
     def _pin_and_spool(self, checkpoint: Path, step: int, sets: Sequence[str]) -> bool:
         """Pin a checkpoint and add its submissions to the spool."""

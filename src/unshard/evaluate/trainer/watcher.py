@@ -16,7 +16,7 @@ from typing import Self
 
 from unshard.errors import StoreError, UnshardError, UsageError
 from unshard.evaluate.client.v1 import EvalClient, ServerAwayError
-from unshard.evaluate.jobs import EvaluationError
+from unshard.evaluate.jobs import BASE_STEP, EvaluationError
 from unshard.evaluate.pins.files import fingerprint, list_checkpoint, read_stamps
 from unshard.evaluate.pins.pin import list_pins
 from unshard.evaluate.run_folder import WATCH_LOCK, WATCHED, RunFolder, unlock
@@ -88,8 +88,12 @@ class Watching:
         self._unanswered: dict[str, str | None] = {entry.key: None for entry in left}
         self._client = EvalClient(config.server_url, timeout=_TIMEOUT, token=config.token())
         always = replace(config, eval_strategy="steps", eval_steps=None, save_steps=None)
+        if config.eval_strategy == "no":
+            always = replace(always, base=None)
         # `decisions` returns the refusals.
         self._submitter = Submitter(always, self._folder.path, acts=True, logs_refusals=False)
+        if (base := self._submitter.base_request()) is not None:
+            self._unanswered[request_key(base)] = None
 
     def __enter__(self) -> Self:
         return self
@@ -210,6 +214,8 @@ class Watching:
         step = location.step
         if step is None or self._config.eval_strategy == "no":
             return None
+        if step == BASE_STEP and self._config.base is not None:
+            return None  # which is evaluated as this step
         window = self._window(step)
         is_new = window is not None and f"{window}/{step}" not in self._marks
         # Of a window the first checkpoint is evaluated; of the window before `eval_steps` none is.

@@ -7,13 +7,13 @@ begin earlier exchange these times with others of their run, and the order is th
 import math
 import time
 
-from unshard.evaluate.jobs import Job, Status
+from unshard.evaluate.jobs import BASE_STEP, Job, Status
 from unshard.evaluate.server.store.schema import Connections
 from unshard.evaluate.server.store.statements import add_event
 
 __all__ = ["Ordering"]
 
-_OF_RUN = "run = ? AND profile = ? AND status = 'queued' AND step > 0"
+_OF_RUN = f"run = ? AND profile = ? AND status = 'queued' AND step > {BASE_STEP}"
 
 
 class Ordering:

@@ -69,8 +69,6 @@ class Store:
     def _jobs(self, rest: str, *values: str | float | None) -> Iterator[Job]:
         return read_jobs(self._connections.own, rest, values)
 
-    # What clients do.
-
     def submit(self, request: Request, *, pin: str | None) -> tuple[Job, bool]:
         """Queue a request; return its job, and whether there was none of its key.
 
