@@ -24,12 +24,13 @@ from unshard.read.finding.places import at_same_step
 from unshard.read.finding.step_names import step_of
 from unshard.read.finding.writers import writer_by_tree
 from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming, shortened
+from unshard.read.optimizer.state import OptimizerState
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.wrapper_names import refuse_flat_parameters, unwrapped
 from unshard.tensors.boxes import Gap, distinct, find_gap
 from unshard.tensors.catalog import Catalog, TensorEntry
 
-__all__ = ["Checkpoint", "open_latest", "open_whole", "passing_over"]
+__all__ = ["Checkpoint", "check_coverage", "open_latest", "open_whole", "passing_over"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +43,7 @@ class Checkpoint:
         base: the model that it was trained from, if one was named.
         passed_over: higher steps of the run, or other steps of an average, that are not complete.
         own_config: the config.json of the checkpoint itself, if the user named another one.
+        optimizer: the state of its optimizer, if that was asked for.
     """
 
     location: Location
@@ -50,6 +52,12 @@ class Checkpoint:
     base: Base | None = None
     passed_over: tuple[PassedOver, ...] = ()
     own_config: Path | None = None
+    optimizer: OptimizerState | None = None
+
+    @property
+    def catalogs(self) -> tuple[Catalog, ...]:
+        """The tensors of the model, and those of the optimizer's state."""
+        return (self.catalog,) if self.optimizer is None else (self.catalog, self.optimizer.catalog)
 
     @property
     def config(self) -> ModelConfig | None:
@@ -186,7 +194,7 @@ def _read(location: Location, options: ReadOptions) -> Checkpoint:
     catalog = _weights(location, options)
     if location.weights == "ema" and (regular := at_same_step(location, "model")) is not None:
         catalog = _completed(catalog, _weights(regular, options))
-    _check(catalog)
+    check_coverage(catalog)
     own = None if options.config is None else find_companions(location, None).config
     return Checkpoint(location, catalog, companions, own_config=own)
 
@@ -247,7 +255,7 @@ def _completed(ema: Catalog, regular: Catalog) -> Catalog:
     )
 
 
-def _check(catalog: Catalog) -> None:
+def check_coverage(catalog: Catalog) -> None:
     """Raise if any tensor is not covered exactly by its chunks, replicas aside."""
     gaps: dict[tuple[int, int, tuple[int, ...]], Gap | None] = {}
     problems = []

@@ -11,7 +11,7 @@ FSDP1's flat parameters (LOCAL_STATE_DICT) have names of a wrapper too, and are 
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,12 @@ from unshard.errors import CorruptError, NotMergeableError, raise_all
 from unshard.noted import Noted
 from unshard.tensors.catalog import TensorEntry
 
-__all__ = ["refuse_flat_parameters", "unwrapped", "without_wrapper_module"]
+__all__ = [
+    "names_without_wrappers",
+    "refuse_flat_parameters",
+    "unwrapped",
+    "without_wrapper_module",
+]
 
 _WRAPPERS = frozenset(
     "_fsdp_wrapped_module _fpw_module _orig_mod _checkpoint_wrapped_module _forward_module".split()
@@ -34,10 +39,7 @@ _AVERAGES = "n_averaged"  # of torch.optim.swa_utils.AveragedModel
 def unwrapped(tensors: Mapping[str, TensorEntry]) -> Noted[dict[str, TensorEntry]]:
     """Return the tensors under names without wrappers; those that become one must be equal."""
     meant = [name for name in tensors if name != _AVERAGES]
-    names = {name: _without_wrappers(name) for name in meant}
-    if not all(name.startswith(_LEADING) for name in names.values()):
-        names = {name: _without_wrappers(name, inner=_LEADING[:-1]) for name in meant}
-    names = _without_leading(names)
+    names = names_without_wrappers(meant)
     kept: dict[str, TensorEntry] = {}
     notes: list[str] = []
     if len(meant) < len(tensors):
@@ -60,6 +62,14 @@ def unwrapped(tensors: Mapping[str, TensorEntry]) -> Noted[dict[str, TensorEntry
     if changed:
         notes.insert(0, f"names of wrappers were removed from {changed} tensor names")
     return Noted(kept, tuple(notes))
+
+
+def names_without_wrappers(meant: Sequence[str]) -> dict[str, str]:
+    """Return every name of a model without the names of wrappers in it."""
+    names = {name: _without_wrappers(name) for name in meant}
+    if not all(name.startswith(_LEADING) for name in names.values()):
+        names = {name: _without_wrappers(name, inner=_LEADING[:-1]) for name in meant}
+    return _without_leading(names)
 
 
 def without_wrapper_module(names: Mapping[str, str]) -> dict[str, str]:

@@ -35,7 +35,7 @@ from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
 
-__all__ = ["DCP"]
+__all__ = ["DCP", "metadata_files", "read_tensors"]
 
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 _UNFINISHED = re.compile(r"(?:__\d+)?\.metadata\.tmp")
@@ -58,7 +58,7 @@ def _claims(name: str) -> bool:
 
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
-    metadata = read_metadata(_metadata_files(location))
+    metadata = read_metadata(metadata_files(location))
     is_object = not metadata.paths and any(name in metadata.objects for name in MODEL_KEYS)
     if is_object or not metadata.tensors:
         return read_object(metadata, location, options)
@@ -69,7 +69,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
         names = without_wrapper_module(names)
     _check_disjoint(metadata, location)
     step = location.step_dir
-    tensors, archives = _tensors(metadata, names, location.roots)
+    tensors, archives = read_tensors(metadata, names, location.roots)
     ranks = {rank for item in metadata.items.values() if (rank := _rank(item.path)) is not None}
     return Catalog(
         writer=writer,
@@ -102,7 +102,7 @@ def _writer(location: Location, metadata: DcpMetadata, prefix: tuple[str, ...]) 
     return "torchtitan" if not prefix and "train_state" in roots else "torch"
 
 
-def _metadata_files(location: Location) -> list[Path]:
+def metadata_files(location: Location) -> list[Path]:
     """Return `.metadata`, or without it those of the single ranks."""
     found = files_in(location.roots, lambda name: bool(_METADATA.fullmatch(name)))
     whole = [path for path in found if path.name == ".metadata"]
@@ -158,7 +158,7 @@ class _DeclaredChunk:
         return f"tensor {self.flat}: {self.item.path}: its chunk {list(self.offsets)}"
 
 
-def _tensors(
+def read_tensors(
     metadata: DcpMetadata, names: Mapping[str, str], roots: tuple[Path, ...]
 ) -> tuple[dict[str, TensorEntry], tuple[ByteRange, ...]]:
     """Return the tensors under their names, each as it is stored, and the items that were read."""

@@ -1,0 +1,208 @@
+"""The optimizer's state in torch.distributed.checkpoint (DCP), next to the model or in its own.
+
+| where | who |
+|---|---|
+| in the model's directory | torchtitan, VeOmni, OLMo-core, Lightning, Composer, prime-rl |
+| `optimizer_I/` next to `pytorch_model_fsdp_I/` | accelerate and the HF Trainer |
+| `optimizer/` or `optim/` next to the model's directory | LLaMA-Factory, NeMo AutoModel |
+
+Tensors are at `(…, "state", NAME, "exp_avg")`, or flattened at `(…, "state.NAME.exp_avg")`. Groups
+are pickled objects at `(…, "param_groups", I, "lr")`, or `(…, "param_groups.NAME.lr")`.
+"""
+
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
+
+from unshard.containers.open_files import opened
+from unshard.containers.torch_files.reader import TorchFile, read_torch_file, unpickled
+from unshard.containers.torch_files.writer import Plain
+from unshard.containers.torch_files.zip import read_torch_zip
+from unshard.containers.zstd import decompress
+from unshard.errors import IncompleteError, NotMergeableError
+from unshard.read.dcp.metadata import DcpMetadata, read_metadata
+from unshard.read.dcp.reader import metadata_files, read_tensors
+from unshard.read.format import Location, find_file
+from unshard.read.optimizer.groups import Group, alike_groups
+from unshard.read.optimizer.rank_files import read_numbers
+from unshard.read.optimizer.state import Key, SavedState, flat_name, refuse_quantised
+from unshard.read.training_state.plain_values import plain_values
+from unshard.tensors.catalog import Catalog, TensorEntry
+
+__all__ = ["read_dcp"]
+
+_STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+_FOLDERS = ("optimizer", "optim")
+_MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_", "optimizer_"
+_LARGEST = 1 << 24
+"""Bytes of an object: the names of all parameters are one."""
+
+_Path = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Found:
+    """Which flat names of a checkpoint are the state of an optimizer, and of what.
+
+    Attributes:
+        tensors: parameter and key; `objects`: the same of what is not a tensor.
+        groups: number of the group and key; of flattened ones, parameter and key.
+    """
+
+    tensors: dict[str, tuple[str, str]] = field(default_factory=dict)
+    objects: dict[str, tuple[str, str]] = field(default_factory=dict)
+    groups: dict[str, tuple[str, _Path]] = field(default_factory=dict)
+    is_flat: bool = False
+
+
+def read_dcp(location: Location) -> SavedState | None:
+    """Return the optimizer's state of a checkpoint; None if it has none.
+
+    Raises:
+        CheckpointError: it cannot be read, or there are several.
+    """
+    for place in _places(location):
+        metadata = read_metadata(metadata_files(place))
+        found = _find(metadata, str(place.weights_dir))
+        if found is not None:
+            return _read(metadata, found, place)
+    return None
+
+
+def _places(location: Location) -> list[Location]:
+    """Return where an optimizer may be: with the model, or in a directory next to it."""
+    name, places = location.weights_dir.name, [location]
+    own = _OPTIMIZER_FOLDER + name.removeprefix(_MODEL_FOLDER)
+    names = (own,) if name.startswith(_MODEL_FOLDER) else _FOLDERS
+    for other in names:
+        roots = [root.with_name(other) for root in location.roots if root.with_name(other).is_dir()]
+        if roots and any((root / ".metadata").exists() for root in roots):
+            places.append(replace(location, weights_dir=roots[0], also=tuple(roots[1:]), file=None))
+    return places
+
+
+def _find(metadata: DcpMetadata, where: str) -> _Found | None:
+    by_prefix: dict[_Path, _Found] = {}
+    for name in (*metadata.tensors, *metadata.objects):
+        path = metadata.paths.get(name, (name,))
+        sorted_in = _sort(path)
+        if sorted_in is None:
+            continue
+        prefix, is_group, owner, key, is_flat = sorted_in
+        found = by_prefix.setdefault(prefix, _Found())
+        found.is_flat |= is_flat
+        if is_group:
+            found.groups[name] = owner, key
+        else:
+            kind = found.tensors if name in metadata.tensors else found.objects
+            kind[name] = owner, key[0]
+    by_prefix = {at: found for at, found in by_prefix.items() if found.tensors and found.groups}
+    if len(by_prefix) > 1:
+        raise NotMergeableError(
+            f"{where}: has the state of {len(by_prefix)} optimizers",
+            expected="one",
+            found=", ".join(".".join(at) for at in by_prefix),
+            hint="save one of them",
+        )
+    return next(iter(by_prefix.values()), None)
+
+
+def _sort(path: _Path) -> tuple[_Path, bool, str, _Path, bool] | None:
+    """Return prefix, whether it is of a group, owner, key, whether it is flattened; or None."""
+    if _GROUPS in path[:-2]:
+        at = path.index(_GROUPS)
+        return path[:at], True, path[at + 1], path[at + 2 :], False
+    if len(path) > 2 and path[-3] == _STATE:
+        return path[:-3], False, path[-2], path[-1:], False
+    kind, _, rest = path[-1].partition(".")
+    owner, _, key = rest.rpartition(".")
+    if kind in (_STATE, _GROUPS) and owner:
+        return path[:-1], kind == _GROUPS, owner, (key,), True
+    return None
+
+
+def _read(metadata: DcpMetadata, found: _Found, place: Location) -> SavedState:
+    numbers = all(owner.isdecimal() for owner, _ in found.tensors.values())
+
+    def key_of(owner: str) -> Key:
+        return int(owner) if numbers else owner
+
+    names = {flat: flat_name(*of) for flat, of in found.tensors.items()}
+    tensors, archives = read_tensors(metadata, names, place.roots)
+    keys: dict[Key, list[str]] = {}
+    for owner, key in found.tensors.values():
+        keys.setdefault(key_of(owner), []).append(key)
+    for parameter, kinds in keys.items():
+        refuse_quantised(f"{place.weights_dir}: parameter {parameter}", kinds)
+    values: dict[Key, dict[str, Plain]] = {}
+    for name, (owner, key) in found.objects.items():
+        values.setdefault(key_of(owner), {})[key] = _object(metadata, place, name)
+    groups = _groups(metadata, found, place)
+    catalog = Catalog("", 1, tensors, archives=archives)
+    return SavedState(str(place.weights_dir), catalog, keys, groups, values)
+
+
+def _groups(metadata: DcpMetadata, found: _Found, place: Location) -> list[Group]:
+    """Return the parameter groups, of which every value is an object or a tensor of its own."""
+    values: dict[str, dict[str, Plain]] = {}
+    listed: dict[str, list[Key]] = {}
+    tensors, _ = read_tensors(
+        metadata, {name: name for name in found.groups if name in metadata.tensors}, place.roots
+    )
+    for name, (owner, key) in found.groups.items():
+        value = _number(tensors[name]) if name in tensors else _object(metadata, place, name)
+        fields, params = values.setdefault(owner, {}), listed.setdefault(owner, [])
+        if key[0] == _PARAMS and not found.is_flat:
+            inner = value if isinstance(value, list) else [value]
+            params += [one for one in inner if isinstance(one, int | str)]
+        elif len(key) == 1:
+            fields[key[0]] = value
+        else:  # a list or tuple that was flattened
+            whole = fields.setdefault(key[0], [])
+            if isinstance(whole, list):
+                whole.append(value)
+    if found.is_flat:
+        return alike_groups([([owner], fields) for owner, fields in values.items()])
+    order = sorted(values, key=lambda owner: (len(owner), owner))
+    return [(listed[owner], values[owner]) for owner in order]
+
+
+def _number(entry: TensorEntry) -> Plain:
+    """Return the number in a tensor of one element; None if it is compressed."""
+    chunks = entry.chunks
+    if entry.shape or not len(chunks) or chunks.compressed[0]:
+        return None
+    with opened(chunks.paths[int(chunks.file[0])]) as file:
+        return read_numbers(file, [(entry.dtype, int(chunks.start[0]))])[0]
+
+
+def _object(metadata: DcpMetadata, place: Location, name: str) -> Plain:
+    """Return a pickled object as a plain value; None if it has none."""
+    item = metadata.items.get((name, None))
+    path = None if item is None else find_file(place.roots, item.path)
+    if item is None or path is None or item.offset + item.length > path.stat().st_size:
+        raise IncompleteError(
+            f"{place.weights_dir}: the file that contains {name} is missing or truncated",
+            hint="copy it here from the node that wrote it, or name that node's directory: "
+            "--also DIR",
+        )
+    if item.compressed:
+        archive = _decompressed(path, (item.offset, item.length), name)
+    else:
+        archive = read_torch_file(path, offset=item.offset, length=item.length)
+    fields = plain_values(replace(archive, value={name: archive.value})).value
+    return fields.get(name) if isinstance(fields, dict) else None
+
+
+def _decompressed(path: Path, window: tuple[int, int], name: str) -> TorchFile:
+    """Return what a compressed object is; of tensors inside it nothing can be read."""
+    out = BytesIO()
+    with opened(path) as file:
+        size = decompress(f"{path}: {name}", file, window, out, _LARGEST)
+    data = out.getvalue()
+
+    def pread(count: int, at: int) -> bytes:
+        return data[at : at + count]
+
+    zipped = read_torch_zip(path, offset=0, length=size, pread=pread)
+    return TorchFile(path, unpickled(path, zipped.pickle), {})

@@ -1,0 +1,159 @@
+"""Which parameter each number in an optimizer's state dict is: proved by order and shape, or not.
+
+`Optimizer.state_dict` numbers parameters in the order in which they were given, group by group, and
+keeps no names. Trainers give `model.parameters()`, or groups that were filtered from it, so inside
+every group the numbers ascend in the order of the model's state dict (verl, lmms-engine and
+SkyRL give all parameters, in one group). Every tensor of the state also has the shape and the
+placements of its parameter. A number is matched only if exactly one assignment of all of them has
+both properties; otherwise nothing is.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from unshard.errors import NotMergeableError
+from unshard.tensors.placements import Placement
+
+__all__ = ["Form", "Parameter", "match_by_order"]
+
+_MAX_STATES = 200_000
+_HINT = (
+    "save it with names, by get_optimizer_state_dict of torch.distributed.checkpoint.state_dict, "
+    "or give the optimizer named_parameters()"
+)
+
+Form = tuple[tuple[int, ...], tuple[Placement, ...] | None]
+"""Global shape, and placements where there are any."""
+_State = tuple[int, ...]
+"""How many parameters of each group are matched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the model, in the order of its state dict."""
+
+    name: str
+    form: Form
+
+
+def match_by_order(
+    where: str,
+    groups: Sequence[Sequence[int]],
+    forms: Mapping[int, Form],
+    model: Sequence[Parameter],
+) -> dict[int, str]:
+    """Return the name of every number.
+
+    Args:
+        where: the file or directory, for messages.
+        groups: the numbers of each parameter group, in order.
+        forms: of the numbers that have state like their parameter; others fit any parameter.
+        model: the parameters that may have been given.
+
+    Raises:
+        NotMergeableError: no assignment fits the model, or more than one.
+    """
+    many = len(groups) > 1
+    places = _of_several(where, groups, forms, model) if many else _of_one(groups[0], forms, model)
+    count = sum(map(len, groups))
+    if places is None:
+        raise NotMergeableError(
+            f"{where}: the optimizer's state does not fit the model",
+            expected=f"the shapes and placements of {len(model)} parameters of the model, in order",
+            found=f"{count} parameters in {len(groups)} groups, of other shapes or order",
+            hint=_HINT,
+        )
+    for number, found in places.items():
+        if len(found) > 1:
+            one, other, *_ = (model[at].name for at in sorted(found))
+            raise NotMergeableError(
+                f"{where}: parameter {number} of the optimizer may be {one} or {other}",
+                expected="one assignment that has the order and the shapes of the model",
+                found=f"{count} of {len(model)} parameters in {len(groups)} groups, without names",
+                hint=_HINT,
+            )
+    return {number: model[at].name for number, (at,) in places.items()}
+
+
+def _fits(number: int, forms: Mapping[int, Form], parameter: Parameter) -> bool:
+    return forms.get(number, parameter.form) == parameter.form
+
+
+def _leftmost(
+    numbers: Sequence[int], forms: Mapping[int, Form], model: Sequence[Parameter]
+) -> list[int] | None:
+    """Return the first place that each number can have in the model; None if one has none."""
+    places, at = [], 0
+    for number in numbers:
+        while at < len(model) and not _fits(number, forms, model[at]):
+            at += 1
+        if at == len(model):
+            return None
+        places.append(at)
+        at += 1
+    return places
+
+
+def _of_one(
+    numbers: Sequence[int], forms: Mapping[int, Form], model: Sequence[Parameter]
+) -> dict[int, set[int]] | None:
+    """Return the first and the last place of every number: any other is between the two."""
+    first = _leftmost(numbers, forms, model)
+    last = _leftmost(numbers[::-1], forms, model[::-1])
+    if first is None or last is None:
+        return None
+    ends = zip(numbers, first, reversed(last), strict=True)
+    return {number: {at, len(model) - 1 - other} for number, at, other in ends}
+
+
+def _of_several(
+    where: str,
+    groups: Sequence[Sequence[int]],
+    forms: Mapping[int, Form],
+    model: Sequence[Parameter],
+) -> dict[int, set[int]] | None:
+    """Return all places of every number of several groups; None if they do not fit the model.
+
+    First, forward, every state that an assignment of the first parameters can lead to; then,
+    backward, those of them from which the rest can be assigned.
+    """
+    steps = partial(_steps, groups, forms, model)
+    layers: list[set[_State]] = [{(0,) * len(groups)}]
+    states = 0
+    for at in range(len(model)):
+        layers.append({after for one in layers[-1] for after, _ in steps(one, at)})
+        states += len(layers[-1])
+        if states > _MAX_STATES:
+            raise NotMergeableError(
+                f"{where}: the parameters of the optimizer have no names, and its {len(groups)} "
+                "groups fit the model in too many ways",
+                hint=_HINT,
+            )
+    alive = {tuple(map(len, groups))} & layers[-1]
+    places: dict[int, set[int]] = {number: set() for numbers in groups for number in numbers}
+    for at in reversed(range(len(model))):
+        before = set()
+        for one in layers[at]:
+            for after, number in steps(one, at):
+                if after in alive:
+                    before.add(one)
+                    if number is not None:
+                        places[number].add(at)
+        alive = before
+    return places if alive else None
+
+
+def _steps(
+    groups: Sequence[Sequence[int]],
+    forms: Mapping[int, Form],
+    model: Sequence[Parameter],
+    state: _State,
+    at: int,
+) -> Iterator[tuple[_State, int | None]]:
+    """Yield what a parameter of the model may be: the next one of a group, or of none."""
+    if at - sum(state) < len(model) - sum(map(len, groups)):
+        yield state, None
+    for group, (numbers, matched) in enumerate(zip(groups, state, strict=True)):
+        if matched < len(numbers) and _fits(numbers[matched], forms, model[at]):
+            yield (*state[:group], matched + 1, *state[group + 1 :]), numbers[matched]

@@ -1,0 +1,235 @@
+"""The optimizer's state in files of ranks: verl, lmms-engine, SkyRL, and accelerate without DCP.
+
+| file | of | parameters by |
+|---|---|---|
+| `optim_world_size_W_rank_R.pt` next to the model's | verl, SkyRL | number: `state_dict()` |
+| `optimizer/optimizer_world_size_W_rank_R.pt` in the step | lmms-engine | number |
+| `optimizer_I_rankR.bin` next to the model's | accelerate, `use_dcp=False` | name |
+
+Names may also be flattened, as VeOmni saves them: `state.NAME.exp_avg`, `param_groups.NAME.lr`.
+
+With FSDP1 a plain `optimizer.state_dict()` has parts of flat parameters, which belong to several
+parameters: only the model knows where these begin. They are refused.
+
+Sources: verl 0.9.1's FSDPCheckpointManager, lmms-engine 0.1.4's FSDP2 trainer, accelerate 1.15's
+`save_fsdp_optimizer`, `torch.optim.Optimizer.state_dict`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from unshard.containers.open_files import Opened, name_of, opened, pread_many
+from unshard.containers.pickles.records import Value
+from unshard.containers.torch_files.reader import TorchFile, read_torch_file
+from unshard.containers.torch_files.writer import Plain
+from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+from unshard.read.format import Location, ReadOptions
+from unshard.read.optimizer.groups import Group, alike_groups, flat_groups, saved_groups
+from unshard.read.optimizer.state import Key, SavedState, flat_name, refuse_quantised
+from unshard.read.rank_files.reader import catalog_of
+from unshard.read.torch_save.gathering import Gathering
+from unshard.read.torch_save.state_dict import tensors_of
+from unshard.read.torch_save.table import RankTable
+from unshard.read.torch_save.values import is_tensor, items_of
+from unshard.read.training_state.plain_values import plain_values
+from unshard.tensors.dtypes import DType, numpy_dtype
+
+__all__ = ["find_files", "read_files", "read_numbers"]
+
+_WORLD = re.compile(r"optim(?:izer)?_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
+_UNNAMED = re.compile(r"optimizer_(\d{1,4})_rank(\d{1,6})\.bin")
+_SHOWN = 200
+_MODEL = re.compile(r"pytorch_model_fsdp_(\d+)(?:_rank\d+\.bin)?")
+
+
+def find_files(location: Location, world_size: int) -> dict[int, Path]:
+    """Return the file of each rank of this world size; none if no optimizer was saved.
+
+    Raises:
+        IncompleteError: there are files of other world sizes only.
+    """
+    folders = [*location.roots, location.step_dir / "optimizer"]
+    depth = len(location.weights_dir.relative_to(location.step_dir).parts)
+    folders += [
+        (root.parents[depth - 1] if depth else root) / "optimizer" for root in location.also
+    ]
+    paths = [path for one in dict.fromkeys(folders) if one.is_dir() for path in one.iterdir()]
+    worlds: dict[int, dict[int, Path]] = {}
+    unnamed: dict[int, Path] = {}
+    model = _MODEL.fullmatch(location.file.name if location.file else location.weights_dir.name)
+    number = int(model[1]) if model else 0
+    for path in sorted(paths):
+        if match := _WORLD.fullmatch(path.name):
+            worlds.setdefault(int(match[1]), {}).setdefault(int(match[2]), path)
+        elif (match := _UNNAMED.fullmatch(path.name)) and int(match[1]) == number:
+            unnamed.setdefault(int(match[2]), path)
+    found = worlds.get(world_size) or unnamed
+    if worlds and not found:
+        sizes = ", ".join(map(str, sorted(worlds)))
+        raise IncompleteError(
+            f"{next(iter(next(iter(worlds.values())).values())).parent}: the optimizer's files are "
+            f"of world size {sizes}",
+            expected=f"{world_size}, as the files of the model",
+            hint="they are of another save; take another checkpoint",
+        )
+    return dict(sorted(found.items()))
+
+
+def read_files(
+    files: Mapping[int, Path], location: Location, world: int, options: ReadOptions
+) -> SavedState:
+    """Read the files of all ranks; no values of moments are read.
+
+    Raises:
+        CheckpointError: a file cannot be read, ranks disagree, or it cannot be known what the state
+            belongs to.
+    """
+    gathered, first = Gathering(), None
+    for number, (rank, path) in enumerate(files.items()):
+        one = _read_one(path, rank, number, options)
+        if world > 1:
+            _refuse_flat(one)
+        gathered.add(one.table)
+        if first is None:
+            first = one
+        else:
+            _compare(first, one)
+    if first is None:
+        raise IncompleteError(f"{location.weights_dir}: has no files of an optimizer")
+    at = replace(location, weights_dir=first.path.parent)
+    catalog = catalog_of(gathered, files, world, at, replace(options, ep_size=None))
+    return SavedState(str(first.path), catalog, first.keys, first.groups, first.values)
+
+
+@dataclass(slots=True)
+class _One:
+    """What the file of one rank says; as `SavedState` where the names are the same."""
+
+    path: Path
+    rank: int
+    table: RankTable
+    keys: dict[Key, list[str]] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    values: dict[Key, dict[str, Plain]] = field(default_factory=dict)
+    scalars: dict[str, float] = field(default_factory=dict)
+
+
+def _read_one(path: Path, rank: int, number: int, options: ReadOptions) -> _One:
+    archive = read_torch_file(path)
+    state, groups, is_flat = _parts_of(archive)
+    tensors: dict[str, Value] = {}
+    keys: dict[Key, list[str]] = {}
+    others: dict[Value, Value] = {}
+    for parameter, fields in state.items():
+        refuse_quantised(str(path), fields)
+        for key, value in fields.items():
+            if is_tensor(value) and "." not in key:
+                tensors[flat_name(parameter, key)] = value
+                keys.setdefault(parameter, []).append(key)
+        rest = {key: value for key, value in fields.items() if not is_tensor(value)}
+        if rest:
+            others[parameter] = rest
+    table = tensors_of(
+        archive, tensors, rank=rank, file_number=number, allowed=options.allowed_globals
+    )
+    plain = plain_values(replace(archive, value={"groups": groups, "values": others})).value
+    if not isinstance(plain, dict):
+        raise CorruptError(f"{path}: has no parameter groups")
+    made = _One(path, rank, table, keys)
+    found = saved_groups(plain.get("groups"), str(path))
+    made.groups = alike_groups(found) if is_flat else found
+    made.values = plain.get("values", {})
+    made.scalars = _scalars(table, path)
+    return made
+
+
+def _parts_of(archive: TorchFile) -> tuple[dict[Key, dict[str, Value]], Value, bool]:
+    """Return the state by parameter, the parameter groups, and whether they were flattened."""
+    items = items_of(archive.value)
+    saved = None if items is None else items.get("state")
+    if items is not None and isinstance(saved, dict) and "param_groups" in items:
+        state: dict[Key, dict[str, Value]] = {}
+        for parameter, fields in saved.items():
+            named = items_of(fields)
+            if named is None or not isinstance(parameter, int | str):
+                raise CorruptError(f"{archive.path}: state of unknown form")
+            state[int(parameter) if isinstance(parameter, int) else parameter] = named
+        return state, items["param_groups"], False
+    if items is not None and any(name.startswith("state.") for name in items):
+        return *flat_groups(items), True
+    raise NotMergeableError(
+        f"{archive.path}: not the state dict of an optimizer",
+        expected="a dict with state and param_groups",
+        found=", ".join(list(items or {})[:5]) or type(archive.value).__name__,
+    )
+
+
+def _scalars(table: RankTable, path: Path) -> dict[str, float]:
+    """Return the numbers in the tensors without dimensions of a rank's file."""
+    starts, found, at = table.starts.tolist(), [], 0
+    for name, number in zip(table.names, table.cuts.tolist(), strict=True):
+        cut = table.cut_table[number]
+        if cut.form.shape == () and len(cut.boxes) == 1:
+            found.append((name, cut.form.dtype, starts[at]))
+        at += len(cut.boxes)
+    with opened(path) as file:
+        numbers = read_numbers(file, [(dtype, start) for _, dtype, start in found])
+    return {name: number for (name, *_), number in zip(found, numbers, strict=True)}
+
+
+def read_numbers(file: Opened, places: Sequence[tuple[DType, int]]) -> list[float]:
+    """Return the numbers at some places of a file, each a dtype and its first byte.
+
+    Raises:
+        CorruptError: the file ends before one.
+    """
+    data = pread_many(file, [(dtype.itemsize, start) for dtype, start in places])
+    if any(len(one) < dtype.itemsize for one, (dtype, _) in zip(data, places, strict=True)):
+        raise CorruptError(f"{name_of(file)}: ends before a value that its directory lists")
+    read = zip(data, places, strict=True)
+    return [np.frombuffer(one, numpy_dtype(dtype))[0].item() for one, (dtype, _) in read]
+
+
+def _facts(one: _One) -> dict[str, object]:
+    """Return what every rank must save alike, by what it is."""
+    facts: dict[str, object] = {"the number of parameter groups": len(one.groups)}
+    for number, (params, values) in enumerate(one.groups):
+        facts |= {f"{key} of group {number}": value for key, value in values.items()}
+        facts[f"the parameters of group {number}"] = params
+    facts |= {f"the tensors of parameter {key}": kinds for key, kinds in one.keys.items()}
+    facts |= {f"tensor {name}": value for name, value in one.scalars.items()}
+    return facts | {f"the state of parameter {key}": value for key, value in one.values.items()}
+
+
+def _compare(first: _One, one: _One) -> None:
+    """Raise if a rank has other groups, steps or parameters with state than the first one."""
+    ours, theirs = _facts(first), _facts(one)
+    for what in dict.fromkeys([*ours, *theirs]):
+        expected, found = ours.get(what), theirs.get(what)
+        if expected != found:
+            raise CorruptError(
+                f"{one.path}: rank {one.rank} disagrees with rank {first.rank} about {what}",
+                expected=f"{str(expected)[:_SHOWN]}, as in {first.path.name}",
+                found=str(found)[:_SHOWN],
+                hint="the files are of two saves, or the ranks were trained apart",
+            )
+
+
+def _refuse_flat(first: _One) -> None:
+    """Refuse the parts of FSDP1's flat parameters: plain vectors under numbers, on every rank."""
+    forms = dict(first.table.forms())
+    moments = [name for name, form in forms.items() if form.shape != ()]
+    flat = [name for name in moments if forms[name].is_plain and len(forms[name].shape) == 1]
+    by_number = not any(isinstance(key, str) for key in first.keys)
+    if by_number and moments and len(flat) == len(moments):
+        raise NotMergeableError(
+            f"{first.path}: parts of the flat parameters of FSDP1",
+            expected="the state of each parameter",
+            found=f"{len(first.keys)} plain vectors a rank, whose parts only the model knows",
+            hint="save FSDP.optim_state_dict(model, optimizer) instead of optimizer.state_dict(), "
+            "or train with FSDP2",
+        )

@@ -1,0 +1,232 @@
+"""Reads the state of the optimizer that was saved with a model: one entrance for all formats.
+
+The model must have been read before: its names, order, shapes and placements say what the state
+belongs to, or whether what the files say of that is true.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from unshard.containers.open_files import opened
+from unshard.containers.torch_files.writer import Plain
+from unshard.errors import CorruptError, NotMergeableError, UsageError, raise_all
+from unshard.noted import Noted
+from unshard.read.dcp.reader import DCP
+from unshard.read.format import ReadOptions
+from unshard.read.open import Checkpoint, check_coverage
+from unshard.read.optimizer.dcp import read_dcp
+from unshard.read.optimizer.groups import Group
+from unshard.read.optimizer.matching import Form, Parameter, match_by_order
+from unshard.read.optimizer.rank_files import find_files, read_files, read_numbers
+from unshard.read.optimizer.state import (
+    LIKE_PARAMETER,
+    Key,
+    OptimizerState,
+    ParamGroup,
+    SavedState,
+    flat_name,
+    split_name,
+)
+from unshard.read.rank_files.reader import RANK_FILES
+from unshard.read.wrapper_names import names_without_wrappers, without_wrapper_module
+from unshard.tensors.catalog import Catalog, TensorEntry
+from unshard.tensors.dtypes import DType, DTypeKind
+
+__all__ = ["find_optimizer", "read_optimizer", "steps_of"]
+
+
+def find_optimizer(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerState | None:
+    """Return the state of a checkpoint's optimizer; None if there is none that can be read.
+
+    Raises:
+        CheckpointError: it cannot be read; see `read_optimizer`.
+    """
+    if checkpoint.location.weights == "ema":
+        return None
+    found = _saved(checkpoint, options)
+    if found is None:
+        return None
+    model = checkpoint.catalog
+    names = _names(found, model)
+    state = _named(found, names.value, model)
+    state = replace(state, names=", ".join(names.notes) or "recorded", steps=steps_of(state))
+    _check_shapes(state, model)
+    check_coverage(state.catalog)
+    return state
+
+
+def _saved(checkpoint: Checkpoint, options: ReadOptions) -> SavedState | None:
+    """Return what the optimizer's own files say; None without any."""
+    location, world = checkpoint.location, checkpoint.catalog.world_size
+    if location.format is DCP:
+        return read_dcp(location)
+    files = find_files(location, world) if location.format is RANK_FILES else {}
+    if files and options.ep_size is not None:
+        raise UsageError(
+            f"--ep-size {options.ep_size}: the state of the optimizer of such experts is not read",
+            hint="leave out the optimizer",
+        )
+    return read_files(files, location, world, options) if files else None
+
+
+def steps_of(state: OptimizerState) -> dict[str, float]:
+    """Return how many steps each parameter was trained; read from files of tensors.
+
+    Of compressed tensors nothing can be read, and nothing is returned.
+    """
+    steps: dict[str, float] = {}
+    by_file: dict[Path, list[tuple[str, DType, int]]] = {}
+    for name, entry in state.catalog.tensors.items():
+        parameter, key = split_name(name)
+        chunks = entry.chunks
+        if key == "step" and entry.shape == () and len(chunks) and not chunks.compressed[0]:
+            path = chunks.paths[int(chunks.file[0])]
+            by_file.setdefault(path, []).append((parameter, entry.dtype, int(chunks.start[0])))
+    for path, places in by_file.items():
+        with opened(path) as file:
+            numbers = read_numbers(file, [(dtype, start) for _, dtype, start in places])
+        steps |= {name: number for (name, *_), number in zip(places, numbers, strict=True)}
+    for name, fields in state.values.items():
+        step = fields.get("step")
+        if isinstance(step, int | float):
+            steps[name] = step
+    return steps
+
+
+def read_optimizer(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerState:
+    """Return the state of a checkpoint's optimizer.
+
+    Raises:
+        NotMergeableError: there is none; it cannot be known which parameter some state belongs to;
+            or it does not fit the model.
+        CheckpointError: a file is missing or damaged, or ranks disagree.
+    """
+    location = checkpoint.location
+    state = find_optimizer(checkpoint, options)
+    if state is not None:
+        return state
+    others = [path.name for path in checkpoint.catalog.training_state if "optim" in str(path)]
+    raise NotMergeableError(
+        f"{location.weights_dir}: no state of an optimizer that can be read was saved with it",
+        expected=f"that of {RANK_FILES} or {DCP}, next to the model's files",
+        found=", ".join(others[:5]) or "none",
+        hint="merge the model alone, or take a checkpoint that was saved with its optimizer",
+    )
+
+
+def _names(found: SavedState, model: Catalog) -> Noted[dict[Key, str]]:
+    """Return the name of every parameter; the note says how it is known if no file records it."""
+    groups = found.groups
+    every = [key for params, _ in groups for key in params]
+    if not any(isinstance(key, int) for key in (*every, *found.keys)):
+        return Noted(_recorded([str(key) for key in (every or found.keys)], model))
+    recorded = [values.get("param_names") for _, values in groups]
+    if groups and all(isinstance(names, list) for names in recorded):
+        listed = [str(name) for names in recorded if isinstance(names, list) for name in names]
+        if len(listed) == len(every):
+            known = _recorded(listed, model)
+            return Noted({key: known[name] for key, name in zip(every, listed, strict=True)})
+    unknown = found.keys.keys() - set(every)
+    if unknown or not all(isinstance(key, int) for key in every):
+        raise CorruptError(
+            f"{found.where}: {len(unknown)} parameters with state are in no parameter group",
+            found=", ".join(sorted(map(str, unknown))[:5]),
+        )
+    return Noted(_by_order(found, model), ("by order",))
+
+
+def _by_order(found: SavedState, model: Catalog) -> dict[Key, str]:
+    """Return the name of every number by the order of the model's parameters."""
+    forms: dict[int, Form] = {}
+    for parameter, keys in found.keys.items():
+        like = [key for key in keys if key in LIKE_PARAMETER]
+        entries = [found.catalog.tensors[flat_name(parameter, key)] for key in like]
+        shaped = [_form(entry) for entry in entries if entry.shape or "step" not in keys]
+        if len(set(shaped)) > 1:
+            raise CorruptError(
+                f"{found.where}: moments of parameter {parameter} have several shapes"
+            )
+        if shaped:
+            forms[int(parameter)] = shaped[0]
+    groups = [[int(key) for key in params] for params, _ in found.groups]
+    given = _parameters(model)
+    sharded = [one for one in given if one.form[1] is not None]
+    if sharded and all(form[1] is not None for form in forms.values()):
+        given = sharded  # the others are buffers
+    if sum(map(len, groups)) > len(given):  # of an adapter only what is trained was saved
+        groups = [[key for key in keys if key in found.keys] for keys in groups]
+    groups = [keys for keys in groups if keys]
+    matched = match_by_order(found.where, groups, forms, given) if groups else {}
+    return dict(matched.items())
+
+
+def _form(entry: TensorEntry) -> Form:
+    return entry.shape, None if entry.sharding is None else entry.sharding.placements
+
+
+def _parameters(model: Catalog) -> list[Parameter]:
+    """Return what may be a parameter, in order: of tied weights, stored once, the first."""
+    found: dict[tuple[int, int, int] | str, Parameter] = {}
+    for name, entry in model.tensors.items():
+        if entry.dtype.kind is DTypeKind.FLOAT:
+            chunks = entry.chunks
+            is_stored = len(chunks) and chunks.length[0]
+            key = (int(chunks.file[0]), int(chunks.start[0]), int(chunks.length[0]))
+            found.setdefault(key if is_stored else name, Parameter(name, _form(entry)))
+    return list(found.values())
+
+
+def _recorded(names: Sequence[str], model: Catalog) -> dict[Key, str]:
+    """Return the model's name of every recorded one."""
+    found = names_without_wrappers(names)
+    if not all(name in model.tensors for name in found.values()):
+        shorter = without_wrapper_module(found)
+        if all(name in model.tensors for name in shorter.values()):
+            found = shorter
+    lost = [name for name in found.values() if name not in model.tensors]
+    if lost:
+        raise NotMergeableError(
+            f"{model.roots[0]}: the optimizer has {len(lost)} parameters that the model does not "
+            f"have: {lost[0]}",
+            expected=f"names such as {next(iter(model.tensors))}",
+            hint="are the optimizer and the model of the same checkpoint?",
+        )
+    return dict(found.items())
+
+
+def _named(found: SavedState, names: Mapping[Key, str], model: Catalog) -> OptimizerState:
+    """Return the state under the names of the parameters."""
+    order = {name: at for at, name in enumerate(model.tensors)}
+    keys = sorted(found.keys.items(), key=lambda one: order[names[one[0]]])
+    tensors: dict[str, TensorEntry] = {}
+    for parameter, own in keys:
+        for key in own:
+            name = flat_name(names[parameter], key)
+            stored = flat_name(parameter, key)
+            tensors[name] = replace(found.catalog.tensors[stored], fqn=name)
+    values = {names[key]: fields for key, fields in found.values.items() if key in names}
+    catalog = replace(found.catalog, tensors=tensors, roots=model.roots, format=model.format)
+    return OptimizerState(catalog, tuple(_groups(found.groups, names)), values, {}, "")
+
+
+def _groups(groups: Iterable[Group], names: Mapping[Key, str]) -> Iterable[ParamGroup]:
+    for params, values in groups:
+        own: dict[str, Plain] = {key: one for key, one in values.items() if key != "param_names"}
+        yield ParamGroup(tuple(names[key] for key in params if key in names), own)
+
+
+def _check_shapes(state: OptimizerState, model: Catalog) -> None:
+    """Raise if a moment that is like its parameter has another shape."""
+    problems = []
+    for name, entry in state.catalog.tensors.items():
+        parameter, key = split_name(name)
+        expected = model.tensors[parameter].shape
+        if key in LIKE_PARAMETER and entry.shape not in (expected, ()):
+            problems.append(
+                CorruptError(
+                    f"tensor {name}: its shape {list(entry.shape)} is not that of the parameter",
+                    expected=f"{list(expected)}",
+                )
+            )
+    raise_all(CorruptError, "the optimizer's state does not fit the model", problems)

@@ -1,0 +1,118 @@
+"""An optimizer's state as data: a catalog of its tensors, and plain values.
+
+The tensors have the names of torch's flattened optimizer state dict: `state.PARAMETER.exp_avg`.
+A parameter's name may contain dots, the key after it may not, so the last dot divides the two.
+
+Source: `torch.distributed.checkpoint.state_dict`, `StateDictOptions.flatten_optimizer_state_dict`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from unshard.containers.torch_files.writer import Plain
+from unshard.errors import NotMergeableError
+from unshard.tensors.catalog import Catalog
+
+__all__ = [
+    "LIKE_PARAMETER",
+    "Key",
+    "OptimizerState",
+    "ParamGroup",
+    "SavedState",
+    "flat_name",
+    "refuse_quantised",
+    "split_name",
+]
+
+Key = int | str
+"""What a state dict calls a parameter: its number, or its name."""
+
+LIKE_PARAMETER = frozenset(
+    "exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg grad_avg acc_delta sum "
+    "ax mu eta prev step_size".split()
+)
+"""Keys of torch's optimizers and of Muon whose tensors, with dimensions, are like the parameter."""
+
+_PREFIX = "state."
+_QUANTISED = frozenset("state1 state2 absmax1 qmap1 __bnb_optimizer_quant_state__".split())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParamGroup:
+    """Parameters that share hyper-parameters.
+
+    Attributes:
+        params: their names, in the order of the optimizer.
+        values: the hyper-parameters by name.
+    """
+
+    params: tuple[str, ...]
+    values: Mapping[str, Plain]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedState:
+    """What the files of an optimizer say, before it is known what they call which parameter.
+
+    Attributes:
+        where: the file or directory, for messages.
+        catalog: the tensors, by `flat_name` of number or name.
+        keys: of every parameter with state, the keys of its tensors.
+        groups: the parameters of each group, and its hyper-parameters.
+        values: what is not a tensor, by parameter.
+    """
+
+    where: str
+    catalog: Catalog
+    keys: Mapping[Key, Sequence[str]]
+    groups: Sequence[tuple[list[Key], dict[str, Plain]]]
+    values: Mapping[Key, Mapping[str, Plain]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerState:
+    """The state of an optimizer.
+
+    Attributes:
+        catalog: its tensors, also those of one element; `split_name` divides their names.
+        groups: in the order of the optimizer.
+        values: what it has of a parameter besides tensors, by the parameter's name.
+        steps: how many steps each parameter was trained, as far as this is stored.
+        names: how the parameters' names are known: "recorded" in the files, or by their "order".
+    """
+
+    catalog: Catalog
+    groups: tuple[ParamGroup, ...]
+    values: Mapping[str, Mapping[str, Plain]]
+    steps: Mapping[str, float]
+    names: str
+
+    @property
+    def parameters(self) -> list[str]:
+        """The parameters that have state, in order."""
+        named = (split_name(name)[0] for name in self.catalog.tensors)
+        return list(dict.fromkeys([*named, *self.values]))
+
+
+def flat_name(parameter: Key, key: str) -> str:
+    """Return the name of a tensor of the state."""
+    return f"{_PREFIX}{parameter}.{key}"
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the parameter, and the key of its state, that a tensor's name states."""
+    parameter, _, key = name.removeprefix(_PREFIX).rpartition(".")
+    return parameter, key
+
+
+def refuse_quantised(where: str, keys: Iterable[str]) -> None:
+    """Refuse the state of an optimizer of 8 bits, whose blocks do not have a parameter's shape."""
+    found = sorted(_QUANTISED.intersection(keys))
+    if found:
+        raise NotMergeableError(
+            f"{where}: the state of an 8-bit optimizer (bitsandbytes)",
+            expected="moments in the shape of their parameters",
+            found=", ".join(found),
+            hint="its blocks are cut by each rank for itself, and cannot be joined; merge the "
+            "model alone: without --optimizer",
+        )

@@ -1,0 +1,85 @@
+"""Numbers of an optimizer become names if exactly one assignment fits: against trying all."""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unshard import NotMergeableError
+from unshard.read.optimizer.matching import Form, Parameter, match_by_order
+
+SHAPES = [(2, 3), (3,), (1,)]
+Groups = list[list[int]]
+
+
+def model_of(shapes: Sequence[tuple[int, ...]]) -> list[Parameter]:
+    return [Parameter(f"p{at}", (shape, None)) for at, shape in enumerate(shapes)]
+
+
+def assignments(
+    groups: Groups, forms: dict[int, Form], model: list[Parameter], free: list[int]
+) -> Iterator[dict[int, str]]:
+    """Yield every assignment that keeps the order of each group, by trying all."""
+    if not groups:
+        yield {}
+        return
+    for places in combinations(free, len(groups[0])):
+        pairs = list(zip(groups[0], places, strict=True))
+        if all(forms.get(number, model[at].form) == model[at].form for number, at in pairs):
+            rest = [at for at in free if at not in places]
+            for others in assignments(groups[1:], forms, model, rest):
+                yield {number: model[at].name for number, at in pairs} | others
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Groups, dict[int, Form], list[Parameter]]:
+    """A model, and groups of some of its parameters, of which some have no state."""
+    shapes = draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=7))
+    owners = draw(st.lists(st.integers(-1, 2), min_size=len(shapes), max_size=len(shapes)))
+    groups: Groups = []
+    forms: dict[int, Form] = {}
+    number = 0
+    for group in range(3):
+        members = [at for at, owner in enumerate(owners) if owner == group]
+        if members:
+            groups.append([])
+        for at in members:
+            groups[-1].append(number)
+            if draw(st.booleans()) or draw(st.booleans()):
+                forms[number] = (draw(st.sampled_from([shapes[at]] * 9 + SHAPES)), None)
+            number += 1
+    return groups or [[]], forms, model_of(shapes)
+
+
+@given(problems())
+def test_names_are_given_exactly_where_there_is_one_assignment(
+    problem: tuple[Groups, dict[int, Form], list[Parameter]],
+) -> None:
+    groups, forms, model = problem
+    every = list(assignments(groups, forms, model, list(range(len(model)))))
+    if len(every) == 1:
+        assert match_by_order("a file", groups, forms, model) == every[0]
+    else:
+        what = "may be" if every else "does not fit"
+        with pytest.raises(NotMergeableError, match=what):
+            match_by_order("a file", groups, forms, model)
+
+
+def test_a_long_model_of_equal_layers_is_matched_at_once() -> None:
+    model = model_of([(2, 3), (3,), (3,)] * 2000)
+    matrices, vectors = list(range(2000)), list(range(2000, 6000))
+    forms: dict[int, Form] = dict.fromkeys(matrices, ((2, 3), None))
+    forms |= dict.fromkeys(vectors, ((3,), None))
+    found = match_by_order("a file", [matrices, vectors], forms, model)
+    assert (found[1], found[2001], found[5999]) == ("p3", "p2", "p5999")
+    found = match_by_order("a file", [list(range(6000))], {}, model)
+    assert found[4321] == "p4321"
+
+
+def test_too_many_ways_are_refused_before_they_fill_the_memory() -> None:
+    model = model_of([(3,)] * 3000)
+    groups = [list(range(1000)), list(range(1000, 2000)), list(range(2000, 3000))]
+    with pytest.raises(NotMergeableError, match="too many ways"):
+        match_by_order("a file", groups, {}, model)
