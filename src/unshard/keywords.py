@@ -136,6 +136,7 @@ class VirtualKeywords(PushKeywords, total=False):
     """Everything that shapes the files of a merge."""
 
     extra_state: bool
+    optimizer: bool
 
 
 class MergeKeywords(VirtualKeywords, total=False):

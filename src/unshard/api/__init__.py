@@ -1,7 +1,7 @@
 """What unshard does, as functions; the command line and every other caller use these."""
 
 from unshard.api.averaging import average
-from unshard.api.inspecting import Inspection, inspect
+from unshard.api.inspecting import Inspection, OptimizerInfo, inspect
 from unshard.api.making import Prepared
 from unshard.api.merging import StepResult, merge, merge_all, merge_steps, merge_with
 from unshard.api.options import MergeOptions
@@ -27,6 +27,7 @@ __all__ = [
     "Loaded",
     "MergeOptions",
     "OpenCheckpoint",
+    "OptimizerInfo",
     "Prepared",
     "Report",
     "StepResult",

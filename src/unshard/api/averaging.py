@@ -62,7 +62,8 @@ def average(
         before: as for `merge_with`.
         pass_over: whether steps of a run that are not complete are left out, with a warning, or
             are an error.
-        keywords: as for `merge`, except `lora` and `step`.
+        keywords: as for `merge`, except `lora`, `step` and
+            `optimizer`.
 
     Raises:
         UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
@@ -98,6 +99,8 @@ def _check(
     *,
     are_several: bool,
 ) -> None:
+    if options.optimizer:
+        raise UsageError("--optimizer: an average of checkpoints has no optimizer")
     if options.lora != "fuse" or options.step is not None:
         raise UsageError(
             "an average of several steps is one whole model: --lora and --step do not apply"

@@ -19,6 +19,7 @@ from unshard.convert.lora.files import adapter_tensors
 from unshard.convert.lora.fuse import fuse
 from unshard.convert.lora.names import split_adapter
 from unshard.convert.names import hub_names, names_of_base, training_names
+from unshard.convert.optimizer import convert_optimizer
 from unshard.convert.outputs import (
     Converted,
     Precision,
@@ -44,6 +45,7 @@ from unshard.read.beside.adapter_config import read_adapter_config
 from unshard.read.beside.base import Base
 from unshard.read.beside.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
+from unshard.read.optimizer.state import OptimizerState
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DTypeKind
@@ -72,6 +74,8 @@ class Conversion:
         names_checked: by what the names were checked: "config", "base" or "none".
         files: small files to write next to the weights, by name.
         adapter: the adapter, if it is to be written by itself too.
+        optimizer: the tensors of the optimizer's state; `state`: what it has besides, under the
+            names of the output. Of neither there is any unless it was asked for.
     """
 
     tensors: Sequence[Converted]
@@ -80,6 +84,8 @@ class Conversion:
     names_checked: str = "none"
     files: Mapping[str, bytes] = field(default_factory=dict)
     adapter: "Conversion | None" = None
+    optimizer: Sequence[Converted] = ()
+    state: OptimizerState | None = None
 
 
 def convert(sources: Sources, options: MergeOptions) -> Conversion:
@@ -103,7 +109,12 @@ def convert(sources: Sources, options: MergeOptions) -> Conversion:
     if options.quantize is not None:
         made, notes = _quantised(made, notes)
     adapter = _separate_adapter(last, options) if options.lora == "both" else None
-    return replace(made, notes=notes, names_checked=by, adapter=adapter)
+    made = replace(made, notes=notes, names_checked=by, adapter=adapter)
+    if last.optimizer is None:
+        return made
+    moments, state = convert_optimizer(made.tensors, last.catalog, last.optimizer)
+    notes = (*notes, *moments.notes)
+    return replace(made, notes=notes, optimizer=moments.value, state=state)
 
 
 def _quantised(made: Conversion, notes: tuple[str, ...]) -> tuple[Conversion, tuple[str, ...]]:

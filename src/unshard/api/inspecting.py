@@ -13,17 +13,20 @@ from unshard.api.converting import convert
 from unshard.api.making import plan_output
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import Sources, read_checkpoint
-from unshard.errors import ConversionError
+from unshard.errors import CheckpointError, ConversionError, UsageError
 from unshard.fronts import PYTHON, reword_warning
 from unshard.keywords import ReadKeywords
 from unshard.read.finding.markers import find_markers, run_of
 from unshard.read.finding.places import at_same_step
 from unshard.read.open import Checkpoint
+from unshard.read.optimizer.reader import find_optimizer
+from unshard.read.optimizer.state import split_name
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, Skipped, TensorEntry
 from unshard.tensors.placements import Sharding
+from unshard.write.companions import plain_json
 
-__all__ = ["Inspection", "ShardCounts", "TensorInfo", "count_shards", "inspect"]
+__all__ = ["Inspection", "OptimizerInfo", "ShardCounts", "TensorInfo", "count_shards", "inspect"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,28 @@ def count_shards(catalog: Catalog) -> ShardCounts:
     return ShardCounts(named, sharded, len(catalog.tensors) - sharded)
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerInfo:
+    """The state of an optimizer.
+
+    Attributes:
+        tensors: how many tensors of each kind ("exp_avg") it has.
+        dtypes: dtypes, with tensor counts; `size_bytes`: bytes of all full tensors.
+        step: how many steps the parameters were trained; None if unknown, or if they differ.
+        groups: the hyper-parameters of each parameter group, and how many `parameters` are in it.
+        names: how the parameters' names are known: "recorded" in the files, or "by order".
+        problem: why it cannot be read; empty if it can.
+    """
+
+    tensors: dict[str, int]
+    dtypes: dict[str, int]
+    size_bytes: int
+    step: float | None
+    groups: tuple[dict[str, object], ...]
+    names: str
+    problem: str = ""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Inspection:
     """The contents of a checkpoint, and what `merge` would write.
@@ -89,6 +114,7 @@ class Inspection:
         config_dtype: the dtype that config.json names.
         companions: names of config, tokenizer and similar files that a merge would copy.
         training_state: names of files with optimizer, scheduler or random state.
+        optimizer: the state of the optimizer; None where none was found.
         output: where `merge` writes by default.
         would_write: one line about what `merge` would write, and where.
         notes: the warnings of such a merge, with options as `unshard merge` has them.
@@ -117,6 +143,7 @@ class Inspection:
     config_dtype: str | None
     companions: tuple[str, ...]
     training_state: tuple[str, ...]
+    optimizer: OptimizerInfo | None
     output: str
     would_write: str
     notes: tuple[str, ...]
@@ -154,14 +181,39 @@ def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspecti
         sources = Sources((found,))
         prepared = plan_output(sources, convert(sources, chosen), chosen)
     except ConversionError as error:
-        return _describe(found, f"nothing: {error.subject}", ())
+        return _describe(found, chosen, f"nothing: {error.subject}", ())
     layout = prepared.plan.layout
     files = counted(len(layout.files), "file")
     would_write = f"{found.location.default_output}: {files}, {layout.total_size:,} bytes"
-    return _describe(found, would_write, prepared.warnings)
+    return _describe(found, chosen, would_write, prepared.warnings)
 
 
-def _describe(checkpoint: Checkpoint, would_write: str, notes: tuple[str, ...]) -> Inspection:
+def _describe_optimizer(checkpoint: Checkpoint, options: MergeOptions) -> OptimizerInfo | None:
+    try:
+        state = find_optimizer(checkpoint, options.reading)
+    except (CheckpointError, UsageError) as error:
+        return OptimizerInfo({}, {}, 0, None, (), "", error.subject)
+    if state is None:
+        return None
+    steps = {*state.steps.values()}
+    entries = state.catalog.tensors.items()
+    return OptimizerInfo(
+        tensors=_count(split_name(name)[1] for name, _ in entries),
+        dtypes=_count(entry.dtype.name for _, entry in entries),
+        size_bytes=sum(entry.size_bytes for _, entry in entries),
+        step=steps.pop() if len(steps) == 1 else None,
+        groups=tuple(
+            {**{key: plain_json(one) for key, one in group.values.items()}, "parameters": count}
+            for group in state.groups
+            for count in [len(group.params)]
+        ),
+        names=state.names,
+    )
+
+
+def _describe(
+    checkpoint: Checkpoint, options: MergeOptions, would_write: str, notes: tuple[str, ...]
+) -> Inspection:
     catalog, location = checkpoint.catalog, checkpoint.location
     entries = catalog.tensors.values()
     config = ("config.json",) if checkpoint.companions.config else ()
@@ -190,6 +242,7 @@ def _describe(checkpoint: Checkpoint, would_write: str, notes: tuple[str, ...]) 
         training_state=tuple(
             path.name + ("/" if path.is_dir() else "") for path in catalog.training_state
         ),
+        optimizer=_describe_optimizer(checkpoint, options),
         output=str(location.default_output),
         would_write=would_write,
         notes=notes,

@@ -17,7 +17,7 @@ from unshard.convert.outputs import Converted, main_dtype
 from unshard.convert.recipes import Quantized, shape_of, take
 from unshard.engines.threads import run_plan, verify_full
 from unshard.keywords import SHARD_SIZE
-from unshard.plan.layout import index_json, lay_out, size_in_bytes
+from unshard.plan.layout import OPTIMIZER_FILES, lay_out, size_in_bytes
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.plan.work import make_pair
@@ -25,14 +25,18 @@ from unshard.progress import Listener, Stage, Warned, ignore
 from unshard.read.beside.base_name import find_base_name
 from unshard.read.beside.companions import Companions
 from unshard.read.beside.model_config import ModelConfig
-from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
+from unshard.read.hub_files import RECORD_NAME
 from unshard.read.open import Checkpoint
 from unshard.showing import counted, is_notebook, is_terminal
 from unshard.stores.remote_path import path_of
 from unshard.tensors.catalog import TensorEntry
 from unshard.write.companions import (
+    ADAPTER_CONFIG_NAME,
     ADAPTER_NAME,
+    OPTIMIZER_NAME,
     companion_files,
+    is_state_file,
+    optimizer_json,
     state_file_names,
     write_files,
     write_training_state,
@@ -104,7 +108,7 @@ class Prepared:
     @property
     def loadable(self) -> bool:
         """Whether the output has the config that transformers or PEFT needs to load it."""
-        return self.config is not None or bool(self.files)
+        return self.config is not None or ADAPTER_CONFIG_NAME in self.files
 
 
 def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Prepared:
@@ -118,7 +122,11 @@ def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Pr
         is_safetensors = all(one.endswith(".safetensors") for one in base.files.values())
         like = base.files if is_safetensors else None
     shard_bytes = size_in_bytes(SHARD_SIZE if size is None else str(size))
-    plan = make_plan(lay_out(made.tensors, shard_bytes, like=like))
+    layout = lay_out(made.tensors, shard_bytes, like=like)
+    if made.optimizer:
+        moments = lay_out(made.optimizer, shard_bytes, pattern=OPTIMIZER_FILES)
+        layout = layout.with_optimizer(moments)
+    plan = make_plan(layout)
     _log_plan(made.tensors, plan)
     config, written, notes = made.config, main_dtype(made.tensors), list(made.notes)
     if config is None:
@@ -131,7 +139,9 @@ def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Pr
         plan,
         config=None if config is None else config.as_written(written),
         warnings=(*read, *notes, *sources.training.warnings),
-        files=made.files,
+        files=made.files
+        if made.state is None
+        else {**made.files, OPTIMIZER_NAME: optimizer_json(made.state)},
         names_checked=made.names_checked,
         adapter=None if made.adapter is None else _plan_adapter(sources, made.adapter, ()),
     )
@@ -178,7 +188,8 @@ def _log_plan(tensors: Sequence[Converted], plan: Plan) -> None:
 def stage_output(prepared: Prepared, target: Path, options: MergeOptions) -> Staging:
     """Return the stage on which the output is made apart, to take its place in one commit."""
     sources, adapter = prepared.sources, prepared.adapter
-    entries = (entry for one in sources.checkpoints for entry in one.catalog.tensors.values())
+    catalogs = (catalog for one in sources.checkpoints for catalog in one.catalogs)
+    entries = (entry for catalog in catalogs for entry in catalog.tensors.values())
     files = {id(entry.chunks.paths): entry.chunks.paths for entry in entries}  # shared by tensors
     refuse_sources(target, {path for paths in files.values() for path in paths})
     needed = prepared.plan.bytes_written + sources.compressed_bytes + _COMPANION_ALLOWANCE
@@ -211,8 +222,7 @@ def add_files(
 def small_files(prepared: Prepared) -> dict[str, bytes | Path]:
     """Return all files but weights, training state and record: the bytes, or a file to copy."""
     files = companion_files(prepared.checkpoint.companions, prepared.config)
-    if len(prepared.plan.layout.files) > 1:
-        files[INDEX_NAME] = index_json(prepared.plan.layout)
+    files |= prepared.plan.layout.indices
     files |= prepared.files
     if prepared.adapter is not None:
         added = prepared.adapter.files.items()
@@ -223,12 +233,13 @@ def small_files(prepared: Prepared) -> dict[str, bytes | Path]:
 def make_record(prepared: Prepared, options: MergeOptions) -> bytes:
     """Return the output's `unshard.json`; a commit adds what is not weights to it."""
     sources = prepared.sources
-    state = state_file_names(sources.training)
+    state = [*state_file_names(sources.training)]
+    state += filter(is_state_file, (*_weight_files(prepared), *prepared.files))
     output: dict[str, object] = {
         "loadable": prepared.loadable,
         "names_checked": prepared.names_checked,
     }
-    output |= {"training_state": list(state)} if state else {}
+    output |= {"training_state": state} if state else {}
     checkpoints, layout = sources.checkpoints, prepared.plan.layout
     return record_json(checkpoints, sources.weights, layout, options.recorded, output)
 
@@ -245,7 +256,7 @@ def verify_output(
     if prepared.adapter is not None:
         verify_light(directory / ADAPTER_FOLDER, prepared.adapter.plan.layout)
     if full:
-        catalogs = [one.catalog for one in prepared.sources.checkpoints]
+        catalogs = [catalog for one in prepared.sources.checkpoints for catalog in one.catalogs]
         verify_full(prepared.plan, catalogs, directory, options.resources, listener)
 
 
@@ -342,7 +353,7 @@ def make_report(
     `target` is None if nothing was written.
     """
     checkpoints, plan = prepared.sources.checkpoints, prepared.plan
-    dtypes = Counter(one.dtype.name for file in plan.layout.files for one in file.tensors)
+    dtypes = Counter(one.dtype.name for file in plan.layout.model_files for one in file.tensors)
     operations = Counter(type(one).__name__ for one in plan.tiled)
     operations += Counter(CopyRange=len(plan.copies))
     return Report(
@@ -382,8 +393,7 @@ def _companion_files(prepared: Prepared) -> tuple[str, ...]:
 def _weight_files(prepared: Prepared) -> list[str]:
     """Return the paths, inside the output, of all files of weights, with their index."""
     files = [file.filename for file in prepared.plan.layout.files]
-    if len(files) > 1:
-        files.append(INDEX_NAME)
+    files += prepared.plan.layout.indices
     if prepared.adapter is not None:
         names = [file.filename for file in prepared.adapter.plan.layout.files]
         files += [f"{ADAPTER_FOLDER}/{name}" for name in (*names, *prepared.adapter.files)]

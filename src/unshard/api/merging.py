@@ -111,6 +111,8 @@ def merge(
             "full" (also checksums of the sources, replicas, and every byte read back), or "off".
         extra_state: write scheduler and random state of all ranks next to the weights, if the
             checkpoint has them: `extra_state_merged.pt`, `lr_scheduler_state.json`.
+        optimizer: write the state of the optimizer too, under the names of the output's tensors:
+            its tensors to `optimizer.safetensors`, everything else to `optimizer.json`.
         overwrite: replace an earlier output, or, if the output is the checkpoint's own directory,
             put the weights there; other files stay. If a file that unshard did not write, or that
             was changed since, would be lost, or if transformers would load it instead of the
@@ -170,7 +172,7 @@ def merge_with(
             sources = decompressed(sources, stage.scratch, listener)
             again = plan_output(sources, convert(sources, options), options)
             warn(listener, [one for one in again.warnings if one not in prepared.warnings])
-            prepared = replace(again, files=prepared.files)
+            prepared = replace(again, files={**prepared.files, **again.files})
         run = engine.run_plan
         overflows = write_weights(prepared, stage, options, listener, engine=run, sources=digest)
         add_files(prepared, stage.directory, options, listener)

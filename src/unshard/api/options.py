@@ -20,7 +20,17 @@ __all__ = ["MergeOptions", "accepting", "given_output", "given_path"]
 P = ParamSpec("P")
 Returned = TypeVar("Returned")
 
-_SHAPING = {"keep_fp32", "base", "include", "exclude", "lora", "lora_alpha", "ep_size", "quantize"}
+_SHAPING = {
+    "keep_fp32",
+    "base",
+    "include",
+    "exclude",
+    "lora",
+    "lora_alpha",
+    "ep_size",
+    "quantize",
+    "optimizer",
+}
 _FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
@@ -77,6 +87,7 @@ class MergeOptions:
     engine: str | None = None
     verify: str = DEFAULTS["verify"]
     extra_state: bool = True
+    optimizer: bool = False
     overwrite: bool | str = False
     resume: bool = False
     dry_run: bool = False
@@ -101,10 +112,23 @@ class MergeOptions:
         if self.names == "training" and self.quantize is not None:
             what = f"--quantize {self.quantize} needs the names of the hub: it excludes --names"
             raise UsageError(f"{what} training")
+        if self.optimizer:
+            self._check_optimizer()
         if self.overwrite not in (False, True, "all"):
             raise UsageError(f"--overwrite={self.overwrite}: unknown", expected="no value, or all")
         if self.private and self.push_to_hub is None:
             raise UsageError("--private applies to --push-to-hub, which was not given")
+
+    def _check_optimizer(self) -> None:
+        """Refuse what an optimizer's state cannot be written with."""
+        never = ("quantize", "push_to_hub", "ep_size")
+        excluded = [name for name in never if getattr(self, name) is not None]
+        excluded += ["lora"] if self.lora != DEFAULTS["lora"] else []
+        if excluded:
+            what = excluded[0].replace("_", "-")
+            raise UsageError(f"--optimizer and --{what} exclude each other")
+        if self.weights == "ema":
+            raise UsageError("--optimizer: EMA weights have none; its state is of the model's")
 
     def __repr__(self) -> str:
         """Return the options that differ from their defaults."""

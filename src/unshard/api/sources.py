@@ -17,6 +17,7 @@ from unshard.read.beside.base import read_base
 from unshard.read.beside.companions import completed
 from unshard.read.dcp.items import inflate, inflated_bytes
 from unshard.read.open import Checkpoint, open_latest
+from unshard.read.optimizer.reader import read_optimizer, steps_of
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.stores.remote_path import path_of
 from unshard.write.staging.targets import check_space
@@ -29,6 +30,7 @@ __all__ = [
     "open_source",
     "read_checkpoint",
     "scratch_directory",
+    "with_optimizer",
 ]
 
 _log = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ class Sources:
     @property
     def compressed_bytes(self) -> int:
         """How many bytes decompressing takes, at most; 0 if nothing is compressed."""
-        return sum(inflated_bytes(one.catalog) for one in self.checkpoints)
+        return sum(map(_compressed_bytes, self.checkpoints))
 
 
 Opening = Callable[[Listener], Sources]
@@ -70,6 +72,8 @@ def open_source(
     path = given_path(given, "the checkpoint")
     listener(Stage("reading"))
     checkpoint = read_checkpoint(path, options, pass_over=pass_over)
+    if options.optimizer:
+        checkpoint = with_optimizer(checkpoint, options)
     listener(Chosen(f"merging {checkpoint.title}"))
     if not options.extra_state or options.lora == "adapter":
         return Sources((checkpoint,))
@@ -92,6 +96,15 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
             base = read_base(base.name, needs_weights=True)
     companions = completed(checkpoint.companions, base.companions)
     return replace(checkpoint, companions=companions, base=base)
+
+
+def with_optimizer(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:
+    """Return a checkpoint with the state of its optimizer."""
+    return replace(checkpoint, optimizer=read_optimizer(checkpoint, options.reading))
+
+
+def _compressed_bytes(checkpoint: Checkpoint) -> int:
+    return sum(map(inflated_bytes, checkpoint.catalogs))
 
 
 def _log_choice(path: Path, checkpoint: Checkpoint) -> None:
@@ -118,20 +131,30 @@ def decompressed(sources: Sources, scratch: Path, listener: Listener) -> Sources
     # A compressed item can be read only from its start to its end, tiles in any order.
     listener(Stage("decompressing"))
     checkpoints = tuple(
-        replace(one, catalog=inflate(one.catalog, scratch.with_suffix(f".{number}")))
+        _inflated(one, scratch.with_suffix(f".{number}"))
         for number, one in enumerate(sources.checkpoints)
     )
     return replace(sources, checkpoints=checkpoints)
 
 
+def _inflated(checkpoint: Checkpoint, scratch: Path) -> Checkpoint:
+    """Return a checkpoint decompressed into a file, and its optimizer's state into another."""
+    state = checkpoint.optimizer
+    if state is not None:
+        catalog = inflate(state.catalog, scratch.with_name(f"{scratch.name}.optimizer"))
+        state = replace(state, catalog=catalog)
+        state = replace(state, steps=steps_of(state))
+    return replace(checkpoint, catalog=inflate(checkpoint.catalog, scratch), optimizer=state)
+
+
 def inflated(checkpoint: Checkpoint, stack: ExitStack) -> Checkpoint:
     """Return the checkpoint with nothing compressed; what that needs is removed by the stack."""
-    needed = inflated_bytes(checkpoint.catalog)
+    needed = _compressed_bytes(checkpoint)
     if not needed:
         return checkpoint
     scratch = scratch_directory(stack)
     check_space(scratch, needed)
-    return replace(checkpoint, catalog=inflate(checkpoint.catalog, scratch / "items"))
+    return _inflated(checkpoint, scratch / "items")
 
 
 def scratch_directory(stack: ExitStack) -> Path:

@@ -157,7 +157,7 @@ def _decompressed(
     sources = replace(sources, checkpoints=checkpoints)
     again = plan_output(sources, convert(sources, options), options)
     warn(listener, [one for one in again.warnings if one not in prepared.warnings])
-    return replace(again, files=prepared.files)
+    return replace(again, files={**prepared.files, **again.files})
 
 
 def _is_small(name: str, contents: Contents) -> bool:

@@ -148,7 +148,7 @@ def _working(*, quiet: bool, front: Front) -> Iterator[Listener]:
         yield logged if _log.isEnabledFor(logging.INFO) else listener
 
 
-@taking(MergeKeywords, but=("step", "lora", "lora_alpha", "extra_state"))
+@taking(MergeKeywords, but=("step", "lora", "lora_alpha", "extra_state", "optimizer"))
 def average(
     checkpoints: Annotated[
         list[Path],

@@ -205,6 +205,7 @@ _TABLE: dict[str, dict[str, _Row]] = {
             "FILE|DIR",
         ),
         "extra_state": _Row(bool, "Leave out scheduler and random state."),
+        "optimizer": _Row(bool, "Write the state of the optimizer too: optimizer.safetensors."),
         "max_shard_size": _Row(
             str, f"Largest weight file.  [default: as in the base model, or {SHARD_SIZE}]", "SIZE"
         ),

@@ -12,7 +12,7 @@ from unshard.fronts import Front, reword_warning
 from unshard.showing import counted, human_size
 
 if TYPE_CHECKING:
-    from unshard.api import Comparison, Inspection, Report, StepResult
+    from unshard.api import Comparison, Inspection, OptimizerInfo, Report, StepResult
     from unshard.write.verification.comparison import ByConfig, Loading, TensorComparison
 
 __all__ = ["fields_of", "print_comparison", "print_inspection", "print_report", "print_steps"]
@@ -142,6 +142,7 @@ def print_inspection(found: "Inspection", front: Front) -> None:
         "tied": "; ".join(" = ".join(tied) for tied in found.shared),
         "companions": ", ".join(found.companions) or "none",
         "not weights": f"training state: {state}" if state else "",
+        "optimizer": "" if found.optimizer is None else _describe_optimizer(found.optimizer),
         "compressed": "yes: merge decompresses it first" if found.compressed else "",
         "missing": ", ".join(found.missing),
         "merge writes": found.would_write,
@@ -153,6 +154,21 @@ def print_inspection(found: "Inspection", front: Front) -> None:
         _print_row("left out", f"{skipped.fqn}: {skipped.reason}")
     for note in found.notes:
         _print_row("warning", reword_warning(note, front))
+
+
+def _describe_optimizer(state: "OptimizerInfo") -> str:
+    if state.problem:
+        return f"not readable: {state.problem}"
+    groups = counted(len(state.groups), "parameter group")
+    rates = ", ".join(f"{one['lr']}" for one in state.groups if "lr" in one)
+    parts = [
+        ", ".join(f"{name} of {counted(n, 'parameter')}" for name, n in state.tensors.items()),
+        human_size(state.size_bytes),
+        "" if state.step is None else f"step {state.step:g}",
+        f"{groups} (lr {rates})" if rates else groups,
+        f"names {state.names}",
+    ]
+    return "; ".join(filter(None, parts))
 
 
 def _print_row(title: str, text: str) -> None:

@@ -7,7 +7,7 @@ by name, so that every tensor is aligned and the file is byte for byte what `sav
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -16,9 +16,12 @@ from unshard.containers.safetensors_file import MAX_HEADER, HeaderEntry, encode_
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import Recipe, shape_of
 from unshard.errors import ConversionError, UsageError
+from unshard.read.hub_files import INDEX_NAME
 from unshard.tensors.dtypes import DType
 
 __all__ = [
+    "OPTIMIZER_FILES",
+    "OPTIMIZER_INDEX_NAME",
     "Layout",
     "OutputFile",
     "OutputTensor",
@@ -27,6 +30,9 @@ __all__ = [
     "size_in_bytes",
 ]
 
+OPTIMIZER_FILES = "optimizer{suffix}.safetensors"
+"""What the files of an optimizer's state are called."""
+OPTIMIZER_INDEX_NAME = "optimizer.safetensors.index.json"
 _METADATA = {"format": "pt"}  # transformers 4 refuses files without it
 # safetensors' Rust writer sorts by its dtype enum, then by name.
 _FILE_ORDER = """
@@ -63,16 +69,42 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All output files; `weight_map` has the file of every tensor, `total_size` is data bytes."""
+    """All output files.
+
+    Attributes:
+        files: those of the model, and after them those of the optimizer's state.
+        weight_map: the file of every tensor of the model; `total_size`: their bytes.
+        optimizer: the same of the tensors of the optimizer's state.
+    """
 
     files: tuple[OutputFile, ...]
     weight_map: Mapping[str, str]
     total_size: int
+    optimizer: "Layout | None" = None
+
+    @property
+    def model_files(self) -> tuple[OutputFile, ...]:
+        """The files of the model alone."""
+        return self.files[
+            : len(self.files) - (0 if self.optimizer is None else len(self.optimizer.files))
+        ]
 
     @property
     def total_parameters(self) -> int:
-        """Number of elements of all tensors."""
-        return sum(prod(tensor.shape) for file in self.files for tensor in file.tensors)
+        """Number of elements of all tensors of the model."""
+        return sum(prod(tensor.shape) for file in self.model_files for tensor in file.tensors)
+
+    def with_optimizer(self, state: "Layout") -> "Layout":
+        """Return a layout that also has the files of an optimizer's state."""
+        return replace(self, files=(*self.files, *state.files), optimizer=state)
+
+    @property
+    def indices(self) -> dict[str, bytes]:
+        """The index files that it needs, by name: of a model or a state in several files."""
+        found = {INDEX_NAME: self} if len(self.model_files) > 1 else {}
+        if self.optimizer is not None and len(self.optimizer.files) > 1:
+            found[OPTIMIZER_INDEX_NAME] = self.optimizer
+        return {name: index_json(one) for name, one in found.items()}
 
 
 def size_in_bytes(text: str) -> int:

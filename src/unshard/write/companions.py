@@ -1,10 +1,13 @@
 """Write the files next to the weights: config, tokenizer and the like, training state, adapter."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
+
+import numpy as np
 
 from unshard.containers.torch_files.writer import Plain, SavedTensor, write_torch_file
 from unshard.convert.lora.files import completed
@@ -13,15 +16,22 @@ from unshard.convert.lora.names import Split
 from unshard.read.beside.adapter_config import AdapterConfig
 from unshard.read.beside.companions import Companions
 from unshard.read.beside.model_config import ModelConfig
+from unshard.read.optimizer.state import OptimizerState
 from unshard.read.training_state.reader import TrainingState
+from unshard.tensors.dtypes import DTypeKind, numpy_dtype
 
 __all__ = [
     "ADAPTER_CONFIG_NAME",
     "ADAPTER_NAME",
     "EXTRA_STATE_NAME",
+    "OPTIMIZER_NAME",
     "SCHEDULER_NAME",
     "adapter_config_json",
     "companion_files",
+    "is_state_file",
+    "optimizer_fields",
+    "optimizer_json",
+    "plain_json",
     "state_file_names",
     "write_files",
     "write_training_state",
@@ -31,6 +41,8 @@ ADAPTER_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 EXTRA_STATE_NAME = "extra_state_merged.pt"
 SCHEDULER_NAME = "lr_scheduler_state.json"
+OPTIMIZER_NAME = "optimizer.json"
+_OPTIMIZER = re.compile(r"optimizer(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 _PLAIN: Mapping[str, object] = {
     "auto_mapping": None,
@@ -64,6 +76,12 @@ def write_files(files: Mapping[str, bytes | Path], directory: Path) -> None:
                 shutil.copyfileobj(file, copy)
 
 
+def is_state_file(name: str) -> bool:
+    """Return whether a merge writes training state to a file of this name."""
+    names = (EXTRA_STATE_NAME, SCHEDULER_NAME, OPTIMIZER_NAME)
+    return name in names or _OPTIMIZER.fullmatch(name) is not None
+
+
 def state_file_names(state: TrainingState) -> tuple[str, ...]:
     """Return the names of the files that a training state takes."""
     if not state.values:
@@ -77,7 +95,7 @@ def write_training_state(state: TrainingState, directory: Path) -> None:
     if EXTRA_STATE_NAME in names:
         write_torch_file(directory / EXTRA_STATE_NAME, dict(state.values))
     if SCHEDULER_NAME in names:
-        text = json.dumps(_json(_scheduler(state)), indent=2, allow_nan=False)
+        text = json.dumps(plain_json(_scheduler(state)), indent=2, allow_nan=False)
         (directory / SCHEDULER_NAME).write_text(text + "\n", encoding="utf-8")
 
 
@@ -86,17 +104,47 @@ def _scheduler(state: TrainingState) -> Plain:
     return state.values.get("lr_schedulers", state.values.get("lr_scheduler"))
 
 
-def _json(value: Plain) -> Plain:
+def optimizer_fields(state: OptimizerState) -> dict[str, Plain]:
+    """Return what an optimizer's state has besides its tensors, as JSON.
+
+    `step` is that of all parameters; where they differ it is null, and `steps` has each.
+    """
+    steps = {*state.steps.values()}
+    each = plain_json(dict(state.steps))
+    values = {
+        name: plain_json({key: one for key, one in own.items() if key != "step"})
+        for name, own in state.values.items()
+    }
+    groups = [{**one.values, "params": [*one.params]} for one in state.groups]
+    return {
+        **({"step": None, "steps": each} if len(steps) > 1 else {"step": min(steps, default=None)}),
+        "param_groups": plain_json(groups),
+        "values": {name: own for name, own in values.items() if own},
+        "names": state.names,
+    }
+
+
+def optimizer_json(state: OptimizerState) -> bytes:
+    """Return `optimizer.json`."""
+    return (json.dumps(optimizer_fields(state), indent=2, allow_nan=False) + "\n").encode()
+
+
+def plain_json(value: Plain) -> Plain:  # noqa: PLR0911 (a case each)
     """Return a value as JSON; as text what JSON does not have: inf, bytes, tensors, other keys."""
     match value:
+        case SavedTensor(shape=(), source=bytes() as data) if (
+            value.dtype.kind is not DTypeKind.COMPLEX
+        ):
+            number: Plain = np.frombuffer(data, numpy_dtype(value.dtype))[0].item()
+            return plain_json(number)
         case None | bool() | int() | str():
             return value
         case float() if isfinite(value):
             return value
         case dict():
-            return {str(key): _json(part) for key, part in value.items()}
+            return {str(key): plain_json(part) for key, part in value.items()}
         case list() | tuple():
-            return [_json(part) for part in value]
+            return [plain_json(part) for part in value]
         case SavedTensor():
             return f"a tensor of {value.dtype}, shape {list(value.shape)}"
     return str(sorted(value, key=str) if isinstance(value, set) else value)

@@ -1,7 +1,8 @@
 """Checkpoints as one state dict, without a merge: opened, read on demand, loaded into torch."""
 
+import json
 import weakref
-from collections.abc import Callable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ import numpy as np
 
 from unshard.api.converting import convert_one
 from unshard.api.options import MergeOptions, accepting, given_path
-from unshard.api.sources import inflated, read_checkpoint
+from unshard.api.sources import inflated, read_checkpoint, with_optimizer
 from unshard.api.unmerged.loading import Loaded, Opened, fill
 from unshard.containers.strided import Elements
+from unshard.convert.optimizer import convert_optimizer
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of
 from unshard.engines.arrays import Empty, TensorReader
@@ -32,6 +34,7 @@ from unshard.read.open import Checkpoint
 from unshard.showing import counted, hearing
 from unshard.tensors.dtypes import DType, numpy_dtype
 from unshard.tensors.selection import Index, Selection, select
+from unshard.write.companions import optimizer_fields
 
 if TYPE_CHECKING:
     from unshard.engines.into_torch import Module, Tensor
@@ -48,6 +51,7 @@ __all__ = [
 
 _Array_co = TypeVar("_Array_co", covariant=True)
 _NEAREST = 3
+_PARTS = ("model", "optimizer")
 _READERS = 4  # threads that read a whole checkpoint
 
 
@@ -210,10 +214,12 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
         """Return what is known about the checkpoint, as strings; unknown values are left out.
 
         The keys are path, format, writer, step, world_size, role ("actor" or "critic"), weights
-        ("model" or "ema"), and config, the path of the config.json that belongs to it.
+        ("model" or "ema"), and config, the path of the config.json that belongs to it. Of the
+        part "optimizer" there is optimizer, too: steps and parameter groups as JSON.
         """
         checkpoint = self._opened.checkpoint
         catalog, location = checkpoint.catalog, checkpoint.location
+        state = checkpoint.optimizer
         known = {
             "path": self._opened.path,
             "format": catalog.format,
@@ -223,6 +229,7 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
             "role": location.role,
             "weights": location.weights,
             "config": checkpoint.companions.config,
+            "optimizer": None if state is None else json.dumps(optimizer_fields(state)),
         }
         return {key: str(value) for key, value in known.items() if value is not None}
 
@@ -251,19 +258,31 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
 
 @overload
 def open_checkpoint(
-    path: str | Path, *, framework: Literal["np"] = "np", **options: Unpack[OpenKeywords]
+    path: str | Path,
+    *,
+    framework: Literal["np"] = "np",
+    part: str = "model",
+    **options: Unpack[OpenKeywords],
 ) -> OpenCheckpoint[Elements]: ...
 
 
 @overload
 def open_checkpoint(
-    path: str | Path, *, framework: Literal["pt"], **options: Unpack[OpenKeywords]
+    path: str | Path,
+    *,
+    framework: Literal["pt"],
+    part: str = "model",
+    **options: Unpack[OpenKeywords],
 ) -> "OpenCheckpoint[Tensor]": ...
 
 
 @accepting(OpenKeywords, names="training")
 def open_checkpoint(
-    path: str | Path, *, framework: str = "np", **options: Unpack[OpenKeywords]
+    path: str | Path,
+    *,
+    framework: str = "np",
+    part: str = "model",
+    **options: Unpack[OpenKeywords],
 ) -> "OpenCheckpoint[Elements | Tensor]":
     """Open a checkpoint as one state dict; tensors are read when they are asked for.
 
@@ -276,6 +295,9 @@ def open_checkpoint(
         path: at any level of the checkpoint's tree; any format that `merge` reads.
         framework: "np" for arrays of numpy, with bfloat16 and float8 of ml_dtypes; or "pt" for
             tensors of torch (extra `torch`).
+        part: "model", or "optimizer" for the state of the optimizer that was saved with it: its
+            tensors as torch's flattened optimizer state dict calls them
+            (`state.lm_head.weight.exp_avg`); everything else is in `metadata()["optimizer"]`.
         options: as for `merge`, but the default of `names` is "training": the state dict as it was
             saved, with separate adapters, and tied weights under both names. "hub" gives what
             `merge` writes: names of the hub, experts one by one, adapters fused.
@@ -286,19 +308,29 @@ def open_checkpoint(
         UsageError: an option is not valid, or torch is not installed.
     """
     make, empty = _choose_framework(framework)
-    names = options.setdefault("names", "training")
-    chosen = MergeOptions(**options)
+    if part not in _PARTS:
+        raise UsageError(f"part {part!r}: unknown", expected=", ".join(_PARTS))
+    options.setdefault("names", "training")
+    chosen = MergeOptions(**options, optimizer=part == "optimizer")
     with ExitStack() as stack:
         checkpoint = read_unmerged(path, chosen, stack)
-        found = (
-            as_stored(checkpoint.catalog)
-            if names == "training"
-            else convert_one(checkpoint, chosen).tensors
-        )
+        found = _tensors(checkpoint, chosen)
         reader = TensorReader(checkpoint.location.weights_dir, empty)
         stack.callback(reader.close)
         opened = Opened(checkpoint, chosen, {one.name: one for one in found}, reader)
         return OpenCheckpoint(opened, make, stack.pop_all())
+
+
+def _tensors(checkpoint: Checkpoint, options: MergeOptions) -> Sequence[Converted]:
+    """Return the tensors of the model, or of the optimizer's state, under the names asked for."""
+    model = as_stored(checkpoint.catalog)
+    if options.names != "training":
+        model = [*convert_one(checkpoint, options).tensors]
+    if checkpoint.optimizer is None:
+        return model
+    if options.names == "training":
+        return as_stored(checkpoint.optimizer.catalog)
+    return convert_optimizer(model, checkpoint.catalog, checkpoint.optimizer)[0].value
 
 
 def read_unmerged(path: str | Path, options: MergeOptions, stack: ExitStack) -> Checkpoint:
@@ -307,6 +339,8 @@ def read_unmerged(path: str | Path, options: MergeOptions, stack: ExitStack) -> 
     Nothing in it is compressed any more: what was decompressed is removed by the stack.
     """
     stored = read_checkpoint(given_path(path, "the checkpoint"), options)
+    if options.optimizer:
+        stored = with_optimizer(stored, options)
     with hearing(None) as heard:
         for note in stored.catalog.notes:
             heard(Warned(note))

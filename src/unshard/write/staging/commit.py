@@ -20,7 +20,7 @@ from pathlib import Path
 
 from unshard.errors import OutputError
 from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
-from unshard.write.companions import ADAPTER_CONFIG_NAME, EXTRA_STATE_NAME, SCHEDULER_NAME
+from unshard.write.companions import ADAPTER_CONFIG_NAME, is_state_file
 from unshard.write.record import add_companions, is_weight_file, read_record
 from unshard.write.staging.beneath import (
     Identity,
@@ -200,7 +200,7 @@ def _in_order(target: Path, old: int, new: int, replaced: Collection[str]) -> li
     paths = _paths(new)
     weights = [path for path in paths if is_weight_file(path) and path != INDEX_NAME]
     last = [path for path in (INDEX_NAME, RECORD_NAME) if path in paths]
-    over = {EXTRA_STATE_NAME, SCHEDULER_NAME, *replaced}
+    over = {*replaced, *filter(is_state_file, paths)}
     if not find_strangers(old, [ADAPTER_CONFIG_NAME]):
         over.add(ADAPTER_CONFIG_NAME)
     state = [path for path in paths if path in over and path not in weights]

@@ -13,7 +13,7 @@ from pathlib import Path
 from unshard.containers.safetensors_file import HeaderEntry, read_safetensors
 from unshard.errors import CheckpointError, OutputError
 from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
-from unshard.write.companions import ADAPTER_CONFIG_NAME, EXTRA_STATE_NAME, SCHEDULER_NAME
+from unshard.write.companions import ADAPTER_CONFIG_NAME, is_state_file
 from unshard.write.record import is_weight_file, read_record
 from unshard.write.staging.beneath import status_of
 from unshard.write.staging.journal import Mode
@@ -76,7 +76,7 @@ def _check_strangers(target: Path, mode: Mode, names: Collection[str]) -> None:
         paths = {*find_in_the_way(fd), RECORD_NAME}
         if mode is Mode.IN_PLACE:
             paths -= {ADAPTER_CONFIG_NAME} & set(names)
-            paths |= {EXTRA_STATE_NAME, SCHEDULER_NAME} & set(names)
+            paths |= set(filter(is_state_file, names))
         else:
             paths |= set(names)
         found = find_strangers(fd, paths)

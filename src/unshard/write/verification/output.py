@@ -30,7 +30,6 @@ from unshard.errors import CheckpointError, CorruptError, OutputError, UnshardEr
 from unshard.plan.layout import Layout, OutputFile
 from unshard.plan.operations import CopyRange
 from unshard.plan.work import Tile, Unit
-from unshard.read.hub_files import INDEX_NAME
 from unshard.tensors.boxes import row_tile, tiles
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 from unshard.write.execute import make_tile, tile_runs
@@ -48,10 +47,10 @@ def verify_light(directory: Path, layout: Layout) -> None:
         OutputError: lists every difference.
     """
     problems = [problem for file in layout.files for problem in _check_file(directory, file)]
-    if len(layout.files) > 1:
-        index = json.loads((directory / INDEX_NAME).read_bytes())
-        if index["weight_map"] != dict(layout.weight_map):
-            problems.append(OutputError(f"{INDEX_NAME}: its weight map is not what was laid out"))
+    for name, index in layout.indices.items():
+        found = json.loads((directory / name).read_bytes())
+        if found["weight_map"] != json.loads(index)["weight_map"]:
+            problems.append(OutputError(f"{name}: its weight map is not what was laid out"))
     raise_all(OutputError, f"{directory}: the output is not what was planned", problems)
 
 

@@ -1,0 +1,212 @@
+"""The state of an optimizer in an output: names of the hub, other outputs in the way, damage."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import unshard
+from ranks import as_rank, assert_same, merged, save_ranks, shard
+from tiny_models import tiny_config, tiny_model
+from unshard import CheckpointError, ConversionError, OutputError, UnshardError
+
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
+WORLD = 2
+KEYS = ("exp_avg", "exp_avg_sq")
+Moments = Mapping[str, torch.Tensor]
+
+
+def save_optimizer(
+    directory: Path,
+    moments: Mapping[str, Moments],
+    *,
+    group: Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
+) -> None:
+    """Save what AdamW saves, for the given tensors by key, on each of the ranks."""
+    names = list(next(iter(moments.values())))
+    for rank in range(WORLD):
+        with as_rank(rank, WORLD):
+            mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
+            state = {
+                number: {
+                    "step": torch.tensor(7.0),
+                    **{key: shard(own[name], mesh, None) for key, own in moments.items()},
+                    **(extra or {}),
+                }
+                for number, name in enumerate(names)
+            }
+            groups = [{"lr": 0.1, **(group or {}), "params": list(range(len(names)))}]
+            saved = {"state": state, "param_groups": groups}
+            torch.save(saved, directory / f"optim_world_size_{WORLD}_rank_{rank}.pt")
+
+
+def mixture() -> dict[str, torch.Tensor]:
+    """A mixture of experts with all experts in one tensor."""
+    return dict(tiny_model("qwen3_moe").state_dict())
+
+
+def like(tensors: Moments, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(one.shape, generator=generator) for name, one in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of verl of a mixture of experts, and next to it one model per kind of moment."""
+    place = tmp_path_factory.mktemp("moe")
+    tensors = mixture()
+    moments = {key: like(tensors, seed) for seed, key in enumerate(KEYS)}
+    for name, own in {"run": tensors, **moments}.items():
+        save_ranks(place / name, own, WORLD)
+        tiny_config("qwen3_moe").save_pretrained(place / name)
+    save_optimizer(place / "run", moments)
+    return place
+
+
+def test_moments_of_experts_are_divided_as_the_experts_are(trained: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    unshard.merge(trained / "run", tmp_path / "out", optimizer=True, verify="full")
+    model = (
+        merged(tmp_path / "out").keys()
+        - load_file(tmp_path / "out" / "optimizer.safetensors").keys()
+    )
+    truth = {f"state.{name}.step": torch.tensor(7.0) for name in model}
+    for key in KEYS:  # each kind was merged as a model of its own
+        unshard.merge(trained / key, tmp_path / key)
+        truth |= {f"state.{name}.{key}": one for name, one in merged(tmp_path / key).items()}
+    assert "state.model.layers.0.mlp.experts.3.up_proj.weight.exp_avg" in truth
+    assert_same(load_file(tmp_path / "out" / "optimizer.safetensors"), truth)
+    fields = json.loads((tmp_path / "out" / "optimizer.json").read_text())
+    assert sorted(fields["param_groups"][0]["params"]) == sorted(model)
+    assert (fields["step"], fields["param_groups"][0]["lr"]) == (7.0, 0.1)
+
+
+@pytest.mark.parametrize("names", ["hub", "training"])
+def test_an_open_checkpoint_has_the_names_asked_for(trained: Path, names: str) -> None:
+    fused = "state.model.layers.0.mlp.experts.gate_up_proj.exp_avg"
+    apart = "state.model.layers.0.mlp.experts.0.gate_proj.weight.exp_avg"
+    options = {"framework": "pt", "part": "optimizer", "names": names}
+    with unshard.open_checkpoint(trained / "run", **options) as state:  # type: ignore[call-overload]
+        assert (fused in state, apart in state) == (names == "training", names == "hub")
+        whole = like(mixture(), 0)["model.layers.0.mlp.experts.gate_up_proj"]
+        found = state[fused] if names == "training" else state[apart]
+        rows = whole if names == "training" else whole[0, : len(found)]
+        assert torch.equal(found, rows)
+        assert json.loads(state.metadata()["optimizer"])["step"] == 7.0
+
+
+def test_files_that_are_not_written_are_those_of_a_merge(trained: Path, tmp_path: Path) -> None:
+    unshard.merge(trained / "run", tmp_path / "out", optimizer=True, max_shard_size=4000)
+    with unshard.virtual(trained / "run", optimizer=True, max_shard_size=4000) as files:
+        assert {"optimizer.json", "optimizer.safetensors.index.json"} <= files.keys()
+        for path in (tmp_path / "out").iterdir():
+            assert files.open(path.name).read() == path.read_bytes(), path.name
+
+
+def test_what_is_left_out_of_the_model_has_no_moments(trained: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    report = unshard.merge(
+        trained / "run", tmp_path, overwrite=True, optimizer=True, include="norm"
+    )
+    names = {name.rpartition(".")[0] for name in load_file(tmp_path / "optimizer.safetensors")}
+    assert names == {f"state.{name}" for name in load_file(tmp_path / "model.safetensors")}
+    assert any("was left out" in note for note in report.notes)
+
+
+def test_a_later_merge_without_it_removes_it(trained: Path, tmp_path: Path) -> None:
+    unshard.merge(trained / "run", tmp_path / "out", optimizer=True)
+    unshard.merge(trained / "run", tmp_path / "out", overwrite=True)
+    assert not list((tmp_path / "out").glob("optimizer*"))
+
+
+def test_in_place_it_is_replaced_and_no_one_elses_is(trained: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained / "run", run)
+    (run / "optimizer.safetensors").write_bytes(b"of another tool")
+    with pytest.raises(OutputError, match=r"optimizer\.safetensors"):
+        unshard.merge(run, run, overwrite=True, optimizer=True)
+    (run / "optimizer.safetensors").unlink()
+    unshard.merge(run, run, overwrite=True, optimizer=True)
+    before = (run / "optimizer.safetensors").read_bytes()
+    unshard.merge(run, run, overwrite=True, optimizer=True, names="training")
+    assert (run / "optimizer.safetensors").read_bytes() != before
+    unshard.merge(run, run, overwrite=True)
+    assert not (run / "optimizer.safetensors").exists()
+    assert not (run / "optimizer.json").exists()
+
+
+def test_a_fused_adapter_has_no_moments(tmp_path: Path) -> None:
+    path = "base_model.model.model.layers.0.mlp.up_proj"
+    tensors = {
+        f"{path}.base_layer.weight": torch.randn(8, 6),
+        f"{path}.lora_A.default.weight": torch.randn(2, 6),
+        f"{path}.lora_B.default.weight": torch.randn(8, 2),
+    }
+    save_ranks(tmp_path / "run", tensors, WORLD)
+    save_optimizer(tmp_path / "run", {key: like(tensors, 0) for key in KEYS})
+    with pytest.raises(ConversionError, match="its values are computed"):
+        unshard.merge(tmp_path / "run", tmp_path / "out", optimizer=True, lora_alpha=4)
+    with unshard.open_checkpoint(tmp_path / "run", part="optimizer") as state:
+        assert f"state.{path}.lora_A.default.weight.exp_avg" in state
+
+
+def test_state_of_other_shapes_and_values_is_read_as_it_is(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.randn(5, 3), "b.weight": torch.randn(4)}
+    save_ranks(tmp_path, tensors, WORLD)
+    rows = {"a.weight": torch.randn(5), "b.weight": torch.randn(4)}
+    save_optimizer(tmp_path, {"exp_avg_sq_row": rows}, extra={"RMS": 0.25}, group={"betas": (0, 1)})
+    with unshard.open_checkpoint(tmp_path, framework="pt", part="optimizer") as state:
+        assert torch.equal(state["state.a.weight.exp_avg_sq_row"], rows["a.weight"])
+        fields = json.loads(state.metadata()["optimizer"])
+    assert fields["values"] == {"a.weight": {"RMS": 0.25}, "b.weight": {"RMS": 0.25}}
+    assert fields["param_groups"] == [
+        {"lr": 0.1, "betas": [0, 1], "params": ["a.weight", "b.weight"]}
+    ]
+
+
+def test_blocks_of_8_bits_are_refused(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.randn(5, 3)}
+    save_ranks(tmp_path, tensors, WORLD)
+    save_optimizer(tmp_path, {"state1": like(tensors, 0), "absmax1": like(tensors, 1)})
+    with pytest.raises(UnshardError, match="8-bit optimizer"):
+        unshard.open_checkpoint(tmp_path, part="optimizer")
+
+
+def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    save_ranks(tmp_path, {"a.weight": torch.randn(5, 3)}, WORLD)
+    save_optimizer(tmp_path, {key: {"a.weight": torch.randn(5, 4)} for key in KEYS})
+    with pytest.raises(UnshardError, match="does not fit the model"):
+        unshard.open_checkpoint(tmp_path, part="optimizer")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_damage_is_an_error_or_does_not_matter(tmp_path: Path, seed: int) -> None:
+    random = Random(seed)
+    tensors = {"a.weight": torch.randn(5, 3), "b.weight": torch.randn(4)}
+    save_ranks(tmp_path / "run", tensors, WORLD)
+    save_optimizer(tmp_path / "run", {key: like(tensors, 0) for key in KEYS})
+    path = tmp_path / "run" / f"optim_world_size_{WORLD}_rank_{seed % WORLD}.pt"
+    data = bytearray(path.read_bytes())
+    if seed % 3 == 0:
+        del data[random.randrange(len(data)) :]
+    else:
+        for _ in range(seed):
+            data[random.randrange(len(data))] = random.randrange(256)
+    path.write_bytes(data)
+    with (
+        suppress(CheckpointError),
+        unshard.open_checkpoint(tmp_path / "run", part="optimizer") as state,
+    ):
+        assert {one.shape for one in state.values()} == {(), (5, 3), (4,)}
+    found = unshard.inspect(tmp_path / "run").optimizer  # never an error: the model is whole
+    assert found is not None
