@@ -10,6 +10,7 @@ Sources: `torch._weights_only_unpickler`, `torch._utils._rebuild_tensor_v2` and
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from struct import pack
 from typing import BinaryIO
@@ -69,17 +70,18 @@ class SavedTensor:
     Attributes:
         dtype: of its elements.
         shape: its sizes.
-        source: its elements, row-major: the bytes, or where they are in a file.
+        source: its elements, row-major: the bytes, or where they are in a file; None if only the
+            pickle is written.
     """
 
     dtype: DType
     shape: tuple[int, ...]
-    source: bytes | ByteRange
+    source: bytes | ByteRange | None
 
     @property
     def nbytes(self) -> int:
         """Size of the elements, bytes."""
-        return len(self.source) if isinstance(self.source, bytes) else self.source.length
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def write_torch_file(path: Path, value: Plain) -> None:
@@ -117,6 +119,8 @@ def _add(
 def _elements(tensor: SavedTensor) -> Iterator[bytes | bytearray]:
     """Yield a tensor's bytes, block by block."""
     source = tensor.source
+    if source is None:
+        raise TypeError("a tensor whose elements are not known cannot be written")
     if isinstance(source, bytes):
         yield source
         return

@@ -1,0 +1,232 @@
+"""What torch pickles for the DTensors of a rank, as values to write.
+
+The attributes of meshes and specs, their order and the modules of their classes differ between
+versions of torch; what a version does is decided where it differs. Hashes are left out where torch
+computes them when they are missing, and group names are numbers: torch does not look them up.
+
+Sources: the pickles of torch 2.4 to 2.15 (`docs/formats.md`).
+"""
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from unshard.containers.pickles.pickler import Call, Text
+from unshard.containers.pickles.records import Global, Value
+from unshard.containers.torch_files.writer import SavedTensor
+from unshard.tensors.boxes import row_major_strides
+from unshard.tensors.dtypes import BY_NAME
+from unshard.tensors.placements import DeviceMesh, Placement, Replicate, Shard, StridedShard
+
+__all__ = ["VERSIONS", "DTensors", "Version"]
+
+Version = tuple[int, int]
+"""A version of torch, without its last number."""
+
+VERSIONS: dict[str, Version] = {
+    "2.4": (2, 4),
+    "2.6": (2, 6),
+    "2.8": (2, 8),
+    "2.10": (2, 10),
+    "2.13": (2, 13),
+}
+"""The versions whose pickles can be written, oldest first."""
+
+_PLACEMENTS = "torch.distributed.tensor.placement_types"
+_SPECS = "torch.distributed.tensor._dtensor_spec"
+_OLD = "torch.distributed._tensor.placement_types"  # has both, up to 2.4
+_LAYOUTS = "torch.distributed._mesh_layout"
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    """What is the same for all DTensors of a version."""
+
+    version: Version
+
+    def has(self, major: int, minor: int) -> bool:
+        """Return whether a version has what came with that one."""
+        return self.version >= (major, minor)
+
+    @property
+    def dtensor(self) -> Global:
+        if self.has(2, 5):
+            return Global("torch.distributed.tensor", "DTensor")
+        return Global("torch.distributed._tensor.api", "DTensor")
+
+    def of_specs(self, name: str) -> Global:
+        return Global(_SPECS if self.has(2, 5) else _OLD, name)
+
+    def of_placements(self, name: str) -> Global:
+        return Global(_PLACEMENTS if self.has(2, 5) else _OLD, name)
+
+
+class DTensors:
+    """Makes the DTensors of one rank on one mesh, whose ranks ascend from 0 on.
+
+    Args:
+        version: of the torch that is to read them.
+        device_type: of the mesh: "cuda" or "cpu". The tensors themselves are on the CPU.
+        mesh: as the rank sees it.
+    """
+
+    def __init__(self, version: Version, device_type: str, mesh: DeviceMesh) -> None:
+        self._encoding = _Encoding(version)
+        self._mesh = mesh
+        self._rank = _rank_of(mesh)
+        self._stated = self._device_mesh(device_type)
+        self._layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+
+    def make(
+        self, local: SavedTensor, shape: tuple[int, ...], placements: tuple[Placement, ...]
+    ) -> Call:
+        """Return the DTensor of a global shape whose part on this rank is `local`."""
+        encoding, strides = self._encoding, row_major_strides(shape)
+        dtype = Global("torch", local.dtype.name)
+        device = Call(Global("torch", "device"), (Text("cpu"),))
+        args = (encoding.dtensor, dtype, tuple(shape), strides, 0, self._layout, device, False)
+        state = {"_local_tensor": local, "_spec": self._spec(dtype, shape, placements)}
+        rebuild = Global("torch._utils", "_rebuild_wrapper_subclass")
+        return Call(
+            Global("torch._tensor", "_rebuild_from_type_v2"),
+            (rebuild, encoding.dtensor, args, (None, state)),
+        )
+
+    def _spec(
+        self, dtype: Global, shape: tuple[int, ...], placements: tuple[Placement, ...]
+    ) -> Call:
+        encoding = self._encoding
+        size = Call(Global("torch", "Size"), ((*shape,),))  # torch has another tuple here
+        meta = (size, row_major_strides(shape), dtype)
+        fields: dict[str, Value] = {
+            "mesh": self._stated,
+            "placements": tuple(map(self._placement, placements)),
+            "tensor_meta": Call(encoding.of_specs("TensorMeta"), meta, is_new=True),
+        }
+        is_strided = any(isinstance(one, StridedShard) for one in placements)
+        if encoding.has(2, 10):
+            order = self._shard_order(placements)
+            fields["shard_order"] = None if is_strided and encoding.has(2, 12) else order
+        if encoding.has(2, 12):
+            fields["use_strided_shard_as_shard_order"] = is_strided
+        fields["_hash"] = None
+        return Call(encoding.of_specs("DTensorSpec"), state=fields, is_new=True)
+
+    def _shard_order(self, placements: tuple[Placement, ...]) -> tuple[Call, ...]:
+        """Return, per tensor dimension that is cut, the mesh dimensions in the order they cut it.
+
+        A `_StridedShard` cuts after the later mesh dimensions that its factor counts.
+        """
+        cut: dict[int, list[int]] = {}
+        for mesh_dim in reversed(range(len(placements))):
+            match placements[mesh_dim]:
+                case Shard(dim):
+                    cut.setdefault(dim, []).insert(0, mesh_dim)
+                case StridedShard(dim, factor):
+                    order, before = cut.setdefault(dim, []), 1
+                    place = 0
+                    while place < len(order) and before < factor:
+                        before *= self._mesh.shape[order[place]]
+                        place += 1
+                    order.insert(place, mesh_dim)
+        entry = self._encoding.of_specs("ShardOrderEntry")
+        return tuple(Call(entry, (dim, tuple(cut[dim])), is_new=True) for dim in sorted(cut))
+
+    def _placement(self, placement: Placement) -> Call:
+        encoding = self._encoding
+        match placement:
+            case Shard(dim):
+                name: Value = Text("dim") if encoding.has(2, 10) else "dim"  # since then from C++
+                return Call(encoding.of_placements("Shard"), state={name: dim}, is_new=True)
+            case StridedShard(dim, factor):
+                fields = {"dim": dim, "split_factor": factor}
+                return Call(encoding.of_placements("_StridedShard"), state=fields, is_new=True)
+            case Replicate():
+                state: Value = {} if encoding.has(2, 10) else None
+                return Call(encoding.of_placements("Replicate"), state=state, is_new=True)
+            case _:
+                raise TypeError(f"a tensor that is {placement} cannot be written")
+
+    def _device_mesh(self, device_type: str) -> Call:
+        state = (self._mesh_of_layout if self._encoding.has(2, 10) else self._mesh_of_tensor)(
+            device_type, tuple(range(prod(self._mesh.shape)))
+        )
+        mesh = Global("torch.distributed.device_mesh", "DeviceMesh")
+        return Call(mesh, state=state, is_new=True)
+
+    def _mesh_of_tensor(self, device_type: str, ranks: tuple[int, ...]) -> dict[str, Value]:
+        has, mesh = self._encoding.has, self._mesh
+        fields: dict[str, Value] = {
+            "device_type": device_type,
+            "mesh": _numbers(ranks, mesh.shape),
+            "mesh_dim_names": mesh.dim_names,
+            "_flatten_mesh_list": ranks,
+        }
+        fields |= {} if has(2, 5) else {"_parent_mesh": None}
+        fields["_thread_id"] = None
+        groups = self._groups()
+        if has(2, 8):
+            fields["_dim_group_names"] = groups
+        else:
+            fields["_dim_group_infos"] = [
+                ("", _group(mesh, dim), name) for dim, name in enumerate(groups)
+            ]
+        fields["_coordinate_on_dim"] = list(mesh.coordinates)
+        return fields
+
+    def _mesh_of_layout(self, device_type: str, ranks: tuple[int, ...]) -> dict[str, Value]:
+        mesh = self._mesh
+        fields: dict[str, Value] = {
+            "_device_type": device_type,
+            "_layout": self._mesh_layout(),
+            "_rank_map": _numbers(ranks, (len(ranks),)),
+            "_mesh_dim_names": mesh.dim_names,
+            "_root_mesh": None,
+            "_flatten_rank_map": ranks,
+            "_thread_id": None,
+            "_flatten_mapping": {},
+            "_dim_group_names": self._groups(),
+        }
+        if not self._encoding.has(2, 12):
+            return fields | {"_coordinate_on_dim": list(mesh.coordinates)}
+        return fields | {
+            "_rank": self._rank,
+            "_coordinate_on_dim": mesh.coordinates,
+            "_hash": None,
+        }
+
+    def _groups(self) -> list[Text]:
+        return [Text(str(number)) for number in range(len(self._mesh.shape))]
+
+    def _mesh_layout(self) -> Call:
+        shape = self._mesh.shape
+        strides = row_major_strides(shape)
+        layout = Global(_LAYOUTS, "_MeshLayout")
+        if not self._encoding.has(2, 13):
+            return Call(layout, state={"shape": shape, "stride": strides}, is_new=True)
+        flat = Global(_LAYOUTS, "_FlatLayout")
+        axes = tuple(
+            Call(flat, state={"shape": sizes, "stride": steps}, is_new=True)
+            for sizes, steps in (
+                ((size,), (stride,)) if size > 1 else ((), ())
+                for size, stride in zip(shape, strides, strict=True)
+            )
+        )
+        return Call(layout, state={"axes": axes}, is_new=True)
+
+
+def _numbers(ranks: tuple[int, ...], shape: tuple[int, ...]) -> SavedTensor:
+    return SavedTensor(BY_NAME["int32"], shape, np.asarray(ranks, "<i4").tobytes())
+
+
+def _rank_of(mesh: DeviceMesh) -> int:
+    strides = row_major_strides(mesh.shape)
+    return sum(at * step for at, step in zip(mesh.coordinates, strides, strict=True))
+
+
+def _group(mesh: DeviceMesh, dim: int) -> list[int]:
+    """Return the ranks along a mesh dimension, through this rank."""
+    at = mesh.coordinates
+    lines = ((*at[:dim], place, *at[dim + 1 :]) for place in range(mesh.shape[dim]))
+    return [_rank_of(replace(mesh, coordinates=line)) for line in lines]
