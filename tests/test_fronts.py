@@ -109,7 +109,8 @@ def options_of(*path: str) -> set[str]:
     command = typer.main.get_command(app)
     for name in path:
         command = command.commands[name]  # type: ignore[attr-defined]  # of a group
-    return {option for parameter in command.params for option in parameter.opts}
+    named = [[*parameter.opts, *parameter.secondary_opts] for parameter in command.params]
+    return {option for options in named for option in options}
 
 
 def options_of_drop_in(main: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> set[str]:

@@ -11,6 +11,7 @@ from unshard.cli.commands import average, inspect, merge, push, verify
 from unshard.cli.engines import sglang, vllm
 from unshard.cli.environment import env
 from unshard.cli.evaluate.commands import app as evaluate
+from unshard.cli.evaluate.compare import compare
 from unshard.cli.evaluate.runs import export, watch
 from unshard.cli.options import Grouped
 from unshard.cli.running import guarded
@@ -36,6 +37,7 @@ for _engine in (vllm, sglang):
 app.command()(guarded(env))
 evaluate.command()(guarded(watch))
 evaluate.command()(guarded(export))
+evaluate.command()(guarded(compare))
 app.add_typer(evaluate)
 
 

@@ -247,7 +247,7 @@ class Filters:
 class Result:
     """One number, and where it belongs; what is completed later has a higher `number`.
 
-    `stderr` is its standard error, if the evaluator gave one.
+    `stderr` is its standard error, and `higher_is_better` the direction, if the evaluator gave it.
     """
 
     number: int
@@ -261,6 +261,7 @@ class Result:
     value: float
     completed_at: float
     stderr: float | None = None
+    higher_is_better: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unshard import signals
-from unshard.cli.evaluate.show import print_jobs, print_results, wait_for
+from unshard.cli.evaluate.live import show_again
+from unshard.cli.evaluate.show import job_lines, print_jobs, result_lines, wait_for
 from unshard.cli.options import Json
 from unshard.cli.running import error_fields, front_of, guarded, say
 from unshard.errors import UnshardError, UsageError, how_to_install
@@ -23,7 +25,10 @@ __all__ = [
     "FAILED",
     "URL",
     "BaseModel",
+    "Csv",
+    "HigherIsBetter",
     "RandomSeed",
+    "ServerUrl",
     "TokenFile",
     "app",
     "check_installed",
@@ -77,6 +82,27 @@ RandomSeed = Annotated[
         max=2**32 - 1,
         metavar="N",
         help="Seed of the evaluator's random generators.  [default: the evaluator's own]",
+    ),
+]
+
+
+Watch = Annotated[
+    bool,
+    typer.Option(
+        "--watch",
+        help="Show it again and again, until Ctrl-C; where stdout is not a terminal, print it when "
+        "it has changed.",
+    ),
+]
+Interval = Annotated[
+    float, typer.Option(min=0.05, metavar="SECONDS", help="How often --watch asks the server.")
+]
+Csv = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
+HigherIsBetter = Annotated[
+    bool | None,
+    typer.Option(
+        "--higher-is-better/--lower-is-better",
+        help="Which value is the best.  [default: what the evaluator says of the metric]",
     ),
 ]
 
@@ -262,6 +288,8 @@ def status(
         ),
     ] = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Only jobs of this run.")] = None,
+    watch: Watch = False,
+    interval: Interval = 2.0,
     server: ServerUrl = URL,
     token_file: TokenFile = None,
     as_json: Json = False,
@@ -274,8 +302,12 @@ def status(
         with contextlib.suppress(ServerAwayError):
             for problem in client.problems():
                 say(f"warning: the server accepts no jobs now: {problem}")
-        jobs = [client.job(job)] if job else client.jobs(run=run)
-    print_jobs(jobs, run=run, as_json=as_json)
+
+        def read() -> list[str]:
+            jobs = [client.job(job)] if job else client.jobs(run=run)
+            return job_lines(jobs, run=run, as_json=as_json)
+
+        _show(read, interval if watch else None)
 
 
 @app.command()
@@ -320,15 +352,46 @@ def results(
     run: Annotated[
         str | None, typer.Option(metavar="RUN", help="Only results of this run.")
     ] = None,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    best: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TASK/METRIC",
+            help="Mark the step of each run with the best value; repeated: with the best mean.",
+        ),
+    ] = None,
+    higher_is_better: HigherIsBetter = None,
+    watch: Watch = False,
+    interval: Interval = 2.0,
+    as_csv: Csv = False,
     server: ServerUrl = URL,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
     """Print all results, each with its training step."""
+    if higher_is_better is not None and not best:
+        raise UsageError(
+            "--higher-is-better or --lower-is-better: there is no metric that it is said of",
+            hint="add --best TASK/METRIC",
+        )
     with connect(server, token_file) as client:
-        found = client.results(run=run)
-    print_results(found, run=run, as_csv=as_csv, as_json=as_json)
+        from unshard.evaluate.comparing import as_results, best_numbers
+
+        def read() -> list[str]:
+            found, marked = client.results(run=run), None
+            if best:
+                better = higher_is_better
+                marked = best_numbers(as_results(found), best, higher_is_better=better)
+            return result_lines(found, run=run, as_csv=as_csv, as_json=as_json, best=marked)
+
+        _show(read, interval if watch else None)
+
+
+def _show(read: Callable[[], list[str]], every_s: float | None) -> None:
+    """Print lines, once or again and again."""
+    if every_s is None:
+        print("\n".join(read()))
+    else:
+        show_again(read, every_s)
 
 
 def _split_list(text: str) -> list[str]:

@@ -20,7 +20,7 @@ from unshard.cli.evaluate.commands import (
     check_installed,
     connect,
 )
-from unshard.cli.evaluate.show import on_one_line
+from unshard.cli.evaluate.tables import on_one_line
 from unshard.cli.options import Json, one_of
 from unshard.cli.running import say
 from unshard.errors import UsageError

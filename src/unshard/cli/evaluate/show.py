@@ -1,35 +1,32 @@
 """How `unshard eval` shows jobs and results: as tables, CSV or JSON, or as they change."""
 
+import io
 import json
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from unshard.cli.evaluate.tables import lay_out_table, on_one_line, terminal_width
 from unshard.cli.running import say
 
 if TYPE_CHECKING:
     from unshard.evaluate.client.v1 import EvalClient
 
-__all__ = ["on_one_line", "print_jobs", "print_results", "wait_for"]
+__all__ = ["csv_lines", "job_lines", "print_jobs", "result_lines", "wait_for"]
 
 Row = Mapping[str, object]
-"""A job or a result as the server answers it, or a line of a table, by heading."""
+"""A job or a result as the server answers it."""
 
 _SHORT = 8  # characters of a job's id: the server knows it by them
-_COLUMNS = ("run", "step", "weights", "profile", "task", "metric", "value", "job_id")
-_NUMBERS = frozenset({"step", "value"})  # aligned at their ends
+_SHOWN = ("run", "step", "weights", "profile", "task", "metric", "value", "stderr")
+_COLUMNS = (*_SHOWN[:-1], "job_id", "stderr")  # what is newer comes last
+_NUMBERS = frozenset({"step", "value", "stderr"})  # aligned at their ends
 _LOOK_S = 1.0  # between looks at the jobs
 
 
 def _shorten(job_id: object) -> str:
     """Return the beginning of a job's id, which every command takes in its place."""
     return str(job_id)[:_SHORT]
-
-
-def on_one_line(name: str) -> str:
-    r"""Return a name with `\n` for a line break: evaluators may put one into a metric's name."""
-    return name.replace("\n", "\\n")
 
 
 def _describe_state(job: Row) -> str:
@@ -41,19 +38,22 @@ def _describe_state(job: Row) -> str:
 
 
 def print_jobs(jobs: Sequence[Row], *, run: str | None = None, as_json: bool) -> None:
-    """Print jobs, each with its results and its error below.
+    """Print jobs; see `job_lines`."""
+    print("\n".join(job_lines(jobs, run=run, as_json=as_json)))
+
+
+def job_lines(jobs: Sequence[Row], *, run: str | None = None, as_json: bool) -> list[str]:
+    """Return jobs as a table, each with its results and its error below.
 
     Args:
         jobs: as the server answers them.
         run: the run that these are all jobs of, if only one was asked for.
-        as_json: whether to print all fields, as JSON.
+        as_json: whether to give all fields, as JSON.
     """
     if as_json:
-        print(json.dumps({"jobs": list(jobs)}))
-        return
+        return [json.dumps({"jobs": list(jobs)})]
     if not jobs:
-        print(f"no jobs of run {run}" if run else "no jobs yet")
-        return
+        return [f"no jobs of run {run}" if run else "no jobs yet"]
     rows = [
         {
             "job": _shorten(job["id"]),
@@ -67,62 +67,80 @@ def print_jobs(jobs: Sequence[Row], *, run: str | None = None, as_json: bool) ->
         }
         for job in jobs
     ]
-    head, *lines = _lay_out_table(rows)
-    print(head)
+    head, *lines = lay_out_table(rows, numbers=_NUMBERS, width=terminal_width())
+    shown = [head]
     for job, line in zip(jobs, lines, strict=True):
-        print(line)
-        if job.get("pinned") is False and job["completed_at"] is None:
-            print("    not pinned: the checkpoint must stay where it is until it is merged")
-        metrics = job["metrics"]
-        if isinstance(metrics, Mapping):
-            for name, value in metrics.items():
-                print(f"    {on_one_line(name)} = {value:.6g}")
-        if job["error"]:
-            again = f"attempt {job.get('attempts')}: " if job["status"] == "queued" else ""
-            print(f"    {again}{job['error']}".replace("\n", "\n    "))
+        shown += [line, *_details(job)]
+    return shown
 
 
-def print_results(found: Sequence[Row], *, run: str | None, as_csv: bool, as_json: bool) -> None:
-    """Print results, one on each line."""
+def _details(job: Row) -> list[str]:
+    """Return the lines below a job: what it measured, and what is wrong."""
+    lines = list[str]()
+    if job.get("pinned") is False and job["completed_at"] is None:
+        lines.append("    not pinned: the checkpoint must stay where it is until it is merged")
+    metrics, errors = job["metrics"], job.get("stderr")
+    for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
+        error = errors.get(name) if isinstance(errors, Mapping) else None
+        spread = "" if error is None else f" \u00b1 {_round(error)}"
+        lines.append(f"    {on_one_line(name)} = {_round(value)}{spread}")
+    if job["error"]:
+        again = f"attempt {job.get('attempts')}: " if job["status"] == "queued" else ""
+        lines.append(f"    {again}{job['error']}".replace("\n", "\n    "))
+    return lines
+
+
+def result_lines(
+    found: Sequence[Row],
+    *,
+    run: str | None,
+    as_csv: bool,
+    as_json: bool,
+    best: Container[object] | None = None,
+) -> list[str]:
+    """Return results, one on each line.
+
+    Args:
+        found: as the server answers them.
+        run: the run that these are all results of, if only one was asked for.
+        as_csv: whether to give them as CSV.
+        as_json: whether to give all fields, as JSON.
+        best: the numbers of those to mark; None: there is no such column.
+    """
+    if best is not None:
+        found = [{**one, "best": one.get("number") in best} for one in found]
     if as_json:
-        print(json.dumps({"results": list(found)}))
-    elif as_csv:
-        import csv
-
-        writer = csv.DictWriter(sys.stdout, _COLUMNS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
-    elif not found:
-        print(f"no results of run {run}" if run else "no results yet")
-    else:
-        rows = [
-            {
-                **{name: one[name] for name in _COLUMNS[:-1]},
-                "completed (local)": _write_time(one.get("completed_at")),
-                "job": _shorten(one["job_id"]),
-            }
-            for one in found
-        ]
-        for line in _lay_out_table(rows):
-            print(line)
-
-
-def _lay_out_table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table with headings; None is shown as "-"."""
-    headings = {name: name for name in rows[0]}
-    cells = [
-        {name: "-" if value is None else on_one_line(str(value)) for name, value in row.items()}
-        for row in (headings, *rows)
+        return [json.dumps({"results": list(found)})]
+    if as_csv:
+        return csv_lines(_COLUMNS if best is None else (*_COLUMNS, "best"), found)
+    if not found:
+        return [f"no results of run {run}" if run else "no results yet"]
+    rows = [
+        {
+            **{name: one.get(name) for name in _SHOWN[:-1]},
+            "stderr": _round(one.get("stderr")),
+            **({} if best is None else {"best": "best" if one["best"] else ""}),
+            "completed (local)": _write_time(one.get("completed_at")),
+            "job": _shorten(one["job_id"]),
+        }
+        for one in found
     ]
-    widths = {name: max(len(row[name]) for row in cells) for name in headings}
-    aligned = (
-        [
-            text.rjust(widths[name]) if name in _NUMBERS else text.ljust(widths[name])
-            for name, text in row.items()
-        ]
-        for row in cells
-    )
-    return ["  ".join(row).rstrip() for row in aligned]
+    return lay_out_table(rows, numbers=_NUMBERS, width=terminal_width())
+
+
+def csv_lines(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Return the lines of a CSV file with these columns."""
+    import csv
+
+    file = io.StringIO()
+    writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return [file.getvalue().removesuffix("\n")]
+
+
+def _round(value: object) -> str | None:
+    return f"{value:.6g}" if isinstance(value, int | float) else None
 
 
 def _write_time(seconds: object) -> str | None:

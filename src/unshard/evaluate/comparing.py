@@ -1,0 +1,240 @@
+"""Which step of a run is the best, and how its results differ from those of other steps and runs.
+
+Pure. A step has one value of a metric: of several, those that were completed last count.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import groupby
+from math import hypot
+
+from unshard.errors import UsageError
+from unshard.evaluate.jobs import Result
+
+__all__ = ["Comparison", "Difference", "as_results", "best_numbers", "compare_runs"]
+
+_BASE_STEP = 0
+_OPTIONAL = {"stderr": None, "higher_is_better": None}
+Series = tuple[str, str, str]
+"""What can be compared step by step: run, weights, profile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A difference of two values, also as a multiple of its standard error, if both have one.
+
+    The standard error of the difference is taken to be that of two independent samples,
+    sqrt(a^2 + b^2). Evaluators ask every model the same questions, so it is smaller in truth.
+    """
+
+    value: float
+    stderrs: float | None
+
+    @classmethod
+    def of(cls, one: Result, other: Result) -> "Difference":
+        """Return by how much one result is above another."""
+        value = one.value - other.value
+        if one.stderr is None or other.stderr is None:
+            return cls(value, None)
+        error = hypot(one.stderr, other.stderr)
+        return cls(value, value / error if error else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One metric of one run.
+
+    Attributes:
+        last: the result of the highest step.
+        best: the best result, of equals that of the lowest step; None: which direction is better
+            is not known.
+        base: the result of step 0, if there is one.
+        since_best: the last result minus the best.
+        common: the result of the highest step that the first run has, too.
+        to_first: that result minus the first run's; None for the first run itself.
+    """
+
+    last: Result
+    best: Result | None
+    base: Result | None
+    since_best: Difference | None
+    common: Result | None = None
+    to_first: Difference | None = None
+
+    def as_row(self) -> dict[str, object]:
+        """Return it as one flat row; None where there is nothing."""
+        return {
+            **{name: getattr(self.last, name) for name in _NAMES},
+            "higher_is_better": self.last.higher_is_better,
+            **_columns("base", self.base),
+            **_columns("best", self.best),
+            **_columns("last", self.last),
+            **_difference("last_minus_best", self.since_best),
+            "common_step": None if self.common is None else self.common.step,
+            **_difference("minus_first_run", self.to_first),
+        }
+
+
+_NAMES = ("run", "weights", "profile", "task", "metric")
+
+
+def _columns(name: str, one: Result | None) -> dict[str, object]:
+    step, value, error = (None,) * 3 if one is None else (one.step, one.value, one.stderr)
+    return {f"{name}_step": step, name: value, f"{name}_stderr": error}
+
+
+def _difference(name: str, one: Difference | None) -> dict[str, object]:
+    value, errors = (None, None) if one is None else (one.value, one.stderrs)
+    return {name: value, f"{name}_in_stderrs": errors}
+
+
+def as_results(answers: Iterable[Mapping[str, object]]) -> list[Result]:
+    """Return the results that a server answered; an older one leaves fields out."""
+    known = {one.name for one in fields(Result)}
+    return [
+        Result(**{**_OPTIONAL, **{key: one[key] for key in known & one.keys()}})  # type: ignore[arg-type]  # as the protocol says
+        for one in answers
+    ]
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The values of the wanted metrics at each step of one series; None is a step, too."""
+
+    values: dict[int | None, dict[str, Result]] = field(default_factory=dict)
+
+    def mean(self, step: int | None) -> float:
+        found = self.values[step]
+        return sum(one.value for one in found.values()) / len(found)
+
+
+def best_numbers(
+    results: Sequence[Result], metrics: Sequence[str], *, higher_is_better: bool | None
+) -> frozenset[int]:
+    """Return the numbers of the results that make a step the best of its run.
+
+    A step counts if it has all of the metrics, and the best one has the best mean of them; of
+    equals it is the lowest step. Runs, weights and profiles are separate.
+
+    Args:
+        results: of any runs.
+        metrics: "task/metric" or "task/metric,filter".
+        higher_is_better: which direction is better; None: what the evaluator says of each metric.
+
+    Raises:
+        UsageError: no result has such a name, or the direction is not known, or not the same.
+    """
+    wanted = [one for one in results if _name(one) in metrics]
+    for name in metrics:
+        if all(_name(one) != name for one in wanted):
+            known = sorted({_name(one) for one in results})
+            raise UsageError(
+                f"--best {name}: there is no such result",
+                expected=", ".join(known[:20]) or "a run that has results",
+            )
+    if higher_is_better is None:
+        higher_is_better = _direction(wanted)
+    best = set[int]()
+    for steps in _series(wanted).values():
+        whole = [step for step, found in steps.values.items() if len(found) == len(set(metrics))]
+        if not whole:
+            continue
+        sign = 1 if higher_is_better else -1
+        top = max(sorted(whole, key=_rank), key=lambda step, of=steps: sign * of.mean(step))  # type: ignore[misc]
+        best |= {one.number for one in steps.values[top].values()}
+    return frozenset(best)
+
+
+def _direction(wanted: Iterable[Result]) -> bool:
+    """Return whether higher values are better, as the evaluators say of all of these."""
+    said = {_name(one): one.higher_is_better for one in wanted}
+    match sorted({str(one) for one in said.values()}):
+        case ["True"]:
+            return True
+        case ["False"]:
+            return False
+    unknown = sorted(name for name, one in said.items() if one is None)
+    if unknown:
+        raise UsageError(
+            f"--best {unknown[0]}: the evaluator does not say which direction is better",
+            hint="add --higher-is-better or --lower-is-better",
+        )
+    raise UsageError(
+        "--best: a mean of these metrics has no best value",
+        expected="metrics of one direction",
+        found=", ".join(f"{name} ({'max' if up else 'min'})" for name, up in sorted(said.items())),
+    )
+
+
+def _series(results: Iterable[Result]) -> dict[Series, _Steps]:
+    found: dict[Series, _Steps] = {}
+    for one in sorted(results, key=lambda one: one.number):
+        steps = found.setdefault((one.run, one.weights, one.profile), _Steps())
+        steps.values.setdefault(one.step, {})[_name(one)] = one
+    return found
+
+
+def _name(one: Result) -> str:
+    return f"{one.task}/{one.metric}"
+
+
+def _rank(step: int | None) -> tuple[bool, int]:
+    return step is None, step or 0
+
+
+def compare_runs(
+    runs: Sequence[str], results: Iterable[Result], *, higher_is_better: bool | None
+) -> list[Comparison]:
+    """Compare the steps of each run, and runs with the first one, per metric.
+
+    Args:
+        runs: their names, in the order of the answer.
+        results: of these runs; those without a step are left out.
+        higher_is_better: which direction is better; None: what the evaluator says of each metric.
+
+    Returns:
+        For each metric, by name, weights and profile: one comparison per run that has it.
+    """
+    stepped = [one for one in results if one.step is not None and one.run in runs]
+    order = {run: place for place, run in enumerate(runs)}
+
+    def key(one: Result) -> tuple[str, str, str, str, int]:
+        return one.task, one.metric, one.weights, one.profile, order[one.run]
+
+    found = list[Comparison]()
+    for _, of_metric in groupby(sorted(stepped, key=key), key=lambda one: key(one)[:-1]):
+        first: dict[int, Result] | None = None
+        for run, series in groupby(of_metric, key=lambda one: one.run):
+            steps = _by_step(series)
+            found.append(_compare(steps, first, higher_is_better=higher_is_better))
+            if run == runs[0]:
+                first = steps
+    return found
+
+
+def _by_step(series: Iterable[Result]) -> dict[int, Result]:
+    """Return the newest result of every step, by step."""
+    newest = {one.step: one for one in sorted(series, key=lambda one: one.number)}
+    return {step: newest[step] for step in sorted(step for step in newest if step is not None)}
+
+
+def _compare(
+    steps: Mapping[int, Result],
+    first: Mapping[int, Result] | None,
+    *,
+    higher_is_better: bool | None,
+) -> Comparison:
+    last, best = steps[max(steps)], None
+    if higher_is_better is None:
+        higher_is_better = last.higher_is_better
+    if higher_is_better is not None:
+        sign = 1 if higher_is_better else -1
+        best = max(steps.values(), key=lambda one: sign * one.value)
+    since_best = None if best is None else Difference.of(last, best)
+    alone = Comparison(last, best, steps.get(_BASE_STEP), since_best)
+    shared = () if first is None else steps.keys() & first.keys()
+    if first is None or not shared:
+        return alone
+    step = max(shared)
+    to_first = Difference.of(steps[step], first[step])
+    return Comparison(last, best, alone.base, since_best, steps[step], to_first)
