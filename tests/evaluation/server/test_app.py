@@ -11,7 +11,7 @@ import pytest
 from evaluation.running import script_profile
 from evaluation.servers import Still, still
 from unshard.evaluate.jobs import Job, Request
-from unshard.evaluate.server.store import schema
+from unshard.evaluate.server.store import connections
 
 
 @pytest.fixture
@@ -55,14 +55,14 @@ def test_a_list_of_jobs_reads_the_queue_once(
     running = queue(server, 0)
     assert server.service.store.claim(time.time(), running.id) is not None
     queued = [queue(server, step) for step in range(1, 6)]
-    statements, connect = list[str](), schema.connect
+    statements, connect = list[str](), connections.connect
 
     def traced(path: Path) -> sqlite3.Connection:
         connection = connect(path)
         connection.set_trace_callback(statements.append)
         return connection
 
-    monkeypatch.setattr(schema, "connect", traced)  # of the threads that answer
+    monkeypatch.setattr(connections, "connect", traced)  # of the threads that answer
 
     def listed(query: str) -> tuple[dict[str, int | None], int]:
         before = len(statements)

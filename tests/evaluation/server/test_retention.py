@@ -119,7 +119,7 @@ def test_a_job_that_is_submitted_again_never_has_the_directory_that_is_being_rem
 ) -> None:
     job = ended(store, work, 5, Status.FAILED)
     grow_older(work)
-    store.forget([job.id], time.time())  # marked: its directory is about to be removed
+    store.leftovers.forget([job.id], time.time())  # marked: its directory is about to be removed
     again, is_new = store.submit(job.request, pin=None)
     assert (again.status, is_new, again.id != job.id) == (Status.QUEUED, False, True)
     assert store.claim(time.time()) is not None
@@ -151,10 +151,10 @@ def test_a_job_that_begins_anew_meanwhile_stays(store: Store, work: Path) -> Non
     job = ended(store, work, 5, Status.FAILED)
     grow_older(work)
     before = time.time() - DAY
-    old = store.ended_before(before)
+    old = store.leftovers.list_ended(before)
     store.submit(job.request, pin=None)
-    store.forget(old, before)
-    assert (old, store.forgotten()) == ([job.id], [])
+    store.leftovers.forget(old, before)
+    assert (old, store.leftovers.list_forgotten()) == ([job.id], [])
     assert job_of(store, job.id).status is Status.QUEUED
 
 
@@ -172,19 +172,19 @@ def test_only_directories_of_known_jobs_are_removed_and_no_link_is_followed(
     assert left(work) == {"0123456789abcdef", jobs[0].id}
     assert (elsewhere / "1" / "log.txt").read_text() == "log"
     assert f"{jobs[0].id}: not a directory; left alone" in caplog.text
-    assert store.forgotten() == []
+    assert store.leftovers.list_forgotten() == []
 
 
 def test_what_a_killed_server_left_marked_is_removed_by_the_next(store: Store, work: Path) -> None:
     job = ended(store, work, 5, Status.FAILED)
     grow_older(work)
-    store.forget([job.id], time.time())
+    store.leftovers.forget([job.id], time.time())
     store.close()
     again = Store(work / "jobs.sqlite")
-    assert (again.forgotten(), left(work)) == ([job.id], {job.id})
+    assert (again.leftovers.list_forgotten(), left(work)) == ([job.id], {job.id})
     assert Retention(again, work, 30).sweep(lambda: True) == 0
     assert sweep(again, work) == 1
-    assert (again.forgotten(), left(work)) == ([], set())
+    assert (again.leftovers.list_forgotten(), left(work)) == ([], set())
 
 
 def test_what_cannot_be_removed_is_tried_again_and_holds_up_nothing(
@@ -211,6 +211,7 @@ def test_a_database_of_an_earlier_version_gets_what_it_lacks(store: Store, work:
     job = ended(store, work, 5, Status.FAILED)
     store.close()
     with closing(sqlite3.connect(work / "jobs.sqlite")) as connection, connection:
+        connection.execute("PRAGMA user_version = 1")
         connection.execute("DROP TABLE forgotten")
     grow_older(work)
     assert sweep(Store(work / "jobs.sqlite"), work) == 1

@@ -83,7 +83,7 @@ class Pins:
         if not self._is_inside(run):
             _log.warning("%s: not pinned, its run's directory is outside the roots", checkpoint)
             return None
-        self.store.will_pin(run)
+        self.store.pins.will_pin(run)
         try:
             running = {Path(job.pin).parent.name for job in self.store.running() if job.pin}
             # Other servers may share the run, so the pin has this one's name.
@@ -104,7 +104,7 @@ class Pins:
         place = RunFolder(run).pins
         with suppress(OSError):
             for pin in (directory / checkpoint.name for directory in place.iterdir()):
-                is_needed = is_text(str(pin)) and self.store.is_needed(str(pin))
+                is_needed = is_text(str(pin)) and self.store.pins.is_needed(str(pin))
                 if is_needed and _is_of(pin, checkpoint):
                     return str(pin)
         return None
@@ -113,7 +113,7 @@ class Pins:
         """Return the pins below the roots, each with the jobs that need it, the oldest first."""
         inside = {run.resolve() for run in self._places() if self._is_inside(run)}
         needed = dict[str, list[str]]()
-        for job_id, path in self.store.pins_below():
+        for job_id, path in self.store.pins.list_needed():
             needed.setdefault(path, []).append(job_id)
         found = [pin for run in inside for pin in list_pins(run)]
         found.sort(key=lambda pin: (pin.created, pin.name))
@@ -125,7 +125,7 @@ class Pins:
             owner = str(self.store.identity)
             inside = (run.resolve() for run in self._places() if self._is_inside(run))
             for run in sorted(set(inside)) if pin is None else _runs_of([pin]):
-                needed = {path for _, path in self.store.pins_below(run)}
+                needed = {path for _, path in self.store.pins.list_needed(run)}
                 for found in list_pins(run):
                     is_own = found.is_ours and found.owner == owner
                     if is_own and str(found.path) not in needed:
@@ -157,8 +157,8 @@ class Pins:
                 yield from (
                     place.parents[1] for place in root.glob(f"{depth}{STATE_FOLDER}/{PINS}")
                 )
-        yield from map(Path, self.store.pinned_runs())
-        yield from _runs_of(pin for _, pin in self.store.pins_below())
+        yield from map(Path, self.store.pins.list_runs())
+        yield from _runs_of(pin for _, pin in self.store.pins.list_needed())
 
     def _roots_on_disk(self) -> list[Path]:
         return [root for root in self.roots if not isinstance(root, RemotePath)]

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +32,9 @@ from unshard.evaluate.server.http.connections import BoundedProtocol, raise_file
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
+from unshard.evaluate.server.queue.work_lock import locked
 from unshard.evaluate.server.service import Service
+from unshard.evaluate.server.store.schema import is_outdated
 from unshard.evaluate.server.store.store import Store
 from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath, path_of
@@ -92,9 +95,13 @@ def configure(given: Given) -> ServerConfig:
 
 
 def make_service(config: ServerConfig) -> Service:
-    """Return what a server does: its jobs, and a scheduler that has not begun."""
+    """Return what a server does: its jobs, and a scheduler that has not begun.
+
+    Raises:
+        UsageError: the work directory cannot be used, or its database not be brought up to date.
+    """
     work = _make_private((config.work_directory or _WORK_DIR).absolute())
-    store = Store(work / _DATABASE)
+    store = _open_store(work)
     pins = Pins(store, config.roots, config.pin_quota)
     unknown = UnknownTasks()
     limits = Limits(cluster=config.ray_address if config.executor == RAY else None)
@@ -110,6 +117,13 @@ def make_service(config: ServerConfig) -> Service:
     return Service(
         store, scheduler, config, pins, HealthCheck(work / _DATABASE), unknown, slots, work
     )
+
+
+def _open_store(work: Path) -> Store:
+    """Open the database; another server, of an earlier version, may be using one to be updated."""
+    database = work / _DATABASE
+    with locked(work) if is_outdated(database) else nullcontext():
+        return Store(database)
 
 
 def _make_private(work: Path) -> Path:

@@ -52,16 +52,16 @@ class Retention:
         if self._keep_days is None:
             return 0
         before = time.time() - self._keep_days * _DAY_S
-        old = self._store.ended_before(before)
+        old = self._store.leftovers.list_ended(before)
         for begin in range(0, len(old), _AT_ONCE):
             if not is_stopped():
-                self._store.forget(old[begin : begin + _AT_ONCE], before)
+                self._store.leftovers.forget(old[begin : begin + _AT_ONCE], before)
         removed = 0
-        for job_id in self._store.forgotten():
+        for job_id in self._store.leftovers.list_forgotten():
             if is_stopped():
                 break
             if self._is_removed(job_id):
-                self._store.record_removed(job_id)
+                self._store.leftovers.record_removed(job_id)
                 removed += 1
         if removed:
             days = self._keep_days

@@ -1,19 +1,16 @@
 """The loop: claim a job when slots are free, run it in a thread, record the outcome."""
 
-import json
 import logging
-import os
 import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from unshard.errors import UnshardError, UsageError
+from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Job, Process, Status
-from unshard.evaluate.run_folder import lock_file, unlock
+from unshard.evaluate.run_folder import unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.endings import Completed, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger
@@ -22,11 +19,11 @@ from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, describe_slots
 from unshard.evaluate.server.pinning import Pins
-from unshard.evaluate.server.processes.table import identify, is_alive
 from unshard.evaluate.server.queue.allotment import Allotment
 from unshard.evaluate.server.queue.choosing import Choice
 from unshard.evaluate.server.queue.outcomes import Outcomes
 from unshard.evaluate.server.queue.retention import JOBS, Retention
+from unshard.evaluate.server.queue.work_lock import lock
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import short_id, tell
 from unshard.evaluate.server.warm.engines import Engines
@@ -36,10 +33,8 @@ __all__ = ["Scheduler", "SchedulerSettings"]
 
 _log = logging.getLogger(__name__)
 
-_LOCK_NAME = "server.lock"
 _MERGES = 2  # at once
 _STOP_S = 60.0  # for what ends processes and records it; a disk may never answer
-_INHERITED_S, _PAUSE_S = 30.0, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +110,7 @@ class Scheduler:
             UsageError: another server uses the same directory.
         """
         if self._lock is None:
-            self._lock = _locked(self._work_dir / _LOCK_NAME)
+            self._lock = lock(self._work_dir)
 
     def start(self) -> None:
         """Take up what an earlier server left, then run jobs until `stop`.
@@ -358,32 +353,3 @@ class Scheduler:
             if not is_kept:
                 self._engines.end(attempt.gpus, lambda: self._slots.give_back(attempt.gpus))
             self._wake.set()
-
-
-def _locked(path: Path) -> int:
-    """Lock a directory against other servers; return the descriptor that does.
-
-    A process that a killed server was about to start has inherited its lock, and the port that it
-    listened on, until it runs its own program.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + _INHERITED_S
-    while (fd := lock_file(path)) is None:
-        if _has_living_owner(path) or time.monotonic() > deadline:
-            raise UsageError(
-                f"{path.parent}: another server is using it", hint="give another directory"
-            )
-        time.sleep(_PAUSE_S)
-    owner = identify(os.getpid(), gpus=(), directory="")
-    with suppress(OSError):  # a full disk
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(asdict(owner)).encode(), 0)
-    return fd
-
-
-def _has_living_owner(path: Path) -> bool:
-    """Return whether the server that wrote a lock file is alive, or may be."""
-    try:
-        return is_alive(Process(**json.loads(path.read_bytes())))
-    except (OSError, ValueError, TypeError):
-        return True

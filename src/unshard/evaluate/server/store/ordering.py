@@ -8,7 +8,7 @@ import math
 import time
 
 from unshard.evaluate.jobs import BASE_STEP, Job, Status
-from unshard.evaluate.server.store.schema import Connections
+from unshard.evaluate.server.store.connections import Connections
 from unshard.evaluate.server.store.statements import add_event
 
 __all__ = ["Ordering"]

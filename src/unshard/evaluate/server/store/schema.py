@@ -1,15 +1,18 @@
-"""The tables of the store, and the connections to them: one per thread.
+"""The tables of the store, as a list of migrations.
+
+`PRAGMA user_version` says how many of them a database has had. A new database has them all, too, so
+both ways lead to the same tables.
 
 An attempt without an end is open: it may have a process, and while it is open its job is not begun
 again. Times are seconds since the epoch.
 """
 
+import logging
+import os
 import secrets
 import sqlite3
-import threading
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from unshard.errors import UsageError
@@ -17,9 +20,9 @@ from unshard.evaluate.run_folder import PINS
 from unshard.evaluate.server.store.statements import as_request
 from unshard.read.finding.step_names import STATE_FOLDER
 
-__all__ = ["Connections", "connect"]
+__all__ = ["LATEST", "is_outdated", "migrate", "writing"]
 
-VERSION = 1
+_log = logging.getLogger(__name__)
 
 _TABLES = """
 CREATE TABLE jobs (
@@ -102,127 +105,119 @@ _COLUMNS = {
     ("results", "stderr"): "REAL",
 }
 
-_BUSY_S = 30.0
+
+def _make_tables(connection: sqlite3.Connection) -> None:
+    """Version 1: a new database."""
+    for statement in _TABLES.split(";"):
+        connection.execute(statement)
+    connection.execute(f"PRAGMA application_id = {secrets.randbits(31)}")
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """Open the database, and make its tables if it is new.
+def _complete_tables(connection: sqlite3.Connection) -> None:
+    """Version 2: what a database of version 1 lacks.
 
-    Raises:
-        UsageError: another version of unshard made it.
+    Earlier versions of unshard added one part after the other, without another number.
     """
-    connection = sqlite3.connect(
-        path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
-    )
-    connection.row_factory = sqlite3.Row
-    try:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA foreign_keys = ON")
-        if _version(connection) != VERSION:
-            _make_tables(connection, path)
-        _bring_up_to_date(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _version(connection: sqlite3.Connection) -> int:
-    return int(connection.execute("PRAGMA user_version").fetchone()[0])
-
-
-def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
-    with _writing(connection):
-        found = _version(connection)
-        if found not in (0, VERSION):
-            raise UsageError(
-                f"{path}: made by another version of unshard",
-                expected=f"version {VERSION} of its tables",
-                found=f"version {found}",
-                hint="give another directory, or the unshard that made it",
-            )
-        if found == 0:
-            for statement in _TABLES.split(";"):
-                connection.execute(statement)
-            connection.execute(f"PRAGMA application_id = {secrets.randbits(31)}")
-            connection.execute(f"PRAGMA user_version = {VERSION}")
-
-
-def _bring_up_to_date(connection: sqlite3.Connection) -> None:
-    """Add to a database of an earlier version what it lacks."""
-
-    def missing() -> set[tuple[str, str]]:
-        query = "SELECT name FROM pragma_table_info(?)"
-        tables = {table for table, _ in _COLUMNS}
-        there = {(one, row[0]) for one in tables for row in connection.execute(query, (one,))}
-        return _COLUMNS.keys() - there
-
-    if missing():
-        with _writing(connection):
-            for table, name in missing():  # another process may have been first
-                kind = _COLUMNS[table, name]
-                connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
+    query = "SELECT name FROM pragma_table_info(?)"
+    for (table, name), kind in _COLUMNS.items():
+        if name not in {row[0] for row in connection.execute(query, (table,))}:
+            connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
     for addition in _ADDITIONS:
         connection.execute(addition)
     if not connection.execute("PRAGMA table_info(pinned_runs)").fetchall():
-        with _writing(connection):
-            for statement in _PINNED_RUNS:
-                connection.execute(statement, {"pins": f"/{STATE_FOLDER}/{PINS}/"})
+        for statement in _PINNED_RUNS:
+            connection.execute(statement, {"pins": f"/{STATE_FOLDER}/{PINS}/"})
     lacking = "SELECT id, request FROM jobs WHERE alike IS NULL"
-    if connection.execute(f"{lacking} LIMIT 1").fetchall():
-        with _writing(connection):
-            found = [(as_request(row[1]).alike, row[0]) for row in connection.execute(lacking)]
-            connection.executemany("UPDATE jobs SET alike = ? WHERE id = ?", found)
+    found = [(as_request(row[1]).alike, row[0]) for row in connection.execute(lacking)]
+    connection.executemany("UPDATE jobs SET alike = ? WHERE id = ?", found)
+
+
+_MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_make_tables, _complete_tables)
+"""Each runs in a transaction of its own. What was released is never changed: a new one is appended,
+and the tests get a database of the version before it."""
+
+LATEST = len(_MIGRATIONS)
+"""The version of the tables that this module makes."""
+
+
+def migrate(connection: sqlite3.Connection, path: Path) -> None:
+    """Bring a database to the latest version; one with tables is copied next to it before.
+
+    Several processes may do it at once: each migration is applied once. A database that is up to
+    date is not written to.
+
+    Raises:
+        UsageError: a later version of unshard made it, or the copy cannot be made; it is as it was.
+    """
+    began_with = _checked_version(connection, path)
+    if 0 < began_with < LATEST:
+        with writing(connection):  # nobody else brings it up to date meanwhile
+            if (version := _checked_version(connection, path)) < LATEST:
+                _back_up(path, version)
+    for number, change in enumerate(_MIGRATIONS[began_with:], began_with + 1):
+        with writing(connection):
+            if _checked_version(connection, path) < number:  # another process may have been first
+                change(connection)
+                connection.execute(f"PRAGMA user_version = {number}")
+    if 0 < began_with < LATEST:
+        _log.info("%s: its tables are now of version %d", path, LATEST)
+
+
+def is_outdated(path: Path) -> bool:
+    """Return whether a database exists that `migrate` would change."""
+    if not path.is_file():
+        return False
+    with closing(sqlite3.connect(path)) as connection:
+        return _version(connection) < LATEST
 
 
 @contextmanager
-def _writing(connection: sqlite3.Connection) -> Iterator[None]:
+def writing(connection: sqlite3.Connection) -> Iterator[None]:
     """Begin a transaction that writes, and commit it; an exception rolls it back."""
     with connection:
         connection.execute("BEGIN IMMEDIATE")
         yield
 
 
-class _Held:
-    """A connection that is closed with the thread it belongs to."""
-
-    def __init__(self, path: Path) -> None:
-        self.connection = connect(path)
-
-    def __del__(self) -> None:
-        connection = getattr(self, "connection", None)
-        if connection is not None:
-            connection.close()
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
-class Connections:
-    """The connections to a database, which is made if it is missing; for any number of threads."""
+def _checked_version(connection: sqlite3.Connection, path: Path) -> int:
+    found = _version(connection)
+    if not 0 <= found <= LATEST:
+        raise UsageError(
+            f"{path}: made by a later version of unshard",
+            expected=f"version {LATEST} of its tables, or an earlier one",
+            found=f"version {found}",
+            hint="update unshard, or give another directory; "
+            f"{path.stem}-v{LATEST}.sqlite is the copy from before the update, if it is there",
+        )
+    return found
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._local = threading.local()
-        self._all: weakref.WeakSet[_Held] = weakref.WeakSet()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _ = self.own
 
-    @property
-    def own(self) -> sqlite3.Connection:
-        """Return the connection of this thread."""
-        held: _Held | None = getattr(self._local, "held", None)
-        if held is None:
-            held = self._local.held = _Held(self._path)
-            self._all.add(held)
-        return held.connection
+def _back_up(path: Path, version: int) -> None:
+    """Copy a database next to it, for the case that the update is taken back.
 
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Begin a transaction that writes, and commit it; an exception rolls it back."""
-        with _writing(self.own):
-            yield self.own
-
-    def close(self) -> None:
-        """Close the connections of all threads, none of which may use them any more."""
-        for held in list(self._all):
-            held.connection.close()
-        self._local = threading.local()
+    An earlier copy of the same version is replaced: the database is what became of it. The copy is
+    read by another connection, because SQLite copies nothing by one that writes.
+    """
+    target = path.with_stem(f"{path.stem}-v{version}")
+    draft = target.with_suffix(".draft")
+    try:
+        draft.unlink(missing_ok=True)
+        with closing(sqlite3.connect(path)) as reading, closing(sqlite3.connect(draft)) as copy:
+            reading.backup(copy)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(target)
+    except (OSError, sqlite3.Error) as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise UsageError(
+            f"{path}: version {version} of its tables is to become version {LATEST},"
+            " and it cannot be copied before",
+            found=str(error),
+            hint=f"make room for {target}",
+        ) from error
+    _log.info("%s: version %d of its tables; a copy is in %s", path, version, target)

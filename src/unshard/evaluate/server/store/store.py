@@ -6,17 +6,17 @@ or after it. Any number of threads and processes may use one database; each thre
 
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from unshard.evaluate.jobs import Filters, Job, JobEvent, Phase, Process, Request, Result, Status
+from unshard.evaluate.server.store.connections import Connections
+from unshard.evaluate.server.store.leftovers import Leftovers
 from unshard.evaluate.server.store.ordering import Ordering
-from unshard.evaluate.server.store.schema import Connections
+from unshard.evaluate.server.store.pin_records import PinRecords
 from unshard.evaluate.server.store.statements import (
     CLAIMABLE,
     DUE,
-    FORGETTABLE,
-    NEEDS_PIN,
     RESULT_COLUMNS,
     add_event,
     as_event,
@@ -38,12 +38,21 @@ _AGAIN = (Status.FAILED, Status.CANCELLED, Status.EXPIRED, Status.SUPERSEDED)
 
 
 class Store:
-    """The jobs and their outcomes, in the database at a path; made if it is missing."""
+    """The jobs and their outcomes, in the database at a path; made if it is missing.
+
+    Attributes:
+        pins: which pins the jobs need.
+        leftovers: the directories that jobs have left.
+        ordering: the places of queued jobs.
+    """
 
     def __init__(self, path: Path) -> None:
         self._connections = Connections(path)
         self._transaction = self._connections.transaction
         self.ordering = Ordering(self._connections)
+        self._rows, self._texts = self._connections.rows, self._connections.texts
+        self.pins = PinRecords(self._connections)
+        self.leftovers = Leftovers(self._connections)
 
     def close(self) -> None:
         """Close the connections of all threads, none of which may use the store any more."""
@@ -58,13 +67,6 @@ class Store:
     def identity(self) -> int:
         """Return what distinguishes this database from others."""
         return int(self._rows("PRAGMA application_id")[0][0])
-
-    def _rows(self, query: str, *values: str | float | None) -> list[sqlite3.Row]:
-        return self._connections.own.execute(query, values).fetchall()
-
-    def _texts(self, query: str, *values: str | float | None) -> list[str]:
-        """Return the first column."""
-        return [row[0] for row in self._rows(query, *values)]
 
     def _jobs(self, rest: str, *values: str | float | None) -> Iterator[Job]:
         return read_jobs(self._connections.own, rest, values)
@@ -125,13 +127,6 @@ class Store:
                 "UPDATE jobs SET pin = ? WHERE id = ? AND status IN (?, ?)",
                 (pin, job_id, Status.QUEUED, Status.RUNNING),
             )
-
-    def will_pin(self, run: Path) -> None:
-        """Record that a pin is about to be made in a run: after a kill it is looked for there."""
-        known = "SELECT 1 FROM pinned_runs WHERE run = ?"
-        if not self._rows(known, str(run)):
-            with self._transaction() as connection:
-                connection.execute("INSERT OR IGNORE INTO pinned_runs VALUES (?)", (str(run),))
 
     # What a scheduler does.
 
@@ -249,30 +244,6 @@ class Store:
                 add_event(connection, job_id, now)
         return is_running
 
-    # What retention does.
-
-    def forget(self, job_ids: Sequence[str], before: float) -> None:
-        """Forget the attempts of jobs that ended before a time; the jobs stay, with their results.
-
-        Those of them that were not queued again in the meantime are `forgotten` until
-        `record_removed`.
-        """
-        with self._transaction() as connection:
-            for job_id in job_ids:
-                marked = connection.execute(
-                    "INSERT OR IGNORE INTO forgotten (job_id) SELECT id FROM jobs"  # noqa: S608
-                    f" WHERE {FORGETTABLE} AND id = ?",
-                    (before, job_id),
-                )
-                if marked.rowcount:
-                    connection.execute("DELETE FROM attempts WHERE job_id = ?", (job_id,))
-                    connection.execute("UPDATE jobs SET results = NULL WHERE id = ?", (job_id,))
-
-    def record_removed(self, job_id: str) -> None:
-        """Record that the directory of a job is removed."""
-        with self._transaction() as connection:
-            connection.execute("DELETE FROM forgotten WHERE job_id = ?", (job_id,))
-
     # What is read.
 
     def due(self, now: float, most: int) -> Iterator[tuple[str, str, int | None]]:
@@ -283,22 +254,6 @@ class Store:
         """Return every job with an open attempt, including those that were cancelled since."""
         # The plus keeps SQLite from walking through all jobs in the order of their numbers.
         return list(self._jobs("WHERE open.job_id IS NOT NULL ORDER BY +jobs.number"))
-
-    def pins_below(self, directory: Path | None = None) -> list[tuple[str, str]]:
-        """Return id and pin, below a directory, of jobs that are queued or have an open attempt."""
-        start = "/" if directory is None else f"{directory}/"
-        where = f"pin >= ? AND pin < ? AND {NEEDS_PIN}"
-        query = f"SELECT id, pin FROM jobs WHERE {where} ORDER BY number"  # noqa: S608
-        return list(map(tuple, self._rows(query, start, f"{start[:-1]}0")))  # what follows "/"
-
-    def is_needed(self, pin: str) -> bool:
-        """Return whether a job needs a pin: see `pins_below`."""
-        query = f"SELECT 1 FROM jobs WHERE pin = ? AND {NEEDS_PIN} LIMIT 1"  # noqa: S608
-        return bool(self._rows(query, pin))
-
-    def pinned_runs(self) -> list[str]:
-        """Return the directories of the runs in which this server has made pins."""
-        return self._texts("SELECT run FROM pinned_runs")
 
     def status_of(self, key: str) -> Status | None:
         """Return the status of the job of a request's key, if there is one."""
@@ -366,14 +321,6 @@ class Store:
     def queued_ids(self) -> list[str]:
         """Return the jobs that wait, the next first."""
         return self._texts("SELECT id FROM jobs WHERE status = 'queued' ORDER BY queued_at, number")
-
-    def ended_before(self, time_s: float) -> list[str]:
-        """Return the jobs that ended before a time and have attempts to forget."""
-        return self._texts(f"SELECT id FROM jobs WHERE {FORGETTABLE}", time_s)  # noqa: S608
-
-    def forgotten(self) -> list[str]:
-        """Return the jobs whose directories are to be removed."""
-        return self._texts("SELECT job_id FROM forgotten")
 
     def runs(self) -> list[str]:
         """Return the names of all runs."""

@@ -1,0 +1,87 @@
+"""The connections to the database of the store: one per thread."""
+
+import sqlite3
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from unshard.evaluate.server.store.schema import migrate, writing
+
+__all__ = ["Connections", "connect"]
+
+_BUSY_S = 30.0
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open the database, make it if it is missing, and bring its tables up to date.
+
+    Raises:
+        UsageError: see `schema.migrate`.
+    """
+    connection = sqlite3.connect(
+        path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+    )
+    connection.row_factory = sqlite3.Row
+    try:
+        migrate(connection, path)  # first: a database that is refused is not written to
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+class _Held:
+    """A connection that is closed with the thread it belongs to."""
+
+    def __init__(self, path: Path) -> None:
+        self.connection = connect(path)
+
+    def __del__(self) -> None:
+        connection = getattr(self, "connection", None)
+        if connection is not None:
+            connection.close()
+
+
+class Connections:
+    """The connections to a database, which is made if it is missing; for any number of threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._local = threading.local()
+        self._all: weakref.WeakSet[_Held] = weakref.WeakSet()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _ = self.own
+
+    @property
+    def own(self) -> sqlite3.Connection:
+        """Return the connection of this thread."""
+        held: _Held | None = getattr(self._local, "held", None)
+        if held is None:
+            held = self._local.held = _Held(self._path)
+            self._all.add(held)
+        return held.connection
+
+    def rows(self, query: str, *values: str | float | None) -> list[sqlite3.Row]:
+        """Return what a query finds."""
+        return self.own.execute(query, values).fetchall()
+
+    def texts(self, query: str, *values: str | float | None) -> list[str]:
+        """Return the first column of what a query finds."""
+        return [row[0] for row in self.rows(query, *values)]
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Begin a transaction that writes, and commit it; an exception rolls it back."""
+        with writing(self.own):
+            yield self.own
+
+    def close(self) -> None:
+        """Close the connections of all threads, none of which may use them any more."""
+        for held in list(self._all):
+            held.connection.close()
+        self._local = threading.local()
