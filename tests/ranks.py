@@ -110,6 +110,11 @@ def assert_same(found: Tensors, truth: Tensors) -> None:
         assert bits(found[name]) == bits(tensor), name
 
 
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return the bytes of every file below a directory, by name."""
+    return {name: text for name, (_, _, text) in snapshot(directory).items()}
+
+
 def snapshot(directory: Path) -> dict[str, tuple[int, int, bytes]]:
     """Every file under a directory: size, mtime and content; to show that nothing was touched."""
     return {

@@ -46,6 +46,8 @@ ON_DEMAND = {
     "evaluate.server.cluster.place",
     "evaluate.server.cluster.seat",
     "evaluate.server.warm.worker",
+    "stores.nodes.connection",
+    "stores.nodes.readers",
     "plugins.sglang",
     "plugins.sglang_check",
     "plugins.sglang_loader",

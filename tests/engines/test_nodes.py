@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import unshard
-from ranks import save_ranks, snapshot
+from ranks import contents, save_ranks, snapshot
 from unshard.engines.several import links
 from unshard.engines.several.links import Office, connect_to_office
 from unshard.engines.several.nodes import divided
@@ -99,10 +99,6 @@ def alone(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     out = tmp_path_factory.mktemp("alone") / "out"
     unshard.merge(checkpoint, out, dtype="float16", max_shard_size="60KB")
     return contents(out)
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {name: text for name, (_, _, text) in snapshot(directory).items()}
 
 
 def free_port() -> str:

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,9 @@ from bucket_server import BUCKET, Store, serving
 from command import unshard as unshard_alone
 from evaluation.ray_nodes import PYTHON, Nodes, needs_ray, nodes
 from evaluation.running import all_gone, child_environment
-from ranks import rank_path, save_ranks, snapshot
-from waiting import LIMIT_S, wait_until
+from held_on_nodes import begin, begun, ended, ran, wait_for_nodes
+from ranks import contents, rank_path, save_ranks, snapshot
+from waiting import wait_until
 
 pytestmark = [
     needs_ray,
@@ -27,51 +28,6 @@ pytestmark = [
 
 FILES = 7
 OPTIONS = ("--engine", "ray", "--dtype", "float16", "--max-shard-size", "60KB", "--workers", "2")
-
-# The command `unshard`. On a node each attempt at a file waits where HOLD says, until there is a
-# file "go": before it begins, or in the middle of its bytes. PATCH is Python.
-HELD = """
-import os, time
-from pathlib import Path
-import unshard
-from unshard.__main__ import main
-from unshard.engines.several import cluster, over_ray
-from unshard.progress import Advanced
-
-making = over_ray._Making
-
-class Held:
-    def __init__(self, *given):
-        self.making, self.control = making(*given), Path(os.environ["CONTROL"])
-        self.where = os.environ.get("HOLD", "")
-
-    def wait(self, attempt, listener):
-        import ray
-
-        note = f"{os.getpid()} {ray.get_runtime_context().get_node_id()}"
-        (self.control / f"begun-{attempt}.tmp").write_text(note)
-        (self.control / f"begun-{attempt}.tmp").rename(self.control / f"begun-{attempt}")
-        while not (self.control / "go").exists():
-            listener(Advanced(0))
-            time.sleep(0.01)
-
-    def do(self, number, attempt, listener):
-        if self.where == "before":
-            self.wait(attempt, listener)
-        waited = []
-
-        def told(event):
-            if self.where == "middle" and not waited:
-                waited.append(True)
-                self.wait(attempt, listener)
-            listener(event)
-
-        return self.making.do(number, attempt, told)
-
-over_ray._Making = Held
-exec(os.environ.get("PATCH", ""))
-main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -100,52 +56,6 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("control")
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {name: text for name, (_, _, text) in snapshot(directory).items()}
-
-
-def begin(
-    cluster: Nodes, control: Path, *arguments: str | Path, **variables: str
-) -> "subprocess.Popen[str]":
-    script = control / "held.py"
-    script.write_text(HELD)
-    told = {"RAY_ADDRESS": cluster.address, "CONTROL": str(control), "LC_ALL": "C.UTF-8"}
-    return subprocess.Popen(
-        [PYTHON, str(script), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=control,
-        env=child_environment() | told | variables,
-    )
-
-
-def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    out, errors = process.communicate(timeout=LIMIT_S)
-    return process.returncode, out + errors
-
-
-def ran(cluster: Nodes, control: Path, *arguments: str | Path, **variables: str) -> tuple[int, str]:
-    return ended(begin(cluster, control, *arguments, **variables))
-
-
-def begun(control: Path) -> Mapping[str, list[int]]:
-    """Return the processes that have begun an attempt, by their nodes."""
-    found: dict[str, list[int]] = {}
-    for note in control.glob("begun-*[0-9]"):
-        pid, node = note.read_text().split()
-        found.setdefault(node, []).append(int(pid))
-    return found
-
-
-def wait_for_nodes(process: "subprocess.Popen[str]", control: Path, count: int) -> None:
-    def at_work() -> bool:
-        assert process.poll() is None, ended(process)
-        return len(begun(control)) >= count
-
-    wait_until(at_work, f"an attempt on each of {count} nodes")
 
 
 def alone(checkpoint: Path, out: Path) -> dict[str, bytes]:
@@ -276,7 +186,7 @@ Held.do = lambda self, number, *rest: making.do(self.making, number, *rest) if n
 def test_another_version_on_the_nodes_is_refused(
     cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    patch = "cluster.__version__ = '99.1'"
+    patch = "from unshard.stores.nodes import connection; connection.__version__ = '99.1'"
     code, said = ran(cluster, control, "merge", checkpoint, tmp_path / "o", *OPTIONS, PATCH=patch)
     assert code == 2, said
     assert f"has unshard {unshard.__version__}, this process has 99.1" in said

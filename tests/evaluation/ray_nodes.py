@@ -1,26 +1,31 @@
 """A Ray cluster on this machine, with pretended GPUs, in a process that has Ray.
 
 `python -m evaluation.ray_nodes DIRECTORY GPUS...` starts a node with so many GPUs for each number,
-the first of which is the head, and prints the cluster's address. "kill N" on stdin kills node N (0:
-the newest) as if its machine were lost, and "add GPUS" adds another; "done" answers both. The end
-of stdin ends the cluster. Nothing is written outside of the directory, and nothing is reported to
-anyone.
+the first of which is the head, and prints the cluster's address. A node GPUS:DISK:PLACE has a disk
+of its own: there, and nowhere else, PLACE is the directory DISK, by a mount namespace. "kill N" on
+stdin kills node N (0: the newest) as if its machine were lost, and "add GPUS" adds another; "done"
+answers both. The end of stdin ends the cluster. Nothing is written outside of the directory, and
+nothing is reported to anyone.
 """
 
+import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from evaluation.running import child_environment
 
-__all__ = ["PYTHON", "Nodes", "needs_ray", "nodes"]
+__all__ = ["PYTHON", "Nodes", "needs_ray", "nodes", "with_mounts"]
 
 Started = TypeVar("Started")
 
@@ -64,16 +69,36 @@ class Nodes:
     def kill(self, number: int) -> None:
         assert self.ask(f"kill {number}") == "done"
 
-    def add(self, gpus: int) -> None:
-        assert self.ask(f"add {gpus}") == "done"
+    def add(self, gpus: int, *mount: Path) -> None:
+        assert self.ask(f"add {':'.join(map(str, (gpus, *mount)))}") == "done"
+
+
+_CLONE_NEWNS = 0x00020000
+
+
+@cache
+def with_mounts() -> list[str] | None:
+    """Return what begins a command that may mount; None if this machine does not allow it."""
+    unshare = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    if shutil.which("unshare") is None:
+        return None
+    done = subprocess.run([*unshare, "true"], capture_output=True, check=False)
+    return None if done.returncode else unshare
 
 
 @contextmanager
-def nodes(*gpus: int) -> Iterator[Nodes]:
-    """Run a cluster whose nodes have so many pretended GPUs each."""
+def nodes(*gpus: int, disks: Sequence[Path] = (), place: Path | None = None) -> Iterator[Nodes]:
+    """Run a cluster whose nodes have so many pretended GPUs each.
+
+    With `disks` each node sees another directory at `place`.
+    """
+    given = [str(count) for count in gpus]
+    if disks:
+        given = [f"{count}:{disk}:{place}" for count, disk in zip(gpus, disks, strict=True)]
     # The paths of Ray's sockets may have 107 bytes, which pytest's directories use up.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
-        command = [PYTHON, "-m", "evaluation.ray_nodes", directory, *map(str, gpus)]
+        begin = with_mounts() or [] if disks else []
+        command = [*begin, PYTHON, "-m", "evaluation.ray_nodes", directory, *given]
         process = subprocess.Popen(
             command,
             env=child_environment() | VARIABLES,
@@ -94,25 +119,38 @@ def main() -> None:
 
     # It would write into /tmp/ray, whatever its directory.
     rays.write_ray_address = lambda *_: None
-    directory, *gpus = sys.argv[1:]
+    directory, head, *others = sys.argv[1:]
     size = {"num_cpus": 8, "include_dashboard": False, "temp_dir": directory}
+    count = with_disk(head)
     cluster = start(
-        lambda: Cluster(initialize_head=True, head_node_args=size | {"num_gpus": int(gpus[0])})
+        lambda: Cluster(initialize_head=True, head_node_args=size | {"num_gpus": count})
     )
 
-    def add(count: str) -> object:
-        return start(lambda: cluster.add_node(num_cpus=8, num_gpus=int(count)))
+    def add(node: str) -> object:
+        count = with_disk(node)
+        return start(lambda: cluster.add_node(num_cpus=8, num_gpus=count))
 
-    workers = [add(count) for count in gpus[1:]]
+    workers = [add(node) for node in others]
     print(f"nodes: {cluster.address}", flush=True)  # noqa: T201
     for line in sys.stdin:
         match line.split():
             case ["kill", number]:
                 cluster.remove_node(workers[int(number) - 1], allow_graceful=False)
-            case ["add", count]:
-                workers.append(add(count))
+            case ["add", node]:
+                workers.append(add(node))
         print("nodes: done", flush=True)  # noqa: T201
     cluster.shutdown()
+
+
+def with_disk(node: str) -> int:
+    """Let what is started from now on see a node's disk, and return its number of GPUs."""
+    count, *mount = node.split(":")
+    if mount:
+        if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
+            raise OSError(ctypes.get_errno(), "unshare")
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "--bind", *mount], check=True)
+    return int(count)
 
 
 def start(begin: Callable[[], Started]) -> Started:

@@ -17,6 +17,7 @@ from unshard.read.finding.discover import all_steps
 from unshard.read.format import Location
 from unshard.read.open import Checkpoint, passing_over
 from unshard.showing import hearing
+from unshard.stores.nodes.connection import disconnecting
 from unshard.write.report import Report
 
 __all__ = ["average"]
@@ -26,6 +27,7 @@ _FAR = 1e12
 
 
 @accepting(MergeKeywords)
+@disconnecting()
 def average(
     checkpoints: Sequence[str | Path] | str | Path,
     output: str | Path,

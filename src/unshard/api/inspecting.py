@@ -22,6 +22,7 @@ from unshard.read.open import Checkpoint
 from unshard.read.optimizer.reader import find_optimizer
 from unshard.read.optimizer.state import split_name
 from unshard.showing import counted
+from unshard.stores.nodes.connection import disconnecting
 from unshard.tensors.catalog import Catalog, Skipped, TensorEntry
 from unshard.tensors.placements import Sharding
 from unshard.write.companions import plain_json
@@ -165,6 +166,7 @@ class Inspection:
 
 
 @accepting(ReadKeywords)
+@disconnecting()
 def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspection:
     """Describe a checkpoint, and what `merge` would write; nothing is written.
 

@@ -37,6 +37,7 @@ from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.finding.discover import all_steps
 from unshard.showing import hearing
+from unshard.stores.nodes.connection import disconnecting
 from unshard.stores.remote_path import RemotePath
 from unshard.write.hub import check_repo
 from unshard.write.record import is_made_from
@@ -46,6 +47,7 @@ __all__ = ["StepResult", "merge", "merge_all", "merge_steps", "merge_with"]
 
 
 @accepting(MergeKeywords)
+@disconnecting()
 def merge(
     checkpoint: str | Path,
     output: str | Path | None = None,
@@ -61,7 +63,8 @@ def merge(
 
     Args:
         checkpoint: a checkpoint, a directory of several (the highest complete step is taken), or
-            any directory inside one.
+            any directory inside one. node:///path is what all nodes of a Ray cluster have together
+            under that path on their own disks.
         output: must not exist unless `overwrite`; default `merged/<step directory>[-critic][-ema]`
             next to the step directory. An address such as s3://bucket/model is one in an object
             store, where `overwrite` and `push_to_hub` are refused.
@@ -209,6 +212,7 @@ class StepResult:
         return self.error is not None and not isinstance(self.error, IncompleteError)
 
 
+@disconnecting()
 def merge_all(
     run: str | Path,
     output: str | Path | None = None,

@@ -24,12 +24,14 @@ from unshard.read.format import blaming
 from unshard.read.hub_files import RECORD_NAME
 from unshard.read.open import Checkpoint, open_whole
 from unshard.showing import hearing
+from unshard.stores.nodes.connection import disconnecting
 from unshard.write.verification.comparison import ByConfig, Comparison, Tolerances
 
 __all__ = ["verify"]
 
 
 @accepting(VerifyKeywords)
+@disconnecting()
 def verify(
     output: str | Path,
     against: str | Path,

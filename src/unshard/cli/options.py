@@ -148,7 +148,8 @@ _TABLE: dict[str, dict[str, _Row]] = {
         "step": _Row(int, "Which step of a run.  [default: the highest complete one]", "N"),
         "also": _Row(
             list[Path],
-            "A directory of another node with more files of the same checkpoint; may be repeated.",
+            "A directory of another node with more files of the same checkpoint; may be repeated. "
+            "node:///path is that path on all nodes of a Ray cluster.",
             "DIR",
         ),
         "ep_size": _Row(

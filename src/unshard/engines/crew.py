@@ -58,6 +58,8 @@ def crew(engine: str | None = None) -> Iterator[Crew]:
         UsageError: there is no cluster, or two engines.
     """
     leader = _LEADER.get()
+    if leader is not None:
+        _refuse_nodes()
     if engine == "ray":
         from unshard.engines.several.cluster import connected
         from unshard.engines.several.over_ray import OverRay
@@ -74,6 +76,19 @@ def crew(engine: str | None = None) -> Iterator[Crew]:
     from unshard.engines.threads import run_plan
 
     yield Crew(run_plan if leader is None else leader.run_plan, measure_pairs)
+
+
+def _refuse_nodes() -> None:
+    """Raise an error if paths on the nodes of a Ray cluster were read: others cannot read them."""
+    from unshard.stores.nodes.connection import is_connected
+
+    if is_connected():
+        from unshard.errors import UsageError
+
+        raise UsageError(
+            "node:// paths are read over Ray, and torchrun has started several processes",
+            hint="start the command once, without torchrun, and add --engine ray",
+        )
 
 
 def as_one_of_torchrun(command: Callable[[], int]) -> int:

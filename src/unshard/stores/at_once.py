@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
-__all__ = ["AT_ONCE", "Ongoing", "ahead", "all_at_once"]
+__all__ = ["AT_ONCE", "Ongoing", "ahead", "all_at_once", "away_from_signals"]
 
 AT_ONCE = 16
 """How many requests are under way at a time, in this process."""
@@ -101,6 +101,16 @@ def all_at_once(tasks: Iterable[_Task]) -> None:
     for task in waiting:
         ongoing.add(task)
     ongoing.finish()
+
+
+def away_from_signals(function: Callable[[], _R]) -> _R:
+    """Return what a function returns; the main thread waits for another one that calls it.
+
+    A signal ends that wait at once, where the function would keep it back, or lose its number.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function()
+    return _pool().submit(function).result()
 
 
 _thread = threading.local()

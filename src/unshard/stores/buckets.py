@@ -9,9 +9,11 @@ import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unshard.errors import CorruptError, StoreError, UnshardError, UsageError, how_to_install
+from unshard.stores.nodes.files import Copy
+from unshard.stores.nodes.store import NodeStore
 from unshard.stores.other_stores import OTHER_SCHEMES, Answer, OtherStore
 
 if TYPE_CHECKING:
@@ -52,11 +54,13 @@ class Entry:
         size: bytes.
         etag: changes with the content; None if the store has none.
         modified: when it was last written, nanoseconds since 1970.
+        copies: where it is, if nodes have it.
     """
 
     size: int
     etag: str | None
     modified: int
+    copies: tuple[Copy, ...] = ()
 
 
 def client(url: str) -> "ObjectStore":
@@ -89,7 +93,7 @@ class Bucket:
         self.url = url
         self._lock = threading.RLock()
         self._store: ObjectStore | None = None
-        self._other: OtherStore | None = None
+        self._other: OtherStore | NodeStore | None = None
         self._listings: dict[str, dict[str, Entry | None]] = {}
         self._given: set[str] = set()
 
@@ -110,12 +114,13 @@ class Bucket:
                 self._store = client(self.url)
             return self._store
 
-    def _readable(self) -> "ObjectStore | OtherStore":
+    def _readable(self) -> "ObjectStore | OtherStore | NodeStore":
         if not _is_other(self.url):
             return self.store
         with self._lock:
             if self._other is None:
-                self._other = OtherStore(self.url, self._given)
+                kind = NodeStore if self.url.startswith("node:") else OtherStore
+                self._other = kind(self.url, self._given)
             return self._other
 
     def forget(self, given: str | None = None) -> None:
@@ -150,6 +155,20 @@ class Bucket:
         """
         parent, _, name = key.rpartition("/")
         return self.children(parent).get(name) if key else None
+
+    def entry_to_read(self, key: str) -> Entry | None:
+        """Return what `entry` does, for an object that is about to be read.
+
+        Raises:
+            StoreError: as for `children`.
+            CorruptError: several nodes have it, and not the same.
+        """
+        entry = self.entry(key)
+        if entry is not None and len(entry.copies) > 1:
+            store = self._readable()
+            if isinstance(store, NodeStore):
+                store.check(key, entry.copies)
+        return entry
 
     def is_folder(self, key: str) -> bool:
         """Return whether there are objects below a key; the bucket itself is one.
@@ -194,6 +213,8 @@ class Bucket:
     def _get(self, key: str, entry: Entry, start: int, length: int) -> "GetResult | Answer":
         store = self._readable()
         try:
+            if isinstance(store, NodeStore):
+                return store.get(key, entry.copies, start, start + length)
             return store.get(
                 key, options={"range": (start, start + length), "if_match": quoted(entry.etag)}
             )
@@ -226,7 +247,8 @@ class Bucket:
         found: dict[str, Entry | None] = {}
         for one in listed["objects"]:
             modified = int(one["last_modified"].timestamp() * 1e9)
-            entry = Entry(one["size"], one["e_tag"], modified)
+            copies: Any = one.get("copies", ())
+            entry = Entry(one["size"], one["e_tag"], modified, copies)
             found[one["path"].rpartition("/")[2]] = entry
         found |= {prefix.rpartition("/")[2]: None for prefix in listed["common_prefixes"]}
         return found
@@ -237,7 +259,7 @@ class Bucket:
 
 
 def _is_other(url: str) -> bool:
-    return url.partition(":")[0] in OTHER_SCHEMES
+    return url.partition(":")[0] in ("node", *OTHER_SCHEMES)
 
 
 _buckets: dict[str, Bucket] = {}

@@ -16,12 +16,13 @@ from typing import IO, Self
 
 from unshard.errors import UsageError
 from unshard.stores.buckets import Bucket, Entry, bucket_at
+from unshard.stores.nodes.files import Copy
 from unshard.stores.other_stores import OTHER_SCHEMES
 from unshard.stores.remote_file import RemoteFile
 
 __all__ = ["RemotePath", "is_url", "look_again", "path_of"]
 
-_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", *OTHER_SCHEMES)
+_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "node", *OTHER_SCHEMES)
 _STAT_FIELDS = 10
 _READ_BUFFER = 1 << 20
 
@@ -62,6 +63,8 @@ def look_again(path: Path) -> None:
 class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this system's paths
     """The path of an object, or of the folder of objects whose keys start with it.
 
+    node:///path is that path on every node of a Ray cluster.
+
     It is absolute, and nothing is a link. Of paths relative to it only `Path` is made. Once it was
     opened, it means the object that was there then: another one in its place cannot be read by it.
     """
@@ -83,6 +86,8 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
                 f"{scheme}://…: an address with a query or with credentials is not taken",
                 hint="set them in the environment, such as AWS_ACCESS_KEY_ID",
             )
+        if not bucket and scheme == "node":
+            raise UsageError("node:///: names no directory", expected="node:///folder")
         if not bucket:
             raise UsageError(f"{url}: names no bucket", expected=f"{scheme}://bucket/folder")
         return cls(f"/{scheme}:", bucket, rest.partition("/")[2].lstrip("/"))
@@ -91,7 +96,7 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         """Return the address."""
         if not self._is_inside:
             return f"{self.parts[1]}//" if len(self.parts) > 1 else "/"
-        return f"{self.parts[1]}//{'/'.join(self.parts[2:])}"
+        return f"{self._bucket_url}{'/'.join(('', *self.parts[3:]))}"
 
     def __repr__(self) -> str:
         """Return class and address."""
@@ -119,9 +124,24 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
 
     @property
     def bucket(self) -> Bucket:
-        """The bucket it is in."""
+        """The bucket it is in; of a path on nodes, the first directory."""
+        return bucket_at(self._bucket_url)
+
+    @property
+    def _bucket_url(self) -> str:
         scheme, name = self.parts[1:3]
-        return bucket_at(f"{scheme}//{name}")
+        return f"{scheme}///{name}" if self.is_on_nodes else f"{scheme}//{name}"
+
+    @property
+    def is_on_nodes(self) -> bool:
+        """Whether it is on the disks of the nodes of a Ray cluster."""
+        return "node:" in self.parts[1:2]
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """Where the nodes have it, if it was opened."""
+        first: Entry | None = getattr(self, "_first", None)
+        return () if first is None else first.copies
 
     @property
     def key(self) -> str:
@@ -257,8 +277,8 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
             FileNotFoundError: there is none.
         """
         entry: Entry | None = getattr(self, "_first", None)
-        if entry is None:
-            entry = self._first = self._entry()
+        if entry is None and self._is_inside:
+            entry = self._first = self.bucket.entry_to_read(self.key)
         if entry is None:
             raise self._missing()
         return RemoteFile(self.bucket, self.key, entry)

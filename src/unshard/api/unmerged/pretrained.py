@@ -34,6 +34,7 @@ from unshard.read.beside.companions import Companions
 from unshard.read.beside.model_config import ConfigFile, ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.showing import hearing
+from unshard.stores.nodes.connection import disconnecting
 from unshard.stores.remote_path import RemotePath
 from unshard.tensors.selection import Selection
 from unshard.write.companions import write_files
@@ -52,6 +53,7 @@ _REFUSED = (MergeKeywords.__annotations__.keys() - {*_OWN, "dtype"}) | {
 
 
 @accepting(PretrainedKeywords, others=True)
+@disconnecting()
 def from_pretrained(
     checkpoint: str | Path, auto_class: type | None = None, **kwargs: object
 ) -> "PreTrainedModel":

@@ -13,6 +13,7 @@ from unshard.engines.files import PlannedFile
 from unshard.keywords import PushKeywords
 from unshard.progress import Advanced, Event, Listener
 from unshard.showing import hearing
+from unshard.stores.nodes.connection import disconnecting
 from unshard.write.hub import check_repo, push_files
 from unshard.write.report import Report
 
@@ -20,6 +21,7 @@ __all__ = ["push"]
 
 
 @accepting(PushKeywords)
+@disconnecting()
 def push(
     checkpoint: str | Path,
     repo: str,

@@ -5,9 +5,6 @@ jobs at a time. If it dies, or its node is lost, what it had to do is done again
 driver learns the progress of all, and lets all stop before it raises an error.
 """
 
-import os
-import signal
-import socket
 import threading
 import time
 from collections import Counter, deque
@@ -20,21 +17,22 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from unshard._version import __version__
 from unshard.engines.several.seat import Done, Found, Seat, StoppedError, Task
-from unshard.errors import OutputError, UnshardError, UsageError, how_to_install
+from unshard.errors import OutputError, UnshardError
 from unshard.progress import Advanced, Chosen, Listener, Warned
 from unshard.showing import counted
 from unshard.signals import uninterrupted
+from unshard.stores.nodes.connection import check_version, connect, disconnecting, host_of, unusable
+from unshard.stores.nodes.store import LostNodeError, lost_node
 
 __all__ = ["Cluster", "Work", "connected"]
 
 _LOOK_S = 1.0
 _VISIBLE_S = 30.0  # network file systems may show new files of other machines later
-_CONNECTING_S = 20.0
 _STOPPING_S = 60.0
 _PATIENCE_S = 5.0  # until it is told what is waited for
 _MOST_DEATHS = 3
+_OPTION = "--engine ray"
 
 
 @contextmanager
@@ -46,43 +44,8 @@ def connected() -> Iterator["Cluster"]:
     Raises:
         UsageError: Ray is not installed, or there is no cluster.
     """
-    try:
-        import ray
-    except ImportError:
-        raise UsageError(
-            "--engine ray: Ray is not installed", hint=how_to_install("ray", "ray")
-        ) from None
-    if ray.is_initialized():
-        yield Cluster(ray)
-        return
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        _check_address(os.environ.get("RAY_ADDRESS", ""))
-        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-    except Exception as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(
-            f"--engine ray: no Ray cluster can be used: {why}",
-            hint="run this on a node of a cluster (`ray start`), or set RAY_ADDRESS to one",
-        ) from error
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray has put its own there
-    try:
-        yield Cluster(ray)
-    finally:
-        with uninterrupted():
-            ray.shutdown()
-
-
-def _check_address(address: str) -> None:
-    """Connect with a cluster's address; Ray itself would try it for longer than ten minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit() and "/" not in address:
-        try:
-            socket.create_connection((host, int(port)), _CONNECTING_S).close()
-        except OSError as error:
-            raise ConnectionError(f"RAY_ADDRESS={address}: {error.strerror or error}") from error
+    with disconnecting():
+        yield Cluster(connect(_OPTION))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +60,7 @@ class Work:
         cpus: how many CPUs Ray reserves on a node, or all that it has.
         done: called with a job, an attempt and what the task returned, once for each job.
         lost: called with an attempt that may have left something, and will not end.
+        alone: the sources that only one node has, by Ray's id of the node.
     """
 
     task: Task
@@ -106,6 +70,7 @@ class Work:
     cpus: int
     done: Callable[[int, int, Any], None]
     lost: Callable[[int], None] = lambda _attempt: None
+    alone: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -235,12 +200,7 @@ class _Running:
                 take(answer)
 
     def _found(self, place: _Place, found: Found) -> None:
-        if found.version != __version__:
-            raise UsageError(
-                f"--engine ray: node {place.host} has unshard {found.version}, this process has "
-                f"{__version__}",
-                hint="install the same version on all nodes",
-            )
+        check_version(_OPTION, place.host, found.version)
         if not found.lacking:
             self._ask(place, place.actor.take.remote(self._task), partial(self._taken, place))
         elif time.monotonic() - place.opened < _VISIBLE_S:
@@ -297,6 +257,9 @@ class _Running:
 
     def _done(self, place: _Place, attempt: int, done: Done) -> None:
         job = place.running.pop(attempt)
+        if isinstance(done.answer, LostNodeError) and done.answer.node in self._work.alone:
+            lost = done.answer.node
+            raise lost_node(lost, host_of(self._ray, lost), self._work.alone[lost])
         if isinstance(done.answer, UnshardError):
             done.answer.hint = f"{done.answer.hint} (on node {place.host})".lstrip()
         if isinstance(done.answer, BaseException):
@@ -311,13 +274,11 @@ class _Running:
             return
         place.is_lost, place.is_ready = True, False
         if getattr(error, "actor_init_failed", False):
-            why = str(error).strip().splitlines()[-1]
-            raise UsageError(
-                f"--engine ray: unshard cannot be used on node {place.host}: {why}",
-                hint=f"install unshard {__version__} in the Python of each node's `ray start`",
-            ) from error
+            raise unusable(_OPTION, place.host, error) from error
         self._ray.kill(place.actor)  # perhaps it only cannot be reached
         alive = {one["NodeID"]: one for one in self._cluster.nodes()}.get(place.node)
+        if alive is None and place.node in self._work.alone:
+            raise lost_node(place.node, place.host, self._work.alone[place.node]) from error
         if place.running:
             what = "is lost" if alive is None else "lost a process"
             jobs = counted(len(place.running), "part")

@@ -29,6 +29,7 @@ from unshard.errors import OutputError
 from unshard.plan.operations import Plan, stored_tensors
 from unshard.plan.pieces import Contents, contents_of
 from unshard.progress import Listener
+from unshard.stores.nodes.store import on_one_node
 from unshard.stores.objects import Stored
 from unshard.stores.remote_path import RemotePath
 from unshard.write.bucket_stage import BucketStage
@@ -76,7 +77,7 @@ class OverRay:
     ) -> dict[str, int]:
         """Make the output files as `threads.run_plan` does; `directory` is in a stage."""
         files, staging = plan.layout.files, directory.parent
-        each = self._share(resources, len(plan.numbers))
+        each, sources = self._share(resources, len(plan.numbers)), _sources(plan)
         overflows = Overflows()
 
         def done(number: int, attempt: int, lost: Overflows) -> None:
@@ -90,11 +91,12 @@ class OverRay:
         work = Work(
             _Making(plan, staging, each),
             sorted(plan.numbers, key=lambda number: -files[number].size),
-            {**_by_directory(_sources(plan)), str(staging): ()},
+            {**_by_directory(sources), str(staging): ()},
             slots=resources.workers // each.workers,
             cpus=resources.workers,
             done=done,
             lost=lambda attempt: shutil.rmtree(_place_of(attempt, staging), ignore_errors=True),
+            alone=_on_one_node(sources),
         )
         self.cluster.run(work, listener)
         return named_overflows([overflows], plan)
@@ -115,6 +117,7 @@ class OverRay:
         here = {name: one for name, one in files.items() if name not in numbers}
         names = {numbers[name]: name for name in files if name in numbers}
         uploaded = upload_files(path, here, stage, resources, listener, finished=finished)
+        sources = _sources(plan)
         for name in names.values():
             stage.wrote(name, None)  # whatever happens now, it may be there
 
@@ -129,10 +132,11 @@ class OverRay:
         work = Work(
             _Uploading(plan, path, stage.target, resources),
             sorted(names, key=lambda number: -plan.layout.files[number].size),
-            _by_directory(_sources(plan)),
+            _by_directory(sources),
             slots=1,
             cpus=resources.workers,
             done=done,
+            alone=_on_one_node(sources),
         )
         self.cluster.run(work, listener)
         return uploaded
@@ -144,14 +148,16 @@ class OverRay:
         parts = _divided(pairs, _PARTS * max(1, len(self.cluster.nodes())))
         recipes = (one.recipe for pair in pairs.values() for one in pair)
         tables = {id(one): one for recipe in recipes for one in map(_paths_of, takes(recipe))}
+        sources = {path for paths in tables.values() for path in paths}
         measured: dict[str, Measures] = {}
         work = Work(
             _Measuring(parts, tolerances, resources),
             range(len(parts)),
-            _by_directory({path for paths in tables.values() for path in paths}),
+            _by_directory(sources),
             slots=1,
             cpus=resources.workers,
             done=lambda _job, _attempt, found: measured.update(found),
+            alone=_on_one_node(sources),
         )
         self.cluster.run(work, listener)
         return measured
@@ -273,3 +279,8 @@ def _by_directory(paths: Iterable[Path]) -> Mapping[str, Sequence[str]]:
         if not isinstance(path, RemotePath):
             found.setdefault(str(path.parent), []).append(path.name)
     return found
+
+
+def _on_one_node(paths: Iterable[Path]) -> Mapping[str, Sequence[str]]:
+    """Return the files that only one node has, by Ray's id of the node."""
+    return on_one_node((str(one), one.copies) for one in paths if isinstance(one, RemotePath))

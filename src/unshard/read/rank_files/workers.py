@@ -38,6 +38,8 @@ def read_rank_files(
 ) -> Iterator[RankTable]:
     """Yield the table of every (rank, path), in this order; a CheckpointError if one has none."""
     jobs = [(number, rank, path) for number, (rank, path) in enumerate(files)]
+    if any(isinstance(path, RemotePath) and path.is_on_nodes for _, path in files):
+        processes = 1  # others are not connected with the nodes
     reader, names = RankFileReader(allowed), 0
     tables = _tables(jobs, reader)
     for done in range(len(jobs)):
