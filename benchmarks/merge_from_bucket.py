@@ -1,20 +1,20 @@
-"""Compare a merge of a checkpoint in a bucket with obstore's own get (and put) of the same files.
+"""Compare merges from, into and within an object store with obstore's own get and put.
 
-The bucket is on moto's S3 server, in a process of its own on this machine, or on a server that runs
-already (`--endpoint`; then the environment has the keys). obstore gets the rank files one after
-another, each by one request, and writes what arrives to disk, both sides durable; or puts it under
-another name, in parts, as it does by default (`--into bucket`). Within a bucket the merge is made
-twice: one lets the store copy weights itself, the other sends all of them. Every round runs all, in
-another order, and the report has ratios of medians.
+obstore gets the rank files one after another, each by one request, and writes what arrives to disk,
+both sides durable (`--way from`); or puts those files, in parts, as it does by default (`into`); or
+gets each and puts it under another name (`within`). Both sides are processes of their own. If the
+merge can have the store copy weights itself, it is made once more without. Every round runs all, in
+another order; the report has ratios of medians, and the most memory that a process had.
 
-    python benchmarks/merge_from_bucket.py --gigabytes 0.4 --rounds 5
-    python benchmarks/merge_from_bucket.py --into bucket
+    python benchmarks/merge_from_bucket.py --endpoint http://127.0.0.1:9000 --way within
+
+The environment has the keys of the server. Without `--endpoint` the server is moto's, which reads
+the whole object for every range: that shows whether this runs, but measures moto.
 
 The checkpoint is written by real torch: DTensors on a fake process group, in one process.
 """
 
 import argparse
-import asyncio
 import os
 import random
 import shutil
@@ -32,8 +32,43 @@ from statistics import median
 from merge_against_cat import write_checkpoint
 
 _BUCKET = "benchmark"
-_SCRIPT = "import sys, unshard; unshard.merge(*sys.argv[1:], listener=lambda event: None)"
-_WITHOUT_BOTO3 = f"import sys; sys.modules['boto3'] = None; {_SCRIPT}"
+_MERGE = "import sys, unshard; unshard.merge(*sys.argv[1:], listener=lambda event: None)"
+_WITHOUT_BOTO3 = f"import sys; sys.modules['boto3'] = None; {_MERGE}"
+_GET = """
+import os, sys
+from pathlib import Path
+from obstore.store import from_url
+store, output = from_url(sys.argv[1]), Path(sys.argv[2])
+output.mkdir()
+for one in store.list_with_delimiter()["objects"]:
+    with (output / one["path"]).open("wb") as file:
+        for block in store.get(one["path"]).stream():
+            file.write(block)
+        os.fsync(file.fileno())
+"""
+_PUT = """
+import sys
+from pathlib import Path
+from obstore.store import from_url
+store = from_url(sys.argv[2])
+for path in sorted(Path(sys.argv[1]).iterdir()):
+    store.put(path.name, path)
+"""
+_GET_AND_PUT = """
+import asyncio, sys
+from obstore.store import from_url
+async def copy():
+    source, output = from_url(sys.argv[1]), from_url(sys.argv[2])
+    for one in source.list_with_delimiter()["objects"]:
+        await output.put_async(one["path"], await source.get_async(one["path"]))
+asyncio.run(copy())
+"""
+_SAY_MEMORY = """
+import os, re
+print(re.search("VmHWM.*", open("/proc/self/status").read())[0], flush=True)
+os._exit(0)  # obstore's asynchronous puts sometimes abort at an interpreter's end
+"""
+_OBSTORE = {"from": _GET, "into": _PUT, "within": _GET_AND_PUT}
 
 
 @contextmanager
@@ -67,80 +102,56 @@ def upload(files: list[Path], address: str) -> None:
     import boto3
 
     client = boto3.client("s3", endpoint_url=address)
-    client.create_bucket(Bucket=_BUCKET)
+    if _BUCKET not in [one["Name"] for one in client.list_buckets()["Buckets"]]:
+        client.create_bucket(Bucket=_BUCKET)
     for path in files:
         with path.open("rb") as body:
             client.put_object(Bucket=_BUCKET, Key=f"ckpt/{path.name}", Body=body)
 
 
-def get(names: list[str], output: Path) -> None:
-    """Get objects by obstore, and write them to disk."""
+def run(script: str, *arguments: str) -> int:
+    """Run a script in a process of its own; return the most memory that it had, bytes."""
+    command = [sys.executable, "-c", script + _SAY_MEMORY, *arguments]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return int(done.stdout.split()[-2]) * 1024
+
+
+def clear(folder: str) -> None:
+    """Remove a folder from the bucket."""
     from obstore.store import from_url
 
     store = from_url(f"s3://{_BUCKET}")
-    output.mkdir()
-    for name in names:
-        with (output / name).open("wb") as file:
-            for block in store.get(f"ckpt/{name}").stream():
-                file.write(block)
-            os.fsync(file.fileno())
-
-
-def copy(names: list[str]) -> None:
-    """Get objects by obstore, and put them under another name."""
-    from obstore.store import from_url
-
-    async def copy_all() -> None:
-        store = from_url(f"s3://{_BUCKET}")
-        for name in names:
-            await store.put_async(f"output/{name}", await store.get_async(f"ckpt/{name}"))
-
-    asyncio.run(copy_all())
-
-
-def merge(script: str, output: str) -> None:
-    """Merge as a user would, the interpreter's start included."""
-    subprocess.run([sys.executable, "-c", script, f"s3://{_BUCKET}/ckpt", output], check=True)
-
-
-def clear() -> None:
-    """Remove what was written into the bucket."""
-    from obstore.store import from_url
-
-    store = from_url(f"s3://{_BUCKET}")
-    for page in store.list("output"):
+    for page in store.list(folder):
         for one in page:
             store.delete(one["path"])
 
 
-def contenders(names: list[str], output: Path | None) -> dict[str, Callable[[], None]]:
-    """Return what writes to disk, or within the bucket if there is no `output`."""
-    if output is not None:
-        return {
-            "obstore": partial(get, names, output),
-            "merge": partial(merge, _SCRIPT, str(output)),
-        }
-    address = f"s3://{_BUCKET}/output"
-    return {
-        "obstore": partial(copy, names),
-        "merge": partial(merge, _WITHOUT_BOTO3, address),
-        "merge, copied": partial(merge, _SCRIPT, address),
+def contenders(way: str, source: str, output: str) -> dict[str, Callable[[], int]]:
+    """Return what writes the output, by name."""
+    found: dict[str, Callable[[], int]] = {
+        "obstore": partial(run, _OBSTORE[way], source, output),
+        "merge": partial(run, _WITHOUT_BOTO3, source, output),
     }
+    if way == "within":
+        found["merge, copied"] = partial(run, _MERGE, source, output)
+    return found
 
 
-def measure(names: list[str], output: Path | None, rounds: int) -> dict[str, float]:
-    """Return the median seconds of each; the first round is not counted."""
-    run = contenders(names, output)
+def measure(
+    run: dict[str, Callable[[], int]], remove: Callable[[], None], rounds: int
+) -> dict[str, tuple[float, int]]:
+    """Return median seconds and most memory of each; the first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in run}
+    memory: dict[str, list[int]] = {name: [] for name in run}
     for number in range(rounds + 1):
         for name in random.sample(list(run), len(run)):
             os.sync()
             started = time.perf_counter()
-            run[name]()
+            memory[name].append(run[name]())
             if number:
                 seconds[name].append(time.perf_counter() - started)
-            clear() if output is None else shutil.rmtree(output)
-    return {name: median(found) for name, found in seconds.items()}
+            remove()
+    return {name: (median(found), max(memory[name])) for name, found in seconds.items()}
 
 
 def main() -> None:
@@ -149,7 +160,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=0.4)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--into", choices=["disk", "bucket"], default="disk")
+    parser.add_argument("--way", choices=["from", "into", "within"], default="from")
     parser.add_argument("--endpoint", help="address of an S3 server; default: one of moto's")
     parser.add_argument("--directory", type=Path, help="where to write; default: TMPDIR")
     given = parser.parse_args()
@@ -158,15 +169,18 @@ def main() -> None:
         place = Path(scratch) / "ckpt"
         place.mkdir()
         write_checkpoint(place, ranks=given.ranks, gigabytes=given.gigabytes, dim=0, run=0)
-        files = sorted(place.iterdir())
-        size = sum(path.stat().st_size for path in files)
-        upload(files, address)
-        shutil.rmtree(place)
-        output = Path(scratch) / "output" if given.into == "disk" else None
-        found = measure([path.name for path in files], output, given.rounds)
-    for name, seconds in found.items():
-        ratio = found["obstore"] / seconds
-        print(f"{name:14} {seconds:6.2f} s  {size / seconds / 1e6:6.0f} MB/s  {ratio:5.2f} x")
+        size = sum(path.stat().st_size for path in place.iterdir())
+        upload(sorted(place.iterdir()) if given.way != "into" else [], address)
+        source = str(place) if given.way == "into" else f"s3://{_BUCKET}/ckpt"
+        disk = Path(scratch) / "output"
+        output = str(disk) if given.way == "from" else f"s3://{_BUCKET}/output"
+        remove = partial(shutil.rmtree, disk) if given.way == "from" else partial(clear, "output")
+        found = measure(contenders(given.way, source, output), remove, given.rounds)
+        clear("ckpt")
+    for name, (seconds, memory) in found.items():
+        ratio = found["obstore"][0] / seconds
+        speed = f"{size / seconds / 1e6:6.0f} MB/s  {ratio:5.2f} x"
+        print(f"{name:14} {seconds:6.2f} s  {speed}  {memory / 1e6:5.0f} MB of memory")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 The keys of the environment are no secrets of anyone, and are looked for in what is printed.
 """
 
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ class Request:
 
     Attributes:
         copied: the ETag and the range of the object that the store is to copy.
+        if_match: the ETag that the object must have.
     """
 
     number: int
@@ -36,6 +38,7 @@ class Request:
     query: str
     range: tuple[int, int] | None
     copied: tuple[str, tuple[int, int]] | None
+    if_match: str
 
     @property
     def target(self) -> str:
@@ -52,7 +55,8 @@ class Store:
         requests: those that came through the proxy, in their order.
         fault: decides what becomes of a request: None (nothing is wrong), a status such as "503",
             "cut" (the connection ends without an answer), "cut after" (the server has done what
-            was asked), "kill" (then `kill` is called), or "half" (it ends within the body).
+            was asked), "kill" (then `kill` is called), "half" (it ends within the body), or
+            "no etag" (the answer has an empty ETag).
         kill: ends the client.
     """
 
@@ -166,6 +170,10 @@ def _talk(client: socket.socket, store: Store, server: tuple[str, int]) -> None:
             if fault == "half":
                 client.sendall(back + data[: len(data) // 2])
                 return
+            if fault == "no etag":
+                whole, length = len(data), b"content-length: %d\r\n"
+                data = re.sub(rb"<ETag>[^<]*</ETag>", b"<ETag></ETag>", data)
+                back = re.sub(length % whole, length % len(data), back, flags=re.IGNORECASE)
             client.sendall(_kept_open(back) + data)
 
 
@@ -203,7 +211,8 @@ def _request(head: bytes, store: Store) -> Request:
         copied = (_field(head, b"x-amz-copy-source-if-match") or b"").decode(), span
     key = unquote(url.path).removeprefix(f"/{BUCKET}").removeprefix("/")
     number, query = len(store.requests), unquote(url.query)
-    request = Request(number, method, key, query, _span(head, b"range"), copied)
+    condition = (_field(head, b"if-match") or b"").decode()
+    request = Request(number, method, key, query, _span(head, b"range"), copied, condition)
     store.requests.append(request)
     return request
 

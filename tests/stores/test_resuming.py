@@ -188,6 +188,35 @@ def test_a_merge_that_was_taken_over_stops_and_removes_nothing(
     assert store.files(folder) == truth
 
 
+def test_ceph_compares_tags_without_their_quotes_and_does_not_tell_that_of_an_upload(
+    store: Store, checkpoint: Path, truth: dict[str, bytes]
+) -> None:
+    """This is what version 16 of Ceph's gateway does."""
+    seen: set[str] = set()
+
+    def as_ceph(request: Request) -> str | None:
+        if request.method == "PUT" and request.if_match.startswith('"'):
+            seen.add("quotes")
+            return "412"
+        if request.method == "POST" and "uploadId" in request.query:
+            seen.add("upload")
+            return "no etag"
+        return None
+
+    def fails(request: Request) -> str | None:
+        return refusing(name_of(FILES))(request) or as_ceph(request)
+
+    store.fault = fails
+    with pytest.raises(StoreError, match="403"):
+        merge(checkpoint, "ceph")
+    store.forget_requests()
+    store.fault = as_ceph
+    merge(checkpoint, "ceph")
+    assert not written(store) & {name_of(1), name_of(2)}
+    assert store.files("ceph") == truth
+    assert seen == {"quotes", "upload"}
+
+
 def test_a_store_that_replaces_nothing_by_its_etag_is_refused(checkpoint: Path) -> None:
     with pytest.raises(UsageError, match="on the condition of its ETag"):
         unshard.merge(checkpoint, "gs://bucket/model", resume=True, listener=ignore)

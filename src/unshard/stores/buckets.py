@@ -176,12 +176,27 @@ class Bucket:
         Raises:
             StoreError: as for `children`.
         """
-        parent, _, name = key.rpartition("/")
-        with self._lock:
-            listed = self._listings.get(parent)
-        if listed and name in listed:
-            return listed[name] is None or bool(self.children(key))
+        known = self._is_folder_as_listed(key)
+        if known or (known is False and not _is_other(self.url)):  # others may list a part only
+            return known
         return bool(self.children(key)) or not key
+
+    def _is_folder_as_listed(self, key: str) -> bool | None:
+        """Return whether a key is a folder by what was listed above it; None if nothing was.
+
+        An empty listing tells nothing: it may have been denied.
+        """
+        above, rest = "", key
+        while rest:
+            name, _, rest = rest.partition("/")
+            with self._lock:
+                listed = self._listings.get(above)
+            if listed and (name not in listed or listed[name] is not None):
+                return False
+            if listed and not rest:
+                return True
+            above = f"{above}/{name}".lstrip("/")
+        return None
 
     def chunks(self, key: str, entry: Entry, start: int, length: int) -> Iterator[memoryview]:
         """Yield an object's bytes from `start` on, as they arrive; a cut answer is continued.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from unshard.errors import StoreError
 from unshard.stores.buckets import Bucket, changed, quoted
-from unshard.stores.objects import Stored
+from unshard.stores.objects import Stored, etag_now
 from unshard.stores.remote_path import RemotePath
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ class Composition:
         self._add(number, done["CopyPartResult"]["ETag"])
 
     def complete(self) -> str:
-        """Make the object of all parts, in the order of their numbers; return its entity tag.
+        """Make the object of all parts, in the order of their numbers.
+
+        Return its entity tag, or "" if the store does not tell it.
 
         Raises:
             StoreError: the store cannot be reached, or does not take the parts.
@@ -90,7 +92,7 @@ class Composition:
             )
         except Exception as error:  # noqa: BLE001
             raise _failure(self._where, error) from None
-        etag: str = done["ETag"]
+        etag: str = done.get("ETag", "")
         return etag
 
     def _add(self, number: int, etag: str) -> None:
@@ -138,7 +140,7 @@ class Copier:
         made = Composition(self._client, where, names)
         try:
             send(made)
-            return Stored(size, made.complete())
+            return Stored(size, made.complete() or etag_now(bucket, key))
         except BaseException:
             with suppress(Exception):  # what made it fail is raised
                 self._client.abort_multipart_upload(**names)

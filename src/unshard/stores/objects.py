@@ -14,14 +14,14 @@ from unshard.stores.buckets import Bucket, failure
 if TYPE_CHECKING:
     from obstore import PutMode
 
-__all__ = ["LEAST_PART", "MOST_PARTS", "Stored", "create", "listed", "remove", "upload"]
+__all__ = ["LEAST_PART", "MOST_PARTS", "Stored", "create", "etag_now", "listed", "remove", "upload"]
 
 LEAST_PART = 5 << 20
 """The least that every part of an upload but the last may have, bytes. This is S3's rule."""
 MOST_PARTS = 10_000
 """The most parts that an upload may have."""
 
-_TRIES = 3
+_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Stored:
 
         Azure's answers to a put have quotes around the tag, its listings do not.
         """
-        tags = [one.strip('"') for one in (self.etag, other.etag) if one is not None]
-        return self.size == other.size and tags[:1] == tags[-1:]
+        is_known = self.etag is not None and other.etag is not None
+        return self.size == other.size and (not is_known or _is_same_tag(self.etag, other.etag))
 
 
 def create(
@@ -48,13 +48,14 @@ def create(
     Return None if there is another one.
 
     The answer to a request may be lost after the store has done what it asks for. So after every
-    failure the object is read: what has these very bytes is ours.
+    failure the object is read: what has these very bytes is ours. Tags of requests have quotes, but
+    Ceph 16 compares them without: if the object is still the same, each form is tried in turn.
 
     Raises:
         StoreError: the store cannot be reached, or does not allow it.
     """
-    mode: PutMode = "create" if instead_of is None else {"e_tag": instead_of}
     for tries_left in reversed(range(_TRIES)):
+        mode = _mode(instead_of, has_quotes=tries_left % 2 == 1)
         try:
             put = bucket.store.put(key, data, mode=mode, use_multipart=False)
             return Stored(len(data), put["e_tag"])
@@ -65,7 +66,7 @@ def create(
                 found = bucket.store.get(key)
                 if found.meta["size"] == len(data) and bytes(found.bytes()) == data:
                     return Stored(len(data), found.meta["e_tag"])
-                if found.meta["e_tag"] != instead_of:
+                if not _is_same_tag(found.meta["e_tag"], instead_of):
                     return None
             except FileNotFoundError:
                 if instead_of is not None:
@@ -75,6 +76,19 @@ def create(
             if not tries_left:
                 raise failure(f"{bucket.url}/{key}", error) from None
     raise AssertionError("the last try returns or raises")
+
+
+def _mode(instead_of: str | None, *, has_quotes: bool) -> "PutMode":
+    """Return the condition of a put: that there is no object, or the one with an entity tag."""
+    if instead_of is None:
+        return "create"
+    tag = instead_of.strip('"')
+    return {"e_tag": f'"{tag}"' if has_quotes else tag}
+
+
+def _is_same_tag(one: str | None, other: str | None) -> bool:
+    """Return whether two entity tags are the same, with or without quotes."""
+    return one is not None and other is not None and one.strip('"') == other.strip('"')
 
 
 def upload(
@@ -104,7 +118,21 @@ def upload(
         put = bucket.store.put(key, watched(), chunk_size=part_bytes, max_concurrency=at_once)
     except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
         raise raised[0] if raised else failure(f"{bucket.url}/{key}", error) from None
-    return Stored(sum(sizes), put["e_tag"])
+    return Stored(sum(sizes), put["e_tag"] or etag_now(bucket, key))
+
+
+def etag_now(bucket: Bucket, key: str) -> str | None:
+    """Return an object's entity tag: Ceph 16 does not tell it when an upload in parts ends.
+
+    Raises:
+        StoreError: the store cannot be reached, or does not allow it.
+    """
+    try:
+        return bucket.store.head(key)["e_tag"]
+    except UnshardError:
+        raise
+    except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
+        raise failure(f"{bucket.url}/{key}", error) from None
 
 
 def listed(bucket: Bucket, key: str) -> dict[str, Stored]:
