@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
+from optimizers import KEYS, like, save_optimizer
 from ranks import save_ranks
 from safetensors_shards import cut, shard_path, write_shard
 from tiny_models import tiny_model
@@ -57,6 +58,13 @@ def experts(directory: Path) -> None:
     model.config.save_pretrained(directory)
 
 
+def optimizer(directory: Path) -> None:
+    """Verl's rank files of a model and of its optimizer."""
+    tensors = matrices((80, 50), (31, 30), (3,))
+    save_ranks(directory, tensors, 2)
+    save_optimizer(directory, {key: like(tensors, seed) for seed, key in enumerate(KEYS)}, 2)
+
+
 Options = dict[str, Any]
 LAYOUTS: dict[str, tuple[str | Callable[[Path], None], Options]] = {
     "verl": (rows, {}),
@@ -74,6 +82,8 @@ LAYOUTS: dict[str, tuple[str | Callable[[Path], None], Options]] = {
     "DCP": ("dcp_tensors", {}),
     "DCP, strided": ("dcp_strides", {}),
     "DCP, compressed": ("dcp_zstd", {}),
+    "optimizer": (optimizer, {"optimizer": True, "max_shard_size": "20KB"}),
+    "DCP, optimizer": ("dcp_model_optimizer", {"optimizer": True}),
     "HF Trainer": ("dcp_accelerate", {"dtype": "bfloat16"}),
 }
 WORLDS = {"fsdp2_tp_uneven": 4, "dcp_zstd": 2}

@@ -2,60 +2,27 @@
 
 import json
 import shutil
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 import unshard
-from ranks import as_rank, assert_same, merged, save_ranks, shard
+from optimizers import KEYS, like, save_optimizer
+from ranks import assert_same, merged, save_ranks
 from tiny_models import tiny_config, tiny_model
 from unshard import CheckpointError, ConversionError, OutputError, UnshardError
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
 WORLD = 2
-KEYS = ("exp_avg", "exp_avg_sq")
-Moments = Mapping[str, torch.Tensor]
-
-
-def save_optimizer(
-    directory: Path,
-    moments: Mapping[str, Moments],
-    *,
-    group: Mapping[str, object] | None = None,
-    extra: Mapping[str, object] | None = None,
-) -> None:
-    """Save what AdamW saves, for the given tensors by key, on each of the ranks."""
-    names = list(next(iter(moments.values())))
-    for rank in range(WORLD):
-        with as_rank(rank, WORLD):
-            mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
-            state = {
-                number: {
-                    "step": torch.tensor(7.0),
-                    **{key: shard(own[name], mesh, None) for key, own in moments.items()},
-                    **(extra or {}),
-                }
-                for number, name in enumerate(names)
-            }
-            groups = [{"lr": 0.1, **(group or {}), "params": list(range(len(names)))}]
-            saved = {"state": state, "param_groups": groups}
-            torch.save(saved, directory / f"optim_world_size_{WORLD}_rank_{rank}.pt")
 
 
 def mixture() -> dict[str, torch.Tensor]:
     """A mixture of experts with all experts in one tensor."""
     return dict(tiny_model("qwen3_moe").state_dict())
-
-
-def like(tensors: Moments, seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(one.shape, generator=generator) for name, one in tensors.items()}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, own in {"run": tensors, **moments}.items():
         save_ranks(place / name, own, WORLD)
         tiny_config("qwen3_moe").save_pretrained(place / name)
-    save_optimizer(place / "run", moments)
+    save_optimizer(place / "run", moments, WORLD)
     return place
 
 
@@ -153,7 +120,7 @@ def test_a_fused_adapter_has_no_moments(tmp_path: Path) -> None:
         f"{path}.lora_B.default.weight": torch.randn(8, 2),
     }
     save_ranks(tmp_path / "run", tensors, WORLD)
-    save_optimizer(tmp_path / "run", {key: like(tensors, 0) for key in KEYS})
+    save_optimizer(tmp_path / "run", {key: like(tensors, 0) for key in KEYS}, WORLD)
     with pytest.raises(ConversionError, match="its values are computed"):
         unshard.merge(tmp_path / "run", tmp_path / "out", optimizer=True, lora_alpha=4)
     with unshard.open_checkpoint(tmp_path / "run", part="optimizer") as state:
@@ -164,7 +131,9 @@ def test_state_of_other_shapes_and_values_is_read_as_it_is(tmp_path: Path) -> No
     tensors = {"a.weight": torch.randn(5, 3), "b.weight": torch.randn(4)}
     save_ranks(tmp_path, tensors, WORLD)
     rows = {"a.weight": torch.randn(5), "b.weight": torch.randn(4)}
-    save_optimizer(tmp_path, {"exp_avg_sq_row": rows}, extra={"RMS": 0.25}, group={"betas": (0, 1)})
+    save_optimizer(
+        tmp_path, {"exp_avg_sq_row": rows}, WORLD, extra={"RMS": 0.25}, group={"betas": (0, 1)}
+    )
     with unshard.open_checkpoint(tmp_path, framework="pt", part="optimizer") as state:
         assert torch.equal(state["state.a.weight.exp_avg_sq_row"], rows["a.weight"])
         fields = json.loads(state.metadata()["optimizer"])
@@ -177,14 +146,14 @@ def test_state_of_other_shapes_and_values_is_read_as_it_is(tmp_path: Path) -> No
 def test_blocks_of_8_bits_are_refused(tmp_path: Path) -> None:
     tensors = {"a.weight": torch.randn(5, 3)}
     save_ranks(tmp_path, tensors, WORLD)
-    save_optimizer(tmp_path, {"state1": like(tensors, 0), "absmax1": like(tensors, 1)})
+    save_optimizer(tmp_path, {"state1": like(tensors, 0), "absmax1": like(tensors, 1)}, WORLD)
     with pytest.raises(UnshardError, match="8-bit optimizer"):
         unshard.open_checkpoint(tmp_path, part="optimizer")
 
 
 def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
     save_ranks(tmp_path, {"a.weight": torch.randn(5, 3)}, WORLD)
-    save_optimizer(tmp_path, {key: {"a.weight": torch.randn(5, 4)} for key in KEYS})
+    save_optimizer(tmp_path, {key: {"a.weight": torch.randn(5, 4)} for key in KEYS}, WORLD)
     with pytest.raises(UnshardError, match="does not fit the model"):
         unshard.open_checkpoint(tmp_path, part="optimizer")
 
@@ -194,7 +163,7 @@ def test_damage_is_an_error_or_does_not_matter(tmp_path: Path, seed: int) -> Non
     random = Random(seed)
     tensors = {"a.weight": torch.randn(5, 3), "b.weight": torch.randn(4)}
     save_ranks(tmp_path / "run", tensors, WORLD)
-    save_optimizer(tmp_path / "run", {key: like(tensors, 0) for key in KEYS})
+    save_optimizer(tmp_path / "run", {key: like(tensors, 0) for key in KEYS}, WORLD)
     path = tmp_path / "run" / f"optim_world_size_{WORLD}_rank_{seed % WORLD}.pt"
     data = bytearray(path.read_bytes())
     if seed % 3 == 0:

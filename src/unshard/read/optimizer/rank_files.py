@@ -36,6 +36,7 @@ from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.table import RankTable
 from unshard.read.torch_save.values import is_tensor, items_of
 from unshard.read.training_state.plain_values import plain_values
+from unshard.read.training_state.reader import step_dirs
 from unshard.tensors.dtypes import DType, numpy_dtype
 
 __all__ = ["find_files", "read_files", "read_numbers"]
@@ -52,11 +53,7 @@ def find_files(location: Location, world_size: int) -> dict[int, Path]:
     Raises:
         IncompleteError: there are files of other world sizes only.
     """
-    folders = [*location.roots, location.step_dir / "optimizer"]
-    depth = len(location.weights_dir.relative_to(location.step_dir).parts)
-    folders += [
-        (root.parents[depth - 1] if depth else root) / "optimizer" for root in location.also
-    ]
+    folders = [*location.roots, *(step / "optimizer" for step in step_dirs(location))]
     paths = [path for one in dict.fromkeys(folders) if one.is_dir() for path in one.iterdir()]
     worlds: dict[int, dict[int, Path]] = {}
     unnamed: dict[int, Path] = {}

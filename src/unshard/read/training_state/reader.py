@@ -26,7 +26,14 @@ from unshard.read.format import Location
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.rng_states import RankState, StateWriter, rank_state, unite
 
-__all__ = ["StateFiles", "TrainingState", "find_state_files", "listed", "read_training_state"]
+__all__ = [
+    "StateFiles",
+    "TrainingState",
+    "find_state_files",
+    "listed",
+    "read_training_state",
+    "step_dirs",
+]
 
 # Five digits at most: a name must not make lists as long as it likes.
 _EXTRA_STATE = re.compile(r"extra_state_world_size_(\d{1,5})_rank_(\d{1,5})\.pt")
@@ -160,7 +167,7 @@ class StateFiles:
 
 def find_state_files(location: Location, world_size: int) -> StateFiles | None:
     """Return the files of scheduler and random state of a checkpoint; None if there are none."""
-    steps = _step_dirs(location)
+    steps = step_dirs(location)
     near = _files_in((*location.roots, *(step / "extra_state" for step in steps)))
     in_step = _files_in(steps)
     layouts = (
@@ -236,7 +243,7 @@ def _matching(
             yield match, path
 
 
-def _step_dirs(location: Location) -> tuple[Path, ...]:
+def step_dirs(location: Location) -> tuple[Path, ...]:
     """Return the directory of the step, on every node."""
     if not location.weights_dir.is_relative_to(location.step_dir):
         return (location.step_dir,)
