@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evaluation.running import job_of, request, whole_model
@@ -128,6 +128,15 @@ def test_a_step_that_is_asked_for_later_is_not_skipped_by_itself(server: Live) -
 Submission = tuple[int, str]
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    made = Store(tmp_path_factory.mktemp("store") / "jobs.sqlite")
+    made.connection.execute("PRAGMA synchronous = OFF")
+    yield made
+    made.close()
+
+
+@settings(max_examples=30)  # each has dozens of transactions
 @given(
     submissions=st.lists(
         st.tuples(st.integers(0, 5), st.sampled_from(["a", "b"])), max_size=12, unique=True
@@ -135,15 +144,12 @@ Submission = tuple[int, str]
     begun=st.integers(0, 3),
 )
 def test_places_are_exchanged_within_a_run_only(
-    tmp_path_factory: pytest.TempPathFactory, submissions: list[Submission], begun: int
+    store: Store, submissions: list[Submission], begun: int
 ) -> None:
     """The model: each run's steps fill the places of the run from the highest step down."""
-    directory = tmp_path_factory.mktemp("store")
-    store = Store(directory / "jobs.sqlite")
-    store.connection.execute("PRAGMA synchronous = OFF")
     places: list[Submission] = []
     for number, (step, run) in enumerate(submissions):
-        job, _ = store.submit(request(directory, step, weights=run), pin=None)
+        job, _ = store.submit(request(Path("/model"), step, weights=run), pin=None)
         places.append((step, run))
         if number < begun:  # it is tried again, and keeps its place
             store.claim(2e9, job.id)
@@ -159,4 +165,5 @@ def test_places_are_exchanged_within_a_run_only(
     assert [job.request.step for job in queued] == expected
     assert [store.position(job.id) for job in queued] == list(range(1, len(queued) + 1))
     assert len(store.jobs(Filters(status=Status.QUEUED))) == len(places)
-    store.close()
+    for table in ("attempts", "jobs"):
+        store.connection.execute(f"DELETE FROM {table}")  # noqa: S608

@@ -236,6 +236,8 @@ class LmEvalProfile(HarnessKeys):
         float, Field(strict=True, gt=0, le=1e9), expects("seconds, above zero")
     ] = 600.0
     """Seconds for which an engine that is kept between jobs waits for the next one."""
+    resume: Annotated[bool, Field(strict=True), expects("true or false", or_boolean=True)] = False
+    """Whether an attempt continues with the answers of one that was interrupted before it."""
 
 
 class LmmsEvalProfile(HarnessKeys):

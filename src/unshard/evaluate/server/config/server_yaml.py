@@ -108,6 +108,12 @@ def _fit(
                 f"{where}: idle_timeout means nothing without an engine that is kept",
                 expected="`weights: direct` with `model: vllm`, or no idle_timeout",
             )
+        if keeps_engine(profile) and profile.resume:
+            raise UsageError(
+                f"{where}: resume is not possible with an engine that is kept",
+                expected="`weights: merged`, another model, or `resume: false`",
+                hint="an interrupted job ends its engine, and begins anew on another one",
+            )
         if isinstance(profile, HarnessKeys):
             join_arguments(profile.model_args, what=f"{where}: model_args")
         count = profile.gpus if "gpus" in profile.model_fields_set else min(1, there)

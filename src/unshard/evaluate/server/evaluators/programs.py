@@ -43,6 +43,7 @@ from unshard.evaluate.server.config.profiles import (
     keeps_engine,
     profile_named,
 )
+from unshard.evaluate.server.evaluators.answers import place_of_answers
 from unshard.evaluate.server.evaluators.direct import MODEL_TYPE
 from unshard.evaluate.server.evaluators.documents import (
     check_known,
@@ -147,6 +148,7 @@ class _LmEval:
             "tasks": list(work.request.tasks),
             "output_path": str(work.output / "results.json"),
             "log_samples": True,
+            "use_cache": place_of_answers(work) if self.profile.resume else None,
             **work.request.arguments.options(),
             "gen_kwargs": _generation(work) or None,
             "include_path": [str(path) for path in self.profile.include_paths] or None,

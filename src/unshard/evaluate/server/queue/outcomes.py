@@ -25,6 +25,7 @@ from unshard.evaluate.server.attempts.endings import (
 )
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.config.profiles import Profile
+from unshard.evaluate.server.evaluators.answers import forget_answers
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
@@ -88,6 +89,9 @@ class Outcomes:
         now = self._job(job_id)
         if now is not None:
             tell_outcome(attempt.job, outcome, now)
+        was_interrupted = isinstance(outcome, Postponed | Lost)
+        if not was_interrupted or now is None or now.status.is_final:
+            forget_answers(attempt.directory.parent)
 
     def _job(self, job_id: str) -> Job | None:
         """Return a job for the log; None if the database does not answer."""

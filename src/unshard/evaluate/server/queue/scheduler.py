@@ -15,6 +15,7 @@ from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runn
 from unshard.evaluate.server.attempts.endings import Completed, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.config.profiles import base_of, keeps_engine
+from unshard.evaluate.server.evaluators.answers import forget_answers
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, describe_slots
@@ -187,6 +188,7 @@ class Scheduler:
         self._outcomes.tell(job_id, what)
         if job_id not in {job.id for job in self._store.running()}:
             self._outcomes.release_pin(job_id)
+            forget_answers(self._work_dir / JOBS / job_id)
         return True
 
     def directory_of(self, job: Job) -> Path:
