@@ -1,18 +1,19 @@
-"""Write pickles of protocol 2 as Python's own pickler does, opcode for opcode.
+"""Write pickles of protocol 2 or 4 as Python's own pickler does, opcode for opcode.
 
 What is written are plain values, and `Call`s in place of objects, so nothing needs to be imported
 that a pickle names. An object that occurs twice is written once, as Python does it: objects are
 told apart by identity, globals by name. Sets have no order of their own and are written in the
-order of their elements' bytes, so the same value always gives the same pickle.
+order of their elements' bytes, so the same value always gives the same pickle. In protocol 4 the
+names of modules are strings like any other.
 
-Sources: `pickletools`, CPython's `_pickle.c`.
+Sources: `pickletools`, CPython's `_pickle.c`, PEP 3154.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from struct import pack
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from unshard.containers.pickles.records import Global, Persistent, Value
 
@@ -24,6 +25,8 @@ MAX_INT_BYTES = 255
 """The longest integer, in two's complement."""
 
 _T = TypeVar("_T")
+_FRAME = 64 * 1024  # a frame ends before the next value, once it has so many bytes
+_SMALLEST_FRAME = 4
 _BATCH = 1000  # entries that Python adds to a list or dict by one opcode
 
 
@@ -57,7 +60,9 @@ def _refuse(value: Value) -> Call:
     raise TypeError(f"a value of type {type(value).__name__} cannot be written")
 
 
-def pickled(value: Value, reduce: Callable[[Value], Call] = _refuse) -> bytes:
+def pickled(
+    value: Value, reduce: Callable[[Value], Call] = _refuse, *, protocol: Literal[2, 4] = 2
+) -> bytes:
     """Return the pickle of a value.
 
     It may have: None, bool, int, float, str, bytes; lists, tuples, dicts, sets, OrderedDicts and
@@ -67,14 +72,16 @@ def pickled(value: Value, reduce: Callable[[Value], Call] = _refuse) -> bytes:
     Args:
         value: what to write.
         reduce: returns what is written in place of anything else, or raises a TypeError.
+        protocol: of the pickle; in 4 there are no bytes and no sets.
 
     Raises:
         TypeError: a part of it is something else.
         ValueError: it is nested too deep, or has an integer that is too long.
     """
-    pickler = _Pickler(reduce)
+    pickler = _Pickler(reduce, protocol)
     pickler.save(value, 0)
-    return b"\x80\x02" + bytes(pickler.out) + b"."
+    pickler.out += b"."
+    return pack("<cB", b"\x80", protocol) + pickler.ended()
 
 
 _ORDERED = Global("collections", "OrderedDict")
@@ -88,20 +95,24 @@ class _Pickler:
     """The opcodes written so far, and what can be referred to.
 
     Attributes:
-        out: the opcodes.
+        out: the opcodes; of protocol 4 those after the last frame that is full.
         refers: whether they refer to anything outside the pickle.
     """
 
-    def __init__(self, reduce: Callable[[Value], Call]) -> None:
+    def __init__(self, reduce: Callable[[Value], Call], protocol: int) -> None:
         self.out = bytearray()
         self.refers = False
         self._reduce = reduce
+        self._protocol = protocol
+        self._frames = bytearray()
         self._memo: dict[object, int] = {}
         self._kept: list[Value] = []  # an identity is that of one object only as long as it lives
 
     def save(self, value: Value, depth: int) -> None:
         if depth > MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        if self._protocol > 2 and len(self.out) >= _FRAME:
+            self._end_frame()
         match value:
             case None | bool() | int() | float():
                 self.out += _scalar(value)
@@ -113,22 +124,31 @@ class _Pickler:
                 self.out += b"Q"
             case Global():
                 if not self._is_known(value):
-                    self.out += f"c{value.module}\n{value.name}\n".encode()
+                    self._global(value, depth + 1)
                     self._remember(value)
             case _:
                 if not self._is_known(id(value)):
                     self._object(value, depth + 1)
+
+    def ended(self) -> bytes:
+        """Return everything that was written, in frames if there are any."""
+        if self._protocol > 2 and len(self.out) >= _SMALLEST_FRAME:
+            self._end_frame()
+        return bytes(self._frames + self.out)
+
+    def _end_frame(self) -> None:
+        self._frames += pack("<cQ", b"\x95", len(self.out)) + self.out
+        self.out.clear()
 
     def _object(self, value: Value, depth: int) -> None:
         """Write what is written once only."""
         match value:
             case str() | Text():
                 text = value if isinstance(value, str) else value.value
-                data = text.encode("utf-8", "surrogatepass")
-                self.out += pack("<cI", b"X", len(data)) + data
+                self._text(text.encode("utf-8", "surrogatepass"))
                 self._remember_object(value)
             case bytes():
-                self._call(_encoded(value), depth, of=value)
+                self._bytes(value, depth)
             case tuple():
                 self._tuple(value, depth)
             case list():
@@ -145,6 +165,19 @@ class _Pickler:
                 self._call(value, depth, of=value)
             case _:
                 self._call(self._reduce(value), depth, of=value)
+
+    def _global(self, value: Global, depth: int) -> None:
+        if self._protocol == 2:
+            self.out += f"c{value.module}\n{value.name}\n".encode()
+        else:
+            self.save(value.module, depth)
+            self.save(value.name, depth)
+            self.out += b"\x93"
+
+    def _text(self, data: bytes) -> None:
+        is_short = self._protocol > 2 and len(data) < 256
+        header = (b"\x8c", "B") if is_short else (b"X", "I")
+        self.out += pack(f"<c{header[1]}", header[0], len(data)) + data
 
     def _tuple(self, value: tuple[Value, ...], depth: int) -> None:
         end = _TUPLE_ENDS.get(len(value))
@@ -197,11 +230,18 @@ class _Pickler:
                 self.save(part, depth)
         self.out += end
 
+    def _bytes(self, value: bytes, depth: int) -> None:
+        if self._protocol > 2:
+            _refuse(value)
+        self._call(_encoded(value), depth, of=value)
+
     def _set(self, value: set[Value], depth: int) -> None:
+        if self._protocol > 2:
+            _refuse(value)
         # Each element by itself, where nothing refers to another: so they can be sorted.
         parts = []
         for element in value:
-            alone = _Pickler(self._reduce)
+            alone = _Pickler(self._reduce, self._protocol)
             alone.save(element, depth + 1)
             if alone.refers:
                 raise TypeError("a tensor in a set cannot be written")
@@ -223,7 +263,10 @@ class _Pickler:
 
     def _remember(self, key: object) -> None:
         number = self._memo[key] = len(self._memo)
-        self.out += pack("<cB", b"q", number) if number < 256 else pack("<cI", b"r", number)
+        if self._protocol > 2:
+            self.out += b"\x94"
+        else:
+            self.out += pack("<cB", b"q", number) if number < 256 else pack("<cI", b"r", number)
 
 
 def _batches(entries: Sequence[_T]) -> Iterator[Sequence[_T]]:
