@@ -218,6 +218,25 @@ def test_a_checkpoint_is_complete_when_its_objects_rest_and_it_can_be_read(
     assert finder.look() == []
 
 
+def test_a_look_at_a_run_lists_its_steps_once_and_only_new_ones_deep(
+    store: Store, tmp_path: Path
+) -> None:
+    finder = CheckpointFinder(path_of(f"{ROOT}/many"))
+    for step in (10, 20, 30):
+        saved(store, tmp_path, "many", step)
+        found = [finder.look() for _ in range(2)]
+        assert [[one.step for one in look] for look in found] == [[], [step]]
+    store.forget_requests()
+    assert finder.look() == []
+    assert [one.query.rpartition("prefix=")[2] for one in store.requests] == ["runs/many/"]
+    store.s3.put_object(Bucket=BUCKET, Key="runs/many/checkpoint-40/config.json", Body=b"{}")
+    store.forget_requests()
+    assert finder.look() == []
+    listed = [one.query for one in store.requests]
+    assert [one for one in listed if "checkpoint-40" in one]
+    assert not [one for one in listed if "checkpoint-10" in one or "checkpoint-20" in one]
+
+
 def test_a_run_in_a_store_is_watched_and_results_come_back_at_their_steps(
     store: Store, server: Live, tmp_path: Path
 ) -> None:

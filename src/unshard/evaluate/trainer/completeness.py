@@ -72,6 +72,7 @@ class CheckpointFinder:
         self._before: dict[Path, Mapping[str, object]] = {}  # see `_status_of`
         self._unread: dict[Path, Mapping[str, object]] = {}  # of those that were read in vain
         self._seen: set[Path] = set()
+        self._done: set[int] = set()  # the steps of those
         self._warned: set[str] = set()
 
     def look(self) -> list[Location]:
@@ -86,6 +87,7 @@ class CheckpointFinder:
         for location in steps:
             if location.path not in self._seen and self._is_ready(location):
                 self._seen.add(location.path)
+                self._done |= set() if location.step is None else {location.step}
                 found.append(location)
         return found
 
@@ -96,14 +98,22 @@ class CheckpointFinder:
         self._warned.add(why)
 
     def _steps(self) -> list[Location]:
-        """Return the checkpoints of all steps; a broken step does not hold up the others."""
+        """Return the checkpoints of all steps; a broken step does not hold up the others.
+
+        In an object store, where every folder is a request, only of those that are not seen yet.
+        """
+        if isinstance(self._run, RemotePath) and (numbers := step_numbers(self._run)):
+            return self._of_steps([one for one in numbers if one not in self._done])
         try:
             return self._found(self._choice)
         except (UnshardError, OSError) as error:
             numbers = step_numbers(self._run)
             if not numbers:
                 self._warn(f"no checkpoint yet: {error}")
-        found = []
+        return self._of_steps(numbers)
+
+    def _of_steps(self, numbers: Iterable[int]) -> list[Location]:
+        found: list[Location] = []
         for number in numbers:
             try:
                 found += self._found(replace(self._choice, step=number))
