@@ -82,7 +82,7 @@ def fill(database: Path, count: int) -> str:
                 "INSERT INTO attempts (job_id, number, began_at, ended_at) VALUES (?, 1, ?, ?)",
                 (job_id, now, now),
             )
-            numbers = (number / count, 0.01)
+            numbers = (number / count, 0.01, True)
             replace_results(
                 connection, job_id, {} if is_failed else dict.fromkeys(_METRICS, numbers)
             )

@@ -29,7 +29,9 @@ model, output, control = map(pathlib.Path, sys.argv[1:4])
 tasks, step, weights = sys.argv[4:]
 acc = {"0": 0.1, "5": 0.6, "10": 0.5, "20": 0.55}[step]
 numbers = {"acc,none": acc, "acc_stderr,none": 0.03, "ppl,none": 10 - acc}
-(output / "results.json").write_text(json.dumps({task: numbers for task in tasks.split(",")}))
+found = {task: numbers for task in tasks.split(",")}
+found["higher_is_better"] = {"t": {"ppl": False}}
+(output / "results.json").write_text(json.dumps(found))
 """
 
 
@@ -92,6 +94,9 @@ def test_the_best_step_is_marked(server: Live) -> None:
         (5, "acc"),
         (20, "acc"),
     ]
+    known = cli(server.url, "results", "--best", "t/ppl", "--csv")  # the evaluator says: the lowest
+    marked = [row for row in rows_of(known.stdout) if row["best"] == "True"]
+    assert [(row["run"], row["step"]) for row in marked] == [("one", "5"), ("two", "20")]
     lines = cli(server.url, *given, "--run", "one").stdout.splitlines()
     assert [" best " in line for line in lines] == [
         True,
@@ -100,6 +105,9 @@ def test_the_best_step_is_marked(server: Live) -> None:
     refused = cli(server.url, "results", "--best", "t/acc")
     assert (refused.returncode, "which direction is better" in refused.stderr) == (2, True)
     assert "--lower-is-better" in refused.stderr
+    listed = cli(server.url, "status").stdout
+    assert listed.count("t/acc = 0.5 \u00b1 0.03") == 2
+    assert listed.count("t/ppl = 9.5\n") == 2
     refused = cli(server.url, "results", "--lower-is-better")
     assert (refused.returncode, "add --best TASK/METRIC" in refused.stderr) == (2, True)
 

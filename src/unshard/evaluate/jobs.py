@@ -210,6 +210,7 @@ class Job:
         process: of the attempt that is running.
         error: why it failed, was expired, or the last attempt did.
         metrics: by "task/metric", or "task/metric,filter" where the filter is not "none".
+        stderr: the standard errors of those metrics that have one.
         results: the evaluator's own file, on the server.
         superseded_by: the id of the job that has come in its place; None if it was skipped.
     """
@@ -226,6 +227,7 @@ class Job:
     process: Process | None = None
     error: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    stderr: Mapping[str, float] = field(default_factory=dict)
     results: str | None = None
     failures: int = 0
     superseded_by: str | None = None

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from unshard.evaluate.server.evaluators.documents import (
     as_finite,
+    collect_directions,
     collect_errors,
     collect_metrics,
     metric_key,
@@ -86,3 +87,13 @@ def test_all_values_are_finite_floats_and_all_keys_have_their_task(
 
 def test_a_task_is_not_another_that_begins_alike() -> None:
     assert tasks_without(["a", "ab", "b"], {"ab/acc": 1.0}) == ["a", "b"]
+
+
+def test_directions_are_those_of_metrics_whatever_their_filter() -> None:
+    stated = {"gsm8k": {"exact_match": True, "ppl": None}, "lambada": {"ppl": False}, "x": 1}
+    named = ["gsm8k/exact_match,strict", "gsm8k/exact_match", "gsm8k/ppl", "lambada/ppl", "x/y"]
+    assert collect_directions(stated, named) == {
+        "gsm8k/exact_match,strict": True,
+        "gsm8k/exact_match": True,
+        "lambada/ppl": False,
+    }

@@ -190,7 +190,8 @@ def test_the_database_of_an_earlier_version_gets_the_columns_that_it_lacks(tmp_p
         connection.execute("DROP INDEX jobs_alike")
         for column in ("superseded_by", "attempts_before", "alike"):
             connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
-        connection.execute("ALTER TABLE results DROP COLUMN stderr")
+        for column in ("stderr", "higher_is_better"):
+            connection.execute(f"ALTER TABLE results DROP COLUMN {column}")
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
         assert store.count_in_a_row(job.id, Cause.DIED) == 0
         assert store.alike(job.request) == [job]

@@ -50,11 +50,13 @@ class Completed:
         metrics: by "task/metric" or "task/metric,filter".
         results: the evaluator's own file.
         errors: the standard errors of those metrics that have one.
+        directions: whether higher values are better, of those metrics of which that is known.
     """
 
     metrics: Mapping[str, float]
     results: Path | None
     errors: Mapping[str, float] = field(default_factory=dict)
+    directions: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,8 @@ def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:  # noqa: PLR
             return Postponed(why) if done.errno in _PASSING else Failed(why, may_retry=False)
     try:
         found = evaluator.measured(work, done.returncode)
-        return Completed(found.metrics, evaluator.results_file(work), found.errors)
+        results = evaluator.results_file(work)
+        return Completed(found.metrics, results, found.errors, found.directions)
     except (UnshardError, OSError) as error:
         unknown = error if isinstance(error, UnknownTasksError) else None
         why = add_log(str(error), work.directory)

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from unshard.api.options import MergeOptions
-from unshard.evaluate.jobs import EvaluationError, Job
+from unshard.evaluate.jobs import EvaluationError, Job, Request
+from unshard.evaluate.server.attempts.best_link import link_best, link_of
 from unshard.evaluate.server.attempts.merge_worker import ANSWER_NAME, MergeOrder
 from unshard.evaluate.server.config.profiles import CommandProfile, Profile, Weights
 from unshard.evaluate.server.processes.launching import start_module
@@ -92,6 +93,12 @@ class Merger:
     def remove(self, job_id: str) -> None:
         """Remove a job's merged model, if there is one."""
         shutil.rmtree(self.merged(job_id), ignore_errors=True)
+
+    def link_best(self, request: Request, job_id: str | None) -> None:
+        """Have the link to a run's best model lead to that of a job; see `best_link`."""
+        directory = self._directory
+        link = link_of(directory, request.run, request.profile, request.weights)
+        link_best(link, directory, job_id)
 
     def recover(self) -> None:
         """Remove what merges that were killed have left."""

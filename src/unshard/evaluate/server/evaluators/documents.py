@@ -2,7 +2,7 @@
 
 lm-eval and lmms-eval write `{task: {"acc,none": 0.3, "acc_stderr,none": 0.1, "alias": ...}}`, where
 a comma separates a metric from its filter. Only finite numbers are metrics, and `acc_stderr` is the
-standard error of `acc`.
+standard error of `acc`. Next to `results`, `higher_is_better` has `{task: {"acc": true}}`.
 """
 
 import json
@@ -23,6 +23,7 @@ __all__ = [
     "as_finite",
     "check_known",
     "check_tasks",
+    "collect_directions",
     "collect_errors",
     "collect_metrics",
     "find_newest",
@@ -121,7 +122,8 @@ def check_tasks(
     parts = _expand(document, tasks, lambda task: bool(tasks_without([task], metrics)))
     missing = tasks_without(sorted(task for task in parts if not parts[task]), metrics)
     if metrics and not missing:
-        return Measured(metrics, collect_errors(results, metrics))
+        directions = collect_directions(_mapping_at(document, "higher_is_better"), metrics)
+        return Measured(metrics, collect_errors(results, metrics), directions)
     raise EvaluationError(
         f"{program}'s results have no finite number for: {', '.join(missing or tasks)}",
         expected=", ".join(tasks),
@@ -208,6 +210,21 @@ def collect_errors(results: Mapping[str, object], metrics: Mapping[str, float]) 
             if key is not None and number is not None and number >= 0:
                 errors[key] = number
     return errors
+
+
+def collect_directions(stated: Mapping[str, object], metrics: Iterable[str]) -> dict[str, bool]:
+    """Return whether higher is better, of those metrics of which that is stated.
+
+    It is stated by task and by metric, without a filter; lm-eval has None for groups whose tasks
+    differ (0.4.13, evaluator.py).
+    """
+    found = dict[str, bool]()
+    for task, values in stated.items():
+        for name, is_better in values.items() if isinstance(values, Mapping) else ():
+            if isinstance(is_better, bool):
+                found[f"{task}/{name}"] = is_better
+    named = {key: found.get(key.partition(",")[0]) for key in metrics}
+    return {key: one for key, one in named.items() if one is not None}
 
 
 def tasks_without(tasks: Iterable[str], metrics: Mapping[str, float]) -> list[str]:

@@ -258,7 +258,11 @@ class _Command:
                 task = tasks[0] if len(tasks) == 1 else ""
             if task:
                 results.setdefault(task, {})[metric] = value
-        return check_tasks({"results": results}, tasks, program=work.program)
+        return check_tasks(
+            {"results": results, "higher_is_better": document.get("higher_is_better")},
+            tasks,
+            program=work.program,
+        )
 
     def results_file(self, work: Work) -> Path | None:
         """Return the file that the profile names, if it is there."""

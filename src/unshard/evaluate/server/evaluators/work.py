@@ -8,7 +8,7 @@ with the same task are refused.
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -61,10 +61,12 @@ class Measured:
     Attributes:
         metrics: what was measured.
         errors: the standard errors of those metrics that have one; not negative.
+        directions: whether higher values are better, of those metrics of which that is known.
     """
 
     metrics: Mapping[str, float]
     errors: Mapping[str, float]
+    directions: Mapping[str, bool] = field(default_factory=dict)
 
 
 class Evaluator(Protocol):

@@ -73,6 +73,8 @@ class Submission(Arguments):
 class JobView(BaseModel):
     """A job and its state; times are seconds since the epoch.
 
+    `stderr` has the standard errors of those `metrics` that have one.
+
     `superseded_by` is the job for the files that its trainer has saved in the same place since;
     a superseded job without one was skipped, because newer steps wait (`max_lag`).
     `pinned`: whether hard links keep the checkpoint, which may otherwise be removed while it waits.
@@ -97,6 +99,7 @@ class JobView(BaseModel):
     pinned: bool
     position: int | None
     metrics: dict[str, float]
+    stderr: dict[str, float]
 
     @classmethod
     def of(cls, job: Job, position: int | None) -> "JobView":
@@ -138,7 +141,10 @@ class JobList(BaseModel):
 
 
 class ResultView(BaseModel):
-    """One number of a job; results that arrive later have a higher `number`."""
+    """One number of a job; results that arrive later have a higher `number`.
+
+    `higher_is_better` is what the evaluator says; null: it does not say it.
+    """
 
     number: int
     job_id: str
@@ -151,6 +157,7 @@ class ResultView(BaseModel):
     value: float
     completed_at: float
     stderr: float | None
+    higher_is_better: bool | None
 
 
 class ResultList(BaseModel):

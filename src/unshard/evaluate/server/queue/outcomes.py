@@ -32,7 +32,7 @@ from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_outcome
 
-__all__ = ["Outcomes", "find_removable"]
+__all__ = ["Outcomes", "find_best", "find_removable"]
 
 _log = logging.getLogger(__name__)
 
@@ -191,7 +191,8 @@ class Outcomes:
             others = set()
         for other in others:
             shutil.rmtree(other, ignore_errors=True)
-        if self._store.complete(job_id, done.metrics, done.results, done.errors):
+        found = done.metrics, done.results, done.errors, done.directions
+        if self._store.complete(job_id, *found):
             return
         now = self._store.get(job_id)
         if now is None or now.status in {Status.CANCELLED, Status.SUPERSEDED}:
@@ -205,7 +206,11 @@ class Outcomes:
                 return
             run, weights = job.request.run, job.request.weights
             alike = Filters(Status.COMPLETED, run=run, weights=weights, profile=job.request.profile)
-            for other in find_removable(job, profile, self._store.jobs(alike)):
+            completed = self._store.jobs(alike)
+            if profile.keep != "none" and profile.best_metric is not None:  # before others go
+                best = find_best(profile.best_metric, completed)
+                self._merger.link_best(job.request, None if best is None else best.id)
+            for other in find_removable(job, profile, completed):
                 self._merger.remove(other)
 
     def _persist(self, record: Callable[[], object]) -> None:
@@ -227,17 +232,30 @@ def find_removable(job: Job, profile: Profile, completed: Iterable[Job]) -> list
 
     Args:
         job: the one that is completed.
-        profile: keeps nothing, all, or the best by its metric; with a "-" before the metric, the
-            lowest value is the best. Of equals the first that was completed stays.
+        profile: keeps nothing, all, or the best by its metric.
         completed: the completed jobs of the same run, weights and profile, including this one.
     """
     if profile.keep == "all":
         return []
     if profile.keep != "best" or profile.best_metric is None:
         return [job.id]
-    name = profile.best_metric.removeprefix("-")
-    sign = -1 if profile.best_metric.startswith("-") else 1
-    everyone = sorted(completed, key=lambda one: (one.completed_at or 0, one.id))
-    measured = [one for one in everyone if name in one.metrics]
-    best = max(measured, key=lambda one: sign * one.metrics[name], default=None)
+    everyone = sorted(completed, key=_rank)
+    best = find_best(profile.best_metric, everyone)
     return [one.id for one in everyone if best is None or one.id != best.id]
+
+
+def find_best(best_metric: str, completed: Iterable[Job]) -> Job | None:
+    """Return the best job by a metric, of equals that of the lowest step; None: none has it.
+
+    With a "-" before the metric, the lowest value is the best.
+    """
+    name = best_metric.removeprefix("-")
+    sign = -1 if best_metric.startswith("-") else 1
+    measured = [one for one in sorted(completed, key=_rank) if name in one.metrics]
+    return max(measured, key=lambda one: sign * one.metrics[name], default=None)
+
+
+def _rank(job: Job) -> tuple[bool, int, float, str]:
+    """Return what decides between jobs that are equally good."""
+    step = job.request.step
+    return step is None, step or 0, job.completed_at or 0, job.id

@@ -132,7 +132,16 @@ def _complete_tables(connection: sqlite3.Connection) -> None:
     connection.executemany("UPDATE jobs SET alike = ? WHERE id = ?", found)
 
 
-_MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_make_tables, _complete_tables)
+def _add_direction(connection: sqlite3.Connection) -> None:
+    """Version 3: whether higher values of a metric are better; NULL: the evaluator did not say."""
+    connection.execute("ALTER TABLE results ADD COLUMN higher_is_better INTEGER")
+
+
+_MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (
+    _make_tables,
+    _complete_tables,
+    _add_direction,
+)
 """Each runs in a transaction of its own. What was released is never changed: a new one is appended,
 and the tests get a database of the version before it."""
 

@@ -27,6 +27,7 @@ __all__ = [
     "LONGEST_WAIT_S",
     "NEEDS_PIN",
     "RESULT_COLUMNS",
+    "Numbers",
     "add_event",
     "as_event",
     "as_request",
@@ -74,7 +75,7 @@ _JOB_COLUMNS = """
 
 RESULT_COLUMNS = """
     results.rowid AS number, id AS job_id, run, step, weights, profile, metric, value, stderr,
-    completed_at
+    higher_is_better, completed_at
 """
 """What `as_result` reads of `results` and `jobs`."""
 
@@ -84,6 +85,10 @@ _PLAIN_FIELDS = tuple(
 )
 _OWN_FIELDS = frozenset(field.name for field in fields(Request)) - {"arguments"}
 _FILTERED = ("status", "run", "step", "weights", "profile")
+
+
+Numbers = tuple[float, float | None, bool | None]
+"""What is kept of a metric: its value, its standard error, whether higher is better."""
 
 
 def request_as_json(request: Request) -> str:
@@ -103,19 +108,23 @@ def as_request(text: str) -> Request:
 
 
 def _as_job(connection: sqlite3.Connection, row: sqlite3.Row) -> Job:
-    process, metrics = None, dict[str, float]()
+    process, metrics, errors = None, dict[str, float](), dict[str, float]()
     if row["pid"] is not None:
         gpus = tuple(map(str, json.loads(row["gpus"])))
         process = Process(row["pid"], row["started"], row["boot"], gpus, row["directory"])
     if row["status"] == Status.COMPLETED:  # one by one, because SQLite's JSON would round them
-        query = "SELECT metric, value FROM results WHERE job_id = ?"
-        metrics = dict(connection.execute(query, (row["id"],)).fetchall())
+        query = "SELECT metric, value, stderr FROM results WHERE job_id = ?"
+        for name, value, error in connection.execute(query, (row["id"],)):
+            metrics[name] = value
+            if error is not None:
+                errors[name] = error
     return Job(
         request=as_request(row["request"]),
         status=Status(row["status"]),
         phase=_as_phase(row["phase"]),
         process=process,
         metrics=metrics,
+        stderr=errors,
         **{name: row[name] for name in _PLAIN_FIELDS},
     )
 
@@ -138,7 +147,8 @@ def as_event(row: sqlite3.Row) -> JobEvent:
 def as_result(row: sqlite3.Row) -> Result:
     """Return a result from a row of `RESULT_COLUMNS`."""
     task, _, metric = row["metric"].partition("/")
-    return Result(**{**dict(row), "task": task, "metric": metric})
+    better = None if row["higher_is_better"] is None else bool(row["higher_is_better"])
+    return Result(**{**dict(row), "task": task, "metric": metric, "higher_is_better": better})
 
 
 def condition_of(filters: Filters) -> tuple[str, list[str | int]]:
@@ -226,11 +236,11 @@ def _storable(text: str) -> str:
 def replace_results(
     connection: sqlite3.Connection,
     job_id: str,
-    metrics: Mapping[str, tuple[float, float | None]],
+    metrics: Mapping[str, Numbers],
 ) -> None:
     """Write what was measured, instead of what an earlier attempt measured.
 
-    A value has its standard error next to it. A name that SQLite does not take is changed; if
+    A name that SQLite does not take is changed; if
     another has that name, it gets a number.
     """
     found = {name: value for name, value in metrics.items() if _storable(name) == name}
@@ -241,7 +251,8 @@ def replace_results(
             found[next(one for one in chain([fit], others) if one not in found)] = value
     connection.execute("DELETE FROM results WHERE job_id = ?", (job_id,))
     connection.executemany(
-        "INSERT INTO results (job_id, metric, value, stderr) VALUES (?, ?, ?, ?)",
+        "INSERT INTO results (job_id, metric, value, stderr, higher_is_better)"
+        " VALUES (?, ?, ?, ?, ?)",
         [(job_id, name, *numbers) for name, numbers in found.items()],
     )
 

@@ -18,6 +18,7 @@ from unshard.evaluate.server.store.statements import (
     CLAIMABLE,
     DUE,
     RESULT_COLUMNS,
+    Numbers,
     add_event,
     as_event,
     as_result,
@@ -181,14 +182,19 @@ class Store:
         metrics: Mapping[str, float],
         results: Path | None,
         errors: Mapping[str, float] | None = None,
+        directions: Mapping[str, bool] | None = None,
     ) -> bool:
         """End the open attempt with what was measured; return whether the job was still running.
 
-        `errors` are the standard errors of those metrics that have one.
+        `errors` are the standard errors of those metrics that have one, and `directions` whether
+        higher is better, where that is known.
         """
+        errors, directions = errors or {}, directions or {}
         file = None if results is None else str(results)
         changes = {**change_to_final(Status.COMPLETED), "results": file}
-        found = {name: (value, (errors or {}).get(name)) for name, value in metrics.items()}
+        found = {
+            name: (value, errors.get(name), directions.get(name)) for name, value in metrics.items()
+        }
         return self._end(job_id, Status.COMPLETED, changes, found)
 
     def fail(self, job_id: str, error: str, retry_at: float | None) -> bool:
@@ -221,7 +227,7 @@ class Store:
         job_id: str,
         outcome: str,
         changes: Mapping[str, str | float | None],
-        metrics: Mapping[str, tuple[float, float | None]] | None = None,
+        metrics: Mapping[str, Numbers] | None = None,
     ) -> bool:
         """End the open attempt; change its job if that is still running; return whether it is."""
         now = time.time()
