@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import unshard
 from oracle.writers.optimizers import (
@@ -17,6 +18,7 @@ from oracle.writers.optimizers import (
     hybrid_optimizers,
 )
 from oracle.writers.optimizers import Trained as Model
+from oracle.writers.samples import Samples
 from oracle.writers.workers import WorkerPool
 from ranks import assert_same
 from unshard import CorruptError, IncompleteError, NotMergeableError, UsageError
@@ -24,6 +26,7 @@ from unshard import CorruptError, IncompleteError, NotMergeableError, UsageError
 pytestmark = [
     pytest.mark.xdist_group("torch processes"),
     pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is unavailable"),
 ]
 
 Trained = Callable[[str], Path]
@@ -88,6 +91,23 @@ def test_fsdp1_by_name_is_what_torch_gathers(trained: Trained, folder: str) -> N
 def test_fsdp1_by_number_is_refused(trained: Trained) -> None:
     with pytest.raises(NotMergeableError, match="flat parameters of FSDP1"):
         state_of(trained("fsdp1") / "numbered")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "step"), [("accelerate_fsdp1", "step_1"), ("accelerate_fsdp2", "checkpoint_1")]
+)
+def test_the_state_of_accelerate_is_what_torch_loads(
+    samples: Samples, scenario: str, step: str
+) -> None:
+    place = samples.write(scenario, 2).directory / step
+    loaded = _load_state_dict_from_keys(checkpoint_id=place / "optimizer_0")["optimizer"]
+    truth = {
+        f"state.{name}.{key}": tensor
+        for name, fields in loaded["state"].items()
+        for key, tensor in fields.items()
+    }
+    assert len(truth) > 20
+    assert_same(state_of(place), truth)
 
 
 def written(output: Path) -> dict[str, torch.Tensor]:
