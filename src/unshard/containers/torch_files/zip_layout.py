@@ -1,9 +1,8 @@
 """Lay out a file of `torch.save` before any of its data is there: every byte but the storages.
 
-The zip is the one that torch's `PyTorchStreamWriter` makes, byte for byte, with one exception: the
-first half of `.data/serialization_id`, which there is a hash of names by the library of C++.
-The checksums of the storages are in their data descriptors, in the central directory and in that
-id, so these are written again when the data is there.
+The zip is the one that torch's `PyTorchStreamWriter` makes on Linux, byte for byte. The
+checksums of the storages are in their data descriptors, in the central directory and in
+`.data/serialization_id`, so these are written again when the data is there.
 
 Sources: torch's `caffe2/serialize/inline_container.cc`, miniz, files of torch 2.4 to 2.15.
 """
@@ -14,6 +13,7 @@ from struct import pack
 from zlib import crc32
 
 from unshard.containers.torch_files.dtensors import Version
+from unshard.containers.torch_files.record_names import combined_hash, hash_of_names
 
 __all__ = ["ZipLayout", "lay_out_zip"]
 
@@ -98,13 +98,13 @@ class ZipLayout:
             crcs: CRC-32 of each storage, by number; None while they are not known.
         """
         known = iter([0 if crcs is None else crcs[number] for number in self.order])
-        directory, combined = bytearray(), 0
+        directory, written = bytearray(), list[int]()
         for record in self.records:
             content = record.content
             if record.name.endswith(_ID_NAME.encode()):
-                content = _id_of(self.records, combined)
+                content = _id_of(self.records, written)
             crc = next(known) if content is None else crc32(content)
-            combined = _combined(combined, crc) if record.size else combined
+            written += [crc] if record.size else []
             yield record.start, record.local_header() + (content or b"")
             yield record.data + record.size, record.descriptor(crc)
             directory += record.directory_entry(crc)
@@ -112,14 +112,11 @@ class ZipLayout:
         yield at, bytes(directory) + _end(len(self.records), at, len(directory))
 
 
-def _combined(seed: int, crc: int) -> int:
-    """Return torch's hash of checksums (`c10::hash_combine`), with one more."""
-    return seed ^ (crc + 0x9E3779B9 + (seed << 6) + (seed >> 2) & _FULL64)
-
-
-def _id_of(records: Sequence[_Record], combined: int) -> bytes:
-    names = crc32(b"".join(record.name for record in records))
-    return f"{names:0{_ID_DIGITS}}{combined:0{_ID_DIGITS}}".encode()
+def _id_of(records: Sequence[_Record], crcs: Sequence[int]) -> bytes:
+    """Return the hashes of the names, without the folder, and of the checksums."""
+    names = tuple(record.name.decode().partition("/")[2] for record in records[:-1])
+    numbers = hash_of_names(names), combined_hash(crcs)
+    return "".join(f"{number:0{_ID_DIGITS}}" for number in numbers).encode()
 
 
 def _end(count: int, at: int, size: int) -> bytes:
