@@ -23,7 +23,7 @@ INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 WITHOUT_DEPENDENCIES := lightning==2.6.1 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
 	lmms-engine==0.1.4 loguru==0.7.3
 
-.PHONY: demo test lint docs format bench bench-peers torture-eval clean
+.PHONY: demo test lint docs format bench bench-peers torture torture-eval clean
 
 # venv would make an environment that cannot install the project, and pip says so at length.
 define NEED_PYTHON
@@ -137,6 +137,12 @@ PEERS ?=
 bench-peers: export PYTHONPATH := $(CURDIR)/benchmarks
 bench-peers: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m peers $(PEERS)
+
+# Every attack, and thousands of damaged checkpoints of every format; docs/security.md has the figures.
+# About an hour on two idle cores.
+torture: $(TEST_VENV)/.installed
+	UNSHARD_ATTACKS_STRIDE=1 UNSHARD_MUTATIONS=600 $(TEST_VENV)/bin/python -m pytest -s \
+		tests/oracle/test_attacks.py tests/oracle/test_mutations.py
 
 # A real server and its processes, killed at random moments; then the tests of what once went wrong
 # only now and then, again and again with busy loops next to them. Half an hour on two idle cores.

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import unshard
+from hostile.texts import BAD_JSON, nested
 from ranks import save_ranks, some_tensors
 from unshard import CorruptError, UnshardError
 from unshard.containers.json_file import (
@@ -23,14 +24,6 @@ from unshard.containers.json_file import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
-
-
-def nested(depth: int) -> dict[str, object]:
-    """Return objects and lists inside one another, `depth` of them in all."""
-    fields: object = {}
-    for level in range(depth - 2):
-        fields = [fields] if level % 2 else {"below": fields}
-    return {"top": fields}
 
 
 def test_what_python_writes_is_taken() -> None:
@@ -67,25 +60,9 @@ def test_anything_else_is_refused(data: bytes | str) -> None:
     assert message.startswith("the file")
 
 
-REFUSED = {
-    "cut": (b'{"a": 1', "is not valid JSON: "),
-    "empty": (b"", "is not valid JSON: "),
-    "a list": (b"[]", "is not a JSON object"),
-    "latin-1": (b'{"a": "\xe9"}', "is not UTF-8, at byte 7"),
-    "utf-16": ('{"a": 1}'.encode("utf-16"), "is not UTF-8, at byte 0"),
-    "two keys": (b'{"a": {"k": 1, "b": 2, "k": 3}}', "the key 'k' occurs twice"),
-    "digits": (b'{"a": ' + b"9" * 5000 + b"}", "a number of too many digits"),
-    "half a pair": (b'{"a": ["\\ud800"]}', ": a: half a surrogate pair"),
-    "half a pair as a key": (b'{"a": {"\\ud800": 1}}', ": a: half a surrogate pair"),
-    "deep": (json.dumps(nested(MAX_JSON_DEPTH + 1)).encode(), "top: nested too deep"),
-    "900 deep": (json.dumps(nested(900)).encode(), "top: nested too deep"),
-    "deeper than the stack": (b'{"a": ' + b"[" * 100_000, "nested too deep"),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", BAD_JSON)
 def test_what_is_wrong_is_reported(kind: str) -> None:
-    text, message = REFUSED[kind]
+    text, message = BAD_JSON[kind]
     with pytest.raises(CorruptError, match="the file") as caught:
         parsed_object(text, "the file")
     assert message in str(caught.value)

@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from struct import pack
 
 import ml_dtypes  # noqa: F401 (teaches numpy bfloat16)
 import numpy as np
@@ -17,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hostile.texts import CORRUPT, DIGITS, INCOMPLETE, STRICTER, container, tensor
 from unshard.containers.safetensors_file import (
-    MAX_HEADER,
     HeaderEntry,
     encode_header,
     read_safetensors,
@@ -26,7 +25,6 @@ from unshard.containers.safetensors_file import (
 from unshard.errors import CorruptError, IncompleteError, UnshardError
 from unshard.tensors.dtypes import BY_CODE, BY_NAME
 
-DIGITS = b"12345678"
 ODD_NAME = 'näme "quoted" \\ \n \x1f \x7f 😀'
 
 
@@ -34,18 +32,6 @@ ODD_NAME = 'näme "quoted" \\ \n \x1f \x7f 😀'
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a path that every example may overwrite."""
     return tmp_path_factory.mktemp("safetensors") / "model.safetensors"
-
-
-def container(header: object, data: bytes = b"", *, length: int | None = None) -> bytes:
-    """Return a file of a header (JSON, or bytes as they are) and data."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return pack("<Q", len(text) if length is None else length) + text + data
-
-
-def tensor(
-    code: object = "U8", shape: object = (4,), offsets: object = (0, 4)
-) -> dict[str, object]:
-    return {"dtype": code, "shape": shape, "data_offsets": offsets}
 
 
 def reference_accepts(path: Path) -> bool:
@@ -162,75 +148,6 @@ def test_tensors_may_lie_beyond_the_first_4_gib(file: Path) -> None:
 
 
 # --- attacks -------------------------------------------------------------------------------------
-
-ONE = b'{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
-
-INCOMPLETE: dict[str, bytes] = {
-    "empty": b"",
-    "seven bytes": b"\x02" + bytes(6),
-    "truncated header": container({"a": tensor()})[:20],
-    "no header": pack("<Q", 10),
-    "no data": container({"a": tensor()}),
-    "a byte of data missing": container({"a": tensor()}, b"123"),
-}
-
-CORRUPT: dict[str, bytes] = {
-    "header of 2**63 bytes": container({"a": tensor()}, length=2**63),
-    "header longer than any": container({"a": tensor()}, length=MAX_HEADER + 1),
-    "header of no bytes": container(b"", b"1234"),
-    "not JSON": container(b"{hello}"),
-    "JSON and more": container(b'{"a":' + ONE + b"}x", b"1234"),
-    "not UTF-8": container(b'{"\xff":' + ONE + b"}", b"1234"),
-    "byte order mark": container(b"\xef\xbb\xbf{}"),
-    "list": container([]),
-    "text": container("a"),
-    "nested dicts": container(b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
-    "nested lists": container(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
-    "same name, other data": container(
-        b'{"a":' + ONE + b',"a":' + ONE.replace(b"[0,4]", b"[4,8]") + b"}", DIGITS
-    ),
-    "dtype twice": container(b'{"a":' + ONE.replace(b"{", b'{"dtype":"U8",') + b"}", b"1234"),
-    "hole": container({"a": tensor(), "b": tensor(offsets=(5, 9))}, DIGITS + b"9"),
-    "hole at the start": container({"a": tensor(offsets=(4, 8))}, DIGITS),
-    "overlap": container({"a": tensor(), "b": tensor(offsets=(2, 6))}, b"123456"),
-    "two tensors in one place": container({"a": tensor(), "b": tensor()}, b"1234"),
-    "trailing bytes": container({"a": tensor()}, b"12345"),
-    "trailing bytes and no tensor": container({}, b"1"),
-    "unknown dtype": container({"a": tensor("X8")}, b"1234"),
-    "dtype in small letters": container({"a": tensor("u8")}, b"1234"),
-    "dtype a number": container({"a": tensor(8)}, b"1234"),
-    "dtype null": container({"a": tensor(None)}, b"1234"),
-    "negative shape": container({"a": tensor(shape=(-2, -2))}, b"1234"),
-    "bool in shape": container({"a": tensor(shape=(True, 4))}, b"1234"),
-    "float in shape": container({"a": tensor(shape=(4.0,))}, b"1234"),
-    "shape no list": container({"a": tensor(shape=4)}, b"1234"),
-    "shape beyond 64 bits": container({"a": tensor(shape=(2**32, 2**32, 4))}, b"1234"),
-    "size beyond 64 bits": container({"a": tensor(shape=(2**64 + 4,))}, b"1234"),
-    "no elements beyond 64 bits": container({"a": tensor(shape=(2**40, 2**40, 0), offsets=(0, 0))}),
-    "shape of 5,400 digits": container({"a": tensor(shape=(10**18,) * 300)}, b"1234"),
-    "shape and bytes differ": container({"a": tensor("I16")}, b"1234"),
-    "offsets reversed": container({"a": tensor(offsets=(4, 0))}, b"1234"),
-    "negative offset": container({"a": tensor(offsets=(-4, 0))}),
-    "bools as offsets": container({"a": tensor(shape=(1,), offsets=(False, True))}, b"1"),
-    "floats as offsets": container({"a": tensor(offsets=(0.0, 4.0))}, b"1234"),
-    "three offsets": container({"a": tensor(offsets=(0, 4, 4))}, b"1234"),
-    "no shape": container({"a": {"dtype": "U8", "data_offsets": [0, 4]}}, b"1234"),
-    "entry no object": container({"a": [0, 4]}, b"1234"),
-    "NaN": container(b'{"a":' + ONE.replace(b"}", b',"x":NaN}') + b"}", b"1234"),
-    "metadata a text": container({"__metadata__": "x"}),
-    "metadata of numbers": container({"__metadata__": {"a": 1}}),
-    "metadata nested": container({"__metadata__": {"a": {"b": "c"}}}),
-    "half a surrogate pair as name": container(b'{"\\ud800":' + ONE + b"}", b"1234"),
-    "half a surrogate pair as metadata": container(b'{"__metadata__":{"a":"\\ud800"}}'),
-}
-
-# What safetensors itself lets pass: of two equal names it takes one in silence.
-STRICTER: dict[str, bytes] = {
-    "same name, same data": container(b'{"a":' + ONE + b',"a":' + ONE + b"}", b"1234"),
-    "space before the header": container(b' {"a":' + ONE + b"}", b"1234"),
-    "metadata null": container({"__metadata__": None}),
-    "elements of four bits": container({"a": tensor("F4", (8,))}, b"1234"),
-}
 
 
 @pytest.mark.parametrize("data", INCOMPLETE.values(), ids=INCOMPLETE.keys())

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hostile.pickles import FORMS, NAMES, named, split_name
 from unshard.containers.pickles.machine import SLOT_COST, Machine
 from unshard.containers.pickles.opcodes import OPERATIONS
 from unshard.containers.pickles.records import Global, Persistent, Record, Value
@@ -38,12 +39,6 @@ def roundtrip(value: object, protocol: int) -> Value:
 def record(value: Value) -> Record:
     assert isinstance(value, Record)
     return value
-
-
-def binary(text: str) -> bytes:
-    """Return the opcode that pushes a text."""
-    data = text.encode()
-    return b"X" + struct.pack("<I", len(data)) + data
 
 
 # --- faithful: what the standard pickler writes, we read -----------------------------------------
@@ -309,58 +304,12 @@ def test_no_module_is_imported_and_no_class_looked_up(
 
 # --- attacks: names that run commands ------------------------------------------------------------
 
-ATTACKS = """
-    os.system posix.system nt.system subprocess.Popen subprocess.check_output builtins.eval
-    builtins.exec builtins.compile builtins.__import__ builtins.open __builtin__.eval
-    __builtin__.execfile pathlib:os.system torch.serialization:os.system pathlib:os.popen
-    importlib.import_module runpy._run_module_as_main pty.spawn shutil.rmtree socket.socket
-    ctypes.CDLL webbrowser.open pickle.loads _pickle.Unpickler marshal.loads torch.load
-    torch.hub.load torch.utils.cpp_extension.load operator.attrgetter operator.methodcaller
-    types.FunctionType types.CodeType io.open _io.FileIO numpy.load code.interact timeit.timeit
-    multiprocessing.util.spawnv_passfds asyncio.create_subprocess_shell sys.exit
-    collections:__builtins__.eval collections.OrderedDict:__subclasses__ functools:reduce
-""".split()
-
-
-def attack(name: str) -> tuple[str, str]:
-    """Split at the colon, or else at the last dot, into module and attribute."""
-    module, _, attribute = name.rpartition(":" if ":" in name else ".")
-    return module, attribute
-
-
-def named(module: str, name: str) -> bytes:
-    return f"c{module}\n{name}\n".encode()
-
-
-def stacked(module: str, name: str) -> bytes:
-    return binary(module) + binary(name) + b"\x93"
-
-
-FORMS: dict[str, Callable[[str, str], bytes]] = {
-    "REDUCE": lambda m, n: named(m, n) + b"(S'true'\ntR.",
-    "NEWOBJ": lambda m, n: named(m, n) + b"(S'true'\nt\x81.",
-    "NEWOBJ_EX": lambda m, n: named(m, n) + b"(S'true'\nt}\x92.",
-    "STACK_GLOBAL": lambda m, n: stacked(m, n) + b"(S'true'\ntR.",
-    "INST": lambda m, n: f"(S'true'\ni{m}\n{n}\n.".encode(),
-    "OBJ": lambda m, n: b"(" + named(m, n) + b"S'true'\no.",
-    "pushed and popped": lambda m, n: named(m, n) + b"0N.",
-    "popped with a mark": lambda m, n: b"N(" + named(m, n) + b"1.",
-    "only memoised": lambda m, n: named(m, n) + b"q\x000N.",
-    "as a dict key": lambda m, n: b"}" + named(m, n) + b"Ns.",
-    "as state": lambda m, n: named("a", "B") + b")R" + named(m, n) + b"b.",
-    "in a persistent id": lambda m, n: named(m, n) + b"Q.",
-    "named from the memo": lambda m, n: (
-        binary(n) + b"q\x000" + binary(m) + b"h\x00q\x010h\x00\x930N."
-    ),
-    "before garbage": lambda m, n: named(m, n) + b"\xff\xff",
-}
-
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_name_that_runs_commands_is_refused_however_it_is_written(name: str, form: str) -> None:
     with pytest.raises(DangerousPickleError, match=re.escape(name.replace(":", "."))):
-        unpickle(FORMS[form](*attack(name)))
+        unpickle(FORMS[form](*split_name(name)))
 
 
 @pytest.mark.parametrize(
@@ -405,7 +354,7 @@ def test_a_chain_of_getattr_does_not_reach_a_dangerous_name() -> None:
     """.split(),
 )
 def test_the_names_that_checkpoints_need_are_read(name: str) -> None:
-    module, attribute = attack(name)
+    module, attribute = split_name(name)
     assert unpickle(named(module, attribute) + b".")[0] == Global(module, attribute)
 
 

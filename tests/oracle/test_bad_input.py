@@ -13,7 +13,7 @@ import pytest
 
 from damage import Findings, Spare, assert_same_bits, change_byte, judge, places_to_flip
 from oracle.offsets import looks_whole
-from oracle.writers.samples import FORMATS, Samples, weight_ranges
+from oracle.writers.samples import CHECKED, FORMATS, NAMES_UNGUARDED, Samples, weight_ranges
 from ranks import assert_same, merged
 from unshard import CheckpointError, UnshardError
 from waiting import LIMIT_S
@@ -25,10 +25,6 @@ pytestmark = [
 
 FLIPS = 100  # of a byte, in every format; more when hunting
 FULL_FLIPS = 30
-# No checksum guards the names in these, and one of their bytes may be in all uses of a name.
-NAMES_UNGUARDED = ("DCP", "one safetensors", "safetensors and index", "legacy torch")
-# Their weights have checksums.
-CHECKED = [name for name in FORMATS if name.startswith(("rank", "bins", "DCP", "pytorch"))]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from damage import assert_refused, bomb, cycle, judge
-from oracle.writers.dcp_saving import read_metadata
+from hostile.dcp import put_item
 from oracle.writers.samples import Samples
 from ranks import as_rank, rank_path, save_ranks, some_tensors
 from unshard import UnsafeError, UnshardError
@@ -63,16 +63,6 @@ def as_zip(data: bytes) -> bytes:
     writer.write_record("byteorder", b"little", 6)
     writer.write_end_of_file()
     return file.getvalue()
-
-
-def put_item(directory: Path, data: bytes, name: str = "model.embed.weight") -> None:
-    """Let an item of a DCP checkpoint be these bytes."""
-    metadata = read_metadata(directory)
-    info = next(info for index, info in metadata.storage_data.items() if index.fqn == name)
-    path = directory / info.relative_path
-    info.offset, info.length = path.stat().st_size, len(data)
-    path.write_bytes(path.read_bytes() + data)
-    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 PLACES: dict[str, Callable[[Path, bytes], object]] = {

@@ -164,6 +164,17 @@ def test_a_missing_file_of_a_rank_that_has_others_is_named(tmp_path: Path) -> No
         unshard.merge(tmp_path, tmp_path / "out")
 
 
+def test_a_file_replaced_by_a_copy_of_one_of_another_number_is_named(tmp_path: Path) -> None:
+    """It would hide that the last pieces of its own tensors are lost."""
+    for index in (1, 2):
+        for rank, piece in enumerate(cut(torch.randn(12, 2), 2)):
+            write_shard(shard_path(tmp_path, rank, index, 2), {f"w{index}": piece})
+    lost = shard_path(tmp_path, 1, 1, 2)
+    shutil.copyfile(shard_path(tmp_path, 1, 2, 2), lost)
+    with pytest.raises(CorruptError, match=rf"tensor w2: is in .*{lost.name}"):
+        unshard.merge(tmp_path, tmp_path / "out")
+
+
 def test_an_index_of_which_no_rank_has_a_file_is_named(tmp_path: Path) -> None:
     write_shard(shard_path(tmp_path, 0, 1, 3), {"a": whole(torch.randn(2))})
     write_shard(shard_path(tmp_path, 0, 3, 3), {"b": whole(torch.randn(2))})

@@ -21,6 +21,7 @@ __all__ = [
     "MAX_JSON_DEPTH",
     "JsonFields",
     "is_text",
+    "is_too_dense",
     "json_object",
     "parsed_object",
     "shown",
@@ -34,6 +35,19 @@ a fifth of it."""
 
 MAX_JSON_DEPTH = 64
 """The most objects and lists inside one another. Real configs have up to 6."""
+
+
+_MOST_VALUES = 1_000_000
+_BYTES_OF_VALUE = 8  # on average, in headers and indices of more values than that: at least 9
+
+
+def is_too_dense(text: bytes) -> bool:
+    """Return whether a JSON text may become more than max(300 MB, 20 x its length) in memory.
+
+    A list takes 3 bytes of a text and 130 in memory, an object 7 and 260.
+    """
+    values = text.count(b"[") + text.count(b"{") + text.count(b",")
+    return values > max(_MOST_VALUES, len(text) // _BYTES_OF_VALUE)
 
 
 def json_object(path: Path) -> dict[str, object]:
@@ -63,8 +77,10 @@ def parsed_object(text: bytes, what: str) -> dict[str, object]:
 
     Raises:
         CorruptError: it is not UTF-8, not JSON, not an object, nested deeper than
-            `MAX_JSON_DEPTH`, or has a key twice or a string that is not text.
+            `MAX_JSON_DEPTH`, `is_too_dense`, or has a key twice or a string that is not text.
     """
+    if is_too_dense(text):
+        raise CorruptError(f"{what} has too many values for its {len(text)} bytes")
     try:
         fields = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:

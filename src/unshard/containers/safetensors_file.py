@@ -16,6 +16,7 @@ from pathlib import Path
 from struct import pack, unpack
 from typing import TypeGuard
 
+from unshard.containers.json_file import is_too_dense
 from unshard.errors import CorruptError, IncompleteError
 from unshard.tensors.dtypes import BY_CODE, DType
 
@@ -92,6 +93,8 @@ def read_safetensors(path: Path) -> SafetensorsFile:
 
 
 def _parse(path: Path, text: bytes) -> tuple[tuple[HeaderEntry, ...], dict[str, str]]:
+    if is_too_dense(text):
+        raise CorruptError(f"{path}: its header has too many values for its {len(text)} bytes")
     try:
         fields = json.loads(
             text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant

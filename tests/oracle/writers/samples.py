@@ -18,7 +18,7 @@ from ranks import some_tensors
 from unshard.read.format import Choice, ReadOptions
 from unshard.read.open import open_latest
 
-__all__ = ["FORMATS", "Sample", "Samples", "weight_ranges"]
+__all__ = ["CHECKED", "FORMATS", "NAMES_UNGUARDED", "Sample", "Samples", "weight_ranges"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +84,10 @@ _WHOLE: dict[str, Callable[[Path, _Tensors], None]] = {
 }
 
 FORMATS = (*_BY_RANKS, *_WHOLE)
+# No checksum guards the names in these, and one of their bytes may be in all uses of a name.
+NAMES_UNGUARDED = ("DCP", "one safetensors", "safetensors and index", "legacy torch")
+# Their weights have checksums.
+CHECKED = [name for name in FORMATS if name.startswith(("rank", "bins", "DCP", "pytorch"))]
 
 
 def whole_tensors() -> dict[str, torch.Tensor]:

@@ -89,7 +89,11 @@ class _UnitedShards:
             self.problems.append(why)
             return
         for entry in file.entries:
-            problem = size_problem(file.path, entry) or self._add(file, entry, known, number)
+            problem = (
+                size_problem(file.path, entry)
+                or self._misplaced(entry.name, number)
+                or self._add(file, entry, known, number)
+            )
             if problem is not None:
                 self.problems.append(problem)
 
@@ -130,6 +134,17 @@ class _UnitedShards:
             sizes=entry.shape,
         )
         return None
+
+    def _misplaced(self, name: str, number: int) -> CorruptError | None:
+        """Return what is wrong if a tensor is in files of two numbers: the writer gives it one."""
+        first = self._firsts.get(name, number)
+        if self._places[first][0] == self._places[number][0]:
+            return None
+        return CorruptError(
+            f"tensor {name}: is in {self._paths[first].name} and in {self._paths[number].name}",
+            expected="all its pieces in files of one number",
+            hint="was a file replaced by a copy of another?",
+        )
 
     def tensors(self) -> dict[str, TensorEntry]:
         """Return the tensors, ordered by the index of their file, then by name."""

@@ -1,0 +1,34 @@
+"""With `--verify full` a damaged checkpoint is merged into the truth, or not at all."""
+
+import os
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from damage import Findings, Spare, assert_same_bits, judge
+from hostile.mutations import Mutator
+from oracle.writers.samples import CHECKED, FORMATS, NAMES_UNGUARDED, Samples
+from ranks import assert_same
+
+pytestmark = [
+    pytest.mark.xdist_group("torch processes"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]
+
+MUTATIONS = int(os.environ.get("UNSHARD_MUTATIONS", "10"))  # of every format; `make torture`: 600
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_damage_of_any_kind_is_noticed_by_full_verification_or_does_not_matter(
+    samples: Samples, tmp_path: Path, name: str
+) -> None:
+    sample, random, findings = samples[name], Random(f"{name} {MUTATIONS}"), Findings()
+    spare, out = Spare(sample.directory, tmp_path / "copy"), tmp_path / "output" / "merged"
+    guarded = name in CHECKED and not name.startswith(NAMES_UNGUARDED)
+    mutator = Mutator(name, spare, random, checked=guarded)
+    compare = assert_same if guarded else assert_same_bits
+    for _ in range(MUTATIONS):
+        with mutator.mutated() as what, findings.attempt(*what):
+            judge(spare.directory, sample.truth, out, compare=compare, verify="full")
+    findings.tell()
