@@ -187,6 +187,7 @@ def test_the_database_of_an_earlier_version_gets_the_columns_that_it_lacks(tmp_p
     with closing(sqlite3.connect(tmp_path / "jobs.sqlite")) as connection:
         connection.execute("PRAGMA user_version = 1")
         connection.execute("DROP TABLE pinned_runs")
+        connection.execute("DROP TABLE deliveries")
         connection.execute("DROP INDEX jobs_alike")
         for column in ("superseded_by", "attempts_before", "alike"):
             connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")

@@ -29,6 +29,7 @@ from unshard.evaluate.server.gpus import Slots, parse_gpus
 from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.http.app import make_app
 from unshard.evaluate.server.http.connections import BoundedProtocol, raise_file_limit
+from unshard.evaluate.server.http.on_result import telling_results
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
@@ -102,6 +103,7 @@ def make_service(config: ServerConfig) -> Service:
     """
     work = _make_private((config.work_directory or _WORK_DIR).absolute())
     store = _open_store(work)
+    store.deliveries.are_wanted = config.on_result is not None
     pins = Pins(store, config.roots, config.pin_quota)
     unknown = UnknownTasks()
     limits = Limits(cluster=config.ray_address if config.executor == RAY else None)
@@ -184,7 +186,8 @@ def serve(given: Given) -> None:
             ),
         )
         try:
-            server.run(sockets=[listening])
+            with telling_results(service.store, config.on_result, service.work_dir):
+                server.run(sockets=[listening])
         finally:
             service.scheduler.stop(end=False)
             service.store.close()

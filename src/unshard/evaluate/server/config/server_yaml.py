@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 from unshard.errors import UsageError, raise_all
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.config.arguments import join_arguments
+from unshard.evaluate.server.config.on_result import OnResult
 from unshard.evaluate.server.config.profiles import (
     COMMAND_EXPECTED,
     DIRECT_MODELS,
@@ -181,6 +182,8 @@ class ServerConfig(BaseModel):
     pass_at_most: Annotated[int, whole(0)] = 8
     """How many jobs may pass a job that needs more GPUs than are free; then they are held for it.
     """
+    on_result: OnResult | None = None
+    """What is told about each job that is completed or has failed."""
     profiles: Annotated[
         Mapping[Annotated[str, Field(pattern=_NAME)], ProfileKeys],
         BeforeValidator(_or_default),
@@ -235,6 +238,8 @@ def _problem(path: Path, problem: ErrorDetails) -> UsageError:
             where, known = f"{path}: profiles.{name} (kind {kind})", list(KINDS[kind].model_fields)
         case ["profiles", name]:
             where, keys = f"{path}: profiles.{name}", []
+        case ["on_result", *keys]:
+            where, known = f"{path}: on_result", list(OnResult.model_fields)
         case ["pin_quota", *keys]:
             where, known = f"{path}: pin_quota", list(Quota.__annotations__)
     match problem["type"]:

@@ -137,10 +137,20 @@ def _add_direction(connection: sqlite3.Connection) -> None:
     connection.execute("ALTER TABLE results ADD COLUMN higher_is_better INTEGER")
 
 
+def _add_deliveries(connection: sqlite3.Connection) -> None:
+    """Version 4: what is still to be told about jobs that have ended."""
+    connection.execute(
+        "CREATE TABLE deliveries (number INTEGER PRIMARY KEY AUTOINCREMENT,"
+        " id TEXT NOT NULL UNIQUE, job_id TEXT NOT NULL, body TEXT NOT NULL,"
+        " tries INTEGER NOT NULL DEFAULT 0, due_at REAL NOT NULL)"
+    )
+
+
 _MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (
     _make_tables,
     _complete_tables,
     _add_direction,
+    _add_deliveries,
 )
 """Each runs in a transaction of its own. What was released is never changed: a new one is appended,
 and the tests get a database of the version before it."""

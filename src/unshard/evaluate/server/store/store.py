@@ -11,6 +11,7 @@ from pathlib import Path
 
 from unshard.evaluate.jobs import Filters, Job, JobEvent, Phase, Process, Request, Result, Status
 from unshard.evaluate.server.store.connections import Connections
+from unshard.evaluate.server.store.deliveries import Deliveries, record_end
 from unshard.evaluate.server.store.leftovers import Leftovers
 from unshard.evaluate.server.store.ordering import Ordering
 from unshard.evaluate.server.store.pin_records import PinRecords
@@ -45,6 +46,7 @@ class Store:
         pins: which pins the jobs need.
         leftovers: the directories that jobs have left.
         ordering: the places of queued jobs.
+        deliveries: what is still to be told about jobs that have ended.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,6 +56,7 @@ class Store:
         self._rows, self._texts = self._connections.rows, self._connections.texts
         self.pins = PinRecords(self._connections)
         self.leftovers = Leftovers(self._connections)
+        self.deliveries = Deliveries(self._connections)
 
     def close(self) -> None:
         """Close the connections of all threads, none of which may use the store any more."""
@@ -248,6 +251,8 @@ class Store:
                 if metrics is not None:
                     replace_results(connection, job_id, metrics)
                 add_event(connection, job_id, now)
+                if self.deliveries.are_wanted:
+                    record_end(connection, job_id, now)
         return is_running
 
     # What is read.
