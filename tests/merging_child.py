@@ -1,7 +1,8 @@
 """A process that merges again and again, each time in a fork of itself: it starts quickly.
 
 Reads "checkpoint output" from its input, and perhaps more options as JSON without blanks; prints
-the number of the process that merges, then its exit status.
+the number of the process that merges, then its exit status. `UNSHARD_TEST_LEAST_PART` is the
+least size of the parts that a store copies, bytes.
 """
 
 import importlib
@@ -11,6 +12,7 @@ import sys
 from typing import Any
 
 import unshard
+from unshard.engines import uploads
 from unshard.progress import ignore
 
 OPTIONS: dict[str, Any] = {"max_shard_size": "100B", "lora": "both", "verify": "full"}
@@ -22,8 +24,15 @@ def tell(number: int) -> None:
 
 
 if __name__ == "__main__":
-    for name in ("unshard.api.storing", "unshard.engines.several.torchrun", "obstore.store"):
+    for name in (
+        "unshard.api.storing",
+        "unshard.engines.several.torchrun",
+        "obstore.store",
+        "boto3",
+    ):
         importlib.import_module(name)
+    if least := os.environ.get("UNSHARD_TEST_LEAST_PART"):
+        setattr(uploads, "LEAST_PART", int(least))  # noqa: B010 (it is imported there)
     for line in sys.stdin:
         checkpoint, output, *more = line.split()
         pid = os.fork()

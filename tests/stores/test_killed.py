@@ -10,12 +10,14 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
+import torch
+from moto.s3 import models
 
 import unshard
 from adapters import adapted
 from bucket_server import BUCKET, Request, Store
 from merging_child import OPTIONS
-from ranks import snapshot
+from ranks import save_ranks, snapshot
 from unshard.progress import ignore
 from unshard.write.bucket_ledger import FINISHED_NAME
 from unshard.write.bucket_stage import CLAIM_NAME
@@ -28,12 +30,17 @@ MORE = (
 INDEX = "model.safetensors.index.json"
 
 
+LEAST = 16 << 10
+"""The least size of parts, scaled as the tensors are."""
+
+
 @pytest.fixture
 def child(store: Store) -> Iterator["Popen[str]"]:
     assert store.endpoint  # the child inherits its address
     script = Path(__file__).parents[1] / "merging_child.py"
     pipe = subprocess.PIPE
-    with Popen([sys.executable, script], stdin=pipe, stdout=pipe, text=True) as process:
+    env = {**os.environ, "UNSHARD_TEST_LEAST_PART": str(LEAST)}
+    with Popen([sys.executable, script], stdin=pipe, stdout=pipe, text=True, env=env) as process:
         yield process
         assert process.stdin is not None
         process.stdin.close()
@@ -133,6 +140,47 @@ def test_a_merge_that_is_killed_twice_is_resumed_and_puts_nothing_finished_again
     assert kills >= 50, kills
     assert gone_on >= 20, gone_on
     store.abort_uploads()
+
+
+@pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+def test_a_merge_that_the_store_copies_is_killed_anywhere_and_goes_on(
+    store: Store, child: "Popen[str]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before one request, after the next; every second merge is not killed, and goes on."""
+    monkeypatch.setattr(models, "S3_UPLOAD_PART_MIN_SIZE", LEAST)
+    tensors = {f"l.{number}.a": torch.randn(256, 256) for number in range(2)}
+    checkpoint = save_ranks(tmp_path / "ckpt", tensors, 2)
+    (checkpoint / "config.json").write_text('{"model_type": "x"}')
+    chosen = {"resume": True, "max_shard_size": "300KB", "lora": "fuse", "verify": "light"}
+    unshard.merge(checkpoint, tmp_path / "out", listener=ignore, **OPTIONS | chosen)
+    truth = {str(path): data for path, (_, _, data) in snapshot(tmp_path / "out").items()}
+    address = store.upload(checkpoint, "composed/ckpt")
+    more = json.dumps(chosen, separators=(",", ":"))
+    killed, copied = 0, 0
+    for number in range(500):
+        line = f"{address} s3://{BUCKET}/composed/{number} {more}"
+        store.forget_requests()
+        status = status_of(child, store, line, number, ("before", "after")[number % 2])
+        copied += any(one.copied for one in store.requests)
+        if status == 0:
+            break
+        killed += status == signal.SIGKILL
+        found = store.files(f"composed/{number}")
+        for name in found.keys() & truth.keys() - {"unshard.json"}:
+            assert found[name] == truth[name], (name, number)
+        if found.keys() & {INDEX, "config.json", "unshard.json"}:
+            assert {name for name in truth if "-of-" in name} <= found.keys(), number
+        if "unshard.json" not in found:
+            store.forget_requests()
+            assert status_of(child, store, line, -1, "before") == 0
+            found = store.files(f"composed/{number}")
+        found.pop(CLAIM_NAME, None)
+        found.pop(FINISHED_NAME, None)
+        assert found.keys() == truth.keys(), number
+        store.abort_uploads()
+    assert copied >= 10, copied
+    assert killed >= 20, killed
+    assert not store.abort_uploads()
 
 
 def finished_in(files: dict[str, bytes]) -> set[str]:
