@@ -168,6 +168,7 @@ class Live:
         assert process.poll() is None, self.told()
         wait_until(lambda: "\n" in self.told().partition("listening on ")[2], "its address")
         url = self.told().partition("listening on ")[2].partition("\n")[0]
+        url = url.partition('"')[0]  # in a log of JSON it is in a string
         self.url = url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104  (as configured)
         return self
 

@@ -1,5 +1,6 @@
 """Lines of a log never control the terminal that shows them."""
 
+import json
 import logging
 import unicodedata
 
@@ -30,3 +31,32 @@ def test_everything_that_controls_a_terminal_is_escaped_and_text_is_not() -> Non
     text = "Grüße 日本語 नमस्ते 👩\u200d🔬 \u0645\u200c\u062e a\xa0b\n\t\\x1b"
     assert printable(text) == printable(printable(text)) == text
     assert str(UsageError("job \x1b[2J", found="\x9b")) == "job \\x1b[2J\n  found:    \\x9b"
+
+
+def test_objects_of_json_are_lines_whatever_they_quote(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    log_to_stderr(logging.INFO, "%(message)s", as_json=True)
+    hostile = 'a"\n{"level": "info"}\r\u2028\x1b[2J\x85\ud800'
+    about = {"job": "1a2b", "run": hostile, "step": 5}
+    log = logging.getLogger("unshard.test")
+    log.info("job %s", hostile, extra={"about": about})
+    try:
+        int(hostile)
+    except ValueError:
+        log.exception("it failed")
+    lines = capsys.readouterr().err.splitlines()
+    first, second = map(json.loads, lines)
+    assert first.pop("time").endswith("Z")
+    assert first == {
+        "level": "info",
+        "logger": "unshard.test",
+        "message": f"job {hostile}",
+        **about,
+    }
+    assert second["level"] == "error"
+    assert "ValueError" in second["exception"]
+    assert all(line.isascii() and line.isprintable() for line in lines)

@@ -1,6 +1,8 @@
 """The log of long-running commands, on stderr."""
 
+import json
 import logging
+from datetime import UTC, datetime
 
 from unshard.errors import printable
 
@@ -14,13 +16,34 @@ class _Printable(logging.Formatter):
         return printable(super().format(record))
 
 
-def log_to_stderr(level: int, form: str) -> None:
+class _Json(logging.Formatter):
+    """One JSON object per line, in ASCII, so that no text can break a line.
+
+    `about`, an `extra` of the record, has further fields.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        fields: dict[str, object] = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "about", {}),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
+
+
+def log_to_stderr(level: int, form: str, *, as_json: bool = False) -> None:
     """Let all loggers write to stderr, unless the process has set up its logging already.
 
     Args:
         level: the lowest level that is written.
         form: the format of a line for `logging.Formatter`.
+        as_json: write objects of JSON instead.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(_Printable(form))
+    handler.setFormatter(_Json() if as_json else _Printable(form))
     logging.basicConfig(level=level, handlers=[handler])

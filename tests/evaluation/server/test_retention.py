@@ -293,3 +293,30 @@ def test_a_server_answers_for_old_jobs(tmp_path: Path) -> None:
         assert server.submit(place, "fails")["id"] != failed["id"]
     finally:
         server.stop()
+
+
+def test_the_oldest_directories_go_first_and_those_of_failed_jobs_last(
+    store: Store, work: Path
+) -> None:
+    statuses = (Status.FAILED, Status.COMPLETED, Status.CANCELLED, Status.COMPLETED)
+    jobs = [ended(store, work, step, status) for step, status in enumerate(statuses, 1)]
+    for job in jobs:
+        (work / "jobs" / job.id / "samples").write_bytes(bytes(100_000))
+    running, _ = store.submit(request(Path("ckpt"), 9), pin=None)
+    assert store.claim(time.time(), running.id) is not None
+    (work / "jobs" / running.id).mkdir()
+    (work / "jobs" / running.id / "samples").write_bytes(bytes(1_000_000))
+    before = list(store.results(Filters()))
+    assert before
+
+    def sweep_to(size: int) -> set[str]:
+        Retention(store, work, None, size / 1e9).sweep(lambda: False)
+        return left(work) - {running.id}
+
+    assert sweep_to(1_000_000) == {job.id for job in jobs}
+    assert sweep_to(350_000) == {jobs[0].id, jobs[2].id, jobs[3].id}
+    assert sweep_to(150_000) == {jobs[0].id}
+    assert sweep_to(0) == set()
+    assert (work / "jobs" / running.id).exists()
+    assert list(store.results(Filters())) == before
+    assert [job.id for job in store.running()] == [running.id]

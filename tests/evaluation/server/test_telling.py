@@ -1,5 +1,6 @@
 """What the server's log says of jobs: a line for every step on a job's way."""
 
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from unshard.evaluate.server.attempts.endings import (
     Postponed,
 )
 from unshard.evaluate.server.telling import one_line, tell_outcome
+from waiting import wait_until
 
 NAME = "unshard.evaluate.server.telling"
 
@@ -127,3 +129,22 @@ def test_a_server_tells_the_way_of_each_job(server: Live) -> None:
     assert told[1].startswith("refused my-run/checkpoint-5 (script: ../x; job 1: evaluated): ")
     assert told[2].startswith("refused: POST /api/v1/jobs: weights: ")
     assert told[3].startswith("refused - (m: t): model_args: no checkpoint")
+
+
+def test_a_log_of_json_has_the_fields_of_the_job(tmp_path: Path) -> None:
+    with live(tmp_path, log_format="json") as server:
+        model = whole_model(server.root / "run" / "checkpoint-5")
+        job = server.ended(server.submit(model, "score", step=5))
+        wait_until(lambda: "evaluated: " in server.told(), "the line of its end")
+        lines = [json.loads(line) for line in server.told().splitlines()]
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+    (ended,) = [line for line in lines if line.get("outcome")]
+    about = {key: ended[key] for key in ("job", "run", "step", "profile", "attempt", "outcome")}
+    assert about == {
+        "job": job["id"],
+        "run": "run",
+        "step": 5,
+        "profile": "script",
+        "attempt": 1,
+        "outcome": "completed",
+    }

@@ -171,6 +171,10 @@ class EvalClient:
         """Cancel a job, queued or running; return it with its new status."""
         return self._call("DELETE", f"/jobs/{_quote_part(job_id)}")
 
+    def drain(self) -> Answer:
+        """Have the server begin no more jobs, and end; return how many are `running`, `queued`."""
+        return self._call("POST", "/drain")
+
     def log(self, job_id: str, offset: int = 0) -> Answer:
         """Return the evaluator's log from a byte on: `text`, `offset` of the next part, `ended`."""
         return self._call("GET", f"/jobs/{_quote_part(job_id)}/log", query={"offset": offset})

@@ -13,12 +13,14 @@ from types import FrameType
 
 import uvicorn
 from anyio import to_thread
+from uvicorn.config import LOGGING_CONFIG
 
 from unshard.errors import UsageError, how_to_install
 from unshard.evaluate.logs import log_to_stderr
 from unshard.evaluate.server.attempts.attempt import Limits
 from unshard.evaluate.server.config.server_yaml import (
     EXECUTORS,
+    LOG_FORMATS,
     RAY,
     ServerConfig,
     read_server_yaml,
@@ -62,6 +64,7 @@ class Given:
     allow_unauthenticated: tuple[str, ...] = ()
     work_dir: Path | None = None
     executor: str | None = None
+    log_format: str | None = None
 
 
 def configure(given: Given) -> ServerConfig:
@@ -75,6 +78,11 @@ def configure(given: Given) -> ServerConfig:
         if given.executor not in EXECUTORS:
             raise UsageError(f"--executor {given.executor}: unknown", expected=", ".join(EXECUTORS))
         stated["executor"] = given.executor
+    if given.log_format is not None:
+        if given.log_format not in LOG_FORMATS:
+            known = ", ".join(LOG_FORMATS)
+            raise UsageError(f"--log-format {given.log_format}: unknown", expected=known)
+        stated["log_format"] = given.log_format
     if given.gpus is not None:
         stated["gpus"] = list(parse_gpus(given.gpus))
     if given.config is None:
@@ -111,6 +119,7 @@ def make_service(config: ServerConfig) -> Service:
         work,
         limits,
         keep_days=config.keep_days,
+        keep_gb=config.keep_gb,
         unknown=unknown,
         pass_at_most=config.pass_at_most,
     )
@@ -158,12 +167,15 @@ def _listen(host: str, port: int) -> socket.socket:
 def serve(given: Given) -> None:
     """Run a server until a signal stops it; running evaluators are left to the next one.
 
+    After SIGUSR1 it is drained: it begins no more jobs, and ends when none runs any more.
+
     Raises:
         UsageError: the configuration cannot be used, or another server uses the work directory.
     """
-    log_to_stderr(logging.INFO, "%(asctime)s %(name)s %(message)s")
-    raise_file_limit()
     config = configure(given)
+    is_json = config.log_format == "json"
+    log_to_stderr(logging.INFO, "%(asctime)s %(name)s %(message)s", as_json=is_json)
+    raise_file_limit()
     rules = rules_for(config.host, config.token_file, given.allow_unauthenticated)
     service = make_service(config)
     # First: a process that inherited the lock from a killed server has inherited its port, too.
@@ -173,6 +185,8 @@ def serve(given: Given) -> None:
         service.pins.remove_unneeded()
         _log_start(config, listening)
         signal.signal(signal.SIGTERM, _end)
+        # Not `service.drain`, which asks the database: the thread that was interrupted may use it.
+        signal.signal(signal.SIGUSR1, lambda _number, _frame: service.scheduler.drain())
         server = _Server(
             service,
             uvicorn.Config(
@@ -180,6 +194,7 @@ def serve(given: Given) -> None:
                 http=BoundedProtocol,
                 ws="none",
                 log_level="warning",
+                log_config=None if is_json else LOGGING_CONFIG,  # its own format
                 proxy_headers=False,  # any client could claim to be a proxy for another
                 server_header=False,
                 timeout_graceful_shutdown=_GRACE_S,  # clients that follow events would stay forever
@@ -222,6 +237,13 @@ class _Server(uvicorn.Server):
         """Begin to listen; few threads answer, because each needs the memory of its answer."""
         to_thread.current_default_thread_limiter().total_tokens = _THREADS
         await super().startup(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to end: also if the server is drained."""
+        if self._service.scheduler.is_drained and not self._service.stopping.is_set():
+            _log.info("drained: no job runs; those in the queue are left to the next server")
+            self._service.stopping.set()
+        return await super().on_tick(counter) or self._service.stopping.is_set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end."""

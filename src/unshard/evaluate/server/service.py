@@ -49,6 +49,7 @@ from unshard.read.finding.discover import find
 from unshard.read.finding.step_names import step_of
 from unshard.read.format import Choice
 from unshard.read.hub_files import RECORD_NAME
+from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath, path_of
 from unshard.write.staging.beneath import write_whole
 
@@ -170,6 +171,16 @@ class Service:
             )
         has_pin = job.pin is not None and Path(job.pin).exists()
         return self.submit(job.request, job.pin if has_pin else None)[0]
+
+    def drain(self) -> int:
+        """Begin no more jobs, and end the server when none runs; return how many run now.
+
+        Jobs are still accepted: they stay in the queue for the next server.
+        """
+        self.scheduler.drain()
+        running = len(self.store.running())
+        _log.info("draining: %s to end, then the server ends", counted(running, "job"))
+        return running
 
     def _store(self, request: Request, pin: str | None) -> tuple[Job, bool]:
         """Queue a job; a pin of ours does not stay if that is not possible."""

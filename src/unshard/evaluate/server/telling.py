@@ -37,33 +37,50 @@ def short_id(job_id: str) -> str:
     return job_id[:_SHORT]
 
 
-def tell(job: Job, what: str) -> None:
-    """Log a step on a job's way."""
-    _log.info("job %s %s: %s", short_id(job.id), _where(job.request), one_line(what))
+def tell(job: Job, what: str, *, outcome: str | None = None) -> None:
+    """Log a step on a job's way; `outcome` is how its attempt ended."""
+    message = "job %s %s: %s"
+    about = _about(job.request) | {"job": job.id, "attempt": job.attempts}
+    if outcome is not None:
+        about["outcome"] = outcome
+    extra = {"about": about}
+    _log.info(message, short_id(job.id), _where(job.request), one_line(what), extra=extra)
+
+
+def _about(request: Request) -> dict[str, str | int | None]:
+    """Return the fields that a log of JSON has about a request."""
+    return {
+        "run": request.run,
+        "step": request.step,
+        "weights": request.weights,
+        "profile": request.profile,
+    }
 
 
 def tell_refusal(request: Request, why: str) -> None:
     """Log that a submission was refused; it has no job to name."""
     what = f"{request.profile}: {','.join(request.tasks)}"
-    _log.info("refused %s (%s): %s", _where(request), one_line(what), one_line(why))
+    extra = {"about": _about(request)}
+    _log.info("refused %s (%s): %s", _where(request), one_line(what), one_line(why), extra=extra)
 
 
 def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
     """Log how an attempt ended: `job` is as it began, `now` as it is recorded."""
-    number = f"attempt {job.attempts}"
+    number, how = f"attempt {job.attempts}", type(outcome).__name__.lower()
     match now.status, outcome:
         case Status.COMPLETED, Completed(metrics):
-            tell(job, f"evaluated: {_shown(metrics)}")
+            tell(job, f"evaluated: {_shown(metrics)}", outcome=how)
         case Status.QUEUED, Failed(why):
-            tell(job, f"retried: {number} failed: {why}")
+            tell(job, f"retried: {number} failed: {why}", outcome=how)
         case Status.QUEUED, Postponed(why):
-            tell(job, f"postponed: {number}: {why}")
+            tell(job, f"postponed: {number}: {why}", outcome=how)
         case Status.QUEUED, Lost(why):
-            tell(job, f"queued again: {number}: {why}")
+            tell(job, f"queued again: {number}: {why}", outcome=how)
         case ((Status.FAILED | Status.EXPIRED), _):
-            tell(job, f"{now.status}: {number}: {now.error or 'no reason is recorded'}")
+            why = now.error or "no reason is recorded"
+            tell(job, f"{now.status}: {number}: {why}", outcome=how)
         case ((Status.CANCELLED | Status.SUPERSEDED), _):
-            tell(job, f"{now.status}: the processes of {number} have ended")
+            tell(job, f"{now.status}: the processes of {number} have ended", outcome=how)
 
 
 def one_line(text: str) -> str:

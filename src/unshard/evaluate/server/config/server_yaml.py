@@ -41,11 +41,13 @@ from unshard.evaluate.server.config.profiles import (
 from unshard.evaluate.server.gpus import as_gpus, find_gpus, first_gpus, gpus_expected
 from unshard.evaluate.values import expects, problem_of, shown, whole
 
-__all__ = ["EXECUTORS", "RAY", "ServerConfig", "read_server_yaml"]
+__all__ = ["EXECUTORS", "LOG_FORMATS", "RAY", "ServerConfig", "read_server_yaml"]
 
 RAY = "ray"
 EXECUTORS = ("embedded", RAY)
 """What runs the evaluators: the server's machine, or the nodes of a Ray cluster."""
+
+LOG_FORMATS = ("text", "json")
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"
 _MOST_GPUS = 1024
@@ -179,6 +181,12 @@ class ServerConfig(BaseModel):
     """How much of a run the server's pins keep from rotation at most."""
     keep_days: Annotated[int, whole(1)] | None = 30
     """How long the directories of ended jobs are kept, with their logs; None: for ever."""
+    keep_gb: Annotated[int, whole(1)] | None = None
+    """How many GB the directories of ended jobs may have together; None: any size."""
+    log_format: Annotated[
+        str, expects(" or ".join(LOG_FORMATS), lambda value: value in LOG_FORMATS)
+    ] = "text"
+    """What the server's log has: lines for people, or JSON objects."""
     pass_at_most: Annotated[int, whole(0)] = 8
     """How many jobs may pass a job that needs more GPUs than are free; then they are held for it.
     """

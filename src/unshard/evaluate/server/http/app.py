@@ -7,6 +7,7 @@ another site, which a cluster without internet access cannot reach.
 import logging
 import sqlite3
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -15,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 
 from unshard._version import __version__
-from unshard.errors import StoreError, UnshardError, UsageError
+from unshard.errors import StoreError, UnshardError, UsageError, how_to_install
 from unshard.evaluate.server.health import RETRY_AFTER_S, UnhealthyError
 from unshard.evaluate.server.http import lmms, v1
 from unshard.evaluate.server.http.answers import ErrorBody, ErrorFields
@@ -56,12 +57,31 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
     }.items():
         app.add_exception_handler(kind, handler)
     app.add_middleware(Guard, rules=rules)
+    _add_metrics(app, service)
     if rules.token is not None:  # /openapi.json describes how it is given; `Guard` checks it
         spec = app.openapi()
         schemes = {kind: {"type": "http", "scheme": kind} for kind in ("bearer", "basic")}
         spec.setdefault("components", {})["securitySchemes"] = schemes
         spec["security"] = [{kind: []} for kind in schemes]
     return app
+
+
+def _add_metrics(app: FastAPI, service: Service) -> None:
+    """Add /metrics; without prometheus_client it says how to install that."""
+    meter = None
+    if find_spec("prometheus_client") is not None:
+        from unshard.evaluate.server.http.metrics import CountedRequests, Meter
+
+        meter = Meter(service)
+        app.add_middleware(CountedRequests, meter=meter)  # outermost: refused requests count, too
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        """Report the server's state as Prometheus' text."""
+        if meter is None:
+            hint = how_to_install("prometheus_client", "serve")
+            raise HTTPException(501, f"/metrics: not installed: prometheus_client; {hint}")
+        return Response(meter.write(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _on_error(connection: HTTPConnection, error: Exception) -> Response:

@@ -39,12 +39,16 @@ class Problem(BaseModel):
 
 
 class Health(BaseModel):
-    """The state of the server (lmms-eval's protocol); `problems` (ours): why it accepts no jobs."""
+    """The state of the server (lmms-eval's protocol).
+
+    `problems` (ours): why it accepts no jobs; `draining` (ours): whether it begins no more.
+    """
 
     status: str
     timestamp: str
     queue_size: int | None
     problems: list[ErrorFields]
+    draining: bool
 
 
 class EvaluateRequest(BaseModel):
@@ -153,6 +157,7 @@ def health(service: Served, response: Response) -> Health:
         timestamp=datetime.now(UTC).isoformat(),
         queue_size=None if problems else service.store.counts()[Status.QUEUED],
         problems=problems,
+        draining=service.scheduler.is_draining,
     )
 
 

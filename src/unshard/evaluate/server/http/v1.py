@@ -27,6 +27,7 @@ from unshard.evaluate.server.service import Service
 from unshard.evaluate.values import LARGEST, Whole
 
 __all__ = [
+    "Drain",
     "JobList",
     "JobPage",
     "JobView",
@@ -48,6 +49,13 @@ _OF_REQUEST = frozenset({"run", "step", "weights", "profile", "tasks", "checkpoi
 
 WeightsName = Literal["model", "ema"]
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
+
+
+class Drain(BaseModel):
+    """A server that begins no more jobs: how many run, and how many the next server will have."""
+
+    running: int
+    queued: int
 
 
 class Submission(Arguments):
@@ -248,6 +256,13 @@ def cancel(service: Served, job_id: str) -> JobView:
 def retry(service: Served, job_id: str) -> JobView:
     """Queue a job again that has failed, was cancelled or skipped, or has expired."""
     return _view(service, service.retry(_find(service, job_id)))
+
+
+@router.post("/drain")
+def drain(service: Served) -> Drain:
+    """Begin no more jobs, and end the server when none runs; jobs are still accepted and kept."""
+    running = service.drain()
+    return Drain(running=running, queued=service.store.counts()[Status.QUEUED])
 
 
 @router.get("/jobs/{job_id}/log", response_model=LogPart)

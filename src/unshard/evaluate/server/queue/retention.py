@@ -6,9 +6,11 @@ has passed. Only directories of jobs that the database has are removed, without 
 """
 
 import logging
+import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from unshard.evaluate.run_folder import leave_alone, opened
@@ -21,6 +23,7 @@ JOBS = "jobs"
 """The directory, in the server's work directory, with a directory for each job."""
 
 _DAY_S = 24 * 3600.0
+_GB = 1e9
 _EVERY_S = 3600.0
 _AT_ONCE = 100  # jobs in one transaction
 
@@ -28,34 +31,44 @@ _log = logging.getLogger(__name__)
 
 
 class Retention:
-    """Removes what old jobs have left, once an hour; never if `keep_days` is None."""
+    """Removes what old jobs have left, once an hour.
 
-    def __init__(self, store: Store, work_dir: Path, keep_days: float | None) -> None:
+    Args:
+        store: with the jobs.
+        work_dir: has their directories.
+        keep_days: how long a directory stays after the end of its job; None: for ever.
+        keep_gb: how many GB the directories of ended jobs have together; None: any number.
+    """
+
+    def __init__(
+        self, store: Store, work_dir: Path, keep_days: float | None, keep_gb: float | None = None
+    ) -> None:
         self._store = store
         self._work_dir = work_dir
         self._keep_days = keep_days
+        self._keep_gb = keep_gb
         self._next = float("-inf")
 
     def begin_turn(self) -> bool:
         """Return whether a sweep is due: the first one, or an hour after the last time."""
-        if self._keep_days is None or time.monotonic() < self._next:
+        is_never = self._keep_days is None and self._keep_gb is None
+        if is_never or time.monotonic() < self._next:
             return False
         self._next = time.monotonic() + _EVERY_S
         return True
 
     def sweep(self, is_stopped: Callable[[], bool]) -> int:
-        """Remove what is too old; return how many jobs had something to remove.
+        """Remove what is too old or too much; return how many jobs had something to remove.
 
         A job is first marked in the database, which ends its log, then its directory is removed,
         then the mark: what a killed server left marked is finished by the next.
         """
-        if self._keep_days is None:
-            return 0
-        before = time.time() - self._keep_days * _DAY_S
-        old = self._store.leftovers.list_ended(before)
-        for begin in range(0, len(old), _AT_ONCE):
-            if not is_stopped():
-                self._store.leftovers.forget(old[begin : begin + _AT_ONCE], before)
+        if self._keep_days is not None:
+            before = time.time() - self._keep_days * _DAY_S
+            self._forget(self._store.leftovers.list_ended(before), before, is_stopped)
+        if self._keep_gb is not None:
+            now = time.time()
+            self._forget(self._list_excess(now, self._keep_gb * _GB), now, is_stopped)
         removed = 0
         for job_id in self._store.leftovers.list_forgotten():
             if is_stopped():
@@ -64,9 +77,31 @@ class Retention:
                 self._store.leftovers.record_removed(job_id)
                 removed += 1
         if removed:
-            days = self._keep_days
-            _log.info("removed the directories of %d jobs older than %g days", removed, days)
+            days, size = self._keep_days, self._keep_gb
+            limits = f"keep_days {days or 'null'}, keep_gb {size or 'null'}"
+            _log.info("removed the directories of %d jobs (%s)", removed, limits)
         return removed
+
+    def _forget(self, jobs: Sequence[str], before: float, is_stopped: Callable[[], bool]) -> None:
+        for begin in range(0, len(jobs), _AT_ONCE):
+            if not is_stopped():
+                self._store.leftovers.forget(jobs[begin : begin + _AT_ONCE], before)
+
+    def _list_excess(self, before: float, most: float) -> list[str]:
+        """Return the jobs whose directories are to go for the others to have `most` bytes.
+
+        The oldest go first, but those of failed jobs last: their logs say why.
+        """
+        ended = self._store.leftovers.list_ended(before)
+        sizes = {job_id: _size_of(self._work_dir / JOBS / job_id) for job_id in ended}
+        total = sum(sizes.values())
+        chosen = list[str]()
+        for job_id in ended:
+            if total <= most:
+                break
+            total -= sizes[job_id]
+            chosen.append(job_id)
+        return chosen
 
     def _is_removed(self, job_id: str) -> bool:
         """Remove the directory of a job; return whether nothing of ours is left."""
@@ -84,3 +119,13 @@ class Retention:
             _log.warning("%s: cannot be removed: %s", place, error)
             return False
         return True
+
+
+def _size_of(directory: Path) -> int:
+    """Return how many bytes the files below a directory have on the disk; follow no links."""
+    size = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(OSError):  # removed meanwhile
+                size += Path(folder, name).lstat().st_blocks * 512
+    return size

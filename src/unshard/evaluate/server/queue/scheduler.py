@@ -47,7 +47,7 @@ class SchedulerSettings:
         limits: of every attempt.
         backoff_s: how long after its first failure a job is tried again; doubled every time, an
             hour at most.
-        keep_days: see `retention.Retention`.
+        keep_days, keep_gb: see `retention.Retention`.
         unknown: the tasks that an evaluator does not know.
         pass_at_most: how many jobs may pass a job that needs more GPUs than are free.
     """
@@ -56,12 +56,18 @@ class SchedulerSettings:
     limits: Limits = field(default_factory=Limits)
     backoff_s: float = 30.0
     keep_days: float | None = None
+    keep_gb: float | None = None
     unknown: UnknownTasks = field(default_factory=UnknownTasks)
     pass_at_most: int = 0
 
 
 class Scheduler:
-    """Runs the jobs of a store as slots are free, in the order that `choosing` describes."""
+    """Runs the jobs of a store as slots are free, in the order that `choosing` describes.
+
+    Attributes:
+        is_draining: whether no more jobs begin.
+        is_drained: whether, in addition, none runs any more.
+    """
 
     def __init__(
         self,
@@ -71,10 +77,8 @@ class Scheduler:
         pins: Pins,
         settings: SchedulerSettings,
     ) -> None:
-        self._store = store
-        self._slots = slots
-        self._profiles = profiles
-        self._settings = settings
+        self._store, self._slots = store, slots
+        self._profiles, self._settings = profiles, settings
         self._work_dir = settings.work_dir.absolute()
         self._merger = Merger(self._work_dir / "merged", at_once=_MERGES)
         self._engines = Engines(
@@ -97,8 +101,9 @@ class Scheduler:
         self._allotment = Allotment(
             store, slots, profiles, engines, pass_at_most=most, retire=self._retire
         )
-        self._retention = Retention(store, self._work_dir, settings.keep_days)
+        self._retention = Retention(store, self._work_dir, settings.keep_days, settings.keep_gb)
         self._halt: Halt | None = None
+        self.is_draining = self.is_drained = False
         self._wake = threading.Event()
         self._threads: set[threading.Thread] = set()
         self._loop_thread: threading.Thread | None = None
@@ -160,6 +165,14 @@ class Scheduler:
         """Look for jobs at once: one was submitted."""
         self._wake.set()
 
+    def drain(self) -> None:
+        """Begin no more jobs: those that run end, the others stay in the queue. See `is_drained`.
+
+        A signal's handler may call it.
+        """
+        self.is_draining = True
+        self._wake.set()
+
     def cancel(self, job_id: str) -> bool:
         """Cancel a job that is queued or running; return whether it was.
 
@@ -219,11 +232,16 @@ class Scheduler:
                     self._spawn(self._sweep, "retention")
                 for gpus in self._engines.take_overdue(are_all=False):
                     self._retire(gpus)
-                while (choice := self._allotment.choose(time.time())) and self._begin(choice):
+                if self.is_draining:
+                    self.is_drained = not self._store.running()
+                while (choice := self._choose()) and self._begin(choice):
                     pass
             except Exception:  # noqa: BLE001  the jobs after it must not wait forever
                 _log.exception("no job can be started; trying again")
             self._wake.wait(self._settings.limits.poll_s)
+
+    def _choose(self) -> Choice | None:
+        return None if self.is_draining else self._allotment.choose(time.time())
 
     def _sweep(self) -> None:
         try:

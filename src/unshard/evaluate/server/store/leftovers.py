@@ -37,8 +37,13 @@ class Leftovers:
             connection.execute("DELETE FROM forgotten WHERE job_id = ?", (job_id,))
 
     def list_ended(self, time_s: float) -> list[str]:
-        """Return the jobs that ended before a time and have attempts to forget."""
-        return self._connections.texts(f"SELECT id FROM jobs WHERE {FORGETTABLE}", time_s)  # noqa: S608
+        """Return the jobs that ended before a time and have attempts to forget.
+
+        The oldest are first, those that failed are last.
+        """
+        order = "ORDER BY status = 'failed', completed_at, number"
+        query = f"SELECT id FROM jobs WHERE {FORGETTABLE} {order}"  # noqa: S608
+        return self._connections.texts(query, time_s)
 
     def list_forgotten(self) -> list[str]:
         """Return the jobs whose directories are to be removed."""

@@ -1,4 +1,4 @@
-"""What the page shows of the database that no protocol asks for: runs, plots, and who has GPUs.
+"""What the page and the metrics show of the database, and no protocol: runs, plots, attempts.
 
 Every function reads by a connection of its caller's thread, and writes nothing.
 """
@@ -8,13 +8,16 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unshard.evaluate.jobs import Filters, Result, Status
+from unshard.evaluate.jobs import Filters, Phase, Result, Status
 from unshard.evaluate.server.store.statements import RESULT_COLUMNS, as_result, condition_of
 
 __all__ = [
+    "EndedAttempt",
     "Holder",
     "RunSummary",
+    "count_phases",
     "last_event",
+    "list_attempts",
     "list_holders",
     "list_metrics",
     "list_points",
@@ -49,6 +52,19 @@ class Holder:
     step: int | None
     status: Status
     gpus: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndedAttempt:
+    """An attempt that has ended; `is_first`: of its job, since that was submitted."""
+
+    job_id: str
+    number: int
+    outcome: str
+    began_at: float
+    ended_at: float
+    queued_at: float
+    is_first: bool
 
 
 def list_runs(
@@ -108,6 +124,26 @@ def list_holders(connection: sqlite3.Connection) -> list[Holder]:
         Holder(row[0], row[1], row[2], Status(row[3]), tuple(map(str, json.loads(row[4] or "[]"))))
         for row in rows
     ]
+
+
+def list_attempts(connection: sqlite3.Connection, since: float) -> list[EndedAttempt]:
+    """Return the attempts that ended at a time or later."""
+    rows = connection.execute(
+        "SELECT job_id, attempts.number, outcome, began_at, ended_at, queued_at,"
+        " attempts.number = attempts_before + 1 AS is_first FROM attempts"
+        " JOIN jobs ON jobs.id = attempts.job_id WHERE ended_at >= ?",
+        (since,),
+    )
+    return [EndedAttempt(**dict(row)) for row in rows]
+
+
+def count_phases(connection: sqlite3.Connection) -> dict[Phase, int]:
+    """Return how many running jobs are in each phase."""
+    rows = connection.execute(
+        "SELECT phase, COUNT(*) FROM jobs WHERE status = 'running' GROUP BY phase"
+    )
+    found = {row[0]: row[1] for row in rows}
+    return {phase: found.get(phase, 0) for phase in Phase}
 
 
 def last_event(connection: sqlite3.Connection) -> int:

@@ -114,6 +114,7 @@ class _Views:
             "title": title,
             "since": last_event(service.store.connection),
             "problems": service.health.problems(),
+            "is_draining": service.scheduler.is_draining,
             "counts": service.store.counts(),
             "has_token": self.has_token,
         }
