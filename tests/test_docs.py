@@ -16,7 +16,7 @@ from unshard.errors import how_to_install
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = (
-    *("merge", "inspect", "verify", "average", "push", "vllm", "sglang", "env"),
+    *("merge", "inspect", "verify", "average", "reshard", "push", "vllm", "sglang", "env"),
     *("eval", "eval serve", "eval submit"),
     *("eval status", "eval cancel", "eval logs", "eval results", "eval watch", "eval export"),
 )

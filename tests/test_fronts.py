@@ -183,7 +183,10 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
         "cli/evaluate": evaluating,
         "verify": options_of("verify"),
         "averag": options_of("average"),
-        "cli/commands": set.union(*map(options_of, ("merge", "average", "verify", "inspect"))),
+        "reshard": options_of("reshard"),
+        "cli/commands": set.union(
+            *map(options_of, ("merge", "average", "verify", "inspect", "reshard"))
+        ),
         "cli/engines": VLLM | SGLANG,
         "plugins/vllm": VLLM,
         "plugins/sglang": SGLANG,

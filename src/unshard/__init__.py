@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         MergeOptions,
         OpenCheckpoint,
         Report,
+        ReshardReport,
         VirtualFiles,
         average,
         from_pretrained,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         merge_all,
         open_checkpoint,
         push,
+        reshard,
         verify,
         virtual,
     )
@@ -79,6 +81,7 @@ __all__ = [
     "OpenCheckpoint",
     "OutputError",
     "Report",
+    "ReshardReport",
     "StoreError",
     "UnknownFormatError",
     "UnsafeError",
@@ -96,6 +99,7 @@ __all__ = [
     "merge_all",
     "open_checkpoint",
     "push",
+    "reshard",
     "verify",
     "virtual",
 ]

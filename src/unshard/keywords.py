@@ -18,6 +18,7 @@ __all__ = [
     "PretrainedKeywords",
     "PushKeywords",
     "ReadKeywords",
+    "ReshardKeywords",
     "SavedConfig",
     "VerifyKeywords",
     "VirtualKeywords",
@@ -151,3 +152,13 @@ class MergeKeywords(VirtualKeywords, total=False):
     workers: int | None
     memory: str | int
     engine: str | None
+
+
+class ReshardKeywords(TypedDict, total=False):
+    """Which checkpoint is resharded, and how to work."""
+
+    role: str | None
+    step: int | None
+    verify: str
+    workers: int | None
+    memory: str | int

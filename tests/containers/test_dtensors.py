@@ -51,7 +51,7 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], rank: int) -> Device
     for size in reversed(shape):
         rank, coordinate = divmod(rank, size)
         at.insert(0, coordinate)
-    return DeviceMesh(shape, names, tuple(at))
+    return DeviceMesh(shape, names, tuple(at), "cpu")
 
 
 def local(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> SavedTensor:
@@ -62,7 +62,7 @@ def local(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
 def written(
     version: Version, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> tuple[bytes, tuple[SavedTensor, ...]]:
-    tensors = DTensors(version, "cpu", mesh)
+    tensors = DTensors(version, mesh)
     return write_pickle(
         {
             name: tensors.make(local(one, mesh, placements), tuple(one.shape), placements)
@@ -135,7 +135,7 @@ def test_what_other_versions_pickled_is_pickled_alike(
 
 def alone(shape: tuple[int, ...], dtype: str, sharding: Sharding, version: Version) -> Value:
     sizes, _ = place(shape, sharding)
-    tensors = DTensors(version, "cpu", sharding.mesh)
+    tensors = DTensors(version, sharding.mesh)
     made = tensors.make(SavedTensor(BY_NAME[dtype], sizes, None), shape, sharding.placements)
     return unpickle(write_pickle(made)[0])[0]
 
@@ -211,6 +211,6 @@ def test_a_pending_reduction_is_refused() -> None:
     from unshard.tensors.placements import Partial
 
     with pytest.raises(TypeError, match=r"Partial\(sum\)"):
-        DTensors((2, 13), "cpu", mesh_of((2,), ("x",), 0)).make(
+        DTensors((2, 13), mesh_of((2,), ("x",), 0)).make(
             SavedTensor(BY_NAME["float32"], (1,), None), (1,), (Partial("sum"),)
         )

@@ -62,7 +62,7 @@ def write_weights(
     rest = [number for number, file in enumerate(files) if file.filename not in ledger.known]
     left = plan.only(rest) if ledger.known else plan
 
-    data = sum(files[number].size - len(files[number].header) for number in rest)
+    data = sum(files[number].data_bytes for number in rest)
     listener(Stage("writing", data))
     recorder = ThreadPoolExecutor(1)  # flushes a file while others are written
     records: list[Future[None]] = []

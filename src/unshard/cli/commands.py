@@ -29,19 +29,27 @@ from unshard.cli.reports import (
     print_comparison,
     print_inspection,
     print_report,
+    print_reshard,
     print_steps,
 )
 from unshard.cli.running import as_given, front_of
 from unshard.errors import UsageError
 from unshard.fronts import Front, spell
-from unshard.keywords import CHOICES, MergeKeywords, PushKeywords, ReadKeywords, VerifyKeywords
+from unshard.keywords import (
+    CHOICES,
+    MergeKeywords,
+    PushKeywords,
+    ReadKeywords,
+    ReshardKeywords,
+    VerifyKeywords,
+)
 from unshard.progress import Event, Listener, Stage
 from unshard.showing import listening
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions
 
-__all__ = ["average", "inspect", "merge", "push", "verify"]
+__all__ = ["average", "inspect", "merge", "push", "reshard", "verify"]
 
 _DIFFERENT = 1
 _AVERAGE = "Average"
@@ -299,6 +307,60 @@ def push(
         keywords = keywords_of(PushKeywords, given)
         report = api.push(checkpoint, repo, private=private, listener=listener, **keywords)
     print_report(report, as_json=as_json, quiet=quiet)
+
+
+@taking(ReshardKeywords)
+def reshard(
+    checkpoint: CheckpointArgument,
+    output: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="Directory to write, in place of the one with the weights; must not exist yet.",
+        ),
+    ],
+    world_size: Annotated[int, option("N", "Number of ranks to write for.", OUTPUT)],
+    mesh: Annotated[
+        str | None,
+        option("2x4", "Device mesh; the last dimension shards.  [default: one dimension]", OUTPUT),
+    ] = None,
+    mesh_names: Annotated[
+        str | None,
+        option("ddp,fsdp", "Names of its dimensions.  [default: the checkpoint's]", OUTPUT),
+    ] = None,
+    *,
+    torch: Annotated[
+        str, option("2.13", "Version of torch that is to read it: 2.4, 2.6, 2.8, 2.10.", OUTPUT)
+    ] = "2.13",
+    as_json: Json = False,
+    quiet: Quiet = False,
+    **given: object,
+) -> None:
+    """Write rank files (verl, lmms-engine) for another number of ranks, to resume on them.
+
+    Model, optimizer, scheduler and random state are written in the format they came in.
+    """
+    from unshard import api
+
+    with _working(quiet=quiet, front=front_of(reshard)) as listener:
+        report = api.reshard(
+            checkpoint,
+            output,
+            world_size=world_size,
+            mesh=_parse_mesh(mesh),
+            mesh_names=None if mesh_names is None else mesh_names.split(","),
+            torch=torch,
+            listener=listener,
+            **keywords_of(ReshardKeywords, given),
+        )
+    print_reshard(report, as_json=as_json, quiet=quiet)
+
+
+def _parse_mesh(text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(part) for part in text.split("x")]
+    except ValueError as error:
+        raise UsageError(f"--mesh {text}: is not a mesh", expected="sizes: 2x4") from error
 
 
 @taking(ReadKeywords)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import typer
 
 from unshard import __version__
-from unshard.cli.commands import average, inspect, merge, push, verify
+from unshard.cli.commands import average, inspect, merge, push, reshard, verify
 from unshard.cli.engines import sglang, vllm
 from unshard.cli.environment import env
 from unshard.cli.evaluate.commands import app as evaluate
@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (merge, inspect, verify, average, push):
+for _command in (merge, inspect, verify, average, reshard, push):
     app.command(cls=Grouped)(guarded(_command))
 for _engine in (vllm, sglang):
     app.command(

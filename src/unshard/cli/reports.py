@@ -12,10 +12,17 @@ from unshard.fronts import Front, reword_warning
 from unshard.showing import counted, human_size
 
 if TYPE_CHECKING:
-    from unshard.api import Comparison, Inspection, OptimizerInfo, Report, StepResult
+    from unshard.api import Comparison, Inspection, OptimizerInfo, Report, ReshardReport, StepResult
     from unshard.write.verification.comparison import ByConfig, Loading, TensorComparison
 
-__all__ = ["fields_of", "print_comparison", "print_inspection", "print_report", "print_steps"]
+__all__ = [
+    "fields_of",
+    "print_comparison",
+    "print_inspection",
+    "print_report",
+    "print_reshard",
+    "print_steps",
+]
 
 _SHOWN = 20
 _TITLE = 13  # characters of the first column of the table of `inspect`
@@ -36,7 +43,25 @@ def print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
         print("weights only: not loadable by transformers without a config.json")
 
 
-def fields_of(found: "Report | Inspection") -> dict[str, object]:
+def print_reshard(report: "ReshardReport", *, as_json: bool, quiet: bool) -> None:
+    """Print the report of a reshard: for people, or as a JSON object."""
+    if as_json:
+        print(json.dumps(fields_of(report)))
+    elif not quiet:
+        mesh = " x ".join(map(str, report.mesh))
+        tensors = counted(report.tensors, "tensor")
+        state = ""
+        if report.optimizer_tensors:
+            state = f" and {report.optimizer_tensors:,} of the optimizer"
+        print(f"resharded {tensors}{state} for {counted(report.world_size, 'rank')} ({mesh})")
+        size, files = human_size(report.bytes_written), counted(len(report.files), "file")
+        print(f"wrote {size} in {files} for torch {report.torch}, {report.seconds:.2f} s")
+        if report.others:
+            print(f"with {', '.join(report.others[:5])}")
+        print(f"saved to {report.output}")
+
+
+def fields_of(found: "Report | Inspection | ReshardReport") -> dict[str, object]:
     """Return the fields for JSON: warnings name options as the command line has them."""
     fields: dict[str, object] = asdict(found)
     return {("warnings" if key == "notes" else key): value for key, value in fields.items()}

@@ -243,7 +243,7 @@ class Finishing:
 
     def __init__(self, plan: Plan, finished: Finished) -> None:
         self.overflows = Overflows()
-        self._left = [file.size - len(file.header) for file in plan.layout.files]
+        self._left = [file.data_bytes for file in plan.layout.files]
         self._finished = finished
         self._lock = threading.Lock()
 
@@ -302,6 +302,9 @@ def create_files(plan: Plan, directory: Path) -> tuple[Path, ...]:
         with outputs[number].open("xb") as stream:
             stream.write(file.header)
             stream.truncate(file.size)
+            for at, piece in file.rest:
+                stream.seek(at)
+                stream.write(piece)
     return outputs
 
 

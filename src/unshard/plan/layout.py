@@ -55,16 +55,31 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file to write: its name, its first bytes (length and header), and its tensors in order."""
+    """A file to write.
+
+    Attributes:
+        filename: its path inside the output.
+        header: what is before the data of the first tensor.
+        tensors: in the order of their data.
+        rest: offset and bytes of what else is fixed: in torch's files records are around the data.
+    """
 
     filename: str
     header: bytes
     tensors: tuple[OutputTensor, ...]
+    rest: tuple[tuple[int, bytes], ...] = ()
 
     @property
     def size(self) -> int:
         """Bytes of the whole file."""
-        return len(self.header) + (self.tensors[-1].data_offsets[1] if self.tensors else 0)
+        end = len(self.header) + (self.tensors[-1].data_offsets[1] if self.tensors else 0)
+        return max([end, *(at + len(piece) for at, piece in self.rest[-1:])])
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the tensors alone."""
+        offsets = (tensor.data_offsets for tensor in self.tensors)
+        return sum(end - begin for begin, end in offsets)
 
 
 @dataclass(frozen=True, slots=True)

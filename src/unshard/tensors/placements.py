@@ -85,11 +85,13 @@ class DeviceMesh:
         shape: ranks per mesh dimension.
         dim_names: name per mesh dimension, or None where the mesh has none.
         coordinates: which piece this rank holds, per mesh dimension.
+        device_type: of its devices: "cuda", "cpu" and the like; "" where it is not known.
     """
 
     shape: tuple[int, ...]
     dim_names: tuple[str, ...] | None
     coordinates: tuple[int, ...]
+    device_type: str = ""
 
 
 @dataclass(frozen=True, slots=True)

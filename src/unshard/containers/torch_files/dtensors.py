@@ -1,8 +1,8 @@
 """What torch pickles for the DTensors of a rank, as values to write.
 
 The attributes of meshes and specs, their order and the modules of their classes differ between
-versions of torch; what a version does is decided where it differs. Hashes are left out where torch
-computes them when they are missing, and group names are numbers: torch does not look them up.
+versions of torch; what a version does is decided where it differs. Hashes are left out: torch
+computes those that are missing.
 
 Sources: the pickles of torch 2.4 to 2.15 (`docs/formats.md`).
 """
@@ -67,15 +67,14 @@ class DTensors:
 
     Args:
         version: of the torch that is to read them.
-        device_type: of the mesh: "cuda" or "cpu". The tensors themselves are on the CPU.
-        mesh: as the rank sees it.
+        mesh: as the rank sees it. The tensors themselves are on the CPU.
     """
 
-    def __init__(self, version: Version, device_type: str, mesh: DeviceMesh) -> None:
+    def __init__(self, version: Version, mesh: DeviceMesh) -> None:
         self._encoding = _Encoding(version)
         self._mesh = mesh
         self._rank = _rank_of(mesh)
-        self._stated = self._device_mesh(device_type)
+        self._stated = self._device_mesh()
         self._layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
 
     def make(
@@ -148,17 +147,17 @@ class DTensors:
             case _:
                 raise TypeError(f"a tensor that is {placement} cannot be written")
 
-    def _device_mesh(self, device_type: str) -> Call:
-        state = (self._mesh_of_layout if self._encoding.has(2, 10) else self._mesh_of_tensor)(
-            device_type, tuple(range(prod(self._mesh.shape)))
-        )
+    def _device_mesh(self) -> Call:
+        by_layout = self._encoding.has(2, 10)
+        ranks = tuple(range(prod(self._mesh.shape)))
+        state = self._mesh_of_layout(ranks) if by_layout else self._mesh_of_tensor(ranks)
         mesh = Global("torch.distributed.device_mesh", "DeviceMesh")
         return Call(mesh, state=state, is_new=True)
 
-    def _mesh_of_tensor(self, device_type: str, ranks: tuple[int, ...]) -> dict[str, Value]:
+    def _mesh_of_tensor(self, ranks: tuple[int, ...]) -> dict[str, Value]:
         has, mesh = self._encoding.has, self._mesh
         fields: dict[str, Value] = {
-            "device_type": device_type,
+            "device_type": mesh.device_type,
             "mesh": _numbers(ranks, mesh.shape),
             "mesh_dim_names": mesh.dim_names,
             "_flatten_mesh_list": ranks,
@@ -175,10 +174,10 @@ class DTensors:
         fields["_coordinate_on_dim"] = list(mesh.coordinates)
         return fields
 
-    def _mesh_of_layout(self, device_type: str, ranks: tuple[int, ...]) -> dict[str, Value]:
+    def _mesh_of_layout(self, ranks: tuple[int, ...]) -> dict[str, Value]:
         mesh = self._mesh
         fields: dict[str, Value] = {
-            "_device_type": device_type,
+            "_device_type": mesh.device_type,
             "_layout": self._mesh_layout(),
             "_rank_map": _numbers(ranks, (len(ranks),)),
             "_mesh_dim_names": mesh.dim_names,
@@ -197,7 +196,20 @@ class DTensors:
         }
 
     def _groups(self) -> list[Text]:
-        return [Text(str(number)) for number in range(len(self._mesh.shape))]
+        """Return the names of this rank's groups: their numbers if no others were made before.
+
+        A mesh of one dimension has the group of all ranks, which is number 0.
+        """
+        shape = self._mesh.shape
+        if len(shape) == 1:
+            return [Text("0")]
+        ranks, names, number = np.arange(prod(shape)).reshape(shape), [], 1
+        for dim, size in enumerate(shape):
+            groups = ranks.swapaxes(-1, dim).reshape(-1, size)
+            own = int(np.flatnonzero((groups == self._rank).any(axis=1))[0])
+            names.append(Text(str(number + own)))
+            number += len(groups)
+        return names
 
     def _mesh_layout(self) -> Call:
         shape = self._mesh.shape

@@ -207,7 +207,9 @@ def _named(found: SavedState, names: Mapping[Key, str], model: Catalog) -> Optim
             tensors[name] = replace(found.catalog.tensors[stored], fqn=name)
     values = {names[key]: fields for key, fields in found.values.items() if key in names}
     catalog = replace(found.catalog, tensors=tensors, roots=model.roots, format=model.format)
-    return OptimizerState(catalog, tuple(_groups(found.groups, names)), values, {}, "")
+    groups = tuple(_groups(found.groups, names))
+    numbers = {name: key for key, name in names.items() if isinstance(key, int)}
+    return OptimizerState(catalog, groups, values, {}, "", numbers)
 
 
 def _groups(groups: Iterable[Group], names: Mapping[Key, str]) -> Iterable[ParamGroup]:

@@ -7,7 +7,7 @@ Source: `torch.distributed.checkpoint.state_dict`, `StateDictOptions.flatten_opt
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import NotMergeableError
@@ -79,6 +79,7 @@ class OptimizerState:
         values: what it has of a parameter besides tensors, by the parameter's name.
         steps: how many steps each parameter was trained, as far as this is stored.
         names: how the parameters' names are known: "recorded" in the files, or by their "order".
+        numbers: of the parameters in the files, where these number them.
     """
 
     catalog: Catalog
@@ -86,6 +87,7 @@ class OptimizerState:
     values: Mapping[str, Mapping[str, Plain]]
     steps: Mapping[str, float]
     names: str
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def parameters(self) -> list[str]:

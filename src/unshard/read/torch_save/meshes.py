@@ -56,7 +56,9 @@ def read_mesh(fields: dict[str, Value], rank: int, read_ints: _ReadInts) -> tupl
             f"a device mesh with preserved, non-ascending rank order {list(ranks)}: "
             "how torch cuts there is not known"
         )
-    mesh = DeviceMesh(shape, _names(fields), piece_numbers(shape, ranks, at))
+    device = fields.get("_device_type", fields.get("device_type"))
+    numbers = piece_numbers(shape, ranks, at)
+    mesh = DeviceMesh(shape, _names(fields), numbers, device if isinstance(device, str) else "")
     return mesh, max(ranks, default=0) + 1
 
 

@@ -1,0 +1,185 @@
+"""Lay out the files of ranks for another number of ranks: pickles, zips, and what is taken where.
+
+A rank's file has its part of every tensor, as DTensors on one mesh, and whole what is not sharded.
+Like every layout it is made before any weight is read.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from unshard.containers.pickles.records import Value
+from unshard.containers.torch_files.dtensors import DTensors, Version
+from unshard.containers.torch_files.writer import SavedTensor, write_pickle
+from unshard.containers.torch_files.zip_layout import ZipLayout, lay_out_zip
+from unshard.convert.recipes import Take
+from unshard.errors import NotMergeableError
+from unshard.plan.layout import Layout, OutputFile, OutputTensor
+from unshard.tensors.boxes import Box
+from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.placements import (
+    DeviceMesh,
+    Placement,
+    Replicate,
+    Shard,
+    Sharding,
+    StridedShard,
+    place,
+)
+
+__all__ = [
+    "RankFile",
+    "RankTensors",
+    "Resharded",
+    "lay_out_ranks",
+    "meshes_of",
+    "optimizer_value",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """A file to write: its path inside the output, what is pickled, and what its tensors are of."""
+
+    filename: str
+    value: Value
+    tensors: "RankTensors"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resharded:
+    """The layout of all files, and their zips in the same order, which get checksums at the end."""
+
+    layout: Layout
+    zips: tuple[ZipLayout, ...]
+
+
+class RankTensors:
+    """Makes the tensors of one file of a rank, and knows what each is taken of."""
+
+    def __init__(self, version: Version, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._dtensors = DTensors(version, mesh)
+        self._taken: dict[int, tuple[SavedTensor, Take]] = {}
+
+    def make(self, entry: TensorEntry) -> Value:
+        """Return the rank's part of a tensor, as it is pickled.
+
+        Raises:
+            NotMergeableError: it is cut in a way that a mesh for FSDP alone does not have.
+        """
+        placements = _placements(entry, len(self._mesh.shape))
+        box = Box.whole(entry.shape)
+        if placements is not None:
+            _, pieces = place(entry.shape, Sharding(self._mesh, placements))
+            box = pieces[0].box
+        local = SavedTensor(entry.dtype, box.sizes, None)
+        self._taken[id(local)] = local, Take(entry, box)
+        if placements is None:
+            return local
+        return self._dtensors.make(local, entry.shape, placements)
+
+    def taken(self, tensor: SavedTensor) -> Take | None:
+        """Return what a tensor of the file is taken of; None if its bytes are known."""
+        found = self._taken.get(id(tensor))
+        return None if found is None else found[1]
+
+
+def meshes_of(
+    shape: tuple[int, ...], names: tuple[str, ...], device_type: str
+) -> Sequence[DeviceMesh]:
+    """Return a mesh as each of its ranks sees it, in the order of the ranks."""
+    meshes = []
+    for rank in range(prod(shape)):
+        rest = rank
+        at: list[int] = []
+        for size in reversed(shape):
+            rest, coordinate = divmod(rest, size)
+            at.insert(0, coordinate)
+        meshes.append(DeviceMesh(shape, names, tuple(at), device_type))
+    return meshes
+
+
+def _placements(entry: TensorEntry, dimensions: int) -> tuple[Placement, ...] | None:
+    """Return how a tensor is placed on a mesh whose last dimension shards; None: it is plain.
+
+    It is cut along the dimension along which it was cut before.
+    """
+    if entry.sharding is None:
+        return None
+    cut = {one.dim for one in entry.sharding.placements if isinstance(one, Shard | StridedShard)}
+    if len(cut) > 1:
+        dims = ", ".join(map(str, sorted(cut)))
+        raise NotMergeableError(
+            f"tensor {entry.fqn}: is cut along several dimensions ({dims}), as by tensor "
+            "parallelism",
+            expected="one dimension, as by FSDP",
+            hint="merge the checkpoint instead; other parallelism than FSDP is not resharded",
+        )
+    last: Placement = Shard(cut.pop()) if cut else Replicate()
+    return (*[Replicate()] * (dimensions - 1), last)
+
+
+def lay_out_ranks(files: Sequence[RankFile], version: Version) -> Resharded:
+    """Lay out the files of ranks."""
+    laid = [_lay_out(file, version) for file in files]
+    outputs = tuple(output for output, _ in laid)
+    weight_map = {one.name: file.filename for file in outputs for one in file.tensors}
+    total = sum(file.data_bytes for file in outputs)
+    return Resharded(Layout(outputs, weight_map, total), tuple(made for _, made in laid))
+
+
+def _lay_out(file: RankFile, version: Version) -> tuple[OutputFile, ZipLayout]:
+    pickle, tensors = write_pickle(file.value)
+    root = file.filename.rsplit("/", 1)[-1].removesuffix(".pt")
+    made = lay_out_zip(root, pickle, [one.nbytes for one in tensors], version)
+    pieces = dict(made.fixed())
+    placed: list[tuple[int, int, SavedTensor, Take]] = []
+    for (start, size), tensor in zip(made.storages, tensors, strict=True):
+        take = file.tensors.taken(tensor)
+        if take is not None:
+            placed.append((start, start + size, tensor, take))
+        elif isinstance(tensor.source, bytes):
+            pieces[start] = tensor.source
+    placed.sort(key=lambda one: one[:2])
+    first = min((start for start, end, *_ in placed if end > start), default=made.size)
+    ordered = sorted(pieces.items())
+    header = b"".join(piece for at, piece in ordered if at < first)
+    outputs = [
+        OutputTensor(
+            take.entry.fqn,
+            tensor.dtype,
+            tensor.shape,
+            take,
+            (max(start, first) - first, max(end, first) - first),
+        )
+        for start, end, tensor, take in placed
+    ]
+    rest = tuple(one for one in ordered if one[0] >= first)
+    return OutputFile(file.filename, header, tuple(outputs), rest), made
+
+
+def optimizer_value(
+    tensors: RankTensors,
+    entries: Mapping[str, Mapping[str, TensorEntry]],
+    values: Mapping[str, Mapping[str, Value]],
+    groups: Sequence[tuple[Sequence[str], Mapping[str, Value]]],
+    numbers: Mapping[str, int],
+) -> Value:
+    """Return the state dict of an optimizer, with parameters by number, as `torch.optim` has it.
+
+    Args:
+        tensors: makes the tensors of the rank.
+        entries: by parameter and key, the tensors of its state.
+        values: the same of what is not a tensor.
+        groups: the parameters of each group, in the order of the optimizer; its hyper-parameters.
+        numbers: of the parameters.
+    """
+    state: dict[Value, Value] = {}
+    for name, number in sorted(numbers.items(), key=lambda one: one[1]):
+        made = {key: tensors.make(entry) for key, entry in entries.get(name, {}).items()}
+        made |= values.get(name, {})
+        if made:
+            state[number] = made
+    listed = [{**hyper, "params": [numbers[name] for name in names]} for names, hyper in groups]
+    return {"state": state, "param_groups": listed}

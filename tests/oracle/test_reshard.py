@@ -1,0 +1,194 @@
+"""Rank files for another number of ranks: torch resumes from them, and nothing changes."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Shard
+
+import unshard
+from oracle.writers.resuming import resume_grid, resume_line, train_line
+from oracle.writers.workers import WorkerPool
+from other_versions import unpack_rank_files
+from ranks import assert_same, bits, merged, save_ranks, some_tensors
+from unshard import NotMergeableError, OutputError, UsageError
+
+pytestmark = [
+    pytest.mark.xdist_group("torch processes"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a checkpoint of 4 ranks, not to be changed."""
+    directory = tmp_path_factory.mktemp("trained")
+    worker_pool.run(train_line, 4, directory)
+    return directory
+
+
+def loaded(path: Path) -> Any:
+    return torch.load(path, weights_only=False)
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two values are equal, tensors bit for bit."""
+    if isinstance(theirs, torch.Tensor):
+        return (
+            ours.dtype == theirs.dtype and ours.shape == theirs.shape and bits(ours) == bits(theirs)
+        )
+    if isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, list | tuple):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return bool(ours == theirs)
+
+
+GRIDS: dict[str, tuple[int, tuple[int, ...] | None, Any]] = {
+    "2": (2, None, resume_line),
+    "3": (3, None, resume_line),
+    "2x2": (4, (2, 2), resume_grid),
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_torch_goes_on_as_if_nothing_had_happened(
+    trained: Path, worker_pool: WorkerPool, tmp_path: Path, grid: str
+) -> None:
+    world, mesh, scenario = GRIDS[grid]
+    output = tmp_path / f"resharded-{world}"
+    names = None if mesh is None else ("ddp", "fsdp")
+    unshard.reshard(trained, output, world_size=world, mesh=mesh, mesh_names=names, verify="full")
+    worker_pool.run(scenario, world, tmp_path)
+    before, resumed = loaded(trained / "before.pt"), loaded(tmp_path / f"resumed-{world}.pt")
+    assert same(resumed, before)
+    after, gone_on = loaded(trained / "after.pt"), loaded(tmp_path / f"trained-{world}.pt")
+    for part in ("model", "state"):
+        torch.testing.assert_close(gone_on[part], after[part], rtol=1e-5, atol=1e-7)
+    assert not same(gone_on["model"], before["model"])
+
+
+def parts_of(path: Path) -> Any:
+    """Return what a rank's file has, with the local tensors and placements of DTensors."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return value.to_local(), list(value.shape), str(value.placements)
+        if isinstance(value, dict):
+            return {key: plain(one) for key, one in value.items()}
+        return [plain(one) for one in value] if isinstance(value, list) else value
+
+    return plain(loaded(path))
+
+
+def test_there_and_back_again_gives_the_same_bits(trained: Path, tmp_path: Path) -> None:
+    source = trained / "global_step_3" / "actor"
+    last = source
+    for number, world in enumerate((2, 8, 3, 4)):
+        unshard.reshard(last, tmp_path / str(number), world_size=world, verify="full")
+        last = tmp_path / str(number)
+    names = sorted(path.name for path in source.iterdir())
+    assert sorted(path.name for path in last.iterdir()) == names
+    for name in names:
+        if not name.startswith("extra_state"):
+            assert same(parts_of(last / name), parts_of(source / name)), name
+
+
+def test_the_output_is_merged_as_the_source_is(trained: Path, tmp_path: Path) -> None:
+    unshard.reshard(trained, tmp_path / "six", world_size=6)
+    unshard.merge(trained, tmp_path / "one", optimizer=True)
+    unshard.merge(tmp_path / "six", tmp_path / "two", optimizer=True, verify="full")
+    for name in ("model.safetensors", "optimizer.safetensors", "optimizer.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_scheduler_and_random_state_go_along(trained: Path, tmp_path: Path) -> None:
+    report = unshard.reshard(trained, tmp_path / "six", world_size=6)
+    source = trained / "global_step_3" / "actor"
+    for rank in range(6):
+        ours = torch.load(tmp_path / "six" / f"extra_state_world_size_6_rank_{rank}.pt")
+        theirs = torch.load(source / f"extra_state_world_size_4_rank_{rank % 4}.pt")
+        assert same(ours, theirs)
+    assert any("random state of 4 ranks has no equivalent on 6" in note for note in report.notes)
+    again = unshard.reshard(trained, tmp_path / "four", world_size=4)
+    assert not any("random state" in note for note in again.notes)
+
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+tensors = st.dictionaries(st.sampled_from("abcdefgh"), shapes, min_size=1)
+
+
+@settings(max_examples=60)
+@given(tensors, st.integers(1, 4), st.integers(1, 7), st.integers(0, 2), st.data())
+def test_any_tensors_on_any_number_of_ranks(
+    forms: dict[str, tuple[int, ...]], before: int, after: int, dim: int, data: st.DataObject
+) -> None:
+    truth = {name: torch.randn(shape).bfloat16() for name, shape in forms.items()}
+    cut = {name: one for name, one in truth.items() if one.ndim > dim}
+    if not cut or not any(one.numel() for one in truth.values()):
+        return
+    whole = {name: one for name, one in truth.items() if one.ndim <= dim}
+    version = data.draw(st.sampled_from(["2.4", "2.6", "2.8", "2.10", "2.13"]))
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place)
+        save_ranks(root / "a", cut, before, placements=[Shard(dim)], plain=[whole] * before)
+        unshard.reshard(root / "a", root / "b", world_size=after, torch=version, verify="full")
+        assert len(list((root / "b").iterdir())) == after
+        unshard.merge(root / "b", root / "out", verify="full")
+        assert_same(merged(root / "out"), truth)
+
+
+@pytest.mark.parametrize("version", ["2.4", "2.6", "2.8", "2.10"])
+def test_checkpoints_of_other_versions_come_back_equal(tmp_path: Path, version: str) -> None:
+    source = unpack_rank_files(tmp_path) / f"torch-{version}" / "fsdp2_1d"
+    unshard.reshard(source, tmp_path / "two", world_size=2, torch=version, verify="full")
+    unshard.reshard(tmp_path / "two", tmp_path / "three", world_size=3, torch=version)
+    for path in sorted(source.glob("model_*.pt")):
+        assert same(parts_of(tmp_path / "three" / path.name), parts_of(path))
+
+
+def test_what_cannot_be_resharded_is_refused(tmp_path: Path) -> None:
+    known = unpack_rank_files(tmp_path / "known") / "torch-2.8"
+    with pytest.raises(NotMergeableError, match="cut along several dimensions"):
+        unshard.reshard(known / "fsdp2_tp", tmp_path / "out", world_size=2)
+    with pytest.raises(NotMergeableError, match=r"not DTensors|no device mesh"):
+        unshard.reshard(known / "fsdp1_sharded", tmp_path / "out", world_size=4)
+    save_ranks(tmp_path / "a", some_tensors(), 2)
+    unshard.merge(tmp_path / "a", tmp_path / "merged")
+    with pytest.raises(NotMergeableError, match="expected: rank files"):
+        unshard.reshard(tmp_path / "merged", tmp_path / "out", world_size=2)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world_size": 4, "mesh": (2, 3)}, "--mesh 2x3 has not --world-size 4 ranks"),
+        ({"world_size": 0}, "--mesh 0 has not --world-size 0 ranks"),
+        ({"world_size": 4, "mesh": (2, 2)}, "1 names for 2 dimensions"),
+        ({"world_size": 4, "torch": "1.0"}, "--torch 1.0: unknown"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    save_ranks(tmp_path / "a", some_tensors(), 2)
+    with pytest.raises(UsageError, match=message):
+        unshard.reshard(tmp_path / "a", tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_exists_is_left(tmp_path: Path) -> None:
+    save_ranks(tmp_path / "a", some_tensors(), 2)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(OutputError, match="exists"):
+        unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    shutil.rmtree(tmp_path / "out")
+    unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3)
