@@ -74,7 +74,7 @@ def test_every_yaml_is_one_that_is_read(
     page: Path, place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for text in blocks(page, "yaml"):
-        if "profiles:" in text:
+        if "profiles:" in text or "on_result:" in text:
             (place / "here.yaml").write_text(text)
             assert read_server_yaml(place / "here.yaml").profiles
         elif "server_url:" in text:
