@@ -19,6 +19,8 @@ _LONGEST = 64  # bytes that are changed together
 
 # Formats whose files of equal size could be exchanged: an item does not say whose it is.
 _ANONYMOUS = ("DCP", "shards")
+# A tensor ends where its last piece ends: a copy of another rank's file hides that pieces are lost.
+_ENDLESS = "shards"
 
 
 def _flip(data: bytearray, at: int, random: Random) -> None:
@@ -86,6 +88,7 @@ class Mutator:
         self._files = [name for name in spare.files() if (spare.original / name).stat().st_size]
         self._weights = weight_ranges(spare.directory.resolve())
         self._anonymous = name.startswith(_ANONYMOUS)
+        self._exchanges = [_swap_files] if name.startswith(_ENDLESS) else [_swap_files, _copy_file]
 
     @contextmanager
     def mutated(self) -> Iterator[tuple[str, str]]:
@@ -93,7 +96,7 @@ class Mutator:
         random = self._random
         pair = random.sample(self._files, 2) if len(self._files) > 1 else []
         if pair and random.random() < 0.15 and not self._alike(pair):
-            kind = random.choice([_swap_files, _copy_file])
+            kind = random.choice(self._exchanges)
             with self._spare.damaged(pair[0], _nothing), self._spare.damaged(pair[1], _nothing):
                 kind(self._spare.directory, pair)
                 yield kind.__name__, " ".join(pair)
