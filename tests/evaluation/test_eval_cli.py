@@ -60,7 +60,7 @@ def test_a_checkpoint_is_submitted_waited_for_and_its_numbers_printed(server: Li
     head, row, *rest = out.splitlines()
     assert (code, head.split()[:5]) == (0, ["job", "status", "run", "step", "weights"])
     assert row.split()[:5] == [str(jobs[0]["id"])[:8], "completed", "run", "5", "model"]
-    assert "    score/acc = 0.05" in rest
+    assert "    score/acc = 0.05 \u00b1 9" in rest
     code, out, _ = call(server, "results", "--run", "run")
     lines = out.splitlines()
     assert (code, len(lines), lines[0].split()[:3]) == (
