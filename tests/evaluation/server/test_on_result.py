@@ -30,6 +30,7 @@ class Receiver:
     def __init__(self, *statuses: int) -> None:
         self.bodies: list[dict[str, object]] = []
         self.headers: list[str | None] = []
+        self.paths: list[str] = []
         waiting = list(statuses)
         receiver = self
 
@@ -38,6 +39,7 @@ class Receiver:
                 length = int(self.headers["Content-Length"])
                 receiver.bodies.append(json.loads(self.rfile.read(length)))
                 receiver.headers.append(self.headers[HEADER])
+                receiver.paths.append(self.path)
                 self.send_response(waiting.pop(0) if waiting else 200)
                 self.send_header("Location", "/elsewhere")
                 self.send_header("Content-Length", "0")
@@ -88,6 +90,7 @@ def test_a_url_is_told_again_until_it_takes_it_and_is_not_led_elsewhere(tmp_path
         wait_until(lambda: len(receiver.bodies) == 4 and not waiting_in(store))
     first, *again, last = receiver.bodies
     assert again == [first, first]
+    assert set(receiver.paths) == {"/hook"}  # a redirect is a failure, and is not followed
     assert receiver.headers == [body["delivery"] for body in receiver.bodies]
     assert (first["job"], first["status"], first["step"]) == (job_id, "completed", 1)
     assert (first["metrics"], first["stderr"]) == ({"task/acc": 0.5}, {"task/acc": 0.25})
