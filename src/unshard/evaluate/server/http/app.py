@@ -75,7 +75,7 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
         meter = Meter(service)
         app.add_middleware(CountedRequests, meter=meter)  # outermost: refused requests count, too
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses={"4XX": {"model": lmms.Problem}})
     def metrics() -> Response:
         """Report the server's state as Prometheus' text."""
         if meter is None:
