@@ -385,10 +385,11 @@ def test_a_second_attempt_may_succeed_and_starts_with_an_empty_output(
         metrics: Mapping[str, float],
         results: Path | None,
         errors: Mapping[str, float],
+        directions: Mapping[str, bool],
     ) -> bool:
         attempts = server.directory_of(job_of(store, job_id)).parent
         left.extend(path.name for path in attempts.iterdir())  # to a server that follows
-        return complete(job_id, metrics, results, errors)
+        return complete(job_id, metrics, results, errors, directions)
 
     monkeypatch.setattr(store, "complete", completed)
     server.start()
@@ -494,9 +495,10 @@ def test_a_job_that_is_cancelled_when_its_evaluator_has_ended_leaves_no_model(
         metrics: Mapping[str, float],
         results: Path | None,
         errors: Mapping[str, float],
+        directions: Mapping[str, bool],
     ) -> bool:
         server.cancel(job_id)
-        return real(job_id, metrics, results, errors)
+        return real(job_id, metrics, results, errors, directions)
 
     monkeypatch.setattr(store, "complete", late)
     job = submit(store, server, checkpoint)
