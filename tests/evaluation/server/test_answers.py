@@ -21,7 +21,7 @@ from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.evaluators.work import Work
 from waiting import wait_until
 
-QUESTIONS, CHOICES, STORIES = 20, 3, 200
+QUESTIONS, CHOICES, STORIES = 10, 3, 120
 TASKS = ("choices", "stories")
 
 
@@ -74,7 +74,10 @@ def samples_of(work: Work) -> list[tuple[str, object, object]]:
     return sorted(found, key=lambda one: (one[0], int(str(one[1]))))
 
 
-def test_a_killed_lm_eval_goes_on_with_its_answers(tmp_path: Path) -> None:
+def test_a_killed_lm_eval_goes_on_with_its_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the model is too small for more
     model = save_tiny_model(tmp_path / "model")
     profile = LmEvalProfile(
         include_paths=(tasks_in(tmp_path / "tasks"),), model_args={"dtype": "float32"}, resume=True
