@@ -4,6 +4,7 @@ Everything goes to stderr. What cannot be written there is dropped: showing must
 A caller in Python who gives no listener gets Python's warnings instead of the lines.
 """
 
+import contextlib
 import inspect
 import os
 import sys
@@ -31,6 +32,7 @@ _LINE_S = 10.0  # between two lines of a log
 _REDRAW_S = 0.25  # between two states of a notebook's bar
 _BAR_WIDTH = 30
 _PACKAGE = str(Path(__file__).parent)
+_INSIDE = (_PACKAGE, contextlib.__file__)  # of which some decorators are made
 
 
 def human_size(count: float) -> str:
@@ -69,9 +71,9 @@ def hearing(listener: Listener | None) -> Iterator[Listener]:
 
 
 def _warn(message: str) -> None:
-    """Warn at the line of the caller's code, outside this package."""
+    """Warn at the line of the caller's code, outside this package and its decorators."""
     level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UnshardWarning, stacklevel=level)
 
