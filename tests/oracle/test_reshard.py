@@ -162,6 +162,10 @@ def test_what_cannot_be_resharded_is_refused(tmp_path: Path) -> None:
     unshard.merge(tmp_path / "a", tmp_path / "merged")
     with pytest.raises(NotMergeableError, match="expected: rank files"):
         unshard.reshard(tmp_path / "merged", tmp_path / "out", world_size=2)
+    for path in (tmp_path / "a").iterdir():  # as accelerate names them
+        path.rename(path.with_name(f"pytorch_model_fsdp_rank{path.stem[-1]}.bin"))
+    with pytest.raises(NotMergeableError, match="expected: rank files"):
+        unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3)
     assert not (tmp_path / "out").exists()
 
 

@@ -184,9 +184,10 @@ def _mesh_of(source: Checkpoint) -> DeviceMesh:
 def _read(path: Path, options: MergeOptions, listener: Listener) -> Checkpoint:
     listener(Stage("reading"))
     source = open_latest(path, options.choice, options.reading)
-    if source.location.format is not RANK_FILES:
+    first = next(iter(source.catalog.tensors.values())).chunks.paths[0]
+    if source.location.format is not RANK_FILES or not _NUMBERS.search(first.name):
         raise NotMergeableError(
-            f"{source.location.place}: is {source.catalog.format}",
+            f"{first}: is {source.catalog.format}",
             expected="rank files, such as model_world_size_4_rank_0.pt",
             hint="torch loads a DCP checkpoint on any number of ranks as it is",
         )
@@ -257,7 +258,8 @@ class _Files:
         model = next(iter(source.catalog.tensors.values())).chunks.paths[0]
         optimizer = next(iter(find_files(location, world).values()), None)
         state = find_state_files(location, world)
-        extra = {} if state is None else dict(state.ranks)
+        ranks = {} if state is None else state.ranks
+        extra = {rank: path for rank, path in ranks.items() if _NUMBERS.search(path.name)}
         found = [model, *extra.values(), *([] if optimizer is None else [optimizer])]
         near = all(path.parent == location.weights_dir for path in found)
         root = location.weights_dir if near else location.step_dir
@@ -392,9 +394,7 @@ def _verify(
 
 
 def _compare(ours: Catalog, theirs: Catalog, directory: Path) -> None:
-    stated = [
-        {name: (one.dtype.name, one.shape) for name, one in catalog.tensors.items()}
-        for catalog in (ours, theirs)
-    ]
+    both = (ours.tensors, theirs.tensors)
+    stated = [{name: (one.dtype, one.shape) for name, one in table.items()} for table in both]
     if stated[0] != stated[1]:
         raise OutputError(f"{directory}: its tensors are not those of the source")
