@@ -80,6 +80,8 @@ def test_every_yaml_is_one_that_is_read(
         elif "server_url:" in text:
             assert EvalConfig.from_yaml(text).tasks
             assert "are ignored" not in caplog.text
+        elif "scrape_configs:" in text:  # of Prometheus
+            assert yaml.safe_load(text)["scrape_configs"][0]["static_configs"]
         else:
             assert yaml.safe_load(text)["task"] == "colours"
 
