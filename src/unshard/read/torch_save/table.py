@@ -166,10 +166,11 @@ _ShardingFields = tuple[
     list[int],
     list[str] | None,
     list[int],
+    str,
     list[tuple[str, list[object]]],
     list[tuple[int, list[int]]] | None,
 ]
-"""Mesh shape, names and coordinates; placements, each a class and its arguments; shard order."""
+"""The fields of the mesh; placements, each a class and its arguments; shard order."""
 
 
 def _form_fields(form: TensorForm) -> dict[str, object]:
@@ -179,14 +180,14 @@ def _form_fields(form: TensorForm) -> dict[str, object]:
     mesh = form.sharding.mesh
     placements = [(type(one).__name__, astuple(one)) for one in form.sharding.placements]
     order = form.sharding.shard_order
-    return fields | {"how": (mesh.shape, mesh.dim_names, mesh.coordinates, placements, order)}
+    return fields | {"how": (*astuple(mesh), placements, order)}
 
 
 def _form(*, dtype: str, shape: list[int], boxed: bool, how: _ShardingFields | None) -> TensorForm:
     sharding = None
     if how is not None:
-        sizes, names, at, stated, order = how
-        mesh = DeviceMesh(tuple(sizes), None if names is None else tuple(names), tuple(at))
+        sizes, names, at, device, stated, order = how
+        mesh = DeviceMesh(tuple(sizes), None if names is None else tuple(names), tuple(at), device)
         placements = tuple(_PLACEMENTS[name](*args) for name, args in stated)
         orders = None if order is None else tuple((dim, tuple(dims)) for dim, dims in order)
         sharding = Sharding(mesh, placements, orders)
