@@ -5,6 +5,7 @@ Strides here are bytes. Memory: at most `SLACK` times the elements asked for, or
 
 import os
 from math import prod
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from unshard.errors import CorruptError
 from unshard.stores.remote_file import RemoteFile
 from unshard.tensors.dtypes import DType
 
-__all__ = ["NEAR", "SLACK", "SMALL", "raw_dtype", "read_exactly", "read_strided"]
+__all__ = ["NEAR", "SLACK", "SMALL", "crc_of", "raw_dtype", "read_exactly", "read_strided"]
 
 SLACK = 2
 """A span is read whole if it is at most this many times larger than what is wanted of it ..."""
@@ -55,6 +56,20 @@ def read_exactly(file: Opened, start: int, out: memoryview) -> None:
                 hint="was the checkpoint removed or rewritten while it was being read?",
             )
         done += count
+
+
+def crc_of(file: Opened, offset: int, size: int, *, block: int) -> int:
+    """Return the CRC-32 of `size` bytes from an offset on, read in blocks of so many bytes.
+
+    Raises:
+        CorruptError: the file ends too early.
+    """
+    found, buffer = 0, bytearray(min(block, size))
+    for done in range(0, size, block):
+        part = memoryview(buffer)[: size - done]
+        read_exactly(file, offset + done, part)
+        found = crc32(part, found)
+    return found
 
 
 def read_strided(

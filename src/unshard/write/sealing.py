@@ -3,10 +3,9 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from zlib import crc32
 
 from unshard.containers.open_files import opened
-from unshard.containers.strided import read_exactly
+from unshard.containers.strided import crc_of
 from unshard.containers.torch_files.zip_layout import ZipLayout
 from unshard.plan.resharding import Resharded
 
@@ -26,16 +25,8 @@ def seal(made: Resharded, directory: Path, *, workers: int, buffer_bytes: int) -
 
 
 def _seal(path: Path, made: ZipLayout, block: int) -> None:
-    crcs = []
-    buffer = bytearray(block)
     with opened(path) as file:
-        for start, size in made.storages:
-            crc = 0
-            for done in range(0, size, block):
-                part = memoryview(buffer)[: min(block, size - done)]
-                read_exactly(file, start + done, part)
-                crc = crc32(part, crc)
-            crcs.append(crc)
+        crcs = [crc_of(file, start, size, block=block) for start, size in made.storages]
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         for at, piece in made.fixed(crcs):

@@ -16,14 +16,13 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from zlib import crc32
 
 import numpy as np
 
 from unshard.containers.chunks import first_difference, replicas
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.safetensors_file import read_safetensors
-from unshard.containers.strided import raw_dtype, read_exactly
+from unshard.containers.strided import crc_of, raw_dtype, read_exactly
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.zip import StorageRecord
 from unshard.errors import CheckpointError, CorruptError, OutputError, UnshardError, raise_all
@@ -130,7 +129,10 @@ class Checker:
         path = archive.path
         found = read_torch_file(path, offset=archive.offset, length=archive.length)
         for key, record in found.storages.items():
-            if record.crc and self._crc(path, record) != record.crc:
+            if not record.crc:
+                continue
+            file = self._files.source(path)
+            if crc_of(file, record.offset, record.size, block=self._block) != record.crc:
                 names = ", ".join(_tensors_in(self._catalogs, path, record)) or "no tensor"
                 self._problems.append(
                     CorruptError(
@@ -138,14 +140,6 @@ class Checker:
                         hint="the file was damaged after it was saved; take another checkpoint",
                     )
                 )
-
-    def _crc(self, path: Path, record: StorageRecord) -> int:
-        value = 0
-        for done in range(0, record.size, self._block):
-            block = bytearray(min(self._block, record.size - done))
-            read_exactly(self._files.source(path), record.offset + done, memoryview(block))
-            value = crc32(block, value)
-        return value
 
     def _check_replicas(self, entry: TensorEntry) -> None:
         raw = raw_dtype(entry.dtype)
