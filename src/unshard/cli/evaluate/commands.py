@@ -291,7 +291,7 @@ def results(
     """Print all results, each with its training step."""
     if higher_is_better is not None and not best:
         raise UsageError(
-            "--higher-is-better or --lower-is-better: there is no metric that it is said of",
+            "--higher-is-better and --lower-is-better apply to --best, which was not given",
             hint="add --best TASK/METRIC",
         )
     with connect(server, token_file) as client:
