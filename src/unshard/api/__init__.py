@@ -5,7 +5,7 @@ from unshard.api.inspecting import Inspection, OptimizerInfo, inspect
 from unshard.api.making import Prepared
 from unshard.api.merging import StepResult, merge, merge_all, merge_steps, merge_with
 from unshard.api.options import MergeOptions
-from unshard.api.resharding import ReshardReport, reshard
+from unshard.api.resharding.resharding import ReshardReport, reshard
 from unshard.api.unmerged.loading import Loaded
 from unshard.api.unmerged.opening import (
     LazyTensor,

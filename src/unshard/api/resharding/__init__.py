@@ -1,0 +1,1 @@
+"""`reshard`: a training checkpoint, for another number of ranks."""

@@ -1,0 +1,48 @@
+"""Read the output of a reshard again, and compare it with its source."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from unshard.api.options import MergeOptions
+from unshard.engines.threads import verify_full
+from unshard.errors import OutputError
+from unshard.plan.planner import make_plan
+from unshard.plan.resharding import Resharded
+from unshard.progress import Listener, Stage
+from unshard.read.open import Checkpoint, open_latest
+from unshard.read.optimizer.reader import find_optimizer
+from unshard.tensors.catalog import Catalog
+
+__all__ = ["check_output"]
+
+
+def check_output(
+    source: Checkpoint,
+    made: Resharded,
+    directory: Path,
+    options: MergeOptions,
+    listener: Listener,
+) -> None:
+    """Read the output again from disk, and compare it with the source."""
+    full = options.verify == "full"
+    listener(Stage("verifying", sum(one.data_bytes for one in made.layout.files) if full else 0))
+    weights = (directory / made.layout.files[0].filename).parent
+    again = open_latest(weights, replace(options.choice, step=None, role=None), options.reading)
+    _compare(source.catalog, again.catalog, directory)
+    catalogs = list(source.catalogs)
+    if source.optimizer is not None:
+        optimizer = find_optimizer(again, options.reading)
+        if optimizer is None or optimizer.numbers != source.optimizer.numbers:
+            raise OutputError(f"{directory}: the optimizer's state is not what was planned")
+        _compare(source.optimizer.catalog, optimizer.catalog, directory)
+        catalogs.append(optimizer.catalog)
+    if full:
+        catalogs.append(again.catalog)
+        verify_full(make_plan(made.layout), catalogs, directory, options.resources, listener)
+
+
+def _compare(ours: Catalog, theirs: Catalog, directory: Path) -> None:
+    both = (ours.tensors, theirs.tensors)
+    stated = [{name: (one.dtype, one.shape) for name, one in table.items()} for table in both]
+    if stated[0] != stated[1]:
+        raise OutputError(f"{directory}: its tensors are not those of the source")

@@ -1,0 +1,90 @@
+"""Read the checkpoint that is resharded, and find its files."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from unshard.api.options import MergeOptions
+from unshard.errors import NotMergeableError
+from unshard.progress import Chosen, Listener, Stage
+from unshard.read.open import Checkpoint, open_latest
+from unshard.read.optimizer.rank_files import find_files
+from unshard.read.optimizer.reader import find_optimizer
+from unshard.read.rank_files.reader import RANK_FILES
+from unshard.read.training_state.reader import find_state_files
+
+__all__ = ["FSDP_CONFIG", "SourceFiles", "read_source"]
+
+_NUMBERS = re.compile(r"world_size_\d+_rank_\d+")
+FSDP_CONFIG = "fsdp_config.json"
+
+
+def read_source(path: Path, options: MergeOptions, listener: Listener) -> Checkpoint:
+    """Return a checkpoint of rank files with its optimizer's state.
+
+    Raises:
+        CheckpointError: it has another format, or parts that no device mesh describes.
+    """
+    listener(Stage("reading"))
+    source = open_latest(path, options.choice, options.reading)
+    first = next(iter(source.catalog.tensors.values())).chunks.paths[0]
+    if source.location.format is not RANK_FILES or not _NUMBERS.search(first.name):
+        raise NotMergeableError(
+            f"{first}: is {source.catalog.format}",
+            expected="rank files, such as model_world_size_4_rank_0.pt",
+            hint="torch loads a DCP checkpoint on any number of ranks as it is",
+        )
+    for entry in source.catalog.tensors.values():
+        if entry.sharding is None and (entry.chunks.sizes != entry.shape).any():
+            raise NotMergeableError(
+                f"tensor {entry.fqn}: every rank has another part of it, and no device mesh",
+                expected="a DTensor, or a tensor that every rank has whole",
+            )
+    listener(Chosen(f"resharding {source.title}"))
+    return replace(source, optimizer=find_optimizer(source, options.reading))
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFiles:
+    """The files of a checkpoint, by their paths below its root.
+
+    Attributes:
+        root: the directory that has all of them.
+        model, optimizer: the file of a rank; the optimizer's is None if there is none.
+        extra: of each rank, the file with its scheduler and random state.
+        small: all others that belong to it.
+    """
+
+    root: Path
+    model: Path
+    optimizer: Path | None
+    extra: Mapping[int, Path]
+    small: Mapping[str, Path]
+
+    @classmethod
+    def of(cls, source: Checkpoint) -> "SourceFiles":
+        """Return the files of a checkpoint."""
+        location, world = source.location, source.catalog.world_size
+        model = next(iter(source.catalog.tensors.values())).chunks.paths[0]
+        optimizer = next(iter(find_files(location, world).values()), None)
+        state = find_state_files(location, world)
+        ranks = {} if state is None else state.ranks
+        extra = {rank: path for rank, path in ranks.items() if _NUMBERS.search(path.name)}
+        found = [model, *extra.values(), *([] if optimizer is None else [optimizer])]
+        near = all(path.parent == location.weights_dir for path in found)
+        root = location.weights_dir if near else location.step_dir
+        own = source.companions
+        config = [] if own.config is None else [own.config]
+        others = [*config, *own.files.values(), root / FSDP_CONFIG]
+        small = {
+            str(path.relative_to(root)): path
+            for path in others
+            if path.is_relative_to(root) and path.is_file()
+        }
+        return cls(root, model, optimizer, extra, small)
+
+    def renamed(self, path: Path, world: int, rank: int) -> str:
+        """Return the path in the output of what a rank has in place of a file."""
+        name = _NUMBERS.sub(f"world_size_{world}_rank_{rank}", path.name)
+        return str(path.relative_to(self.root).with_name(name))

@@ -1,0 +1,68 @@
+"""What is written for: a mesh of ranks, and a version of torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from unshard.containers.torch_files.dtensors import VERSIONS, Version
+from unshard.errors import NotMergeableError, UsageError
+from unshard.plan.resharding import meshes_of
+from unshard.read.open import Checkpoint
+from unshard.tensors.placements import DeviceMesh
+
+__all__ = ["Target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to write for: the mesh as each rank sees it, and the version of torch."""
+
+    meshes: Sequence[DeviceMesh]
+    torch: str
+
+    @property
+    def version(self) -> Version:
+        """The version of torch, as the writers have it."""
+        return VERSIONS[self.torch]
+
+    @classmethod
+    def of(
+        cls,
+        source: Checkpoint,
+        world_size: int,
+        mesh: Sequence[int] | None,
+        mesh_names: Sequence[str] | None,
+        torch: str,
+    ) -> "Target":
+        """Return the target that the options mean.
+
+        Raises:
+            UsageError: they do not fit.
+        """
+        if torch not in VERSIONS:
+            raise UsageError(f"--torch {torch}: unknown", expected=", ".join(VERSIONS))
+        shape = (world_size,) if mesh is None else tuple(mesh)
+        if world_size < 1 or min(shape, default=0) < 1 or prod(shape) != world_size:
+            sizes = "x".join(map(str, shape))
+            raise UsageError(f"--mesh {sizes} has not --world-size {world_size} ranks")
+        known = _mesh_of(source)
+        names = tuple(mesh_names or known.dim_names or ("fsdp",))
+        if mesh_names is None:
+            names = names[-len(shape) :]
+        if len(names) != len(shape):
+            what = f"--mesh-names {','.join(names)}: {len(names)} names for {len(shape)} dimensions"
+            raise UsageError(what, hint="give one name per dimension of --mesh: --mesh-names A,B")
+        return cls(meshes_of(shape, names, known.device_type or "cuda"), torch)
+
+
+def _mesh_of(source: Checkpoint) -> DeviceMesh:
+    """Return the mesh of a checkpoint's tensors; one of most dimensions, if there are several."""
+    found = [one.sharding.mesh for one in source.catalog.tensors.values() if one.sharding]
+    if not found:
+        raise NotMergeableError(
+            f"{source.location.weights_dir}: its tensors are not DTensors",
+            expected="rank files of FSDP2, or of FSDP1 with a device mesh",
+            hint="FSDP1's ShardedTensors cannot be loaded on another number of ranks; merge the "
+            "checkpoint instead",
+        )
+    return max(found, key=lambda mesh: len(mesh.shape))
