@@ -147,6 +147,7 @@ torture: $(TEST_VENV)/.installed
 # A real server and its processes, killed at random moments; then the tests of what once went wrong
 # only now and then, again and again with busy loops next to them. Half an hour on two idle cores.
 TORTURE ?=
+STORMS ?=
 REPEATED := tests/evaluation/server/test_adoption.py::test_a_server_killed_again_and_again_runs_every_job_once_at_a_time \
 	tests/evaluation/server/test_adoption.py::test_a_supervisor_that_never_got_its_order_is_not_a_failure \
 	tests/evaluation/server/test_adoption.py::test_a_stop_of_the_whole_service_while_an_evaluator_starts_fails_nothing \
@@ -154,6 +155,7 @@ REPEATED := tests/evaluation/server/test_adoption.py::test_a_server_killed_again
 torture-eval: export PYTHONPATH := $(CURDIR)/tests
 torture-eval: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m evaluation.torture $(TORTURE)
+	$(TEST_VENV)/bin/python -m evaluation.storms $(STORMS)
 	$(TEST_VENV)/bin/python -m pytest -p evaluation.repetition --times 200 --busy 4 -n 4 $(REPEATED)
 
 clean:

@@ -124,6 +124,8 @@ def test_two_workers_of_tensor_parallelism_take_and_check_the_next(
         assert tokens == [greedy(model_of(step), one) for one in PROMPTS]
     assert [one["step"] for one in answers[2]["result"]] == [20, 20]
     # All processes: at the start they exchange messages, and config and tokenizer are copied.
-    start, *later = [one["written"] for one in answers]
+    # An answer says nothing: on some processors the workers exchange activations over sockets,
+    # and the kernel counts these as written, too.
+    start, _, reload, _ = [one["written"] for one in answers]
     assert start < sum(matrices()) / 4
-    assert sum(later) < min(matrices())
+    assert reload < min(matrices())

@@ -14,6 +14,7 @@ from typing import Annotated, TypedDict
 from pydantic import BaseModel, ConfigDict, Field
 
 from unshard.errors import UnshardError
+from unshard.evaluate.process import Process
 from unshard.evaluate.values import LARGEST, Scalar, Whole, expects
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
     "Job",
     "JobEvent",
     "Phase",
-    "Process",
     "Request",
     "Result",
     "Status",
@@ -177,25 +177,6 @@ class Request:
     def alike(self) -> str:
         """What requests share that differ in the fingerprint at most: the `key` without it."""
         return replace(self, fingerprint="").key
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """The process of an attempt, so that it can be distinguished from a later one with its number.
-
-    Attributes:
-        pid: of the leader of its process group.
-        started: when the kernel says that it started, clock ticks since boot.
-        boot: the kernel's identity of that boot.
-        gpus: the names of those that it has.
-        directory: of the attempt.
-    """
-
-    pid: int
-    started: int
-    boot: str
-    gpus: tuple[str, ...]
-    directory: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ from evaluation.running import (
     whole_model,
 )
 from ranks import save_ranks
-from unshard.evaluate.jobs import Filters, Job, Phase, Process, Status
+from unshard.evaluate.jobs import Filters, Job, Phase, Status
+from unshard.evaluate.process import Process
 from unshard.evaluate.server.processes.launching import start_supervisor
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 from unshard.evaluate.server.processes.table import boot_id, is_alive, kill_group

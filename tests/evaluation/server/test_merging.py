@@ -21,7 +21,8 @@ from evaluation.running import (
     whole_model,
 )
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
-from unshard.evaluate.jobs import EvaluationError, Job, Process, Status
+from unshard.evaluate.jobs import EvaluationError, Job, Status
+from unshard.evaluate.process import Process
 from unshard.evaluate.server.attempts import merging
 from unshard.evaluate.server.attempts.merge_worker import MergeOrder, _answer
 from unshard.evaluate.server.attempts.merging import (

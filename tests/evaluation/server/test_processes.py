@@ -11,7 +11,7 @@ import pytest
 
 from damage import in_time
 from evaluation.running import is_running, wait_until
-from unshard.evaluate.jobs import Process
+from unshard.evaluate.process import Process
 from unshard.evaluate.server.processes.table import (
     MARK,
     boot_id,

@@ -10,7 +10,8 @@ import pytest
 from evaluation.running import job_of, request, scheduler, wait_for, whole_model
 from evaluation.runs import checkpoint
 from evaluation.servers import Live, cli, free_port
-from unshard.evaluate.jobs import Filters, Job, Process, Status
+from unshard.evaluate.jobs import Filters, Job, Status
+from unshard.evaluate.process import Process
 from unshard.evaluate.server.queue import retention
 from unshard.evaluate.server.queue.retention import Retention
 from unshard.evaluate.server.store.store import Store

@@ -36,9 +36,10 @@ from evaluation.running import (
 )
 from ranks import save_ranks, some_tensors
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import Filters, Job, Phase, Process, Status
+from unshard.evaluate.jobs import Filters, Job, Phase, Status
 from unshard.evaluate.pins.files import read_stamps
 from unshard.evaluate.pins.pin import Quota
+from unshard.evaluate.process import Process
 from unshard.evaluate.server.attempts import attempt as attempts
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.endings import Cause, Failed, Left, Outcome, Postponed

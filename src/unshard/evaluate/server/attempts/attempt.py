@@ -11,7 +11,8 @@ from enum import Enum, auto
 from pathlib import Path
 
 from unshard.errors import StoreError, UnshardError
-from unshard.evaluate.jobs import Job, Phase, Process
+from unshard.evaluate.jobs import Job, Phase
+from unshard.evaluate.process import Process
 from unshard.evaluate.server.attempts.endings import (
     SHOWN_LINES,
     Cancelled,

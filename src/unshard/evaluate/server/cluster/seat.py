@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard._version import __version__
-from unshard.evaluate.jobs import Process
+from unshard.evaluate.process import Process
 from unshard.evaluate.server.cluster.assignment import KILLED, Assignment
 from unshard.evaluate.server.processes.bounded_log import read_log
 from unshard.evaluate.server.processes.launching import evaluator_environment, start_apart

@@ -8,12 +8,14 @@ import logging
 import sqlite3
 from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
+from starlette.routing import Match, Route
 
 from unshard._version import __version__
 from unshard.errors import StoreError, UnshardError, UsageError, how_to_install
@@ -75,7 +77,15 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
         meter = Meter(service)
         app.add_middleware(CountedRequests, meter=meter)  # outermost: refused requests count, too
 
-    @app.get("/metrics", responses={"4XX": {"model": lmms.Problem}})
+    text = {"text/plain": {"schema": {"type": "string"}}}
+    failures = {"model": lmms.Problem}
+    answers: dict[int | str, dict[str, Any]] = {
+        200: {"description": "Prometheus' text", "content": text},
+        "4XX": failures,
+        501: failures,
+    }
+
+    @app.get("/metrics", response_class=Response, responses=answers)
     def metrics() -> Response:
         """Report the server's state as Prometheus' text."""
         if meter is None:
@@ -105,7 +115,17 @@ async def _on_http_error(connection: HTTPConnection, error: Exception) -> Respon
     if not isinstance(error, HTTPException):
         raise error
     fields = ErrorFields(type="HTTPError", code=error.status_code, message=error.detail)
-    return _answer(connection, fields, error.status_code, headers=error.headers)
+    headers = error.headers
+    if error.status_code == 405:  # starlette names the methods of one of the path's routes
+        headers = {**(headers or {}), "Allow": ", ".join(_allowed_methods(connection))}
+    return _answer(connection, fields, error.status_code, headers=headers)
+
+
+def _allowed_methods(connection: HTTPConnection) -> list[str]:
+    """Return the methods of all routes of a request's path, in alphabetical order."""
+    routes = [one for one in connection.app.routes if isinstance(one, Route)]
+    matching = [one for one in routes if one.matches(connection.scope)[0] is not Match.NONE]
+    return sorted({method for one in matching for method in one.methods or ()})
 
 
 async def _on_mistake(connection: HTTPConnection, _error: Exception) -> Response:

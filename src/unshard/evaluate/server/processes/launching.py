@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import unshard
-from unshard.evaluate.jobs import Process
+from unshard.evaluate.process import Process
 from unshard.evaluate.server.processes.supervise import APART, STOPS, Order
 from unshard.evaluate.server.processes.table import MARK, identify
 

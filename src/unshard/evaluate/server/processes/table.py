@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from unshard.evaluate.jobs import Process
+from unshard.evaluate.process import Process
 
 __all__ = ["MARK", "boot_id", "identify", "is_alive", "kill_group", "list_members", "send"]
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.errors import UnshardError
-from unshard.evaluate.jobs import Job, Process, Status
+from unshard.evaluate.jobs import Job, Status
+from unshard.evaluate.process import Process
 from unshard.evaluate.run_folder import unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.endings import Completed, Failed, Left, Outcome, Postponed

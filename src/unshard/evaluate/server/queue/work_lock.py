@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import Process
+from unshard.evaluate.process import Process
 from unshard.evaluate.run_folder import lock_file, unlock
 from unshard.evaluate.server.processes.table import identify, is_alive
 

@@ -8,17 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, count
 
-from unshard.evaluate.jobs import (
-    Arguments,
-    Filters,
-    Job,
-    JobEvent,
-    Phase,
-    Process,
-    Request,
-    Result,
-    Status,
-)
+from unshard.evaluate.jobs import Arguments, Filters, Job, JobEvent, Phase, Request, Result, Status
+from unshard.evaluate.process import Process
 
 __all__ = [
     "CLAIMABLE",

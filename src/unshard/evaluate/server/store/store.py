@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from unshard.evaluate.jobs import Filters, Job, JobEvent, Phase, Process, Request, Result, Status
+from unshard.evaluate.jobs import Filters, Job, JobEvent, Phase, Request, Result, Status
+from unshard.evaluate.process import Process
 from unshard.evaluate.server.store.connections import Connections
 from unshard.evaluate.server.store.deliveries import Deliveries, record_end
 from unshard.evaluate.server.store.leftovers import Leftovers

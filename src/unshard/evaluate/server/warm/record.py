@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from unshard.evaluate.jobs import Process
+from unshard.evaluate.process import Process
 from unshard.write.staging.beneath import write_whole
 
 __all__ = ["Worker", "read_worker", "write_worker"]
