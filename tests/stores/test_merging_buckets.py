@@ -1,5 +1,6 @@
 """A merge of a checkpoint in a bucket: the bytes of a merge of the same files on disk."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,28 @@ def test_a_folder_that_was_listed_is_not_asked_for_what_it_does_not_have(
     unshard.merge(address, tmp_path / "out")
     listings = [one.query for one in store.requests if "list-type" in one.query]
     assert 1 <= len(listings) <= 4, listings
+
+
+def test_a_fuse_gets_wide_matrices_once(store: Store, tmp_path: Path) -> None:
+    """Its tiles are narrow, and the parts of their rows lie so close that all are read."""
+    generator = torch.Generator().manual_seed(4)
+    name = "base_model.model.model.layers.0.mlp.down_proj"
+    tensors = {
+        f"{name}.base_layer.weight": torch.randn(256, 4096, generator=generator),
+        f"{name}.lora_A.default.weight": torch.randn(2, 4096, generator=generator),
+        f"{name}.lora_B.default.weight": torch.randn(256, 2, generator=generator),
+    }
+    checkpoint = save_ranks(tmp_path / "ckpt", tensors, 2)
+    (checkpoint / "config.json").write_text('{"model_type": "llama"}')
+    meta = {"r": 2, "lora_alpha": 4, "task_type": "CAUSAL_LM"}
+    (checkpoint / "lora_train_meta.json").write_text(json.dumps(meta))
+    address = store.upload(checkpoint, "wide")
+    store.forget_requests()
+    report = unshard.merge(address, tmp_path / "out", verify="off")
+    read = sum(
+        last - first + 1 for one in store.requests if one.range for first, last in [one.range]
+    )
+    assert read < 1.3 * report.bytes_written
+    unshard.merge(checkpoint, tmp_path / "local")
+    weights = "model.safetensors"
+    assert (tmp_path / "out" / weights).read_bytes() == (tmp_path / "local" / weights).read_bytes()

@@ -57,7 +57,7 @@ _MAKING = 3 * 1024 * 1024  # of it; the rest is for arithmetic
 _COPY_UNIT = 16 * 1024 * 1024
 _MAX_TILE = 4 * 1024 * 1024
 _FLOAT32 = 4
-_FUSE_ROWS, _FUSE_COLUMNS = BLOCK, 4 * BLOCK
+_FUSE_ROWS, _FUSE_COLUMNS = BLOCK, 64 * BLOCK  # few ranges, as long ones as memory allows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

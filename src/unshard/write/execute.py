@@ -44,6 +44,7 @@ __all__ = ["Executor", "are_equal", "count_overflows", "make_tile", "tile_runs"]
 
 _BLOCK = 1024 * 1024
 _DOWNLOAD = 16 * 1024 * 1024
+_FUSE_COLUMNS = 512  # of one product; the last bit of a sum can depend on it
 _NO_KERNEL_COPY = frozenset(
     # EIO: of source or target; reading and writing separately shows of which
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EIO}
@@ -221,10 +222,14 @@ def make_tile(tile: Tile, files: OpenFiles) -> Elements:
             *batch_sizes, rows, columns = tile.box.sizes
             of_b = Box((*batch, row, 0), (*batch_sizes, rows, rank))
             of_a = Box((*batch, 0, column), (*batch_sizes, rank, columns))
-            delta = _float32(b, of_b, files) @ _float32(a, of_a, files)
-            delta *= np.float32(scale)
-            delta += _float32(base, tile.box, files)
-            return _rounded(delta, to)
+            right, left = _float32(a, of_a, files), _float32(b, of_b, files)
+            total = _float32(base, tile.box, files)
+            for first in range(0, columns, _FUSE_COLUMNS):
+                part = slice(first, first + _FUSE_COLUMNS)
+                delta = left @ right[..., part]
+                delta *= np.float32(scale)
+                total[..., part] += delta
+            return _rounded(total, to)
         case _:
             return _make_blocks(tile.operation, tile.box, files)
 
