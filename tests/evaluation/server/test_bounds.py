@@ -1,21 +1,26 @@
 """What a server needs is bounded: unread answers, requests that never end, long lists."""
 
+import asyncio
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
 from evaluation.servers import Fields, Live, in_thread, live
-from unshard.evaluate.client.v1 import EvalClient
+from unshard.evaluate.client.v1 import EvalClient, ServerAwayError
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.server.http import connections
 from unshard.evaluate.server.http.connections import BoundedProtocol
 from unshard.evaluate.server.http.security import Guard, rules_for
 from unshard.evaluate.server.store.store import Store
+from waiting import LIMIT_S
 from waiting import wait_until as until
 
 pytestmark = pytest.mark.xdist_group("eval-bounds")  # one server for all
@@ -182,3 +187,29 @@ def test_the_slowest_readers_make_room_for_others(monkeypatch: pytest.MonkeyPatc
             held[-1].recv(10)
         until(lambda: not is_open(held[0]), "the end of the slowest")
         assert is_open(held[-1])
+
+
+def test_a_server_that_ends_asks_those_who_wait_to_come_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    waiting: list[str] = []
+
+    async def slow(scope: Scope, _receive: Receive, send: Send) -> None:
+        if scope["path"] == "/begun":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"a part", "more_body": True})
+        waiting.append(scope["path"])
+        await asyncio.sleep(LIMIT_S)
+
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        with in_thread(slow, http=BoundedProtocol, timeout_graceful_shutdown=1) as port:
+            url = f"http://127.0.0.1:{port}"
+            client = stack.enter_context(EvalClient(url, timeout=LIMIT_S))
+            asked = pool.submit(client.job, "5")
+            begun = pool.submit(httpx.get, f"{url}/begun", timeout=LIMIT_S)
+            until(lambda: len(waiting) == 2, "two requests")
+        with pytest.raises(ServerAwayError, match="the server is stopping"):
+            asked.result()
+        with pytest.raises(httpx.TransportError):
+            begun.result()
+    assert "Traceback" not in caplog.text

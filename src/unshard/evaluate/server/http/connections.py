@@ -13,6 +13,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from unshard.evaluate.server.health import RETRY_AFTER_S
+from unshard.evaluate.server.http.security import refused
+
 if TYPE_CHECKING:
     from uvicorn._types import (
         ASGIReceiveCallable,
@@ -99,8 +102,11 @@ class BoundedProtocol(H11Protocol):
         self, scope: "Scope", receive: "ASGIReceiveCallable", send: "ASGISendCallable"
     ) -> None:
         """Answer a request; a large body is sent piece by piece, as fast as it is read."""
+        has_begun = False
 
         async def send_in_pieces(message: "ASGISendEvent") -> None:
+            nonlocal has_begun
+            has_begun = True
             body = message.get("body", b"") if message["type"] == "http.response.body" else b""
             if len(body) <= _PIECE:
                 await send(message)
@@ -117,6 +123,15 @@ class BoundedProtocol(H11Protocol):
 
         try:
             await self._whole_app(scope, receive, send_in_pieces)
+        except asyncio.CancelledError:
+            # The server ends. uvicorn would answer 500, and log a mistake of the application.
+            if not has_begun:
+                away = refused(503, "the server is stopping")
+                away.headers["Retry-After"] = str(RETRY_AFTER_S)
+                await away(scope, receive, send)  # type: ignore[arg-type]  # starlette's types
+            else:
+                self.drop()
+                await asyncio.sleep(0)  # until uvicorn knows that nobody waits for the rest
         finally:
             self.unread = 0
 

@@ -35,7 +35,7 @@ from unshard.errors import UsageError
 from unshard.evaluate.credentials import read_token
 from unshard.evaluate.server.http.sessions import shows_session
 
-__all__ = ["LOG_IN", "PAGE_HEADER", "Guard", "Rules", "rules_for"]
+__all__ = ["LOG_IN", "PAGE_HEADER", "Guard", "Rules", "refused", "rules_for"]
 
 Network = IPv4Network | IPv6Network
 
@@ -153,9 +153,9 @@ class Guard:
                 return _ask_for_token(scope, headers)
             name = (_split(f"//{host}").hostname or "").lower()
             if name not in self._rules.hosts and _address(name) is None:
-                return _refused(403, f"Host {host!r:.200} is not this server")
+                return refused(403, f"Host {host!r:.200} is not this server")
         if origin is not None and _split(origin).netloc.lower() != host.lower():
-            return _refused(403, f"Origin {origin!r:.200} is not this server")
+            return refused(403, f"Origin {origin!r:.200} is not this server")
         length = headers.get("content-length", "0")
         is_number = length.isascii() and length.isdecimal() and len(length) < 20
         if not is_number or int(length) > _DRAINED * self._rules.max_body:
@@ -163,7 +163,7 @@ class Guard:
         return None
 
     def _too_large(self) -> JSONResponse:
-        return _refused(413, f"the body is too large: at most {self._rules.max_body} bytes")
+        return refused(413, f"the body is too large: at most {self._rules.max_body} bytes")
 
     def _shows_token(self, headers: Mapping[str, str]) -> bool:
         """Return whether the token is shown: as Bearer, as the password of Basic, by a cookie."""
@@ -212,7 +212,7 @@ def _ask_for_token(scope: Scope, headers: Mapping[str, str]) -> Response:
         place = quote(f"{scope['path']}?{query}" if query else scope["path"], safe="")
         return RedirectResponse(f"{LOG_IN}?next={place}", 303, {"Cache-Control": "no-store"})
     why = "this token is not the server's" if "authorization" in headers else "none came"
-    response = _refused(401, f"a token is needed, and {why}: Authorization: Bearer TOKEN")
+    response = refused(401, f"a token is needed, and {why}: Authorization: Bearer TOKEN")
     if not is_script:
         response.headers["WWW-Authenticate"] = 'Basic realm="unshard", charset="UTF-8"'
     return response
@@ -223,10 +223,11 @@ def _not_json(body: bytes, headers: Mapping[str, str]) -> JSONResponse | None:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if not body or kind == "application/json":
         return None
-    return _refused(415, "Content-Type must be application/json")
+    return refused(415, "Content-Type must be application/json")
 
 
-def _refused(status: int, message: str) -> JSONResponse:
+def refused(status: int, message: str) -> JSONResponse:
+    """Return an error that both protocols understand, for what no endpoint has answered."""
     stated = {"expected": "", "found": "", "hint": ""}
     error = {"type": "Refused", "code": status, "message": message, **stated}
     return JSONResponse({"detail": message, "error": error}, status)
