@@ -17,8 +17,9 @@ from unshard.errors import how_to_install
 ROOT = Path(__file__).parent.parent
 COMMANDS = (
     *("merge", "inspect", "verify", "average", "reshard", "push", "vllm", "sglang", "env"),
-    *("eval", "eval serve", "eval submit"),
+    *("eval", "eval serve", "eval doctor", "eval drain", "eval submit"),
     *("eval status", "eval cancel", "eval logs", "eval results", "eval watch", "eval export"),
+    "eval compare",
 )
 
 

@@ -13,7 +13,7 @@ from unshard.cli.environment import env
 from unshard.cli.evaluate.commands import app as evaluate
 from unshard.cli.evaluate.compare import compare
 from unshard.cli.evaluate.runs import export, watch
-from unshard.cli.evaluate.serving import drain, serve
+from unshard.cli.evaluate.serving import doctor, drain, serve
 from unshard.cli.options import Grouped
 from unshard.cli.running import guarded
 
@@ -36,7 +36,7 @@ for _engine in (vllm, sglang):
         cls=Grouped, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
     )(guarded(_engine))
 app.command()(guarded(env))
-for _of_server in (serve, drain):
+for _of_server in (serve, drain, doctor):
     evaluate.command()(guarded(_of_server))
 evaluate.command()(guarded(watch))
 evaluate.command()(guarded(export))

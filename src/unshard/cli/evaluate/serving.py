@@ -1,71 +1,89 @@
 """`unshard eval serve` and `drain`: the life of the server."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from unshard.cli.evaluate.commands import URL, ServerUrl, TokenFile, check_installed, connect
+from unshard.cli.evaluate.commands import (
+    FAILED,
+    URL,
+    ServerUrl,
+    TokenFile,
+    check_installed,
+    connect,
+)
 from unshard.cli.options import Json
+from unshard.errors import UsageError
 
-__all__ = ["drain", "serve"]
+__all__ = ["doctor", "drain", "serve"]
+
+
+_Config = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A YAML file; every setting has a default.")
+]
+_Root = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="DIR",
+        help="A directory that may contain checkpoints, or s3://bucket/folder; may be "
+        "repeated.  "
+        "[default: the current directory]",
+    ),
+]
+_Gpus = Annotated[
+    str | None,
+    typer.Option(
+        metavar="0,1|N",
+        help="GPU numbers (0,1; 3, for GPU 3 alone), ids (GPU-..., MIG-...) or how many.  "
+        "[default: all]",
+    ),
+]
+_Host = Annotated[
+    str | None, typer.Option(metavar="HOST", help="Address to listen on.  [default: 127.0.0.1]")
+]
+_Port = Annotated[
+    int | None,
+    typer.Option(
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help="Port to listen on; 0 picks a free one.  [default: 8000]",
+    ),
+]
+_Networks = Annotated[
+    list[str] | None,
+    typer.Option(metavar="CIDR", help="A network whose clients need no token; may be repeated."),
+]
+_WorkDir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Directory for jobs, logs and results.  [default: unshard-eval]"
+    ),
+]
+_Executor = Annotated[
+    str | None,
+    typer.Option(
+        metavar="embedded|ray",
+        help="What runs the evaluators: this machine, or the nodes of a Ray cluster (extra "
+        "`ray`).  [default: embedded]",
+    ),
+]
 
 
 def serve(
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A YAML file; every setting has a default.")
-    ] = None,
-    root: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="DIR",
-            help="A directory that may contain checkpoints, or s3://bucket/folder; may be "
-            "repeated.  "
-            "[default: the current directory]",
-        ),
-    ] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            metavar="0,1|N",
-            help="GPU numbers (0,1; 3, for GPU 3 alone), ids (GPU-..., MIG-...) or how many.  "
-            "[default: all]",
-        ),
-    ] = None,
-    host: Annotated[
-        str | None, typer.Option(metavar="HOST", help="Address to listen on.  [default: 127.0.0.1]")
-    ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            metavar="PORT",
-            min=0,
-            max=65535,
-            help="Port to listen on; 0 picks a free one.  [default: 8000]",
-        ),
-    ] = None,
+    config: _Config = None,
+    root: _Root = None,
+    gpus: _Gpus = None,
+    host: _Host = None,
+    port: _Port = None,
     token_file: TokenFile = None,
-    allow_unauthenticated: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="CIDR", help="A network whose clients need no token; may be repeated."
-        ),
-    ] = None,
-    work_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory for jobs, logs and results.  [default: unshard-eval]"
-        ),
-    ] = None,
-    executor: Annotated[
-        str | None,
-        typer.Option(
-            metavar="embedded|ray",
-            help="What runs the evaluators: this machine, or the nodes of a Ray cluster (extra "
-            "`ray`).  [default: embedded]",
-        ),
-    ] = None,
+    allow_unauthenticated: _Networks = None,
+    work_dir: _WorkDir = None,
+    executor: _Executor = None,
     log_format: Annotated[
         str | None,
         typer.Option(
@@ -95,6 +113,70 @@ def serve(
     except KeyboardInterrupt as error:
         why = "Stopped. Running evaluations continue; the next server will pick them up."
         raise KeyboardInterrupt(why) from error
+
+
+def doctor(
+    config: _Config = None,
+    root: _Root = None,
+    gpus: _Gpus = None,
+    host: _Host = None,
+    port: _Port = None,
+    token_file: TokenFile = None,
+    allow_unauthenticated: _Networks = None,
+    work_dir: _WorkDir = None,
+    executor: _Executor = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A checkpoint to evaluate, for --try.")
+    ] = None,
+    trials: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--try",
+            metavar="PROFILE=TASK,...",
+            help="Evaluate the checkpoint with a profile, one document of each task; may be "
+            "repeated.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check what a server needs, before it is started; the exit code is 1 if something is wrong."""
+    check_installed("fastapi", "uvicorn", "httpx", "pydantic", "yaml")
+    from unshard.evaluate.server.doctor import Trial, examine
+    from unshard.evaluate.server.serve import Given
+
+    given = Given(
+        config,
+        tuple(root or ()),
+        gpus,
+        host,
+        port,
+        token_file,
+        tuple(allow_unauthenticated or ()),
+        work_dir,
+        executor,
+    )
+    if bool(trials) is not (checkpoint is not None):
+        raise UsageError("--try and --checkpoint are given together, or neither")
+    trial = Trial(checkpoint.absolute(), _tasks_of(trials)) if checkpoint and trials else None
+    is_fine = True
+    for one in examine(given, trial):
+        is_fine &= one.is_fine
+        if as_json:
+            print(json.dumps(asdict(one)), flush=True)
+        else:
+            print(f"{'ok' if one.is_fine else 'WRONG':<6}{one.subject}: {one.text}", flush=True)
+    if not is_fine:
+        raise typer.Exit(FAILED)
+
+
+def _tasks_of(trials: Sequence[str]) -> dict[str, list[str]]:
+    found = dict[str, list[str]]()
+    for one in trials:
+        name, _, tasks = one.partition("=")
+        if not name or not tasks:
+            raise UsageError(f"--try {one}: cannot be read", expected="PROFILE=TASK,TASK")
+        found.setdefault(name, []).extend(tasks.split(","))
+    return found
 
 
 def drain(server: ServerUrl = URL, token_file: TokenFile = None, as_json: Json = False) -> None:

@@ -62,6 +62,7 @@ __all__ = [
     "make_evaluator",
     "modules_of",
     "tell_missing",
+    "versions_of",
     "why_missing",
     "worker_command",
 ]
@@ -83,6 +84,7 @@ _WORKER = "unshard.evaluate.server.warm.worker"
 _CLIENT = "unshard.evaluate.server.warm.client"
 _MARGIN_S = 60.0  # in which the server ends it first, if there is one
 _TIMEOUT_S = 30.0
+_IMPORT_S = 300.0
 _MISSING = 3
 _CANNOT = "jobs cannot run"
 _FIND = f"""
@@ -92,6 +94,18 @@ for module in sys.argv[1:]:
     if not find_spec(module):
         print(module)
         sys.exit({_MISSING})
+"""
+_VERSIONS = """
+import platform, sys
+from importlib import import_module, metadata
+for module in sys.argv[1:]:
+    import_module(module)
+found = [f"Python {platform.python_version()}"]
+for module in dict.fromkeys([*sys.argv[1:], "torch", "transformers"]):
+    if module in sys.modules:
+        names = metadata.packages_distributions().get(module) or [module]
+        found.append(f"{module} {metadata.version(names[0])}")
+print(", ".join(found))
 """
 
 _log = logging.getLogger(__name__)
@@ -363,36 +377,74 @@ def modules_of(profile: HarnessProfile) -> tuple[str, ...]:
     return (MODULES[profile.kind], *of_shards, *of_engine)
 
 
+def versions_of(profile: Profile, directory: Path) -> str:
+    """Import a profile's evaluator as a job does; return its version, and those of what it imports.
+
+    Of a command, return where its program is.
+
+    Raises:
+        EvaluationError: jobs cannot run; it says why, and what to do.
+    """
+    if why := why_missing(profile, directory):
+        raise EvaluationError(why)
+    if isinstance(profile, CommandProfile):
+        path = profile.environment.get("PATH", os.environ.get("PATH", os.defpath))
+        return str(shutil.which(profile.command[0], path=path))
+    done = _ask(profile, directory, _VERSIONS, _IMPORT_S)
+    if isinstance(done, str):
+        raise EvaluationError(done)
+    if done.returncode:
+        raise EvaluationError(_why_ended(profile.interpreter, done))
+    return f"{profile.interpreter}: {_last_line(done.stdout)}"
+
+
 def _why_no_module(profile: HarnessProfile, directory: Path) -> str | None:
+    done = _ask(profile, directory, _FIND, _TIMEOUT_S)
+    if isinstance(done, str):
+        return done
+    python = profile.interpreter
+    if done.returncode == 0:
+        return None
+    if done.returncode != _MISSING:
+        return _why_ended(python, done)
+    module = _last_line(done.stdout)
+    return (
+        f"{_CANNOT}: {module} is not installed for {python}; install it ({python} -m pip install "
+        f'"{_PACKAGES.get(module, module)}"), or set `interpreter` to a Python that has it'
+    )
+
+
+def _ask(
+    profile: HarnessProfile, directory: Path, code: str, timeout_s: float
+) -> "subprocess.CompletedProcess[bytes] | str":
+    """Run code in a profile's interpreter, with its modules as arguments; or return why not."""
     python = profile.interpreter
     environment = evaluator_environment(
         profile.environment, program=python, gpus=(), directory=str(directory)
     )
     try:
-        done = subprocess.run(  # noqa: S603  (the server's configuration names the interpreter)
-            [python, "-c", _FIND, *modules_of(profile)],
+        return subprocess.run(  # noqa: S603  (the server's configuration names the interpreter)
+            [python, "-c", code, *modules_of(profile)],
             cwd=directory,
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
         return (
-            f"jobs may not run: {python} did not answer within {_TIMEOUT_S:g} s; if it is not "
+            f"jobs may not run: {python} did not answer within {timeout_s:g} s; if it is not "
             "merely slow, run it by hand to see why"
         )
     except OSError as error:
         return f"{_CANNOT}: {python} cannot be run: {error.strerror}; change `interpreter`"
-    if done.returncode == 0:
-        return None
-    if done.returncode != _MISSING:
-        last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        ended = f"{python} ended with code {done.returncode}"
-        return f"{_CANNOT}: {ended}: {last or 'it printed nothing'}"
-    module = done.stdout.decode("utf-8", "replace").strip().rpartition("\n")[2]
-    return (
-        f"{_CANNOT}: {module} is not installed for {python}; install it ({python} -m pip install "
-        f'"{_PACKAGES.get(module, module)}"), or set `interpreter` to a Python that has it'
-    )
+
+
+def _why_ended(python: str, done: "subprocess.CompletedProcess[bytes]") -> str:
+    ended = f"{python} ended with code {done.returncode}"
+    return f"{_CANNOT}: {ended}: {_last_line(done.stderr) or 'it printed nothing'}"
+
+
+def _last_line(printed: bytes) -> str:
+    return printed.decode("utf-8", "replace").strip().rpartition("\n")[2]

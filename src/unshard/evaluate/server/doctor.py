@@ -1,0 +1,179 @@
+"""What a server needs, looked at before it is started: `unshard eval doctor`.
+
+Nothing is written, but for a trial: it evaluates a checkpoint as a server would, in a directory of
+its own that is removed afterwards.
+"""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unshard.errors import UnshardError
+from unshard.evaluate.jobs import Arguments, Request, Status
+from unshard.evaluate.server.config.profiles import CommandProfile, Profile
+from unshard.evaluate.server.config.server_yaml import RAY, ServerConfig
+from unshard.evaluate.server.evaluators.programs import versions_of
+from unshard.evaluate.server.gpus import find_gpus
+from unshard.evaluate.server.http.security import rules_for
+from unshard.evaluate.server.processes.supervise import LOG_NAME
+from unshard.evaluate.server.serve import Given, configure, make_service
+from unshard.showing import counted
+from unshard.stores.remote_path import RemotePath
+
+__all__ = ["Finding", "Trial", "examine"]
+
+_LEAST_BYTES = 1 << 30
+_POLL_S = 0.1
+_SHOWN = 600  # characters of a log's end
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was looked at, and whether a server can work with it; `text` says why or what to do."""
+
+    subject: str
+    is_fine: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What the profiles are to evaluate.
+
+    Attributes:
+        checkpoint: under one of the server's roots.
+        tasks: by profile.
+    """
+
+    checkpoint: Path
+    tasks: Mapping[str, Sequence[str]]
+
+
+def examine(given: Given, trial: Trial | None = None) -> Iterator[Finding]:
+    """Yield what is found, one after the other; without a configuration, nothing else is looked at.
+
+    Args:
+        given: as for `serve`.
+        trial: what to evaluate with the profiles that it names.
+    """
+    subject = f"configuration {given.config or '(none: every setting has its default)'}"
+    try:
+        config = configure(given)
+    except UnshardError as error:
+        yield Finding(subject, is_fine=False, text=str(error))
+        return
+    profiles = config.profiles
+    yield Finding(subject, is_fine=True, text=f"profiles {', '.join(profiles)}")
+    yield _look_at_access(config, given)
+    yield _look_at_work_directory(config.work_directory or Path())
+    for root in config.roots:
+        yield _look_at_root(root)
+    yield _look_at_gpus(config)
+    with tempfile.TemporaryDirectory(prefix="unshard-doctor-") as directory:
+        for name, profile in profiles.items():
+            yield (found := _look_at_profile(name, profile, Path(directory)))
+            if found.is_fine and trial and name in trial.tasks:
+                yield _try_out(config, name, trial, Path(directory, name))
+    for name in sorted(trial.tasks.keys() - profiles.keys()) if trial else ():
+        text = f"there is no such profile; there are: {', '.join(profiles)}"
+        yield Finding(f"trial of {name}", is_fine=False, text=text)
+
+
+def _look_at_access(config: ServerConfig, given: Given) -> Finding:
+    subject = f"access {config.host}:{config.port}"
+    try:
+        rules = rules_for(config.host, config.token_file, given.allow_unauthenticated)
+    except UnshardError as error:
+        return Finding(subject, is_fine=False, text=str(error))
+    who = "no token: everybody on this machine" if rules.token is None else "with a token"
+    return Finding(subject, is_fine=True, text=who)
+
+
+def _look_at_work_directory(work: Path) -> Finding:
+    subject = f"work directory {work}"
+    there = next(place for place in (work, *work.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        text = f"{there} cannot be written; choose another by --work-dir or `work_directory`"
+        return Finding(subject, is_fine=False, text=text)
+    if there == work and work.stat().st_uid != os.geteuid():
+        text = "belongs to another user; choose another by --work-dir or `work_directory`"
+        return Finding(subject, is_fine=False, text=text)
+    free = shutil.disk_usage(there).free
+    text = f"{free / 1e9:.1f} GB free"
+    if free < _LEAST_BYTES:
+        return Finding(subject, is_fine=False, text=f"{text}; merged models go there: make room")
+    return Finding(subject, is_fine=True, text=text)
+
+
+def _look_at_root(root: Path) -> Finding:
+    subject = f"root {root}"
+    try:
+        count = sum(1 for _ in root.iterdir())
+    except (OSError, UnshardError) as error:
+        hint = "correct `roots` or --root" if isinstance(error, FileNotFoundError) else ""
+        why = "no such directory" if isinstance(error, FileNotFoundError) else str(error)
+        return Finding(subject, is_fine=False, text=f"{why}; {hint}" if hint else why)
+    text = counted(count, "name")
+    if not isinstance(root, RemotePath) and not os.access(root, os.W_OK):
+        text += "; it cannot be written: checkpoints that clients do not pin are not kept from "
+        text += "rotation"
+    return Finding(subject, is_fine=True, text=text)
+
+
+def _look_at_gpus(config: ServerConfig) -> Finding:
+    if config.executor == RAY:
+        text = f"{len(config.gpus)} of the Ray cluster {config.ray_address}, which was not asked"
+        return Finding("GPUs", is_fine=True, text=text)
+    numbers = {name for name in config.gpus if name.isdecimal()}
+    there = set(find_gpus())
+    names = ", ".join(config.gpus) or "none"
+    if absent := sorted(numbers - there, key=int):
+        text = f"this machine has no GPU {', '.join(absent)}; correct `gpus` or --gpus"
+        return Finding(f"GPUs {names}", is_fine=False, text=text)
+    return Finding(f"GPUs {names}", is_fine=True, text=f"{len(there)} on this machine")
+
+
+def _look_at_profile(name: str, profile: Profile, directory: Path) -> Finding:
+    subject = f"profile {name} ({profile.kind})"
+    try:
+        return Finding(subject, is_fine=True, text=versions_of(profile, directory))
+    except UnshardError as error:
+        return Finding(subject, is_fine=False, text=str(error))
+
+
+def _try_out(config: ServerConfig, name: str, trial: Trial, work: Path) -> Finding:
+    """Evaluate the checkpoint as a server does, with one document of each task of a harness."""
+    subject = f"trial of {name}"
+    is_command = isinstance(config.profiles[name], CommandProfile)
+    arguments = Arguments() if is_command else Arguments(limit=1)
+    tasks = tuple(trial.tasks[name])
+    try:
+        service = make_service(config.model_copy(update={"work_directory": work}))
+        try:
+            service.scheduler.start()
+            request = Request(str(trial.checkpoint), name, tasks, arguments=arguments)
+            job, _ = service.submit(request, None)
+            while not job.status.is_final:
+                time.sleep(_POLL_S)
+                job = service.store.get(job.id) or job
+        finally:
+            service.scheduler.stop(end=True)
+            service.pins.remove_unneeded()
+            service.store.close()
+    except UnshardError as error:
+        return Finding(subject, is_fine=False, text=str(error))
+    if job.status is not Status.COMPLETED:
+        return Finding(subject, is_fine=False, text=f"{job.error or job.status}{_end_of_log(work)}")
+    numbers = ", ".join(f"{metric} = {value:g}" for metric, value in job.metrics.items())
+    return Finding(subject, is_fine=True, text=numbers)
+
+
+def _end_of_log(work: Path) -> str:
+    """Return the end of the last log of an evaluator, which says more than its exit code."""
+    logs = sorted(work.glob(f"jobs/*/*/{LOG_NAME}"), key=lambda path: path.stat().st_mtime)
+    text = logs[-1].read_text(errors="replace").strip()[-_SHOWN:] if logs else ""
+    return f"; its log ends:\n{text}" if text else ""
