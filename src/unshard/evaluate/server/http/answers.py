@@ -69,20 +69,20 @@ def answer(view: BaseModel) -> Response:
     return Response(view.model_dump_json(), media_type=_JSON)
 
 
-def answer_page(name: str, entries: Iterator[tuple[str | int, BaseModel]], limit: int) -> Response:
+def answer_page(name: str, entries: Iterator[tuple[str | int, str]], limit: int) -> Response:
     """Return the first page of a list: `{name: [...], "next": PLACE or null}`.
 
     Args:
         name: the name of the list.
-        entries: the place of each entry, from which a client can continue, and its view.
+        entries: the place of each entry, from which a client can continue, and its JSON.
         limit: the most entries. A page also ends after 1 MiB.
     """
     written, size, last, after = list[str](), 0, None, None
-    for place, view in entries:
+    for place, entry in entries:
         if len(written) == limit or size > _PAGE_BYTES:
             after = last
             break
-        written.append(view.model_dump_json())
-        size, last = size + len(written[-1]), place
+        written.append(entry)
+        size, last = size + len(entry), place
     listed = ",".join(written)
     return Response(f'{{"{name}":[{listed}],"next":{json.dumps(after)}}}', media_type=_JSON)

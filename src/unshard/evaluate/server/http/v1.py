@@ -6,15 +6,14 @@ Its OpenAPI description comes from the models of its requests and answers.
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 import fastapi
 from fastapi import APIRouter, Header, HTTPException, Query, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from unshard.evaluate.jobs import Arguments, Filters, Job, Request, Status
+from unshard.evaluate.jobs import Arguments, Filters, Job, Request, Result, Status
 from unshard.evaluate.server.http.answers import (
     BoundedText,
     ErrorBody,
@@ -168,6 +167,9 @@ class ResultView(BaseModel):
     higher_is_better: bool | None
 
 
+_RESULT = TypeAdapter(Result)  # it has the fields of a view, which need not be made for each
+
+
 class ResultList(BaseModel):
     """Results, by number; `next` is the `after` of the next page, if there is one."""
 
@@ -235,7 +237,8 @@ def jobs(service: Served, wanted: Annotated[JobPage, Query()]) -> Response:
         return JobView.of(job, places.get(job.id) if job.status is Status.QUEUED else None)
 
     found = service.store.newest(filters, before)
-    return answer_page("jobs", ((job.id, shown(job)) for job in found), wanted.limit)
+    written = ((job.id, shown(job).model_dump_json()) for job in found)
+    return answer_page("jobs", written, wanted.limit)
 
 
 @router.get("/jobs/{job_id}", response_model=JobView)
@@ -282,8 +285,8 @@ def results(service: Served, wanted: Annotated[ResultPage, Query()]) -> Response
     """List results in the order in which they arrived, page by page."""
     filters = Filters(**wanted.model_dump(exclude={"after", "limit"}))
     found = service.store.results(filters, wanted.after)
-    views = ((one.number, ResultView(**asdict(one))) for one in found)
-    return answer_page("results", views, wanted.limit)
+    written = ((one.number, _RESULT.dump_json(one).decode()) for one in found)
+    return answer_page("results", written, wanted.limit)
 
 
 @router.get("/runs")
