@@ -57,7 +57,8 @@ _MAKING = 3 * 1024 * 1024  # of it; the rest is for arithmetic
 _COPY_UNIT = 16 * 1024 * 1024
 _MAX_TILE = 4 * 1024 * 1024
 _FLOAT32 = 4
-_FUSE_ROWS, _FUSE_COLUMNS = BLOCK, 64 * BLOCK  # few ranges, as long ones as memory allows
+_FUSE_ROWS, _FUSE_COLUMNS = BLOCK, 4 * BLOCK  # of one product
+_MAX_FUSE = 16 * 1024 * 1024  # a bucket reads the rows of a tile whole, so wide tiles read less
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +93,8 @@ def units_by_file(
 
 def _tiles(operations: Iterable[Tiled], buffer_bytes: int) -> Iterator[Tile]:
     for operation in operations:
-        tile = tile_shape(operation, min(buffer_bytes, _MAX_TILE))
+        most = _MAX_FUSE if isinstance(operation, Fuse) else _MAX_TILE
+        tile = tile_shape(operation, min(buffer_bytes, most))
         yield from (Tile(operation, box) for box in tiles(operation.target.shape, tile))
 
 
@@ -117,7 +119,7 @@ def _split(copy: CopyRange) -> Iterator[CopyRange]:
 def tile_shape(operation: Tiled, budget: int) -> tuple[int, ...]:
     """Return how large tiles may be, so that one takes at most `budget` bytes while it is made.
 
-    The tiles of a LoRA fuse have a fixed size, and those of block FP8 have whole blocks.
+    The tiles of a LoRA fuse have whole products, and those of block FP8 have whole blocks.
     """
     per_element = operation.to.itemsize + max(
         source.dtype.itemsize * (SLACK if source.chunks.strides is not None else 1)
@@ -125,6 +127,8 @@ def tile_shape(operation: Tiled, budget: int) -> tuple[int, ...]:
     )
     if isinstance(operation, Reduce):
         per_element += 2 * _FLOAT32  # the sum and a term
+    elif isinstance(operation, Fuse):  # the sum, and the columns of `a`
+        per_element += _FLOAT32 + -(-2 * _FLOAT32 * operation.rank // _FUSE_ROWS)
     elif isinstance(operation, Cast) and operation.source.dtype.itemsize > _FLOAT32:
         per_element += _FLOAT32  # float64 becomes 16 bits by way of float32
     elif isinstance(operation, Quantize | FindScales | Dequantize):
@@ -142,9 +146,10 @@ def _tile_of_elements(operations: Sequence[Tiled], elements: int) -> tuple[int, 
             return -(-rows // BLOCK), -(-columns // BLOCK)
     shape = operations[0].target.shape
     if any(isinstance(operation, Fuse) for operation in operations):
-        # It depends on the shape only: sums must not depend on the resources.
+        # Whole products, which have one size: sums must not depend on the resources.
         rows, columns = shape[-2:]
-        return (*(1 for _ in shape[:-2]), min(rows, _FUSE_ROWS), min(columns, _FUSE_COLUMNS))
+        wide = max(1, elements // (_FUSE_ROWS * _FUSE_COLUMNS)) * _FUSE_COLUMNS
+        return (*(1 for _ in shape[:-2]), min(rows, _FUSE_ROWS), min(columns, wide))
     sources = chain.from_iterable(map(stored_tensors, operations))
     # Turned boxes are read well neither along rows nor along columns, but in squares.
     odd = any(source.chunks.strides is not None for source in sources)
