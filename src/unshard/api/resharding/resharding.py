@@ -12,8 +12,9 @@ from unshard.api.resharding.checking import check_output
 from unshard.api.resharding.ranks import add_files, files_of_ranks
 from unshard.api.resharding.source import SourceFiles, read_source
 from unshard.api.resharding.target import Target
-from unshard.engines.threads import run_plan
+from unshard.engines.threads import Overflows, run_plan
 from unshard.keywords import ReshardKeywords
+from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.plan.resharding import Resharded, lay_out_ranks
 from unshard.progress import Listener, Stage
@@ -129,16 +130,28 @@ def _write(
         for file in made.layout.files:
             (stage.directory / file.filename).parent.mkdir(parents=True, exist_ok=True)
         listener(Stage("writing", sum(one.data_bytes for one in made.layout.files)))
-        run_plan(plan, stage.directory, options.resources, listener)
-        listener(Stage("sealing"))
-        share = options.resources
-        seal(made, stage.directory, workers=share.workers, buffer_bytes=share.memory_bytes)
+        _make_files(plan, made, stage.directory, options, listener)
         notes, others = add_files(source, target, files, stage.directory)
         if options.verify != "off":
             check_output(source, made, stage.directory, options, listener)
         listener(Stage("committing"))
         notes += stage.commit()
     return _report(source, target, output, made, others, warn(listener, notes))
+
+
+def _make_files(
+    plan: Plan, made: Resharded, directory: Path, options: MergeOptions, listener: Listener
+) -> None:
+    """Make the files; the worker that has finished one gives it its checksums."""
+    files = made.layout.files
+
+    def finished(number: int, _overflows: Overflows) -> None:
+        seal(directory / files[number].filename, made.zips[number])
+
+    run_plan(plan, directory, options.resources, listener, finished)
+    for file, zipped in zip(files, made.zips, strict=True):
+        if not file.data_bytes:  # a rank without a part of any tensor
+            seal(directory / file.filename, zipped)
 
 
 def _report(  # noqa: PLR0917 (all that was made)
