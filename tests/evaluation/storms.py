@@ -81,6 +81,7 @@ class Sea:
     watch: Watch = field(init=False)
     refused: Counter[str] = field(default_factory=Counter)
     done: threading.Event = field(default_factory=threading.Event)
+    troubles: list[BaseException] = field(default_factory=list)  # of the thread that kills it
 
     def __post_init__(self) -> None:
         self.server = Live(self.directory)
@@ -115,6 +116,8 @@ async def ask(
         try:
             answer = await client.request(method, f"/api/v1{path}", **more)  # type: ignore[arg-type]
         except httpx.TransportError as error:
+            if sea.troubles:  # nobody starts it again
+                raise sea.troubles[0] from error
             sea.refused[type(error).__name__] += 1
             await asyncio.sleep(random.uniform(0.05, 0.5))
             continue
@@ -338,13 +341,13 @@ def left(sea: Sea) -> list[str]:
 def rage(directory: Path, storm: Storm) -> str:
     """Let a storm rage; return what happened, in one line."""
     sea = Sea(directory, storm)
-    happened, troubles = Counter[str](), list[BaseException]()
+    happened = Counter[str]()
 
     def disturbing() -> None:
         try:
             happened.update(disturb(sea))
         except BaseException as error:  # noqa: BLE001  (told by the main thread)
-            troubles.append(error)
+            sea.troubles.append(error)
 
     sea.server.start()
     thread = threading.Thread(target=disturbing)
@@ -353,8 +356,8 @@ def rage(directory: Path, storm: Storm) -> str:
         with silent(sea):
             seen = asyncio.run(clients(sea))
             thread.join()
-        if troubles:
-            raise troubles[0]
+        if sea.troubles:
+            raise sea.troubles[0]
         judge(sea, seen)
     finally:
         thread.join()

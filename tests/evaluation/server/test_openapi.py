@@ -10,6 +10,7 @@ from schemathesis.config import SchemathesisConfig
 
 from evaluation.runs import checkpoint
 from evaluation.servers import live
+from waiting import LIMIT_S
 
 # The stream of events does not end, and a drain ends the server.
 APART = ["/api/v1/events", "/api/v1/drain"]
@@ -25,7 +26,7 @@ CHECKS = {
 def description(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     with live(tmp_path_factory.mktemp("server")) as server:
         server.ended(server.submit(checkpoint(server.root / "run", 5), step=5))
-        config = SchemathesisConfig.from_dict({"checks": CHECKS})
+        config = SchemathesisConfig.from_dict({"checks": CHECKS, "request-timeout": LIMIT_S})
         yield schemathesis.openapi.from_url(f"{server.url}/openapi.json", config=config)
         assert "Traceback" not in server.told()
 
