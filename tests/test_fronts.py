@@ -175,7 +175,7 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
             options_of("eval", name)
             for name in ("serve", "submit", "status", "cancel", "logs", "results", "watch")
         ),
-        options_of("eval", "export"),
+        *(options_of("eval", name) for name in ("export", "doctor")),
     )
     own = {
         "__init__": {"--python"},  # of uv

@@ -19,7 +19,8 @@ from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile, Weig
 from unshard.evaluate.server.config.server_yaml import ServerConfig, read_server_yaml
 from unshard.evaluate.server.evaluators import programs
 from unshard.evaluate.server.evaluators.direct import MODEL_TYPE, PLACE_NAME
-from unshard.evaluate.server.evaluators.programs import make_evaluator, why_missing, worker_command
+from unshard.evaluate.server.evaluators.installed import why_missing
+from unshard.evaluate.server.evaluators.programs import make_evaluator, worker_command
 from unshard.evaluate.server.evaluators.work import Work
 
 TASK = "colours_surprise"

@@ -17,8 +17,8 @@ from unshard.evaluate.server.config.profiles import (
     Profile,
 )
 from unshard.evaluate.server.config.server_yaml import ServerConfig
-from unshard.evaluate.server.evaluators import programs, work
-from unshard.evaluate.server.evaluators.programs import tell_missing, why_missing
+from unshard.evaluate.server.evaluators import installed, work
+from unshard.evaluate.server.evaluators.installed import tell_missing, why_missing
 from unshard.evaluate.server.evaluators.work import UnknownTasks, UnknownTasksError
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.service import Service
@@ -48,7 +48,7 @@ def test_a_module_is_looked_for_and_not_imported(tmp_path: Path) -> None:
 def test_what_cannot_be_run_is_reported_with_what_to_do(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(programs, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(installed, "_TIMEOUT_S", 0.2)
     broken = script(tmp_path / "broken", "echo first >&2", "echo no libpython >&2", "exit 127")
     slow = script(tmp_path / "slow", "exec sleep 600")
     profiles: dict[str, Profile] = {

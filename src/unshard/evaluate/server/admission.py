@@ -22,7 +22,7 @@ from unshard.evaluate.server.config.arguments import has_separator, parse_argume
 from unshard.evaluate.server.config.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
 from unshard.evaluate.server.config.profiles import CommandProfile, Profile, Weights, base_of
 from unshard.evaluate.server.config.server_yaml import ServerConfig
-from unshard.evaluate.server.evaluators.programs import modules_of
+from unshard.evaluate.server.evaluators.installed import modules_of
 from unshard.evaluate.server.gpus import gpus_expected
 from unshard.evaluate.values import LARGEST, Scalar
 from unshard.read.beside.companions import companions_in

@@ -16,7 +16,7 @@ from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Arguments, Request, Status
 from unshard.evaluate.server.config.profiles import CommandProfile, Profile
 from unshard.evaluate.server.config.server_yaml import RAY, ServerConfig
-from unshard.evaluate.server.evaluators.programs import versions_of
+from unshard.evaluate.server.evaluators.installed import versions_of
 from unshard.evaluate.server.gpus import find_gpus
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.processes.supervise import LOG_NAME

@@ -25,7 +25,8 @@ from unshard.evaluate.server.config.server_yaml import (
     ServerConfig,
     read_server_yaml,
 )
-from unshard.evaluate.server.evaluators.programs import Profiles, tell_missing
+from unshard.evaluate.server.evaluators.installed import tell_missing
+from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, parse_gpus
 from unshard.evaluate.server.health import HealthCheck

@@ -1,0 +1,165 @@
+"""Whether the evaluators of profiles are installed: looked for, or imported, as a job does."""
+
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from unshard.evaluate.jobs import EvaluationError
+from unshard.evaluate.server.config.profiles import (
+    CommandProfile,
+    HarnessProfile,
+    Profile,
+    Weights,
+    keeps_engine,
+)
+from unshard.evaluate.server.processes.launching import evaluator_environment
+from unshard.evaluate.server.telling import one_line
+
+__all__ = ["MODULES", "is_direct", "modules_of", "tell_missing", "versions_of", "why_missing"]
+
+MODULES = {"lm-eval": "lm_eval", "lmms-eval": "lmms_eval"}
+"""What an evaluator is imported as."""
+
+_PACKAGES = {
+    "lm_eval": "lm_eval[hf]",
+    "lmms_eval": "lmms_eval",
+    "torch": "unshard[torch]",
+    "unshard": "unshard[torch]",
+    "vllm": "unshard[vllm]",
+}
+_TIMEOUT_S = 30.0
+_IMPORT_S = 300.0
+_MISSING = 3
+_CANNOT = "jobs cannot run"
+_FIND = f"""
+import sys
+from importlib.util import find_spec
+for module in sys.argv[1:]:
+    if not find_spec(module):
+        print(module)
+        sys.exit({_MISSING})
+"""
+_VERSIONS = """
+import platform, sys
+from importlib import import_module, metadata
+for module in sys.argv[1:]:
+    import_module(module)
+found = [f"Python {platform.python_version()}"]
+for module in dict.fromkeys([*sys.argv[1:], "torch", "transformers"]):
+    if module in sys.modules:
+        names = metadata.packages_distributions().get(module) or [module]
+        found.append(f"{module} {metadata.version(names[0])}")
+print(", ".join(found))
+"""
+
+_log = logging.getLogger(__name__)
+
+
+def is_direct(profile: Profile) -> bool:
+    """Return whether a profile's evaluator reads the shards, so that nothing is merged for it."""
+    return profile.weights is Weights.DIRECT
+
+
+def tell_missing(profiles: Mapping[str, Profile], directory: Path) -> None:
+    """Log a line for every profile whose evaluator cannot be started.
+
+    Nothing is imported: each interpreter looks for its evaluator's module in a process of its own,
+    which is started in `directory`, as jobs are, not where the server was started.
+    """
+    for name, profile in profiles.items():
+        if why := why_missing(profile, directory):
+            _log.warning("profile %s: %s", name, one_line(why))
+
+
+def why_missing(profile: Profile, directory: Path) -> str | None:
+    """Return that jobs cannot run, or may not, why, and what to do; None if nothing is wrong."""
+    if not isinstance(profile, CommandProfile):
+        return _why_no_module(profile, directory)
+    program = profile.command[0]
+    path = profile.environment.get("PATH", os.environ.get("PATH", os.defpath))
+    if shutil.which(program, path=path) is None:
+        return f"{_CANNOT}: the program {program} is not found; install it, or change `command`"
+    return None
+
+
+def modules_of(profile: HarnessProfile) -> tuple[str, ...]:
+    """Return the modules that a profile's interpreter must have."""
+    of_shards = ("unshard", "torch") if is_direct(profile) else ()
+    of_engine = ("vllm",) if keeps_engine(profile) else ()
+    return (MODULES[profile.kind], *of_shards, *of_engine)
+
+
+def versions_of(profile: Profile, directory: Path) -> str:
+    """Import a profile's evaluator as a job does; return its version, and those of what it imports.
+
+    Of a command, return where its program is.
+
+    Raises:
+        EvaluationError: jobs cannot run; it says why, and what to do.
+    """
+    if why := why_missing(profile, directory):
+        raise EvaluationError(why)
+    if isinstance(profile, CommandProfile):
+        path = profile.environment.get("PATH", os.environ.get("PATH", os.defpath))
+        return str(shutil.which(profile.command[0], path=path))
+    done = _ask(profile, directory, _VERSIONS, _IMPORT_S)
+    if isinstance(done, str):
+        raise EvaluationError(done)
+    if done.returncode:
+        raise EvaluationError(_why_ended(profile.interpreter, done))
+    return f"{profile.interpreter}: {_last_line(done.stdout)}"
+
+
+def _why_no_module(profile: HarnessProfile, directory: Path) -> str | None:
+    done = _ask(profile, directory, _FIND, _TIMEOUT_S)
+    if isinstance(done, str):
+        return done
+    python = profile.interpreter
+    if done.returncode == 0:
+        return None
+    if done.returncode != _MISSING:
+        return _why_ended(python, done)
+    module = _last_line(done.stdout)
+    return (
+        f"{_CANNOT}: {module} is not installed for {python}; install it ({python} -m pip install "
+        f'"{_PACKAGES.get(module, module)}"), or set `interpreter` to a Python that has it'
+    )
+
+
+def _ask(
+    profile: HarnessProfile, directory: Path, code: str, timeout_s: float
+) -> "subprocess.CompletedProcess[bytes] | str":
+    """Run code in a profile's interpreter, with its modules as arguments; or return why not."""
+    python = profile.interpreter
+    environment = evaluator_environment(
+        profile.environment, program=python, gpus=(), directory=str(directory)
+    )
+    try:
+        return subprocess.run(  # noqa: S603  (the server's configuration names the interpreter)
+            [python, "-c", code, *modules_of(profile)],
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return (
+            f"jobs may not run: {python} did not answer within {timeout_s:g} s; if it is not "
+            "merely slow, run it by hand to see why"
+        )
+    except OSError as error:
+        return f"{_CANNOT}: {python} cannot be run: {error.strerror}; change `interpreter`"
+
+
+def _why_ended(python: str, done: "subprocess.CompletedProcess[bytes]") -> str:
+    ended = f"{python} ended with code {done.returncode}"
+    return f"{_CANNOT}: {ended}: {_last_line(done.stderr) or 'it printed nothing'}"
+
+
+def _last_line(printed: bytes) -> str:
+    return printed.decode("utf-8", "replace").strip().rpartition("\n")[2]
