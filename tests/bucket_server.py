@@ -89,12 +89,16 @@ class Store:
             for key in keys
         }
 
+    def begun_uploads(self) -> list[dict[str, str]]:
+        """Return key and number of what was begun in parts and is not finished."""
+        begun = self.s3.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+        return [{"Key": one["Key"], "UploadId": one["UploadId"]} for one in begun]
+
     def abort_uploads(self) -> int:
         """Abort what was begun in parts and is not finished; return how many there were."""
-        begun = self.s3.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+        begun = self.begun_uploads()
         for one in begun:
-            upload = {"Key": one["Key"], "UploadId": one["UploadId"]}
-            self.s3.abort_multipart_upload(Bucket=BUCKET, **upload)
+            self.s3.abort_multipart_upload(Bucket=BUCKET, **one)
         return len(begun)
 
     def forget_requests(self) -> None:

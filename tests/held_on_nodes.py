@@ -11,7 +11,8 @@ from waiting import LIMIT_S, wait_until
 __all__ = ["begin", "begun", "ended", "ran", "wait_for_nodes"]
 
 # The command `unshard`. On a node each attempt at a file waits where HOLD says, until there is a
-# file "go": before it begins, or in the middle of its bytes. PATCH is Python.
+# file "go": before it begins, or in the middle of its bytes. Each process that verifies leaves a
+# note. PATCH is Python.
 HELD = """
 import os, time
 from pathlib import Path
@@ -20,11 +21,11 @@ from unshard.__main__ import main
 from unshard.engines.several import cluster, over_ray
 from unshard.progress import Advanced
 
-making = over_ray._Making
-
 class Held:
+    kind, events = over_ray._Making, 1
+
     def __init__(self, *given):
-        self.making, self.control = making(*given), Path(os.environ["CONTROL"])
+        self.task, self.control = self.kind(*given), Path(os.environ["CONTROL"])
         self.where = os.environ.get("HOLD", "")
 
     def wait(self, attempt, listener):
@@ -43,14 +44,24 @@ class Held:
         waited = []
 
         def told(event):
-            if self.where == "middle" and not waited:
-                waited.append(True)
+            waited.append(True)
+            if self.where == "middle" and len(waited) == self.events:
                 self.wait(attempt, listener)
             listener(event)
 
-        return self.making.do(number, attempt, told)
+        return self.task.do(number, attempt, told)
 
-over_ray._Making = Held
+class HeldUpload(Held):
+    kind, events = over_ray._Uploading, 2  # a part is on its way then
+
+class Noted(Held):
+    kind = over_ray._Verifying
+
+    def do(self, number, attempt, listener):
+        (self.control / f"verified-{os.getpid()}").touch()
+        return self.task.do(number, attempt, listener)
+
+over_ray._Making, over_ray._Uploading, over_ray._Verifying = Held, HeldUpload, Noted
 exec(os.environ.get("PATCH", ""))
 main()
 """

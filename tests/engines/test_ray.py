@@ -18,6 +18,8 @@ from evaluation.ray_nodes import PYTHON, Nodes, needs_ray, nodes
 from evaluation.running import all_gone, child_environment
 from held_on_nodes import begin, begun, ended, ran, wait_for_nodes
 from ranks import contents, rank_path, save_ranks, snapshot
+from unshard.write.bucket_ledger import FINISHED_NAME
+from unshard.write.bucket_stage import CLAIM_NAME
 from waiting import wait_until
 
 pytestmark = [
@@ -54,6 +56,17 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A checkpoint that becomes two files, each of which is uploaded in several parts."""
+    generator = torch.Generator().manual_seed(1)
+    weights = {f"l.{number}.w": torch.randn(1600, 2000, generator=generator) for number in range(2)}
+    return save_ranks(tmp_path / "large", weights, 2)
+
+
+UPLOADED = ("--engine", "ray", "--max-shard-size", "13MB", "--memory", "40MB", "--workers", "2")
+
+
+@pytest.fixture
 def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("control")
 
@@ -76,7 +89,50 @@ def test_the_nodes_make_the_same_files(
     assert contents(tmp_path / "out") == alone(checkpoint, tmp_path / "alone")
     assert "too large for float16" in said
     assert "Traceback" not in said
+    assert process.pid not in verified(control)
+    assert verified(control)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "ckpt", "out"]
+
+
+def verified(control: Path) -> set[int]:
+    """Return the processes that have read the output and its sources again."""
+    return {int(note.name.partition("-")[2]) for note in control.glob("verified-*")}
+
+
+DAMAGING = """
+verify = over_ray.OverRay.verify_full
+def damage(self, plan, catalogs, directory, *rest):
+    path = directory / plan.layout.files[3].filename
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    verify(self, plan, catalogs, directory, *rest)
+over_ray.OverRay.verify_full = damage
+"""
+
+
+@pytest.mark.parametrize("damaged", ["source", "output"])
+def test_the_nodes_find_what_is_damaged_and_nothing_is_left(
+    cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path, damaged: str
+) -> None:
+    rank = rank_path(checkpoint, 3, 1)
+    if damaged == "source":
+        data = bytearray(rank.read_bytes())
+        data[data.index(tensors()["l.5.w"].chunk(3)[1].numpy().tobytes())] ^= 1
+        rank.write_bytes(data)
+    command = ("merge", checkpoint, tmp_path / "out", *OPTIONS, "--verify", "full")
+    patch = DAMAGING if damaged == "output" else ""
+    code, said = ran(cluster, control, *command, PATCH=patch)
+    assert "Traceback" not in said
+    if damaged == "source":
+        assert code == 3, said
+        assert f"{rank}: storage " in said
+        assert "(tensor l.5.w of rank 1) does not match its checksum" in said
+    else:
+        assert code == 5, said
+        assert ": differs from its source" in said
+    assert verified(control)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
 
 
 def test_a_dcp_checkpoint_and_an_average_have_the_same_files(
@@ -166,7 +222,7 @@ def moved(*paths):
     (Path(os.environ["CONTROL"]) / "moved").touch()
 over_ray._move = moved
 going = Held.do
-Held.do = lambda self, number, *rest: making.do(self.making, number, *rest) if number == 0 else (
+Held.do = lambda self, number, *rest: self.task.do(number, *rest) if number == 0 else (
     going(self, number, *rest))
 """
     command = ("merge", checkpoint, tmp_path / "out", *OPTIONS, "--resume")
@@ -255,6 +311,59 @@ def test_the_nodes_read_from_a_store_and_upload_into_it(
     for name in expected.keys() - {"unshard.json"}:
         assert made[name] == expected[name]
     assert store.abort_uploads() == 0
+    assert verified(control)
+
+
+def test_what_a_lost_node_was_uploading_is_aborted_and_uploaded_by_another_one(
+    cluster: Nodes, control: Path, large: Path, tmp_path: Path, store: Store
+) -> None:
+    command = ("merge", large, f"s3://{BUCKET}/lost", *UPLOADED)
+    process = begin(cluster, control, *command, HOLD="middle")
+    wait_for_nodes(process, control, 2)
+    wait_until(lambda: len(store.begun_uploads()) == 2, "an upload by each node")
+    before = begun(control)
+    cluster.kill(0)
+    wait_until(lambda: any(map(all_gone, before.values())), "the end of what ran there")
+    assert store.files("lost").keys() == {CLAIM_NAME}
+    (control / "go").touch()
+    code, said = ended(process)
+    cluster.add(0)
+    assert code == 0, said
+    assert "of the work are done again" in said
+    assert "Traceback" not in said
+    assert store.begun_uploads() == []
+    unshard.merge(large, tmp_path / "alone", max_shard_size="13MB")
+    assert store.files("lost") == contents(tmp_path / "alone")
+
+
+def test_a_killed_merge_into_a_store_goes_on_with_what_is_finished(
+    cluster: Nodes, control: Path, large: Path, tmp_path: Path, store: Store
+) -> None:
+    """The driver is killed when one file is finished, and the other is in its middle."""
+    patch = """
+going = HeldUpload.do
+HeldUpload.do = lambda self, number, *rest: self.task.do(number, *rest) if number == 0 else (
+    going(self, number, *rest))
+"""
+    command = ("merge", large, f"s3://{BUCKET}/resumed", *UPLOADED, "--resume")
+    process = begin(cluster, control, *command, HOLD="middle", PATCH=patch)
+    wait_for_nodes(process, control, 1)
+    wait_until(lambda: FINISHED_NAME in store.files("resumed"), "a finished file")
+    process.kill()
+    ended(process)
+    wait_until(lambda: all(map(all_gone, begun(control).values())), "the end of the actors")
+    (finished,) = store.files("resumed").keys() - {CLAIM_NAME, FINISHED_NAME}
+    assert len(store.begun_uploads()) == 1
+    store.forget_requests()
+    (control / "go").touch()
+    code, said = ran(cluster, control, *command)
+    assert code == 0, said
+    assert "resuming: 1 of 2 files" in said
+    written = {one.key for one in store.requests if one.method in ("PUT", "POST")}
+    assert not {key for key in written if key.endswith(finished)}
+    assert store.begun_uploads() == []
+    unshard.merge(large, tmp_path / "alone", max_shard_size="13MB")
+    assert store.files("resumed") == contents(tmp_path / "alone")
 
 
 def test_a_failed_merge_into_a_store_leaves_nothing_there(

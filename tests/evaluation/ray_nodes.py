@@ -46,9 +46,10 @@ needs_ray = pytest.mark.skipif(
 
 @dataclass
 class Nodes:
-    """A cluster: its address, and the process that has it."""
+    """A cluster: the process that has it, the directory of its files, and its address."""
 
     process: "subprocess.Popen[str]"
+    directory: Path
     address: str = ""
 
     def ask(self, command: str) -> str:
@@ -107,7 +108,7 @@ def nodes(*gpus: int, disks: Sequence[Path] = (), place: Path | None = None) -> 
             text=True,
         )
         with process:
-            made = Nodes(process)
+            made = Nodes(process, Path(directory))
             made.address = made.answer()
             yield made
 

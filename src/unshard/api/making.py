@@ -15,7 +15,8 @@ from unshard.api.sources import Sources
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.outputs import Converted, main_dtype
 from unshard.convert.recipes import Quantized, shape_of, take
-from unshard.engines.threads import run_plan, verify_full
+from unshard.engines.crew import Crew
+from unshard.engines.threads import run_plan
 from unshard.keywords import SHARD_SIZE
 from unshard.plan.layout import OPTIMIZER_FILES, lay_out, size_in_bytes
 from unshard.plan.operations import Plan
@@ -188,8 +189,7 @@ def _log_plan(tensors: Sequence[Converted], plan: Plan) -> None:
 def stage_output(prepared: Prepared, target: Path, options: MergeOptions) -> Staging:
     """Return the stage on which the output is made apart, to take its place in one commit."""
     sources, adapter = prepared.sources, prepared.adapter
-    catalogs = (catalog for one in sources.checkpoints for catalog in one.catalogs)
-    entries = (entry for catalog in catalogs for entry in catalog.tensors.values())
+    entries = (entry for catalog in sources.catalogs for entry in catalog.tensors.values())
     files = {id(entry.chunks.paths): entry.chunks.paths for entry in entries}  # shared by tensors
     refuse_sources(target, {path for paths in files.values() for path in paths})
     needed = prepared.plan.bytes_written + sources.compressed_bytes + _COMPANION_ALLOWANCE
@@ -245,9 +245,9 @@ def make_record(prepared: Prepared, options: MergeOptions) -> bytes:
 
 
 def verify_output(
-    prepared: Prepared, directory: Path, options: MergeOptions, listener: Listener
+    prepared: Prepared, directory: Path, options: MergeOptions, listener: Listener, engine: Crew
 ) -> None:
-    """Read the output again from disk, as far as `--verify` says."""
+    """Read the output again, as far as `--verify` says."""
     if options.verify == "off":
         return
     full = options.verify == "full"
@@ -256,8 +256,8 @@ def verify_output(
     if prepared.adapter is not None:
         verify_light(directory / ADAPTER_FOLDER, prepared.adapter.plan.layout)
     if full:
-        catalogs = [catalog for one in prepared.sources.checkpoints for catalog in one.catalogs]
-        verify_full(prepared.plan, catalogs, directory, options.resources, listener)
+        given = (prepared.plan, prepared.sources.catalogs, directory, options.resources, listener)
+        engine.verify_full(*given)
 
 
 def compare_with_base(prepared: Prepared, listener: Listener) -> tuple[int, int] | None:

@@ -179,7 +179,7 @@ def merge_with(
         run = engine.run_plan
         overflows = write_weights(prepared, stage, options, listener, engine=run, sources=digest)
         add_files(prepared, stage.directory, options, listener)
-        verify_output(prepared, stage.directory, options, listener)
+        verify_output(prepared, stage.directory, options, listener, engine)
         changed = compare_with_base(prepared, listener)
         listener(Stage("committing"))
         committed = stage.commit(replaced=named_companions(prepared, options))

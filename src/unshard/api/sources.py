@@ -20,6 +20,7 @@ from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import read_optimizer, steps_of
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.stores.remote_path import path_of
+from unshard.tensors.catalog import Catalog
 from unshard.write.staging.targets import check_space
 
 __all__ = [
@@ -54,6 +55,11 @@ class Sources:
     def last(self) -> Checkpoint:
         """What is merged; of several, the last."""
         return self.checkpoints[-1]
+
+    @property
+    def catalogs(self) -> list[Catalog]:
+        """The tensors of all checkpoints, and those of their optimizers' states."""
+        return [catalog for one in self.checkpoints for catalog in one.catalogs]
 
     @property
     def compressed_bytes(self) -> int:

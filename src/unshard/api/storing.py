@@ -77,7 +77,7 @@ def store_output(
             if not is_last(name):
                 stage.create(name, data)
         look_again(target)
-        verify_output(prepared, target, options, listener)
+        verify_output(prepared, target, options, listener, engine)
         reader.check_sources()
         changed = compare_with_base(prepared, listener)
         listener(Stage("committing"))

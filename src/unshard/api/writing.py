@@ -22,7 +22,7 @@ __all__ = ["digest_of_sources", "earlier_overflows", "say_what_is_known", "write
 
 def digest_of_sources(sources: Sources) -> str:
     """Return what changes if a file with weights is replaced or written to, also of the base."""
-    tables = [catalog.tensors for one in sources.checkpoints for catalog in one.catalogs]
+    tables = [catalog.tensors for catalog in sources.catalogs]
     tables += [one.base.tensors for one in sources.checkpoints if one.base is not None]
     groups = [entry.chunks.paths for table in tables for entry in table.values()]
     shared = {id(paths): paths for paths in groups}  # by the tensors of a checkpoint

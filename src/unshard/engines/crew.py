@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from unshard.engines.several.nodes import Chief
     from unshard.engines.several.over_ray import Upload
     from unshard.engines.several.torchrun import Leader
-    from unshard.engines.threads import RunPlan
+    from unshard.engines.threads import RunPlan, VerifyFull
 
 __all__ = ["Crew", "as_one_of_torchrun", "crew", "is_launcher", "is_started_by_torchrun"]
 
@@ -40,11 +40,13 @@ class Crew:
     Attributes:
         run_plan: makes the files of a plan.
         measure: compares tensors.
+        verify_full: reads sources and output again.
         upload: uploads the files of a plan into a store; None: this process does.
     """
 
     run_plan: "RunPlan"
     measure: "Measure"
+    verify_full: "VerifyFull"
     upload: "Upload | None" = None
 
 
@@ -69,13 +71,13 @@ def crew(engine: str | None = None) -> Iterator[Crew]:
             what = "--engine ray: torchrun has started several processes for this command"
             raise UsageError(what, hint="start it without torchrun, or leave out --engine ray")
         with connected() as cluster:
-            over_ray = OverRay(cluster)
-            yield Crew(over_ray.run_plan, over_ray.measure, over_ray.upload)
+            ray = OverRay(cluster)
+            yield Crew(ray.run_plan, ray.measure, ray.verify_full, ray.upload)
         return
     from unshard.engines.compare import measure_pairs
-    from unshard.engines.threads import run_plan
+    from unshard.engines.threads import run_plan, verify_full
 
-    yield Crew(run_plan if leader is None else leader.run_plan, measure_pairs)
+    yield Crew(run_plan if leader is None else leader.run_plan, measure_pairs, verify_full)
 
 
 def _refuse_nodes() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -32,12 +32,15 @@ __all__ = [
     "Resources",
     "RunPlan",
     "Share",
+    "VerifyFull",
     "create_files",
     "default_workers",
     "divide",
+    "find_differences",
     "in_turn",
     "named_overflows",
     "one_by_one",
+    "raise_differences",
     "run_plan",
     "verify_full",
     "work_off",
@@ -188,6 +191,21 @@ class RunPlan(Protocol):
         """Make the output files."""
 
 
+class VerifyFull(Protocol):
+    """What does as `verify_full` does."""
+
+    def __call__(
+        self,
+        plan: Plan,
+        catalogs: Sequence[Catalog],
+        directory: Path,
+        resources: Resources,
+        listener: Listener,
+        /,
+    ) -> None:
+        """Check sources, replicas and output."""
+
+
 def run_plan(
     plan: Plan,
     directory: Path,
@@ -332,14 +350,46 @@ def verify_full(
         CorruptError: a source file is damaged, or replicas differ.
         OutputError: the output differs from its sources.
     """
+    raise_differences(find_differences(plan, catalogs, directory, resources, listener))
+
+
+def find_differences(  # noqa: PLR0913 (as `verify_full`, and what part of it)
+    plan: Plan,
+    catalogs: Sequence[Catalog],
+    directory: Path,
+    resources: Resources,
+    listener: Listener,
+    *,
+    part: tuple[int, int] = (0, 1),
+) -> list[UnshardError]:
+    """Return what `verify_full` raises, or what one of several parts of it finds.
+
+    `part` is its number, from 0 on, and how many there are. Each has some of the output files, and
+    some of what there is to check about the sources.
+    """
+    number, count = part
     share = divide(resources)
     block = share.buffer_bytes // 2
     problems: list[UnshardError] = []
-    jobs: Iterator[Check] = chain(source_jobs(catalogs), split_into_units(plan, buffer_bytes=block))
+    output = plan if count == 1 else plan.only(plan.numbers[number::count])
+    jobs: Iterator[Check] = chain(
+        islice(source_jobs(catalogs), number, None, count),
+        split_into_units(output, buffer_bytes=block),
+    )
 
     limits = {"open_files": share.open_files, "block_bytes": block // 2}
     checker = partial(Checker, catalogs, plan.layout, directory, problems, **limits)
     work_off(one_by_one(jobs), listener, share.workers, checker)
+    return problems
+
+
+def raise_differences(problems: Sequence[UnshardError]) -> None:
+    """Raise what was found: an error of the sources before one of the output.
+
+    Raises:
+        CorruptError: a source file is damaged, or replicas differ.
+        OutputError: the output differs from its sources.
+    """
     for kind in (CorruptError, OutputError):
         found = sorted((p for p in problems if isinstance(p, kind)), key=str)
         raise_all(kind, "verification found differences", found)

@@ -95,6 +95,12 @@ class Uploaded:
     copied: int = 0
     refused: StoreError | None = None
 
+    def add(self, other: "Uploaded") -> None:
+        """Add what became of other files."""
+        self.overflows.update(other.overflows)
+        self.copied += other.copied
+        self.refused = self.refused or other.refused
+
 
 def upload_files(  # noqa: PLR0913 (what is made, what takes it, and who is told)
     path: Path,

@@ -1,12 +1,13 @@
 """Objects of S3 that are made of ranges of others, which the store copies itself, by boto3.
 
-obstore has no such request. boto3 finds credentials as obstore does, in the environment or from the
-machine; where it finds others, the store refuses. No message contains what a store says.
+obstore has no such request, and none for uploads that another process has begun. boto3 finds
+credentials as obstore does, in the environment or from the machine; where it finds others, the
+store refuses. No message contains what a store says.
 """
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -145,6 +146,30 @@ class Copier:
             with suppress(Exception):  # what made it fail is raised
                 self._client.abort_multipart_upload(**names)
             raise
+
+    def abort_uploads(self, bucket: Bucket, folder: str, keys: Collection[str]) -> None:
+        """Abort the uploads of objects in a folder that any process has begun and not finished.
+
+        Raises:
+            StoreError: the store cannot be reached, or does not allow it.
+        """
+        name = _name_of(bucket)
+        list_begun = self._client.get_paginator("list_multipart_uploads").paginate
+        try:
+            pages = list_begun(Bucket=name, Prefix=folder)
+            begun = [one for page in pages for one in page.get("Uploads", ())]
+            for one in begun:
+                if one["Key"] in keys:
+                    self._abort({"Bucket": name, "Key": one["Key"], "UploadId": one["UploadId"]})
+        except Exception as error:  # noqa: BLE001 (botocore's errors have no common base)
+            raise _failure(f"{bucket.url}/{folder}", error) from None
+
+    def _abort(self, names: dict[str, str]) -> None:
+        try:
+            self._client.abort_multipart_upload(**names)
+        except Exception as error:
+            if _code(error) != "NoSuchUpload":  # it has ended in the meantime
+                raise
 
 
 def _is_in_s3(bucket: Bucket) -> bool:

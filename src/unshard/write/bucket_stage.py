@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from unshard._version import __version__
-from unshard.errors import CorruptError, OutputError, UnshardError
+from unshard.errors import CorruptError, OutputError, StoreError, UnshardError
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted
 from unshard.signals import uninterrupted
@@ -75,6 +75,7 @@ class BucketStage:
         self._claim = (json.dumps(claim) + "\n").encode()
         self._written: dict[str, Stored | None] = {}
         self._resume = resume
+        self._has_taken_over = False
         self._found: dict[str, Stored] = {}  # what an interrupted merge left
         self._ledger: BucketLedger | None = None
         self._is_complete = False
@@ -138,7 +139,7 @@ class BucketStage:
         if create(self._bucket, self._key(CLAIM_NAME), self._claim, instead_of=claim.etag) is None:
             raise self._claimed()
         self._written[CLAIM_NAME] = None
-        self._found = found
+        self._has_taken_over, self._found = True, found
         return True
 
     def open_ledger(self, work: Work, names: Collection[str]) -> BucketLedger:
@@ -165,6 +166,8 @@ class BucketStage:
         self._written |= dict.fromkeys(rest) | dict(ledger.files)
         if left := self._remove(rest):
             raise OutputError(f"{self._target}: cannot be removed: {', '.join(left)}")
+        if self._has_taken_over:
+            self.abort_uploads(names)
         self._ledger = ledger
         return ledger
 
@@ -228,6 +231,21 @@ class BucketStage:
             raise TypeError("the store cannot copy")
         self._written[name] = None  # whatever happens now, it may be there
         self._written[name] = self._copier.compose(self._bucket, self._key(name), size, send)
+
+    def abort_uploads(self, names: Collection[str]) -> bool:
+        """Abort what processes that are gone had begun to upload in parts; for any thread.
+
+        Return whether the store can do that: S3 can, if boto3 is installed and it is allowed.
+        """
+        if self._copier is None:
+            return False
+        try:
+            keys = {self._key(name) for name in names}
+            self._copier.abort_uploads(self._bucket, self._target.key, keys)
+        except StoreError as error:
+            _log.info("unfinished uploads are left: %s", error)
+            return False
+        return True
 
     def create(self, name: str, data: bytes) -> None:
         """Write a small file, whose name must not be taken.

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from bucket_server import ACCESS_KEY, BUCKET, SECRET_KEY, serving
 from evaluation.ray_nodes import PYTHON, Nodes, needs_ray, nodes
 from evaluation.running import all_gone, whole_model
+from evaluation.runs import checkpoint
 from evaluation.servers import Fields, Live, started
 from unshard.evaluate.server.store.store import Store
 from waiting import wait_until
@@ -121,6 +123,35 @@ def test_what_is_on_a_node_ends_with_the_process_that_placed_it(server: Live) ->
     wait_until(lambda: all_gone(pids), "the end of the processes on the node")
     wait_until(lambda: server.job(job)["status"] == "queued", "the next attempt")
     assert failures_of(server, job) == 0
+
+
+def test_a_checkpoint_in_a_store_is_merged_by_the_server_and_no_node_has_credentials(
+    cluster: Nodes, tmp_path: Path
+) -> None:
+    """The cluster was started before there was a store: only the server has address and keys."""
+    with serving() as store:
+        made = checkpoint(tmp_path / "run", 5)
+        address = store.upload(made, "runs/run/checkpoint-5")
+        server = Live(tmp_path / "server", interpreter=PYTHON)
+        executor = {"executor": "ray", "ray_address": cluster.address}
+        server.configure(**executor, gpus=2, roots=[f"s3://{BUCKET}/runs"])
+        with started(server):
+            body = {"checkpoint": address, "profile": "script", "tasks": ["waits"]}
+            job = server.v1("POST", "/jobs", json=body)
+            server.began(5)
+            asked = len(store.requests)
+            places = [place.parent for place in Path("/proc").glob("[0-9]*/environ")]
+            own = [found for place in places if str(job["id"]) in (found := environment_of(place))]
+            assert len(own) >= 4  # two supervisors, what placed the evaluator, and the evaluator
+            assert not [found for found in own if SECRET_KEY in found or ACCESS_KEY in found]
+            server.go()
+            done = server.ended(job)
+        assert (done["step"], done["attempts"], done["pinned"]) == (5, 1, False)
+        assert len(store.requests) == asked
+    for directory in (server.directory, cluster.directory):
+        kept = [read(path) for path in directory.rglob("*") if path.is_file()]
+        assert kept
+        assert not any(key.encode() in data for data in kept for key in (SECRET_KEY, ACCESS_KEY))
 
 
 def failures_of(server: Live, job: Fields) -> int:

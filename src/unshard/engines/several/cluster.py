@@ -59,7 +59,7 @@ class Work:
         slots: how many jobs a node does at a time.
         cpus: how many CPUs Ray reserves on a node, or all that it has.
         done: called with a job, an attempt and what the task returned, once for each job.
-        lost: called with an attempt that may have left something, and will not end.
+        lost: called with a job and an attempt that may have left something, and will not end.
         alone: the sources that only one node has, by Ray's id of the node.
     """
 
@@ -69,7 +69,7 @@ class Work:
     slots: int
     cpus: int
     done: Callable[[int, int, Any], None]
-    lost: Callable[[int], None] = lambda _attempt: None
+    lost: Callable[[int, int], None] = lambda _job, _attempt: None
     alone: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
@@ -284,7 +284,7 @@ class _Running:
             jobs = counted(len(place.running), "part")
             self._warn(f"node {place.host} {what}: {jobs} of the work are done again")
         for attempt, job in place.running.items():
-            self._work.lost(attempt)
+            self._work.lost(job, attempt)
             self._waiting.appendleft(job)
             self._count_death(job, place, error)
         place.running.clear()

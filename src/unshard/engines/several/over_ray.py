@@ -6,7 +6,8 @@ flushed it. So what a node writes that was taken for lost can never come between
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,17 +22,21 @@ from unshard.engines.threads import (
     Finished,
     Overflows,
     Resources,
+    find_differences,
     named_overflows,
+    raise_differences,
     run_plan,
 )
 from unshard.engines.uploads import Uploaded, upload_files
-from unshard.errors import OutputError
+from unshard.errors import OutputError, UnshardError
 from unshard.plan.operations import Plan, stored_tensors
 from unshard.plan.pieces import Contents, contents_of
-from unshard.progress import Listener
+from unshard.progress import Listener, Warned
+from unshard.signals import uninterrupted
 from unshard.stores.nodes.store import on_one_node
 from unshard.stores.objects import Stored
 from unshard.stores.remote_path import RemotePath
+from unshard.tensors.catalog import Catalog
 from unshard.write.bucket_stage import BucketStage
 from unshard.write.verification.comparison import Tolerances
 from unshard.write.verification.measure import Measures
@@ -95,7 +100,7 @@ class OverRay:
             slots=resources.workers // each.workers,
             cpus=resources.workers,
             done=done,
-            lost=lambda attempt: shutil.rmtree(_place_of(attempt, staging), ignore_errors=True),
+            lost=lambda _, attempt: shutil.rmtree(_place_of(attempt, staging), ignore_errors=True),
             alone=_on_one_node(sources),
         )
         self.cluster.run(work, listener)
@@ -124,21 +129,21 @@ class OverRay:
         def done(number: int, _attempt: int, answer: tuple[Stored, Uploaded]) -> None:
             stored, one = answer
             stage.wrote(names[number], stored)
-            uploaded.overflows.update(one.overflows)
-            uploaded.copied += one.copied
-            uploaded.refused = uploaded.refused or one.refused
+            uploaded.add(one)
             finished(names[number], uploaded.overflows)
 
-        work = Work(
-            _Uploading(plan, path, stage.target, resources),
-            sorted(names, key=lambda number: -plan.layout.files[number].size),
-            _by_directory(sources),
-            slots=1,
-            cpus=resources.workers,
-            done=done,
-            alone=_on_one_node(sources),
-        )
-        self.cluster.run(work, listener)
+        with _aborting(stage, listener) as abort:
+            work = Work(
+                _Uploading(plan, path, stage.target, resources),
+                sorted(names, key=lambda number: -plan.layout.files[number].size),
+                _by_directory(sources),
+                slots=1,
+                cpus=resources.workers,
+                done=done,
+                lost=lambda number, _: abort(names[number]),
+                alone=_on_one_node(sources),
+            )
+            self.cluster.run(work, listener)
         return uploaded
 
     def measure(
@@ -161,6 +166,31 @@ class OverRay:
         )
         self.cluster.run(work, listener)
         return measured
+
+    def verify_full(
+        self,
+        plan: Plan,
+        catalogs: Sequence[Catalog],
+        directory: Path,
+        resources: Resources,
+        listener: Listener,
+    ) -> None:
+        """Check as `threads.verify_full` does; a node takes some files and sources at a time."""
+        count = _PARTS * max(1, len(self.cluster.nodes()))
+        sources = _sources(plan).union(*map(_sources_of, catalogs))
+        output = {directory / file.filename for file in plan.layout.files}
+        problems: list[UnshardError] = []
+        work = Work(
+            _Verifying(plan, catalogs, directory, resources, count),
+            range(count),
+            _by_directory(sources | output),
+            slots=1,
+            cpus=resources.workers,
+            done=lambda _job, _attempt, found: problems.extend(found),
+            alone=_on_one_node(sources),
+        )
+        self.cluster.run(work, listener)
+        raise_differences(problems)
 
     def _share(self, resources: Resources, jobs: int) -> Resources:
         """Return the resources of one of the jobs that a node does at a time."""
@@ -205,6 +235,22 @@ class _Measuring:
 
 
 @dataclass(frozen=True, slots=True)
+class _Verifying:
+    """Reads some of the sources and of the output files again; runs on a node."""
+
+    plan: Plan
+    catalogs: Sequence[Catalog]
+    directory: Path
+    resources: Resources
+    count: int
+
+    def do(self, number: int, _attempt: int, listener: Listener) -> list[UnshardError]:
+        """Return what differs in a part."""
+        given = (self.plan, self.catalogs, self.directory, self.resources, listener)
+        return find_differences(*given, part=(number, self.count))
+
+
+@dataclass(frozen=True, slots=True)
 class _Uploading:
     """Uploads an output file; runs on a node."""
 
@@ -222,6 +268,29 @@ class _Uploading:
             self.path, {name: contents}, stage, self.resources, listener, finished=_forgotten
         )
         return stage.written[name], uploaded
+
+
+@contextmanager
+def _aborting(stage: BucketStage, listener: Listener) -> Iterator[Callable[[str], None]]:
+    """Yield what aborts the upload of a file by a lost node; at the end it is done once more.
+
+    A node that was only cut off from the cluster may have begun another upload.
+    """
+    names: set[str] = set()
+
+    def abort(name: str) -> None:
+        names.add(name)
+        stage.abort_uploads([name])
+
+    try:
+        yield abort
+    finally:
+        with uninterrupted():
+            are_gone = not names or stage.abort_uploads(names)
+        if not are_gone:
+            files = ", ".join(sorted(names))
+            left = f"{stage.target}: what a lost node was uploading of {files} may be left in parts"
+            listener(Warned(f"{left}, which are paid for; a rule of the bucket can remove them"))
 
 
 def _forgotten(_name: str, _overflows: Overflows) -> None:
@@ -270,6 +339,13 @@ def _sources(plan: Plan) -> set[Path]:
     tables = [source.chunks.paths for one in plan.tiled for source in stored_tensors(one)]
     shared = {id(paths): paths for paths in (plan.paths, *tables)}
     return {path for paths in shared.values() for path in paths}
+
+
+def _sources_of(catalog: Catalog) -> set[Path]:
+    """Return the files of a checkpoint in which there are weights."""
+    tables = {id(one.chunks.paths): one.chunks.paths for one in catalog.tensors.values()}
+    found = {path for paths in tables.values() for path in paths}
+    return found | {one.path for one in catalog.archives}
 
 
 def _by_directory(paths: Iterable[Path]) -> Mapping[str, Sequence[str]]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from unshard.evaluate.server.processes.launching import environment_of_module
+from unshard.evaluate.server.processes.launching import environment_of_module, scrub
 from unshard.evaluate.server.processes.supervise import Exit, Order, read_exit
 from unshard.write.staging.beneath import write_whole
 
@@ -99,9 +99,9 @@ def assign(order: Order, own: Mapping[str, str], *, address: str, gpus: int, mod
     )
     name = "/".join(directory.parts[-2:])  # the job's id, and the number of the attempt
     assignment = Assignment(address, name, gpus, str(model), there)
-    environment = environment_of_module(order.directory) | {
-        _VARIABLE: json.dumps(asdict(assignment))
-    }
+    found = environment_of_module(order.directory)
+    rays = {name: found[name] for name in found if name.startswith("RAY_")}  # its token, too
+    environment = scrub(found) | rays | {_VARIABLE: json.dumps(asdict(assignment))}
     return Order(
         [sys.executable, "-P", "-m", _PLACE],
         environment,
