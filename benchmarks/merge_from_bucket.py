@@ -4,7 +4,8 @@ obstore gets the rank files one after another, each by one request, and writes w
 both sides durable (`--way from`); or puts those files, in parts, as it does by default (`into`); or
 gets each and puts it under another name (`within`). Both sides are processes of their own. If the
 merge can have the store copy weights itself, it is made once more without. Every round runs all, in
-another order; the report has ratios of medians, and the most memory that a process had.
+another order; the report has medians of the rounds' ratios, and the most memory that a process had.
+All have their modules compiled, as installed packages do, whatever PYTHONDONTWRITEBYTECODE says.
 
     python benchmarks/merge_from_bucket.py --endpoint http://127.0.0.1:9000 --way within
 
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from statistics import median
 
@@ -139,8 +141,8 @@ def contenders(way: str, source: str, output: str) -> dict[str, Callable[[], int
 
 def measure(
     run: dict[str, Callable[[], int]], remove: Callable[[], None], rounds: int
-) -> dict[str, tuple[float, int]]:
-    """Return median seconds and most memory of each; the first round is not counted."""
+) -> dict[str, tuple[list[float], int]]:
+    """Return the seconds of each round and the most memory of each; the first does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in run}
     memory: dict[str, list[int]] = {name: [] for name in run}
     for number in range(rounds + 1):
@@ -151,7 +153,7 @@ def measure(
             if number:
                 seconds[name].append(time.perf_counter() - started)
             remove()
-    return {name: (median(found), max(memory[name])) for name, found in seconds.items()}
+    return {name: (found, max(memory[name])) for name, found in seconds.items()}
 
 
 def main() -> None:
@@ -166,6 +168,8 @@ def main() -> None:
     given = parser.parse_args()
     folder = tempfile.TemporaryDirectory(dir=given.directory)
     with folder as scratch, serving(given.endpoint) as address:
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = str(Path(scratch) / "compiled")
         place = Path(scratch) / "ckpt"
         place.mkdir()
         write_checkpoint(place, ranks=given.ranks, gigabytes=given.gigabytes, dim=0, run=0)
@@ -178,9 +182,10 @@ def main() -> None:
         found = measure(contenders(given.way, source, output), remove, given.rounds)
         clear("ckpt")
     for name, (seconds, memory) in found.items():
-        ratio = found["obstore"][0] / seconds
-        speed = f"{size / seconds / 1e6:6.0f} MB/s  {ratio:5.2f} x"
-        print(f"{name:14} {seconds:6.2f} s  {speed}  {memory / 1e6:5.0f} MB of memory")
+        typical = median(seconds)
+        ratio = median(map(truediv, found["obstore"][0], seconds))
+        speed = f"{size / typical / 1e6:6.0f} MB/s  {ratio:5.2f} x"
+        print(f"{name:14} {typical:6.2f} s  {speed}  {memory / 1e6:5.0f} MB of memory")
 
 
 if __name__ == "__main__":

@@ -143,7 +143,11 @@ def test_a_dcp_checkpoint_and_an_average_have_the_same_files(
         save(dict(tensors(1)), checkpoint_id=tmp_path / "dcp", no_dist=True)
     given = (checkpoint, tmp_path / "dcp")
     script = f"""
-unshard.merge({str(given[1])!r}, {str(tmp_path / "merged")!r}, engine="ray", max_shard_size="60KB")
+told = []
+options = dict(engine="ray", max_shard_size="60KB", listener=told.append)
+unshard.merge({str(given[1])!r}, {str(tmp_path / "merged")!r}, **options)
+(total,) = (one.total_bytes for one in told if getattr(one, "name", "") == "writing")
+assert sum(one.written_bytes for one in told if isinstance(one, Advanced)) == total > 0
 unshard.average({[*map(str, given)]!r}, {str(tmp_path / "mean")!r}, engine="ray", workers=1)
 raise SystemExit
 """
