@@ -51,6 +51,10 @@ LOG_FORMATS = ("text", "json")
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"
 _MOST_GPUS = 1024
+_NO_RESUME = (
+    "only lm-eval continues an interrupted evaluation: lmms-eval (0.7.3) caches no answer before "
+    "the model has answered all questions of one kind"
+)
 
 
 def _gpu_names(value: object, info: ValidationInfo[Path | None]) -> object:
@@ -253,10 +257,11 @@ def _problem(path: Path, problem: ErrorDetails) -> UsageError:
     match problem["type"]:
         case "extra_forbidden" | "unexpected_keyword_argument":
             close = get_close_matches(keys[-1], known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else ""
             return UsageError(
                 f"{where} has the unknown key {keys[-1]!r}",
                 expected=", ".join(sorted(known)),
-                hint=f"did you mean {close[0]!r}?" if close else "",
+                hint=_NO_RESUME if keys[-1] == "resume" else hint,
             )
         case "missing":
             needed = problem.get("ctx", {}).get("expected", COMMAND_EXPECTED)
