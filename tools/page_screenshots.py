@@ -30,6 +30,7 @@ for ease, task in enumerate(tasks.split(",")):
     learnt = 1 - math.exp(-int(step) / (700 if weights == "model" else 500))
     value = 0.25 + 0.1 * ease + 0.4 * learnt + random.uniform(-0.02, 0.02)
     numbers[task] = {"acc,none": value, "acc_stderr,none": 0.018}
+numbers["higher_is_better"] = {task: {"acc": True} for task in tasks.split(",")}
 (output / "results.json").write_text(json.dumps(numbers))
 """
 

@@ -11,7 +11,14 @@ from math import hypot
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Result
 
-__all__ = ["Comparison", "Difference", "as_results", "best_numbers", "compare_runs"]
+__all__ = [
+    "Comparison",
+    "Difference",
+    "as_results",
+    "best_numbers",
+    "best_of",
+    "compare_runs",
+]
 
 _BASE_STEP = 0
 _OPTIONAL = {"stderr": None, "higher_is_better": None}
@@ -212,6 +219,21 @@ def compare_runs(
     return found
 
 
+def best_of(results: Sequence[Result], *, higher_is_better: bool | None = None) -> Result | None:
+    """Return the best result, of equals the first; None if no direction is known to be better.
+
+    Args:
+        results: of a metric, one for each step, by rising step; at least one.
+        higher_is_better: which direction is better; None: what the evaluator says of the last one.
+    """
+    if higher_is_better is None:
+        higher_is_better = results[-1].higher_is_better
+    if higher_is_better is None:
+        return None
+    sign = 1 if higher_is_better else -1
+    return max(results, key=lambda one: sign * one.value)
+
+
 def _by_step(series: Iterable[Result]) -> dict[int, Result]:
     """Return the newest result of every step, by step."""
     newest = {one.step: one for one in sorted(series, key=lambda one: one.number)}
@@ -224,12 +246,8 @@ def _compare(
     *,
     higher_is_better: bool | None,
 ) -> Comparison:
-    last, best = steps[max(steps)], None
-    if higher_is_better is None:
-        higher_is_better = last.higher_is_better
-    if higher_is_better is not None:
-        sign = 1 if higher_is_better else -1
-        best = max(steps.values(), key=lambda one: sign * one.value)
+    last = steps[max(steps)]
+    best = best_of(list(steps.values()), higher_is_better=higher_is_better)
     since_best = None if best is None else Difference.of(last, best)
     alone = Comparison(last, best, steps.get(_BASE_STEP), since_best)
     shared = () if first is None else steps.keys() & first.keys()

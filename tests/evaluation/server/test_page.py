@@ -12,6 +12,7 @@ from urllib.parse import quote
 import pytest
 
 from evaluation.servers import Still, still
+from unshard.evaluate.comparing import as_results, compare_runs
 from unshard.evaluate.jobs import Request, Status
 from unshard.evaluate.server.config.profiles import CommandProfile
 from unshard.evaluate.server.http.page.plots import as_csv, make_plots
@@ -34,13 +35,14 @@ def complete(
     server: Still, run: str, step: int | None, metrics: dict[str, float], **more: object
 ) -> str:
     """Add a job that was completed; return its id."""
-    errors = more.pop("errors", {})
+    errors, directions = more.pop("errors", {}), more.pop("directions", {})
     assert isinstance(errors, dict)
+    assert isinstance(directions, dict)
     asked = Request(f"/runs/{run}/{step}", "script", ("task",), step=step, run=run)
     store = server.service.store
     job, _ = store.submit(replace(asked, **more), pin=None)  # type: ignore[arg-type]  # its fields
     store.claim(time.time(), job.id)
-    store.complete(job.id, metrics, None, errors)
+    store.complete(job.id, metrics, None, errors, directions)
     return job.id
 
 
@@ -110,6 +112,27 @@ def test_a_plot_has_a_line_for_each_run_and_its_weights_by_rising_step(served: S
     assert acc["series"][1]["errors"] == [0.01] * 3
     assert [one["base"] for one in acc["series"]] == [None, 0.0, None]
     assert f1["series"][0]["errors"] == [None]
+
+
+def test_the_best_step_of_a_line_is_the_one_that_compare_prints(served: Still) -> None:
+    directions = {"t/acc": True, "t/loss": False}
+    for step, value in ((0, 0.3), (10, 0.9), (20, 0.9), (30, 0.2)):
+        metrics = dict.fromkeys(["t/acc", "t/loss", "t/other"], value)
+        complete(served, "a", step, metrics, directions=directions)
+    plots = served.client.get("/view/plots.json?run=a").json()["plots"]
+    best = {one["name"]: one["series"][0]["best"] for one in plots}
+    assert best == {"t/acc": 10, "t/loss": 30, "t/other": None}
+    answers = served.client.get("/api/v1/results?run=a").json()["results"]
+    compared = compare_runs(["a"], as_results(answers), higher_is_better=None)
+    assert best == {
+        f"{one.last.task}/{one.last.metric}": one.best and one.best.step for one in compared
+    }
+
+
+def test_a_title_names_three_runs_at_most(served: Still) -> None:
+    address = "/view/runs?" + "&".join(f"run=r{number}" for number in range(5))
+    page = served.client.get(address, headers=HTML).text
+    assert "<h1><bdi>r0, r1, r2 and 2 more</bdi></h1>" in page
 
 
 def test_of_two_results_of_a_step_the_later_one_is_plotted(served: Still) -> None:

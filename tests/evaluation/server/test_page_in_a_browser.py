@@ -27,8 +27,16 @@ if "floods" in tasks:
         print("\\n".join(f"\\x1b[1mline {{n}}\\x1b[0m" for n in range(first, first + 1000)))
     print("<img src=x onerror='window.isHacked = 1'>\\x07 5%\\r60%\\rthe end", flush=True)
 if "waits" in tasks:"""
-PAGE_SCRIPT = SCRIPT.replace('"acc_stderr": 9', '"acc_stderr,none": 0.05').replace(
-    '\nif "waits" in tasks:', SPEAKS, 1
+DIRECTED = """
+document = {task: numbers for task in tasks.split(",")}
+document["higher_is_better"] = {task: {"acc": True} for task in tasks.split(",")}
+(output / "results.json").write_text(json.dumps(document))
+"""
+PAGE_SCRIPT = (
+    SCRIPT.replace('"acc_stderr": 9', '"acc_stderr,none": 0.05').replace(
+        '\nif "waits" in tasks:', SPEAKS, 1
+    )
+    + DIRECTED
 )
 HOSTILE = "<img src=x onerror='window.isHacked = 1'>\"]}\x1b[31m\u202e"
 IS_HACKED = "window.isHacked !== undefined || document.querySelector('main img') !== null"
@@ -122,6 +130,41 @@ def test_a_plot_has_the_points_at_their_steps_with_error_bars(view: View) -> Non
     label = view.page.locator("figure [role=img]").first.get_attribute("aria-label")
     assert label is not None
     assert "a · model: 0.2 at step 20" in label
+
+
+def has_star(view: View) -> bool:
+    """Return whether there is an arm of a star to the right of the last point of the first line."""
+    return bool(
+        view.page.evaluate(
+            """() => {
+                const { plot } = document.querySelector("figure");
+                const [steps, values] = plot.data;
+                const x = plot.valToPos(steps.at(-1), "x", true);
+                const y = plot.valToPos(values.at(-1), "y", true);
+                const { data } = plot.ctx.getImageData(Math.round(x) + 5, Math.round(y) - 2, 1, 2);
+                return data.some((red, at) => at % 4 === 0 && red < 90 && data[at + 3] > 200);
+            }"""
+        )
+    )
+
+
+def test_the_best_step_is_marked_in_plot_legend_and_table(view: View) -> None:
+    view.open("/view/runs?run=a&q=score/acc")
+    plotted(view)
+    assert has_star(view)
+    label = view.page.locator("figure [role=img]").first.get_attribute("aria-label")
+    assert label is not None
+    assert "a · model: 0.2 at step 20, best 0.2 at step 20" in label
+    figure = view.page.locator("figure").first
+    expect(figure.locator(".legend li").first).to_contain_text("★ best 0.2 at 20")
+    figure.get_by_text("Table").click()
+    marked = figure.locator("tbody tr").filter(has_text="★ best")
+    expect(marked).to_have_count(2)  # model and ema
+    expect(marked.first).to_contain_text("20a · model0.2 ★ best")
+    view.open("/view/runs?run=a&q=score/size")  # of which no direction is known
+    plotted(view)
+    assert not has_star(view)
+    expect(figure.locator(".legend")).not_to_contain_text("best")
 
 
 def test_a_result_appears_in_the_plot_without_a_reload(view: View) -> None:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 from pydantic import BaseModel
 
+from unshard.evaluate.comparing import best_of
 from unshard.evaluate.jobs import Result
 
 __all__ = ["Plot", "PlotList", "Series", "as_csv", "make_plots"]
@@ -24,6 +25,8 @@ class Series(BaseModel):
         steps, values: of the points.
         errors: the standard errors of the values; None where there is none.
         base: the value at step 0, which is the model that training began with.
+        best: the step with the best value, of equals the lowest; None if the evaluator does not say
+            which direction is better.
     """
 
     run: str
@@ -33,6 +36,7 @@ class Series(BaseModel):
     values: list[float]
     errors: list[float | None]
     base: float | None
+    best: int | None
 
 
 class Plot(BaseModel):
@@ -76,7 +80,7 @@ def _make_plot(name: str, lines: Sequence[dict[int, Result]]) -> Plot:
 
 def _make_series(points: dict[int, Result]) -> Series:
     ordered = [points[step] for step in sorted(points)]
-    first = ordered[0]
+    first, best = ordered[0], best_of(ordered)
     return Series(
         run=first.run,
         weights=first.weights,
@@ -85,6 +89,7 @@ def _make_series(points: dict[int, Result]) -> Series:
         values=[one.value for one in ordered],
         errors=[one.stderr for one in ordered],
         base=first.value if first.step == 0 else None,
+        best=None if best is None else best.step,
     )
 
 

@@ -37,6 +37,7 @@ router = APIRouter(include_in_schema=False)
 
 _RUNS, _JOBS, _PLOTS, _FEW = 25, 25, 12, 20
 _MOST_RUNS = 12  # overlaid
+_NAMED = 3  # runs in a title
 _TAIL_BYTES = 1 << 16
 _TEXT = "text/plain; charset=utf-8"
 
@@ -185,7 +186,7 @@ def runs(views: Views, wanted: Annotated[PlotsPage, Query()]) -> HTMLResponse:
     names = _plotted(service, wanted)
     return views.show(
         "runs.html",
-        ", ".join(wanted.run) or "Runs",
+        _title_of(wanted.run),
         wanted=wanted,
         names=names[:_PLOTS],
         has_more=len(names) > _PLOTS,
@@ -194,6 +195,11 @@ def runs(views: Views, wanted: Annotated[PlotsPage, Query()]) -> HTMLResponse:
             for run in wanted.run
         },
     )
+
+
+def _title_of(runs: Sequence[str]) -> str:
+    named, more = ", ".join(runs[:_NAMED]), len(runs) - _NAMED
+    return f"{named} and {more} more" if more > 0 else named or "Runs"
 
 
 def _plotted(service: Service, wanted: PlotsPage) -> list[str]:

@@ -1,5 +1,5 @@
 "use strict";
-/* The plots of a view: one figure per metric, with error bars, the base model and a table. */
+/* The plots of a view: one figure per metric, with error bars, stars, the base model and a table. */
 
 const COLOURS = 6;
 const plotsBox = document.getElementById("plots");
@@ -7,7 +7,9 @@ const figures = new Map();
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const make = (tag, text, fields = {}) => Object.assign(document.createElement(tag), text === null ? {} : { textContent: text }, fields);
-const short = (value) => Number(value.toPrecision(6)).toString();
+const short = (value, digits = 6) => Number(value.toPrecision(digits)).toString();
+/* Of runs with the same colour, the later ones have hollow points. */
+const isHollow = (one, runs) => runs.indexOf(one.run) % (2 * COLOURS) >= COLOURS;
 
 /* What distinguishes the lines of a plot is what their names have. */
 function nameLines(series) {
@@ -18,6 +20,8 @@ function nameLines(series) {
     return parts.join(" · ");
   });
 }
+
+const bestOf = (one) => one.values[one.steps.indexOf(one.best)];
 
 /* Steps of all lines together, and each line's values at them. */
 function align(plot) {
@@ -78,13 +82,39 @@ function drawBars(u, errors, strokes) {
   ctx.restore();
 }
 
+/* A star at the best point of each line; its edge sets it off from the line and from the bars. */
+function drawStars(u, plot, strokes) {
+  const { ctx } = u;
+  const radius = 9 * devicePixelRatio;
+  ctx.save();
+  ctx.lineWidth = 1.5 * devicePixelRatio;
+  ctx.setLineDash([]);
+  ctx.strokeStyle = colour("--back");
+  plot.series.forEach((one, line) => {
+    if (one.best === null) return;
+    const x = u.valToPos(one.best, "x", true);
+    const y = u.valToPos(bestOf(one), "y", true);
+    ctx.fillStyle = strokes[line];
+    ctx.beginPath();
+    for (let corner = 0; corner < 10; corner++) {
+      const angle = (corner * Math.PI) / 5;
+      const far = corner % 2 ? radius * 0.45 : radius;
+      ctx.lineTo(x + far * Math.sin(angle), y - far * Math.cos(angle));
+    }
+    ctx.closePath();
+    ctx.fill();
+    ctx.stroke();
+  });
+  ctx.restore();
+}
+
 function options(plot, runs, width, aligned) {
   const order = plot.series.map((one) => runs.indexOf(one.run) % COLOURS);
   const strokes = order.map((index) => colour(`--s${index}`));
   const names = nameLines(plot.series);
   const lines = plot.series.map((one, line) => ({
     label: names[line], stroke: strokes[line], width: 2, spanGaps: true,
-    dash: one.weights === "ema" ? [8, 5] : undefined, points: { show: true, size: 7, fill: strokes[line] },
+    dash: one.weights === "ema" ? [8, 5] : undefined, points: { show: true, size: 7, fill: isHollow(one, runs) ? colour("--back") : strokes[line] },
     value: (u, value) => (value === null ? "–" : short(value)),
   }));
   const bases = aligned.bases.map((one) => ({
@@ -94,9 +124,9 @@ function options(plot, runs, width, aligned) {
   const axis = { stroke: colour("--text"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
   return {
     width, height: 240, series: [{ label: "step" }, ...lines, ...bases], scales: { x: { time: false, range: stepRange }, y: { range: () => rangeOf(aligned.data, aligned.errors) } },
-    axes: [{ ...axis, incrs: [1, 2, 5, ...[10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((one) => [one, 2 * one, 5 * one])] }, { ...axis, size: 64, values: (u, ticks) => ticks.map(short) }],
+    axes: [{ ...axis, incrs: [1, 2, 5, ...[10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((one) => [one, 2 * one, 5 * one])] }, { ...axis, size: 64, values: (u, ticks) => ticks.map((one) => short(one)) }],
     legend: { show: false }, cursor: { drag: { x: false, y: false } },
-    hooks: { draw: [(u) => drawBars(u, aligned.errors, strokes)], setCursor: [(u) => showValues(u)] },
+    hooks: { draw: [(u) => drawBars(u, aligned.errors, strokes), (u) => drawStars(u, plot, strokes)], setCursor: [(u) => showValues(u)] },
   };
 }
 
@@ -111,7 +141,7 @@ function showValues(u) {
   const values = u.root.closest("figure").querySelectorAll(".value");
   values.forEach((one, line) => {
     const value = index === null || index === undefined ? null : u.data[line + 1]?.[index];
-    one.textContent = value === null || value === undefined ? "" : ` ${short(value)} at ${u.data[0][index]}`;
+    one.textContent = value === null || value === undefined ? "" : ` · ${short(value)} at ${u.data[0][index]}`;
   });
 }
 
@@ -125,9 +155,12 @@ function legendOf(plot, runs) {
     const stroke = document.createElementNS(svg.namespaceURI, "path");
     const dash = one.weights === "ema" ? "6 4" : "none";
     for (const [key, value] of Object.entries({ d: "M0 4h28", stroke: "currentColor", "stroke-width": 2, "stroke-dasharray": dash })) stroke.setAttribute(key, value);
-    svg.append(stroke);
+    const point = document.createElementNS(svg.namespaceURI, "circle");
+    for (const [key, value] of Object.entries({ cx: 14, cy: 4, r: 2.75, stroke: "currentColor", fill: isHollow(one, runs) ? colour("--back") : "currentColor" })) point.setAttribute(key, value);
+    svg.append(stroke, point);
     const label = make("span", null, { className: "label" });
-    label.append(make("bdi", ` ${name}`), make("span", "", { className: "value detail" }));
+    const best = one.best === null ? "" : ` ★ best ${short(bestOf(one), 4)} at ${one.best}`;
+    label.append(make("bdi", ` ${name}`), make("span", best, { className: "detail" }), make("span", "", { className: "value detail" }));
     item.append(svg, label);
     list.append(item);
   });
@@ -144,14 +177,19 @@ function tableOf(plot) {
   plot.series.forEach((one, line) => one.steps.forEach((step, index) => {
     const row = body.insertRow();
     const error = one.errors[index];
-    for (const text of [step, names[line], short(one.values[index]), error === null ? "–" : `± ${short(error)}`]) row.insertCell().textContent = text;
+    const value = short(one.values[index]) + (step === one.best ? " ★ best" : "");
+    for (const text of [step, names[line], value, error === null ? "–" : `± ${short(error)}`]) row.insertCell().textContent = text;
   }));
   return table;
 }
 
 function describe(plot) {
-  const last = plot.series.map((one, line) => `${nameLines(plot.series)[line]}: ${short(one.values.at(-1))} at step ${one.steps.at(-1)}`);
-  return `Plot of ${plot.name} against the training step. ${last.join("; ")}. The table below has all points.`;
+  const names = nameLines(plot.series);
+  const lines = plot.series.map((one, line) => {
+    const best = one.best === null ? "" : `, best ${short(bestOf(one))} at step ${one.best}`;
+    return `${names[line]}: ${short(one.values.at(-1))} at step ${one.steps.at(-1)}${best}`;
+  });
+  return `Plot of ${plot.name} against the training step. ${lines.join("; ")}. The table below has all points.`;
 }
 
 function addFigure(plot) {
