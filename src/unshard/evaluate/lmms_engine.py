@@ -11,10 +11,12 @@ or call in code, before the trainer is made:
 
 `install` replaces `EvalServerBackend` (lmms-engine 0.1.4), which loses the last result, drops a job
 after one failed poll, and whose every submission ends in a TypeError, by `UnshardEvalBackend`; and
-`EvalConfig` by `UnshardEvalConfig`. `install_client` keeps lmms-engine's backend and gives it a
-working client, under the name it imports: `lmms_eval.entrypoints.EvalClient`.
+`EvalConfig` by `UnshardEvalConfig`. Its trainer ends when `<run>/_unshard/STOP` is there; the run
+is known from the first save on. `install_client` keeps lmms-engine's backend and gives it a working
+client, under the name it imports: `lmms_eval.entrypoints.EvalClient`.
 """
 
+import functools
 import importlib
 import runpy
 import sys
@@ -26,13 +28,15 @@ from types import ModuleType
 from unshard.evaluate.client.lmms import AsyncEvalClient, LmmsClient
 from unshard.evaluate.sinks.base import PREFIX, PacedSink, ignoring_errors, open_wandb
 from unshard.evaluate.trainer.config import EvalConfig
-from unshard.evaluate.trainer.submitter import Submitter
+from unshard.evaluate.trainer.stopping import StopFile, count_ranks
+from unshard.evaluate.trainer.submitter import Submitter, is_first_rank
 
 __all__ = ["UnshardEvalBackend", "UnshardEvalConfig", "install", "install_client"]
 
 _BACKENDS = "lmms_engine.eval.backends"
 _CONFIG = "lmms_engine.eval.config"
-_USERS = ("lmms_engine.eval", "lmms_engine.train.fsdp2.fsdp2_trainer", "lmms_engine.launch.cli")
+_TRAINER = "lmms_engine.train.fsdp2.fsdp2_trainer"
+_USERS = ("lmms_engine.eval", _TRAINER, "lmms_engine.launch.cli")
 _DEFAULT_URL = "http://localhost:8000"
 _COMMAND = "lmms_engine.launch.cli"
 
@@ -66,6 +70,10 @@ class UnshardEvalBackend:
         self._undelivered: list[tuple[int, dict[str, float]]] = []
         self._waiting_since: float | None = None
         self._wandb: PacedSink | None = None
+        self._stop: StopFile | None = None
+        self._looks = 0
+        self.ends_training = False
+        _have_trainer_ask()
 
     def submit_eval(
         self,
@@ -82,7 +90,9 @@ class UnshardEvalBackend:
         """
         del eval_output_dir, output_path
         self._waiting_since = None
-        submitter = self._start(Path(checkpoint_dir).absolute().parent, checkpoint_type)
+        run = Path(checkpoint_dir).absolute().parent
+        self._stop = self._stop or StopFile(run, is_first=is_first_rank())
+        submitter = self._start(run, checkpoint_type)
         if submitter is None or not submitter.submit(checkpoint_dir, step):
             return None
         return f"step-{step}"
@@ -95,6 +105,9 @@ class UnshardEvalBackend:
         raises W&B's step, so the trainer's own rows would be dropped. Results are added to the
         trainer's rows instead.
         """
+        if self._stop is not None and self._waiting_since is None:  # on all ranks, after a batch
+            self._looks += 1
+            self.ends_training |= self._stop.ends_training(self._looks, count_ranks())
         if self._submitter is not None:
             self._submitter.tick()
             self._take(self._submitter)
@@ -145,6 +158,21 @@ class UnshardEvalBackend:
                 paced = [] if self._wandb is None else [self._wandb]
                 self._submitter = Submitter(config, run_dir, paced=paced)
         return self._submitter
+
+
+def _have_trainer_ask() -> None:
+    """Have lmms-engine's trainer, whose module made the backend, end when the backend says so."""
+    trainer = vars(sys.modules.get(_TRAINER, object)).get("FSDP2SFTTrainer")
+    if trainer is None or hasattr(trainer.should_stop, "__wrapped__"):
+        return
+    original = trainer.should_stop
+
+    @functools.wraps(original)
+    def should_stop(self: object) -> bool:
+        backend = getattr(self, "eval_backend", None)
+        return bool(original(self)) or getattr(backend, "ends_training", False)
+
+    trainer.should_stop = should_stop
 
 
 def _lmms_name(key: str) -> str:

@@ -36,6 +36,7 @@ __all__ = [
     "PINS",
     "SPOOL",
     "SPOOL_LOCK",
+    "STOP",
     "WATCHED",
     "WATCH_LOCK",
     "RunFolder",
@@ -56,6 +57,9 @@ SPOOL = "spool"
 
 SPOOL_LOCK = "spool.lock"
 """The file in `STATE_FOLDER` that the process locks which sends what is in the spool."""
+
+STOP = "STOP"
+"""The file in `STATE_FOLDER` whose presence ends the training: see `trainer.stopping`."""
 
 WATCH_LOCK = "watch.lock"
 """The file in `STATE_FOLDER` that the process locks which watches the run."""

@@ -1,25 +1,25 @@
 """`on_result`: a command or a URL is told about each job that has ended, at least once."""
 
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from evaluation.running import all_gone, request
-from evaluation.runs import checkpoint
-from evaluation.servers import Live
 from unshard.errors import UsageError
 from unshard.evaluate.server.config.on_result import OnResult
 from unshard.evaluate.server.config.server_yaml import read_server_yaml
-from unshard.evaluate.server.http.on_result import HEADER, telling_results
+from unshard.evaluate.server.http.on_result import HEADER, SECRET, SIGNATURE, telling_results
 from unshard.evaluate.server.store import deliveries as kept
 from unshard.evaluate.server.store.store import Store
-from waiting import wait_until
+from waiting import LIMIT_S, wait_until
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "stop_when_worse.py"
 
@@ -30,6 +30,8 @@ class Receiver:
     def __init__(self, *statuses: int) -> None:
         self.bodies: list[dict[str, object]] = []
         self.headers: list[str | None] = []
+        self.signatures: list[str | None] = []
+        self.raw: list[bytes] = []
         self.paths: list[str] = []
         waiting = list(statuses)
         receiver = self
@@ -37,7 +39,9 @@ class Receiver:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 length = int(self.headers["Content-Length"])
-                receiver.bodies.append(json.loads(self.rfile.read(length)))
+                receiver.raw.append(self.rfile.read(length))
+                receiver.signatures.append(self.headers[SIGNATURE])
+                receiver.bodies.append(json.loads(receiver.raw[-1]))
                 receiver.headers.append(self.headers[HEADER])
                 receiver.paths.append(self.path)
                 self.send_response(waiting.pop(0) if waiting else 200)
@@ -92,9 +96,26 @@ def test_a_url_is_told_again_until_it_takes_it_and_is_not_led_elsewhere(tmp_path
     assert again == [first, first]
     assert set(receiver.paths) == {"/hook"}  # a redirect is a failure, and is not followed
     assert receiver.headers == [body["delivery"] for body in receiver.bodies]
+    assert set(receiver.signatures) == {None}
     assert (first["job"], first["status"], first["step"]) == (job_id, "completed", 1)
     assert (first["metrics"], first["stderr"]) == ({"task/acc": 0.5}, {"task/acc": 0.25})
     assert (last["job"], last["status"], last["error"]) == (failed, "failed", "no\x1b memory")
+
+
+def test_with_a_secret_every_try_is_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signature is that of RFC 2104, of the body's bytes."""
+    monkeypatch.setenv(SECRET, "k\u00e9y")
+    with (
+        closing(Receiver(500)) as receiver,
+        told_store(tmp_path, OnResult(url=receiver.url, backoff=0.01)) as store,
+    ):
+        ended(store, 1)
+        wait_until(lambda: len(receiver.bodies) == 2 and not waiting_in(store))
+    key = "k\u00e9y".encode().ljust(64, b"\0")
+    inner, outer = (bytes(byte ^ pad for byte in key) for pad in (0x36, 0x5C))
+    for raw, signature in zip(receiver.raw, receiver.signatures, strict=True):
+        digest = sha256(outer + sha256(inner + raw).digest()).hexdigest()
+        assert signature == f"sha256={digest}"
 
 
 def test_what_was_not_delivered_is_delivered_by_the_next_server(tmp_path: Path) -> None:
@@ -116,15 +137,15 @@ def test_a_server_that_tells_nobody_records_nothing(tmp_path: Path) -> None:
         assert waiting_in(store) == 0
 
 
-SAYS = """
+SAYS = f"""
 import json, os, pathlib, subprocess, sys
 body = json.load(sys.stdin)
 place = pathlib.Path(sys.argv[1])
 child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-known = {name: os.environ.get(name) for name in ("A_TOKEN", "OWN_TOKEN")}
+known = {{name: os.environ.get(name) for name in ("A_TOKEN", "OWN_TOKEN", "{SECRET}")}}
 tries = len(list(place.iterdir()))
-(place / f"draft-{tries}").write_text(json.dumps([body, known, [os.getpid(), child.pid]]))
-(place / f"draft-{tries}").rename(place / f"{tries}.json")
+(place / f"draft-{{tries}}").write_text(json.dumps([body, known, [os.getpid(), child.pid]]))
+(place / f"draft-{{tries}}").rename(place / f"{{tries}}.json")
 print("x" * 1_000_000, "cannot reach the chat")
 sys.exit(3 if tries == 0 else 0)
 """
@@ -134,6 +155,7 @@ def test_a_command_gets_json_and_ends_with_all_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("A_TOKEN", "of-the-server")
+    monkeypatch.setenv(SECRET, "of-the-server")
     place = tmp_path / "told"
     place.mkdir()
     command = (sys.executable, "-c", SAYS, str(place))
@@ -143,7 +165,7 @@ def test_a_command_gets_json_and_ends_with_all_it_started(
         wait_until(lambda: not waiting_in(store))
     first, second = [json.loads((place / f"{n}.json").read_text()) for n in (0, 1)]
     assert (first[0], first[0]["step"]) == (second[0], 7)
-    assert first[1] == {"A_TOKEN": None, "OWN_TOKEN": "own"}
+    assert first[1] == {"A_TOKEN": None, "OWN_TOKEN": "own", SECRET: None}
     wait_until(lambda: all_gone([*first[2], *second[2]]))
     assert "exit code 3" in caplog.text
     assert "cannot reach the chat" in caplog.text
@@ -189,24 +211,35 @@ def test_a_wrong_setting_is_refused(tmp_path: Path, text: str, why: str) -> None
     assert why in str(error.value)
 
 
-def test_a_run_is_stopped_by_the_example(tmp_path: Path) -> None:
-    script = (
-        "import json, pathlib, sys\n"
-        "_, output, _, tasks, step, _ = sys.argv[1:]\n"
-        "acc = {'1': 0.5, '2': 0.4}[step]\n"
-        "(pathlib.Path(output) / 'results.json').write_text(json.dumps({tasks: {'acc': acc}}))\n"
-    )
-    server = Live(tmp_path)
-    told = {"command": [sys.executable, str(EXAMPLE), "score/acc", "1"]}
-    server.configure(script, on_result=told)
-    run = server.root / "run"
-    try:
-        server.start()
-        server.ended(server.submit(checkpoint(run, 1)))
-        wait_until((run / "stop_when_worse.json").exists)
-        assert not (run / "STOP").exists()
-        server.ended(server.submit(checkpoint(run, 2)))
-        wait_until((run / "STOP").exists)
-    finally:
-        server.stop()
-    assert (run / "STOP").read_text() == "score/acc was best at step 1: 0.5\n"
+def judged(run: Path, metric: str, patience: int, step: int, value: float, **more: str) -> bool:
+    """Tell the example of a result; return whether it has the run stopped."""
+    body: dict[str, object] = {
+        "status": "completed",
+        "step": step,
+        "profile": "p",
+        "weights": "model",
+        "checkpoint": str(run / f"checkpoint-{step}"),
+        "metrics": {"t/acc": value},
+    }
+    command = [sys.executable, "-I", "-S", str(EXAMPLE), metric, str(patience)]
+    subprocess.run(command, input=json.dumps(body | more).encode(), check=True, timeout=LIMIT_S)
+    return (run / "_unshard" / "STOP").exists()
+
+
+def test_the_rule_of_the_example_looks_at_steps_in_their_order(tmp_path: Path) -> None:
+    up, down = tmp_path / "up", tmp_path / "down"
+    assert not judged(up, "t/acc", 1, 1, 0.5)  # not a run: nothing is written
+    assert list(tmp_path.iterdir()) == []
+    for run in (up, down):
+        (run / "_unshard").mkdir(parents=True)
+    assert not judged(up, "t/acc", 2, 30, 0.4)  # the newest comes first
+    assert not judged(up, "t/acc", 2, 10, 0.5)
+    assert not judged(up, "t/acc", 2, 10, 0.5)  # a repeated delivery
+    assert not judged(up, "t/acc", 2, 40, 0.1, weights="ema")
+    assert not judged(up, "t/acc", 2, 40, 0.1, status="failed")
+    assert not judged(up, "t/other", 2, 40, 0.1)
+    assert judged(up, "t/acc", 2, 20, 0.4)
+    assert (up / "_unshard" / "STOP").read_text() == "t/acc was best at step 10: 0.5\n"
+    assert not judged(down, "-t/acc", 1, 10, 0.5)
+    assert not judged(down, "-t/acc", 1, 20, 0.4)
+    assert judged(down, "-t/acc", 1, 30, 0.4)

@@ -8,6 +8,7 @@ import torch
 
 from evaluation.servers import Stub, scores, serving
 from unshard.evaluate.pins.pin import list_pins
+from unshard.evaluate.run_folder import STOP
 
 pytest.importorskip("lightning", reason="pip install lightning; nothing of it was run")
 
@@ -113,3 +114,13 @@ def test_loggers_stay_what_they_are_and_checkpoints_written_by_a_thread_are_whol
     assert trainer.loggers == [logger]
     assert seen == [1, 2, 3, 4, 5, 6]
     assert {body["run"] for body in server.submissions} == {"v7"}
+
+
+@pytest.mark.filterwarnings("ignore")  # lightning's own advice about workers and devices
+def test_a_stop_file_ends_the_training(tmp_path: Path, server: Stub) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1)
+    (tmp_path / "_unshard").mkdir()
+    (tmp_path / "_unshard" / STOP).touch()
+    assert train(tmp_path, saver, callback_for(server)).global_step == 1
+    (tmp_path / "_unshard" / STOP).unlink()
+    assert train(tmp_path, saver, callback_for(server)).global_step == 6

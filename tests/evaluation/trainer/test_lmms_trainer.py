@@ -1,7 +1,8 @@
 """The trainer of lmms-engine 0.1.4, whose last step is saved twice into the same files.
 
 Three trainings: the server is away for good; it is away until the training is over; it is there
-from the first save on. Each has `max_steps` at a multiple of `save_steps`.
+from the first save on. Each has `max_steps` at a multiple of `save_steps`. A fourth has a stop
+file.
 """
 
 import json
@@ -26,6 +27,7 @@ from evaluation.servers import Live, free_port, started
 from evaluation.wandb_file import history
 from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.pins.pin import list_pins
+from unshard.evaluate.run_folder import STOP
 from unshard.evaluate.sinks.export import Destination, Tracker, export_all
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
@@ -67,7 +69,9 @@ class Trained:
         return isclose(value, self.truth(name), rel_tol=1e-6)
 
 
-def _order(trained: Trained, name: str, flush_timeout: float, report_to: str = "none") -> Path:
+def _order(
+    trained: Trained, name: str, flush_timeout: float, report_to: str = "none", steps: int = LAST
+) -> Path:
     evaluation: dict[str, object] = {
         "server_url": trained.url,
         "poll_interval": 0.1,
@@ -76,7 +80,7 @@ def _order(trained: Trained, name: str, flush_timeout: float, report_to: str = "
         "flush_timeout": flush_timeout,
     }
     file = trained.root / f"{name}.json"
-    file.write_text(Order(str(trained.run(name)), evaluation, report_to).as_json())
+    file.write_text(Order(str(trained.run(name)), evaluation, report_to, steps).as_json())
     return file
 
 
@@ -99,7 +103,7 @@ def _serve(trained: Trained) -> AbstractContextManager[Live]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    """Train thrice, with a server that comes when the second training is over and waits."""
+    """Train, with a server that comes when the second training is over and waits."""
     place = Trained(tmp_path_factory.mktemp("lmms"), f"http://127.0.0.1:{free_port()}")
     place.run("").mkdir()
     with ExitStack() as stack:
@@ -111,6 +115,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 
         orders = [_order(place, "late", 0.5), _order(place, "away", LIMIT_S)]
         orders.append(_order(place, "there", LIMIT_S, "wandb"))
+        orders.append(_order(place, "stopped", LIMIT_S, steps=100))
+        (place.run("stopped") / "_unshard").mkdir(parents=True)
+        (place.run("stopped") / "_unshard" / STOP).touch()
         training = kept(_train(place, *orders))
         waits = "Waiting for pending evaluation jobs"
         until(lambda: waits in place.log("away") or training.poll() is not None, waits)
@@ -210,3 +217,11 @@ def test_what_a_server_missed_for_longer_than_the_training_waits_comes_later(
     assert trained.is_last("late", found[LAST][NAME])
     assert {job["status"] for job in trained.jobs("late")} == {"completed"}
     assert nothing_is_left(run)
+
+
+def test_a_stop_file_ends_the_training_which_saves_and_is_evaluated(trained: Trained) -> None:
+    """The run is known from its first save, at step 2."""
+    found = dict(results(trained, "stopped"))
+    assert max(found) == 2
+    assert trained.is_last("stopped", found[2])
+    assert "training ends: " in trained.log("stopped")

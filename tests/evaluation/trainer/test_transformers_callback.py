@@ -1,6 +1,7 @@
 """A real transformers Trainer on the CPU, rotating to one checkpoint while the server evaluates."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,14 +10,21 @@ import pytest
 import torch
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
-from evaluation.servers import Stub, free_port, scores, serving
+from evaluation.servers import Live, Stub, free_port, scores, serving
 from evaluation.wandb_file import definitions, history
 from tiny_models import tiny_model
 from unshard.evaluate.callbacks.transformers import UnshardEvalCallback, _tensorboard_dir
 from unshard.evaluate.pins.pin import list_pins
-from waiting import LIMIT_S
+from unshard.evaluate.run_folder import STOP
+from waiting import LIMIT_S, wait_until
 
 NAME = "unshard_eval/t/acc"
 
@@ -32,10 +40,12 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def train(output: Path, callback: UnshardEvalCallback, report_to: str = "none") -> None:
+def train(
+    output: Path, *callbacks: TrainerCallback, report_to: str = "none", steps: int = 6
+) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(output),
-        max_steps=6,
+        max_steps=steps,
         per_device_train_batch_size=2,
         save_steps=2,
         save_total_limit=1,
@@ -45,7 +55,9 @@ def train(output: Path, callback: UnshardEvalCallback, report_to: str = "none") 
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    Trainer(tiny_model(), arguments, train_dataset=Rows(), callbacks=[callback]).train()
+    trainer = Trainer(tiny_model(), arguments, train_dataset=Rows(), callbacks=[*callbacks])
+    trainer.train()
+    return trainer
 
 
 def config_for(url: str) -> dict[str, object]:
@@ -99,7 +111,7 @@ def test_results_reach_the_trackers_that_the_trainer_reports_to(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
-    train(tmp_path / "run", UnshardEvalCallback(config_for(server.url)), "wandb")
+    train(tmp_path / "run", UnshardEvalCallback(config_for(server.url)), report_to="wandb")
     run = wandb.run
     assert run is not None
     run.finish()
@@ -117,7 +129,7 @@ def test_results_are_tensorboard_scalars(
     tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
-    train(tmp_path / "run", UnshardEvalCallback(config_for(server.url)), "tensorboard")
+    train(tmp_path / "run", UnshardEvalCallback(config_for(server.url)), report_to="tensorboard")
     events = EventAccumulator(str(tmp_path / "logs" / "unshard_eval"), purge_orphaned_data=False)
     events.Reload()
     assert {event.step for event in events.Scalars(NAME)} == {2, 4, 6}
@@ -140,3 +152,51 @@ def test_a_server_that_never_comes_does_not_stop_the_training(
     train(tmp_path / "run", UnshardEvalCallback(absent))
     assert caplog.text.count("no tokenizer in") == 1
     assert (tmp_path / "run" / "checkpoint-6").is_dir()
+
+
+FALLS = """
+import json, pathlib, sys
+_, output, _, tasks, step, _ = sys.argv[1:]
+(pathlib.Path(output) / "results.json").write_text(json.dumps({tasks: {"acc": 1 / int(step)}}))
+"""
+
+
+class Paced(TrainerCallback):
+    """Has every save wait for the rule: a real training is slower than the server."""
+
+    def __init__(self, run: Path) -> None:
+        self._state = run / "_unshard"
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        del args, control
+        step = str(state.global_step)
+        wait_until(lambda: step in self._seen(), f"step {step} at the rule")
+        wait_until(lambda: step == "2" or (self._state / STOP).exists(), "the stop file")
+
+    def _seen(self) -> dict[str, float]:
+        files = list(self._state.glob("stop-rule-*.json"))
+        return json.loads(files[0].read_text()) if files else {}
+
+
+def test_a_stop_rule_of_the_server_ends_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A real server tells the rule in examples/, and the Trainer ends at the next step."""
+    rule = Path(__file__).parents[3] / "examples" / "stop_when_worse.py"
+    told = {"command": [sys.executable, str(rule), "score/acc", "1"]}
+    server = Live(tmp_path)
+    server.configure(FALLS, on_result=told)
+    run = server.root / "run"
+    config = {"model": "script", "tasks": ["score"], "poll_interval": 0.05}
+    try:
+        server.start()
+        callback = UnshardEvalCallback({**config, "server_url": server.url})
+        trainer = train(run, callback, Paced(run), steps=100)
+        assert trainer.state.global_step == 5  # step 4 is worse than step 2
+        again = train(run, UnshardEvalCallback({**config, "server_url": server.url}), steps=100)
+        assert again.state.global_step == 1  # until the file is removed
+    finally:
+        server.stop()
+    assert "STOP is there (score/acc was best at step 2: 0.5); remove it to train" in caplog.text

@@ -22,6 +22,7 @@ from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors, open_sinks
 from unshard.evaluate.trainer.completeness import why_unfinished
 from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.stopping import StopFile
 from unshard.evaluate.trainer.submitter import Submitter
 from unshard.stores.remote_path import is_url, path_of
 
@@ -30,6 +31,8 @@ __all__ = ["UnshardEvalCallback"]
 
 class UnshardEvalCallback(Callback):
     """Submits what `ModelCheckpoint` saves, and logs the results as they come.
+
+    The training ends, on all ranks, when `_unshard/STOP` is in the run's directory.
 
     Args:
         config: a file of YAML, its text, a mapping, or an `EvalConfig`.
@@ -48,11 +51,20 @@ class UnshardEvalCallback(Callback):
         self.submitter: Submitter | None = None
         self._run_dir = run_dir
         self._saves = _Saves([])
+        self._stop: StopFile | None = None
         self._sinks = tuple(sinks)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin, and continue with what an earlier process submitted."""
         del pl_module
+        savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        saved_to = getattr(savers[0], "dirpath", None) if savers else None
+        run_dir, config = self._run_dir, self.config
+        if saved_to and is_url(saved_to):  # submissions and results need a disk
+            run_dir = run_dir or Path(trainer.default_root_dir)
+            config = replace(config, run=config.run or RunFolder(path_of(saved_to)).name)
+        run_dir = run_dir or Path(saved_to or trainer.default_root_dir)
+        self._stop = StopFile(run_dir, is_first=trainer.is_global_zero)
         with ignoring_errors("checkpoints are not evaluated"):
             if self.submitter is not None:  # of a training that was interrupted
                 self.submitter.close(0.0)
@@ -61,18 +73,10 @@ class UnshardEvalCallback(Callback):
             if trainer.is_global_zero:
                 with ignoring_errors("trackers get no results"):
                     found, paced = _open_sinks(trainer)
-            savers = [
-                one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)
-            ]
-            saved_to = getattr(savers[0], "dirpath", None) if savers else None
-            run_dir, config = self._run_dir, self.config
-            if saved_to and is_url(saved_to):  # submissions and results need a disk
-                run_dir = run_dir or Path(trainer.default_root_dir)
-                config = replace(config, run=config.run or RunFolder(path_of(saved_to)).name)
             self._saves = _Saves(savers)
             self.submitter = Submitter(
                 config,
-                run_dir or Path(saved_to or trainer.default_root_dir),
+                run_dir,
                 sinks=[*found, *self._sinks],
                 paced=paced,
                 acts=trainer.is_global_zero,
@@ -103,8 +107,14 @@ class UnshardEvalCallback(Callback):
         batch: object,
         batch_idx: int,
     ) -> None:
-        """Log at most one result in the trainer's own run, as often as the trainer logs."""
+        """Log at most one result in the trainer's own run, as often as the trainer logs.
+
+        End the training if its stop file is there.
+        """
         del pl_module, outputs, batch, batch_idx
+        step, ranks, stop = trainer.global_step, trainer.world_size, self._stop
+        if stop is not None and stop.ends_training(step, ranks, trainer.strategy.broadcast):
+            trainer.should_stop = True
         every = max(1, getattr(trainer, "log_every_n_steps", 1))
         if self.submitter is not None and trainer.global_step % every == 0:
             self.submitter.tick()

@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors, open_sinks
 from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.stopping import StopFile, count_ranks
 from unshard.evaluate.trainer.submitter import Submitter
 from unshard.read.beside.companions import companions_in
 
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 class UnshardEvalCallback(TrainerCallback):
     """Submits what the Trainer saves, and logs the results as they come.
+
+    The training ends, on all ranks, when `<output_dir>/_unshard/STOP` is there.
 
     Args:
         config: a file of YAML, its text, a mapping, or an `EvalConfig`.
@@ -48,28 +51,39 @@ class UnshardEvalCallback(TrainerCallback):
         self.submitter: Submitter | None = None
         self._sinks = tuple(sinks)
         self._has_warned = False
+        self._stop: StopFile | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         """Begin, and continue with what an earlier process submitted."""
         del control
+        is_first, run = state.is_world_process_zero, Path(args.output_dir or ".")
+        self._stop = StopFile(run, is_first=is_first)
         with ignoring_errors("checkpoints are not evaluated"):
             if self.submitter is not None:  # of a training that was interrupted
                 self.submitter.close(0.0)
             found: list[Sink] = []
             paced: list[PacedSink] = []
-            if state.is_world_process_zero:
+            if is_first:
                 logs = _tensorboard_dir(args)
                 with ignoring_errors("trackers get no results"):
                     found, paced = open_sinks(tensorboard_dir=logs)
             self.submitter = Submitter(
                 self.config,
-                Path(args.output_dir or "."),
+                run,
                 sinks=[*found, *self._sinks],
                 paced=paced,
-                acts=state.is_world_process_zero,
+                acts=is_first,
             )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """End the training if its stop file is there."""
+        del args
+        if self._stop is not None and self._stop.ends_training(state.global_step, count_ranks()):
+            control.should_training_stop = True
 
     def on_save(
         self,

@@ -5,6 +5,8 @@ by the next server if need be, so a receiver may be told twice; the `delivery` i
 job waits for it, or fails because of it.
 """
 
+import hashlib
+import hmac
 import logging
 import os
 import subprocess
@@ -25,9 +27,13 @@ from unshard.evaluate.server.store.deliveries import Delivery
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import one_line, short_id
 
-__all__ = ["HEADER", "telling_results"]
+__all__ = ["HEADER", "SECRET", "SIGNATURE", "telling_results"]
 
 HEADER = "X-Unshard-Delivery"
+SIGNATURE = "X-Unshard-Signature-256"
+SECRET = "UNSHARD_EVAL_ON_RESULT_SECRET"  # noqa: S105  (the name of a variable)
+"""The environment variable with the key of signatures. Evaluators and commands do not get it."""
+
 _POLL_S = 0.25
 _STEP_S = 0.05
 _GRACE_S = 3.0  # for a request that has begun; the next server repeats it
@@ -157,11 +163,14 @@ def _keep_end(process: "subprocess.Popen[bytes]", ends: list[bytes]) -> None:
 
 
 def _post(url: str, delivery: Delivery, timeout_s: float) -> None:
-    """Post the body; the answer must be 2xx, and is not read."""
+    """Post the body, signed if there is a key; the answer must be 2xx, and is not read."""
+    body = delivery.body.encode()
     headers = {"Content-Type": "application/json", HEADER: delivery.id}
+    if key := os.environ.get(SECRET):
+        headers[SIGNATURE] = f"sha256={hmac.new(key.encode(), body, hashlib.sha256).hexdigest()}"
     with (
         httpx.Client(timeout=timeout_s, follow_redirects=False) as client,
-        client.stream("POST", url, content=delivery.body.encode(), headers=headers) as answer,
+        client.stream("POST", url, content=body, headers=headers) as answer,
     ):
         if not answer.is_success:
             raise _UndeliveredError(f"the URL answered {answer.status_code}")
