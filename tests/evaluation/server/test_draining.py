@@ -55,3 +55,23 @@ def test_a_signal_drains_and_a_second_one_stops_at_once(tmp_path: Path) -> None:
         server.go()
         assert server.ended(running)["attempts"] == 1
         server.ended(waiting)
+
+
+def test_a_server_that_is_killed_while_it_drains_loses_no_job(tmp_path: Path) -> None:
+    """The drain was that server's own: the next one adopts what runs, and begins what waits."""
+    with live(tmp_path, gpus=1) as server:
+        model = whole_model(server.root / "run" / "checkpoint-1")
+        running = server.submit(model, "waits", step=1)
+        server.began(1)
+        before = server.submit(model, "before", step=1)
+        assert cli(server.url, "drain").returncode == 0
+        after = server.submit(model, "after", step=1)
+        server.kill()
+        server.start()
+        assert not is_draining(server)
+        assert [server.job(job)["status"] for job in (before, after)] == ["queued"] * 2
+        found = server.job(running)
+        assert (found["status"], found["attempts"]) == ("running", 1)
+        server.go()
+        for job in (running, before, after):
+            assert server.ended(job)["attempts"] == 1
