@@ -179,6 +179,45 @@ def test_a_result_appears_in_the_plot_without_a_reload(view: View) -> None:
     assert view.is_marked()
 
 
+def test_plots_that_load_or_fail_are_told_and_asked_for_again(view: View) -> None:
+    answers: list[Route] = []
+
+    def hold(route: Route) -> None:
+        answers.append(route)
+
+    view.page.route("**/view/plots.json**", hold)
+    view.open("/view/runs?run=a&q=score/acc")
+    told = view.page.locator("#plots-loading")
+    expect(told).to_be_visible()
+    expect(told).to_have_text("Loading the plots …")
+    assert view.violations() == []
+    wait_until(lambda: view.page.title() and answers, "the request for plots")
+    answers[0].fulfill(status=500, body="no")
+    expect(told).to_contain_text("cannot be loaded: the server answers with 500. Trying again.")
+    view.page.unroute("**/view/plots.json**")
+    plotted(view)
+    expect(told).to_be_hidden()
+
+
+def test_the_overview_shows_who_has_a_gpu_and_the_place_in_the_queue(
+    view: View, waiting: dict[str, object]
+) -> None:
+    server = view.server
+    place = server.root / "b" / "checkpoint-5"
+    # Of four GPUs one has the job that waits already.
+    jobs = [server.submit(place, "waits", f"q{number}") for number in range(5)]
+    view.open("/")
+    expect(view.page.locator(".gpus li")).to_have_count(4)
+    holder = view.page.locator(".gpus li").filter(has_text=str(waiting["id"])[:8])
+    expect(holder).to_contain_text("a/7")
+    queue = view.page.locator("#live-queue tbody tr")
+    expect(queue).to_have_count(2)
+    expect(queue.nth(1)).to_contain_text("#2 in the queue")
+    expect(queue.nth(1)).to_contain_text(str(jobs[-1]["id"])[:8])
+    for job in jobs:
+        server.v1("DELETE", f"/jobs/{job['id']}")
+
+
 def test_runs_are_chosen_and_overlaid_and_their_points_are_saved(view: View) -> None:
     view.open("/")
     view.page.get_by_label("choose run a", exact=True).check()

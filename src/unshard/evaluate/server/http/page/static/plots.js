@@ -228,7 +228,9 @@ function draw(plot, runs) {
   showTable(figure);
 }
 
+const AGAIN_MS = 5000;
 let known = [];
+let again = null;
 
 function drawAll(isAnew) {
   const runs = new URLSearchParams(location.search).getAll("run");
@@ -245,6 +247,7 @@ function drawAll(isAnew) {
 
 async function load() {
   const loading = document.getElementById("plots-loading");
+  clearTimeout(again);
   if (!figures.size && document.getElementById("plot-names").textContent !== "0") loading.hidden = false;
   try {
     const answer = await fetch(plotsBox.dataset.source, { headers: { "X-Unshard-Page": "1" } });
@@ -254,6 +257,8 @@ async function load() {
     loading.hidden = true;
   } catch (error) {
     loading.textContent = `The plots cannot be loaded: ${error.message}. Trying again.`;
+    loading.hidden = false;
+    again = setTimeout(load, AGAIN_MS);
   }
 }
 
