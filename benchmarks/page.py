@@ -2,24 +2,28 @@
 
 Each has its own database and its own server; the rounds interleave them, so that a noisy machine
 slows both alike. The small one has a single job, so that every address exists in both. Lists have
-as many entries as fit on their page: 25 jobs or 25 runs on a view, 100 in an answer.
+as many entries as fit on their page: 25 jobs or 25 runs on a view, 100 in an answer. Then Chromium
+opens the views, in turns, and tells when it painted their first text or picture after each
+navigation began (its "first-contentful-paint").
 
-    python benchmarks/page.py --rounds 40
+    PYTHONPATH=src:tests python benchmarks/page.py --rounds 40
 """
 
 import argparse
 import sqlite3
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import httpx
+from playwright.sync_api import Page
 from trainer_step import free_port, server
 
+from evaluation.browsing import chromium
 from unshard.evaluate.jobs import Request, Status
 from unshard.evaluate.server.store.statements import insert_job, replace_results
 from unshard.evaluate.server.store.store import Store
@@ -48,6 +52,10 @@ _ADDRESSES = {
 }
 
 
+_PAINTED = ("overview", "jobs", "a run", "a job")
+_PAINTS = "() => performance.getEntriesByName('first-contentful-paint').map((one) => one.startTime)"
+
+
 @dataclass
 class Contender:
     """A server, its last job, and the seconds that were measured, by the name of an address."""
@@ -62,6 +70,14 @@ class Contender:
         begin = time.perf_counter()
         self.client.get(address, headers=_HTML).raise_for_status()
         self.seconds.setdefault(name, []).append(time.perf_counter() - begin)
+
+    def paint(self, name: str, page: Page) -> None:
+        """Open a view in a browser."""
+        address = str(self.client.base_url.join(_ADDRESSES[name].format(job=self.job)))
+        page.goto(address, timeout=0, wait_until="commit")
+        while not (painted := page.evaluate(_PAINTS)):
+            time.sleep(0.01)
+        self.seconds.setdefault(f"paint: {name}", []).append(painted[0] / 1000)
 
 
 def fill(database: Path, count: int) -> str:
@@ -107,7 +123,20 @@ def measure(work: Path, rounds: int) -> Mapping[str, Contender]:
             if turn == 2:
                 for contender in found.values():
                     contender.seconds.clear()
+        paint(found.values(), rounds)
     return found
+
+
+def paint(contenders: Iterable[Contender], rounds: int) -> None:
+    """Measure what a browser that has been here before needs until it paints."""
+    with chromium() as browser:
+        tabs = [(contender, browser.new_context().new_page()) for contender in contenders]
+        for turn in range(rounds + 2):
+            for name in _PAINTED:
+                for contender, page in tabs:
+                    contender.paint(name, page)
+                    if turn < 2:
+                        contender.seconds[f"paint: {name}"].clear()
 
 
 def main() -> None:
@@ -120,7 +149,7 @@ def main() -> None:
         found = measure(Path(folder), options.rounds)
     print(f"{options.rounds} rounds; 10,000 jobs of 100 runs, and 1 job:")
     print(f"{'':<18}{'10,000: median':>15}{'p95':>9}{'1 job: median':>15}{'p95':>9}{'ratio':>7}")
-    for name in _ADDRESSES:
+    for name in (*_ADDRESSES, *(f"paint: {one}" for one in _PAINTED)):
         large, small = (sorted(found[one].seconds[name]) for one in ("large", "small"))
         shown = [
             value
