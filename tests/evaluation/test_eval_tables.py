@@ -17,7 +17,8 @@ from rich.cells import cell_len
 from evaluation.running import child_environment
 from evaluation.runs import checkpoint
 from evaluation.servers import Fields, Live, Stub, cli, free_port, live, serving
-from unshard.cli.evaluate.tables import lay_out_table, write_markdown
+from unshard.evaluate import summary
+from unshard.evaluate.tables import lay_out_table, write_markdown
 from waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.xdist_group("eval-tables")  # one server for all
@@ -131,6 +132,19 @@ def test_runs_are_compared(server: Live) -> None:
     assert "| t | acc | one |" in cli(server.url, *given, "--markdown").stdout
     refused = cli(server.url, "compare", "one", "nowhere")
     assert (refused.returncode, "run 'nowhere' has no results" in refused.stderr) == (2, True)
+
+
+def test_the_summary_of_a_run_is_the_table_of_compare_and_is_bounded(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with server.client() as client:
+        title, *table = summary.summarise(client, "one").splitlines()
+        assert title == "evaluations of one:"
+        assert table == cli(server.url, "compare", "one").stdout.splitlines()
+        assert summary.summarise(client, "nowhere") == ""
+        monkeypatch.setattr(summary, "MOST_METRICS", 1)
+        *_, last = summary.summarise(client, "one").splitlines()
+        assert last == "... and 1 more: unshard eval compare one"
 
 
 class _Watched:

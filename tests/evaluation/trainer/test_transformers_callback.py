@@ -1,6 +1,7 @@
 """A real transformers Trainer on the CPU, rotating to one checkpoint while the server evaluates."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,7 +158,8 @@ def test_a_server_that_never_comes_does_not_stop_the_training(
 FALLS = """
 import json, pathlib, sys
 _, output, _, tasks, step, _ = sys.argv[1:]
-(pathlib.Path(output) / "results.json").write_text(json.dumps({tasks: {"acc": 1 / int(step)}}))
+numbers = {tasks: {"acc": 1 / int(step)}, "higher_is_better": {tasks: {"acc": True}}}
+(pathlib.Path(output) / "results.json").write_text(json.dumps(numbers))
 """
 
 
@@ -199,4 +201,6 @@ def test_a_stop_rule_of_the_server_ends_the_training(
         assert again.state.global_step == 1  # until the file is removed
     finally:
         server.stop()
+    summary = re.findall("evaluations of run:\n.*last - best.*\n(.*)", caplog.text)
+    assert re.split(" {2,}", summary[-1])[-4:] == ["2: 0.5", "4: 0.25", "-0.25", "-"]
     assert "STOP is there (score/acc was best at step 2: 0.5); remove it to train" in caplog.text

@@ -109,8 +109,13 @@ def test_checkpoints_of_verl_are_evaluated_as_they_come(run: Path, real: Live) -
         said = [process.stdout.readline() for _ in range(3)]
         until(lambda: not list_pins(run))
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=LIMIT_S)
+        out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, err
+    assert out.splitlines() == [
+        "evaluations of my-run:",
+        "task  metric  run     weights  profile  base  best      last  last - best  in stderrs",
+        "t     acc     my-run  model    script      -     -  20: 0.02            -           -",
+    ]
     assert said[2] == "step 20: unshard_eval/t/acc = 0.02\n"
     assert results_in(run) == {10: {"unshard_eval/t/acc": 0.01}, 20: {"unshard_eval/t/acc": 0.02}}
 

@@ -20,10 +20,10 @@ from unshard.cli.evaluate.commands import (
     check_installed,
     connect,
 )
-from unshard.cli.evaluate.tables import on_one_line
 from unshard.cli.options import Json, one_of
 from unshard.cli.running import say
 from unshard.errors import UsageError
+from unshard.evaluate.tables import on_one_line
 from unshard.showing import counted
 
 if TYPE_CHECKING:
@@ -136,9 +136,14 @@ def watch(
         if once:
             _watch_once(watching, min(interval, _SETTLE_S))
             return
-        while True:
-            _look(watching)
-            time.sleep(interval)
+        try:
+            while True:
+                _look(watching)
+                time.sleep(interval)
+        except KeyboardInterrupt:
+            if table := watching.summary():
+                print(table, flush=True)
+            raise
 
 
 def export(

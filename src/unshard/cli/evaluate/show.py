@@ -6,8 +6,8 @@ import time
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from unshard.cli.evaluate.tables import lay_out_table, on_one_line, terminal_width
 from unshard.cli.running import say
+from unshard.evaluate.tables import lay_out_table, on_one_line, terminal_width
 
 if TYPE_CHECKING:
     from unshard.evaluate.client.v1 import EvalClient

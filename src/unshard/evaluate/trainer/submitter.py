@@ -18,10 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unshard.errors import UsageError
+from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.jobs import BASE_STEP
 from unshard.evaluate.pins.pin import ExpiredError, PinError, pin_checkpoint
 from unshard.evaluate.run_folder import SPOOL_LOCK, RunFolder, unlock
 from unshard.evaluate.sinks.base import JsonlSink, PacedSink, Sink, ignoring_errors
+from unshard.evaluate.summary import summarise
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.courier import Courier, release
 from unshard.evaluate.trainer.recorder import Recorder, Recording
@@ -85,7 +87,8 @@ class Submitter:
         self._sinks, self._paced = tuple(sinks), tuple(paced)
         self._folder = RunFolder(self.run_dir)
         self._recorder: Recorder | None = None  # made when this process is the first
-        self._is_closing = False
+        self._is_closing = self._has_results = False
+        self._summary = ""
         self._is_second = False
         self._is_all_there = not self.acts
         self._sent, self._recorded = threading.Event(), threading.Event()  # when training has ended
@@ -139,9 +142,20 @@ class Submitter:
         entries = (*self._spool.waiting(), *self._spool.pending())
         return [(entry.name, entry.step) for entry in entries]
 
+    def summary(self) -> str:
+        """Return a table of the run's best and last steps; empty if there is none, or no server."""
+        config, run = self.config, str(self.request(BASE_STEP)["run"])
+        try:
+            with EvalClient(config.server_url, timeout=_GRACE / 2, token=config.token()) as client:
+                return summarise(client, run)
+        except Exception as error:  # noqa: BLE001  (a server may answer anything)
+            log.debug("no summary: %s", error)
+            return ""
+
     def close(self, timeout: float | None = None) -> bool:
         """Wait until everything is final, `timeout` seconds at most, and write what came.
 
+        The log has a table of what the run has reached, if results came.
         What is not final by then stays in the spool for the next trainer on this run, and so do
         results that a tracker did not take in that time. The log says which steps have no result,
         and why.
@@ -165,6 +179,8 @@ class Submitter:
                 log.warning("%s", one)
             self._is_all_there = not missing
         self.stop(end)
+        if self._summary:
+            log.warning("%s", self._summary)
         return self._is_all_there
 
     def stop(self, end: float = 0.0) -> None:
@@ -278,6 +294,7 @@ class Submitter:
     def _take(self, recording: Recording) -> None:
         if self._recorder is not None:
             self._recorder.add(recording)
+        self._has_results = True
         self._results.append((recording.step, dict(recording.metrics)))
 
     def _forget(self, job_id: str) -> None:
@@ -295,6 +312,8 @@ class Submitter:
             if self._take_over():
                 with ignoring_errors("submissions wait"):
                     self._courier.send()  # the last ones; the next process gets their results
+                if self._is_closing and self._has_results:
+                    self._summary = self.summary()
             self._courier.close()
         finally:
             self._sent.set()

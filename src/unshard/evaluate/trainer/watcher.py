@@ -182,6 +182,10 @@ class Watching:
     def _refusals(self) -> dict[str, str]:
         return {one.key: str(one.fields.get("error")) for one in self._spool.refused()}
 
+    def summary(self) -> str:
+        """Return a table of what the run has reached; empty if there is none, or no server."""
+        return self._submitter.summary()
+
     def close(self) -> None:
         """Stop; the next process that watches continues with the jobs that are not final."""
         self._submitter.stop()
