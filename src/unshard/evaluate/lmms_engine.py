@@ -39,6 +39,7 @@ _TRAINER = "lmms_engine.train.fsdp2.fsdp2_trainer"
 _USERS = ("lmms_engine.eval", _TRAINER, "lmms_engine.launch.cli")
 _DEFAULT_URL = "http://localhost:8000"
 _COMMAND = "lmms_engine.launch.cli"
+_SUMMARY_S = 5.0  # seconds for the table of the run at the end
 
 
 class UnshardEvalBackend:
@@ -135,7 +136,7 @@ class UnshardEvalBackend:
         self._take(self._submitter)
         left = pending | {f"result-{n}": step for n, (step, _) in enumerate(self._undelivered)}
         if not left:
-            self._submitter.close(0.0)  # W&B's run is about to end; logs what failed
+            self._submitter.close(_SUMMARY_S)  # W&B's run is about to end; logs what failed
         return left
 
     def _take(self, submitter: Submitter) -> None:

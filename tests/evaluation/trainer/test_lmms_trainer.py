@@ -225,3 +225,4 @@ def test_a_stop_file_ends_the_training_which_saves_and_is_evaluated(trained: Tra
     assert max(found) == 2
     assert trained.is_last("stopped", found[2])
     assert "training ends: " in trained.log("stopped")
+    assert "evaluations of stopped:" in trained.log("stopped")

@@ -87,7 +87,7 @@ class Submitter:
         self._sinks, self._paced = tuple(sinks), tuple(paced)
         self._folder = RunFolder(self.run_dir)
         self._recorder: Recorder | None = None  # made when this process is the first
-        self._is_closing = self._has_results = False
+        self._is_closing = self._has_time = self._has_results = False
         self._summary = ""
         self._is_second = False
         self._is_all_there = not self.acts
@@ -155,7 +155,7 @@ class Submitter:
     def close(self, timeout: float | None = None) -> bool:
         """Wait until everything is final, `timeout` seconds at most, and write what came.
 
-        The log has a table of what the run has reached, if results came.
+        The log has a table of what the run has reached, if results came and there is time.
         What is not final by then stays in the spool for the next trainer on this run, and so do
         results that a tracker did not take in that time. The log says which steps have no result,
         and why.
@@ -168,7 +168,7 @@ class Submitter:
         limit = self.config.flush_timeout if timeout is None else timeout
         end = time.monotonic() + limit
         with ignoring_errors("not all results are logged"):
-            self._is_closing = True
+            self._is_closing, self._has_time = True, limit > 0
             self._wake.set()
             if limit and (count := len(self.pending())):
                 log.warning("training waits for %d evaluations, %g s at most", count, limit)
@@ -312,7 +312,7 @@ class Submitter:
             if self._take_over():
                 with ignoring_errors("submissions wait"):
                     self._courier.send()  # the last ones; the next process gets their results
-                if self._is_closing and self._has_results:
+                if self._has_time and self._has_results:
                     self._summary = self.summary()
             self._courier.close()
         finally:
