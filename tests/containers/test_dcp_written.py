@@ -85,7 +85,7 @@ def filled(file: DcpFile, elements: Sequence[bytes]) -> bytes:
     found = bytearray(file.size)
     for at, piece in file.fixed([crc32(one) for one in elements]):
         found[at : at + len(piece)] = piece
-    for (at, size), one in zip(file.elements(), elements, strict=True):
+    for (at, size), one in zip(file.storages, elements, strict=True):
         assert size == len(one)
         found[at : at + size] = one
     return bytes(found)
@@ -95,7 +95,7 @@ def assert_files_are_those_of(directory: Path, layout: DcpLayout) -> None:
     assert {file.name for file in layout.files} == {one.name for one in directory.glob("*.distcp")}
     for file in layout.files:
         data = (directory / file.name).read_bytes()
-        assert filled(file, [data[at : at + size] for at, size in file.elements()]) == data
+        assert filled(file, [data[at : at + size] for at, size in file.storages]) == data
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from oracle.writers.optimizers import Trained as Model
 from oracle.writers.samples import Samples
 from oracle.writers.workers import WorkerPool
 from ranks import assert_same
+from saved_values import parts_of, same
 from unshard import CorruptError, IncompleteError, NotMergeableError, UsageError
 
 pytestmark = [
@@ -80,6 +81,19 @@ def test_every_moment_is_what_torch_gathers(trained: Trained, writer: str, layou
     folder, truth = LAYOUTS[layout]
     directory = trained(writer)
     assert_same(state_of(directory / folder), truth_of(directory, truth))
+
+
+@pytest.mark.parametrize("folder", ["dcp", "dcp-zstd", "accelerate", "titan"])
+def test_files_of_ranks_made_of_dcp_are_those_that_torch_saves(
+    trained: Trained, tmp_path: Path, folder: str
+) -> None:
+    """A tied head, a frozen matrix and a buffer are what they are in a rank's own state dict."""
+    directory = trained("fsdp2")
+    truth = directory / "verl" / "global_step_3" / "actor"
+    output = tmp_path / "out"
+    unshard.reshard(directory / folder, output, world_size=3, to="verl", device="cpu")
+    for path in truth.iterdir():
+        assert same(parts_of(output / path.name), parts_of(path)), path.name
 
 
 @pytest.mark.parametrize("folder", ["bins", "dcp"])

@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 import unshard
 from oracle.writers.resuming import resume_grid, resume_line, train_line
 from oracle.writers.workers import WorkerPool
 from other_versions import unpack_rank_files
-from ranks import assert_same, bits, merged, save_ranks, some_tensors
+from ranks import assert_same, merged, save_ranks, some_tensors
+from saved_values import loaded, parts_of, same
 from unshard import NotMergeableError, OutputError, UsageError
 
 pytestmark = [
@@ -30,23 +31,6 @@ def trained(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -
     directory = tmp_path_factory.mktemp("trained")
     worker_pool.run(train_line, 4, directory)
     return directory
-
-
-def loaded(path: Path) -> Any:
-    return torch.load(path, weights_only=False)
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    """Whether two values are equal, tensors bit for bit."""
-    if isinstance(theirs, torch.Tensor):
-        return (
-            ours.dtype == theirs.dtype and ours.shape == theirs.shape and bits(ours) == bits(theirs)
-        )
-    if isinstance(theirs, dict):
-        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in theirs)
-    if isinstance(theirs, list | tuple):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    return bool(ours == theirs)
 
 
 GRIDS: dict[str, tuple[int, tuple[int, ...] | None, Any]] = {
@@ -71,19 +55,6 @@ def test_torch_goes_on_as_if_nothing_had_happened(
     for part in ("model", "state"):
         torch.testing.assert_close(gone_on[part], after[part], rtol=1e-5, atol=1e-7)
     assert not same(gone_on["model"], before["model"])
-
-
-def parts_of(path: Path) -> Any:
-    """Return what a rank's file has, with the local tensors and placements of DTensors."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            return value.to_local(), list(value.shape), str(value.placements)
-        if isinstance(value, dict):
-            return {key: plain(one) for key, one in value.items()}
-        return [plain(one) for one in value] if isinstance(value, list) else value
-
-    return plain(loaded(path))
 
 
 def test_there_and_back_again_gives_the_same_bits(trained: Path, tmp_path: Path) -> None:

@@ -320,6 +320,14 @@ def reshard(
         ),
     ],
     world_size: Annotated[int, option("N", "Number of ranks to write for.", OUTPUT)],
+    to: Annotated[
+        str | None,
+        option(
+            "verl|lmms|dcp|accelerate",
+            "Format to write.  [default: that of the checkpoint]",
+            OUTPUT,
+        ),
+    ] = None,
     mesh: Annotated[
         str | None,
         option("2x4", "Device mesh; the last dimension shards.  [default: one dimension]", OUTPUT),
@@ -327,6 +335,10 @@ def reshard(
     mesh_names: Annotated[
         str | None,
         option("ddp,fsdp", "Names of its dimensions.  [default: the checkpoint's]", OUTPUT),
+    ] = None,
+    device: Annotated[
+        str | None,
+        option("cuda", "Type of its devices.  [default: the checkpoint's, or cuda]", OUTPUT),
     ] = None,
     *,
     torch: Annotated[
@@ -336,9 +348,10 @@ def reshard(
     quiet: Quiet = False,
     **given: object,
 ) -> None:
-    """Write rank files (verl, lmms-engine) for another number of ranks, to resume on them.
+    """Write a checkpoint for another number of ranks or in another format, to resume from it.
 
-    Model, optimizer, scheduler and random state are written in the format they came in.
+    Model, optimizer, scheduler and random state are written; of a model of the hub, the model
+    alone, to start a run.
     """
     from unshard import api
 
@@ -347,8 +360,10 @@ def reshard(
             checkpoint,
             output,
             world_size=world_size,
+            to=to,
             mesh=_parse_mesh(mesh),
             mesh_names=None if mesh_names is None else mesh_names.split(","),
+            device=device,
             torch=torch,
             listener=listener,
             **keywords_of(ReshardKeywords, given),

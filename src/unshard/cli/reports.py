@@ -48,14 +48,15 @@ def print_reshard(report: "ReshardReport", *, as_json: bool, quiet: bool) -> Non
     if as_json:
         print(json.dumps(fields_of(report)))
     elif not quiet:
-        mesh = " x ".join(map(str, report.mesh))
+        mesh = f" ({' x '.join(map(str, report.mesh))})" if report.mesh else ""
         tensors = counted(report.tensors, "tensor")
         state = ""
         if report.optimizer_tensors:
             state = f" and {report.optimizer_tensors:,} of the optimizer"
-        print(f"resharded {tensors}{state} for {counted(report.world_size, 'rank')} ({mesh})")
+        print(f"resharded {tensors}{state} for {counted(report.world_size, 'rank')}{mesh}")
         size, files = human_size(report.bytes_written), counted(len(report.files), "file")
-        print(f"wrote {size} in {files} for torch {report.torch}, {report.seconds:.2f} s")
+        where = f"{report.format}, torch {report.torch}"
+        print(f"wrote {size} in {files} for {where}, {report.seconds:.2f} s")
         if report.others:
             print(f"with {', '.join(report.others[:5])}")
         print(f"saved to {report.output}")

@@ -10,14 +10,21 @@ model they started from; TRL's wrapper puts `pretrained_model.` before the model
 tensors of `v_head.`, which it also looks for when it loads.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from unshard.convert.recipes import Recipe, shape_of
 from unshard.read.beside.model_config import ModelConfig
 from unshard.tensors.catalog import TensorEntry
 
-__all__ = ["Ties", "critic_config", "find_ties", "is_head", "without_trl_wrapper"]
+__all__ = [
+    "Ties",
+    "critic_config",
+    "find_ties",
+    "is_head",
+    "left_out_heads",
+    "without_trl_wrapper",
+]
 
 _EMBEDDINGS = (
     "embed_tokens.weight",
@@ -103,6 +110,22 @@ def find_ties(
 def is_head(name: str) -> bool:
     """Return whether a tensor is an output head, by its name."""
     return any(f".{name}".endswith(f".{ending}") for ending in _HEADS)
+
+
+def left_out_heads(names: Collection[str], config: ModelConfig | None) -> dict[str, str]:
+    """Return the head that `save_pretrained` leaves out of a language model, and what it repeats.
+
+    A model in training has it in its state dict under a name of its own.
+    """
+    if config is None or not config.is_tied or any(map(is_head, names)):
+        return {}
+    classes = config.fields.get("architectures")
+    named = [str(one) for one in classes] if isinstance(classes, list) else []
+    if not any(one.endswith((_LANGUAGE_MODEL, "ForConditionalGeneration")) for one in named):
+        return {}
+    endings = ("embed_tokens.weight", "wte.weight")
+    found = [name for name in names if f".{name}".endswith(tuple(f".{one}" for one in endings))]
+    return {"lm_head.weight": found[0]} if len(found) == 1 else {}
 
 
 def without_trl_wrapper(tensors: Mapping[str, Recipe]) -> dict[str, Recipe]:

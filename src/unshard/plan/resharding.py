@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from unshard.containers.pickles.records import Value
+from unshard.containers.torch_files.dcp_files import DcpFile
 from unshard.containers.torch_files.dtensors import DTensors, Version
 from unshard.containers.torch_files.writer import SavedTensor, write_pickle
 from unshard.containers.torch_files.zip_layout import ZipLayout, lay_out_zip
@@ -51,7 +52,7 @@ class Resharded:
     """The layout of all files, and their zips in the same order, which get checksums at the end."""
 
     layout: Layout
-    zips: tuple[ZipLayout, ...]
+    zips: tuple[ZipLayout | DcpFile, ...]
 
 
 class RankTensors:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from unshard.containers.open_files import opened
 from unshard.containers.strided import crc_of
+from unshard.containers.torch_files.dcp_files import DcpFile
 from unshard.containers.torch_files.zip_layout import ZipLayout
 
 __all__ = ["seal"]
@@ -13,7 +14,7 @@ _BLOCK = 256 * 1024
 """It stays in the processor's cache, and its memory is not fresh: both are several times faster."""
 
 
-def seal(path: Path, made: ZipLayout) -> None:
+def seal(path: Path, made: ZipLayout | DcpFile) -> None:
     """Write the CRC-32 of every storage into a file, which is read once from the page cache."""
     with opened(path) as file:
         crcs = [crc_of(file, start, size, block=_BLOCK) for start, size in made.storages]

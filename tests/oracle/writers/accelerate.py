@@ -20,6 +20,7 @@ from accelerate.utils import (
     save_fsdp_optimizer,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -33,6 +34,7 @@ __all__ = [
     "accelerate_fsdp1",
     "accelerate_fsdp2",
     "accelerate_full",
+    "accelerate_load",
     "accelerate_local",
     "accelerate_merge",
     "launched",
@@ -73,6 +75,24 @@ def accelerate_bins_fsdp1(rank: int, world: int, directory: Path) -> None:
 def accelerate_bins_fsdp2(rank: int, world: int, directory: Path) -> None:
     """Save DTensors of FSDP2, a file per rank, without DCP; any world size."""
     _save_bins((rank, world, directory), version=2)
+
+
+def accelerate_load(rank: int, world: int, directory: Path) -> None:
+    """Load `resharded` by `load_state` into another state, and leave what it is then."""
+    with launched(rank, world):
+        accelerator, model, optimizer = _trained(2, "SHARDED_STATE_DICT")
+        optimizer.step()  # without gradients, so that only the number of steps differs
+        for one in model.parameters():
+            one.data.zero_()
+        accelerator.load_state(str(directory / "resharded"))
+        whole = StateDictOptions(full_state_dict=True)
+        found = {
+            "model": full_state(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer, options=whole),
+            "scheduler": accelerator._schedulers[0].state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+        torch.save(found, directory / f"loaded-{rank}.pt")
 
 
 def accelerate_merge(rank: int, world: int, directory: Path) -> None:

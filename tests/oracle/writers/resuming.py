@@ -5,13 +5,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-__all__ = ["resume_grid", "resume_line", "train_line"]
+__all__ = ["resume_dcp", "resume_grid", "resume_line", "save_dcp", "train_line"]
 
 BATCH = 12
 _Parts = tuple[nn.Module, AdamW, LambdaLR]
@@ -61,10 +63,35 @@ def resume_grid(rank: int, world: int, directory: Path) -> None:
     _resume(rank, world, directory, _parts(seed=2, mesh=(2, world // 2), names=("ddp", "fsdp")))
 
 
-def _resume(rank: int, world: int, directory: Path, parts: _Parts) -> None:
+def save_dcp(rank: int, world: int, directory: Path) -> None:
+    """Save the run of `train_line` as DCP, each rank from its own files, into `dcp`."""
+    parts = _parts(seed=2, mesh=(world,), names=("fsdp",))
     model, optimizer, scheduler = parts
-    name = f"world_size_{world}_rank_{rank}.pt"
-    place = directory / f"resharded-{world}"
+    _load_ranks(parts, directory / "global_step_3" / "actor", f"world_size_{world}_rank_{rank}.pt")
+    weights, moments = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": moments, "lr_scheduler": scheduler.state_dict()}
+    state_dict_saver.save(saved, checkpoint_id=directory / "dcp")
+
+
+def resume_dcp(rank: int, world: int, directory: Path) -> None:
+    """Go on from the DCP directory `resharded-dcp`, as torch's documentation shows it."""
+    parts = _parts(seed=2, mesh=(world,), names=("fsdp",))
+    model, optimizer, scheduler = parts
+    weights, moments = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": moments, "lr_scheduler": scheduler.state_dict()}
+    state_dict_loader.load(saved, checkpoint_id=directory / "resharded-dcp")
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    scheduler.load_state_dict(saved["lr_scheduler"])
+    _go_on(rank, world, directory, parts)
+
+
+def _resume(rank: int, world: int, directory: Path, parts: _Parts) -> None:
+    _load_ranks(parts, directory / f"resharded-{world}", f"world_size_{world}_rank_{rank}.pt")
+    _go_on(rank, world, directory, parts)
+
+
+def _load_ranks(parts: _Parts, place: Path, name: str) -> None:
+    model, optimizer, scheduler = parts
 
     def loaded(kind: str) -> Any:
         return torch.load(place / f"{kind}_{name}", weights_only=False)
@@ -73,7 +100,11 @@ def _resume(rank: int, world: int, directory: Path, parts: _Parts) -> None:
     optimizer.load_state_dict(loaded("optim"))
     extra = loaded("extra_state")
     scheduler.load_state_dict(extra["lr_scheduler"])
-    torch.set_rng_state(extra["rng"]["cpu"])
+    if "rng" in extra:
+        torch.set_rng_state(extra["rng"]["cpu"])
+
+
+def _go_on(rank: int, world: int, directory: Path, parts: _Parts) -> None:
     _save_whole(rank, parts, directory / f"resumed-{world}.pt")
     _train(parts, 3)
     _save_whole(rank, parts, directory / f"trained-{world}.pt")

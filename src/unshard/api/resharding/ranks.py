@@ -6,6 +6,7 @@ from pathlib import Path
 
 from unshard.api.resharding.source import FSDP_CONFIG, SourceFiles
 from unshard.api.resharding.target import Target
+from unshard.api.resharding.writing import random_note
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import write_torch_file
 from unshard.errors import NotMergeableError
@@ -58,11 +59,7 @@ def add_files(
         (directory / name).write_bytes(data)
         written.append(name)
     if files.extra and world != before:
-        notes.append(
-            f"the random state of {before} ranks has no equivalent on {world}: rank R gets that of "
-            f"rank R modulo {before}, so random numbers will not be those of the same run on "
-            f"{before} ranks"
-        )
+        notes.append(random_note(before, world))
     for rank in range(world if files.extra else 0):
         file = files.extra.get(rank % before)
         if file is None:

@@ -2,23 +2,34 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 from unshard.api.making import warn
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
+from unshard.api.resharding.anew.dcp import dcp_anew
+from unshard.api.resharding.anew.placing import placed
+from unshard.api.resharding.anew.ranks import ranks_anew
 from unshard.api.resharding.checking import check_output
+from unshard.api.resharding.dcp_again import dcp_again
+from unshard.api.resharding.formats import ReshardFormat, format_of
 from unshard.api.resharding.ranks import add_files, files_of_ranks
-from unshard.api.resharding.source import SourceFiles, read_source
+from unshard.api.resharding.source import SourceFiles, read_source, refuse_parts
 from unshard.api.resharding.target import Target
+from unshard.api.resharding.writing import Added, Writing
+from unshard.api.sources import inflated
 from unshard.engines.threads import Overflows, run_plan
+from unshard.errors import UsageError
 from unshard.keywords import ReshardKeywords
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.plan.resharding import Resharded, lay_out_ranks
 from unshard.progress import Listener, Stage
 from unshard.read.open import Checkpoint
+from unshard.read.optimizer.reader import find_optimizer
 from unshard.showing import hearing
 from unshard.write.sealing import seal
 from unshard.write.staging.stage import Staging
@@ -34,7 +45,9 @@ class ReshardReport:
     Attributes:
         output: the directory.
         source: the directory of the source's weights.
-        world_size, mesh, mesh_names: of the output.
+        world_size: of the output.
+        format: of the output: "verl", "lmms", "dcp" or "accelerate".
+        mesh, mesh_names: of the tensors in files of ranks; empty for DCP.
         torch: the version of torch whose pickles were written.
         files: size of each file with tensors, bytes, by its path.
         others: the paths of all other files.
@@ -47,6 +60,7 @@ class ReshardReport:
     output: str
     source: str
     world_size: int
+    format: str
     mesh: tuple[int, ...]
     mesh_names: tuple[str, ...]
     torch: str
@@ -65,26 +79,33 @@ def reshard(
     output: str | Path,
     *,
     world_size: int,
+    to: str | None = None,
     mesh: Sequence[int] | None = None,
     mesh_names: Sequence[str] | None = None,
+    device: str | None = None,
     torch: str = "2.13",
     listener: Listener | None = None,
     **options: Unpack[ReshardKeywords],
 ) -> ReshardReport:
-    """Write a checkpoint of rank files (verl, lmms-engine) for another number of ranks.
+    """Write a checkpoint for another number of ranks, or in another format, to resume from it.
 
-    Model, optimizer, scheduler and random state are written in the format they came in, under the
-    same names, so the trainer resumes from the output. Tensors stay bit for bit the same, and are
-    cut along the dimension along which they were cut. The output appears by one rename, complete
-    and verified, or not at all.
+    Model, optimizer, scheduler and random state are written, of a model of the hub the model alone.
+    Tensors stay bit for bit the same, and are cut along the dimension along which they were cut, or
+    else the first. The output appears by one rename, complete and verified, or not at all.
 
     Args:
         checkpoint: as for `merge`.
         output: the directory to make, in place of the one that has the weights (verl's `actor`).
         world_size: the number of ranks to write for.
+        to: the format to write: "verl" or "lmms", the files of ranks of verl and lmms-engine;
+            "dcp", one directory for `dcp.load` with `{"model": …, "optimizer": …}`; "accelerate",
+            what its `load_state` and the HF Trainer load. Default: the one the checkpoint is in,
+            where the names in DCP stay as they are.
         mesh: sizes of the device mesh; the last dimension shards, the others replicate. Default:
-            one dimension of `world_size`.
+            one dimension of `world_size`. Only for files of ranks.
         mesh_names: names of its dimensions; default: those of the checkpoint's mesh.
+        device: the type of the ranks' devices, which torch compares with that of the model's mesh:
+            "cuda", "cpu", "npu" and the like; default: that of the checkpoint's mesh, or "cuda".
         torch: the version of torch that is to read it: 2.4, 2.6, 2.8, 2.10 or 2.13.
         listener: as for `merge`.
 
@@ -103,26 +124,47 @@ def reshard(
     chosen = MergeOptions(**options)
     with hearing(listener) as heard:
         source = read_source(given_path(checkpoint, "the checkpoint"), chosen, heard)
-        target = Target.of(source, world_size, mesh, mesh_names, torch)
-        report = _write(source, target, given_output(output), chosen, heard)
-    return replace(report, seconds=round(time.monotonic() - started, 3))
+        kind = ReshardFormat.wanted(source, to)
+        if kind.is_dcp and (mesh, mesh_names, device) != (None, None, None):
+            what = "--mesh, --mesh-names and --device exclude DCP, which is loaded on any mesh"
+            raise UsageError(what, hint="leave them out")
+        with ExitStack() as stack:
+            source = _prepared(source, kind, chosen, stack)
+            target = Target.of(source, world_size, mesh, mesh_names, device, torch)
+            goal = given_output(output)
+            writing = _writing(source, target, kind, goal, stack)
+            notes, others = _write(source, writing, kind, goal, chosen, heard)
+    seconds = round(time.monotonic() - started, 3)
+    return _report(source, target, kind, goal, writing.made, others, notes, seconds)
 
 
-def _write(
+def _prepared(
+    source: Checkpoint, kind: ReshardFormat, options: MergeOptions, stack: ExitStack
+) -> Checkpoint:
+    """Return a checkpoint with its optimizer's state, placed as the format needs it."""
+    source = replace(source, optimizer=find_optimizer(source, options.reading))
+    if kind.is_dcp or kind is not format_of(source):
+        return placed(inflated(source, stack))
+    refuse_parts(source)
+    return source
+
+
+def _write(  # noqa: PLR0917 (what is read, and what is made of it)
     source: Checkpoint,
-    target: Target,
+    writing: Writing,
+    kind: ReshardFormat,
     output: Path,
     options: MergeOptions,
     listener: Listener,
-) -> ReshardReport:
-    files = SourceFiles.of(source)
-    made = lay_out_ranks([*files_of_ranks(source, target, files)], target.version)
-    plan, locations = make_plan(made.layout), source.location
+) -> Added:
+    """Write the output and commit it; return notes, and the paths of its files without tensors."""
+    made, locations = writing.made, source.location
+    plan = make_plan(made.layout)
     entries = source.catalog.tensors.values()
     refuse_sources(output, {path for one in entries for path in one.chunks.paths})
     stage = Staging(
         output,
-        plan.bytes_written + sum(one.stat().st_size for one in files.small.values()) * 2,
+        plan.bytes_written + writing.small_bytes * 2,
         sources=[locations.step_dir, *locations.roots],
         names=[file.filename for file in made.layout.files],
     )
@@ -131,12 +173,28 @@ def _write(
             (stage.directory / file.filename).parent.mkdir(parents=True, exist_ok=True)
         listener(Stage("writing", sum(one.data_bytes for one in made.layout.files)))
         _make_files(plan, made, stage.directory, options, listener)
-        notes, others = add_files(source, target, files, stage.directory)
+        notes, others = writing.add(stage.directory)
         if options.verify != "off":
-            check_output(source, made, stage.directory, options, listener)
+            check_output(source, made, kind, stage.directory, options, listener)
         listener(Stage("committing"))
         notes += stage.commit()
-    return _report(source, target, output, made, others, warn(listener, notes))
+    return warn(listener, notes), others
+
+
+def _writing(
+    source: Checkpoint, target: Target, kind: ReshardFormat, output: Path, stack: ExitStack
+) -> Writing:
+    """Lay out everything that is written."""
+    if kind is not format_of(source):
+        if kind.is_dcp:
+            return dcp_anew(source, target, kind, output)
+        return ranks_anew(source, target, kind)
+    if kind.is_dcp:
+        return dcp_again(source, target, output, stack)
+    files = SourceFiles.of(source)
+    made = lay_out_ranks([*files_of_ranks(source, target, files)], target.version)
+    small = sum(one.stat().st_size for one in files.small.values())
+    return Writing(made, small, partial(add_files, source, target, files))
 
 
 def _make_files(
@@ -157,24 +215,27 @@ def _make_files(
 def _report(  # noqa: PLR0917 (all that was made)
     source: Checkpoint,
     target: Target,
+    kind: ReshardFormat,
     output: Path,
     made: Resharded,
     others: Sequence[str],
     notes: Sequence[str],
+    seconds: float,
 ) -> ReshardReport:
     mesh = target.meshes[0]
     return ReshardReport(
         output=str(output),
         source=str(source.location.weights_dir),
         world_size=len(target.meshes),
-        mesh=mesh.shape,
-        mesh_names=mesh.dim_names or (),
+        format=kind.value,
+        mesh=() if kind.is_dcp else mesh.shape,
+        mesh_names=() if kind.is_dcp else mesh.dim_names or (),
         torch=target.torch,
         files={file.filename: file.size for file in made.layout.files},
         others=tuple(others),
         tensors=len(source.catalog.tensors),
         optimizer_tensors=sum(len(one.tensors) for one in source.catalogs[1:]),
         bytes_written=sum(file.size for file in made.layout.files),
-        seconds=0.0,
+        seconds=seconds,
         notes=tuple(notes),
     )

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.api.options import MergeOptions
@@ -10,39 +10,39 @@ from unshard.errors import NotMergeableError
 from unshard.progress import Chosen, Listener, Stage
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.rank_files import find_files
-from unshard.read.optimizer.reader import find_optimizer
-from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.training_state.reader import find_state_files
 
-__all__ = ["FSDP_CONFIG", "SourceFiles", "read_source"]
+__all__ = ["FSDP_CONFIG", "SourceFiles", "read_source", "refuse_parts"]
 
 _NUMBERS = re.compile(r"world_size_\d+_rank_\d+")
 FSDP_CONFIG = "fsdp_config.json"
 
 
 def read_source(path: Path, options: MergeOptions, listener: Listener) -> Checkpoint:
-    """Return a checkpoint of rank files with its optimizer's state.
+    """Return a checkpoint, without its optimizer's state.
 
     Raises:
-        CheckpointError: it has another format, or parts that no device mesh describes.
+        CheckpointError: it cannot be read.
     """
     listener(Stage("reading"))
     source = open_latest(path, options.choice, options.reading)
-    first = next(iter(source.catalog.tensors.values())).chunks.paths[0]
-    if source.location.format is not RANK_FILES or not _NUMBERS.search(first.name):
-        raise NotMergeableError(
-            f"{first}: is {source.catalog.format}",
-            expected="rank files, such as model_world_size_4_rank_0.pt",
-            hint="torch loads a DCP checkpoint on any number of ranks as it is",
-        )
+    listener(Chosen(f"resharding {source.title}"))
+    return source
+
+
+def refuse_parts(source: Checkpoint) -> None:
+    """Refuse files of ranks with parts that no device mesh describes.
+
+    Raises:
+        NotMergeableError: there are such.
+    """
     for entry in source.catalog.tensors.values():
         if entry.sharding is None and (entry.chunks.sizes != entry.shape).any():
             raise NotMergeableError(
                 f"tensor {entry.fqn}: every rank has another part of it, and no device mesh",
                 expected="a DTensor, or a tensor that every rank has whole",
+                hint="write it for torch.distributed.checkpoint: --to dcp",
             )
-    listener(Chosen(f"resharding {source.title}"))
-    return replace(source, optimizer=find_optimizer(source, options.reading))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,13 @@ class Target:
         return VERSIONS[self.torch]
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0917 (what the options say)
         cls,
         source: Checkpoint,
         world_size: int,
         mesh: Sequence[int] | None,
         mesh_names: Sequence[str] | None,
+        device: str | None,
         torch: str,
     ) -> "Target":
         """Return the target that the options mean.
@@ -52,7 +53,9 @@ class Target:
         if len(names) != len(shape):
             what = f"--mesh-names {','.join(names)}: {len(names)} names for {len(shape)} dimensions"
             raise UsageError(what, hint="give one name per dimension of --mesh: --mesh-names A,B")
-        return cls(meshes_of(shape, names, known.device_type or "cuda"), torch)
+        if device is not None and not device.isidentifier():
+            raise UsageError(f"--device {device!r}: is not a type of device", expected="cuda, cpu")
+        return cls(meshes_of(shape, names, device or known.device_type or "cuda"), torch)
 
 
 def _mesh_of(source: Checkpoint) -> DeviceMesh:

@@ -9,6 +9,7 @@ Sources: `torch.distributed.checkpoint.filesystem`; the files of torch 2.4 to 2.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
+from zlib import crc32
 
 from unshard.containers.torch_files.dcp_metadata import (
     Place,
@@ -20,11 +21,11 @@ from unshard.containers.torch_files.dcp_metadata import (
     metadata_pickle,
 )
 from unshard.containers.torch_files.dtensors import Version
-from unshard.containers.torch_files.writer import SavedTensor, write_pickle
+from unshard.containers.torch_files.writer import Plain, SavedTensor, write_pickle
 from unshard.containers.torch_files.zip_layout import ZipLayout, lay_out_zip
 from unshard.tensors.dtypes import DType
 
-__all__ = ["DcpFile", "DcpLayout", "lay_out_dcp"]
+__all__ = ["DcpFile", "DcpLayout", "lay_out_dcp", "object_data"]
 
 _ROOT = "archive"  # what torch calls a zip that it writes into an open file
 
@@ -45,12 +46,15 @@ class DcpFile:
     places: tuple[Place, ...]
     items: tuple[bytes | ZipLayout, ...]
 
-    def elements(self) -> Iterator[tuple[int, int]]:
-        """Yield the offset and size, bytes, of every tensor's elements, in the plan's order."""
+    @property
+    def storages(self) -> tuple[tuple[int, int], ...]:
+        """The offset and size, bytes, of every tensor's elements, in the plan's order."""
+        found = []
         for place, item in zip(self.places, self.items, strict=True):
             if isinstance(item, ZipLayout):
                 at, size = item.storages[0]
-                yield place.offset + at, size
+                found.append((place.offset + at, size))
+        return tuple(found)
 
     def fixed(self, crcs: Sequence[int] | None = None) -> Iterator[tuple[int, bytes]]:
         """Yield the offset and bytes of everything but the elements.
@@ -109,6 +113,28 @@ def lay_out_dcp(
     places = [file.places for file in files]
     pickle = metadata_pickle(plan, places, version, checkpoint_id=checkpoint_id, save_id=save_id)
     return DcpLayout(files, pickle)
+
+
+def object_data(value: Plain, version: Version) -> bytes:
+    """Return the item that a value is which is not a tensor, and has none that is in a file.
+
+    Raises:
+        TypeError, ValueError: it cannot be written (see `pickler.pickled`).
+    """
+    pickle, tensors = write_pickle(value)
+    elements = [one.source for one in tensors]
+    known = [one for one in elements if isinstance(one, bytes)]
+    if len(known) < len(elements):
+        raise TypeError("a tensor whose elements are in a file cannot be part of an object")
+    layout = lay_out_zip(_ROOT, pickle, [len(one) for one in known], version)
+    data = bytearray(layout.size)
+    places = [at for at, _ in layout.storages]
+    for at, piece in (
+        *layout.fixed([crc32(one) for one in known]),
+        *zip(places, known, strict=True),
+    ):
+        data[at : at + len(piece)] = piece
+    return bytes(data)
 
 
 def _tensor_file(part: SavedPart, version: Version) -> ZipLayout:

@@ -81,12 +81,14 @@ class DcpMetadata:
         tensors: by flat name, in the order of the saved dict.
         objects: flat names of values that are not tensors.
         paths: of flat names in the saved dict; empty if the save was not flattened.
+        steps: the same, with the indices of lists as numbers, which keys of dicts never are.
         items: where each chunk and each object is stored.
     """
 
     tensors: dict[str, DescribedTensor] = field(default_factory=dict)
     objects: dict[str, None] = field(default_factory=dict)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    steps: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     items: dict[_Index, Item] = field(default_factory=dict)
 
 
@@ -137,7 +139,9 @@ def _add(whole: DcpMetadata, path: Path, value: Value) -> None:
         else:
             raise TensorFormError(f"metadata of unknown form for {name}")
     planned = member(fields, "planner_data")
-    whole.paths |= _paths(planned, described)
+    steps = _paths(planned, described)
+    whole.steps |= steps
+    whole.paths |= {name: tuple(map(str, path)) for name, path in steps.items()}
     storage = member(fields, "storage_data")
     if not isinstance(storage, dict):
         raise TensorFormError("storage data of unknown form")
@@ -148,19 +152,19 @@ def _add(whole: DcpMetadata, path: Path, value: Value) -> None:
         whole.items[name, offsets] = _item(path, info)
 
 
-def _paths(planned: Value, described: dict[str, Value]) -> dict[str, tuple[str, ...]]:
+def _paths(planned: Value, described: dict[str, Value]) -> dict[str, tuple[str | int, ...]]:
     """Return the path of every name; none where the saved dict was not flattened."""
     if planned is None:
         return {}
-    paths = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
     for name, parts in _named(planned).items():
         match parts:
             case [_, *_] if all(
                 isinstance(part, str) or (type(part) is int and 0 <= part < _MAX_OFFSET)
                 for part in parts  # keys of dicts and indices of lists
             ):
-                paths[name] = tuple(str(part) for part in parts)
-        if name in described and ".".join(paths.get(name, ())) != name:
+                paths[name] = tuple(part if isinstance(part, str | int) else "" for part in parts)
+        if name in described and ".".join(map(str, paths.get(name, ()))) != name:
             raise TensorFormError(f"a plan that gives {name!r} another path")
     lost = [name for name in described if name not in paths]
     if lost:

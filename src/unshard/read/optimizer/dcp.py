@@ -20,7 +20,7 @@ from unshard.containers.torch_files.writer import Plain
 from unshard.containers.torch_files.zip import read_torch_zip
 from unshard.containers.zstd import decompress
 from unshard.errors import IncompleteError, NotMergeableError
-from unshard.read.dcp.metadata import DcpMetadata, read_metadata
+from unshard.read.dcp.metadata import DcpMetadata, Item, read_metadata
 from unshard.read.dcp.reader import metadata_files, read_tensors
 from unshard.read.format import Location, find_file
 from unshard.read.optimizer.groups import Group, alike_groups
@@ -29,7 +29,7 @@ from unshard.read.optimizer.state import Key, SavedState, flat_name, refuse_quan
 from unshard.read.training_state.plain_values import plain_values
 from unshard.tensors.catalog import Catalog, TensorEntry
 
-__all__ = ["read_dcp"]
+__all__ = ["place_of", "places_of", "read_dcp", "read_value"]
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _FOLDERS = ("optimizer", "optim")
@@ -61,7 +61,7 @@ def read_dcp(location: Location) -> SavedState | None:
     Raises:
         CheckpointError: it cannot be read, or there are several.
     """
-    for place in _places(location):
+    for place in places_of(location):
         metadata = read_metadata(metadata_files(place))
         found = _find(metadata, str(place.weights_dir))
         if found is not None:
@@ -69,7 +69,7 @@ def read_dcp(location: Location) -> SavedState | None:
     return None
 
 
-def _places(location: Location) -> list[Location]:
+def places_of(location: Location) -> list[Location]:
     """Return where an optimizer may be: with the model, or in a directory next to it."""
     name, places = location.weights_dir.name, [location]
     own = _OPTIMIZER_FOLDER + name.removeprefix(_MODEL_FOLDER)
@@ -136,7 +136,7 @@ def _read(metadata: DcpMetadata, found: _Found, place: Location) -> SavedState:
         refuse_quantised(f"{place.weights_dir}: parameter {parameter}", kinds)
     values: dict[Key, dict[str, Plain]] = {}
     for name, (owner, key) in found.objects.items():
-        values.setdefault(key_of(owner), {})[key] = _object(metadata, place, name)
+        values.setdefault(key_of(owner), {})[key] = read_value(metadata, place, name)
     groups = _groups(metadata, found, place)
     catalog = Catalog("", 1, tensors, archives=archives)
     return SavedState(str(place.weights_dir), catalog, keys, groups, values)
@@ -150,7 +150,7 @@ def _groups(metadata: DcpMetadata, found: _Found, place: Location) -> list[Group
         metadata, {name: name for name in found.groups if name in metadata.tensors}, place.roots
     )
     for name, (owner, key) in found.groups.items():
-        value = _number(tensors[name]) if name in tensors else _object(metadata, place, name)
+        value = _number(tensors[name]) if name in tensors else read_value(metadata, place, name)
         fields, params = values.setdefault(owner, {}), listed.setdefault(owner, [])
         if key[0] == _PARAMS and not found.is_flat:
             inner = value if isinstance(value, list) else [value]
@@ -176,8 +176,27 @@ def _number(entry: TensorEntry) -> Plain:
         return read_numbers(file, [(entry.dtype, int(chunks.start[0]))])[0]
 
 
-def _object(metadata: DcpMetadata, place: Location, name: str) -> Plain:
-    """Return a pickled object as a plain value; None if it has none."""
+def read_value(metadata: DcpMetadata, place: Location, name: str) -> Plain:
+    """Return a pickled object as a plain value; None if it has none.
+
+    Raises:
+        IncompleteError: its file is missing or too short.
+    """
+    path, item = place_of(metadata, place, name)
+    if item.compressed:
+        archive = _decompressed(path, (item.offset, item.length), name)
+    else:
+        archive = read_torch_file(path, offset=item.offset, length=item.length)
+    fields = plain_values(replace(archive, value={name: archive.value})).value
+    return fields.get(name) if isinstance(fields, dict) else None
+
+
+def place_of(metadata: DcpMetadata, place: Location, name: str) -> tuple[Path, Item]:
+    """Return where a pickled object is.
+
+    Raises:
+        IncompleteError: its file is missing or too short.
+    """
     item = metadata.items.get((name, None))
     path = None if item is None else find_file(place.roots, item.path)
     if item is None or path is None or item.offset + item.length > path.stat().st_size:
@@ -186,12 +205,7 @@ def _object(metadata: DcpMetadata, place: Location, name: str) -> Plain:
             hint="copy it here from the node that wrote it, or name that node's directory: "
             "--also DIR",
         )
-    if item.compressed:
-        archive = _decompressed(path, (item.offset, item.length), name)
-    else:
-        archive = read_torch_file(path, offset=item.offset, length=item.length)
-    fields = plain_values(replace(archive, value={name: archive.value})).value
-    return fields.get(name) if isinstance(fields, dict) else None
+    return path, item
 
 
 def _decompressed(path: Path, window: tuple[int, int], name: str) -> TorchFile:

@@ -7,6 +7,7 @@ belongs to, or whether what the files say of that is true.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from unshard.containers.open_files import opened
 from unshard.containers.torch_files.writer import Plain
@@ -36,8 +37,12 @@ from unshard.tensors.dtypes import DType, DTypeKind
 __all__ = ["find_optimizer", "read_optimizer", "steps_of"]
 
 
-def find_optimizer(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerState | None:
+def find_optimizer(
+    checkpoint: Checkpoint, options: ReadOptions, known: Mapping[str, int] = MappingProxyType({})
+) -> OptimizerState | None:
     """Return the state of a checkpoint's optimizer; None if there is none that can be read.
+
+    `known` are the numbers of the parameters, where the files are known to have these.
 
     Raises:
         CheckpointError: it cannot be read; see `read_optimizer`.
@@ -48,7 +53,8 @@ def find_optimizer(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerSta
     if found is None:
         return None
     model = checkpoint.catalog
-    names = _names(found, model)
+    numbered: dict[Key, str] = {number: name for name, number in known.items()}
+    names = Noted(numbered) if numbered else _names(found, model)
     state = _named(found, names.value, model)
     state = replace(state, names=", ".join(names.notes) or "recorded", steps=steps_of(state))
     _check_shapes(state, model)

@@ -20,7 +20,7 @@ import numpy as np
 from unshard.containers.torch_files.writer import Plain, SavedTensor, write_pickle
 from unshard.tensors.dtypes import numpy_dtype
 
-__all__ = ["RankState", "StateWriter", "rank_state", "unite"]
+__all__ = ["RankState", "StateWriter", "own_device", "rank_state", "unite"]
 
 _StateFields = dict[str, Plain]
 
@@ -136,7 +136,7 @@ def _rng(present: Mapping[int, RankState], world_size: int) -> tuple[_StateField
         if why:
             notes.append(f"rng.{name} was left out: {why}; what was saved is in rng_by_rank")
         else:
-            rng[name] = [_own(per_rank[rank], rank, world_size) for rank in range(world_size)]
+            rng[name] = [own_device(per_rank[rank], rank, world_size) for rank in range(world_size)]
     return rng, notes
 
 
@@ -157,7 +157,7 @@ def _why_no_order(per_rank: Mapping[int, Plain], world_size: int) -> str:
     return ""
 
 
-def _own(value: Plain, rank: int, world_size: int) -> Plain:
+def own_device(value: Plain, rank: int, world_size: int) -> Plain:
     """Return the state of a rank's own device, of all those that it saw.
 
     Trainer and accelerate save all that a process sees, ranks of a node in their order.

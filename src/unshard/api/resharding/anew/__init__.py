@@ -1,0 +1,1 @@
+"""A checkpoint in another format than the one it came in."""

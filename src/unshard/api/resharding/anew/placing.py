@@ -1,0 +1,125 @@
+"""Decide how tensors are cut for another format than the one they came in.
+
+What files of ranks state is kept. Where a format states no placements, as DCP and whole models do
+not, a tensor is cut along the dimension along which it is stored in parts, or else the first.
+Buffers stay whole: FSDP never cuts them, and torch does not load a DTensor into one.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from unshard.convert.heads import left_out_heads
+from unshard.convert.names import training_names
+from unshard.convert.recipes import Take, take
+from unshard.errors import NotMergeableError
+from unshard.read.open import Checkpoint
+from unshard.read.optimizer.state import OptimizerState, split_name
+from unshard.read.whole_files.reader import WHOLE_FILES
+from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.dtypes import DTypeKind
+from unshard.tensors.placements import DeviceMesh, Shard, Sharding, StridedShard
+
+__all__ = ["cut_dimension", "placed", "placed_alone"]
+
+_MESH = DeviceMesh((1,), ("fsdp",), (0,), "cuda")
+
+
+def placed(source: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose tensors are placed, under their names in training.
+
+    The parameters of its optimizer are numbered in the order of the groups.
+
+    Raises:
+        NotMergeableError: its weights are quantised.
+    """
+    config = source.config
+    if config is not None and "quantization_config" in config.fields:
+        raise NotMergeableError(
+            f"{source.location.weights_dir}: its weights are quantised, which is not for training",
+            hint="start from the model in bfloat16 or float32",
+        )
+    tensors = dict(source.catalog.tensors)
+    if source.location.format is WHOLE_FILES:
+        tensors = _in_training(source, tensors)
+    trained = _trained(source.optimizer)
+    are_cut = any(map(_is_cut, tensors.values()))
+    placings = {name: _sharding(entry, trained, are_cut=are_cut) for name, entry in tensors.items()}
+    model = {name: replace(one, sharding=placings[name]) for name, one in tensors.items()}
+    state = None if source.optimizer is None else _state(source.optimizer, model)
+    catalog = replace(source.catalog, tensors=model)
+    return replace(source, catalog=catalog, optimizer=state)
+
+
+def cut_dimension(entry: TensorEntry) -> int | None:
+    """Return the dimension along which a placed tensor is cut; None if each rank has it whole."""
+    if entry.sharding is None:
+        return None
+    cut = {one.dim for one in entry.sharding.placements if isinstance(one, Shard | StridedShard)}
+    return min(cut, default=None)
+
+
+def placed_alone(entry: TensorEntry) -> TensorEntry:
+    """Return a tensor placed as it is stored: cut if it is stored in parts, and else whole."""
+    dims = _dims_cut(entry)
+    sharding = Sharding(_MESH, (Shard(dims[0] if len(dims) == 1 else 0),)) if dims else None
+    return replace(entry, sharding=sharding)
+
+
+def _in_training(source: Checkpoint, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors of a model of the hub as training has them: other names, tied heads."""
+    renamed = training_names({name: take(one) for name, one in tensors.items()}, source.config)
+    entries = {
+        name: replace(recipe.entry, fqn=name)
+        for name, recipe in renamed.items()
+        if isinstance(recipe, Take)
+    }
+    for head, original in left_out_heads(entries, source.config).items():
+        entries[head] = replace(entries[original], fqn=head)
+    return entries
+
+
+def _trained(state: OptimizerState | None) -> frozenset[str]:
+    """Return the names of the optimizer's parameters; none if it is not known."""
+    groups = () if state is None else state.groups
+    return frozenset(name for group in groups for name in group.params)
+
+
+def _dims_cut(entry: TensorEntry) -> list[int]:
+    """Return the dimensions along which its chunks differ."""
+    found: list[int] = np.flatnonzero(entry.chunks.offsets.any(axis=0)).tolist()
+    return found
+
+
+def _is_cut(entry: TensorEntry) -> bool:
+    return entry.sharding is not None or bool(_dims_cut(entry))
+
+
+def _sharding(entry: TensorEntry, trained: Iterable[str], *, are_cut: bool) -> Sharding | None:
+    """Return how a tensor of the model is placed; None: each rank has it whole, as a buffer."""
+    if entry.sharding is not None:
+        return entry.sharding
+    dims = _dims_cut(entry)
+    if not dims and (not entry.shape or entry.dtype.kind is not DTypeKind.FLOAT):
+        return None
+    # Of a checkpoint whose parameters are cut, a tensor of several rows that is not is a buffer.
+    if not dims and are_cut and entry.fqn not in trained and entry.shape[0] > 1:
+        return None
+    return Sharding(_MESH, (Shard(dims[0] if len(dims) == 1 else 0),))
+
+
+def _state(state: OptimizerState, model: Mapping[str, TensorEntry]) -> OptimizerState:
+    """Return an optimizer's state placed like its parameters, which are numbered."""
+    tensors = {}
+    for name, entry in state.catalog.tensors.items():
+        parameter = model[split_name(name)[0]]
+        sharding = entry.sharding
+        if sharding is None and entry.shape:
+            dims = _dims_cut(entry)
+            own = Sharding(_MESH, (Shard(dims[0]),)) if dims else None
+            sharding = parameter.sharding if entry.shape == parameter.shape else own
+        tensors[name] = replace(entry, sharding=sharding)
+    every = [name for group in state.groups for name in group.params]
+    numbers = dict(state.numbers) or {name: number for number, name in enumerate(every)}
+    return replace(state, catalog=replace(state.catalog, tensors=tensors), numbers=numbers)

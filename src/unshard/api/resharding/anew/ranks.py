@@ -1,0 +1,50 @@
+"""Files of ranks (verl, lmms-engine) of a checkpoint in another format."""
+
+import re
+from functools import partial
+from json import dumps
+
+from unshard.api.resharding.anew.training import add_training, read_training
+from unshard.api.resharding.formats import ReshardFormat, files_for
+from unshard.api.resharding.ranks import files_of_ranks
+from unshard.api.resharding.source import FSDP_CONFIG
+from unshard.api.resharding.target import Target
+from unshard.api.resharding.writing import Addition, Writing, write_additions
+from unshard.plan.resharding import lay_out_ranks
+from unshard.read.open import Checkpoint
+from unshard.read.whole_files.reader import WHOLE_FILES
+
+__all__ = ["add_companions", "ranks_anew"]
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def ranks_anew(source: Checkpoint, target: Target, to: ReshardFormat) -> Writing:
+    """Return what is written of a checkpoint that is placed (see `placing`)."""
+    world = len(target.meshes)
+    made = lay_out_ranks([*files_of_ranks(source, target, files_for(to, source))], target.version)
+    files = Addition()
+    add_companions(source, "huggingface/" if to is ReshardFormat.VERL else "", files)
+    if to is ReshardFormat.VERL:
+        config = {"FSDP_version": 2, "world_size": world}
+        files.data[FSDP_CONFIG] = dumps(config, indent=4).encode()
+    device = target.meshes[0].device_type
+    add_training(read_training(source), to, world, device, files)
+    return Writing(made, files.size, partial(write_additions, files))
+
+
+def add_companions(source: Checkpoint, folder: str, files: Addition) -> None:
+    """Add config, tokenizer and the like, and note what else the source has or lacks."""
+    own = source.companions
+    config = {} if own.config is None else {"config.json": own.config}
+    files.copied |= {f"{folder}{name}": path for name, path in (config | dict(own.files)).items()}
+    if source.optimizer is None:
+        files.notes.append("no state of an optimizer was found: only the model can be loaded")
+    if source.location.format is WHOLE_FILES and any(map(_EXPERT.search, source.catalog.tensors)):
+        files.notes.append(
+            "every expert has tensors of its own, as on the hub: transformers 5 trains the experts "
+            "of most families in one tensor, and then does not load these"
+        )
+    skipped = [one.fqn for one in source.catalog.skipped if not one.fqn.startswith("optim")]
+    if skipped:
+        files.notes.append(f"left out: {', '.join(skipped[:5])} (not the model's weights)")

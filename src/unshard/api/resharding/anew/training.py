@@ -1,0 +1,181 @@
+"""Scheduler and random state, from the files of one format to those of another."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from unshard.api.resharding.formats import ReshardFormat
+from unshard.api.resharding.writing import Addition, random_note
+from unshard.containers.torch_files.reader import read_torch_file
+from unshard.containers.torch_files.writer import Plain
+from unshard.read.dcp.metadata import DcpMetadata, read_metadata
+from unshard.read.dcp.reader import DCP, metadata_files
+from unshard.read.open import Checkpoint
+from unshard.read.optimizer.dcp import read_value
+from unshard.read.training_state.plain_values import plain_values
+from unshard.read.training_state.reader import StateFiles, find_state_files
+from unshard.read.training_state.rng_states import RankState, own_device, rank_state
+
+__all__ = ["SCHEDULER", "Training", "add_training", "read_training"]
+
+SCHEDULER = "lr_scheduler"
+"""What the scheduler is called in the dict that is saved; so do torchtitan and torch's examples."""
+_SCHEDULERS = (SCHEDULER, "scheduler")
+_OF_PROCESS = ("cpu", "numpy", "random")
+_ACCELERATE = {"cpu": "torch_manual_seed", "numpy": "numpy_random_seed", "random": "random_state"}
+_TOKENS = "total_tokens"  # without it lmms-engine does not load
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Training:
+    """What a checkpoint has besides model and optimizer.
+
+    Attributes:
+        scheduler: the state of its scheduler; None if it has none.
+        ranks: what each rank saved; None where that is not known. Empty if no rank saved anything.
+        notes: what was left out, for the user.
+    """
+
+    scheduler: Plain = None
+    ranks: Sequence[RankState | None] = ()
+    notes: tuple[str, ...] = ()
+
+
+def read_training(source: Checkpoint) -> Training:
+    """Return scheduler and random state of a checkpoint of any format."""
+    files = find_state_files(source.location, source.catalog.world_size)
+    found = Training() if files is None else _of_files(files)
+    if found.scheduler is None and source.location.format is DCP:
+        metadata = read_metadata(metadata_files(source.location))
+        found = replace(found, scheduler=_in_dcp(metadata, source))
+    return found
+
+
+def _of_files(files: StateFiles) -> Training:
+    notes = [*files.notes]
+    states: list[RankState | None] = [None] * files.world_size
+    for rank, path in files.ranks.items():
+        found = plain_values(read_torch_file(path))
+        states[rank] = rank_state(files.writer, found.value)
+        notes += [f"{path.name}: left out {', '.join(found.notes)}"] if found.notes else []
+    schedulers = [plain_values(read_torch_file(path)).value for path in files.schedulers]
+    if len(schedulers) > 1:
+        notes.append(f"{len(schedulers)} schedulers were saved: only the first is written")
+    known = [one.others.get(SCHEDULER) for one in states if one is not None]
+    scheduler = next((one for one in (*schedulers, *known) if one is not None), None)
+    return Training(scheduler, tuple(states), tuple(notes))
+
+
+def _in_dcp(metadata: DcpMetadata, source: Checkpoint) -> Plain:
+    """Return the scheduler that was saved in the model's own directory; None without one."""
+    whole: dict[str, Plain] = {}
+    for name in metadata.objects:
+        path = metadata.paths.get(name, (name,))
+        at = next((at for at, part in enumerate(path[:-1]) if part in _SCHEDULERS), None)
+        if at is not None:
+            inner = whole
+            for part in path[at + 1 : -1]:
+                below = inner.setdefault(part, {})
+                if not isinstance(below, dict):
+                    return None
+                inner = below
+            inner[path[-1]] = read_value(metadata, source.location, name)
+    return whole or None
+
+
+def add_training(
+    found: Training, to: ReshardFormat, world: int, device: str, files: Addition
+) -> None:
+    """Add the files of scheduler and random state of a format, and note what has no place in it.
+
+    Args:
+        found: the state of the source.
+        to: the format; that of `dcp` has no files for them, only the scheduler among its items.
+        world: the number of ranks.
+        device: the type of the ranks' devices.
+        files: to add to.
+    """
+    files.notes += found.notes
+    states = [found.ranks[rank % len(found.ranks)] for rank in range(world if found.ranks else 0)]
+    has_random = any(one is not None and one.rng for one in states)
+    if has_random and to is ReshardFormat.DCP:
+        files.notes.append("the random state of ranks has no place in one DCP directory: left out")
+    elif has_random and len(found.ranks) != world:
+        files.notes.append(random_note(len(found.ranks), world))
+    match to:
+        case ReshardFormat.DCP:
+            pass
+        case ReshardFormat.ACCELERATE:
+            _add_accelerate(found, states, files)
+        case ReshardFormat.VERL | ReshardFormat.LMMS:
+            folder = "extra_state/" if to is ReshardFormat.LMMS else ""
+            for rank in range(world):
+                state = states[rank] if states else None
+                rng = {} if state is None else _own_devices(state.rng, rank, len(found.ranks))
+                others = {} if state is None else dict(state.others)
+                name = f"{folder}extra_state_world_size_{world}_rank_{rank}.pt"
+                if to is ReshardFormat.VERL:
+                    files.saved[name] = _verl(found, rng, device)
+                else:
+                    files.saved[name] = _lmms(found, rng, others)
+            files.notes += _lacking(to, files)
+
+
+def _own_devices(rng: Mapping[str, Plain], rank: int, world: int) -> dict[str, Plain]:
+    """Return a rank's random state, of its devices only its own, as extra_state files have it."""
+    return {
+        name: one if name in _OF_PROCESS else own_device(one, rank % world, world)
+        for name, one in rng.items()
+        if name in _OF_PROCESS or one not in ([], ())
+    }
+
+
+def _is_loaded_by_verl(rng: Mapping[str, Plain], device: str) -> bool:
+    """Return whether verl loads it: it needs the state of the device, unless that is the CPU."""
+    return all(name in rng for name in _OF_PROCESS) and (device == "cpu" or device in rng)
+
+
+def _verl(found: Training, rng: Mapping[str, Plain], device: str) -> Plain:
+    own = {"rng": dict(rng)} if _is_loaded_by_verl(rng, device) else {}
+    return {SCHEDULER: found.scheduler, **own}
+
+
+def _lmms(found: Training, rng: Mapping[str, Plain], others: dict[str, Plain]) -> Plain:
+    others.pop(SCHEDULER, None)
+    scheduler = {} if found.scheduler is None else {"lr_scheduler_state": found.scheduler}
+    return {**scheduler, "rng": dict(rng), _TOKENS: 0, **others}
+
+
+def _lacking(to: ReshardFormat, files: Addition) -> Iterator[str]:
+    """Yield what the trainer would look for in the files of ranks, and does not find."""
+    first = next(one for name, one in files.saved.items() if "extra_state" in name)
+    fields = first if isinstance(first, dict) else {}
+    lacks = []
+    if fields.get(SCHEDULER, fields.get("lr_scheduler_state")) is None:
+        lacks.append("no scheduler")
+    if not fields.get("rng"):
+        lacks.append("no random state that the trainer can load")
+    if lacks:
+        yield f"extra_state has {' and '.join(lacks)}: the source has none"
+    if to is ReshardFormat.LMMS:
+        yield "dataloader_state is not written: lmms-engine needs the files of such a run to resume"
+
+
+def _add_accelerate(found: Training, states: Sequence[RankState | None], files: Addition) -> None:
+    if found.scheduler is not None:
+        files.saved["scheduler.bin"] = found.scheduler
+    devices: set[str] = set()
+    for rank, state in enumerate(states):
+        if state is None or not state.rng:
+            continue
+        own: dict[Plain, Plain] = {
+            key: state.rng[name] for name, key in _ACCELERATE.items() if name in state.rng
+        }
+        own |= {key: state.others[key] for key in ("step",) if key in state.others}
+        files.saved[f"random_states_{rank}.pkl"] = own
+        devices |= state.rng.keys() - set(_OF_PROCESS)
+    if devices:
+        files.notes.append(
+            f"the random state of devices ({', '.join(sorted(devices))}) is left out: accelerate "
+            "stores that of all devices of a node for every rank, and how they are spread is not "
+            "known"
+        )

@@ -1,0 +1,77 @@
+"""The formats that a reshard writes: which one a checkpoint is in, and where its files are."""
+
+import re
+from enum import Enum
+from pathlib import Path
+
+from unshard.api.resharding.source import SourceFiles
+from unshard.errors import NotMergeableError, UsageError
+from unshard.read.dcp.reader import DCP
+from unshard.read.open import Checkpoint
+from unshard.read.rank_files.reader import RANK_FILES
+
+__all__ = ["ReshardFormat", "files_for", "format_of"]
+
+_NUMBERED = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
+_ACCELERATE = "pytorch_model_fsdp_"
+
+
+class ReshardFormat(Enum):
+    """Who loads the output: `dcp` is for `dcp.load`, `accelerate` also for the HF Trainer."""
+
+    VERL = "verl"
+    LMMS = "lmms"
+    DCP = "dcp"
+    ACCELERATE = "accelerate"
+
+    @property
+    def is_dcp(self) -> bool:
+        """Whether the files are those of torch.distributed.checkpoint, and not of ranks."""
+        return self in {ReshardFormat.DCP, ReshardFormat.ACCELERATE}
+
+    @classmethod
+    def wanted(cls, source: Checkpoint, to: str | None) -> "ReshardFormat":
+        """Return the format that the user named, or else that of the source.
+
+        Raises:
+            UsageError: there is none of that name.
+            NotMergeableError: none was named, and the source is in none of these formats.
+        """
+        names = ", ".join(one.value for one in cls)
+        if to is not None:
+            if to not in {one.value for one in cls}:
+                raise UsageError(f"--to {to}: unknown", expected=names)
+            return cls(to)
+        found = format_of(source)
+        if found is None:
+            raise NotMergeableError(
+                f"{source.location.file or source.location.weights_dir}: is "
+                f"{source.catalog.format}, which is not written for a number of ranks",
+                expected="rank files, such as model_world_size_4_rank_0.pt, or a DCP checkpoint",
+                hint=f"name the format to write: --to {names.replace(', ', '|')}",
+            )
+        return found
+
+
+def format_of(source: Checkpoint) -> ReshardFormat | None:
+    """Return the format that a checkpoint is in; None for any that is not written."""
+    location = source.location
+    in_step = location.weights_dir.name.startswith(_ACCELERATE)
+    if location.format is DCP:
+        return ReshardFormat.ACCELERATE if in_step else ReshardFormat.DCP
+    first = next(iter(source.catalog.tensors.values())).chunks.paths[0]
+    if location.format is RANK_FILES and _NUMBERED.fullmatch(first.name):
+        return ReshardFormat.LMMS if in_step else ReshardFormat.VERL
+    return None
+
+
+def files_for(to: ReshardFormat, source: Checkpoint) -> SourceFiles:
+    """Return where the files of ranks of a format are, as those of a checkpoint of one rank."""
+    root = Path("/")
+    name = "world_size_1_rank_0.pt"
+    if to is ReshardFormat.LMMS:
+        model = root / f"{_ACCELERATE}0" / f"model_{name}"
+        state = root / "optimizer" / f"optimizer_{name}"
+    else:
+        model, state = root / f"model_{name}", root / f"optim_{name}"
+    return SourceFiles(root, model, None if source.optimizer is None else state, {}, {})

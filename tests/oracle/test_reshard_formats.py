@@ -1,0 +1,227 @@
+"""Checkpoints resharded into other formats: torch, accelerate and trainers resume from them."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import unshard
+from oracle.writers.accelerate import accelerate_load
+from oracle.writers.resuming import resume_dcp, resume_line, save_dcp, train_line
+from oracle.writers.samples import Samples
+from oracle.writers.starting import start_dcp, start_ranks
+from oracle.writers.workers import WorkerPool
+from ranks import assert_same, merged, save_ranks, some_tensors
+from saved_values import loaded, parts_of, same
+from tiny_models import tiny_model
+from unshard import NotMergeableError, UsageError
+
+pytestmark = [
+    pytest.mark.xdist_group("torch processes"),
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is unavailable"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a run of 4 ranks, as verl saves it and as DCP; not to be changed."""
+    directory = tmp_path_factory.mktemp("trained")
+    worker_pool.run(train_line, 4, directory)
+    worker_pool.run(save_dcp, 4, directory)
+    return directory
+
+
+def actor(trained: Path) -> Path:
+    return trained / "global_step_3" / "actor"
+
+
+def assert_goes_on(trained: Path, resumed: Path, world: int, parts: tuple[str, ...]) -> None:
+    """Assert that a run was resumed bit for bit, and that its next step is the original's."""
+    before, found = loaded(trained / "before.pt"), loaded(resumed / f"resumed-{world}.pt")
+    assert all(same(found[part], before[part]) for part in parts)
+    after, gone_on = loaded(trained / "after.pt"), loaded(resumed / f"trained-{world}.pt")
+    for part in ("model", "state"):
+        torch.testing.assert_close(gone_on[part], after[part], rtol=1e-5, atol=1e-7)
+    assert not same(gone_on["model"], before["model"])
+
+
+@pytest.mark.parametrize("source", ["ranks", "dcp"])
+def test_torch_goes_on_from_dcp(
+    trained: Path, worker_pool: WorkerPool, tmp_path: Path, source: str
+) -> None:
+    given = actor(trained) if source == "ranks" else trained / "dcp"
+    unshard.reshard(given, tmp_path / "resharded-dcp", world_size=3, to="dcp", verify="full")
+    files = sorted(path.name for path in (tmp_path / "resharded-dcp").iterdir())
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
+    worker_pool.run(resume_dcp, 2, tmp_path)
+    assert_goes_on(trained, tmp_path, 2, ("model", "state", "groups", "scheduler"))
+
+
+def test_torch_goes_on_from_files_of_ranks_made_of_dcp(
+    trained: Path, worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    report = unshard.reshard(
+        trained / "dcp",
+        tmp_path / "resharded-2",
+        world_size=2,
+        to="verl",
+        device="cpu",
+        verify="full",
+    )
+    assert any("no random state" in note for note in report.notes)
+    worker_pool.run(resume_line, 2, tmp_path)
+    assert_goes_on(trained, tmp_path, 2, ("model", "state", "groups", "scheduler"))
+
+
+@pytest.mark.parametrize("through", ["dcp", "accelerate", "lmms"])
+def test_there_and_back_again_gives_the_same_bits(
+    trained: Path, tmp_path: Path, through: str
+) -> None:
+    unshard.reshard(actor(trained), tmp_path / "other", world_size=3, to=through)
+    unshard.reshard(tmp_path / "other", tmp_path / "back", world_size=4, to="verl", verify="full")
+    for kind in ("model", "optim"):
+        for rank in range(4):
+            name = f"{kind}_world_size_4_rank_{rank}.pt"
+            assert same(parts_of(tmp_path / "back" / name), parts_of(actor(trained) / name)), name
+    extra = "extra_state_world_size_4_rank_0.pt"
+    scheduler = loaded(tmp_path / "back" / extra)["lr_scheduler"]
+    assert same(scheduler, loaded(actor(trained) / extra)["lr_scheduler"])
+
+
+def test_accelerate_goes_on(samples: Samples, worker_pool: WorkerPool, tmp_path: Path) -> None:
+    sample = samples.write("accelerate_fsdp2", 2)
+    source = sample.directory / "checkpoint_1"
+    moments = _load_state_dict_from_keys(checkpoint_id=source / "optimizer_0")["optimizer"]
+    again, anew = tmp_path / "again" / "resharded", tmp_path / "anew" / "resharded"
+    unshard.reshard(source, again, world_size=3, verify="full")
+    unshard.reshard(source, tmp_path / "verl", world_size=2, to="verl", device="cpu")
+    unshard.reshard(tmp_path / "verl", anew, world_size=1, to="accelerate", verify="full")
+    for place in (again, anew):
+        worker_pool.run(accelerate_load, 3, place.parent)
+        whole, found = (loaded(place.parent / f"loaded-{rank}.pt") for rank in (0, 1))
+        assert_same(whole["model"], dict(sample.truth))
+        assert same(whole["optimizer"]["state"], moments["state"])
+        assert same(found["scheduler"], loaded(source / "scheduler.bin"))
+        kept = loaded(source / f"random_states_{1 if place is again else 0}.pkl")
+        assert same(found["rng"], kept["torch_manual_seed"])
+
+
+@pytest.mark.parametrize("to", ["verl", "dcp"])
+def test_a_run_starts_from_a_model_of_the_hub(
+    worker_pool: WorkerPool, tmp_path: Path, to: str
+) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True).bfloat16()
+    model.save_pretrained(tmp_path / "hub")
+    unshard.reshard(
+        tmp_path / "hub",
+        tmp_path / "resharded",
+        world_size=3,
+        to=to,
+        device="cpu" if to == "verl" else None,
+        verify="full",
+    )
+    worker_pool.run(start_ranks if to == "verl" else start_dcp, 3, tmp_path)
+    started = loaded(tmp_path / "started.pt")  # float32, as masters are
+    assert_same(started, {name: one.float() for name, one in model.state_dict().items()})
+    unshard.merge(tmp_path / "resharded", tmp_path / "out")
+    again = merged(tmp_path / "out")
+    assert_same(again, {name: one for name, one in model.state_dict().items() if name in again})
+    assert "lm_head.weight" not in again  # tied, as the config that went along says
+
+
+def test_a_model_of_the_hub_gets_its_names_in_training(tmp_path: Path) -> None:
+    tiny_model("qwen2_5_vl").save_pretrained(tmp_path / "hub")
+    unshard.reshard(tmp_path / "hub", tmp_path / "lmms", world_size=2, to="lmms")
+    file = tmp_path / "lmms" / "pytorch_model_fsdp_0" / "model_world_size_2_rank_0.pt"
+    assert loaded(file).keys() == tiny_model("qwen2_5_vl").state_dict().keys()
+
+
+SAMPLES = {
+    "dcp_flat": 3,
+    "dcp_app": 2,
+    "dcp_composer": 2,
+    "dcp_fabric": 2,
+    "dcp_fsdp1": 3,
+    "dcp_no_collectives": 3,
+    "dcp_strides": 2,
+    "dcp_tensors": 2,
+    "dcp_zstd": 2,
+    "fsdp1_sharded": 3,
+    "fsdp2_bin": 2,
+}
+
+
+@pytest.mark.parametrize("scenario", SAMPLES)
+def test_what_any_tool_saved_becomes_dcp_and_files_of_ranks(
+    samples: Samples, tmp_path: Path, scenario: str
+) -> None:
+    sample = samples.write(scenario, SAMPLES[scenario])
+    for to, world in (("dcp", 5), ("lmms", 2)):
+        unshard.reshard(sample.directory, tmp_path / to, world_size=world, to=to, verify="full")
+        with unshard.open_checkpoint(tmp_path / to, framework="pt") as opened:
+            assert_same(dict(opened.items()), dict(sample.truth))
+
+
+@pytest.mark.parametrize("scenario", ["dcp_flat", "dcp_app", "dcp_composer", "dcp_zstd"])
+def test_dcp_again_has_everything_under_its_own_name(
+    samples: Samples, tmp_path: Path, scenario: str
+) -> None:
+    source = samples.write(scenario, 2).directory
+    unshard.reshard(source, tmp_path / "again", world_size=5)
+    found, truth = (
+        _load_state_dict_from_keys(checkpoint_id=place) for place in (tmp_path / "again", source)
+    )
+    assert same(found, truth)
+
+
+def test_what_cannot_be_written_is_refused(samples: Samples, tmp_path: Path) -> None:
+    save_ranks(tmp_path / "a", some_tensors(), 2)
+    with pytest.raises(UsageError, match="--to hf: unknown"):
+        unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=2, to="hf")
+    with pytest.raises(UsageError, match="exclude DCP"):
+        unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=2, to="dcp", mesh=(1, 2))
+    with pytest.raises(UsageError, match="is not a type of device"):
+        unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=2, device="cuda:1")
+    unshard.merge(tmp_path / "a", tmp_path / "whole")
+    with pytest.raises(NotMergeableError, match="name the format to write: --to verl"):
+        unshard.reshard(tmp_path / "whole", tmp_path / "out", world_size=2)
+    (tmp_path / "whole" / "config.json").write_text('{"quantization_config": {"bits": 4}}')
+    with pytest.raises(NotMergeableError, match="its weights are quantised"):
+        unshard.reshard(tmp_path / "whole", tmp_path / "out", world_size=2, to="dcp")
+    place = samples.write("dcp_not_flattened_plain", 1).directory
+    with pytest.raises(NotMergeableError, match="saved without flattening"):
+        unshard.reshard(place, tmp_path / "out", world_size=2)
+    assert not (tmp_path / "out").exists()
+
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+
+
+@settings(max_examples=30)
+@given(st.dictionaries(st.sampled_from("abcdef"), shapes, min_size=1), st.data())
+def test_any_tensors_in_any_format(forms: dict[str, tuple[int, ...]], data: st.DataObject) -> None:
+    truth = {name: torch.randn(shape).bfloat16() for name, shape in forms.items()}
+    cut = {name: one for name, one in truth.items() if one.ndim}
+    if not cut or not any(one.numel() for one in truth.values()):
+        return
+    whole = {name: one for name, one in truth.items() if not one.ndim}
+    world = st.integers(1, 6)
+    before = data.draw(world)
+    version = data.draw(st.sampled_from(["2.4", "2.6", "2.8", "2.10", "2.13"]))
+    with tempfile.TemporaryDirectory() as place:
+        last = Path(place) / "ranks"
+        save_ranks(last, cut, before, plain=[whole] * before)
+        for number in range(2):
+            to = data.draw(st.sampled_from(["verl", "lmms", "dcp", "accelerate"]))
+            output = Path(place) / f"{number}"
+            unshard.reshard(
+                last, output, world_size=data.draw(world), to=to, torch=version, verify="full"
+            )
+            last = output
+        with unshard.open_checkpoint(last, framework="pt") as opened:
+            assert_same(dict(opened.items()), truth)
