@@ -78,10 +78,11 @@ def resume_dcp(rank: int, world: int, directory: Path) -> None:
     parts = _parts(seed=2, mesh=(world,), names=("fsdp",))
     model, optimizer, scheduler = parts
     weights, moments = get_state_dict(model, optimizer)
-    saved = {"model": weights, "optimizer": moments, "lr_scheduler": scheduler.state_dict()}
+    schedule = scheduler.state_dict()
+    saved = {"model": weights, "optimizer": moments, "lr_scheduler": schedule}
     state_dict_loader.load(saved, checkpoint_id=directory / "resharded-dcp")
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    scheduler.load_state_dict(saved["lr_scheduler"])
+    scheduler.load_state_dict(schedule)
     _go_on(rank, world, directory, parts)
 
 

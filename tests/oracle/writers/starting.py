@@ -42,7 +42,7 @@ def _start(rank: int, world: int, directory: Path, load: Callable[[nn.Module], N
     model: nn.Module = tiny_model("llama", tie_word_embeddings=True)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
-    for layer in model.get_submodule("model.layers"):
+    for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     load(model)

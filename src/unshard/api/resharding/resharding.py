@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from unshard.api.resharding.target import Target
 from unshard.api.resharding.writing import Added, Writing
 from unshard.api.sources import inflated
 from unshard.engines.threads import Overflows, run_plan
-from unshard.errors import UsageError
+from unshard.errors import NotMergeableError, UsageError
 from unshard.keywords import ReshardKeywords
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
@@ -142,8 +142,11 @@ def _prepared(
     source: Checkpoint, kind: ReshardFormat, options: MergeOptions, stack: ExitStack
 ) -> Checkpoint:
     """Return a checkpoint with its optimizer's state, placed as the format needs it."""
-    source = replace(source, optimizer=find_optimizer(source, options.reading))
-    if kind.is_dcp or kind is not format_of(source):
+    stays = kind is format_of(source)
+    # What DCP has is written again without knowing what it is.
+    with suppress(*[NotMergeableError] if stays and kind.is_dcp else []):
+        source = replace(source, optimizer=find_optimizer(source, options.reading))
+    if kind.is_dcp or not stays:
         return placed(inflated(source, stack))
     refuse_parts(source)
     return source

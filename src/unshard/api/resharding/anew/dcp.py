@@ -40,7 +40,7 @@ def dcp_anew(source: Checkpoint, target: Target, to: ReshardFormat, output: Path
     """Return what is written of a checkpoint that is placed (see `placing`)."""
     world, version = len(target.meshes), target.version
     training = read_training(source)
-    model = [*_model(source)]
+    model: list[SavedEntry | SavedObject] = [*_model(source)]
     state = [] if source.optimizer is None else [*_state(source.optimizer, version)]
     if to is ReshardFormat.ACCELERATE:
         several = {"pytorch_model_fsdp_0": model, "optimizer_0": state}

@@ -94,13 +94,7 @@ def add_training(
         device: the type of the ranks' devices.
         files: to add to.
     """
-    files.notes += found.notes
     states = [found.ranks[rank % len(found.ranks)] for rank in range(world if found.ranks else 0)]
-    has_random = any(one is not None and one.rng for one in states)
-    if has_random and to is ReshardFormat.DCP:
-        files.notes.append("the random state of ranks has no place in one DCP directory: left out")
-    elif has_random and len(found.ranks) != world:
-        files.notes.append(random_note(len(found.ranks), world))
     match to:
         case ReshardFormat.DCP:
             pass
@@ -117,7 +111,7 @@ def add_training(
                     files.saved[name] = _verl(found, rng, device)
                 else:
                     files.saved[name] = _lmms(found, rng, others)
-            files.notes += _lacking(to, files)
+    files.notes += [*found.notes, *_lacking(found, to, world, device)]
 
 
 def _own_devices(rng: Mapping[str, Plain], rank: int, world: int) -> dict[str, Plain]:
@@ -145,17 +139,26 @@ def _lmms(found: Training, rng: Mapping[str, Plain], others: dict[str, Plain]) -
     return {**scheduler, "rng": dict(rng), _TOKENS: 0, **others}
 
 
-def _lacking(to: ReshardFormat, files: Addition) -> Iterator[str]:
-    """Yield what the trainer would look for in the files of ranks, and does not find."""
-    first = next(one for name, one in files.saved.items() if "extra_state" in name)
-    fields = first if isinstance(first, dict) else {}
-    lacks = []
-    if fields.get(SCHEDULER, fields.get("lr_scheduler_state")) is None:
-        lacks.append("no scheduler")
-    if not fields.get("rng"):
-        lacks.append("no random state that the trainer can load")
+def _lacking(found: Training, to: ReshardFormat, world: int, device: str) -> Iterator[str]:
+    """Yield what has no place in the format, and what its trainer would look for in vain."""
+    first = next((one for one in found.ranks if one is not None), RankState({}, {}))
+    kept = {SCHEDULER, "step"} if to is ReshardFormat.ACCELERATE else {SCHEDULER}
+    others = [] if to is ReshardFormat.LMMS else sorted(first.others.keys() - kept)
+    if others:
+        yield f"{', '.join(others)}: left out, {to.value} has no place for them"
+    if first.rng and to is ReshardFormat.DCP:
+        yield "the random state of ranks has no place in one DCP directory: left out"
+    elif first.rng and to is ReshardFormat.VERL and not _is_loaded_by_verl(first.rng, device):
+        what = f"verl loads random state only with that of a {device} device, which was not saved"
+        yield f"{what}: left out"
+    elif first.rng and len(found.ranks) != world:
+        yield random_note(len(found.ranks), world)
+    if to.is_dcp:
+        return
+    lacks = ["scheduler"] if found.scheduler is None else []
+    lacks += [] if first.rng else ["random state"]
     if lacks:
-        yield f"extra_state has {' and '.join(lacks)}: the source has none"
+        yield f"extra_state has no {' and no '.join(lacks)}: the source has none"
     if to is ReshardFormat.LMMS:
         yield "dataloader_state is not written: lmms-engine needs the files of such a run to resume"
 

@@ -1,0 +1,93 @@
+"""Scheduler and random state, written into other formats: trainers restore what was saved."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import unshard
+from ranks import save_ranks, some_tensors
+from saved_values import loaded, same
+from training_states import WRITERS, draw, seeded
+
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
+SCHEDULER = {"last_epoch": 7, "base_lrs": [0.1, 0.2], "_last_lr": [0.05, 0.1]}
+DEVICES = [torch.arange(16, dtype=torch.uint8) + rank for rank in range(2)]
+
+
+def from_extra_state(folder: str) -> Callable[[Path, int], Any]:
+    def read(output: Path, rank: int) -> Any:
+        found = loaded(output / folder / f"extra_state_world_size_2_rank_{rank}.pt")
+        return found.get("lr_scheduler", found.get("lr_scheduler_state")), found["rng"]
+
+    return read
+
+
+def from_accelerate(output: Path, rank: int) -> Any:
+    found = loaded(output / f"random_states_{rank}.pkl")
+    names = {"random": "random_state", "numpy": "numpy_random_seed", "cpu": "torch_manual_seed"}
+    return loaded(output / "scheduler.bin"), {key: found[one] for key, one in names.items()}
+
+
+READERS = {
+    "verl": from_extra_state(""),
+    "lmms": from_extra_state("extra_state"),
+    "accelerate": from_accelerate,
+}
+
+
+@pytest.mark.parametrize("to", READERS)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_every_rank_draws_the_numbers_it_would_have_drawn(
+    tmp_path: Path, writer: str, to: str
+) -> None:
+    own = writer in {"verl", "lmms-engine"}  # save the state of a rank's own device only
+    devices = [one if own else DEVICES for one in DEVICES]
+    step = WRITERS[writer](
+        tmp_path, [seeded(rank, SCHEDULER, cuda=devices[rank]) for rank in range(2)]
+    )
+    report = unshard.reshard(step, tmp_path / "out", world_size=2, to=to)
+    for rank in range(2):
+        seeded(rank)
+        expected = draw()
+        scheduler, rng = READERS[to](tmp_path / "out", rank)
+        assert same(scheduler, SCHEDULER)
+        random.setstate(rng["random"])
+        np.random.set_state(rng["numpy"])  # noqa: NPY002
+        torch.set_rng_state(rng["cpu"])
+        assert draw() == expected
+        if to != "accelerate":
+            assert same(rng["cuda"], DEVICES[rank])
+    is_left_out = any("random state of devices (cuda) is left out" in one for one in report.notes)
+    assert is_left_out is (to == "accelerate")
+
+
+def test_verl_gets_no_random_state_that_it_could_not_load(tmp_path: Path) -> None:
+    step = WRITERS["HF Trainer"](tmp_path, [seeded(rank, SCHEDULER) for rank in range(2)])
+    for device, is_there in (("cuda", False), ("cpu", True)):
+        output = tmp_path / device
+        report = unshard.reshard(step, output, world_size=3, to="verl", device=device)
+        found = loaded(output / "extra_state_world_size_3_rank_2.pt")
+        assert ("rng" in found) is is_there
+        assert any("loads random state only" in one for one in report.notes) is not is_there
+        assert any("random state of 2 ranks" in one for one in report.notes) is is_there
+
+
+def test_what_a_format_has_no_place_for_is_reported(tmp_path: Path) -> None:
+    def told(source: Path, to: str) -> str:
+        report = unshard.reshard(source, tmp_path / f"{source.name}-{to}", world_size=2, to=to)
+        return "\n".join(report.notes)
+
+    step = WRITERS["verl"](tmp_path, [seeded(rank, SCHEDULER) for rank in range(2)])
+    assert "no place in one DCP directory" in told(step, "dcp")
+    assert "no state of an optimizer was found" in told(step, "accelerate")
+    assert "dataloader_state is not written" in told(step, "lmms")
+    counted = WRITERS["lmms-engine"](tmp_path, [seeded(rank, SCHEDULER) for rank in range(2)])
+    assert "compute_tracker, total_tokens: left out" in told(counted, "verl")
+    save_ranks(tmp_path / "bare", some_tensors(), 2)
+    assert "no scheduler and no random state" in told(tmp_path / "bare", "lmms")
