@@ -71,6 +71,7 @@ EXPECTED = DcpMetadata(
     tensors={"model.w": DescribedTensor(FLOAT32, (3, 3), TWO)},
     objects={"step": None},
     paths={"model.w": ("model", "w"), "step": ("step",)},
+    steps={"model.w": ("model", "w"), "step": ("step",)},
     items={
         ("model.w", (0, 0)): Item("__0_0.distcp", 0, 100, compressed=False),
         ("model.w", (2, 0)): Item("__1_0.distcp", 7, 90, compressed=False),
@@ -128,6 +129,7 @@ def test_list_indices_in_a_path_are_words(tmp_path: Path) -> None:
     paths = {"model.w": ("model", "w"), "step": ["step"], "a.0.b": ("a", 0, "b")}
     found = read(tmp_path, whole(planner_data=paths))
     assert found.paths["a.0.b"] == ("a", "0", "b")
+    assert found.steps["a.0.b"] == ("a", 0, "b")
     assert found.paths["step"] == ("step",)
 
 
