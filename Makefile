@@ -78,11 +78,12 @@ $(SGLANG_VENV)/.installed: $(VLLM_VENV)/.installed tests/requirements/sglang.txt
 	touch $@
 
 # Ray, in an environment that sees the packages of the tests' one, so that these do not depend on its
-# versions of what both need.
-$(RAY_VENV)/.installed: $(TEST_VENV)/.installed tests/requirements/ray.txt
+# versions of what both need; and verl's checkpoint manager, which needs Ray.
+$(RAY_VENV)/.installed: $(TEST_VENV)/.installed tests/requirements/ray.txt tests/requirements/verl.txt
 	$(PYTHON) -m venv $(RAY_VENV)
 	$(TEST_VENV)/bin/python $(SITE_PACKAGES) > `$(RAY_VENV)/bin/python $(SITE_PACKAGES)`/tests.pth
 	$(RAY_VENV)/bin/$(INSTALL_LOCKED)ray.txt
+	$(RAY_VENV)/bin/$(INSTALL_LOCKED)verl.txt
 	touch $@
 
 # After a change of versions in pyproject.toml or tests/requirements/*.in.
@@ -100,6 +101,7 @@ test: lint demo docs $(LMMS_VENV)/.installed $(VLLM_VENV)/.installed $(SGLANG_VE
 	UNSHARD_LMMS_EVAL_PYTHON=$(CURDIR)/$(LMMS_VENV)/bin/python \
 	UNSHARD_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python \
 	UNSHARD_RAY_PYTHON=$(CURDIR)/$(RAY_VENV)/bin/python \
+	UNSHARD_VERL_PYTHON=$(CURDIR)/$(RAY_VENV)/bin/python \
 	UNSHARD_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(TEST_VENV)/bin/python -m pytest -n 3 --dist loadgroup
 
 lint: $(TEST_VENV)/.installed

@@ -178,6 +178,24 @@ def test_a_gigabyte_is_merged_in_128_mb(
         run("verify", tmp_path / "out", "--against", checkpoint)
 
 
+RESHARDING = """
+import sys
+import unshard
+from unshard.write.report import peak_memory
+
+made = unshard.reshard(sys.argv[1], sys.argv[2], world_size=3, verify="full")
+print(made.bytes_written, peak_memory())
+"""
+
+
+def test_a_gigabyte_is_resharded_in_128_mb(checkpoint: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RESHARDING, str(checkpoint), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    written, peak = map(int, done.stdout.split())
+    assert written > ROWS * COLUMNS * COUNT * 4
+    assert peak < LIMIT
+
+
 def test_adapters_are_fused_into_700_mb_in_128_mb(tmp_path: Path) -> None:
     layer, a, b = torch.zeros(ROWS, COLUMNS), torch.ones(8, COLUMNS), torch.ones(ROWS, 8)
     tensors = {}

@@ -1,7 +1,11 @@
 """Rank files for another number of ranks: torch resumes from them, and nothing changes."""
 
+import json
 import shutil
 import tempfile
+from functools import partial
+from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import unshard
-from oracle.writers.resuming import resume_grid, resume_line, train_line
+from optimizers import KEYS, like, save_optimizer
+from oracle.writers.resuming import Run, resume, train
 from oracle.writers.workers import WorkerPool
 from other_versions import unpack_rank_files
-from ranks import assert_same, merged, save_ranks, some_tensors
+from ranks import assert_same, contents, merged, save_ranks, some_tensors
 from saved_values import loaded, parts_of, same
 from unshard import NotMergeableError, OutputError, UsageError
 
@@ -29,45 +34,122 @@ pytestmark = [
 def trained(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a checkpoint of 4 ranks, not to be changed."""
     directory = tmp_path_factory.mktemp("trained")
-    worker_pool.run(train_line, 4, directory)
+    run = partial(train, run=Run("uneven", (4,), ("fsdp",)))
+    worker_pool.run(run, 4, directory)
     return directory
 
 
-GRIDS: dict[str, tuple[int, tuple[int, ...] | None, Any]] = {
-    "2": (2, None, resume_line),
-    "3": (3, None, resume_line),
-    "2x2": (4, (2, 2), resume_grid),
-}
+@pytest.fixture(scope="module")
+def parallel(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the same of a model with tensor parallelism."""
+    directory = tmp_path_factory.mktemp("parallel")
+    run = partial(train, run=Run("tensor parallel", (2, 2), ("fsdp", "tp")))
+    worker_pool.run(run, 4, directory)
+    return directory
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_torch_goes_on_as_if_nothing_had_happened(
-    trained: Path, worker_pool: WorkerPool, tmp_path: Path, grid: str
+def resumes_equal(
+    worker_pool: WorkerPool,
+    source: Path,
+    place: Path,
+    *,
+    kind: str,
+    mesh: tuple[int, ...],
+    names: tuple[str, ...] = ("ddp", "fsdp"),
 ) -> None:
-    world, mesh, scenario = GRIDS[grid]
-    output = tmp_path / f"resharded-{world}"
-    names = None if mesh is None else ("ddp", "fsdp")
-    unshard.reshard(trained, output, world_size=world, mesh=mesh, mesh_names=names, verify="full")
-    worker_pool.run(scenario, world, tmp_path)
-    before, resumed = loaded(trained / "before.pt"), loaded(tmp_path / f"resumed-{world}.pt")
+    """Reshard, go on with torch, and compare with the run that was not interrupted."""
+    world, own = prod(mesh), names[-len(mesh) :]
+    output = place / f"resharded-{world}"
+    unshard.reshard(source, output, world_size=world, mesh=mesh, mesh_names=own, verify="full")
+    worker_pool.run(partial(resume, run=Run(kind, mesh, own)), world, place)
+    before, resumed = loaded(source / "before.pt"), loaded(place / f"resumed-{world}.pt")
     assert same(resumed, before)
-    after, gone_on = loaded(trained / "after.pt"), loaded(tmp_path / f"trained-{world}.pt")
+    after, gone_on = loaded(source / "after.pt"), loaded(place / f"trained-{world}.pt")
     for part in ("model", "state"):
         torch.testing.assert_close(gone_on[part], after[part], rtol=1e-5, atol=1e-7)
     assert not same(gone_on["model"], before["model"])
 
 
-def test_there_and_back_again_gives_the_same_bits(trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
+def test_torch_goes_on_as_if_nothing_had_happened(
+    trained: Path, worker_pool: WorkerPool, tmp_path: Path, mesh: tuple[int, ...]
+) -> None:
+    resumes_equal(worker_pool, trained, tmp_path, kind="uneven", mesh=mesh)
+
+
+@pytest.mark.parametrize("kind", ["frozen, all given", "frozen, not given"])
+def test_frozen_and_tied_parameters_need_no_names(
+    worker_pool: WorkerPool, tmp_path: Path, kind: str
+) -> None:
+    """Three layers are equal and one is frozen: which two were trained is not recorded."""
+    source = tmp_path / "run"
+    source.mkdir()
+    run = partial(train, run=Run(kind, (2, 2), ("ddp", "fsdp")))
+    worker_pool.run(run, 4, source)
+    resumes_equal(worker_pool, source, tmp_path, kind=kind, mesh=(3,))
+    there_and_back_again(source, tmp_path, mesh=(2, 2), mesh_names=("ddp", "fsdp"))
+
+
+def there_and_back_again(trained: Path, place: Path, **options: Any) -> None:
+    """Reshard from 4 ranks over 2, 8 and 3 to 4; every file must have the same tensors again."""
     source = trained / "global_step_3" / "actor"
     last = source
     for number, world in enumerate((2, 8, 3, 4)):
-        unshard.reshard(last, tmp_path / str(number), world_size=world, verify="full")
-        last = tmp_path / str(number)
+        meant = options if world == 4 else {}
+        unshard.reshard(last, place / str(number), world_size=world, verify="full", **meant)
+        last = place / str(number)
     names = sorted(path.name for path in source.iterdir())
     assert sorted(path.name for path in last.iterdir()) == names
     for name in names:
         if not name.startswith("extra_state"):
             assert same(parts_of(last / name), parts_of(source / name)), name
+
+
+def test_there_and_back_again_gives_the_same_bits(trained: Path, tmp_path: Path) -> None:
+    there_and_back_again(trained, tmp_path)
+
+
+@pytest.mark.parametrize("mesh", [(2,), (3,)], ids=str)
+def test_tensor_parallelism_ends(
+    parallel: Path, worker_pool: WorkerPool, tmp_path: Path, mesh: tuple[int, ...]
+) -> None:
+    """Tensors that FSDP and tensor parallelism cut go on with FSDP alone."""
+    resumes_equal(worker_pool, parallel, tmp_path, kind="tensor parallel", mesh=mesh)
+
+
+@pytest.mark.parametrize("version", ["2.5", "2.6", "2.8", "2.10", "2.12", "2.15"])
+def test_tensor_parallelism_of_other_versions_ends(tmp_path: Path, version: str) -> None:
+    source = unpack_rank_files(tmp_path) / f"torch-{version}" / "fsdp2_tp"
+    unshard.reshard(source, tmp_path / "three", world_size=3, verify="full")
+    unshard.merge(source, tmp_path / "one")
+    unshard.merge(tmp_path / "three", tmp_path / "two", verify="full")
+    assert_same(merged(tmp_path / "two"), merged(tmp_path / "one"))
+    for path in (tmp_path / "three").glob("model_*.pt"):
+        for tensor in loaded(path).values():
+            assert not isinstance(tensor, DTensor) or tensor.placements == (Shard(0),)
+
+
+def test_names_that_torch_recorded_stay(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    save_ranks(tmp_path / "a", tensors, 2)
+    recorded = {"param_names": list(tensors)}
+    save_optimizer(tmp_path / "a", {"exp_avg": like(tensors, 1)}, 2, group=recorded)
+    unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3)
+    (group,) = loaded(tmp_path / "out" / "optim_world_size_3_rank_1.pt")["param_groups"]
+    assert group["param_names"] == list(tensors)
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    save_ranks(tmp_path / "a", tensors, 2)
+    save_optimizer(
+        tmp_path / "a",
+        {"exp_avg": like({**tensors, "one.more": next(iter(tensors.values()))}, 1)},
+        2,
+    )
+    with pytest.raises(NotMergeableError, match="does not fit the model"):
+        unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_output_is_merged_as_the_source_is(trained: Path, tmp_path: Path) -> None:
@@ -123,10 +205,36 @@ def test_checkpoints_of_other_versions_come_back_equal(tmp_path: Path, version: 
         assert same(parts_of(tmp_path / "three" / path.name), parts_of(path))
 
 
+RESHARDED = json.loads((Path(__file__).parents[1] / "data" / "resharded.json").read_text())
+
+
+@pytest.mark.parametrize("version", RESHARDED["written"])
+def test_the_files_that_older_torch_has_loaded_are_still_written(
+    tmp_path: Path, version: str
+) -> None:
+    """torch 2.6.0 and 2.8.0 loaded these bytes, by hand; see tests/data/README.md."""
+    tensors = some_tensors()
+    save_ranks(tmp_path / "a", tensors, 2)
+    moments = {key: like(tensors, number) for number, key in enumerate(KEYS)}
+    save_optimizer(tmp_path / "a", moments, 2)
+    unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3, torch=version)
+    found = {name: sha256(data).hexdigest() for name, data in contents(tmp_path / "out").items()}
+    assert found == RESHARDED["written"][version]
+
+
 def test_what_cannot_be_resharded_is_refused(tmp_path: Path) -> None:
     known = unpack_rank_files(tmp_path / "known") / "torch-2.8"
-    with pytest.raises(NotMergeableError, match="cut along several dimensions"):
-        unshard.reshard(known / "fsdp2_tp", tmp_path / "out", world_size=2)
+    cuts = [Shard(0), Shard(1)]
+    save_ranks(
+        tmp_path / "ep",
+        {"w": torch.ones(4, 4)},
+        4,
+        mesh_shape=(2, 2),
+        mesh_names=("ep", "fsdp"),
+        placements=cuts,
+    )
+    with pytest.raises(NotMergeableError, match=r"cut along several dimensions \(0, 1\).*ep, fsdp"):
+        unshard.reshard(tmp_path / "ep", tmp_path / "out", world_size=2)
     with pytest.raises(NotMergeableError, match=r"not DTensors|no device mesh"):
         unshard.reshard(known / "fsdp1_sharded", tmp_path / "out", world_size=4)
     save_ranks(tmp_path / "a", some_tensors(), 2)
@@ -147,6 +255,7 @@ def test_what_cannot_be_resharded_is_refused(tmp_path: Path) -> None:
         ({"world_size": 0}, "--mesh 0 has not --world-size 0 ranks"),
         ({"world_size": 4, "mesh": (2, 2)}, "1 names for 2 dimensions"),
         ({"world_size": 4, "torch": "1.0"}, "--torch 1.0: unknown"),
+        ({"world_size": 2, "mesh_names": ["tp"]}, "tensor parallelism is not written"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

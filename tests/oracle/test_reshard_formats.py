@@ -1,6 +1,7 @@
 """Checkpoints resharded into other formats: torch, accelerate and trainers resume from them."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import unshard
 from oracle.writers.accelerate import accelerate_load
-from oracle.writers.resuming import resume_dcp, resume_line, save_dcp, train_line
+from oracle.writers.resuming import Run, resume, resume_dcp, save_dcp, train
 from oracle.writers.samples import Samples
 from oracle.writers.starting import start_dcp, start_ranks
 from oracle.writers.workers import WorkerPool
@@ -28,12 +29,16 @@ pytestmark = [
 ]
 
 
+ON_TWO = Run("uneven", (2,), ("fsdp",))
+
+
 @pytest.fixture(scope="module")
 def trained(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with a run of 4 ranks, as verl saves it and as DCP; not to be changed."""
     directory = tmp_path_factory.mktemp("trained")
-    worker_pool.run(train_line, 4, directory)
-    worker_pool.run(save_dcp, 4, directory)
+    run = Run("uneven", (4,), ("fsdp",))
+    worker_pool.run(partial(train, run=run), 4, directory)
+    worker_pool.run(partial(save_dcp, run=run), 4, directory)
     return directory
 
 
@@ -59,7 +64,7 @@ def test_torch_goes_on_from_dcp(
     unshard.reshard(given, tmp_path / "resharded-dcp", world_size=3, to="dcp", verify="full")
     files = sorted(path.name for path in (tmp_path / "resharded-dcp").iterdir())
     assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
-    worker_pool.run(resume_dcp, 2, tmp_path)
+    worker_pool.run(partial(resume_dcp, run=ON_TWO), 2, tmp_path)
     assert_goes_on(trained, tmp_path, 2, ("model", "state", "groups", "scheduler"))
 
 
@@ -75,7 +80,7 @@ def test_torch_goes_on_from_files_of_ranks_made_of_dcp(
         verify="full",
     )
     assert any("no random state" in note for note in report.notes)
-    worker_pool.run(resume_line, 2, tmp_path)
+    worker_pool.run(partial(resume, run=ON_TWO), 2, tmp_path)
     assert_goes_on(trained, tmp_path, 2, ("model", "state", "groups", "scheduler"))
 
 

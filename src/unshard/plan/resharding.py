@@ -29,6 +29,7 @@ from unshard.tensors.placements import (
 )
 
 __all__ = [
+    "TENSOR_PARALLEL",
     "RankFile",
     "RankTensors",
     "Resharded",
@@ -36,6 +37,9 @@ __all__ = [
     "meshes_of",
     "optimizer_value",
 ]
+
+TENSOR_PARALLEL = frozenset({"tp", "tensor_parallel"})
+"""Names of the mesh dimension of tensor parallelism: torchtitan's and NeMo's, Lightning's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +108,28 @@ def meshes_of(
 def _placements(entry: TensorEntry, dimensions: int) -> tuple[Placement, ...] | None:
     """Return how a tensor is placed on a mesh whose last dimension shards; None: it is plain.
 
-    It is cut along the dimension along which it was cut before.
+    It is cut along the dimension along which FSDP cut it. One that only tensor parallelism cut is
+    cut along its first dimension, as `fully_shard` does.
     """
     if entry.sharding is None:
         return None
-    cut = {one.dim for one in entry.sharding.placements if isinstance(one, Shard | StridedShard)}
+    names = entry.sharding.mesh.dim_names or ("",) * len(entry.sharding.placements)
+    of_fsdp = [
+        one
+        for name, one in zip(names, entry.sharding.placements, strict=True)
+        if name not in TENSOR_PARALLEL
+    ]
+    cut = {one.dim for one in of_fsdp if isinstance(one, Shard | StridedShard)}
+    if not of_fsdp and entry.shape:
+        cut = {0}
     if len(cut) > 1:
         dims = ", ".join(map(str, sorted(cut)))
         raise NotMergeableError(
-            f"tensor {entry.fqn}: is cut along several dimensions ({dims}), as by tensor "
-            "parallelism",
-            expected="one dimension, as by FSDP",
-            hint="merge the checkpoint instead; other parallelism than FSDP is not resharded",
+            f"tensor {entry.fqn}: is cut along several dimensions ({dims}) by the mesh "
+            f"({', '.join(names)})",
+            expected="one dimension that FSDP cuts, and others only on a dimension of the mesh "
+            f"that is named {' or '.join(sorted(TENSOR_PARALLEL))}",
+            hint="merge the checkpoint instead; other parallelism is not resharded",
         )
     last: Placement = Shard(cut.pop()) if cut else Replicate()
     return (*[Replicate()] * (dimensions - 1), last)

@@ -1,5 +1,6 @@
 """Read the output of a reshard again, and compare it with its source."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from unshard.plan.planner import make_plan
 from unshard.plan.resharding import Resharded
 from unshard.progress import Listener, Stage
 from unshard.read.open import Checkpoint, open_latest
-from unshard.read.optimizer.reader import find_optimizer
+from unshard.read.optimizer.reader import find_numbered, find_optimizer
+from unshard.read.optimizer.state import OptimizerState
 from unshard.tensors.catalog import Catalog
 
 __all__ = ["check_output"]
@@ -33,17 +35,30 @@ def check_output(  # noqa: PLR0917 (what was read, and what was made of it)
     _compare(source.catalog, again.catalog, directory)
     catalogs = list(source.catalogs)
     if source.optimizer is not None:
-        numbers = {} if kind.is_dcp else source.optimizer.numbers
-        # Of numbers that are new, the order of the groups alone may not tell the parameters.
-        known = {} if kind is format_of(source) else numbers
-        optimizer = find_optimizer(again, options.reading, known)
-        if optimizer is None or optimizer.numbers != numbers:
+        optimizer = _optimizer_again(source, again, kind, options)
+        if optimizer is None or optimizer.numbers != _numbers(source, kind):
             raise OutputError(f"{directory}: the optimizer's state is not what was planned")
         _compare(source.optimizer.catalog, optimizer.catalog, directory)
         catalogs.append(optimizer.catalog)
     if full:
         catalogs.append(again.catalog)
         verify_full(make_plan(made.layout), catalogs, directory, options.resources, listener)
+
+
+def _numbers(source: Checkpoint, kind: ReshardFormat) -> Mapping[str, int]:
+    """Return the numbers that the parameters have in the output; none in DCP."""
+    return {} if kind.is_dcp or source.optimizer is None else source.optimizer.numbers
+
+
+def _optimizer_again(
+    source: Checkpoint, again: Checkpoint, kind: ReshardFormat, options: MergeOptions
+) -> OptimizerState | None:
+    """Read the optimizer's state of the output as that of the source was read."""
+    stays = kind is format_of(source)
+    if stays and not kind.is_dcp:
+        return find_numbered(again, options.reading)
+    # Of numbers that are new, the order of the groups alone may not tell the parameters.
+    return find_optimizer(again, options.reading, {} if stays else _numbers(source, kind))
 
 
 def _compare(ours: Catalog, theirs: Catalog, directory: Path) -> None:

@@ -74,4 +74,4 @@ def files_for(to: ReshardFormat, source: Checkpoint) -> SourceFiles:
         state = root / "optimizer" / f"optimizer_{name}"
     else:
         model, state = root / f"model_{name}", root / f"optim_{name}"
-    return SourceFiles(root, model, None if source.optimizer is None else state, {}, {})
+    return SourceFiles(root, model, None if source.optimizer is None else state, {}, {}, {})

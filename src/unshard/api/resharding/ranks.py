@@ -1,7 +1,7 @@
 """What the files of ranks contain, and the files beside them."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from unshard.api.resharding.source import FSDP_CONFIG, SourceFiles
@@ -9,7 +9,6 @@ from unshard.api.resharding.target import Target
 from unshard.api.resharding.writing import random_note
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import write_torch_file
-from unshard.errors import NotMergeableError
 from unshard.plan.resharding import RankFile, RankTensors, optimizer_value
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer.state import split_name
@@ -17,6 +16,8 @@ from unshard.read.training_state.plain_values import plain_values
 from unshard.tensors.catalog import TensorEntry
 
 __all__ = ["add_files", "files_of_ranks"]
+
+_STATE, _LOADER = "scheduler and random state", "dataloader position"
 
 
 def files_of_ranks(source: Checkpoint, target: Target, files: SourceFiles) -> Iterator[RankFile]:
@@ -29,11 +30,6 @@ def files_of_ranks(source: Checkpoint, target: Target, files: SourceFiles) -> It
     state = source.optimizer
     if state is None or files.optimizer is None:
         return
-    if sorted(state.numbers.values()) != list(range(len(state.numbers))) or not state.numbers:
-        raise NotMergeableError(
-            f"{files.optimizer}: not all of its parameters have a number and a name",
-            hint="reshard a checkpoint without LoRA or frozen parameters",
-        )
     entries: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in state.catalog.tensors.items():
         parameter, key = split_name(name)
@@ -58,21 +54,36 @@ def add_files(
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(data)
         written.append(name)
-    if files.extra and world != before:
-        notes.append(random_note(before, world))
-    for rank in range(world if files.extra else 0):
-        file = files.extra.get(rank % before)
-        if file is None:
-            notes.append(f"rank {rank} gets no scheduler and random state: the file is missing")
-            continue
-        found = plain_values(read_torch_file(file))
-        if found.notes and not rank:
-            notes.append(f"{file.name}: left out {', '.join(found.notes)}")
-        name = files.renamed(file, world, rank)
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        write_torch_file(directory / name, found.value)
-        written.append(name)
+    for kind, own in ((_STATE, files.extra), (_LOADER, files.loaders)):
+        if own and world != before:
+            notes.append((random_note if kind == _STATE else _loader_note)(before, world))
+        of_ranks = {rank: own.get(rank % before) for rank in range(world if own else 0)}
+        for rank, file in of_ranks.items():
+            if file is None:
+                notes.append(f"rank {rank} gets no {kind}: the file is missing")
+                continue
+            name = files.renamed(file, world, rank)
+            left_out = _write_again(file, directory / name)
+            if left_out and not rank:
+                notes.append(f"{file.name}: left out {', '.join(left_out)}")
+            written.append(name)
     skipped = [one.fqn for one in source.catalog.skipped]
     if skipped:
         notes.append(f"left out of the model: {', '.join(skipped[:5])} (not tensors)")
     return notes, written
+
+
+def _loader_note(before: int, world: int) -> str:
+    return (
+        f"the dataloaders of {before} ranks have no equivalent on {world}: rank R gets the "
+        f"position of rank R modulo {before}, so it goes on after as many batches of its own, and "
+        "some samples of this epoch may be seen twice or not at all"
+    )
+
+
+def _write_again(file: Path, target: Path) -> Sequence[str]:
+    """Write the plain values of a file into another one; return what was left out."""
+    found = plain_values(read_torch_file(file))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_torch_file(target, found.value)
+    return found.notes

@@ -29,7 +29,7 @@ from unshard.plan.planner import make_plan
 from unshard.plan.resharding import Resharded, lay_out_ranks
 from unshard.progress import Listener, Stage
 from unshard.read.open import Checkpoint
-from unshard.read.optimizer.reader import find_optimizer
+from unshard.read.optimizer.reader import find_numbered, find_optimizer
 from unshard.showing import hearing
 from unshard.write.sealing import seal
 from unshard.write.staging.stage import Staging
@@ -143,9 +143,10 @@ def _prepared(
 ) -> Checkpoint:
     """Return a checkpoint with its optimizer's state, placed as the format needs it."""
     stays = kind is format_of(source)
+    find = find_numbered if stays and not kind.is_dcp else find_optimizer
     # What DCP has is written again without knowing what it is.
     with suppress(*[NotMergeableError] if stays and kind.is_dcp else []):
-        source = replace(source, optimizer=find_optimizer(source, options.reading))
+        source = replace(source, optimizer=find(source, options.reading))
     if kind.is_dcp or not stays:
         return placed(inflated(source, stack))
     refuse_parts(source)

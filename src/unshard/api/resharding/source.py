@@ -45,6 +45,12 @@ def refuse_parts(source: Checkpoint) -> None:
             )
 
 
+def _loader_beside(extra: Path) -> Path:
+    """Return where lmms-engine saves the position of the dataloader of a rank."""
+    name = "dataloader_state"
+    return extra.parent.with_name(name) / extra.name.replace("extra_state", name)
+
+
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
     """The files of a checkpoint, by their paths below its root.
@@ -53,6 +59,7 @@ class SourceFiles:
         root: the directory that has all of them.
         model, optimizer: the file of a rank; the optimizer's is None if there is none.
         extra: of each rank, the file with its scheduler and random state.
+        loaders: of each rank, the file with the position of its dataloader (lmms-engine).
         small: all others that belong to it.
     """
 
@@ -60,6 +67,7 @@ class SourceFiles:
     model: Path
     optimizer: Path | None
     extra: Mapping[int, Path]
+    loaders: Mapping[int, Path]
     small: Mapping[str, Path]
 
     @classmethod
@@ -71,6 +79,7 @@ class SourceFiles:
         state = find_state_files(location, world)
         ranks = {} if state is None else state.ranks
         extra = {rank: path for rank, path in ranks.items() if _NUMBERS.search(path.name)}
+        loaders = {rank: _loader_beside(path) for rank, path in extra.items()}
         found = [model, *extra.values(), *([] if optimizer is None else [optimizer])]
         near = all(path.parent == location.weights_dir for path in found)
         root = location.weights_dir if near else location.step_dir
@@ -82,7 +91,8 @@ class SourceFiles:
             for path in others
             if path.is_relative_to(root) and path.is_file()
         }
-        return cls(root, model, optimizer, extra, small)
+        loaders = {rank: path for rank, path in loaders.items() if path.is_file()}
+        return cls(root, model, optimizer, extra, loaders, small)
 
     def renamed(self, path: Path, world: int, rank: int) -> str:
         """Return the path in the output of what a rank has in place of a file."""

@@ -6,7 +6,7 @@ from math import prod
 
 from unshard.containers.torch_files.dtensors import VERSIONS, Version
 from unshard.errors import NotMergeableError, UsageError
-from unshard.plan.resharding import meshes_of
+from unshard.plan.resharding import TENSOR_PARALLEL, meshes_of
 from unshard.read.open import Checkpoint
 from unshard.tensors.placements import DeviceMesh
 
@@ -47,9 +47,14 @@ class Target:
             sizes = "x".join(map(str, shape))
             raise UsageError(f"--mesh {sizes} has not --world-size {world_size} ranks")
         known = _mesh_of(source)
-        names = tuple(mesh_names or known.dim_names or ("fsdp",))
-        if mesh_names is None:
-            names = names[-len(shape) :]
+        of_fsdp = [name for name in known.dim_names or () if name not in TENSOR_PARALLEL]
+        names = tuple(mesh_names or of_fsdp[-len(shape) :] or ("fsdp",))
+        if not TENSOR_PARALLEL.isdisjoint(names):
+            raise UsageError(
+                f"--mesh-names {','.join(names)}: tensor parallelism is not written",
+                expected="dimensions of FSDP, of which the last shards",
+                hint="write for FSDP alone: leave the dimension out of --mesh and --mesh-names",
+            )
         if len(names) != len(shape):
             what = f"--mesh-names {','.join(names)}: {len(names)} names for {len(shape)} dimensions"
             raise UsageError(what, hint="give one name per dimension of --mesh: --mesh-names A,B")

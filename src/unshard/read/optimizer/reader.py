@@ -4,6 +4,7 @@ The model must have been read before: its names, order, shapes and placements sa
 belongs to, or whether what the files say of that is true.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from unshard.read.wrapper_names import names_without_wrappers, without_wrapper_m
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DType, DTypeKind
 
-__all__ = ["find_optimizer", "read_optimizer", "steps_of"]
+__all__ = ["find_numbered", "find_optimizer", "read_optimizer", "steps_of"]
 
 
 def find_optimizer(
@@ -60,6 +61,34 @@ def find_optimizer(
     _check_shapes(state, model)
     check_coverage(state.catalog)
     return state
+
+
+def find_numbered(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerState | None:
+    """Return the state with its numbers in place of names; None if there is none.
+
+    It is for what keeps the numbers: which parameter each one is need not be known then, so
+    frozen parameters, adapters and groups in any order are allowed.
+
+    Raises:
+        CheckpointError: it cannot be read; it has names; or it is not the model's, because there
+            are more moments of a shape and placements than parameters.
+    """
+    found = _saved(checkpoint, options)
+    if found is None:
+        return None
+    if not all(isinstance(key, int) for params, _ in found.groups for key in params):
+        raise NotMergeableError(
+            f"{found.where}: has its parameters by name",
+            expected="numbers, as Optimizer.state_dict() has them",
+            hint="unshard merge --optimizer reads it",
+        )
+    _check_listed(found)
+    _check_forms(found, checkpoint.catalog)
+    check_coverage(found.catalog)
+    numbers = {str(key): int(key) for params, _ in found.groups for key in params}
+    groups = tuple(ParamGroup(tuple(map(str, params)), own) for params, own in found.groups)
+    values = {str(key): fields for key, fields in found.values.items()}
+    return OptimizerState(found.catalog, groups, values, {}, "numbers", numbers)
 
 
 def _saved(checkpoint: Checkpoint, options: ReadOptions) -> SavedState | None:
@@ -133,17 +162,23 @@ def _names(found: SavedState, model: Catalog) -> Noted[dict[Key, str]]:
         if len(listed) == len(every):
             known = _recorded(listed, model)
             return Noted({key: known[name] for key, name in zip(every, listed, strict=True)})
-    unknown = found.keys.keys() - set(every)
+    _check_listed(found)
+    return Noted(_by_order(found, model), ("by order",))
+
+
+def _check_listed(found: SavedState) -> None:
+    """Raise if a parameter with state is in no group, or one has a name and others numbers."""
+    every = [key for params, _ in found.groups for key in params]
+    unknown = (found.keys.keys() | found.values.keys()) - set(every)
     if unknown or not all(isinstance(key, int) for key in every):
         raise CorruptError(
             f"{found.where}: {len(unknown)} parameters with state are in no parameter group",
             found=", ".join(sorted(map(str, unknown))[:5]),
         )
-    return Noted(_by_order(found, model), ("by order",))
 
 
-def _by_order(found: SavedState, model: Catalog) -> dict[Key, str]:
-    """Return the name of every number by the order of the model's parameters."""
+def _forms(found: SavedState) -> dict[int, Form]:
+    """Return shape and placements of the parameters that have moments like them."""
     forms: dict[int, Form] = {}
     for parameter, keys in found.keys.items():
         like = [key for key in keys if key in LIKE_PARAMETER]
@@ -155,6 +190,12 @@ def _by_order(found: SavedState, model: Catalog) -> dict[Key, str]:
             )
         if shaped:
             forms[int(parameter)] = shaped[0]
+    return forms
+
+
+def _by_order(found: SavedState, model: Catalog) -> dict[Key, str]:
+    """Return the name of every number by the order of the model's parameters."""
+    forms = _forms(found)
     groups = [[int(key) for key in params] for params, _ in found.groups]
     given = _parameters(model)
     sharded = [one for one in given if one.form[1] is not None]
@@ -165,6 +206,24 @@ def _by_order(found: SavedState, model: Catalog) -> dict[Key, str]:
     groups = [keys for keys in groups if keys]
     matched = match_by_order(found.where, groups, forms, given) if groups else {}
     return dict(matched.items())
+
+
+def _check_forms(found: SavedState, model: Catalog) -> None:
+    """Raise if there are more moments of a shape and placements than the model has parameters."""
+    counts = Counter(one.form for one in _parameters(model))
+    for form, count in Counter(_forms(found).values()).items():
+        if count > counts[form]:
+            raise NotMergeableError(
+                f"{found.where}: the optimizer's state does not fit the model",
+                expected=f"at most {counts[form]} parameters of shape {list(form[0])}, placed "
+                f"{_shown(form)}, as the model has",
+                found=f"moments of {count}",
+                hint="are the optimizer and the model of the same checkpoint?",
+            )
+
+
+def _shown(form: Form) -> str:
+    return "on no mesh" if form[1] is None else f"({', '.join(map(str, form[1]))})"
 
 
 def _form(entry: TensorEntry) -> Form:

@@ -1,0 +1,110 @@
+"""A run of verl's own checkpoint manager: train and save on 2 ranks, then load and go on with 3.
+
+    python verl_child.py DIRECTORY
+
+Between the two it writes a line, and waits for one. The package is imported once; the ranks are
+forks of this process, connected by gloo. The model is one of transformers with FSDP2, as verl wraps
+it; verl's workers are left out, which need its rollouts.
+"""
+
+import os
+import random
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+from oracle.writers.resuming import save_whole
+from tiny_models import tiny_model
+
+_Parts = tuple[Any, AdamW, LambdaLR]
+
+
+def _parts(*, trained: bool) -> _Parts:
+    model = tiny_model("qwen2", num_hidden_layers=1)
+    if not trained:
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    return model, optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def _train(parts: _Parts, step: int) -> None:
+    model, optimizer, scheduler = parts
+    ids = torch.randint(3, 37, (6, 5), generator=torch.Generator().manual_seed(step))
+    model(input_ids=ids).logits.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+
+
+def _draws() -> list[float]:
+    """Return what each generator gives next."""
+    return [torch.rand(()).item(), float(np.random.rand()), random.random()]  # noqa: NPY002
+
+
+def _run(action: str, directory: Path, rank: int, world: int) -> None:
+    where = directory / f"{action}.store"
+    dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=world)
+    parts = _parts(trained=action == "train")
+    kinds = ["model", "optimizer", "extra"]
+    contents = {"load_contents": kinds, "save_contents": kinds}
+    manager = FSDPCheckpointManager(*parts, checkpoint_config=contents)
+    if action == "train":
+        for step in range(2):
+            _train(parts, step)
+        random.seed(rank)
+        np.random.seed(rank)  # noqa: NPY002 (the state that verl saves)
+        torch.manual_seed(rank)
+        manager.save_checkpoint(str(directory / "global_step_2" / "actor"), global_step=2)
+    else:
+        manager.load_checkpoint(str(directory / "resharded"))
+    torch.save(_draws(), directory / f"{action}-draws-{rank}.pt")
+    save_whole(rank, parts, directory / f"{action}-before.pt")
+    _train(parts, 2)
+    save_whole(rank, parts, directory / f"{action}-after.pt")
+    dist.barrier()
+
+
+def _fork(action: str, directory: Path, world: int) -> None:
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if not child:
+            try:
+                _run(action, directory, rank, world)
+            except BaseException:  # noqa: BLE001 (a fork must not go on as its parent)
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(ended):
+        sys.exit(1)
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    _fork("train", directory, 2)
+    sys.stdout.write("trained\n")
+    sys.stdout.flush()
+    input()
+    _fork("resume", directory, 3)
+
+
+if __name__ == "__main__":
+    main()
