@@ -19,8 +19,8 @@ _LONGEST = 64  # bytes that are changed together
 
 # Formats whose files of equal size could be exchanged: an item does not say whose it is.
 _ANONYMOUS = ("DCP", "shards")
-# A tensor ends where its last piece ends: a copy of another rank's file hides that pieces are lost.
-_ENDLESS = "shards"
+# Of these, the files that state where their pieces start: a copy in place of another is noticed.
+_STATED = "shards"
 
 
 def _flip(data: bytearray, at: int, random: Random) -> None:
@@ -88,15 +88,16 @@ class Mutator:
         self._files = [name for name in spare.files() if (spare.original / name).stat().st_size]
         self._weights = weight_ranges(spare.directory.resolve())
         self._anonymous = name.startswith(_ANONYMOUS)
-        self._exchanges = [_swap_files] if name.startswith(_ENDLESS) else [_swap_files, _copy_file]
+        self._stated = name.startswith(_STATED)
 
     @contextmanager
     def mutated(self) -> Iterator[tuple[str, str]]:
         """Damage the copy in one way, which is yielded with the name of a file, and mend it."""
         random = self._random
         pair = random.sample(self._files, 2) if len(self._files) > 1 else []
-        if pair and random.random() < 0.15 and not self._alike(pair):
-            kind = random.choice(self._exchanges)
+        kinds = self._exchanges(pair) if pair and random.random() < 0.15 else ()
+        if kinds:
+            kind = random.choice(kinds)
             with self._spare.damaged(pair[0], _nothing), self._spare.damaged(pair[1], _nothing):
                 kind(self._spare.directory, pair)
                 yield kind.__name__, " ".join(pair)
@@ -118,9 +119,12 @@ class Mutator:
         taken = [] if anywhere else self._weights.get(path.resolve(), [])
         return places_to_flip(path.stat().st_size, taken, 1, self._random)[0]
 
-    def _alike(self, pair: Sequence[str]) -> bool:
+    def _exchanges(self, pair: Sequence[str]) -> Sequence[Callable[[Path, Sequence[str]], None]]:
+        """Return what can be done with two files, and be noticed."""
         sizes = {(self._spare.original / name).stat().st_size for name in pair}
-        return self._anonymous and len(sizes) == 1
+        if not self._anonymous or len(sizes) > 1:
+            return _swap_files, _copy_file
+        return (_copy_file,) if self._stated else ()
 
 
 def _nothing(path: Path) -> None:

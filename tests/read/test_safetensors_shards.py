@@ -175,6 +175,32 @@ def test_a_file_replaced_by_a_copy_of_one_of_another_number_is_named(tmp_path: P
         unshard.merge(tmp_path, tmp_path / "out")
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("copied", [0, 1])
+def test_the_last_file_replaced_by_a_copy_of_another_ranks_is_named(
+    tmp_path: Path, count: int, copied: int
+) -> None:
+    """It would hide that the last pieces are lost: nothing states the sizes of the tensors."""
+    for index in range(1, count + 1):
+        once = {f"norm{index}": whole(torch.randn(3)), f"none{index}": whole(torch.randn(0))}
+        for rank, piece in enumerate(cut(torch.randn(12, 2), 3)):
+            held = {f"w{index}": piece} | (once if rank == 0 else {})
+            write_shard(shard_path(tmp_path, rank, index, count), held)
+    assert read(tmp_path).tensors["w1"].shape == (12, 2)
+    kept, lost = (shard_path(tmp_path, rank, count, count) for rank in (copied, 2))
+    shutil.copyfile(kept, lost)
+    with pytest.raises(CorruptError, match=rf"{lost.name}: has the same pieces as {kept.name}"):
+        unshard.merge(tmp_path, tmp_path / "out")
+
+
+def test_a_piece_that_two_files_have_among_others_is_no_evidence_of_a_copy(tmp_path: Path) -> None:
+    norm, rows = torch.randn(3), torch.randn(12, 2)
+    for rank, piece in enumerate(cut(rows, 3)):
+        write_shard(shard_path(tmp_path, rank), {"w": piece, "norm": whole(norm)})
+    unshard.merge(tmp_path, tmp_path / "out")
+    assert_same(merged(tmp_path / "out"), {"w": rows, "norm": norm})
+
+
 def test_an_index_of_which_no_rank_has_a_file_is_named(tmp_path: Path) -> None:
     write_shard(shard_path(tmp_path, 0, 1, 3), {"a": whole(torch.randn(2))})
     write_shard(shard_path(tmp_path, 0, 3, 3), {"b": whole(torch.randn(2))})

@@ -6,13 +6,16 @@ how many ranks there were: a tensor ends where its last piece ends.
 
 A lost file of last pieces therefore leaves no hole. The rank's other files may show it, or the
 files next to the shards (`losses`). Some losses cannot be noticed: all files of the last ranks, and
-a tensor that was, whole, in a lost file only.
+a tensor that was, whole, in a lost file only. A copy of another file in place of the lost one can:
+torch saves every piece once.
 
 Source: `torch.distributed.checkpoint.hf_storage`, `filesystem` and `_consolidate_hf_safetensors`.
 """
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from unshard.containers.chunks import equal_chunks, replicas
 from unshard.containers.json_file import shown
@@ -45,7 +48,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     summary = f"{location.weights_dir}: the sharded safetensors cannot be merged"
     raise_all(CorruptError, summary, union.problems)
     tensors = union.tensors()
-    raise_all(CorruptError, summary, _disagreements(tensors))
+    raise_all(CorruptError, summary, _repetitions(tensors, union.paths))
     config = nearest_config(location, options.config_file)
     losses = loss_problems(location, chosen, tensors, config)
     summary = f"{location.weights_dir}: files of ranks are missing"
@@ -72,13 +75,13 @@ class _UnitedShards:
     def __init__(self, chosen: ShardSet) -> None:
         self.problems: list[UnshardError] = []
         self._places = list(chosen.files)  # index and rank of each file
-        self._paths = tuple(chosen.files.values())
+        self.paths = tuple(chosen.files.values())
         self._drafts: dict[str, TensorDraft] = {}
         self._firsts: dict[str, int] = {}  # the number of the first file of a tensor
 
     def add(self, number: int) -> None:
         """Add the pieces of one file; what is wrong with them goes to `problems`."""
-        file = read_header(self._paths[number])
+        file = read_header(self.paths[number])
         known = saved_offsets(file)
         if known is None:
             why = CorruptError(
@@ -119,7 +122,7 @@ class _UnitedShards:
         if draft.dtype is not entry.dtype or len(draft.shape) != len(entry.shape):
             return CorruptError(
                 f"tensor {entry.name}: rank {rank} ({file.path.name}) contradicts "
-                f"{self._paths[first].name}",
+                f"{self.paths[first].name}",
                 expected=f"{draft.dtype} of {len(draft.shape)} dimensions",
                 found=f"{entry.dtype} of {len(entry.shape)} dimensions",
                 hint="do the files belong to one save?",
@@ -141,7 +144,7 @@ class _UnitedShards:
         if self._places[first][0] == self._places[number][0]:
             return None
         return CorruptError(
-            f"tensor {name}: is in {self._paths[first].name} and in {self._paths[number].name}",
+            f"tensor {name}: is in {self.paths[first].name} and in {self.paths[number].name}",
             expected="all its pieces in files of one number",
             hint="was a file replaced by a copy of another?",
         )
@@ -150,23 +153,28 @@ class _UnitedShards:
         """Return the tensors, ordered by the index of their file, then by name."""
         indices = {name: self._places[number][0] for name, number in self._firsts.items()}
         names = sorted(indices, key=lambda name: (indices[name], natural_order(name)))
-        return {name: self._drafts[name].entry(self._paths) for name in names}
+        return {name: self._drafts[name].entry(self.paths) for name in names}
 
 
-def _disagreements(tensors: Mapping[str, TensorEntry]) -> list[CorruptError]:
-    """Name the tensors that two files hold the same piece of, with different bytes.
+def _repetitions(tensors: Mapping[str, TensorEntry], paths: Sequence[Path]) -> list[CorruptError]:
+    """Name the tensors of which two files have the same piece, and the files that are copies.
 
-    torch saves every piece once; a second one is left from another save, or damaged.
+    torch saves every piece once. A second one with other values is left from another save, or
+    damaged. A file whose pieces are all those of another file is a copy in place of a file that is
+    lost, and it hides the loss: the tensors end where their last pieces end.
     """
     problems = []
+    shared = Counter[tuple[int, int]]()
     with OpenFiles(os.O_RDONLY, limit=16) as files:
         for entry in tensors.values():
             table = entry.chunks
             if len(distinct(table.offsets, table.sizes)) == len(table):
                 continue
             for first, other in replicas(table):
+                pair = int(table.file[first]), int(table.file[other])
+                shared[pair] += 1
                 if not equal_chunks(entry, first, other, files):
-                    names = (table[row].source.path.name for row in (first, other))
+                    names = (paths[number].name for number in pair)
                     problem = CorruptError(
                         f"tensor {entry.fqn}: two files have its region {table[first].box}, with "
                         "different values",
@@ -174,7 +182,28 @@ def _disagreements(tensors: Mapping[str, TensorEntry]) -> list[CorruptError]:
                         hint="do the files belong to one save?",
                     )
                     problems.append(problem)
-    return problems
+    return problems or list(_copies(shared, tensors, paths))
+
+
+def _copies(
+    shared: Mapping[tuple[int, int], int],
+    tensors: Mapping[str, TensorEntry],
+    paths: Sequence[Path],
+) -> Iterator[CorruptError]:
+    """Yield a problem for each two files that have the same pieces."""
+    if not shared:
+        return
+    pieces = Counter[int]()
+    for entry in tensors.values():
+        pieces.update(entry.chunks.file[entry.chunks.length > 0].tolist())
+    for (first, other), count in shared.items():
+        if count == pieces[first] == pieces[other]:
+            yield CorruptError(
+                f"{paths[other]}: has the same pieces as {paths[first].name}, with the same values",
+                expected="every piece in one file, as torch saves them",
+                hint="was one of the files replaced by a copy of the other? Copy both again from "
+                "where they were written",
+            )
 
 
 def _offsets(entry: HeaderEntry, stated: object) -> tuple[int, ...] | None:
