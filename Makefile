@@ -8,6 +8,7 @@ PEERS_VENVS := .venv-peers
 SGLANG_VENV := .venv-sglang
 RAY_VENV := .venv-ray
 LOCK_VENV := .venv-lock
+FUZZ_VENV := .venv-fuzz
 DEMO_OUTPUT := demo-output
 # What is imported is compiled then, and only then: all of torch and transformers would take minutes.
 # Kept, too, whatever the environment says: thousands of processes import the same.
@@ -18,7 +19,7 @@ INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 INSTALL_LOCKED := $(INSTALL) --no-deps --require-hashes --requirement tests/requirements/
 TORCH := "torch==2.13.0"
 
-.PHONY: demo test lint docs format lock bench bench-peers torture torture-eval clean
+.PHONY: demo test lint docs format lock bench bench-peers torture torture-fuzz torture-eval clean
 
 # venv would make an environment that cannot install the project, and pip says so at length.
 define NEED_PYTHON
@@ -86,6 +87,14 @@ $(RAY_VENV)/.installed: $(TEST_VENV)/.installed tests/requirements/ray.txt tests
 	$(RAY_VENV)/bin/$(INSTALL_LOCKED)verl.txt
 	touch $@
 
+# The fuzzer, in an environment that sees the packages of the tests' one.
+$(FUZZ_VENV)/.installed: $(TEST_VENV)/.installed tests/requirements/fuzz.txt
+	$(PYTHON) -m venv $(FUZZ_VENV)
+	$(TEST_VENV)/bin/python $(SITE_PACKAGES) > `$(FUZZ_VENV)/bin/python $(SITE_PACKAGES)`/tests.pth
+	echo $(CURDIR)/src >> `$(FUZZ_VENV)/bin/python $(SITE_PACKAGES)`/tests.pth
+	$(FUZZ_VENV)/bin/$(INSTALL_LOCKED)fuzz.txt
+	touch $@
+
 # After a change of versions in pyproject.toml or tests/requirements/*.in.
 lock:
 	$(PYTHON) -m venv $(LOCK_VENV)
@@ -135,11 +144,18 @@ bench-peers: export PYTHONPATH := $(CURDIR)/benchmarks
 bench-peers: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m peers $(PEERS)
 
-# Every attack, and thousands of damaged checkpoints of every format; docs/security.md has the figures.
-# About an hour on two idle cores.
+# Every attack, thousands of damaged checkpoints of every format, every call of the system that fails
+# in every way, and 210 kills; docs/security.md has the figures. Hours on two idle cores.
 torture: $(TEST_VENV)/.installed
-	UNSHARD_ATTACKS_STRIDE=1 UNSHARD_MUTATIONS=600 $(TEST_VENV)/bin/python -m pytest -s \
-		tests/oracle/test_attacks.py tests/oracle/test_mutations.py
+	UNSHARD_ATTACKS_STRIDE=1 UNSHARD_MUTATIONS=600 UNSHARD_FAULTS=0 UNSHARD_KILLS=30 \
+		$(TEST_VENV)/bin/python -m pytest -s tests/oracle/test_attacks.py \
+		tests/oracle/test_mutations.py tests/hostile/test_failing_calls.py
+
+# Every parser, guided by coverage. FUZZ="200000 600": inputs and seconds for each.
+FUZZ ?= 100000 300
+torture-fuzz: export PYTHONPATH := $(CURDIR)/tests
+torture-fuzz: $(FUZZ_VENV)/.installed
+	$(FUZZ_VENV)/bin/python -m hostile.campaign $(FUZZ)
 
 # A real server and its processes, killed at random moments; then the tests of what once went wrong
 # only now and then, again and again with busy loops next to them. Half an hour on two idle cores.
@@ -156,4 +172,4 @@ torture-eval: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m pytest -p evaluation.repetition --times 200 --busy 4 -n 4 $(REPEATED)
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(RAY_VENV) $(LOCK_VENV) $(PEERS_VENVS) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(RAY_VENV) $(LOCK_VENV) $(FUZZ_VENV) $(PEERS_VENVS) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache

@@ -27,7 +27,7 @@ def main() -> None:
     without = f"{TORCH_AND_CUDA}|{BESIDE_TORCH}"
     lock("vllm", "pyproject.toml", "tests/requirements/vllm.in", without=without)
     lock("ray", "tests/requirements/ray.in", "--constraint", "tests/requirements/test.txt")
-    for name in ("trainers", "lmms", "sglang", "verl"):
+    for name in ("trainers", "lmms", "sglang", "verl", "fuzz"):
         lock(name, f"tests/requirements/{name}.in", "--no-deps")
 
 

@@ -1,14 +1,10 @@
 """Random bytes for every parser: each is read, or refused with one of our errors.
 
-`python -m hostile.fuzzing TARGET RUNS SEEDS`: SEEDS is a directory of files to begin with. atheris
-guides it by coverage where it is installed; otherwise the seeds are mutated blindly. A parser
-joins by a line in `TARGETS`.
+A parser joins by a line in `TARGETS`. `hostile.campaign` tries many inputs.
 """
 
 import io
 import os
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -126,31 +122,3 @@ def mutated(seeds: Sequence[bytes], random: Random) -> bytes:
                 start = random.randint(0, len(other))
                 data[at : at + size] = other[start : start + size]
     return bytes(data)
-
-
-def _main() -> None:
-    target, runs, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        (scratch / "run").mkdir()
-        try:
-            import atheris
-        except ImportError:
-            seeds, random = [path.read_bytes() for path in sorted(folder.iterdir())], Random(target)
-            for _ in range(runs):
-                try_input(target, mutated(seeds, random), scratch)
-            return
-        arguments = [
-            sys.argv[0],
-            str(folder),
-            f"-runs={runs}",
-            "-max_len=4096",
-            "-rss_limit_mb=2048",
-        ]
-        atheris.instrument_all()
-        atheris.Setup(arguments, lambda data: try_input(target, data, scratch))
-        atheris.Fuzz()
-
-
-if __name__ == "__main__":
-    _main()
