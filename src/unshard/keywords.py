@@ -30,7 +30,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "names": ("hub", "training"),
     "lora": ("fuse", "adapter", "both"),
     "quantize": ("fp8-block",),
-    "weights": ("model", "ema"),
+    "weights": ("model", "ema", "module"),
     "verify": ("light", "full", "off"),
     "engine": ("ray",),
 }

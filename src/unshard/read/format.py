@@ -2,7 +2,7 @@
 
 A reader is a module with one `Format`. It reads names, pickles and headers, never weights, and
 returns where every chunk of every tensor is. What all formats share (names of wrappers, the check
-for holes, companions) is done by `open` afterwards. Three formats are here that are recognised and
+for holes, companions) is done by `open` afterwards. Two formats are here that are recognised and
 refused: only their own tools can read them.
 """
 
@@ -18,7 +18,6 @@ from unshard.read.beside.model_config import ConfigFile
 from unshard.tensors.catalog import Catalog
 
 __all__ = [
-    "DEEPSPEED",
     "FAIRSEQ2",
     "MEGATRON",
     "ROLES",
@@ -41,10 +40,6 @@ __all__ = [
 _COMPARED = 1 << 20
 
 _NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)")
-_DEEPSPEED = re.compile(
-    r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"
-    r"|mp_rank_\d+_model_states\.pt|zero_to_fp32\.py"
-)
 _FAIRSEQ2 = re.compile(r"sdp_\d+\.pt")
 _MEGATRON_LEGACY = ("model_optim_rng.pt", "distrib_optim.pt")
 
@@ -67,7 +62,7 @@ _MORE_ROLES = {
 }
 
 Role = str  # "actor", "critic", "ref", "reward", "value", "teacher", "student"
-Weights = str  # "model" | "ema"
+Weights = str  # "model" | "ema" | "module"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,7 @@ class Choice:
     Attributes:
         step: the training step.
         role: "actor", "critic", or the name of any folder that holds one of several sets.
-        weights: "model" or "ema".
+        weights: "model" or "ema"; of DeepSpeed also "module", those in the dtype of training.
         pass_over: whether a step that is not complete may be passed over for an older one.
     """
 
@@ -132,7 +127,7 @@ class Location:
         step_dir: the checkpoint's own directory; `weights_dir` itself or above it.
         step: training step, where the step directory's name says it.
         role: whose weights they are, where a folder says so ("actor", "critic", "ref"), else None.
-        weights: "model" or "ema".
+        weights: "model", "ema" or "module".
         format: how the weights are stored there.
         file: the one file that is meant, where the path names a file and the directory may hold
             other weights.
@@ -175,17 +170,18 @@ class Location:
         """Which weights these are, for people: path, step, role, model or EMA."""
         step = "" if self.step is None else f"step {self.step}, "
         role = "" if self.role is None else f"{self.role}, "
-        return f"{self.place} ({step}{role}{'EMA' if self.weights == 'ema' else 'model'} weights)"
+        kind = "EMA" if self.weights == "ema" else self.weights
+        return f"{self.place} ({step}{role}{kind} weights)"
 
     @property
     def default_output(self) -> Path:
-        """`merged/<step directory>[-ROLE][-ema]` next to the step directory; an actor has no role.
+        """`merged/<step directory>[-ROLE][-WEIGHTS]` next to the step directory.
 
-        A file that is a checkpoint of its own has its output next to it; a second model of one step
-        has its number in the name.
+        Neither an actor nor model weights are named. A file that is a checkpoint of its own has its
+        output next to it; a second model of one step has its number in the name.
         """
         suffix = "" if self.role in (None, "actor") else f"-{self.role}"
-        suffix += "-ema" if self.weights == "ema" else ""
+        suffix += "" if self.weights == "model" else f"-{self.weights}"
         if self.place != self.weights_dir:
             return self.weights_dir / "merged" / (self.place.stem + suffix)
         if number := _NUMBERED.fullmatch(self.weights_dir.name):
@@ -321,29 +317,6 @@ MEGATRON = Format(
     _holds_megatron,
     _refuse_megatron,
     lambda path: path.name in _MEGATRON_LEGACY,
-)
-
-
-def _is_deepspeed(name: str) -> bool:
-    return _DEEPSPEED.fullmatch(name) is not None
-
-
-def _refuse_deepspeed(location: Location, _: ReadOptions) -> Catalog:
-    raise NotMergeableError(
-        f"{location.weights_dir}: a DeepSpeed ZeRO checkpoint",
-        expected="a checkpoint of the FSDP family",
-        found="flat partitions, which only DeepSpeed's own files describe",
-        hint="convert it with the zero_to_fp32.py that DeepSpeed put next to it: "
-        "python zero_to_fp32.py . OUTPUT",
-    )
-
-
-DEEPSPEED = Format(
-    "DeepSpeed ZeRO checkpoint",
-    has_file(_is_deepspeed),
-    _refuse_deepspeed,
-    by_name(_is_deepspeed),
-    sharded=False,  # after whole files: a whole model next to the partitions can be read
 )
 
 

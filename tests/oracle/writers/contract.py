@@ -23,6 +23,7 @@ from item_files import save_item
 from oracle.writers.dcp_saving import dcp_writer
 from oracle.writers.model import Mixed
 from oracle.writers.saving import accelerate_rank_file, rank_file
+from zero_files import save_zero, zero_model
 
 __all__ = [
     "contract_tensors",
@@ -43,6 +44,8 @@ __all__ = [
     "whole_files",
     "whole_legacy",
     "whole_nested",
+    "zero2",
+    "zero3",
 ]
 
 _UNITS = ("block", "bfloat16_layer", "float16_layer")  # a unit has one dtype
@@ -134,6 +137,19 @@ def whole_files(rank: int, world: int, directory: Path) -> None:
     """Several safetensors files and their index, as huggingface_hub splits them."""
     del rank, world
     save_torch_state_dict(contract_tensors(), directory, max_shard_size=2000)
+
+
+def _zero(rank: int, world: int, directory: Path, *, stage: int) -> None:
+    tensors = contract_tensors()
+    order, shared = list(tensors), {"head.weight": "embed.weight"}
+    del tensors["head.weight"]
+    model = zero_model(tensors, shared=shared, order=order, extra={"note": "text"})
+    save_zero(directory, model, world=world, stage=stage, ranks=[rank])
+    (directory.parent / "latest").write_text(directory.name)
+
+
+zero2 = partial(_zero, stage=2)
+zero3 = partial(_zero, stage=3)
 
 
 def _whole_torch(rank: int, world: int, directory: Path, *, save: Callable[[Path], None]) -> None:

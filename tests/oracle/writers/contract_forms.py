@@ -47,6 +47,8 @@ RANKS, DCP, HUB, WHOLE = "FSDP rank files", "torch DCP", "sharded safetensors", 
 RANK_FILE = f"model_world_size_{WORLD}_rank_1.pt"
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 ITEMS = "torch_checkpointing"
+ZERO = "DeepSpeed ZeRO"
+OPTIM = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 FORMS = {
     "rank files, FSDP2": Form(
         writers.fsdp2_ranks,
@@ -144,6 +146,24 @@ FORMS = {
         "merged/step-7",
         (".", "step-7", "step-7/metadata.pkl", "step-7/model_1.safetensors"),
         ordered=False,
+    ),
+    "ZeRO-2": Form(
+        writers.zero2,
+        "global_step7",
+        ZERO,
+        "merged/global_step7",
+        (".", "global_step7", f"global_step7/{OPTIM}"),
+        ("note",),
+        shared=True,
+    ),
+    "ZeRO-3": Form(
+        writers.zero3,
+        "checkpoint-7/global_step7",
+        ZERO,
+        "merged/checkpoint-7",
+        (".", "checkpoint-7", "checkpoint-7/global_step7", f"checkpoint-7/global_step7/{OPTIM}"),
+        ("note",),
+        shared=True,
     ),
     "safetensors, one file": Form(
         writers.whole_file,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from oracle.writers.workers import WorkerPool
 from ranks import some_tensors
 from unshard.read.format import Choice, ReadOptions
 from unshard.read.open import open_latest
+from zero_files import save_zero, zero_model
 
 __all__ = ["CHECKED", "FORMATS", "NAMES_UNGUARDED", "Sample", "Samples", "weight_ranges"]
 
@@ -75,19 +77,26 @@ def _legacy_file(directory: Path, tensors: _Tensors) -> None:
     torch.save(dict(tensors), path, _use_new_zipfile_serialization=False)
 
 
+def _zero(directory: Path, tensors: _Tensors, *, stage: int) -> None:
+    model = zero_model(tensors, order=list(tensors))
+    save_zero(directory / "global_step1", model, world=3, stage=stage)
+
+
 # Written by this process.
 _WHOLE: dict[str, Callable[[Path, _Tensors], None]] = {
     "one safetensors": _one_file,
     "safetensors and index": _with_index,
     "pytorch_model.bin": _torch_file,
     "legacy torch": _legacy_file,
+    "ZeRO-2": partial(_zero, stage=2),
+    "ZeRO-3": partial(_zero, stage=3),
 }
 
 FORMATS = (*_BY_RANKS, *_WHOLE)
 # No checksum guards the names in these, and one of their bytes may be in all uses of a name.
 NAMES_UNGUARDED = ("DCP", "one safetensors", "safetensors and index", "legacy torch")
 # Their weights have checksums.
-CHECKED = [name for name in FORMATS if name.startswith(("rank", "bins", "DCP", "pytorch"))]
+CHECKED = [name for name in FORMATS if name.startswith(("rank", "bins", "DCP", "pytorch", "ZeRO"))]
 
 
 def whole_tensors() -> dict[str, torch.Tensor]:

@@ -29,11 +29,15 @@ _TAR_MEMBERS = (b"sys_info", b"pickle", b"storages", b"tensors")
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """A torch.save file: `value` is what was saved, `storages` are byte ranges by key."""
+    """A torch.save file: `value` is what was saved, `storages` are byte ranges by key.
+
+    `root` is the stem of the name under which torch saved it, where the file says so.
+    """
 
     path: Path
     value: Value
     storages: Mapping[str, StorageRecord]
+    root: str = ""
 
 
 def read_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -> TorchFile:
@@ -48,7 +52,7 @@ def read_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
     archive = open_torch_file(path, offset=offset, length=length)
     if isinstance(archive, TorchFile):
         return archive
-    return TorchFile(path, unpickled(path, archive.pickle), archive.storages)
+    return TorchFile(path, unpickled(path, archive.pickle), archive.storages, archive.root)
 
 
 def open_torch_file(

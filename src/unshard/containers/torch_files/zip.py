@@ -108,12 +108,14 @@ class TorchZip:
         passed_over: begins and ends, in the window, of bytes that are read with the directory, and
             that nothing depends on but the CRCs of `storages`: CRCs, except that of the pickle, and
             first values.
+        root: the folder of its records: the stem of the name under which torch saved it.
     """
 
     path: Path
     pickle: bytes
     storages: Storages
     passed_over: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64), compare=False)
+    root: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,7 +197,9 @@ class _Reader:
         begin = np.concatenate([others, local, start])
         ends = np.maximum(records.header + named + _TWO_FIELDS, start)
         end = np.concatenate([others + 4, local + 4, ends])
-        return TorchZip(self.path, pickle, storages, np.stack([begin, end], axis=1)[end > begin])
+        passed_over = np.stack([begin, end], axis=1)[end > begin]
+        stem = root.rstrip(b"/").decode("utf-8", "replace")
+        return TorchZip(self.path, pickle, storages, passed_over, stem)
 
     def pickle(self, record: _Entries) -> bytes:
         size, crc = int(record.size[0]), int(record.crc[0])

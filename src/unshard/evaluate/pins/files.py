@@ -50,7 +50,6 @@ _LEFT_OUT_FILES = re.compile(
     r"optim(?:izer)?(?:_.*)?\.(?:pt|pth|bin|safetensors)"
     r"|extra_state_.*\.pt|data(?:loader(?:_state)?)?(?:_.*)?\.pt"  # verl, lmms-engine
     r"|(?:rng_state|random_states|scheduler|scaler|sampler)(?:_.*)?\.(?:pt|pth|pkl|bin)"
-    r"|.*_optim_states\.pt"  # DeepSpeed
     r"|training_args\.bin"
 )
 

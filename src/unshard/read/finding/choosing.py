@@ -1,10 +1,12 @@
 """Choose one of the sets of weights that a step has."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from unshard.errors import IncompleteError, UnknownFormatError, UsageError
 from unshard.read.finding.search import children
 from unshard.read.format import Choice, Location, Role, role_in
+from unshard.read.zero.reader import ZERO
 from unshard.showing import human_size
 
 __all__ = ["DEFAULT_ROLES", "choose"]
@@ -14,6 +16,10 @@ DEFAULT_ROLES = ("actor", "policy", "model", "trainer")
 
 
 _LISTED = 12
+_WHERE = {
+    "ema": "a folder ema, or pytorch_ema_model_fsdp_0",
+    "module": f"a {ZERO} checkpoint, which alone has the weights in two dtypes",
+}
 
 
 def choose(place: Path, found: list[Location], choice: Choice, *, start: Path) -> Location:
@@ -43,6 +49,8 @@ def choose(place: Path, found: list[Location], choice: Choice, *, start: Path) -
 def _of_weights(place: Path, found: list[Location], choice: Choice, start: Path) -> list[Location]:
     """Return the sets of model or EMA weights; EMA weights only if they are named."""
     kept = [at for at in found if at.weights == (choice.weights or "model")]
+    if choice.weights == "module":  # DeepSpeed has them in the same place as the others
+        kept = [replace(at, weights="module") for at in found if at.format is ZERO]
     if kept:
         return kept
     pointed_at = [at for at in found if start.is_relative_to(at.weights_dir)]
@@ -55,7 +63,7 @@ def _of_weights(place: Path, found: list[Location], choice: Choice, start: Path)
             found=names,
             hint="if you want them: --weights ema",
         )
-    expected = "a folder ema, or pytorch_ema_model_fsdp_0" if choice.weights == "ema" else ""
+    expected = _WHERE.get(choice.weights, "")
     raise UnknownFormatError(
         f"{place} has no {choice.weights} weights", expected=expected, found=names
     )

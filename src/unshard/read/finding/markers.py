@@ -14,7 +14,7 @@ from typing import NamedTuple
 from unshard.read.finding.step_names import step_of
 from unshard.read.format import Location
 
-__all__ = ["Marker", "find_markers", "note_markers", "run_of"]
+__all__ = ["Marker", "find_markers", "note_markers", "run_of", "stated_tag", "step_of_tag"]
 
 _NAMES = (
     "latest_checkpointed_iteration.txt",  # verl, Megatron
@@ -27,6 +27,8 @@ _NAMES = (
 )
 _LINKS = ("last", "latest", "hf-latest")  # lerobot, xtuner
 _LONGEST = 4096
+_TAG = "latest"  # DeepSpeed
+_FIRST, _SECOND = "pytorch_model", re.compile(r"pytorch_model_\d+")
 
 
 class Marker(NamedTuple):
@@ -48,6 +50,33 @@ def find_markers(run: Path) -> list[Marker]:
                 with path.open(encoding="utf-8", errors="replace") as stream:
                     found.append(Marker(path.name, _stated(stream.read(_LONGEST).strip())))
     return found
+
+
+def stated_tag(place: Path) -> str | None:
+    """Return the folder of a place that its file `latest` names: DeepSpeed's tag."""
+    with suppress(OSError, ValueError):  # none, or just removed; or no text
+        path = place / _TAG
+        if path.is_file() and path.stat().st_size <= _LONGEST:
+            tag = path.read_text(encoding="utf-8").strip()
+            return tag if tag and Path(tag).name == tag else None
+    return None
+
+
+def step_of_tag(place: Path) -> Path | None:
+    """Return the folder of the tag that is the checkpoint of a place; None if it may be several.
+
+    A trainer's step (`checkpoint-10`) has one tag, whatever its name; a run has one per step. So a
+    tag whose name states a step is the place's own only if that is a step, too.
+    """
+    tag = stated_tag(place)
+    if tag is None or not (place / tag).is_dir():
+        return None
+    if _SECOND.fullmatch(tag) and (place / _FIRST).is_dir():
+        return None  # accelerate names the tag of each model, and the last one stays
+    if step_of(tag) is None:
+        return place / tag
+    is_only = sum(step_of(one.name) is not None and one.is_dir() for one in place.iterdir()) == 1
+    return place / tag if is_only and step_of(place.name) is not None else None
 
 
 def _stated(text: str) -> int | None:

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from unshard.read.finding.markers import step_of_tag
 from unshard.read.finding.search import FORMATS, WEIGHT_SUFFIXES, children, format_in, search
 from unshard.read.finding.step_names import is_state, step_of, step_of_parents
 from unshard.read.format import ROLES, Choice, Format, Location, Weights, role_in
@@ -71,6 +72,9 @@ def instep_of(place: Path, *, sharded: bool) -> list[Location]:
             form = RANK_FILES if instep_of(place / _MODEL_DIR, sharded=True) else None
         if form is not None:
             found.append(location_of(folder, place, form))
+    tag = step_of_tag(place) if sharded and not found else None
+    if tag is not None and (form := format_in(tag, sharded=True)) is not None:
+        found.append(location_of(tag, place, form))
     return found
 
 
@@ -78,7 +82,9 @@ def location_of(folder: Path, place: Path, form: Format) -> Location:
     """Return where weights are that were found from a place, at or above their folder."""
     named = step_of_parents(folder, sharded=form.sharded)
     is_inner = folder.name in ROLES or _FSDP_FOLDER.fullmatch(folder.name)
-    if named is not None:
+    if step_of_tag(folder.parent) == folder and step_of(folder.parent.name) is not None:
+        step_dir, step = folder.parent, step_of(folder.parent.name)
+    elif named is not None:
         step_dir, step = named
     else:
         step_dir, step = (folder.parent if place == folder and is_inner else place), None

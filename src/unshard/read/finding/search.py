@@ -20,12 +20,13 @@ from unshard.read.finding.step_names import (
     step_of,
     step_of_parents,
 )
-from unshard.read.format import DEEPSPEED, FAIRSEQ2, MEGATRON, Format
+from unshard.read.format import FAIRSEQ2, MEGATRON, Format
 from unshard.read.hub_files import RECORD_NAME
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
 from unshard.read.torch_checkpointing.reader import TORCH_CHECKPOINTING
 from unshard.read.whole_files.reader import WHOLE_FILES
+from unshard.read.zero.reader import ZERO
 
 __all__ = [
     "DEPTH",
@@ -46,8 +47,8 @@ FORMATS = (
     FAIRSEQ2,
     DCP,
     TORCH_CHECKPOINTING,
+    ZERO,
     WHOLE_FILES,
-    DEEPSPEED,
 )
 """All formats, in the order in which a directory is searched for them."""
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar")

@@ -20,7 +20,15 @@ from unshard.tensors.boxes import is_row_major
 from unshard.tensors.dtypes import numpy_dtype
 from unshard.tensors.placements import Piece, PlacementError, Sharding, place
 
-__all__ = ["placed_pieces", "rank_table", "read_integers", "table_of", "tensors_of"]
+__all__ = [
+    "ShortStorageError",
+    "placed_pieces",
+    "rank_table",
+    "read_integers",
+    "start_of",
+    "table_of",
+    "tensors_of",
+]
 
 
 def rank_table(archive: TorchFile, *, rank: int, file: int, allowed: frozenset[str]) -> RankTable:
@@ -87,7 +95,7 @@ def table_of(
     for name, decode in tensors.items():
         try:
             cut, begins = _cut_of(archive, decode())
-        except (TensorFormError, PlacementError, _ShortStorageError) as error:
+        except (TensorFormError, PlacementError, ShortStorageError) as error:
             where = f"tensor {name}: rank {rank} ({archive.path.name})"
             problems.append(_problem(error, where))
             continue
@@ -108,25 +116,29 @@ def table_of(
     )
 
 
-class _ShortStorageError(ValueError):
+class ShortStorageError(ValueError):
     """A storage has fewer bytes than its pickle says."""
 
 
 def _problem(error: ValueError, where: str) -> UnshardError:
-    if isinstance(error, _ShortStorageError):
+    if isinstance(error, ShortStorageError):
         return CorruptError(f"{where}: {error}")
     how = "cannot be read: " if isinstance(error, TensorFormError) else ""
     return NotMergeableError(f"{where}: {how}{error}")
 
 
-def _start(archive: TorchFile, view: StorageView) -> int:
-    """Return the byte where a view starts."""
+def start_of(archive: TorchFile, view: StorageView) -> int:
+    """Return the byte where a view starts.
+
+    Raises:
+        ShortStorageError: its storage has fewer bytes than the pickle says.
+    """
     storage = archive.storages.get(view.key)
     size = 0 if storage is None else storage.size
     needed = view.storage_elements * view.dtype.itemsize
     if size < needed and 0 not in view.sizes:
         what = f"its storage {view.key} has {size} bytes, its pickle says {needed}"
-        raise _ShortStorageError(what)
+        raise ShortStorageError(what)
     return view.offset * view.dtype.itemsize + (0 if storage is None else storage.offset)
 
 
@@ -136,7 +148,7 @@ def _cut_of(archive: TorchFile, tensor: LocalTensor) -> tuple[Cut, list[int]]:
     Raises:
         PlacementError: the placement is unknown, or makes another local shape than the stored one.
     """
-    form, starts = tensor.form, [_start(archive, view) for view in tensor.parts]
+    form, starts = tensor.form, [start_of(archive, view) for view in tensor.parts]
     boxes: list[StoredBox] = []
     if form.boxed:
         begins = []

@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO checkpoints: partitions of flattened parameters, a file per rank."""

@@ -1,0 +1,87 @@
+"""Universal checkpoints: what `ds_to_universal` makes of any ZeRO checkpoint.
+
+Each parameter has a folder, `zero/NAME`, with its float32 values in `fp32.pt`: a tensor, or a dict
+with it under `param`; of stage 3 it is flat, and the model's file has its shape. Values that the
+tool adds for parameters that are not trained are roundings of what the model's file has.
+
+Source: DeepSpeed 0.19.8, `checkpoint/ds_to_universal.py`.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+
+from unshard.containers.torch_files.reader import TorchFile, read_torch_file
+from unshard.errors import CorruptError, IncompleteError, raise_all
+from unshard.read.format import shortened
+from unshard.read.torch_save.gathering import Gathering
+from unshard.read.torch_save.state_dict import tensors_of
+from unshard.read.torch_save.table import RankTable
+from unshard.read.torch_save.values import is_tensor, items_of, named
+from unshard.read.zero.flat import FlatCuts, Run
+from unshard.read.zero.states import Shapes
+from unshard.tensors.catalog import TensorEntry
+
+__all__ = ["FILE", "universal_tensors"]
+
+FILE = "fp32.pt"
+"""The file of a parameter's values in its folder."""
+_PARAM = "param"
+
+
+def universal_tensors(
+    folders: Mapping[str, Path], shapes: Shapes, paths: tuple[Path, ...], first: int
+) -> dict[str, TensorEntry]:
+    """Return the tensors of a universal checkpoint.
+
+    Args:
+        folders: of the parameters, by name.
+        shapes: as the model's file states them; of those that it does not, as they are stored.
+        paths: all files that are read.
+        first: the number of the first folder's file among them; the others follow.
+
+    Raises:
+        IncompleteError: a parameter's file is missing.
+        CorruptError: a file does not have the values of its parameter.
+    """
+    lost = [name for name in shapes if name not in folders]
+    if lost:
+        raise IncompleteError(
+            f"{paths[0].parent}: has no folder of {len(lost)} parameters: {shortened(lost)}",
+            expected=f"zero/{lost[0]}/{FILE}",
+            hint="make the universal checkpoint again: was ds_to_universal interrupted?",
+        )
+    gathered = Gathering()
+    for number, (name, folder) in enumerate(folders.items(), start=first):
+        if not (folder / FILE).is_file():
+            raise IncompleteError(f"{folder}: {FILE} is missing")
+        file = read_torch_file(folder / FILE)
+        gathered.add(_tensor_in(file, name, number))
+    raise_all(CorruptError, f"{paths[0].parent}: parameters cannot be read", gathered.problems)
+    stored = gathered.entries(paths)
+    cuts = FlatCuts(paths)
+    return {name: _shaped(stored[name], shapes.get(name), cuts) for name in folders}
+
+
+def _tensor_in(file: TorchFile, name: str, number: int) -> RankTable:
+    """Return where the tensor of a parameter's file is, under the parameter's name."""
+    items = items_of(file.value)
+    value = file.value if items is None else items.get(_PARAM)
+    if not is_tensor(value):
+        raise CorruptError(f"{file.path}: has no tensor", found=named(value))
+    return tensors_of(file, {name: value}, rank=0, file_number=number, allowed=frozenset())
+
+
+def _shaped(stored: TensorEntry, shape: tuple[int, ...] | None, cuts: FlatCuts) -> TensorEntry:
+    """Return a stored tensor in its shape: of stage 3 it is stored flat."""
+    if shape is None or stored.shape == shape:
+        return stored
+    is_flat = stored.shape == (prod(shape),) and stored.chunks.strides is None
+    if not is_flat:
+        raise CorruptError(
+            f"tensor {stored.fqn}: {stored.chunks[0].source.path} has another shape",
+            expected=f"{list(shape)}, or as many elements",
+            found=f"{list(stored.shape)}",
+        )
+    file, start = int(stored.chunks.file[0]), int(stored.chunks.start[0])
+    return cuts.entry(stored.fqn, stored.dtype, shape, [Run(0, file, start, prod(shape))])
