@@ -47,7 +47,13 @@ class ZeroModel:
         return {name: known[name] for name in self.order or known}
 
 
-def zero_model(tensors: Tensors, **others: object) -> ZeroModel:
+def zero_model(
+    tensors: Tensors,
+    *,
+    order: Sequence[str],
+    shared: Mapping[str, str] | None = None,
+    extra: Mapping[str, object] | None = None,
+) -> ZeroModel:
     """Return a model of tensors, of which those in float32 are trained, those in 16 bits are not.
 
     The rest are buffers. Trained ones are in two groups, as optimizers divide them.
@@ -60,7 +66,7 @@ def zero_model(tensors: Tensors, **others: object) -> ZeroModel:
         {name: one for name, one in trained.items() if one.ndim > 1},
         {name: one for name, one in trained.items() if one.ndim < 2},
     ]
-    return ZeroModel(groups, frozen, rest, **others)
+    return ZeroModel(groups, frozen, rest, shared or {}, order, extra or {})
 
 
 def save_zero(

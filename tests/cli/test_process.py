@@ -110,6 +110,7 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(verl: Path, tmp_path: Pat
         "unshard.compat.convert_fsdp_to_hf",
         "unshard.compat.merge_fsdp",
         "unshard.compat.verl",
+        "unshard.compat.zero_to_fp32",
         "scripts/convert_checkpoint_simple.py",
         "scripts/convert_fsdp_to_hf.py",
         "tools/merge_fsdp.py",

@@ -16,6 +16,7 @@ from unshard.evaluate.trainer.completeness import CheckpointFinder, why_incomple
 from unshard.read.finding.discover import discover
 from unshard.read.format import Choice, Location
 from unshard.read.whole_files.reader import WHOLE_FILES
+from zero_files import ZeroModel, save_zero
 
 save_dcp = dcp_under("model")
 
@@ -242,6 +243,32 @@ def test_a_safetensors_file_is_as_long_as_it_says(tmp_path: Path) -> None:
     content = (place / "model.safetensors").read_bytes()
     (place / "model.safetensors").write_bytes(content[:-1])
     assert why_incomplete(location) == "model.safetensors is not finished"
+
+
+def test_deepspeed_says_itself_what_is_complete(tmp_path: Path) -> None:
+    model = ZeroModel([some_tensors()])
+    for step in (5, 10):
+        save_zero(tmp_path / f"global_step{step}", model, world=2, stage=2)
+        assert looks_twice(tmp_path) == ([5] if step == 10 else [])
+        (tmp_path / "latest").write_text(f"global_step{step}")
+        assert looks_twice(tmp_path) == ([5] if step == 5 else [5, 10])
+
+
+def test_a_tag_of_a_trainers_step_needs_both_marks(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoint-5"
+    save_zero(step / "global_step5", ZeroModel([some_tensors()]), world=2, stage=3)
+    (step / "trainer_state.json").write_text('{"global_step": 5}')
+    assert looks_twice(tmp_path) == []
+    (step / "latest").write_text("global_step5")
+    assert looks_twice(tmp_path) == [5]
+    (step / "trainer_state.json").write_text('{"global_step": 0}')
+    assert looks_twice(tmp_path) == []
+
+
+def looks_twice(run: Path) -> list[int | None]:
+    finder = CheckpointFinder(run)
+    finder.look()
+    return [one.step for one in finder.look()]
 
 
 def test_dcp_needs_its_metadata(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 A checkpoint is complete when its writer has left its mark, and its files have kept their sizes and
 times since the last look: the latest step of verl, SkyRL and lerobot, `CHECKPOINT_COMPLETE` of
-LLaMA-Factory, transformers' `trainer_state.json`, OLMo-core's `.metadata.json`, DCP's `.metadata`.
-A directory that is renamed when it is complete (NeMo-RL, xtuner) has no step until then. Rank files
+LLaMA-Factory, transformers' `trainer_state.json`, DeepSpeed's `latest`, OLMo-core's
+`.metadata.json`, DCP's `.metadata`. A directory that is renamed when it is complete (NeMo-RL,
+xtuner) has no step until then. Rank files
 without a mark (lmms-engine) are complete when every rank's are there, in the folder of the
 dataloader too, every zip has its end, and the config is there; safetensors files when the set is
 complete and each file is as long as its header says. In an object store, where uploads may come in
@@ -32,10 +33,11 @@ from unshard.errors import (
     UsageError,
 )
 from unshard.read.finding.discover import all_steps, step_numbers
-from unshard.read.finding.markers import find_markers
+from unshard.read.finding.markers import find_markers, stated_tag
 from unshard.read.finding.step_names import step_of
 from unshard.read.format import Choice, Location
 from unshard.read.hub_files import INDEX_NAME, weight_map
+from unshard.read.zero.reader import ZERO
 from unshard.stores.objects import listed
 from unshard.stores.remote_path import RemotePath, look_again
 
@@ -184,7 +186,7 @@ def why_incomplete(location: Location) -> str | None:
     Raises:
         OSError: it has vanished.
     """
-    marks = [*_look_at_run(location), *_look_at_step(location)]
+    marks = [*_look_at_tag(location), *_look_at_run(location), *_look_at_step(location)]
     if marks:
         return marks[0] or None
     if location.path.is_file():
@@ -206,6 +208,24 @@ def _look_at_run(location: Location) -> Iterator[str]:
             yield f"{latest.name} has {'nothing' if latest.step is None else latest.step}"
         elif latest.step in _steps_of(run):  # else an earlier run's
             yield ""
+
+
+def _look_at_tag(location: Location) -> Iterator[str]:
+    """Yield what DeepSpeed's `latest` says of a tag that is not complete.
+
+    It is written when all ranks have written their files. Of a trainer's own step other files
+    follow it.
+    """
+    if location.format is not ZERO:
+        return
+    tag = stated_tag(location.weights_dir.parent)
+    stated, step = step_of(tag or ""), location.step
+    if tag is None:
+        yield "latest is missing"
+    elif tag != location.weights_dir.name and (stated is None or step is None or stated < step):
+        yield f"latest has {tag}"
+    elif not (location.step_dir / _TRAINER_STATE).is_file():
+        yield ""
 
 
 @lru_cache(maxsize=8)

@@ -25,7 +25,7 @@ from unshard.read.zero.states import ModelState, read_model_state, read_optim_st
 from unshard.read.zero.universal import FILE, universal_tensors
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 
-__all__ = ["ZERO"]
+__all__ = ["ZERO", "frozen_names"]
 
 _NO_OTHER = "copy the files here from the nodes that wrote them, or take another checkpoint"
 _Tensors = Mapping[str, TensorEntry]
@@ -43,6 +43,19 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
 
 
 ZERO = Format("DeepSpeed ZeRO", has_file(is_zero_file), _read, by_name(is_zero_file))
+
+
+def frozen_names(location: Location) -> list[str]:
+    """Return the names of the parameters that were not trained.
+
+    Raises:
+        CheckpointError: the model's file cannot be read.
+    """
+    state = read_model_state(_model_file(find_files(location)))
+    if state.frozen is not None:
+        return list(state.frozen)
+    known = {*_trained(state), *state.buffers, *state.shared}
+    return [] if state.groups is None else [name for name in state.module if name not in known]
 
 
 def _model_file(files: ZeroFiles) -> Path:

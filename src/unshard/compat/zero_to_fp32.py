@@ -1,0 +1,89 @@
+"""`zero_to_fp32.py` of DeepSpeed: `python -m unshard.compat.zero_to_fp32 CHECKPOINT OUTPUT`."""
+
+from unshard import signals
+
+if __name__ == "__main__":
+    signals.end_at_once()  # before the imports, which take time
+
+import argparse
+import re
+from pathlib import Path
+
+from unshard.compat.commands import merge_line, run, showing
+from unshard.errors import UnknownFormatError
+from unshard.fronts import Command
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py",
+        description="Extract the float32 weights of a ZeRO checkpoint of stage 1, 2 or 3.",
+    )
+    parser.add_argument(
+        "checkpoint_dir", type=Path, help="the directory that contains the tag: path/checkpoint-12"
+    )
+    parser.add_argument("output_dir", type=Path, help="directory to write")
+    parser.add_argument(
+        "--max_shard_size", default="5GB", help="the largest weight file; default: 5GB"
+    )
+    parser.add_argument(
+        "--safe_serialization",
+        action="store_true",
+        help="ignored: the output is safetensors in any case",
+    )
+    parser.add_argument("-t", "--tag", help="default: the tag that the file latest names")
+    parser.add_argument(
+        "--exclude_frozen_parameters",
+        action="store_true",
+        help="leave out parameters that are not trained",
+    )
+    parser.add_argument("-d", "--debug", action="store_true", help="ignored")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Merge as the arguments say."""
+    from unshard import api
+    from unshard.read.finding.discover import discover
+    from unshard.read.format import Choice
+    from unshard.read.zero.reader import frozen_names
+
+    arguments = _arguments()
+    place = _tag_folder(arguments.checkpoint_dir, arguments.tag)
+    location = discover(place, Choice())[0]
+    frozen = frozen_names(location) if arguments.exclude_frozen_parameters else []
+    options = api.MergeOptions(
+        names="training",
+        max_shard_size=arguments.max_shard_size,
+        exclude=f"^(?:{'|'.join(map(re.escape, frozen))})$" if frozen else None,
+        overwrite=True,
+        extra_state=False,
+    )
+    line = merge_line(place, arguments.output_dir, options)
+    with showing(Command({"max-shard-size": "--max_shard_size"}, line)) as listener:
+        print(f"Processing zero checkpoint '{place}'", flush=True)
+        report = api.merge_with(place, arguments.output_dir, options, listener, pass_over=False)
+    print(f"Saved {report.tensors} tensors to {report.output}")
+
+
+def _tag_folder(checkpoint: Path, tag: str | None) -> Path:
+    """Return the directory of a tag, by default of the one that the file `latest` names.
+
+    Raises:
+        UnknownFormatError: there is no such file, or no such directory.
+    """
+    from unshard.read.finding.markers import stated_tag
+
+    found = stated_tag(checkpoint) if tag is None else tag
+    if found is None:
+        raise UnknownFormatError(
+            f"Unable to find 'latest' file at {checkpoint / 'latest'}",
+            hint="give the directory that has it, or the tag: -t TAG",
+        )
+    if not (checkpoint / found).is_dir():
+        raise UnknownFormatError(f"Directory '{checkpoint / found}' doesn't exist")
+    return checkpoint / found
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,89 @@
+"""The command that replaces DeepSpeed's zero_to_fp32.py, with its arguments and its file names."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ranks import assert_same, merged, some_tensors
+from unshard.compat import zero_to_fp32
+from unshard.errors import IncompleteError, UnknownFormatError
+from zero_files import ZeroModel, save_zero
+
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
+FROZEN = {"base.weight": torch.linspace(0, 1, 12).bfloat16().reshape(3, 4)}
+MODEL = ZeroModel([some_tensors()], FROZEN, {"steps": torch.tensor(3)})
+Run = Callable[..., dict[str, torch.Tensor]]
+
+
+@pytest.fixture(params=[1, 2, 3])
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Return a trainer's step with two tags, of which `latest` names the first."""
+    step = tmp_path / "checkpoint-7"
+    save_zero(step / "global_step7", MODEL, world=3, stage=request.param)
+    other = ZeroModel([some_tensors(1)])
+    save_zero(step / "best", other, world=2, stage=request.param)
+    (step / "latest").write_text("global_step7")
+    return step
+
+
+@pytest.fixture
+def convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return `convert(checkpoint, *arguments)`, which returns the tensors of the output."""
+
+    def run(checkpoint: Path, *arguments: str) -> dict[str, torch.Tensor]:
+        line = ["zero_to_fp32.py", str(checkpoint), str(tmp_path / "out"), *arguments]
+        monkeypatch.setattr(sys, "argv", line)
+        zero_to_fp32.main()
+        return merged(tmp_path / "out")
+
+    return run
+
+
+def test_the_tag_that_latest_names_is_converted(checkpoint: Path, convert: Run) -> None:
+    assert_same(convert(checkpoint, "--safe_serialization", "-d"), MODEL.truth)
+
+
+def test_another_tag_may_be_named(checkpoint: Path, convert: Run) -> None:
+    for option in ("-t", "--tag"):
+        assert_same(convert(checkpoint, option, "best"), some_tensors(1))
+
+
+def test_frozen_parameters_may_be_left_out(checkpoint: Path, convert: Run) -> None:
+    found = convert(checkpoint, "--exclude_frozen_parameters")
+    assert_same(found, {name: MODEL.truth[name] for name in (*some_tensors(), "steps")})
+
+
+def test_several_files_are_named_as_those_of_the_original(
+    checkpoint: Path, convert: Run, tmp_path: Path
+) -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    assert_same(convert(checkpoint, "--max_shard_size", "400B"), MODEL.truth)
+    split = split_torch_state_dict_into_shards(
+        MODEL.truth, filename_pattern="model{suffix}.safetensors", max_shard_size=400
+    )
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"] == split.tensor_to_filename
+    written = {path.name for path in (tmp_path / "out").glob("*.safetensors")}
+    assert written == set(split.filename_to_tensors)
+
+
+def test_without_latest_the_tag_is_needed(checkpoint: Path, convert: Run) -> None:
+    (checkpoint / "latest").unlink()
+    with pytest.raises(UnknownFormatError, match="Unable to find 'latest' file"):
+        convert(checkpoint)
+    with pytest.raises(UnknownFormatError, match="nope' doesn't exist"):
+        convert(checkpoint, "--tag", "nope")
+    assert_same(convert(checkpoint, "--tag", "global_step7"), MODEL.truth)
+
+
+def test_a_missing_rank_is_named(checkpoint: Path, convert: Run, tmp_path: Path) -> None:
+    (checkpoint / "global_step7/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(IncompleteError, match="rank 1 of world size 3"):
+        convert(checkpoint)
+    assert not (tmp_path / "out").exists()
