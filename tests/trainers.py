@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from item_files import save_item_files
 from ranks import save_ranks
 from safetensors_shards import cut, shard_path, write_shard
+from zero_files import save_zero, zero_model
 
 __all__ = ["TRAINERS", "Trainer", "dcp_under", "plant"]
 
@@ -89,6 +90,17 @@ def torch_file(name: str, key: str, others: Mapping[str, object] | None = None) 
         place.mkdir(parents=True, exist_ok=True)
         torch.save({key: dict(tensors), **(others or {})}, place / name)
         return [name]
+
+    return write
+
+
+def zero(stage: int) -> Write:
+    """Return what saves ZeRO partitions of a stage, and `latest` next to their tag."""
+
+    def write(place: Path, tensors: Tensors) -> list[str]:
+        save_zero(place, zero_model(tensors, order=list(tensors)), world=2, stage=stage)
+        (place.parent / "latest").write_text(place.name)
+        return [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
 
     return write
 
@@ -376,6 +388,37 @@ TRAINERS: dict[str, Trainer] = {
         others=("checkpoint-100/trainer_state.json", "debug.log", "tokenizer.json"),
     ),
     "torchforge": Trainer("checkpoint/step-100", flat, "checkpoint/step-100", "torch"),
+    "OpenRLHF": Trainer(
+        "ckpt/_actor/global_step100",
+        zero(3),
+        "ckpt/_actor/global_step100",
+        "DeepSpeed",
+        role="actor",
+        others=("ckpt/_actor/zero_to_fp32.py", "ckpt/global_step90_hf/config.json"),
+    ),
+    "open-instruct": Trainer(
+        "checkpoints/global_step100",
+        zero(3),
+        "checkpoints/global_step100",
+        "DeepSpeed",
+        others=("checkpoints/zero_to_fp32.py", "checkpoints/ref_policy/x.txt"),
+    ),
+    "accelerate, DeepSpeed": Trainer(
+        "step_100/pytorch_model",
+        zero(2),
+        "step_100",
+        "DeepSpeed",
+        others=("step_100/zero_to_fp32.py", "step_100/COMPLETED"),
+        pickled=("step_100/scheduler.bin", "step_100/random_states_0.pkl"),
+    ),
+    "HF Trainer, DeepSpeed": Trainer(
+        "checkpoint-100/global_step100",
+        zero(2),
+        "checkpoint-100",
+        "DeepSpeed",
+        others=("checkpoint-100/trainer_state.json", "checkpoint-100/zero_to_fp32.py"),
+        pickled=("checkpoint-100/training_args.bin",),
+    ),
     "in-house": Trainer("my_run/save_100/shards", ranks, "my_run/save_100", "unknown"),
 }
 

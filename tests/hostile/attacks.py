@@ -18,6 +18,7 @@ __all__ = ["HOSTS", "Attack", "attacks"]
 
 Write = Callable[[Path, bytes], object]
 _RANK = "model_world_size_3_rank_1.pt"
+_ZERO = "global_step1/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 _LEGACY = b"".join(
     pickle.dumps(part, 2)
     for part in (
@@ -91,6 +92,8 @@ PICKLED: Mapping[str, tuple[str, Write]] = {
     ),
     "Lightning's meta.pt": ("DCP, Lightning", _zipped("meta.pt")),
     "a zip in its place": ("rank files", _to(_RANK)),
+    "the model's states of ZeRO": ("ZeRO-2", _zipped("global_step1/mp_rank_00_model_states.pt")),
+    "a value in a rank's states of ZeRO": ("ZeRO-3", _spliced(_ZERO)),
 }
 """Where a pickle is: the sample, and what writes one there."""
 
@@ -98,6 +101,7 @@ ZIPPED: Mapping[str, tuple[str, str]] = {
     "a rank file": ("rank files", _RANK),
     "pytorch_model.bin": ("pytorch_model.bin", "pytorch_model.bin"),
     "a .bin of a rank": ("bins", "pytorch_model_fsdp_0_rank1.bin"),
+    "a rank's states of ZeRO": ("ZeRO-3", _ZERO),
 }
 """Files of torch.save: the sample, and the name."""
 

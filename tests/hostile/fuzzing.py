@@ -93,6 +93,7 @@ TARGETS: Mapping[str, Target] = {
     "record": _record,
     "rank file": _checkpoint("model_world_size_1_rank_0.pt"),
     "model": _checkpoint("pytorch_model.bin"),
+    "model states": _checkpoint("mp_rank_00_model_states.pt"),
 }
 """What reads bytes of others: given them, and a directory of its own."""
 

@@ -20,6 +20,8 @@ def seeds_of(target: str, place: Path) -> list[bytes]:
     torch.save(tensors, place / "zip")
     torch.save(tensors, place / "legacy", _use_new_zipfile_serialization=False)
     (rank,) = save_ranks(place / "ranks", tensors, 1).iterdir()
+    states = place / "mp_rank_00_model_states.pt"
+    torch.save({"module": tensors, "buffer_names": [], "dp_world_size": 2}, states)
     whole, old = (place / "zip").read_bytes(), (place / "legacy").read_bytes()
     pickles = [pickle.dumps({"a": [1, 2.5, ("x", b"y")]}, protocol) for protocol in range(6)]
     index = json.dumps({"metadata": {"total_size": 1}, "weight_map": {"a": "b"}}).encode()
@@ -36,5 +38,6 @@ def seeds_of(target: str, place: Path) -> list[bytes]:
         "record": [index, b'{"unshard": "1", "output": {"files": {"a": 1}}}'],
         "rank file": [rank.read_bytes()],
         "model": [whole, old],
+        "model states": [states.read_bytes()],
     }
     return known[target]

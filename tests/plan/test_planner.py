@@ -22,6 +22,7 @@ from unshard.plan.layout import lay_out
 from unshard.plan.operations import Cast, CopyRange, Gather, Operation, Plan
 from unshard.plan.planner import LONG_RUN, make_plan
 from unshard.plan.work import Tile, Unit, split_into_units, units_by_file
+from unshard.read.zero.flat import FlatCuts, Run
 from unshard.tensors.boxes import Box, row_major_strides
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
@@ -223,6 +224,16 @@ def test_runs_that_follow_on_in_source_and_target_become_one() -> None:
     chunks = [((4,), (4,), 0, 54), ((0,), (4,), 0, 50), ((8,), (2,), 0, 58)]
     (copy,) = copies(entry("w", "uint8", (10,), chunks))
     assert (copy.target, copy.start, copy.length) == (0, 50, 10)
+
+
+@all_runs_long
+def test_pieces_of_a_flattened_tensor_are_a_copy_each() -> None:
+    flat = FlatCuts(PATHS)
+    runs = [Run(rank, rank, 100 * rank, count) for rank, count in enumerate((11, 11, 8))]
+    found = copies(flat.entry("w", BY_NAME["uint8"], (2, 5, 3), runs))
+    places = [(one.source.name, one.start, one.target, one.length) for one in found]
+    assert places == [("rank0", 0, 0, 11), ("rank1", 100, 11, 11), ("rank2", 200, 22, 8)]
+    assert all(one.count == 1 for one in found)
 
 
 @all_runs_long

@@ -293,12 +293,13 @@ def _long_runs(shape: tuple[int, ...], chunks: ChunkTable, itemsize: int) -> _Ru
     """Return one row per chunk if its runs are long and evenly spaced in the target, else None.
 
     A chunk whose last cut dimension is `cut` consists of runs of prod(sizes[cut:]) elements; they
-    are evenly spaced if, of the dimensions before, only the first is cut.
+    are evenly spaced if, of the dimensions before, only the first is cut. Chunks that are one run
+    each, such as those of a flattened tensor, are as if only the first dimension were cut.
     """
     cuts = np.flatnonzero((chunks.sizes != np.asarray(shape, dtype=np.int64)).any(axis=0))
-    cut = int(cuts[-1]) if len(cuts) else 0
+    cut = int(cuts[-1]) if len(cuts) and not _are_runs(shape, chunks.sizes) else 0
     first = next((dim for dim, size in enumerate(shape) if size > 1), 0)
-    if set(cuts.tolist()) - {first, cut}:
+    if cut and set(cuts.tolist()) - {first, cut}:
         return None
     length = chunks.sizes[:, cut:].prod(axis=1) * itemsize
     if float(length.mean()) < LONG_RUN:  # the mean: the last chunk may be short
@@ -311,6 +312,18 @@ def _long_runs(shape: tuple[int, ...], chunks: ChunkTable, itemsize: int) -> _Ru
     rows["target_stride"] = prod(shape[cut:]) * itemsize
     order = np.argsort(rows["target"], kind="stable")
     return _Runs(order, rows[order])
+
+
+def _are_runs(shape: tuple[int, ...], sizes: Ints) -> bool:
+    """Return whether every box is one run of the tensor's elements, in row-major order.
+
+    It is one if some dimension has only single elements before it, and whole ones after it.
+    """
+    ones = np.ones((len(sizes), 1), np.bool_)
+    single, whole = sizes == 1, sizes == np.asarray(shape, dtype=np.int64)
+    before = np.logical_and.accumulate(np.concatenate([ones, single[:, :-1]], axis=1), axis=1)
+    after = np.logical_and.accumulate(np.concatenate([ones, whole[:, :0:-1]], axis=1), axis=1)
+    return bool((before & after[:, ::-1]).any(axis=1).all())
 
 
 def _coalesced(copies: Copies) -> Copies:

@@ -36,6 +36,10 @@ _SIGNS: tuple[_Sign, ...] = (
         "a marker of the latest step, without the step's directory",
     ),
     (
+        _named(r"zero_to_fp32\.py|zero_to_torch\.py|latest_universal"),
+        "what DeepSpeed leaves next to its tags (global_stepN), without a tag",
+    ),
+    (
         _named(r"adapter_model\.(?:safetensors|bin)"),
         "a LoRA adapter without its model; PEFT's merge_and_unload unites them",
     ),
@@ -99,9 +103,9 @@ def nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
         f"{nearest if steps else path}: no checkpoint found",
         expected="model_world_size_W_rank_R.pt (verl, lmms-engine), .metadata and *.distcp (torch "
         "DCP), model_R.pt with metadata.pkl (torch_checkpointing), pytorch_model_fsdp_0/ "
-        "(accelerate, HF Trainer), shard-*-model-*.safetensors or "
-        f"model.safetensors, here or up to {DEPTH} levels below, in step directories "
-        "(global_step_N, checkpoint-N, step-N) or without them",
+        "(accelerate, HF Trainer), zero_pp_rank_R_mp_rank_00_optim_states.pt (DeepSpeed), "
+        f"shard-*-model-*.safetensors or model.safetensors, here or up to {DEPTH} levels below, "
+        "in step directories (global_step_N, checkpoint-N, step-N) or without them",
         found="\n            ".join([shown or "an empty directory", *seen]),
         hint=_what_to_give(folder),
     )

@@ -1,0 +1,141 @@
+"""What the pickles of ZeRO say is not trusted: a contradiction is an error that names a file."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import unshard
+from ranks import some_tensors
+from unshard import CheckpointError, CorruptError, NotMergeableError
+from zero_files import ZeroModel, save_zero
+
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
+FROZEN = {"frozen.weight": torch.linspace(0, 1, 12).bfloat16().reshape(3, 4)}
+MODEL = ZeroModel([some_tensors()], FROZEN, {"steps": torch.tensor(3)})
+OPTIM = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+EVERY = ("a text", -1, 0, 10**30, 2**62, [], {}, [[1]], [-5], {"a": 1}, torch.ones(2), 1.5, True)
+
+
+@pytest.fixture(params=[2, 3])
+def tag(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Return the directory of a save of stage 2 or 3 on two ranks."""
+    return save_zero(tmp_path / "global_step1", MODEL, world=2, stage=request.param)
+
+
+def model_file(tag: Path) -> Path:
+    return min(tag.glob("*mp_rank_00_model_states.pt"))
+
+
+def changed(path: Path, change: Callable[[dict[str, object]], object]) -> None:
+    state = torch.load(path, weights_only=False)
+    change(state.get("optimizer_state_dict", state))
+    torch.save(state, path)
+
+
+MODEL_KEYS = (
+    "module",
+    "buffer_names",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "dp_world_size",
+    "mp_world_size",
+    "ds_config",
+    "checkpoint_parallel_dimensions",
+)
+OPTIM_KEYS = (
+    "zero_stage",
+    "partition_count",
+    "param_alignment_paddings",
+    "fp32_flat_groups",
+    "single_partition_of_fp32_groups",
+)
+
+
+@pytest.mark.parametrize("key", MODEL_KEYS)
+def test_values_of_any_kind_in_the_models_file_are_read_or_refused(tag: Path, key: str) -> None:
+    path = model_file(tag)
+    good = path.read_bytes()
+    for value in EVERY:
+        changed(path, lambda state, value=value: state.update({key: value}))  # type: ignore[misc]
+        is_read_or_refused(tag)
+        path.write_bytes(good)
+
+
+@pytest.mark.parametrize("key", OPTIM_KEYS)
+def test_values_of_any_kind_in_the_optimizers_file_are_read_or_refused(tag: Path, key: str) -> None:
+    path = tag / OPTIM
+    good = path.read_bytes()
+    for value in EVERY:
+        changed(path, lambda state, value=value: state.update({key: value}))  # type: ignore[misc]
+        is_read_or_refused(tag)
+        path.write_bytes(good)
+
+
+def is_read_or_refused(tag: Path) -> None:
+    try:
+        unshard.inspect(tag)
+    except CheckpointError as error:
+        assert str(tag) in error.text or "tensor " in error.text  # noqa: PT017 (either is right)
+
+
+def shapes_of(state: dict[str, object]) -> dict[str, torch.Size]:
+    shapes = state["param_shapes"]
+    assert isinstance(shapes, list)
+    return shapes[0]  # type: ignore[no-any-return]
+
+
+def test_shapes_that_the_partitions_do_not_have_are_refused(tag: Path) -> None:
+    for shape in ((400, 6), (2, 2)):
+        changed(
+            model_file(tag),
+            lambda state, shape=shape: shapes_of(state).update({"lm_head.weight": shape}),  # type: ignore[misc]
+        )
+        with pytest.raises(CorruptError, match="not fit param_shapes"):
+            unshard.inspect(tag)
+
+
+def test_a_partition_that_is_cut_short_is_refused(tag: Path) -> None:
+    def shorten(state: dict[str, object]) -> None:
+        for key in ("fp32_flat_groups", "single_partition_of_fp32_groups"):
+            if isinstance(parts := state.get(key), list):
+                parts[0] = parts[0][:-20].clone()
+
+    changed(tag / OPTIM, shorten)
+    with pytest.raises(CorruptError, match="fit param_shapes"):
+        unshard.inspect(tag)
+
+
+def test_ranks_of_another_dtype_are_refused(tag: Path) -> None:
+    def halve(state: dict[str, object]) -> None:
+        for key in ("fp32_flat_groups", "single_partition_of_fp32_groups"):
+            if isinstance(parts := state.get(key), list):
+                state[key] = [part.half() for part in parts]
+
+    changed(tag / OPTIM, halve)
+    with pytest.raises(CorruptError, match="differ in their dtype"):
+        unshard.inspect(tag)
+
+
+def test_a_rank_of_another_world_is_refused(tag: Path) -> None:
+    changed(tag / OPTIM, lambda state: state.update({"partition_count": 3}))
+    with pytest.raises(CorruptError, match="was not saved together with"):
+        unshard.inspect(tag)
+
+
+def test_partitions_of_groups_of_ranks_are_refused(tag: Path) -> None:
+    changed(tag / OPTIM, lambda state: state.update({"ds_zero_partition_groups": []}))
+    with pytest.raises(NotMergeableError, match="hpZ, MiCS"):
+        unshard.inspect(tag)
+
+
+def test_parameters_without_values_are_named(tmp_path: Path) -> None:
+    tag = save_zero(tmp_path / "global_step1", MODEL, world=2, stage=3)
+    for path in tag.glob("*model_states.pt"):
+        changed(path, lambda state: state.update({"frozen_param_shapes": None}))
+    with pytest.raises(NotMergeableError, match=r"no values in any file: frozen\.weight"):
+        unshard.inspect(tag)
