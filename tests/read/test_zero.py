@@ -11,10 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import unshard
 from ranks import Tensors, assert_same, merged
-from unshard import CorruptError, IncompleteError, NotMergeableError, UnknownFormatError
+from unshard import (
+    CorruptError,
+    IncompleteError,
+    NotMergeableError,
+    UnknownFormatError,
+    UsageError,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -104,6 +111,40 @@ def test_only_deepspeed_has_weights_in_two_dtypes(unpacked: Path) -> None:
     shutil.copy(whole, alone)
     with pytest.raises(UnknownFormatError, match="has no module weights"):
         unshard.inspect(alone, weights="module")
+
+
+MOMENTS = [case for case in ZERO if Path(case).name >= "zero1" and "elastic" not in case]
+
+
+@pytest.mark.parametrize("case", MOMENTS)
+def test_the_moments_have_the_names_of_parameters(
+    unpacked: Path, tmp_path: Path, case: str
+) -> None:
+    unshard.merge(unpacked / case, tmp_path / "out", names="training", optimizer=True)
+    truth = truth_of(unpacked / case, "truth_optim")
+    found = load_file(tmp_path / "out/optimizer.safetensors")
+    assert_same(found, {f"state.{name}": value for name, value in truth.items()})
+    saved = json.loads((tmp_path / "out/optimizer.json").read_text())
+    assert saved["step"] == 3
+    named = [name for group in saved["param_groups"] for name in group["params"]]
+    assert sorted({name.rpartition(".")[0] for name in truth}) == sorted(named)
+
+
+def test_the_optimizer_of_an_elastic_checkpoint_is_refused(unpacked: Path) -> None:
+    with pytest.raises(NotMergeableError, match="elastic checkpoint, without parameter groups"):
+        unshard.merge(unpacked / "deepspeed/zero2_elastic", dry_run=True, optimizer=True)
+
+
+def test_weights_in_the_dtype_of_training_have_no_optimizer(unpacked: Path) -> None:
+    with pytest.raises(UsageError, match="module weights have none"):
+        unshard.merge(
+            unpacked / "deepspeed/zero2_bf16", dry_run=True, optimizer=True, weights="module"
+        )
+
+
+def test_a_checkpoint_of_deepspeed_is_not_resharded(unpacked: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotMergeableError, match="ds_to_universal"):
+        unshard.reshard(unpacked / "deepspeed/zero3_bf16", tmp_path / "out", world_size=2)
 
 
 @pytest.mark.parametrize("case", cases("zero_to_fp32.json"))

@@ -16,7 +16,21 @@ pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 FROZEN = {"frozen.weight": torch.linspace(0, 1, 12).bfloat16().reshape(3, 4)}
 MODEL = ZeroModel([some_tensors()], FROZEN, {"steps": torch.tensor(3)})
 OPTIM = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-EVERY = ("a text", -1, 0, 10**30, 2**62, [], {}, [[1]], [-5], {"a": 1}, torch.ones(2), 1.5, True)
+EVERY: tuple[object, ...] = (
+    "a text",
+    -1,
+    0,
+    10**30,
+    2**62,
+    [],
+    {},
+    [[1]],
+    [-5],
+    {"a": 1},
+    torch.ones(2),
+    1.5,
+    True,
+)
 
 
 @pytest.fixture(params=[2, 3])
@@ -53,6 +67,8 @@ OPTIM_KEYS = (
     "param_alignment_paddings",
     "fp32_flat_groups",
     "single_partition_of_fp32_groups",
+    "optimizer_state_dict",
+    "base_optimizer_state",
 )
 
 

@@ -127,8 +127,9 @@ class MergeOptions:
         if excluded:
             what = excluded[0].replace("_", "-")
             raise UsageError(f"--optimizer and --{what} exclude each other")
-        if self.weights == "ema":
-            raise UsageError("--optimizer: EMA weights have none; its state is of the model's")
+        if self.weights not in (None, "model"):
+            what = "EMA" if self.weights == "ema" else self.weights
+            raise UsageError(f"--optimizer: {what} weights have none; its state is of the model's")
 
     def __repr__(self) -> str:
         """Return the options that differ from their defaults."""

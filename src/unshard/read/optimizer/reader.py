@@ -30,8 +30,10 @@ from unshard.read.optimizer.state import (
     flat_name,
     split_name,
 )
+from unshard.read.optimizer.zero import read_zero
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.wrapper_names import names_without_wrappers, without_wrapper_module
+from unshard.read.zero.reader import ZERO
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DType, DTypeKind
 
@@ -48,7 +50,7 @@ def find_optimizer(
     Raises:
         CheckpointError: it cannot be read; see `read_optimizer`.
     """
-    if checkpoint.location.weights == "ema":
+    if checkpoint.location.weights != "model":
         return None
     found = _saved(checkpoint, options)
     if found is None:
@@ -96,6 +98,8 @@ def _saved(checkpoint: Checkpoint, options: ReadOptions) -> SavedState | None:
     location, world = checkpoint.location, checkpoint.catalog.world_size
     if location.format is DCP:
         return read_dcp(location)
+    if location.format is ZERO:
+        return read_zero(location, options)
     files = find_files(location, world) if location.format is RANK_FILES else {}
     if files and options.ep_size is not None:
         raise UsageError(
@@ -144,7 +148,7 @@ def read_optimizer(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerSta
     others = [path.name for path in checkpoint.catalog.training_state if "optim" in str(path)]
     raise NotMergeableError(
         f"{location.weights_dir}: no state of an optimizer that can be read was saved with it",
-        expected=f"that of {RANK_FILES} or {DCP}, next to the model's files",
+        expected=f"that of {RANK_FILES}, {DCP} or {ZERO}, next to the model's files",
         found=", ".join(others[:5]) or "none",
         hint="merge the model alone, or take a checkpoint that was saved with its optimizer",
     )

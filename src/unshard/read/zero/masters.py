@@ -17,25 +17,33 @@ from unshard.read.zero.states import ModelState, OptimState, Shapes, flat_run
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DType
 
-__all__ = ["frozen_of_ranks", "masters_of_groups", "masters_of_ranks"]
+__all__ = ["frozen_of_ranks", "unflattened"]
 
 _SAME_SAVE = "do the files belong to one save?"
 
 
-def masters_of_groups(
-    states: Sequence[OptimState], groups: Sequence[Shapes], cuts: FlatCuts, first: int
+def unflattened(
+    states: Sequence[OptimState], groups: Sequence[Shapes], paths: tuple[Path, ...], first: int
 ) -> dict[str, TensorEntry]:
-    """Return the tensors of stages 1 and 2.
+    """Return the tensors that the flat tensors of all ranks make.
 
     Args:
         states: of all ranks, in their order.
         groups: the shapes, in flat order.
-        cuts: makes the tensors.
-        first: the number of the first rank's file; the others follow.
+        paths: all files that are read.
+        first: the number of the first rank's file among them; the others follow.
 
     Raises:
         CorruptError: the partitions do not have the elements of these shapes.
     """
+    of_stage = _of_stage3 if states[0].is_stage3 else _of_groups
+    return of_stage(states, groups, FlatCuts(paths), first)
+
+
+def _of_groups(
+    states: Sequence[OptimState], groups: Sequence[Shapes], cuts: FlatCuts, first: int
+) -> dict[str, TensorEntry]:
+    """Return the tensors of stages 1 and 2."""
     for state in states:
         if len(state.flat) != len(groups):
             raise CorruptError(
@@ -75,10 +83,10 @@ def _short(path: Path, group: int, needed: int, there: int) -> CorruptError:
     )
 
 
-def masters_of_ranks(
+def _of_stage3(
     states: Sequence[OptimState], groups: Sequence[Shapes], cuts: FlatCuts, first: int
 ) -> dict[str, TensorEntry]:
-    """Return the tensors of stage 3; see `masters_of_groups`."""
+    """Return the tensors of stage 3."""
     ranks = [
         _joined([(state.file, state.flat)], first + rank, rank=rank)
         for rank, state in enumerate(states)
@@ -151,7 +159,7 @@ def _mixed(dtypes: Mapping[DType, Path]) -> CorruptError:
 def frozen_of_ranks(
     states: Sequence[ModelState], shapes: Shapes, cuts: FlatCuts
 ) -> dict[str, TensorEntry]:
-    """Return the parameters that are not trained, of stage 3; see `masters_of_groups`."""
+    """Return the parameters that are not trained, of stage 3; see `unflattened`."""
     found: dict[str, TensorEntry] = {}
     for name, shape in shapes.items():
         parts = []

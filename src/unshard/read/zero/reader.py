@@ -20,12 +20,18 @@ from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.values import is_tensor
 from unshard.read.zero.files import ZeroFiles, find_files, is_zero_file
 from unshard.read.zero.flat import FlatCuts
-from unshard.read.zero.masters import frozen_of_ranks, masters_of_groups, masters_of_ranks
-from unshard.read.zero.states import ModelState, read_model_state, read_optim_state
+from unshard.read.zero.masters import frozen_of_ranks, unflattened
+from unshard.read.zero.states import (
+    ModelState,
+    OptimState,
+    Shapes,
+    read_model_state,
+    read_optim_state,
+)
 from unshard.read.zero.universal import FILE, universal_tensors
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 
-__all__ = ["ZERO", "frozen_names"]
+__all__ = ["ZERO", "frozen_names", "read_partitions"]
 
 _NO_OTHER = "copy the files here from the nodes that wrote them, or take another checkpoint"
 _Tensors = Mapping[str, TensorEntry]
@@ -43,6 +49,20 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
 
 
 ZERO = Format("DeepSpeed ZeRO", has_file(is_zero_file), _read, by_name(is_zero_file))
+
+
+def read_partitions(
+    location: Location, options: ReadOptions
+) -> tuple[list[OptimState], tuple[Shapes, ...]] | None:
+    """Return what all ranks have of the optimizer, and the shapes of its groups; None without.
+
+    Raises:
+        CheckpointError: a file is missing, or cannot be read.
+    """
+    files = find_files(location)
+    if not files.optim:
+        return None
+    return _Reading(files, read_model_state(_model_file(files)), options).partitions()
 
 
 def frozen_names(location: Location) -> list[str]:
@@ -127,6 +147,14 @@ class _Reading:
 
     def of_partitions(self) -> Catalog:
         """Return the float32 weights, and what only the model's files have."""
+        states, groups = self.partitions()
+        ranks = self._states_of_frozen()
+        paths = (*(one.path for one in ranks), *(one.path for one in states))
+        masters = unflattened(states, groups, paths, len(ranks))
+        return self._catalog(self._united(masters, ranks, paths), paths, len(states))
+
+    def partitions(self) -> tuple[list[OptimState], tuple[Shapes, ...]]:
+        """Return what all ranks have of the optimizer, and the shapes of its groups."""
         optim = self._chosen_optim()
         states = [read_optim_state(path) for path in optim]
         for one in states:
@@ -141,11 +169,7 @@ class _Reading:
             raise NotMergeableError(
                 f"{self.state.path}: has no param_shapes, which DeepSpeed writes since 0.6"
             )
-        ranks = self._states_of_frozen()
-        paths = (*(one.path for one in ranks), *optim)
-        flattened = masters_of_ranks if self.files.models else masters_of_groups
-        masters = flattened(states, self.state.groups, FlatCuts(paths), len(ranks))
-        return self._catalog(self._united(masters, ranks, paths), paths, len(states))
+        return states, self.state.groups
 
     def _chosen_optim(self) -> list[Path]:
         """Return the files of the optimizer, of every rank of this save."""

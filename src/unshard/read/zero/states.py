@@ -101,6 +101,7 @@ class OptimState:
         flat: the float32 weights: of stage 3 parts of all parameters, else a part of each group.
         world_size: data parallel: the number of such files.
         paddings: elements after each parameter of each group, which only align the next one.
+        base: the state of torch's optimizer, whose moments are cut like the weights.
     """
 
     file: TorchFile
@@ -108,6 +109,7 @@ class OptimState:
     flat: tuple[Value, ...]
     world_size: int
     paddings: tuple[tuple[int, ...], ...] | None
+    base: Value
 
     @property
     def path(self) -> Path:
@@ -174,9 +176,9 @@ def read_optim_state(path: Path) -> OptimState:
     counts = state.get("partition_count")
     each = counts if isinstance(counts, list) else [counts]
     world = max((_ranks(path, "partition_count", one) for one in each), default=1)
-    return OptimState(
-        file, is_stage3, tuple(flat), world, _paddings(path, state.get("param_alignment_paddings"))
-    )
+    paddings = _paddings(path, state.get("param_alignment_paddings"))
+    base = state.get("optimizer_state_dict" if is_stage3 else "base_optimizer_state")
+    return OptimState(file, is_stage3, tuple(flat), world, paddings, base)
 
 
 def flat_run(file: TorchFile, value: Value, *, rank: int, number: int) -> tuple[DType, Run]:
