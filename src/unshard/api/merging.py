@@ -93,7 +93,8 @@ def merge(
         exclude: a regular expression; tensors whose output names it matches are left out.
         lora: what to do with adapters: "fuse" them, write the "adapter" alone, or "both".
         lora_alpha: the scale of the adapter, if no file of the checkpoint records it.
-        weights: "model" (default) or "ema".
+        weights: "model" (default), "ema", or "module": of DeepSpeed, the weights in the dtype of
+            training, where they are whole (stages 0 to 2).
         role: whose weights, where a step has several sets: "actor" (or "policy"), "critic", or the
             name of their folder; by default "actor", "policy", "model", "trainer", the first that
             is there.
