@@ -18,7 +18,7 @@ _Change = Callable[[bytearray, int, Random], object]
 _LONGEST = 64  # bytes that are changed together
 
 # Formats whose files of equal size could be exchanged: an item does not say whose it is.
-_ANONYMOUS = ("DCP", "shards")
+_ANONYMOUS = ("DCP", "Megatron", "shards")
 # Of these, the files that state where their pieces start: a copy in place of another is noticed.
 _STATED = "shards"
 

@@ -293,16 +293,6 @@ def test_a_file_of_gigabytes_is_not_read(tmp_path: Path) -> None:
         read_metadata([path])
 
 
-def test_megatrons_metadata_is_refused_with_its_own_tool(tmp_path: Path) -> None:
-    data = pickle.dumps(whole(), protocol=2)
-    ours = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
-    assert ours in data
-    theirs = b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"
-    (tmp_path / ".metadata").write_bytes(data.replace(ours, theirs))
-    with pytest.raises(NotMergeableError, match="Megatron-core"):
-        read_metadata([tmp_path / ".metadata"])
-
-
 @pytest.mark.parametrize("shape", [(4096,), (4096, 64), (4096, 8, 8)])
 def test_metadata_of_any_length_is_within_the_bound_of_pickles(
     shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -84,7 +84,7 @@ MISTAKES: dict[str, Callable[[Path], None]] = {
     "two runs mixed": lambda top: ranks(top / "global_step_10", top / "checkpoint-20"),
     "a lost rank": a_lost_rank,
     "several roles, none of them known": several_roles,
-    "Megatron": lambda top: touch(
+    "Megatron, interrupted": lambda top: touch(
         top / "iter_0000100" / "common.pt", top / "iter_0000100" / "__0_0.distcp"
     ),
     "Orbax": lambda top: touch(top / "100" / "_CHECKPOINT_METADATA", top / "100" / "d" / "x"),

@@ -18,6 +18,7 @@ from unshard.convert.heads import Ties, critic_config, find_ties, is_head, witho
 from unshard.convert.lora.files import adapter_tensors
 from unshard.convert.lora.fuse import fuse
 from unshard.convert.lora.names import split_adapter
+from unshard.convert.megatron.names import without_megatron_names
 from unshard.convert.names import hub_names, names_of_base, training_names
 from unshard.convert.optimizer import convert_optimizer
 from unshard.convert.outputs import (
@@ -103,8 +104,8 @@ def convert(sources: Sources, options: MergeOptions) -> Conversion:
     expected, notes, by = None, made.notes, "none"
     if last.base is not None:  # each was compared with its names already
         by = "base"
-    elif (expected := expected_names(recipes, made.config, options)) is not None:
-        expected, by = replace(expected, name=str(last.companions.config)), "config"
+    elif made.config and (expected := expected_names(recipes, made.config, options)) is not None:
+        expected, by = replace(expected, name=str(made.config.path)), "config"
         notes += tuple(_check(recipes, expected, options))
     if options.quantize is not None:
         made, notes = _quantised(made, notes)
@@ -186,13 +187,14 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     if base is not None and not any(map(is_scale, tensors)):
         base = _without_scales(base)
     if options.names == "hub":
-        trained = without_native_names(tensors, config)
+        native = without_megatron_names(tensors, config, checkpoint.catalog.recorded)
+        trained = without_native_names(native.value, config)
         renamed = (
             hub_names(trained, config)
             if base is None
             else names_of_base(trained, base.files, config, base.shapes)
         )
-        tensors, notes = renamed.value, (*notes, *renamed.notes)
+        tensors, notes = renamed.value, (*notes, *native.notes, *renamed.notes)
     ties = _ties(tensors, config)
     notes += tuple(
         f"{head} differs from {embedding}, though the model's config says that they are tied: both "

@@ -218,7 +218,7 @@ def _describe(
 ) -> Inspection:
     catalog, location = checkpoint.catalog, checkpoint.location
     entries = catalog.tensors.values()
-    config = ("config.json",) if checkpoint.companions.config else ()
+    config = ("config.json",) if checkpoint.companions.config_file else ()
     return Inspection(
         path=str(location.place),
         format=catalog.format,

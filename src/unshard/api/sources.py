@@ -15,7 +15,9 @@ from unshard.convert.recipes import take
 from unshard.progress import Chosen, Listener, Stage
 from unshard.read.beside.base import read_base
 from unshard.read.beside.companions import completed
+from unshard.read.beside.model_config import ConfigFile
 from unshard.read.dcp.items import inflate, inflated_bytes
+from unshard.read.megatron.config import config_of
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import read_optimizer, steps_of
 from unshard.read.training_state.reader import TrainingState, read_training_state
@@ -95,13 +97,28 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
     checkpoint = open_latest(path, choice, reading, [path_of(one) for one in options.also])
     _log_choice(path, checkpoint)
     if base is None:
-        return checkpoint
+        return _with_recorded_config(checkpoint)
     if options.lora != "adapter" and not base.tensors:
         recipes = {name: take(entry) for name, entry in checkpoint.catalog.tensors.items()}
         if split_adapter(recipes).adapter_only:  # it is fused into the weights of the base
             base = read_base(base.name, needs_weights=True)
     companions = completed(checkpoint.companions, base.companions)
-    return replace(checkpoint, companions=companions, base=base)
+    return _with_recorded_config(replace(checkpoint, companions=companions, base=base))
+
+
+def _with_recorded_config(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint without a config.json with the one that its arguments determine."""
+    companions, catalog = checkpoint.companions, checkpoint.catalog
+    if companions.config_file is not None or not catalog.recorded:
+        return checkpoint
+    (path, *_) = catalog.training_state
+    made = config_of(catalog.recorded, path)
+    if made is None:
+        return checkpoint
+    companions = replace(companions, config_file=ConfigFile(path, made))
+    what = f"no config.json: it is made of the arguments in {path.name} ({made.types[0]})"
+    catalog = replace(catalog, notes=(*catalog.notes, what))
+    return replace(checkpoint, companions=companions, catalog=catalog)
 
 
 def with_optimizer(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from unshard.compat.commands import merge_line, need_config, run, showing
-from unshard.errors import NotMergeableError, UsageError
+from unshard.errors import UsageError
 from unshard.fronts import Command, line_of
 
 _TOLERANCE = 1e-6
@@ -17,7 +17,12 @@ _TOLERANCE = 1e-6
 
 def _arguments() -> argparse.Namespace:
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--backend", required=True, choices=("fsdp", "megatron"))
+    shared.add_argument(
+        "--backend",
+        required=True,
+        choices=("fsdp", "megatron"),
+        help="accepted, and not needed: the files tell",
+    )
     shared.add_argument("--local_dir", type=Path, help="the checkpoint: global_step_N/actor")
     for flag in ("--tie-word-embedding", "--is-value-model", "--use_cpu_initialization"):
         shared.add_argument(flag, action="store_true", help="accepted, and not needed")
@@ -44,11 +49,6 @@ def main() -> None:
     arguments = _arguments()
     if arguments.local_dir is None:
         raise UsageError("--local_dir is missing", expected="the checkpoint: global_step_N/actor")
-    if arguments.backend == "megatron":
-        raise NotMergeableError(
-            "--backend megatron: Megatron checkpoints are not read",
-            hint="merge it with verl: `python -m verl.model_merger merge --backend megatron`",
-        )
     (_merge if arguments.operation == "merge" else _test)(arguments)
 
 

@@ -2,8 +2,8 @@
 
 A reader is a module with one `Format`. It reads names, pickles and headers, never weights, and
 returns where every chunk of every tensor is. What all formats share (names of wrappers, the check
-for holes, companions) is done by `open` afterwards. Two formats are here that are recognised and
-refused: only their own tools can read them.
+for holes, companions) is done by `open` afterwards. One format is here that is recognised and
+refused: only its own tool can read it.
 """
 
 import re
@@ -19,7 +19,6 @@ from unshard.tensors.catalog import Catalog
 
 __all__ = [
     "FAIRSEQ2",
-    "MEGATRON",
     "ROLES",
     "Choice",
     "Format",
@@ -41,7 +40,6 @@ _COMPARED = 1 << 20
 
 _NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)")
 _FAIRSEQ2 = re.compile(r"sdp_\d+\.pt")
-_MEGATRON_LEGACY = ("model_optim_rng.pt", "distrib_optim.pt")
 
 # Folders of a step, and whose weights they have: `policy` is what SkyRL and NeMo-RL call the actor.
 ROLES = {"actor": "actor", "policy": "actor", "critic": "critic"}
@@ -294,30 +292,6 @@ def find_file(roots: Sequence[Path], name: str) -> Path | None:
                 hint="are these two steps, or two runs?",
             )
     return there[0] if there else None
-
-
-def _holds_megatron(directory: Path) -> bool:
-    """Megatron-core's `torch_dist` is a DCP checkpoint with another file next to it."""
-    if not any((directory / name).is_file() for name in ("metadata.json", "common.pt")):
-        return next(directory.glob("mp_rank_*/model_optim_rng.pt"), None) is not None
-    return next(directory.glob("*.distcp"), None) is not None or (directory / "common.pt").is_file()
-
-
-def _refuse_megatron(location: Location, _: ReadOptions) -> Catalog:
-    raise NotMergeableError(
-        f"{location.weights_dir}: a Megatron-core distributed checkpoint (torch_dist)",
-        expected="a checkpoint of the FSDP family",
-        found="tensors cut and stacked by Megatron's own model parallelism",
-        hint="convert it with Megatron-Bridge (or NeMo's export to Hugging Face)",
-    )
-
-
-MEGATRON = Format(
-    "Megatron-core distributed checkpoint",
-    _holds_megatron,
-    _refuse_megatron,
-    lambda path: path.name in _MEGATRON_LEGACY,
-)
 
 
 def _holds_fairseq2(directory: Path) -> bool:

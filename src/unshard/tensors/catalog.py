@@ -5,7 +5,7 @@ keeps its chunks as columns (one array row per chunk, about 60 bytes); `Chunk` i
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -156,6 +156,7 @@ class Catalog:
         roots: the directories of the weight files.
         format: how the weights are stored, for people: "FSDP rank files".
         step: training step, where the directory's name states it.
+        recorded: arguments of the training that the files record, plain values only.
     """
 
     writer: str
@@ -170,3 +171,4 @@ class Catalog:
     roots: tuple[Path, ...] = ()
     format: str = ""
     step: int | None = None
+    recorded: Mapping[str, object] = field(default_factory=dict)

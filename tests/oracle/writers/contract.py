@@ -15,12 +15,13 @@ from safetensors.torch import save_file
 from torch.distributed import barrier
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
 from item_files import save_item
-from oracle.writers.dcp_saving import dcp_writer
+from oracle.writers.dcp_saving import dcp_writer, megatron_files
 from oracle.writers.model import Mixed
 from oracle.writers.saving import accelerate_rank_file, rank_file
 from zero_files import save_zero, zero_model
@@ -39,6 +40,7 @@ __all__ = [
     "hub_shards",
     "item_files",
     "item_files_of_safetensors",
+    "megatron",
     "whole_bin",
     "whole_file",
     "whole_files",
@@ -82,6 +84,14 @@ def dcp_flat(rank: int, world: int, directory: Path) -> None:
     del rank
     state = {**_fsdp2(world), "optimizer": {"scale": torch.ones(3)}, "train_state": {"step": 3}}
     state_dict_saver.save(state, storage_writer=dcp_writer(directory))
+
+
+def megatron(rank: int, world: int, directory: Path) -> None:
+    """`torch_dist`: DCP that is not flattened, with Megatron's files next to it."""
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    state_dict_saver.save(_fsdp2(world), storage_writer=dcp_writer(directory), planner=planner)
+    if rank == 0:
+        megatron_files(directory)
 
 
 def dcp_no_collectives(rank: int, world: int, directory: Path) -> None:

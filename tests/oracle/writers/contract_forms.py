@@ -121,6 +121,15 @@ FORMS = {
         "merged/epoch_0_step_7",
         (".", "epoch_0_step_7", "epoch_0_step_7/model", "epoch_0_step_7/model/.metadata"),
     ),
+    "Megatron-core": Form(
+        writers.megatron,
+        "iter_0000007",
+        "Megatron-core distributed checkpoint",
+        "merged/iter_0000007",
+        (".", "iter_0000007", "iter_0000007/.metadata", "iter_0000007/common.pt"),
+        ordered=False,
+        unnoticed=("common.pt",),  # which has the arguments of the training
+    ),
     "sharded safetensors": Form(
         writers.hub_shards,
         "step-7",

@@ -18,7 +18,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from oracle.writers.dcp import sharded_mixed
-from oracle.writers.dcp_saving import check_loads, check_pieces, dcp_writer, save_dcp
+from oracle.writers.dcp_saving import (
+    check_loads,
+    check_pieces,
+    dcp_writer,
+    megatron_files,
+    save_dcp,
+)
 from oracle.writers.model import Mixed, Parallel
 from oracle.writers.saving import copy_state, leave_truth
 
@@ -34,6 +40,7 @@ __all__ = [
     "dcp_threads",
     "dcp_tp",
     "dcp_zstd",
+    "megatron",
 ]
 
 
@@ -70,6 +77,15 @@ def dcp_corrupt(rank: int, world: int, directory: Path) -> None:
     fully_shard(model, mesh=mesh["dp"])
     state_dict_saver.save({"model": model.state_dict()}, storage_writer=dcp_writer(directory))
     leave_truth((rank, world, directory), truth)
+
+
+def megatron(rank: int, world: int, directory: Path) -> None:
+    """Save without flattening, with the files that Megatron writes next to it; any world size."""
+    model, truth = sharded_mixed(world)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    save_dcp((rank, world, directory), dict(model.state_dict()), truth, planner=planner)
+    if rank == 0:
+        megatron_files(directory)
 
 
 def dcp_many_files(rank: int, world: int, directory: Path) -> None:

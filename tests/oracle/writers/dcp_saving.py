@@ -3,9 +3,12 @@
 Knows how to save and to check; knows no scenario.
 """
 
+import json
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ __all__ = [
     "check_loads",
     "check_pieces",
     "dcp_writer",
+    "megatron_files",
     "read_metadata",
     "save_dcp",
     "stored_tensors",
@@ -31,6 +35,14 @@ Stored = Callable[[str], str]
 def dcp_writer(directory: Path, **options: Any) -> FileSystemWriter:
     """Return torch's writer with these options; it does not wait for the disk."""
     return FileSystemWriter(directory, sync_files=False, **options)
+
+
+def megatron_files(directory: Path) -> None:
+    """Write the files that Megatron puts next to DCP; metadata.json comes last."""
+    recorded = Namespace(num_layers=2, params_dtype=torch.float32, exit_signal=Signals(15))
+    torch.save({"args": recorded, "iteration": 7}, directory / "common.pt")
+    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (directory / "metadata.json").write_text(json.dumps(backends))
 
 
 def save_dcp(

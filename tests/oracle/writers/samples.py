@@ -45,6 +45,7 @@ _BY_RANKS = {
     "DCP, optimizer": ("dcp_model_optimizer", 2, "."),
     "DCP, object": ("dcp_not_flattened_plain", 1, "."),
     "DCP, Lightning": ("dcp_lightning", 2, "."),
+    "Megatron": ("megatron", 3, "."),
     "shards": ("storage_shards", 3, "."),
     "shards, several files": ("storage_extras_files", 2, "."),
     "shards, transformers": ("pretrained_shards", 2, "."),
@@ -94,9 +95,10 @@ _WHOLE: dict[str, Callable[[Path, _Tensors], None]] = {
 
 FORMATS = (*_BY_RANKS, *_WHOLE)
 # No checksum guards the names in these, and one of their bytes may be in all uses of a name.
-NAMES_UNGUARDED = ("DCP", "one safetensors", "safetensors and index", "legacy torch")
+NAMES_UNGUARDED = ("DCP", "Megatron", "one safetensors", "safetensors and index", "legacy torch")
 # Their weights have checksums.
-CHECKED = [name for name in FORMATS if name.startswith(("rank", "bins", "DCP", "pytorch", "ZeRO"))]
+_CHECKED = ("rank", "bins", "DCP", "Megatron", "pytorch", "ZeRO")
+CHECKED = [name for name in FORMATS if name.startswith(_CHECKED)]
 
 
 def whole_tensors() -> dict[str, torch.Tensor]:

@@ -68,6 +68,7 @@ LAYOUTS: dict[str, Scenario] = {
     "dcp_zstd": dcp_forms.dcp_zstd,
     "fsdp1_sharded_bin": fsdp1.fsdp1_sharded_bin,
     "fsdp2_bin": fsdp1.fsdp2_bin,
+    "megatron": dcp_forms.megatron,
 }
 
 SCENARIOS: dict[str, Scenario] = RANK_FILES | LAYOUTS

@@ -11,6 +11,7 @@ from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.expected.tensors import Matches, Slot, match_slots, wrong_shapes
 from unshard.convert.heads import without_trl_wrapper
+from unshard.convert.megatron.names import without_megatron_names
 from unshard.convert.names import names_of_base
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import Recipe, stored_dtype
@@ -114,7 +115,9 @@ def _fit_names(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[
     shapes = {name: slot.shape for slot in slots for name in slot.names}
     try:
         fused = without_trl_wrapper(fuse_adapter(opened.checkpoint, opened.options).value)
-        others = names_of_base(fused, shapes.keys(), config, shapes).value
+        recorded = opened.checkpoint.catalog.recorded
+        trained = without_megatron_names(fused, config, recorded).value
+        others = names_of_base(trained, shapes.keys(), config, shapes).value
     except ConversionError:
         if not any(found.sources):
             raise

@@ -1,5 +1,6 @@
 """A checkpoint as a model of transformers, loaded by transformers from the shards."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -129,10 +130,11 @@ def _saved(config: "PreTrainedConfig", stack: ExitStack) -> Path:
 
 def _with_local_config(source: Checkpoint, stack: ExitStack) -> Checkpoint:
     """Return a checkpoint whose companions are on disk: transformers reads them by itself."""
-    config, files = source.companions.config, source.companions.files
-    if not isinstance(config, RemotePath):
+    file, files = source.companions.config_file, source.companions.files
+    if file is None or (file.made is None and not isinstance(file.path, RemotePath)):
         return source
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="_unshard-")))
+    config = file.path if file.made is None else json.dumps(dict(file.made.fields)).encode()
     write_files({**files, "config.json": config}, folder)
     local = Companions(ConfigFile(folder / "config.json"), {name: folder / name for name in files})
     return replace(source, companions=local)

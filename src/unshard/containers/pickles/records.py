@@ -104,6 +104,8 @@ _QUALIFIED = frozenset(
     io.open io.FileIO io.open_code _io.open _io.FileIO
     """.split()
 )
+# An enum of numbers: Megatron records with it which signal makes it save.
+_HARMLESS = frozenset({"signal.Signals"})
 # An attribute reached through an innocent module: pathlib.os.system, torch.serialization.os.popen.
 _ATTRIBUTES = frozenset(
     """
@@ -118,6 +120,8 @@ _ATTRIBUTES = frozenset(
 def is_dangerous(name: Global) -> bool:
     """Return whether a name runs commands, evaluates code or opens files, or reaches for that."""
     dotted = name.dotted
+    if dotted in _HARMLESS:
+        return False
     parts = dotted.split(".")
     if parts[0] in _BUILTINS:
         return any(part in _BUILTIN_NAMES or part in _ATTRIBUTES for part in parts[1:])

@@ -40,7 +40,7 @@ class Companions:
     """The files that make weights a model: config, tokenizer, processor, custom code.
 
     Attributes:
-        config_file: the model's config.json, or None.
+        config_file: the model's config.json, or what is known instead of it; or None.
         files: every other file to copy, by its name in the output.
     """
 
@@ -49,8 +49,9 @@ class Companions:
 
     @property
     def config(self) -> Path | None:
-        """The path of config.json, or None."""
-        return None if self.config_file is None else self.config_file.path
+        """The path of config.json; None if there is none, or only what stands for one."""
+        file = self.config_file
+        return None if file is None or file.made is not None else file.path
 
     @property
     def model(self) -> ModelConfig | None:

@@ -143,14 +143,20 @@ def read_config(path: Path) -> ModelConfig:
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A config.json, read once for all that have this object."""
+    """A config.json, read once for all that have this object.
+
+    Attributes:
+        path: the file.
+        made: what is known without reading it, where it is another file that describes the model.
+    """
 
     path: Path
+    made: ModelConfig | None = None
 
     @cached_property
     def model(self) -> ModelConfig:
         """What the file says, read at its first use: see `read_config`."""
-        return read_config(self.path)
+        return read_config(self.path) if self.made is None else self.made
 
 
 def config_at(path: Path, known: ConfigFile | None) -> ModelConfig | None:

@@ -31,6 +31,8 @@ __all__ = ["MODEL_KEYS", "OTHER_KEYS", "DcpMetadata", "DescribedTensor", "Item",
 _MAX_BYTES = 1 << 30
 _MAX_OFFSET = 1 << 62
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.checkpoint.metadata")
+# Metadata with the plans of all ranks in addition, from Megatron-core 0.17 on.
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
 _STORAGE_INFO = (
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed._shard.checkpoint.filesystem._StorageInfo",
@@ -99,7 +101,7 @@ def read_metadata(files: Iterable[Path]) -> DcpMetadata:
         IncompleteError: a file is empty.
         CorruptError: it is not valid metadata, or contradicts another one.
         UnsafeError: its pickle names something that runs commands.
-        NotMergeableError: it was written by an engine of another family, or in an unknown way.
+        NotMergeableError: its items were transformed in an unknown way.
     """
     whole = DcpMetadata()
     for path in files:
@@ -121,7 +123,7 @@ def read_metadata(files: Iterable[Path]) -> DcpMetadata:
 
 
 def _add(whole: DcpMetadata, path: Path, value: Value) -> None:
-    fields = _metadata_fields(path, value)
+    fields = _metadata_fields(value)
     described = _named(member(fields, "state_dict_metadata"))
     for name, one in described.items():
         if _is(one, "BytesStorageMetadata"):
@@ -172,15 +174,10 @@ def _paths(planned: Value, described: dict[str, Value]) -> dict[str, tuple[str |
     return paths
 
 
-def _metadata_fields(path: Path, value: Value) -> dict[str, Value]:
-    if isinstance(value, Record) and _is(value, "Metadata"):
+def _metadata_fields(value: Value) -> dict[str, Value]:
+    if isinstance(value, Record) and (_is(value, "Metadata") or value.is_call_of(_MEGATRON)):
         return state_of(value)
     callee = named(value.callee) if isinstance(value, Record) else named(value)
-    if "megatron" in callee.lower():
-        raise NotMergeableError(
-            f"{path}: written by Megatron-core ({callee})",
-            hint="convert it with Megatron-Bridge (or NeMo's export to Hugging Face)",
-        )
     raise TensorFormError(f"{callee}, not torch's Metadata")
 
 

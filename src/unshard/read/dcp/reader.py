@@ -11,7 +11,7 @@ every name starts with it (`model.model.norm.weight`). Nothing else is taken off
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
 
-__all__ = ["DCP", "metadata_files", "read_tensors"]
+__all__ = ["DCP", "metadata_files", "read_catalog", "read_tensors"]
 
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 _UNFINISHED = re.compile(r"(?:__\d+)?\.metadata\.tmp")
@@ -67,18 +67,26 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     names = dict(chosen.names)
     if writer in {_LIGHTNING, _COMPOSER}:  # which save a module around the model
         names = without_wrapper_module(names)
-    _check_disjoint(metadata, location)
     step = location.step_dir
-    tensors, archives = read_tensors(metadata, names, location.roots)
-    ranks = {rank for item in metadata.items.values() if (rank := _rank(item.path)) is not None}
-    return Catalog(
+    return replace(
+        read_catalog(metadata, names, location),
         writer=writer,
-        world_size=max(ranks, default=0) + 1,
-        tensors=tensors,
         skipped=chosen.skipped,
-        archives=archives,
         training_state=tuple(sorted({p for one in _TRAINING_STATE for p in step.glob(one)})),
     )
+
+
+def read_catalog(metadata: DcpMetadata, names: Mapping[str, str], location: Location) -> Catalog:
+    """Return the tensors of these flat names under their names, and how many ranks wrote.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or the metadata contradicts them or itself.
+    """
+    _check_disjoint(metadata, location)
+    tensors, archives = read_tensors(metadata, names, location.roots)
+    ranks = {rank for item in metadata.items.values() if (rank := _rank(item.path)) is not None}
+    world_size = max(ranks, default=0) + 1
+    return Catalog(writer="torch", world_size=world_size, tensors=tensors, archives=archives)
 
 
 DCP = Format("torch DCP", has_file(_claims), _read, by_name(_claims))

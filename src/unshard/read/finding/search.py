@@ -20,8 +20,9 @@ from unshard.read.finding.step_names import (
     step_of,
     step_of_parents,
 )
-from unshard.read.format import FAIRSEQ2, MEGATRON, Format
+from unshard.read.format import FAIRSEQ2, Format
 from unshard.read.hub_files import RECORD_NAME
+from unshard.read.megatron.reader import MEGATRON
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
 from unshard.read.torch_checkpointing.reader import TORCH_CHECKPOINTING

@@ -1,0 +1,1 @@
+"""Megatron-core's names and layouts, and those of the hub."""

@@ -1,0 +1,35 @@
+"""What `common.pt` records: the arguments of the training, of which only plain values are kept.
+
+It is a pickle of an `argparse.Namespace` with enums, dtypes and whatever else a version has; all of
+it is inert here, and nothing is executed. NeMo and Megatron-Bridge record no arguments.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from unshard.containers.pickles.records import Record
+from unshard.containers.torch_files.reader import read_torch_file
+
+__all__ = ["read_arguments"]
+
+Arguments = Mapping[str, object]
+
+
+def read_arguments(path: Path) -> Arguments:
+    """Return the recorded arguments: numbers, text, booleans and None.
+
+    Of any other value only "<...>" is kept, which tells it from one that is not recorded.
+
+    Raises:
+        CheckpointError: the file is damaged, or was made to run commands.
+    """
+    saved = read_torch_file(path).value
+    found = saved.get("args") if isinstance(saved, dict) else None
+    fields = found.state if isinstance(found, Record) else found
+    if not isinstance(fields, dict):
+        return {}
+    return {str(name): value if _is_plain(value) else "<...>" for name, value in fields.items()}
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or type(value) in {int, float, bool, str}

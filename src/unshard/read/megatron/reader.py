@@ -1,0 +1,137 @@
+"""Reader for Megatron-core's `torch_dist`: DCP under Megatron's names, and the files next to it.
+
+Written by Megatron-LM, Megatron-Bridge, NeMo, slime, miles, verl and ms-swift. `metadata.json` is
+written last; `common.pt` has what every rank has alike, among it the arguments of the training.
+The names stay Megatron's here; `convert.megatron` leads to those of the hub. What is not a tensor
+of the model is left out: the optimizer's state, random state, and the `_extra_state` of modules.
+
+Megatron-FSDP's `fsdp_dtensor` is DCP as torch itself saves it, and is read as such. One file per
+rank and `zarr`, both older, are refused.
+
+Source: `megatron.core.dist_checkpointing` and `megatron.training.checkpointing` 0.11 to 0.16.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from unshard.containers.json_file import JsonFields, json_object
+from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+from unshard.read.dcp.metadata import DcpMetadata, read_metadata
+from unshard.read.dcp.reader import DCP, metadata_files, read_catalog
+from unshard.read.format import Format, Location, ReadOptions, find_file
+from unshard.read.megatron.arguments import read_arguments
+from unshard.tensors.catalog import Catalog, Skipped
+
+__all__ = ["MEGATRON"]
+
+_METADATA, _COMMON = "metadata.json", "common.pt"
+_BACKEND = "sharded_backend"
+_DCP_BACKENDS = ("fsdp_dtensor", "torch_dcp")
+_LEGACY = ("model_optim_rng.pt", "distrib_optim.pt")
+_CONVERT = "convert it with Megatron's tools (--ckpt-convert-format torch_dist), and merge that"
+# Starts of names, and what they are.
+_OTHERS = tuple(
+    (re.compile(pattern), (group, what))
+    for pattern, group, what in (
+        (r"(?:chained_\d+\.)?optimizer(?:\.|$)", "optimizer.*", "optimizer state"),
+        (r"rng_state(?:[./]|$)", "rng_state.*", "random state"),
+        (r"rerun_state", "rerun_state_machine.*", "training state"),
+        (r"opt_param_scheduler", "opt_param_scheduler.*", "training state"),
+        (r".*\._extra_state(?:/|$)", "*._extra_state", "state of modules"),
+    )
+)
+
+
+def _holds(directory: Path) -> bool:
+    """Return whether a directory has a step of Megatron: by its names, and one key of a small file.
+
+    Other tools put a metadata.json next to DCP, too.
+    """
+    if (directory / _COMMON).is_file():
+        return True
+    if next(directory.glob("mp_rank_*/model_optim_rng.pt"), None) is not None:
+        return True
+    path = directory / _METADATA
+    if not path.is_file() or next(directory.glob("*.distcp"), None) is None:
+        return False
+    try:
+        return _BACKEND in json_object(path)
+    except CorruptError:
+        return False
+
+
+def _read(location: Location, options: ReadOptions) -> Catalog:
+    backend = _backend(location)
+    if backend in _DCP_BACKENDS:
+        return replace(DCP.read(location, options), writer="Megatron-FSDP")
+    if backend != "torch_dist":
+        raise NotMergeableError(
+            f"{location.weights_dir}: a Megatron checkpoint with the backend {backend}",
+            expected="torch_dist",
+            hint=_CONVERT,
+        )
+    metadata = read_metadata(metadata_files(location))
+    kinds = {name: _kind(name) for name in (*metadata.tensors, *metadata.objects)}
+    names = {name: name for name in metadata.tensors if kinds[name] is None}
+    common = find_file(location.roots, _COMMON)
+    return replace(
+        read_catalog(metadata, names, location),
+        writer="Megatron-core",
+        skipped=tuple(_skipped(metadata, kinds)),
+        training_state=() if common is None else (common,),
+        recorded={} if common is None else read_arguments(common),
+    )
+
+
+MEGATRON = Format(
+    "Megatron-core distributed checkpoint",
+    _holds,
+    _read,
+    lambda path: path.name in (*_LEGACY, _COMMON) or DCP.claims(path),
+)
+
+
+def _backend(location: Location) -> str:
+    """Return what metadata.json says about how the tensors are stored.
+
+    Raises:
+        NotMergeableError: one file per rank.
+        IncompleteError: metadata.json is missing.
+        CorruptError: it is damaged.
+    """
+    where = location.weights_dir
+    if next(where.glob("mp_rank_*/model_optim_rng.pt"), None) is not None:
+        raise NotMergeableError(
+            f"{where}: a Megatron checkpoint of one file per rank (mp_rank_*/model_optim_rng.pt)",
+            expected="torch_dist",
+            found="files that do not say how the tensors were cut",
+            hint=_CONVERT,
+        )
+    path = find_file(location.roots, _METADATA)
+    if path is None:
+        raise IncompleteError(
+            f"{where}: its {_METADATA} is missing",
+            expected=f"{_METADATA}, which Megatron writes last",
+            hint="the save was interrupted, or the file was not copied",
+        )
+    backend = JsonFields(path, json_object(path)).text(_BACKEND)
+    if backend is None:
+        raise CorruptError(f"{path}: has no {_BACKEND}", hint="take another checkpoint")
+    return backend
+
+
+def _kind(name: str) -> tuple[str, str] | None:
+    """Return the group of a value that is not a weight, and what it is; None for a weight."""
+    return next((kind for pattern, kind in _OTHERS if pattern.match(name)), None)
+
+
+def _skipped(metadata: DcpMetadata, kinds: dict[str, tuple[str, str] | None]) -> Iterator[Skipped]:
+    groups = Counter(kind for kind in kinds.values() if kind is not None)
+    for (group, what), count in groups.items():
+        yield Skipped(group, f"not model weights: {what} ({count} values)")
+    for name in metadata.objects:
+        if kinds[name] is None:
+            yield Skipped(name, "not model weights: object")

@@ -1,0 +1,312 @@
+"""Megatron-core's checkpoints, merged into models of the hub: bit for bit, and by their logits.
+
+The files and the truth are in tests/data (see its README.md).
+"""
+
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import unshard
+from megatron_cases import CASES, hub_truth, truth_of, unpack
+from ranks import as_rank, assert_same, merged, save_ranks
+from recipe_values import evaluate
+from unshard import ConversionError
+from unshard.convert.megatron.layout import Heads, by_groups
+from unshard.convert.recipes import take
+from unshard.read.megatron.arguments import read_arguments
+from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
+from unshard.tensors.dtypes import BY_NAME
+
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
+BY_SLIME = [case for case in CASES if case.startswith(("llama", "qwen"))]
+WITH_LOGITS = (
+    *("deepseek_v3_tp2", "glm4_moe_ep2", "llama_tp1", "mixtral_tp2"),
+    *("qwen2_tp2_tied", "qwen3_moe_ep2", "qwen3_tp2"),
+)
+RECORDED = [case for case in CASES if not case.startswith(("deepseek", "glm"))]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack(tmp_path_factory.mktemp("megatron"))
+
+
+def config_of(case: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads((case / "hf_config" / "config.json").read_text())
+    return fields
+
+
+def saved(directory: Path, tensors: Mapping[str, torch.Tensor], **config: object) -> Path:
+    """Save tensors under Megatron's names in rank files, with a config."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_ranks(directory, dict(tensors), 1)
+    return directory
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_tensors_are_those_of_the_hub(cases: Path, tmp_path: Path, name: str) -> None:
+    case = cases / name
+    truth = hub_truth(truth_of(case, "megatron"), config_of(case))
+    report = unshard.merge(case, tmp_path / "out", config=str(case / "hf_config"), verify="full")
+    assert_same(merged(tmp_path / "out"), truth)
+    assert report.names_checked == "config"
+    assert report.step == 3
+
+
+@pytest.mark.parametrize("name", BY_SLIME)
+def test_the_truth_is_what_slimes_converter_makes(cases: Path, name: str) -> None:
+    case = cases / name
+    ours = hub_truth(truth_of(case, "megatron"), config_of(case))
+    assert_same(ours, truth_of(case, "hub"))
+
+
+@pytest.mark.parametrize("name", WITH_LOGITS)
+def test_transformers_computes_the_logits_of_the_megatron_model(
+    cases: Path, tmp_path: Path, name: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    case = cases / name
+    unshard.merge(case, tmp_path / "out", config=str(case / "hf_config"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with np.load(case / "logits.npz") as known:
+        tokens, theirs = torch.from_numpy(known["tokens"]), torch.from_numpy(known["logits"])
+    with torch.no_grad():
+        ours = model.train(mode=False)(input_ids=tokens).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_without_a_config_one_is_made_of_the_recorded_arguments(
+    cases: Path, tmp_path: Path, name: str
+) -> None:
+    case = cases / name
+    report = unshard.merge(case, tmp_path / "out")
+    unshard.merge(case, tmp_path / "by_config", config=str(case / "hf_config"))
+    assert_same(merged(tmp_path / "out"), merged(tmp_path / "by_config"))
+    made = json.loads((tmp_path / "out" / "config.json").read_text())
+    stated = config_of(case) | {"hidden_act": "silu"}
+    assert {key: made.get(key) for key in {*made, *stated}} == {
+        key: stated.get(key) for key in {*made, *stated}
+    }
+    assert "no config.json: it is made of the arguments in common.pt" in report.notes[0]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3_tp2", "glm4_moe_ep2"])
+def test_arguments_that_leave_the_model_open_make_no_config(cases: Path, name: str) -> None:
+    with pytest.raises(ConversionError, match="do not determine it") as error:
+        unshard.merge(cases / name, dry_run=True)
+    assert "--config" in error.value.hint
+    assert "--names training" in error.value.hint
+    assert "decoder.layers.N.self_attention.linear_proj.weight" in error.value.found
+    unshard.merge(cases / name, names="training", dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_attention_heads", 8),
+        ("num_key_value_heads", 1),
+        ("head_dim", 2),
+        ("num_hidden_layers", 3),
+        ("hidden_size", 8),
+    ],
+)
+def test_a_config_that_the_training_contradicts_is_refused(
+    cases: Path, tmp_path: Path, field: str, value: int
+) -> None:
+    fields = config_of(cases / "llama_tp1") | {field: value}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConversionError, match=f"config.json: {field} is {value}, but the training"):
+        unshard.merge(cases / "llama_tp1", config=str(tmp_path), dry_run=True)
+
+
+def test_the_heads_are_those_of_the_config_where_nothing_is_recorded(
+    cases: Path, tmp_path: Path
+) -> None:
+    tensors = truth_of(cases / "llama_tp1", "megatron")
+    config = config_of(cases / "llama_tp1")
+    unshard.merge(saved(tmp_path / "own", tensors, **config), tmp_path / "out")
+    assert_same(merged(tmp_path / "out"), hub_truth(tensors, config))
+    for wrong, words in (
+        ({"num_key_value_heads": 4}, "does not have the rows of 4 heads in 4 groups"),
+        ({"num_hidden_layers": 3}, "has 2 layers"),
+        ({"vocab_size": 33}, "has 32 rows, fewer than the vocabulary"),
+        ({"vocab_size": None}, "vocab_size is needed to cut the padding"),
+    ):
+        place = saved(tmp_path / str(words), tensors, **config | wrong)
+        with pytest.raises(ConversionError, match=words):
+            unshard.merge(place, dry_run=True)
+
+
+def test_a_family_that_is_not_known_is_refused_with_its_names(tmp_path: Path, cases: Path) -> None:
+    tensors = truth_of(cases / "llama_tp1", "megatron")
+    place = saved(tmp_path / "ckpt", tensors, model_type="gpt_oss")
+    with pytest.raises(ConversionError, match="type gpt_oss are not known") as error:
+        unshard.merge(place, dry_run=True)
+    assert "one of llama, mistral, qwen2" in error.value.expected
+    assert "embedding.word_embeddings.weight" in error.value.found
+    assert "convert it with Megatron-Bridge" in error.value.hint
+    assert "nothing: the names that Megatron gives" in unshard.inspect(place).would_write
+
+
+def test_a_tensor_without_a_place_is_refused_by_name(tmp_path: Path, cases: Path) -> None:
+    tensors = truth_of(cases / "qwen3_pp2_per_layer", "megatron")
+    tensors["decoder.layers.1.self_attention.core_attention.softmax_offset"] = torch.ones(4)
+    config = config_of(cases / "qwen3_pp2_per_layer")
+    with pytest.raises(ConversionError, match="1 tensors have no known place") as error:
+        unshard.merge(saved(tmp_path / "ckpt", tensors, **config), dry_run=True)
+    assert "decoder.layers.N.self_attention.core_attention.softmax_offset" in error.value.found
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        ("decoder.layers.1.mlp.experts.experts.2.linear_fc2.weight", "its part 2 is missing"),
+        ("decoder.layers.0.mlp.experts.experts.1.linear_fc1.weight_v", "its part 1 is missing"),
+        ("decoder.layers.0.mlp.experts.experts.3.linear_fc2.weight", "these are not the experts"),
+        ("decoder.layers.1.self_attention.linear_proj.weight", "Missing key"),
+    ],
+)
+def test_a_part_that_is_missing_is_noticed(
+    tmp_path: Path, cases: Path, lost: str, words: str
+) -> None:
+    case = cases / "qwen3_moe_tp2_singleton"
+    tensors = truth_of(case, "megatron")
+    del tensors[lost]
+    with pytest.raises(ConversionError, match=words):
+        unshard.merge(saved(tmp_path / "ckpt", tensors, **config_of(case)), dry_run=True)
+
+
+def test_norms_that_are_stored_less_1_are_refused(tmp_path: Path, cases: Path) -> None:
+    shutil.copytree(cases / "llama_tp1" / "iter_0000003", tmp_path / "iter_0000003")
+    common = tmp_path / "iter_0000003" / "common.pt"
+    recorded = dict(read_arguments(common)) | {"apply_layernorm_1p": True}
+    torch.save({"args": Namespace(**recorded)}, common)
+    config = str(cases / "llama_tp1" / "hf_config")
+    with pytest.raises(ConversionError, match="stored less 1") as error:
+        unshard.merge(tmp_path, config=config, dry_run=True)
+    assert "arithmetic" in error.value.expected
+    with pytest.raises(ConversionError, match="apply_layernorm_1p is True"):
+        unshard.merge(tmp_path, dry_run=True)
+
+
+def test_a_base_names_the_family_and_the_tensors(cases: Path, tmp_path: Path) -> None:
+    """Also of a mixture whose base was saved with fused experts."""
+    case = cases / "qwen3_moe_ep2"
+    base = tmp_path / "base"
+    unshard.merge(case, base, config=str(case / "hf_config"))
+    unshard.merge(case, tmp_path / "out", base=str(base), dtype="base")
+    assert_same(merged(tmp_path / "out"), merged(base))
+
+
+@pytest.mark.parametrize("prefix", ["model.", "module.", "model.module."])
+def test_the_name_of_a_wrapper_before_all_names_is_taken_off(
+    cases: Path, tmp_path: Path, prefix: str
+) -> None:
+    tensors = truth_of(cases / "qwen3_tp2", "megatron")
+    config = config_of(cases / "qwen3_tp2")
+    wrapped = {prefix + name: one for name, one in tensors.items()}
+    unshard.merge(saved(tmp_path / "ckpt", wrapped, **config), tmp_path / "out")
+    assert_same(merged(tmp_path / "out"), hub_truth(tensors, config))
+
+
+def test_megatron_fsdp_saves_the_same_names_as_dcp(cases: Path, tmp_path: Path) -> None:
+    """Under `model`, its experts as in memory and its gated matrices in halves; torch wrote it."""
+    case, step = cases / "qwen3_moe_tp2_singleton", tmp_path / "iter_0000003"
+    tensors = truth_of(case, "megatron")
+    state = {
+        "module." + name.replace("experts.experts.", "experts.local_experts."): one
+        for name, one in tensors.items()
+    }
+    with as_rank(0, 1):
+        save({"model": state, "optimizer": {"step": torch.ones(1)}}, checkpoint_id=step)
+    (step / "metadata.json").write_text('{"sharded_backend": "fsdp_dtensor"}')
+    unshard.merge(tmp_path, tmp_path / "out", config=str(case / "hf_config"))
+    assert_same(merged(tmp_path / "out"), hub_truth(tensors, config_of(case)))
+    assert unshard.inspect(step).writer == "Megatron-FSDP"
+
+
+def test_grouped_experts_may_be_numbered_at_the_end(cases: Path, tmp_path: Path) -> None:
+    case = cases / "qwen3_moe_ep2"
+    tensors = truth_of(case, "megatron")
+    config = config_of(case)
+    single: dict[str, torch.Tensor] = {}
+    for name, one in tensors.items():
+        if ".experts.experts." not in name:
+            single[name] = one
+            continue
+        for layer in range(2):
+            for expert in range(4):
+                start = name.replace("layers.", f"layers.{layer}.")
+                new = start.replace("experts.experts.", "experts.") + str(expert)
+                single[new] = one[layer, expert]
+    unshard.merge(saved(tmp_path / "ckpt", single, **config), tmp_path / "out")
+    assert_same(merged(tmp_path / "out"), hub_truth(tensors, config))
+
+
+@pytest.mark.parametrize("name", ["llama_tp2_pp2", "deepseek_v3_tp2"])
+def test_averages_checks_and_reads_are_those_of_any_checkpoint(
+    cases: Path, tmp_path: Path, name: str
+) -> None:
+    case, config = cases / name, str(cases / name / "hf_config")
+    truth = hub_truth(truth_of(case, "megatron"), config_of(case))
+    unshard.average([case, case], tmp_path / "mean", config=config)
+    assert_same(merged(tmp_path / "mean"), truth)
+    unshard.merge(case, tmp_path / "out", config=config)
+    assert unshard.verify(tmp_path / "out", case).equal
+    with unshard.open_checkpoint(case, names="hub", config=config) as opened:
+        assert set(opened) == truth.keys()
+        for key, one in truth.items():
+            np.testing.assert_array_equal(opened[key], one.numpy())
+            np.testing.assert_array_equal(opened.get_slice(key)[1:3], one[1:3].numpy())
+
+
+def test_a_model_in_memory_is_filled_whatever_it_calls_its_experts(cases: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    case = cases / "mixtral_tp2"
+    loader: Any = AutoModelForCausalLM
+    model = loader.from_config(AutoConfig.from_pretrained(case / "hf_config"))
+    with unshard.open_checkpoint(case, config=str(case / "hf_config")) as opened:
+        opened.load_into(model)
+    with np.load(case / "logits.npz") as known, torch.no_grad():
+        ours = model.train(mode=False)(input_ids=torch.from_numpy(known["tokens"])).logits
+        torch.testing.assert_close(ours, torch.from_numpy(known["logits"]), rtol=1e-4, atol=1e-4)
+    built = unshard.from_pretrained(case, loader)
+    assert_same(dict(built.state_dict()), dict(model.state_dict()))
+
+
+@given(
+    groups=st.integers(1, 4),
+    each=st.integers(1, 3),
+    rows=st.integers(1, 3),
+    is_bias=st.booleans(),
+)
+def test_any_groups_of_heads_are_divided_as_a_view_divides_them(
+    groups: int, each: int, rows: int, *, is_bias: bool
+) -> None:
+    shape = (groups * (each + 2) * rows, *(() if is_bias else (3,)))
+    stored = TensorEntry("w", BY_NAME["float32"], shape, ChunkRows(len(shape)).table(()))
+    values = np.arange(prod(shape), dtype=np.float32).reshape(shape)
+    found = by_groups("w", take(stored), Heads(groups * each, groups, rows))
+    grid = values.reshape(groups, each + 2, rows, *shape[1:])
+    parts = (grid[:, :each], grid[:, each], grid[:, each + 1])
+    for recipe, part in zip(found, parts, strict=True):
+        theirs = part.reshape(-1, *shape[1:])
+        np.testing.assert_array_equal(evaluate(recipe, {"w": values}), theirs)
